@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from systolic.core.errors import RunError
-from systolic.training.meeting import Report, differing, meet
-from systolic.training.peers import Place
+from systolic.training.meeting import HostReport, differing, meet
+from systolic.training.peers import Member
 
 
 def free_port() -> int:
@@ -18,18 +18,18 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def places(count: int, hosts: tuple[str, ...] = ()) -> list[Place]:
+def places(count: int, hosts: tuple[str, ...] = ()) -> list[Member]:
     address = f"127.0.0.1:{free_port()}"
     return [
-        Place(by="a test", count=count, index=index, coordinator=address, hosts=hosts)
+        Member(by="a test", count=count, index=index, coordinator=address, hosts=hosts)
         for index in range(count)
     ]
 
 
-def all_meet(places: list[Place], seconds: float = 20.0) -> list[Any]:
+def all_meet(places: list[Member], seconds: float = 20.0) -> list[Any]:
     """What each gets: reports, or the text of its error."""
 
-    def one(place: Place) -> Any:
+    def one(place: Member) -> Any:
         try:
             return meet(place, {"jax": f"0.{place.index // 3}"}, seconds)
         except RunError as error:
@@ -70,7 +70,7 @@ def test_a_number_given_twice():
 
 def test_processes_told_of_different_jobs():
     first, second = places(2)
-    other = Place(by="a test", count=3, index=1, coordinator=second.coordinator)
+    other = Member(by="a test", count=3, index=1, coordinator=second.coordinator)
     answers = all_meet([first, other])
     assert all("was told of 3 processes" in answer for answer in answers)
 
@@ -105,5 +105,8 @@ def test_strangers_at_the_port_are_left_alone():
 
 
 def test_a_missing_fact_is_a_value():
-    reports = [Report(index=0, host="a", facts={}), Report(index=1, host="b", facts={"jax": "1"})]
+    reports = [
+        HostReport(index=0, host="a", facts={}),
+        HostReport(index=1, host="b", facts={"jax": "1"}),
+    ]
     assert set(differing(reports, "jax")) == {"absent", "1"}

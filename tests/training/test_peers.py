@@ -11,7 +11,7 @@ import pytest
 
 from systolic.core.errors import OptionError
 from systolic.training import peers
-from systolic.training.peers import Place, find, slurm_hosts
+from systolic.training.peers import Member, find, slurm_hosts
 
 RECORDED = json.loads((Path(__file__).parents[1] / "recorded" / "platforms.json").read_text())
 
@@ -47,7 +47,7 @@ def met(tmp_path: Path, request: Any) -> Generator[tuple[dict[str, str], Path]]:
     peers._attribute.cache_clear()
 
 
-def told(place: Place) -> tuple[str, int, int, str]:
+def told(place: Member) -> tuple[str, int, int, str]:
     return place.by, place.index, place.count, place.coordinator
 
 

@@ -1,8 +1,11 @@
 """``systolic doctor``: the verdict first, then what to fix, then the facts."""
 
 import json
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 from rich.console import Console
@@ -10,13 +13,16 @@ from rich.table import Table
 from rich.text import Text
 
 from systolic.cli.parse import parse
-from systolic.core.ranges import POSITIVE
+from systolic.core.errors import OptionError
+from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE
 from systolic.core.units import GIB, si
 from systolic.doctor import Finding, Machine, Status, examine, gather, measure
 from systolic.doctor.checks import FALLEN_BACK
 from systolic.doctor.gather import PACKAGES
 from systolic.doctor.machine import Measured
 from systolic.doctor.measure import LIMIT_SECONDS
+from systolic.doctor.multi_host import WAIT_SECONDS, examine_hosts
+from systolic.training import hosts, peers
 
 WIDTH = 100
 LONGEST_VARIABLE = 70
@@ -38,25 +44,56 @@ class DoctorOptions:
         json: Print one JSON object.
         no_measure: Do not start JAX: nothing is measured and no device is touched.
         limit_seconds: Seconds that JAX may take to start and measure.
+        multi_host: Meet the other processes of the job, in all of which this runs, and check that they reach each other, with clocks, versions and data alike.
+        data: With --multi-host: a file or folder that should be the same on all hosts.
+        wait_seconds: With --multi-host: seconds to wait for the others.
+        coordinator: With --multi-host: HOST:PORT of the first process, where Cloud TPU, GKE, Slurm or MPI don't tell it.
+        processes: How many processes there are, with --coordinator.
+        process: Number of this one, from 0.
     """
 
     json: bool = False
     no_measure: bool = False
     limit_seconds: Annotated[float, POSITIVE] = LIMIT_SECONDS
+    multi_host: bool = False
+    data: Path | None = None
+    wait_seconds: Annotated[float, POSITIVE] = WAIT_SECONDS
+    coordinator: str | None = None
+    processes: Annotated[int | None, COUNT] = None
+    process: Annotated[int | None, NOT_NEGATIVE] = None
 
 
 def run(args: Sequence[str]) -> int:
     """The verb."""
     options = parse(DoctorOptions, args, "systolic doctor")
+    if options.multi_host:
+        hosts.describe(options.coordinator, options.processes, options.process)
     machine = gather()
+    # On a slice no device answers before all hosts ask for theirs, so they meet first.
+    shared = others(options, machine) if options.multi_host else []
     if not options.no_measure and machine.version("jax") is not None:
         machine = replace(machine, measured=measure(machine, options.limit_seconds))
-    findings = examine(machine)
+    findings = [*shared, *examine(machine)]
     if options.json:
         print(json.dumps(record(machine, findings), indent=2, ensure_ascii=False))
     else:
         show(machine, findings, Console(width=WIDTH, highlight=False))
     return int(any(finding.status is Status.failed for finding in findings))
+
+
+def others(options: DoctorOptions, machine: Machine) -> list[Finding]:
+    """Findings about all processes of the job.
+
+    Raises:
+        OptionError: this process is on its own.
+    """
+    place = peers.find(os.environ)
+    if place is None:
+        raise OptionError(
+            "this process is on its own: no Cloud TPU, GKE, SkyPilot, Slurm or MPI names it any others; give --coordinator HOST:PORT --processes N --process I in each"
+        )
+    tell = lambda text: print(f"systolic: {text}", file=sys.stderr, flush=True)  # noqa: E731
+    return examine_hosts(place, machine, options.data, options.wait_seconds, tell)
 
 
 def record(machine: Machine, findings: list[Finding]) -> dict[str, Any]:

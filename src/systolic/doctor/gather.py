@@ -15,7 +15,9 @@ import psutil
 from packaging.requirements import InvalidRequirement, Requirement
 
 from systolic.chips.host import memory_bytes, model_name, num_cpus
+from systolic.core.errors import SystolicError
 from systolic.doctor.machine import Holder, LockFile, Machine, MachineKind, Nvidia, VersionBound
+from systolic.training.peers import find
 
 PACKAGES = (
     *("systolic", "jax", "jaxlib", "libtpu", "libtpu-nightly", "flax", "optax", "orbax-checkpoint"),
@@ -32,6 +34,15 @@ VARIABLES = (
     "PJRT_",
     "KERAS_BACKEND",
 )
+TELLING = (
+    *("COLAB_RELEASE_TAG", "COLAB_TPU_1VM", "KAGGLE_KERNEL_RUN_TYPE", "KUBERNETES_SERVICE_HOST"),
+    *("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_JOB_GPUS"),
+    *("SLURM_GPUS_ON_NODE", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK"),
+    *("SKYPILOT_NUM_GPUS_PER_NODE", "MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID"),
+    *("MEGASCALE_COORDINATOR_ADDRESS", "TPU_ACCELERATOR_TYPE", "TPU_TOPOLOGY"),
+    *("TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID"),
+)
+"""Variables by which platforms describe a place, one by one, since others of theirs are secret."""
 TPU_PCI_DEVICES = {
     "0x0027": "v3",
     "0x005e": "v4",
@@ -57,6 +68,7 @@ def gather(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) 
     versions = installed(PACKAGES)
     needs = wanted(dict(versions))
     versions = installed(dict.fromkeys([*PACKAGES, *(need.package for need in needs)]))
+    peers, peers_error = job(root, environment)
     return Machine(
         place=place(environment, chips, nvidia),
         system=f"{platform.system()} {platform.machine()}",
@@ -74,6 +86,9 @@ def gather(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) 
         environment=tuple(
             (key, value) for key, value in sorted(environment.items()) if key.startswith(VARIABLES)
         ),
+        platform=tuple((key, environment[key]) for key in TELLING if key in environment),
+        peers=peers,
+        peers_error=peers_error,
         cpu=model_name(root / "proc/cpuinfo"),
         num_cpus=num_cpus(),
         memory_bytes=memory_bytes(),
@@ -84,14 +99,32 @@ def gather(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) 
 
 
 def place(environment: Mapping[str, str], tpu_chips: int, nvidia: Nvidia | None) -> MachineKind:
-    """Colab and Kaggle by the variables they set, else by the hardware."""
+    """Notebooks, clusters and SkyPilot by the variables they set, else by the hardware."""
     if "COLAB_RELEASE_TAG" in environment or "COLAB_GPU" in environment:
         return MachineKind.colab
     if "KAGGLE_KERNEL_RUN_TYPE" in environment:
         return MachineKind.kaggle
+    if "SKYPILOT_NODE_RANK" in environment:
+        return MachineKind.skypilot
+    if "KUBERNETES_SERVICE_HOST" in environment:
+        tpus = tpu_chips or "TPU_WORKER_HOSTNAMES" in environment
+        return MachineKind.gke if tpus else MachineKind.pod
+    if "SLURM_JOB_ID" in environment:
+        return MachineKind.slurm
     if tpu_chips:
         return MachineKind.cloud_tpu_vm
     return MachineKind.gpu_host if nvidia is not None else MachineKind.cpu_host
+
+
+def job(root: Path, environment: Mapping[str, str]) -> tuple[str, str]:
+    """This process among those of its job in words, or why that is not known."""
+    try:
+        found = find(environment, root)
+    except SystolicError as error:
+        return "", str(error)
+    if found is None:
+        return "", ""
+    return f"{found.name(found.index)} of {found.count}, by {found.by}", ""
 
 
 def installed(names: Iterable[str]) -> tuple[tuple[str, str], ...]:

@@ -11,6 +11,10 @@ class MachineKind(enum.Enum):
     cloud_tpu_vm = "Cloud TPU VM"
     colab = "Colab"
     kaggle = "Kaggle"
+    gke = "GKE pod"
+    pod = "Kubernetes pod"
+    skypilot = "SkyPilot node"
+    slurm = "Slurm job"
     gpu_host = "GPU host"
     cpu_host = "CPU host"
 
@@ -112,6 +116,12 @@ class Machine:
     lock_file: LockFile | None = None
     nvidia: Nvidia | None = None
     environment: tuple[tuple[str, str], ...] = ()
+    platform: tuple[tuple[str, str], ...] = ()
+    """Variables by which the platform describes this place; none of them is secret."""
+    peers: str = ""
+    """This process among those of its job, in words; empty for one on its own."""
+    peers_error: str = ""
+    """Why the peers are not known although there are some."""
     cpu: str = ""
     num_cpus: int = 0
     memory_bytes: int = 0
@@ -130,6 +140,10 @@ class Machine:
         """An environment variable, or ``None``."""
         return dict(self.environment).get(name)
 
+    def told(self, name: str) -> str:
+        """A variable of the platform; empty where it is not set."""
+        return dict(self.platform).get(name, "")
+
     @property
     def accelerators(self) -> str:
         """What accelerators the hardware has, in words; empty for none."""
@@ -147,4 +161,8 @@ class Machine:
             dict_factory=lambda rows: {
                 key: item.value if isinstance(item, enum.Enum) else item for key, item in rows
             },
-        ) | {"packages": dict(self.packages), "environment": dict(self.environment)}
+        ) | {
+            "packages": dict(self.packages),
+            "environment": dict(self.environment),
+            "platform": dict(self.platform),
+        }

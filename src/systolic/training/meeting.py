@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from systolic.core.errors import RunError
-from systolic.training.peers import Place
+from systolic.training.peers import Member
 
 MEET_SECONDS = 300.0
 """As long as JAX waits."""
@@ -33,13 +33,15 @@ class _Stream(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
+class HostReport:
     """What one process said of itself."""
 
     index: int
     host: str
     facts: Mapping[str, Any]
     """Of the caller: versions, data …"""
+    address: str = ""
+    """From which the first process saw it come; empty for the first."""
     ahead_seconds: float = 0.0
     """Of its clock, against the first process's."""
     error_seconds: float = 0.0
@@ -52,11 +54,11 @@ class Report:
 
 
 def meet(
-    place: Place,
+    place: Member,
     facts: Mapping[str, Any],
     seconds: float = MEET_SECONDS,
     tell: Callable[[str], None] = lambda text: None,
-) -> list[Report]:
+) -> list[HostReport]:
     """Reports of all processes, in their order, in each of them.
 
     Args:
@@ -82,13 +84,13 @@ def meet(
             answer = guests.gather(seconds, tell)
     if "error" in answer:
         raise RunError(answer["error"])
-    return [Report(**each) for each in answer["all"]]
+    return [HostReport(**each) for each in answer["all"]]
 
 
 class _Guests:
     """The first process's side: connections of the others, by their index."""
 
-    def __init__(self, place: Place, mine: Mapping[str, Any]) -> None:
+    def __init__(self, place: Member, mine: Mapping[str, Any]) -> None:
         self._place, self._mine = place, mine
         self._came: dict[int, tuple[dict[str, Any], _Stream]] = {}
         self._streams: list[_Stream] = []
@@ -157,13 +159,13 @@ class _Guests:
                 self._error = f"process {index} came twice, from {before[0]['host']} and {host}; give each process its own number"
             elif not 0 < index < count:
                 self._error = f"process {index} came from {host}, and {self._mine['host']} has that number; give each process its own"
-            self._came[index] = (said, stream)
+            self._came[index] = (said | {"address": connection.getpeername()[0]}, stream)
             self._streams.append(stream)
 
     def _timed(self, index: int) -> dict[str, Any]:
         """A report with the difference of its clock."""
         said, stream = self._came[index]
-        report = {"index": index, "host": said["host"], "facts": said["facts"]}
+        report = {name: said[name] for name in ("index", "host", "facts", "address")}
         try:
             asked = time.time()
             _write(stream, {"time": True})
@@ -177,7 +179,7 @@ class _Guests:
         }
 
 
-def _report_to_first(place: Place, mine: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+def _report_to_first(place: Member, mine: Mapping[str, Any], seconds: float) -> dict[str, Any]:
     """Reports to the first process, as soon as it is there, and returns its answer."""
     host, _, port = place.coordinator.rpartition(":")
     address = (host.strip("[]"), int(port))
@@ -205,9 +207,9 @@ def _report_to_first(place: Place, mine: Mapping[str, Any], seconds: float) -> d
     }
 
 
-def differing(reports: Sequence[Report], what: str) -> dict[str, list[Report]]:
+def differing(reports: Sequence[HostReport], what: str) -> dict[str, list[HostReport]]:
     """Reports by the value of a fact, the most frequent first."""
-    found: dict[str, list[Report]] = {}
+    found: dict[str, list[HostReport]] = {}
     for report in reports:
         value = report.facts.get(what)
         found.setdefault("absent" if value is None else str(value), []).append(report)

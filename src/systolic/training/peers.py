@@ -24,7 +24,7 @@ _ROOT = Path("/")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class Member:
     """This process among those of its job."""
 
     by: str
@@ -36,7 +36,7 @@ class Place:
     hosts: tuple[str, ...] = ()
     """Host of each process, as far as the platform lists them."""
     local: int | None = None
-    """Place among the processes of this host, where each takes one GPU."""
+    """Member among the processes of this host, where each takes one GPU."""
 
     def name(self, index: int) -> str:
         """A process, with its host where it is known."""
@@ -45,7 +45,7 @@ class Place:
         return f"process {index}"
 
 
-def find(environ: Mapping[str, str], root: Path = _ROOT) -> Place | None:
+def find(environ: Mapping[str, str], root: Path = _ROOT) -> Member | None:
     """This process among its peers; None for a process on its own.
 
     Args:
@@ -85,7 +85,7 @@ def belongs(environ: Mapping[str, str], root: Path = _ROOT) -> bool:
     )
 
 
-def _explicit(environ: Mapping[str, str]) -> Place:
+def _explicit(environ: Mapping[str, str]) -> Member:
     missing = [name for name in (ADDRESS, COUNT, INDEX) if name not in environ]
     if missing:
         raise OptionError(_missing(missing[0]))
@@ -97,7 +97,7 @@ def _explicit(environ: Mapping[str, str]) -> Place:
         raise OptionError(
             f"process is {index} of {count} processes, which count from 0; give {count - 1} or less"
         )
-    return Place(
+    return Member(
         by="an explicit coordinator",
         count=count,
         index=index,
@@ -118,7 +118,7 @@ def _address(text: str) -> str:
     return text
 
 
-def _gke(environ: Mapping[str, str], root: Path) -> Place | None:
+def _gke(environ: Mapping[str, str], root: Path) -> Member | None:
     """A pod of a TPU slice, as GKE and images with the same variables describe it."""
     del root
     hosts = _pod_hosts(environ)
@@ -136,7 +136,7 @@ def _pod_hosts(environ: Mapping[str, str]) -> list[str]:
     return [host.strip().partition(":")[0] for host in told.split(",") if host.strip()]
 
 
-def _cloud_tpu(environ: Mapping[str, str], root: Path) -> Place | None:
+def _cloud_tpu(environ: Mapping[str, str], root: Path) -> Member | None:
     """A machine of Cloud TPU, by its metadata server."""
     chips = any((root / path).exists() for path in ("dev/accel0", "dev/vfio/0"))
     if not chips or "TPU_SKIP_MDS_QUERY" in environ or _pod_hosts(environ):
@@ -154,11 +154,11 @@ def _cloud_tpu(environ: Mapping[str, str], root: Path) -> Place | None:
     return place if place.count > 1 else None
 
 
-def _in_slices(told: Mapping[str, str], hosts: list[str], worker: int) -> Place:
-    """Place of a worker whose slice may be one of several."""
+def _in_slices(told: Mapping[str, str], hosts: list[str], worker: int) -> Member:
+    """Member of a worker whose slice may be one of several."""
     slices = max(_number(told, "MEGASCALE_NUM_SLICES"), 1)
     first = told.get("MEGASCALE_COORDINATOR_ADDRESS", "") if slices > 1 else ""
-    return Place(
+    return Member(
         by="Cloud TPU",
         count=len(hosts) * slices,
         index=_number(told, "MEGASCALE_SLICE_ID") * len(hosts) + worker,
@@ -181,14 +181,14 @@ def _attribute(server: str, name: str) -> str:
         return ""
 
 
-def _skypilot(environ: Mapping[str, str], root: Path) -> Place | None:
+def _skypilot(environ: Mapping[str, str], root: Path) -> Member | None:
     """A node of a task, where nothing more special is known of it."""
     del root
     hosts = environ.get("SKYPILOT_NODE_IPS", "").split()
     index = environ.get("SKYPILOT_NODE_RANK", "")
     if len(hosts) < 2 or not index.isdigit():
         return None
-    return Place(
+    return Member(
         by="SkyPilot",
         count=len(hosts),
         index=int(index),
@@ -197,7 +197,7 @@ def _skypilot(environ: Mapping[str, str], root: Path) -> Place | None:
     )
 
 
-def _slurm(environ: Mapping[str, str], root: Path) -> Place | None:
+def _slurm(environ: Mapping[str, str], root: Path) -> Member | None:
     """A task of a step, which srun starts; the batch script itself is alone."""
     del root
     count, index = _number(environ, "SLURM_STEP_NUM_TASKS"), environ.get("SLURM_PROCID", "")
@@ -206,7 +206,7 @@ def _slurm(environ: Mapping[str, str], root: Path) -> Place | None:
         return None
     # As JAX chooses it, so that other programs of a job are met there.
     port = _EPHEMERAL + _number(environ, "SLURM_JOB_ID") % _PORTS
-    return Place(
+    return Member(
         by="Slurm",
         count=count,
         index=int(index),
@@ -243,7 +243,7 @@ def _task_hosts(nodes: list[str], tasks: str) -> tuple[str, ...]:
     return tuple(node for node, n in zip(nodes, counts, strict=True) for _ in range(n))
 
 
-def _open_mpi(environ: Mapping[str, str], root: Path) -> Place | None:
+def _open_mpi(environ: Mapping[str, str], root: Path) -> Member | None:
     del root
     count, index = _number(environ, "OMPI_COMM_WORLD_SIZE"), environ.get("OMPI_COMM_WORLD_RANK", "")
     if count < 2 or not index.isdigit():
@@ -258,7 +258,7 @@ def _open_mpi(environ: Mapping[str, str], root: Path) -> Place | None:
     if _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE") == count:
         host = "127.0.0.1"
     port = _EPHEMERAL + zlib.crc32((space or launcher).encode()) % _PORTS
-    return Place(
+    return Member(
         by="Open MPI",
         count=count,
         index=int(index),
@@ -267,13 +267,13 @@ def _open_mpi(environ: Mapping[str, str], root: Path) -> Place | None:
     )
 
 
-def _mpich(environ: Mapping[str, str], root: Path) -> Place | None:
+def _mpich(environ: Mapping[str, str], root: Path) -> Member | None:
     """MPICH, Intel MPI and others with its process manager, which tells no address."""
     del root
     count, index = _number(environ, "PMI_SIZE"), environ.get("PMI_RANK", "")
     if count < 2 or not index.isdigit():
         return None
-    return Place(
+    return Member(
         by="MPI",
         count=count,
         index=int(index),

@@ -1,0 +1,169 @@
+"""Whether the hosts of a job see each other and are alike: what each reports, and what the reports say together."""
+
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from systolic.core.errors import RunError, SystolicError
+from systolic.data.fingerprint import of_files
+from systolic.doctor.findings import Finding, failed, fine, noted, warned
+from systolic.doctor.machine import Machine
+from systolic.training.meeting import HostReport, differing, meet
+from systolic.training.peers import Member
+
+WAIT_SECONDS = 60.0
+SKEW_SECONDS = 1.0
+"""Difference of clocks that is told: logs and events are put in order by them."""
+_CONNECT_SECONDS = 5.0
+_ALL_PAIRS = 32
+"""Most processes that all try each other; of more, each tries those at distances of powers of 2."""
+_NAMES = ("systolic", "python", "jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint")
+_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION")
+
+
+def examine_hosts(
+    place: Member,
+    machine: Machine,
+    data: Path | None,
+    seconds: float = WAIT_SECONDS,
+    tell: Callable[[str], None] = lambda text: None,
+) -> list[Finding]:
+    """Meets the other processes and judges what all say; the same findings in each that came.
+
+    Args:
+        place: This process among them.
+        machine: This one.
+        data: File or folder that should be the same everywhere.
+        seconds: To wait for the others.
+        tell: Called now and then with who is missing.
+    """
+    try:
+        with _listener() as listener:
+            facts = report(machine, data) | {"port": listener.getsockname()[1]}
+            reports = meet(place, facts, seconds, tell)
+            unreached = _try(place, reports)
+            links = meet(place, {"unreached": unreached}, seconds, tell)
+    except RunError as error:
+        text, _, fix = str(error).partition("; ")
+        return [failed("hosts", text, fix or "see that the same command runs in all")]
+    return [*judge(reports), *judge_links(links)]
+
+
+def report(machine: Machine, data: Path | None) -> dict[str, Any]:
+    """What this host says of itself."""
+    versions = {name: machine.version(name) for name in _NAMES} | {"python": machine.python}
+    flags = {name: machine.variable(name) for name in _FLAGS}
+    return {
+        **versions,
+        **flags,
+        "chips": machine.accelerators or "none",
+        "data": None if data is None else _data(data),
+    }
+
+
+def judge(reports: Sequence[HostReport]) -> list[Finding]:
+    """Findings from the reports of all processes."""
+    hosts = {report.host for report in reports}
+    plural = "s" if len(hosts) > 1 else ""
+    rows = [fine("hosts", f"{len(reports)} processes on {len(hosts)} host{plural} met")]
+    rows += _clocks(reports)
+    for name in _NAMES:
+        fix = f"install the same {name} on all hosts"
+        rows += [failed("versions", text, fix) for text in _others(reports, name, name)]
+    fix = "give all hosts the same devices, or train on those that have them"
+    rows += [failed("devices", text, fix) for text in _others(reports, "chips", "")]
+    for name in _FLAGS:
+        fix = f"set {name} alike in all, or in none"
+        rows += [warned("flags", text, fix) for text in _others(reports, name, name)]
+    if any(report.facts["data"] is not None for report in reports):
+        fix = "copy the same files to all hosts, or mount one folder"
+        wrong = _others(reports, "data", "data")
+        rows += [failed("data", text, fix) for text in wrong]
+        if not wrong:
+            rows.append(fine("data", f"all read {reports[0].facts['data']}"))
+    return rows
+
+
+def judge_links(reports: Sequence[HostReport]) -> list[Finding]:
+    """Findings from which process reached which."""
+    names = {report.index: report.name for report in reports}
+    rows = [
+        failed(
+            "network",
+            f"{report.name} does not reach {names[int(index)]} at {where}",
+            "open all ports between the hosts of the job: collectives choose theirs",
+        )
+        for report in reports
+        for index, where in report.facts["unreached"].items()
+    ]
+    return rows or [fine("network", "processes reach each other")]
+
+
+def _clocks(reports: Sequence[HostReport]) -> list[Finding]:
+    rows = []
+    for each in reports:
+        if abs(each.ahead_seconds) - each.error_seconds > SKEW_SECONDS:
+            way = "ahead of" if each.ahead_seconds > 0 else "behind"
+            text = f"the clock of {each.name} is {abs(each.ahead_seconds):.1f} s {way} that of {reports[0].name}"
+            rows.append(warned("clocks", text, "sudo timedatectl set-ntp true"))
+    most = max(abs(each.ahead_seconds) for each in reports)
+    return rows or [noted("clocks", f"within {most * 1e3:.0f} ms")]
+
+
+def _others(reports: Sequence[HostReport], fact: str, called: str) -> list[str]:
+    """A line for each process that differs from most."""
+    (usual, most), *rest = differing(reports, fact).items()
+    name = f"{called} " if called else ""
+    return [
+        f"{each.name} has {name}{value}, {most[0].name}{' and others' if len(most) > 1 else ''} {name}{usual}"
+        for value, those in rest
+        for each in those
+    ]
+
+
+def _data(path: Path) -> str:
+    """Files with a digest of their names and contents, without the folder's own path."""
+    try:
+        files = sorted(file for file in path.rglob("*") if file.is_file())
+        root = path if path.is_dir() else path.parent
+        found = of_files(root, files if path.is_dir() else [path])
+    except SystolicError as error:
+        return f"unreadable ({error})"
+    if found is None:
+        return "no files"
+    return f"{found.files} files, {found.bytes} bytes, {found.names}-{found.digest}"
+
+
+def _listener() -> socket.socket:
+    """A socket at which others see whether they reach this host."""
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    listener = socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=1024)
+
+    def answer() -> None:
+        with suppress(OSError):  # It is closed when all is done.
+            while True:
+                listener.accept()[0].close()
+
+    threading.Thread(target=answer, name="systolic-doctor-listener", daemon=True).start()
+    return listener
+
+
+def _try(place: Member, reports: Sequence[HostReport]) -> dict[int, str]:
+    """Processes that this one does not reach, with where it tried."""
+    count = len(reports)
+    steps = range(1, count) if count <= _ALL_PAIRS else [2**n for n in range(count.bit_length())]
+    found = {}
+    for step in steps:
+        other = reports[(place.index + step) % count]
+        if other.index == place.index:
+            continue
+        address = (other.address or place.coordinator.rpartition(":")[0], other.facts["port"])
+        try:
+            socket.create_connection(address, timeout=_CONNECT_SECONDS).close()
+        except OSError as error:
+            found[other.index] = f"{address[0]}:{address[1]} ({error.strerror or error})"
+    return found

@@ -1,0 +1,148 @@
+"""``systolic doctor --multi-host`` in real processes, and its judgement of reports that differ."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from systolic.cli.main import main
+from systolic.doctor.findings import Status
+from systolic.doctor.multi_host import judge, judge_links, report
+from systolic.training.meeting import HostReport
+from tests.doctor.machines import LAPTOP, TPU_VM, with_package, with_variables
+
+
+def doctors(count: int, come: int, data: list[Path], wait: str = "60") -> list[dict[str, Any]]:
+    """What each of the processes that come answers."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    job = ["--coordinator", f"127.0.0.1:{port}", "--processes", str(count)]
+    running = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "systolic", "doctor", "--multi-host", "--no-measure"),
+                *("--json", *job, "--process", str(index), "--wait-seconds", wait),
+                *(("--data", str(data[index])) if data else ()),
+            ],
+            env=os.environ | {"JAX_PLATFORMS": "cpu"},
+            text=True,
+            stdout=subprocess.PIPE,
+        )
+        for index in range(come)
+    ]
+    return [json.loads(each.communicate()[0]) for each in running]
+
+
+def of(answer: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    return [finding for finding in answer["findings"] if finding["name"] == name]
+
+
+def test_two_hosts_with_other_data_are_told_apart(tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for number, folder in enumerate(folders):
+        folder.mkdir()
+        (folder / "train.txt").write_text(f"text {number}")
+    answers = doctors(2, 2, folders)
+    for answer in answers:
+        assert of(answer, "hosts")[0]["text"] == "2 processes on 1 host met"
+        assert of(answer, "network")[0]["status"] == "ok"
+        [wrong] = of(answer, "data")
+        assert wrong["status"] == "failed"
+        assert wrong["text"].startswith(f"process 1 on {socket.gethostname()} has data 1 files")
+        assert not of(answer, "versions")
+        assert answer["fit"] is False
+
+
+@pytest.mark.slow
+def test_four_hosts_that_are_alike(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text("text")
+    for answer in doctors(4, 4, [tmp_path] * 4):
+        assert of(answer, "hosts")[0]["text"] == "4 processes on 1 host met"
+        assert of(answer, "data")[0]["status"] == "ok"
+
+
+def test_a_host_that_never_comes_is_named() -> None:
+    [answer] = doctors(2, 1, [], wait="0.5")
+    [finding] = of(answer, "hosts")
+    assert finding["status"] == "failed"
+    assert "process 1 did not come within" in finding["text"]
+
+
+def test_alone_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--multi-host", "--no-measure"]) == 2
+    assert "this process is on its own" in capsys.readouterr().err
+
+
+def reports(*facts: dict[str, Any], ahead: float = 0.0) -> list[HostReport]:
+    last = len(facts) - 1
+    return [
+        HostReport(
+            index=index,
+            host="abcdefgh"[index],
+            facts=each,
+            ahead_seconds=ahead if index == last else 0.0,
+            error_seconds=0.01,
+        )
+        for index, each in enumerate(facts)
+    ]
+
+
+SAME = report(TPU_VM, None)
+
+
+@pytest.mark.parametrize(
+    ("other", "status", "name", "text"),
+    [
+        (
+            report(with_package(TPU_VM, "jax", "0.10.1"), None),
+            Status.failed,
+            "versions",
+            "process 2 on c has jax 0.10.1, process 0 on a and others jax 0.10.2",
+        ),
+        (
+            report(with_package(TPU_VM, "libtpu", None), None),
+            Status.failed,
+            "versions",
+            "process 2 on c has libtpu absent, process 0 on a and others libtpu 0.0.42.1",
+        ),
+        (
+            report(with_variables(TPU_VM, XLA_FLAGS="--xla_x=1"), None),
+            Status.warning,
+            "flags",
+            "process 2 on c has XLA_FLAGS --xla_x=1, process 0 on a and others XLA_FLAGS absent",
+        ),
+        (
+            SAME | {"chips": report(LAPTOP, None)["chips"]},
+            Status.failed,
+            "devices",
+            "process 2 on c has none, process 0 on a and others 4 TPU chips",
+        ),
+    ],
+)
+def test_a_difference_is_named_by_host(other: Any, status: Status, name: str, text: str) -> None:
+    [found] = [f for f in judge(reports(SAME, SAME, other)) if f.status is status]
+    assert (found.name, found.text) == (name, text)
+
+
+def test_clocks() -> None:
+    [found] = [f for f in judge(reports(SAME, SAME, ahead=-35.0)) if f.name == "clocks"]
+    assert found.text == "the clock of process 1 on b is 35.0 s behind that of process 0 on a"
+    [found] = [f for f in judge(reports(SAME, SAME, ahead=0.5)) if f.name == "clocks"]
+    assert found.status is Status.note
+
+
+def test_a_host_that_others_do_not_reach_is_named() -> None:
+    [found] = judge_links(
+        reports({"unreached": {"1": "10.0.0.3:4000 (timed out)"}}, {"unreached": {}})
+    )
+    assert found.text == "process 0 on a does not reach process 1 on b at 10.0.0.3:4000 (timed out)"
+
+
+def test_data_that_cannot_be_read_is_a_difference(tmp_path: Path) -> None:
+    assert "unreadable" in report(TPU_VM, tmp_path / "gone.txt")["data"]
