@@ -17,6 +17,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 
 WITHOUT_IMPORT = {
+    "flask-cors": "needed by the server of moto",
     "import-linter": "a command that CI runs",
     "opentelemetry-sdk": "a module under that of opentelemetry-api",
     "pytest-xdist": "a plugin that pytest loads",

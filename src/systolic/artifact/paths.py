@@ -6,6 +6,8 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from systolic.artifact import buckets
+
 DIRECTORY = "directory"
 """The entry of job.json with the run's absolute path when it was written."""
 
@@ -74,6 +76,7 @@ def located(value: Any, run: Path, before: str | None) -> Any:
     run, old = run.absolute(), Path(before)
 
     def change(path: Path) -> Path:
+        path = buckets.again(path)
         if not path.is_absolute():
             return run / path
         if path.exists() or run == old:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from systolic.artifact import failure, tree
+from systolic.artifact import buckets, failure, tree
 from systolic.artifact import manifest as manifests
 from systolic.artifact.manifest import DamagedError, Manifest
 from systolic.core.errors import NotFoundError, RunError
@@ -95,6 +95,7 @@ class Restore:
         folder, manifest, damaged, other = self.path(step), None, "", ""
         try:
             manifest = manifests.read(folder)
+            buckets.complete(folder)
             held = {
                 path: leaf
                 for path, leaf in manifest.leaves.items()

@@ -12,6 +12,8 @@ from pathlib import Path
 from systolic.artifact import manifest as manifests
 
 _NEW, _OLD, _DAMAGED = "replacing", "replaced", "damaged"
+FOLDERS = (_NEW, _OLD)
+"""Of steps that are being replaced."""
 
 
 def beside(folder: Path) -> Path:

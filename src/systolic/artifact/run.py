@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from systolic.artifact import metrics
+from systolic.artifact import buckets, metrics
 from systolic.artifact.access import LOCK, Access, Lock
 from systolic.artifact.environment import environment
 from systolic.artifact.paths import DIRECTORY
@@ -59,6 +59,7 @@ class Run:
         self.path = path
         self.access = access
         self._lock = Lock(path) if access is Access.write else None
+        self._sender: buckets.Sender | None = None
         self._metrics: metrics.Log | None = None
         self._samples: metrics.Log | None = None
         self._diagnoses: metrics.Log | None = None
@@ -84,7 +85,15 @@ class Run:
             TakenError: the directory is not empty.
             RunError: it is not writable.
         """
+        objects = None if path is None else _objects(path)
+        if objects is not None and objects.names():
+            raise TakenError(
+                f"{objects.folder.url} is not empty; continue its run with systolic train --resume {objects.folder.url} or choose another folder"
+            )
         folder = _fresh(description, now) if path is None else Path(path)
+        if objects is not None:
+            folder = objects.folder.copy
+            shutil.rmtree(folder, ignore_errors=True)  # Of a run that the bucket has no more.
         try:
             if folder.exists() and (not folder.is_dir() or _content(folder)):
                 raise TakenError(_occupied(folder))
@@ -106,6 +115,7 @@ class Run:
             _remove(folder)
             run.close()
             raise
+        run._send(objects)
         return run
 
     @classmethod
@@ -116,10 +126,24 @@ class Run:
             NotFoundError: it is not a run; names the nearest one.
             RunError: a writer, and another process writes to it.
         """
-        folder = Path(path)
-        if not (folder / JOB).is_file():
-            raise NotFoundError(_not_a_run(folder))
-        return cls(folder, access)
+        objects = _objects(path) if access is Access.write else None
+        if objects is None:
+            folder = buckets.pull(path)
+            if not (folder / JOB).is_file():
+                raise NotFoundError(_not_a_run(folder))
+            return cls(folder, access)
+        folder = objects.folder.copy
+        folder.mkdir(parents=True, exist_ok=True)
+        run = cls(folder, access)
+        try:
+            buckets.bring(objects)
+            if not (folder / JOB).is_file():
+                raise NotFoundError(f"{objects.folder.url} is not a run: it has no {JOB}")
+        except Exception:
+            run.close()
+            raise
+        run._send(objects)
+        return run
 
     def __enter__(self) -> Self:
         return self
@@ -313,10 +337,27 @@ class Run:
         for log in (self._metrics, self._samples, self._diagnoses):
             if log is not None:
                 log.close()
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
-            self.access = Access.read
+        sender, self._sender = self._sender, None
+        try:
+            if sender is not None:
+                sender.close()
+        finally:
+            if self._lock is not None:
+                self._lock.release()
+                self._lock = None
+                self.access = Access.read
+
+    def _send(self, objects: buckets.Objects | None) -> None:
+        """Begins to send the run's files to their bucket, if they have one."""
+        if objects is None:
+            return
+        sender = buckets.Sender(objects)
+        try:
+            sender.start()
+        except Exception:
+            self.close()
+            raise
+        self._sender = sender
 
     def _own(self, name: str) -> Path:
         if self.access is not Access.write:
@@ -330,6 +371,12 @@ class Run:
             raise RunError(
                 f"{self.path / name} is damaged; restore it, or start again in another folder"
             ) from error
+
+
+def _objects(path: Path | str) -> buckets.Objects | None:
+    """Those of a path in a bucket."""
+    folder = buckets.in_bucket(path)
+    return None if folder is None else buckets.Objects(folder)
 
 
 def job_fields(content: bytes) -> dict[str, Any]:

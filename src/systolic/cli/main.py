@@ -74,6 +74,12 @@ VERBS = {
 }
 
 
+OWN_BUCKETS = ("launch", "runs", "status", "logs", "stop")
+"""Verbs that hand paths in buckets on to machines elsewhere."""
+WRITTEN = {"--run", "--resume", "--out"}
+"""Options whose path is written."""
+
+
 def usage() -> str:
     """The text of ``systolic --help``."""
     width = max(map(len, VERBS))
@@ -131,7 +137,26 @@ def _verb(args: list[str]) -> int | None:
         raise OptionError(
             f"there is no verb {args[0]!r}{nearest(args[0], VERBS)}; systolic --help lists them"
         )
-    return import_module(f"systolic.cli.{VERBS[args[0]].module}").run(args[1:])
+    rest = args[1:] if args[0] in OWN_BUCKETS else _copied(args[1:])
+    return import_module(f"systolic.cli.{VERBS[args[0]].module}").run(rest)
+
+
+def _copied(args: list[str]) -> list[str]:
+    """Arguments with the copies of what they name in buckets, brought up to date; a run that is written is not brought here."""
+    found = []
+    for before, arg in zip(["", *args], args, strict=False):
+        name, equals, value = arg.partition("=") if arg.startswith("--") else ("", "", arg)
+        written = {name, before} & WRITTEN
+        if "--out" in written and value.startswith(("s3://", "gs://")):
+            raise OptionError(
+                f"out is {value}, and results are written into a folder here; give --out FOLDER and copy it there"
+            )
+        if value.startswith(("s3://", "gs://")) and not written:
+            from systolic.artifact.buckets import pull
+
+            value = str(pull(value))
+        found.append(f"{name}{equals}{value}")
+    return found
 
 
 def _quiet_libtpu() -> None:

@@ -41,7 +41,7 @@ class TrainOptions:
     """Options of a new run.
 
     Args:
-        run: The run's directory; by default runs/NAME-TIME.
+        run: The run's directory, or s3://BUCKET/FOLDER or gs://BUCKET/FOLDER; by default runs/NAME-TIME.
         continue_: Continue the run of --run where it has begun, from its newest checkpoint; start it otherwise. For machines that start the same command again.
         rehearse: Run a few real steps on virtual CPU devices with this slice's mesh, then stop.
         plan: What systolic plan wrote: trains its best candidate with the options that were planned, and shows the forecast beside what is measured.
@@ -82,7 +82,7 @@ class ResumeOptions:
     """Continues a run; options of its recipe may follow, in place of its own.
 
     Args:
-        resume: The run's directory.
+        resume: The run's directory, or s3://BUCKET/FOLDER or gs://BUCKET/FOLDER.
         executable: The compiled train step that systolic forecast --save kept, instead of compiling it.
         flags: Compiler flags in place of those that the run was started with; none for XLA's defaults.
         workers: Processes that read and transform data; 0 uses threads.
@@ -186,14 +186,14 @@ def begun(run: Path | None) -> bool:
     Raises:
         OptionError: no run is given.
     """
+    from systolic.artifact.buckets import has
     from systolic.artifact.run import JOB
     from systolic.training import hosts
 
     if run is None:
         raise OptionError("--continue needs the run; add --run DIR, the same at every start")
-    if not hosts.joined():
-        return (run / JOB).is_file()
-    return bool(hosts.share("begun" if hosts.is_first() and (run / JOB).is_file() else ""))
+    found = (not hosts.joined() or hosts.is_first()) and has(run, JOB)
+    return bool(hosts.share("begun" if found else "")) if hosts.joined() else found
 
 
 def again(asked: Request[TrainOptions], ledger: "Ledger") -> int:

@@ -1,11 +1,13 @@
 """Training sessions: their options and result, a new run, the session itself, and the replay of a bad step."""
 
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from systolic.artifact.access import Access
+from systolic.artifact.buckets import in_bucket
 from systolic.artifact.job_record import JobRecord, RunFlags
 from systolic.artifact.run import JOB, Run
 from systolic.chips import Slice
@@ -312,6 +314,8 @@ def _create(path: Path | None, record: JobRecord, files: Mapping[str, bytes]) ->
     """The run of a job, made by the first of its processes and opened for reading by the others."""
     from systolic.training import hosts
 
+    if path is not None and in_bucket(path) is not None and hosts.several():
+        check_one_machine(path)
     made: Run | None = None
     if hosts.is_first():
         try:
@@ -325,6 +329,21 @@ def _create(path: Path | None, record: JobRecord, files: Mapping[str, bytes]) ->
     if not shared:
         raise RunError("the first process could not make the run; see its message")
     return Run.open(shared)
+
+
+def check_one_machine(path: Path) -> None:
+    """Checks that all processes share the folder in which a run of a bucket has its copy.
+
+    Raises:
+        RunError: they are on several hosts.
+    """
+    from systolic.training import hosts
+
+    names = sorted(set(hosts.exchange(socket.gethostname())))
+    if len(names) > 1:
+        raise RunError(
+            f"{path} is in a bucket, and its copy would be on {len(names)} hosts, each with a part of the checkpoints; mount the bucket on all of them (gcsfuse, mountpoint-s3) and give its folder, as systolic launch does"
+        )
 
 
 def _workers(asked: int, audience: Audience) -> int:

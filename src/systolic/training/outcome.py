@@ -4,6 +4,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from systolic.artifact.buckets import origin
 from systolic.job import Job, Sampling
 from systolic.steps.steps import StepFunctions
 from systolic.training.generate import Generator
@@ -53,7 +54,8 @@ def summarise(
 
 def next_command(job: Job, run: Path, *, unfinished: bool) -> str:
     """Command to type after this session."""
-    where = shlex.quote(str(run))
+    folder = origin(run)
+    where = shlex.quote(str(run) if folder is None else folder.url)
     if unfinished:
         return f"systolic train --resume {where}"
     if job.sample is not None:

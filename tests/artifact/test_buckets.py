@@ -1,0 +1,250 @@
+"""Runs in a bucket of a real server: what is sent, what is brought, what is complete."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from systolic.artifact import Run, buckets, manifest
+from systolic.artifact.access import Access
+from systolic.artifact.buckets import BucketFolder, Objects, Sender, again, in_bucket, origin, pull
+from systolic.cli.main import _copied
+from systolic.core.errors import NotFoundError, OptionError, TakenError
+from tests.buckets import s3_server
+
+JOB = {"job": {"name": "tiny"}}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[dict[str, str]]:
+    with s3_server("runs") as found:
+        yield found
+
+
+@pytest.fixture
+def machine(server: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "Machines":
+    for name, value in server.items():
+        monkeypatch.setenv(name, value)
+    return Machines(tmp_path, monkeypatch)
+
+
+class Machines:
+    """Machines that share a bucket and nothing else."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.monkeypatch = folder, monkeypatch
+        self.url = f"s3://runs/{folder.name}"
+
+    def __call__(self, name: str) -> None:
+        """Goes on another machine."""
+        self.monkeypatch.setenv("SYSTOLIC_CACHE", str(self.folder / name))
+
+
+def save(run: Run, step: int, content: bytes = b"first") -> None:
+    """A checkpoint with one array file."""
+    folder = run.checkpoints / str(step)
+    (folder / "params").mkdir(parents=True)
+    (folder / "params" / "array").write_bytes(content * 1000)
+    (folder / "_CHECKPOINT_METADATA").write_text("{}")
+    manifest.seal(folder, step=step, leaves={}, metrics={}, ignore=["_CHECKPOINT_METADATA"])
+
+
+def sender(run: Run) -> Sender:
+    assert run._sender is not None
+    return run._sender
+
+
+def names(url: str) -> list[str]:
+    folder = in_bucket(url)
+    assert folder is not None
+    return Objects(folder).names()
+
+
+def test_a_run_goes_on_on_another_machine(machine: Machines) -> None:
+    machine("a")
+    with Run.create(machine.url, JOB, files={"recipe.py": b"x = 1"}) as run:
+        run.append({"kind": "train", "step": 1, "loss": 2.5})
+        save(run, 1)
+        save(run, 2)
+    machine("b")
+    with Run.open(machine.url, access=Access.write) as run:
+        assert run.read_job()["job"] == JOB["job"]
+        assert run.recipe.read_text() == "x = 1"
+        assert [record["loss"] for record in run.records()] == [2.5]
+        first, second = run.checkpoints / "1", run.checkpoints / "2"
+        assert not (second / "params").exists()
+        buckets.complete(second)
+        held = manifest.read(second)
+        manifest.verify(second, held, {"params"})
+        assert (second / "_CHECKPOINT_METADATA").exists()
+        # Retention drops the first, whose arrays this machine never had.
+        for file in sorted(first.rglob("*"), reverse=True):
+            file.unlink()
+        first.rmdir()
+        run.append({"kind": "train", "step": 2, "loss": 1.5})
+    machine("a")
+    found = names(machine.url)
+    assert not [name for name in found if name.startswith("checkpoints/1/")]
+    assert "checkpoints/2/params/array" in found
+    with Run.open(machine.url) as run:
+        assert [record["loss"] for record in run.records()] == [2.5, 1.5]
+        # The copy of the first checkpoint that was here is gone, too.
+        assert sorted(path.name for path in run.checkpoints.iterdir()) == ["2"]
+
+
+def test_arrays_of_another_checkpoint_of_the_step_are_not_taken(machine: Machines) -> None:
+    machine("a")
+    with Run.create(machine.url, JOB) as run:
+        save(run, 1)
+    machine("b")
+    with Run.open(machine.url, access=Access.write) as run:
+        for file in (run.checkpoints / "1").rglob("*"):
+            file.unlink()
+        (run.checkpoints / "1").rmdir()
+        save(run, 1, b"other")
+    machine("a")
+    step = pull(machine.url) / "checkpoints" / "1"
+    buckets.complete(step)
+    assert (step / "params" / "array").read_bytes() == b"other" * 1000
+    # A kill leaves a lock that nobody holds.
+    (step.parent.parent / ".lock").touch()
+    machine("b")
+    with Run.open(machine.url, access=Access.write) as run:
+        run.append({"kind": "train", "step": 2})
+    machine("a")
+    assert (pull(machine.url) / "metrics.jsonl").exists()
+
+
+def test_a_checkpoint_counts_when_its_manifest_is_there(machine: Machines) -> None:
+    machine("a")
+    run = Run.create(machine.url, JOB)
+    save(run, 1)
+    unsealed = run.checkpoints / "2.orbax-checkpoint-tmp"
+    unsealed.mkdir()
+    (unsealed / "array").write_text("half")
+    sender(run).send()
+    assert "checkpoints/1/manifest.json" in names(machine.url)
+    assert not [name for name in names(machine.url) if "tmp" in name or "lock" in name]
+    # The machine is gone without a word.
+    machine("b")
+    with Run.open(machine.url) as seen:
+        assert [path.name for path in seen.checkpoints.iterdir()] == ["1"]
+    run.close()
+
+
+def test_arrays_go_first_and_manifests_last(
+    machine: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine("a")
+    with Run.create(machine.url, JOB) as run:
+        save(run, 1)
+        run.append({"kind": "train", "step": 1})
+        order: list[str] = []
+        write = Objects.write
+
+        def told(self: Objects, name: str, content: bytes) -> None:
+            order.append(name)
+            write(self, name, content)
+
+        monkeypatch.setattr(Objects, "write", told)
+        sender(run).send()
+        assert order.index("checkpoints/1/params/array") < order.index("metrics.jsonl")
+        assert order[-1] == "checkpoints/1/manifest.json"
+        order.clear()
+        sender(run).send()
+        assert order == []
+
+
+def test_a_run_that_is_there_is_not_begun_again(machine: Machines) -> None:
+    machine("a")
+    Run.create(machine.url, JOB).close()
+    machine("b")
+    with pytest.raises(TakenError, match="--resume s3://runs/"):
+        Run.create(machine.url, JOB)
+    with pytest.raises(NotFoundError, match="holds nothing"):
+        Run.open(f"{machine.url}-other")
+
+
+def test_a_run_that_is_written_here_is_read_from_its_copy(machine: Machines) -> None:
+    machine("a")
+    with Run.create(machine.url, JOB) as run:
+        run.append({"kind": "train", "step": 1})
+        with Run.open(machine.url) as seen:
+            assert len(list(seen.records())) == 1
+
+
+def test_what_is_unchanged_is_not_read_again(
+    machine: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine("a")
+    Run.create(machine.url, JOB).close()
+    machine("b")
+    pull(machine.url)
+    contents: list[bytes] = []
+    read = Objects.read
+
+    def told(self: Objects, name: str, known: str = "") -> tuple[bytes, str] | None:
+        found = read(self, name, known)
+        contents.append(b"" if found is None else found[0])
+        return found
+
+    monkeypatch.setattr(Objects, "read", told)
+    assert json.loads((pull(machine.url) / "job.json").read_text())["job"] == JOB["job"]
+    assert set(contents) == {b""}
+
+
+def test_a_file_of_data_is_fetched_again_where_it_is_gone(machine: Machines) -> None:
+    folder = in_bucket(f"{machine.url}/train.txt")
+    assert folder is not None
+    Objects(folder).write("", b"text")
+    machine("a")
+    [copy] = _copied([f"--data={machine.url}/train.txt"])
+    there = Path(copy.removeprefix("--data="))
+    assert there.read_text() == "text"
+    machine("b")
+    there.unlink()
+    assert again(there).read_text() == "text"
+    assert str(again(there)).startswith(str(machine.folder / "b"))
+
+
+def test_a_bucket_that_is_not_there_is_one_line(machine: Machines) -> None:
+    with pytest.raises(NotFoundError, match="there is no bucket elsewhere"):
+        pull("s3://elsewhere/run")
+
+
+@pytest.mark.parametrize(
+    ("path", "url"),
+    [
+        ("s3://bucket/a/b/", "s3://bucket/a/b"),
+        (Path("s3://bucket/a"), "s3://bucket/a"),
+        (Path("gs://bucket/a"), "gs://bucket/a"),
+        ("runs/a", None),
+        ("/data/s3:/bucket/a", None),
+    ],
+)
+def test_paths_in_buckets(path: Path | str, url: str | None) -> None:
+    folder = in_bucket(path)
+    assert (None if folder is None else folder.url) == url
+    if folder is not None:
+        assert origin(folder.copy) == folder
+
+
+@pytest.mark.parametrize("path", ["s3://bucket", "gs://bucket/", "s3://bucket/../x"])
+def test_a_whole_bucket_is_no_folder(path: str) -> None:
+    with pytest.raises(NotFoundError, match="names no folder in a bucket"):
+        in_bucket(path)
+
+
+def test_results_are_written_here(machine: Machines) -> None:
+    assert _copied(["--run", "s3://runs/new"]) == ["--run", "s3://runs/new"]
+    with pytest.raises(OptionError, match="--out FOLDER"):
+        _copied(["--out", "s3://runs/out"])
+
+
+def test_google_s_and_amazon_s_are_opened_by_their_drivers() -> None:
+    kinds = {
+        scheme: buckets._spec(BucketFolder(scheme=scheme, bucket="b", key="k"))["driver"]
+        for scheme in ("s3", "gs")
+    }
+    assert kinds == {"s3": "s3", "gs": "gcs"}
