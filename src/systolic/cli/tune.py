@@ -3,7 +3,7 @@
 import inspect
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,6 +35,9 @@ Exits with 1 when no trial has a result. systolic tune RECIPE --help shows the r
 SEARCH = Required("what to search; add --search optimizer.learning-rate=log:1e-4..1e-2")
 TRIALS = 20
 STALE = Range(least=4)
+SEEDS = Range(least=2, only=(0,))
+REPEATS_OF = "--repeats-of"
+"""Word before a worker's others: it repeats the trial of the number that follows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +54,7 @@ class TuneOptions:
         study: The study's folder; by default studies/NAME, where NAME stands for recipe, options and search.
         storage: Database that several machines share, as postgresql://user@host/tuning; by default an SQLite file in the study's folder.
         workers: Processes that run trials on this machine.
+        repeats: Seeds to train the best settings and the default ones with afterwards, to tell gain from luck.
         stale_after: Seconds without a sign of life after which another machine's trial is taken over.
         sampler_seed: Seed of the sampler.
         on: Slice to forecast each trial on: one that does not fit is refused, and its cost is known before it runs.
@@ -69,6 +73,7 @@ class TuneOptions:
     study: Path | None = None
     storage: str | None = None
     workers: Annotated[int, COUNT] = 1
+    repeats: Annotated[int, SEEDS] = 0
     stale_after: Annotated[int, STALE] = 120
     sampler_seed: Annotated[int, NOT_NEGATIVE] = 0
     on: str | None = None
@@ -132,20 +137,36 @@ def tune(tuning: "Tuning", asked: Request[TuneOptions], args: Sequence[str]) -> 
     from systolic.report.tune.page import write_page
     from systolic.report.tune.progress import StudyDisplay
     from systolic.report.tune.text import print_study
-    from systolic.session.tuning_processes import INTERRUPTED, Processes, worker_command
+    from systolic.session.tuning_processes import (
+        INTERRUPTED,
+        Processes,
+        repeated,
+        worker_command,
+    )
 
     options = asked.verb
     with StudyDisplay(sys.stderr) as view:
-        processes = Processes(
-            tuning=tuning,
-            shared=tuning.open(),
-            command=worker_command(args, "systolic.cli.tune_worker"),
-            count=bounded_workers(options.workers),
-            see=view.see,
-            tell=view.tell,
-        )
-        result = processes.run()
-    result = tuning.with_command(result, asked.typed)
+
+        def processes(of: "Tuning", *words: str) -> Processes:
+            return Processes(
+                tuning=of,
+                shared=of.open(),
+                command=worker_command([*words, *args], "systolic.cli.tune_worker"),
+                count=bounded_workers(options.workers),
+                see=view.see,
+                tell=view.tell,
+            )
+
+        search = processes(tuning)
+        result = tuning.with_command(search.run(), asked.typed)
+        interrupted, best = search.interrupted, result.best
+        if options.repeats and best is not None and result.finished == result.total:
+            again = tuning.repeating(search.shared, best.number, options.repeats)
+            repeats = processes(again, REPEATS_OF, str(best.number))
+            view.begin("repeats")
+            told = repeated(result, repeats.run())
+            interrupted = interrupted or repeats.interrupted
+            result = replace(result, repeats=None if told is None else told.to_json())
     write_json(tuning.folder / "study.json", result.to_json())
     page = write_page(result, tuning.folder)
     if options.json:
@@ -153,7 +174,7 @@ def tune(tuning: "Tuning", asked: Request[TuneOptions], args: Sequence[str]) -> 
     else:
         print_study(result)
         print(f"report    {page}")
-    if processes.interrupted:
+    if interrupted:
         print("systolic: interrupted; rerun to continue", file=sys.stderr)
         return INTERRUPTED
     return 0 if result.best is not None else 1
@@ -184,6 +205,12 @@ def _check_given(asked: Request[TuneOptions], names: Sequence[str]) -> None:
     for name in names:
         if asked.gives(name):
             raise OptionError(f"--{name} is given and searched; leave one of them out")
+    if asked.verb.repeats and "seed" not in asked.options:
+        raise OptionError(
+            f"--repeats needs an option seed, which {asked.recipe.target} does not have; add one to the recipe, or leave it out"
+        )
+    if asked.verb.repeats and "seed" in names:
+        raise OptionError("--repeats needs the seed, which is searched; leave one of them out")
     if "steps" in names and asked.verb.trial_steps is not None:
         raise OptionError("--trial-steps is given and steps are searched; leave one of them out")
     if asked.verb.trial_steps is not None and "steps" not in {

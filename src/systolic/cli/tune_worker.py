@@ -2,9 +2,10 @@
 
 import os
 import sys
+from contextlib import closing
 
 from systolic.cli.main import guarded
-from systolic.cli.tune import tuning_of
+from systolic.cli.tune import REPEATS_OF, tuning_of
 from systolic.core.leave import leave
 from systolic.core.machine import end_with
 
@@ -14,9 +15,14 @@ def work(words: list[str]) -> int:
     from systolic.session.trials import TrialWorker
     from systolic.session.tuning_processes import INTERRUPTED, LINE, STOPPED
 
-    tuning = tuning_of(words)[0]
-    worker = TrialWorker(tuning=tuning, shared=tuning.open())
-    worker.work()
+    number = int(words[1]) if words[0] == REPEATS_OF else None
+    tuning, asked = tuning_of(words if number is None else words[2:])
+    if number is not None:
+        with closing(tuning.open()) as searched:
+            tuning = tuning.repeating(searched, number, asked.verb.repeats)
+    with closing(tuning.open()) as shared:
+        worker = TrialWorker(tuning=tuning, shared=shared)
+        worker.work()
     if not worker.stopped:
         return 0
     print(f"{LINE}{worker.stopped}", file=sys.stderr)

@@ -30,6 +30,8 @@ from systolic.tuning.worker import this_worker
 
 WAIT_SECONDS = 1.0
 """Interval of asking for a trial where the last ones are other workers'."""
+BEGUN = 5
+"""Times that a trial is begun at one checkpoint, each ended by the end of its process, before it is given up."""
 FAILURES = 3
 """Trials in a row without a result after which a worker stops."""
 MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory")
@@ -88,7 +90,7 @@ class TrialWorker:
                 failed = [*failed, reason] if reason else []
                 if len(failed) >= FAILURES:
                     raise RunError(
-                        f"{FAILURES} trials in a row had no result, the last since {failed[-1]}; their runs are in {self.tuning.folder / 'trials'}"
+                        f"{FAILURES} trials in a row had no result, the last since {failed[-1]}; their runs are in {self.tuning.runs}"
                     )
             self.stopped = "interrupted"
 
@@ -116,8 +118,10 @@ class TrialWorker:
         with beating(shared, record._trial_id):
             sampler = sampling.build(tuning.sampler, tuning.searched, tuning.seed, number)
             trial = shared.drawn(record, sampler, tuning.pruning())
-            values = {one.name: one.suggest(trial) for one in tuning.searched}
-            refused, source = self._source(values)
+            refused, source = self._source(tuning.values(trial))
+            if lost := self._lost(record):
+                shared.fail(trial, worker, lost)
+                return lost
             known = dict(record.user_attrs)
             if not refused and tuning.on is not None:
                 refused = self._forecast(record, source.job, known)
@@ -154,6 +158,19 @@ class TrialWorker:
                 )
                 return ""
             return self._judge(trial, result, watcher, known)
+
+    def _lost(self, record: Any) -> str:
+        """Why a trial is given up, or nothing: its process ended again and again at the same checkpoint."""
+        steps = (self.tuning.run(record.number) / "checkpoints").glob("[0-9]*")
+        at = max((int(path.name) for path in steps if path.name.isdigit()), default=0)
+        before, times = record.user_attrs.get("begun", (at, 0))
+        times = times + 1 if before == at else 1
+        self.shared.note(record._trial_id, begun=(at, times))
+        if times <= BEGUN:
+            return ""
+        return (
+            f"its process ended {BEGUN} times after step {at}; see {self.tuning.folder / 'workers'}"
+        )
 
     def _source(self, values: Mapping[str, Any]) -> tuple[str, JobSource]:
         """Why the recipe refuses these values, or nothing, and what the trial's job is made from."""
@@ -238,6 +255,7 @@ class TrialWorker:
             share = summary["steps"] / watcher.last
             shared.note(trial._trial_id, share=share)
         elif summary["interrupted"]:
+            shared.note(trial._trial_id, begun=(summary["steps"], 0))
             shared.release(trial._trial_id)
             raise StoppedTrialError
         shared.note(trial._trial_id, seconds=summary["seconds"], steps=summary["steps"])

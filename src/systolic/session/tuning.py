@@ -31,6 +31,16 @@ STUDIES = Path("studies")
 
 
 @dataclass(frozen=True, kw_only=True)
+class Repeats:
+    """Trials that train the best settings and the defaults with other seeds, in turn."""
+
+    of: int
+    """Number of the best trial."""
+    values: Mapping[str, Any]
+    """Its settings."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Tuning:
     """A search over a recipe's options, and how its trials are run."""
 
@@ -54,6 +64,7 @@ class Tuning:
     price: PriceTerm = PriceTerm.on_demand
     budget_usd: float | None = None
     stale_seconds: int = 120
+    repeats: Repeats | None = None
 
     @property
     def definition(self) -> dict[str, Any]:
@@ -68,6 +79,7 @@ class Tuning:
             "pruner": self.pruner.value,
             "sampler seed": self.seed,
             "slice": self.on or "",
+            "repeats of": "" if self.repeats is None else str(self.repeats),
         }
         return json.loads(json.dumps(plain))
 
@@ -89,12 +101,49 @@ class Tuning:
 
     def run(self, number: int) -> Path:
         """The folder of a trial's run."""
-        return self.folder / "trials" / f"{number:04d}"
+        return self.runs / f"{number:04d}"
+
+    @property
+    def runs(self) -> Path:
+        """The folder of all runs."""
+        if self.repeats is None:
+            return self.folder / "trials"
+        return self.folder / "repeats" / f"{self.repeats.of:04d}"
+
+    def values(self, trial: Any) -> dict[str, Any]:
+        """Settings of a trial: drawn, or those that are repeated."""
+        if self.repeats is None:
+            return {one.name: one.suggest(trial) for one in self.searched}
+        settings = self.repeats.values if trial.number % 2 == 0 else {}
+        return {**settings, "seed": self.base["seed"] + 1 + trial.number // 2}
+
+    def repeating(self, shared: SharedStudy, number: int, seeds: int) -> "Tuning":
+        """The trials that tell the luck of a trial's seed from the gain of its settings.
+
+        Args:
+            shared: The study.
+            number: Of its best trial.
+            seeds: For the best settings, and for the defaults.
+        """
+        kept = shared.trials(self.trials)[number].params
+        values = {one.name: one.typed(kept[one.name]) for one in self.searched}
+        return replace(
+            self,
+            repeats=Repeats(of=number, values=values),
+            searched=(),
+            aims=self.aims[:1],
+            trials=2 * seeds,
+            sampler=Sampler.random,
+            pruner=Pruner.none,
+            on=None,
+            budget_usd=None,
+        )
 
     @property
     def address(self) -> StudyAddress:
         """Where the study is kept."""
-        return address(self.storage, self.folder, self.folder.name)
+        again = "" if self.repeats is None else f"-repeats-{self.repeats.of}"
+        return address(self.storage, self.folder, f"{self.folder.name}{again}")
 
     def settled(self, pruner: Pruner | None, *, named: bool) -> "Tuning":
         """The search with a pruner that its recipe takes, and with a folder.

@@ -13,6 +13,7 @@ from types import FrameType
 
 from systolic.core.errors import OptionError, RunError
 from systolic.session.tuning import Tuning
+from systolic.tuning.luck import Repeated
 from systolic.tuning.results import StudyResult, importance, rows_of
 from systolic.tuning.study import SharedStudy
 
@@ -77,9 +78,7 @@ class Processes:
     def result(self) -> StudyResult:
         """What the study has now."""
         tuning = self.tuning
-        rows = rows_of(
-            self.shared, tuning.trials, tuning.searched, tuning.aims, tuning.folder / "trials"
-        )
+        rows = rows_of(self.shared, tuning.trials, tuning.searched, tuning.aims, tuning.runs)
         return StudyResult(
             name=tuning.address.name,
             recipe=tuning.recipe.target,
@@ -179,6 +178,22 @@ class Processes:
         finally:
             for each, handler in before.items():
                 signal.signal(each, handler)
+
+
+def repeated(best: StudyResult, repeats: StudyResult) -> Repeated | None:
+    """What several seeds say of the best settings and the defaults; None where too few trained to the end.
+
+    Args:
+        best: The search.
+        repeats: Trials of the best settings and of the defaults in turn.
+    """
+    assert best.best is not None
+    aim, values = best.aims[0], ([], [])
+    for row in repeats.done:
+        values[row.number % 2].append(row.figures[aim.name])
+    if min(map(len, values)) < 2:
+        return None
+    return Repeated(trial=best.best.number, aim=aim, best=values[0], default=values[1])
 
 
 def last_line(log: Path) -> str:

@@ -59,14 +59,19 @@ class Searched:
     def suggest(self, trial: Any) -> Any:
         """The option's value in a trial; Optuna draws it once and keeps it."""
         if self.choices is not None:
-            drawn = trial.suggest_categorical(self.name, list(self.words))
-            return list(self.choices.values())[self.words.index(drawn)]
+            return self.typed(trial.suggest_categorical(self.name, list(self.words)))
         if self.whole:
             low, high = int(self.low), int(self.high)
             return trial.suggest_int(self.name, low, high, step=int(self.step or 1), log=self.log)
-        return self.rounded(
+        return self.typed(
             trial.suggest_float(self.name, self.low, self.high, step=self.step, log=self.log)
         )
+
+    def typed(self, kept: Value) -> Any:
+        """The option's value from what the study keeps of it."""
+        if self.choices is not None:
+            return list(self.choices.values())[self.words.index(kept)]
+        return self.shown(kept)
 
     def rounded(self, value: float) -> float:
         """A number of the range with :data:`DIGITS` digits, within its bounds."""

@@ -117,6 +117,11 @@ class SharedStudy:
                     f"the study {self.where.name} has the {name} {had}, not {has}; continue it with its own command, or give --study another folder"
                 )
 
+    def close(self) -> None:
+        """Closes the connections to the storage."""
+        self._storage.remove_session()
+        self._storage.engine.dispose()
+
     @property
     def study(self) -> Any:
         """Optuna's study."""

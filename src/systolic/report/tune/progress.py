@@ -45,6 +45,12 @@ class StudyDisplay(LiveArea):
             terminal.say(self._stream, line(study, ended[number]))
         self._told |= set(ended)
 
+    def begin(self, what: str) -> None:
+        """Shows another study from now on."""
+        self._told = None
+        if not self.drawn:
+            terminal.say(self._stream, what)
+
     def tell(self, text: str) -> None:
         """Prints a line that stays, above what is redrawn."""
         print(f"systolic: {text}", file=sys.stderr, flush=True)

@@ -32,6 +32,8 @@ def lines(study: StudyResult) -> list[Text]:
     if study.importance:
         shares = (f"{name} {figures.percent(one)}" for name, one in study.importance.items())
         found.append(_row("matters", ", ".join(shares)))
+    if study.repeats is not None:
+        found.append(_row("luck", study.repeats["sentence"]))
     spent = readings.spent(study)
     if spent is not None:
         found.append(_row("cost", f"{readings.dollars(spent)} on the slice, as forecast"))

@@ -1,0 +1,179 @@
+"""Searches by several processes that are killed, over SQLite and over PostgreSQL: no trial is lost, none runs twice."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytest.importorskip("optuna")
+
+from systolic.artifact.record import load_run
+from systolic.cli.tune import tuning_of
+from systolic.session.trials import TrialWorker
+from systolic.tuning.study import SharedStudy, address
+
+RECIPE = f"{Path(__file__).parents[1] / 'training' / 'tiny.py'}:job"
+SEARCH = ["--search=learning-rate=log:1e-4..1e-1", "--search=scale=0.5,1.0"]
+STEPS, TRIALS = 60, 8
+
+
+def command(folder: Path, *words: str) -> "subprocess.Popen[bytes]":
+    line = [sys.executable, "-m", "systolic", "tune", RECIPE, *SEARCH, f"--study={folder}", *words]
+    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def workers(of: "subprocess.Popen[bytes]") -> list[psutil.Process]:
+    try:
+        return [each for each in psutil.Process(of.pid).children() if each.status() != "zombie"]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def ended(folder: Path) -> int:
+    """Runs with a summary."""
+    return len([*folder.glob("trials/*/summary.json")])
+
+
+def check(rows: list[dict[str, Any]]) -> None:
+    """Each trial once, and each run whole: every step on record, once."""
+    assert [row["number"] for row in rows] == list(range(TRIALS))
+    assert {row["state"] for row in rows} <= {"done", "stopped early"}, rows
+    assert Counter(row["run"] for row in rows).most_common(1)[0][1] == 1
+    for row in rows:
+        run = load_run(Path(row["run"]))
+        assert run.job["options"]["learning_rate"] == row["values"]["learning-rate"]
+        steps = [record["step"] for record in run.train]
+        assert steps == list(range(1, (STEPS if row["state"] == "done" else row["step"]) + 1))
+
+
+@pytest.mark.slow
+def test_workers_and_commands_are_killed_at_random(tmp_path: Path) -> None:
+    folder, chance = tmp_path / "study", random.Random(0)
+    words = [f"--steps={STEPS}", f"--trials={TRIALS}", "--workers=2", "--evaluation.every=20"]
+    both = [command(folder, *words) for _ in range(2)]
+    for kill in range(6):
+        begun = time.monotonic()
+        while ended(folder) <= kill // 2 and time.monotonic() - begun < 60:
+            time.sleep(chance.random())
+        found = [each for one in both for each in workers(one)]
+        if found:
+            chance.choice(found).kill()
+    both[1].send_signal(signal.SIGKILL)
+    both[1].communicate()
+    out, err = both[0].communicate()
+    assert both[0].returncode in (0, 1), err.decode()
+    last = command(folder, *words, "--json")
+    out, err = last.communicate()
+    assert last.returncode == 0, err.decode()
+    study = json.loads(out)
+    assert (study["finished"], study["total"]) == (TRIALS, TRIALS)
+    check(study["trials"])
+    assert (folder / "report.html").is_file()
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    folder = tmp_path / "study"
+    words = ["--trials=2", "--steps=4000", "--repeats=0", "--pruner=none"]
+    first = command(folder, *words)
+    while not [*folder.glob("trials/0000/metrics.jsonl")]:
+        assert first.poll() is None, first.communicate()
+        time.sleep(0.2)
+    first.send_signal(signal.SIGINT)
+    _, err = first.communicate()
+    assert first.returncode == 130, err.decode()
+    assert "interrupted; rerun to continue" in err.decode()
+    made = tuning_of([RECIPE, *SEARCH, f"--study={folder}", *words])[0]
+    with closing(made.open()) as shared:
+        (trial,) = shared.trials(2)
+    assert trial.state.name == "WAITING"
+    assert [*(folder / "trials" / "0000" / "checkpoints").glob("[0-9]*")]
+
+
+def postgresql_bin() -> Path | None:
+    found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
+    return found[-1].parent if found else None
+
+
+@pytest.fixture
+def database() -> Iterator[str]:
+    """A server of PostgreSQL's own, on a socket."""
+    pytest.importorskip("psycopg")
+    tools = postgresql_bin()
+    if tools is None:
+        pytest.skip("no PostgreSQL server is installed")
+    user = "postgres" if os.geteuid() == 0 else None
+    # A socket's path has at most 107 characters.
+    with tempfile.TemporaryDirectory(prefix="pg") as name:
+        os.chmod(name, 0o777)
+        data = f"{name}/data"
+
+        def run(*line: str) -> None:
+            subprocess.run(
+                line, check=True, user=user, cwd=name, stdout=subprocess.DEVNULL, timeout=100
+            )
+
+        run(str(tools / "initdb"), "-D", data, "-A", "trust", "-U", "tuner", "--no-sync")
+        flags = f"-k {name} -c listen_addresses= -c fsync=off"
+        run(str(tools / "pg_ctl"), "-D", data, "-w", "-l", f"{name}/log", "-o", flags, "start")
+        try:
+            yield f"postgresql://tuner@/postgres?host={name}"
+        finally:
+            run(str(tools / "pg_ctl"), "-D", data, "-m", "immediate", "stop")
+
+
+CLAIMS = """
+import sys
+from pathlib import Path
+from systolic.tuning import sampling
+from systolic.tuning.study import SharedStudy, address
+from systolic.tuning.worker import this_worker
+
+shared = SharedStudy(address(sys.argv[1], Path(), "claims"), {}, ["minimize"], 4)
+while (record := shared.claim(int(sys.argv[2]), this_worker())) is not None:
+    sampler = sampling.build(sampling.Sampler.random, [], 0, record.number)
+    trial = shared.drawn(record, sampler, sampling.pruner(sampling.Pruner.none, 1, 1))
+    trial.suggest_float("x", 0, 1)
+    assert shared.finish(trial, this_worker(), [1.0], "")
+    print(record.number, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_processes_share_a_study_in_postgresql(database: str, tmp_path: Path) -> None:
+    line = [sys.executable, "-c", CLAIMS, database, "24"]
+    running = [subprocess.Popen(line, stdout=subprocess.PIPE) for _ in range(3)]
+    assert running[0].stdout is not None
+    first = [int(running[0].stdout.readline())]
+    running[0].kill()
+    printed = [each.communicate()[0].split() for each in running]
+    running = [subprocess.Popen(line, stdout=subprocess.PIPE)]
+    printed.append(running[0].communicate()[0].split())
+    counted = Counter([*first, *(int(word) for words in printed for word in words)])
+    assert max(counted.values()) == 1
+    # What the killed process ended and did not print is in the database.
+    assert set(range(24)) - set(counted) <= {max(first) + i for i in range(1, 24)}
+    with closing(SharedStudy(address(database, Path(), "claims"), {}, ["minimize"])) as shared:
+        assert {trial.state.name for trial in shared.trials(24)} == {"COMPLETE"}
+        assert [trial.number for trial in shared.trials(24)] == list(range(24))
+
+    made = tuning_of(
+        [RECIPE, *SEARCH, f"--study={tmp_path / 's'}", f"--storage={database}", "--trials=1"]
+    )[0]
+    with closing(made.open()) as shared:
+        TrialWorker(tuning=made, shared=shared).work()
+        (trial,) = shared.trials(1)
+    assert trial.state.name == "COMPLETE"
+    assert not (tmp_path / "s" / "study.db").exists()
