@@ -62,7 +62,8 @@ def line(study: StudyResult, row: TrialRow) -> str:
     text = readings.objectives(study, row) if row.is_done else row.reason or row.state
     best = "  <- best so far" if row is study.best else ""
     place = f"[{study.finished:>{width}}/{study.total}]"
-    return f"{place} trial {row.number}: {terminal.one_line(text, 160)}; {readings.settings(row)}{best}"
+    parts = [f"{place} trial {row.number}: {terminal.one_line(text, 160)}", readings.settings(row)]
+    return f"{'; '.join(filter(None, parts))}{best}"
 
 
 def drawing(study: StudyResult, seconds: float) -> Group:
