@@ -46,6 +46,7 @@ NAMED = {
     **APART,
     **CACHED,
     "opentelemetry": "opentelemetry-api",
+    "moto": "moto",
     "optuna": "optuna",
     "sqlalchemy": "sqlalchemy",
 }
