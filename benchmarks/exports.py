@@ -147,6 +147,29 @@ def photographs() -> list[Path]:
     return [*found, *sorted((other / "datasets" / "images").glob("*.jpg"))]
 
 
+def topics(first: int) -> Make:
+    """Every second topic of Python's help, from a number on."""
+
+    def make(at: Path) -> None:
+        from pydoc_data.topics import topics as found
+
+        at.write_text("\n".join(found[name] for name in sorted(found)[first::2]))
+
+    return make
+
+
+def recordings(first: int) -> Make:
+    """Every 20th phrase of Debian's package, from a number on, of those of a second and more."""
+
+    def make(at: Path) -> None:
+        at.mkdir()
+        found = [one for one in sorted(speech.SOUNDS.glob("*.wav")) if one.stat().st_size > 32_000]
+        for one in found[first::20]:
+            (at / one.name).symlink_to(one)
+
+    return make
+
+
 def conversations(at: Path) -> None:
     """Instructions in a file."""
     rows = [{"prompt": f"Add {n} and {n + 1}.", "completion": str(2 * n + 1)} for n in range(40)]
@@ -188,14 +211,22 @@ FILES: Mapping[str, Make] = {
     "classes": pictures,
     "calibration": lambda at: crops(photographs()[::2], 14)(at),
     "measured": lambda at: crops(photographs()[1::2], 22)(at),
+    "calibration.txt": topics(0),
+    "measured.txt": topics(1),
+    "sounds": recordings(0),
+    "measured-sounds": recordings(10),
     "conversations.jsonl": conversations,
     "passage.txt": passage,
 }
 """Data that models are made with."""
 GIVEN: Mapping[str, tuple[str, ...]] = {
-    "MobileNetV2": ("--data", "WORK/calibration", "--inputs", "WORK/measured/*")
+    "MobileNetV2": ("--data", "WORK/calibration", "--inputs", "WORK/measured/*"),
+    "MiniLM-L6-v2": ("--data", "WORK/calibration.txt", "--inputs", "WORK/measured.txt"),
+    "SmolLM2-135M": ("--data", "WORK/calibration.txt", "--inputs", "WORK/measured.txt"),
+    "Whisper tiny.en encode": ("--data", "WORK/sounds", "--inputs", "WORK/measured-sounds/*"),
+    "Whisper tiny.en decode": ("--data", "WORK/sounds", "--inputs", "WORK/measured-sounds/*"),
 }
-"""Options of litert: models without data of their own. Calibrated and measured on different photographs."""
+"""Options of litert: models without data of their own. Calibrated and measured on different photographs, texts and recordings."""
 PARTS: Mapping[str, tuple[str, str]] = {
     f"Whisper tiny.en {function}": ("Whisper tiny.en", function)
     for function in ("encode", "decode")

@@ -13,18 +13,20 @@ import numpy as np
 import pytest
 
 from systolic.cli.main import main
-from systolic.core.errors import DataError, NotFoundError, OptionError
+from systolic.core.errors import DataError, NotFoundError, OptionError, RunError
 from systolic.data.image.outside import OutsidePictures
 from systolic.data.image.preparation import Preparation
+from systolic.data.input_files import InputFiles
 from systolic.exporting.examples import example_inputs
 from systolic.exporting.inference import ExportableModel
+from systolic.exporting.litert import export
 from systolic.exporting.litert.edge_tpu import edge_tpu_report
 from systolic.exporting.litert.export import LiteExport, export_litert
 from systolic.exporting.litert.graph import read_graph
 from systolic.exporting.litert.schema import FIELDS, OPERATORS, TENSOR_TYPES
 from systolic.exporting.packages import installed
 from systolic.exporting.settings import ExportSettings, LiteQuantization
-from systolic.job import Precision
+from systolic.job import Field, Precision
 from tests.exporting import tiny
 from tests.weights import package
 
@@ -173,6 +175,80 @@ def test_bad_requests_are_one_line_and_leave_nothing(
             written(exported, tmp_path / name, settings)
         assert "\n" not in str(error.value)
         assert not list(tmp_path.iterdir())
+
+
+LINES = [f"Line {n} says that {n} and {n + 1} make {2 * n + 1}." for n in range(20)]
+
+
+@pytest.mark.parametrize("name", ["embeddings", "decoder"])
+def test_a_model_of_texts_is_quantized_on_lines_or_windows_and_measured_on_the_others(
+    name: str, tmp_path: Path
+) -> None:
+    text = tmp_path / "lines.txt"
+    text.write_text("\n".join(LINES))
+    job = tiny.JOBS[name]()
+    other = tiny.model(replace(job, model=replace(job.model, layers=1)), sequence=24)
+    settings = ExportSettings(quantization=LiteQuantization.int8, data=text, edge_tpu=True)
+    made = written(other, tmp_path / "m.tflite", settings)
+    windows = len("\n".join(LINES)) // 24
+    rows = len(LINES) if name == "embeddings" else windows
+    assert made.calibrated_on == f"{rows // 2} rows of lines.txt"
+    assert made.difference.examples == -(-rows // 2)
+    # Attention's masked logits have no range that 8 bits hold; the matrices do, and the table of tokens.
+    assert made.difference.max_relative < 0.1
+    assert {"SOFTMAX", "SELECT_V2", "EMBEDDING_LOOKUP with int8 weights"} <= set(made.floating)
+    graph = read_graph(tmp_path / "m.tflite")
+    kinds = {(op.kind, op.precision) for op in graph.ops}
+    assert ("FULLY_CONNECTED", "INT8") in kinds
+    assert all(one.dtype != "FLOAT32" or one.bytes < 2**12 for op in graph.ops for one in op.inputs)
+    # One operation, not the polynomial that JAX spells the error function out as.
+    assert ("GELU", "FLOAT32") in kinds or name == "decoder"
+    assert made.edge_tpu is not None
+    softmax = next(one for one in made.edge_tpu.placements if one.kind == "SOFTMAX")
+    assert "stays in floating point" in softmax.reason
+    assert "convolutional" in softmax.fix
+
+
+def test_data_that_does_not_fit_the_model_is_one_line(
+    model: ExportableModel, tmp_path: Path
+) -> None:
+    (tmp_path / "empty.txt").write_text(" \n")
+    (tmp_path / "text.txt").write_text("some words")
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(range(200, 256)))
+    (tmp_path / "none").mkdir()
+    np.save(tmp_path / "channels.npy", np.zeros((8, 8, 4), np.uint8))
+    rows = {"x": np.full((2, 3), np.nan, np.float32), "scale": np.ones(2, np.float32)}
+    arrays: dict[str, Any] = rows
+    np.savez(tmp_path / "nan.npz", **arrays)
+    fields = {name: Field(shape=one.shape[1:], dtype="float32") for name, one in rows.items()}
+    plain = tiny.model(tiny.JOBS["own"]())
+    plain = replace(plain, job=replace(plain.job, data=InputFiles(inputs=fields)))
+    texts = tiny.model(tiny.JOBS["embeddings"]())
+    cases = [
+        (texts, "empty.txt", "is empty; give a text"),
+        (texts, "picture.png", "is not UTF-8 text"),
+        (texts, "none", "holds no files; give"),
+        (model, "text.txt", "is not a picture"),
+        (model, "channels.npy", r"has shape \(8, 8, 4\); a picture is"),
+        (plain, "nan.npz", "x of row 0 of the nan.npz has numbers that are infinite or NaN; give"),
+    ]
+    for exported, name, told in cases:
+        settings = ExportSettings(quantization=LiteQuantization.int8, data=tmp_path / name)
+        with pytest.raises(DataError, match=told) as error:
+            written(exported, tmp_path / "m.tflite", settings)
+        assert "\n" not in str(error.value)
+        assert not (tmp_path / "m.tflite").exists()
+
+
+def test_a_converter_that_dies_is_told_by_how_far_it_came(
+    model: ExportableModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "CHILD", "tests.exporting.dying_child")
+    told = r"was ended by SIGSEGV, a fault of a library, while running the file; leave more numbers in floating point, .*; its last line: INFO: ready$"
+    with pytest.raises(RunError, match=told) as error:
+        written(model, tmp_path / "m.tflite", ExportSettings(quantization=LiteQuantization.int8))
+    assert "\n" not in str(error.value)
+    assert not list(tmp_path.iterdir())
 
 
 def test_places_in_the_format_are_those_of_its_own_schema() -> None:

@@ -1,8 +1,9 @@
 """Real inputs of inference functions: rows of the recipe's evaluation data, files, or a passage of text."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,12 @@ from systolic.job.data import MASK
 from systolic.models.decoder.config import Decoder
 from systolic.models.whisper.config import Whisper
 
+LETTERS = 8
+"""Characters that are read for each token of a text: more than any of its tokens has on average."""
 LONGEST = 64
 """Most tokens of a row."""
+MOST_TEXTS = 256
+"""Most rows of text files: lines where each text stands alone, windows of the text otherwise."""
 ORDER = (Split.validation, Split.test, Split.train)
 """Splits whose rows are taken, the first that has any."""
 
@@ -59,7 +64,8 @@ def example_inputs(
     Args:
         model: The model.
         rows: Examples.
-        files: Files as ``predict`` takes them, in place of the recipe's own data; all their examples.
+        files: Files in place of the recipe's own data, as ``predict`` takes them; all their examples, of texts the
+            lines or windows of up to :data:`MOST_TEXTS`.
 
     Raises:
         NotFoundError: there is no such file.
@@ -68,7 +74,7 @@ def example_inputs(
     """
     length = model.sizes.get(SEQUENCE, LONGEST)
     if files:
-        batch, origin = _stacked(_of_files(model.job, files, length)), "files"
+        batch, origin = _of_files(model.job, files, length), "files"
     else:
         batch, origin = _own(model.job, rows, length)
         batch = {name: array[:rows] for name, array in batch.items()}
@@ -118,7 +124,9 @@ def _own(job: Job, rows: int, length: int) -> tuple[dict[str, np.ndarray], str]:
         tokens = _passage(job, data.get_tokenizer(), rows, length)
         return {TOKENS: tokens, SEGMENTS: np.ones_like(tokens)}, "a passage of text"
     if isinstance(data, Sentences):
-        return _sentences(data, rows), "sentences"
+        lines = PASSAGE.splitlines()
+        texts = [lines[number % len(lines)] for number in range(rows)]
+        return _sentences(data, texts, length), "sentences"
     random = np.random.default_rng(0)
     made = {name: _random(random, one, rows) for name, one in data.fields().items()}
     if isinstance(data, Recordings):
@@ -129,11 +137,14 @@ def _own(job: Job, rows: int, length: int) -> tuple[dict[str, np.ndarray], str]:
 
 def _passage(job: Job, tokenizer: Tokenizer, rows: int, length: int) -> np.ndarray:
     """A passage of text in rows, int32[rows, length]."""
-    ids = np.asarray(tokenizer.encode(PASSAGE))
-    # Without its tokenizer a model may have fewer tokens than there are bytes.
-    if isinstance(job.model, Decoder | Whisper):
-        ids = ids % job.model.vocab
+    ids = _known(job, tokenizer.encode(PASSAGE))
     return np.resize(ids, (rows, length)).astype(np.int32)
+
+
+def _known(job: Job, ids: Sequence[int]) -> np.ndarray:
+    """Tokens that a model has: without its tokenizer it may have fewer than there are bytes."""
+    known = np.asarray(ids)
+    return known % job.model.vocab if isinstance(job.model, Decoder | Whisper) else known
 
 
 def _read(job: Job, split: Split, rows: int) -> dict[str, np.ndarray]:
@@ -146,14 +157,13 @@ def _read(job: Job, split: Split, rows: int) -> dict[str, np.ndarray]:
     return {name: array[kept] for name, array in first.items() if name != MASK}
 
 
-def _sentences(data: Sentences, rows: int) -> dict[str, np.ndarray]:
-    """Lines of the passage, each as long as it is and padded to the longest."""
-    lines = PASSAGE.splitlines()
-    ids = data.encode([lines[number % len(lines)] for number in range(rows)])
-    tokens = np.zeros((rows, max(map(len, ids))), np.int32)
+def _sentences(data: Sentences, texts: Sequence[str], length: int) -> dict[str, np.ndarray]:
+    """Texts of up to ``length`` tokens, each as long as it is and padded to the longest."""
+    ids = replace(data, sequence=min(data.sequence, length)).encode(texts)
+    tokens = np.zeros((len(ids), max(map(len, ids))), np.int32)
     segments = np.zeros_like(tokens)
-    for row, line in enumerate(ids):
-        tokens[row, : len(line)], segments[row, : len(line)] = line, 1
+    for row, text in enumerate(ids):
+        tokens[row, : len(text)], segments[row, : len(text)] = text, 1
     return {TOKENS: tokens, SEGMENTS: segments}
 
 
@@ -166,30 +176,49 @@ def _random(random: np.random.Generator, one: Field, rows: int) -> np.ndarray:
     return np.zeros(shape, one.dtype)
 
 
-def _of_files(job: Job, files: Sequence[Path], length: int) -> list[dict[str, Any]]:
+def _of_files(job: Job, files: Sequence[Path], length: int) -> dict[str, np.ndarray]:
     """Examples of files, one or several each."""
     data = job.data
+    if isinstance(data, Sentences):
+        return _sentences(data, _of_texts(files, _lines), length)
+    if isinstance(data, TextData):
+        tokenizer = data.get_tokenizer()
+
+        def windows_of(text: str, most: int) -> list[np.ndarray]:
+            ids = _known(job, tokenizer.encode(text[: most * length * LETTERS]))
+            return _windows(ids, length)
+
+        windows = np.stack(_of_texts(files, windows_of))
+        return {TOKENS: windows, SEGMENTS: np.ones_like(windows)}
     if isinstance(data, InputFiles):
-        return [example for file in files for example in data.examples(file)]
+        return _stacked([example for file in files for example in data.examples(file)])
     if isinstance(data, Recordings):
         from systolic.data.audio.sound import read_sound
 
-        ids = np.asarray(data.writing.prompt or (0,), np.int32)
-        return [
-            {FEATURES: window.features, TOKENS: ids}
-            for file in files
-            for window in data.windows(read_sound(file))
-        ]
-    if isinstance(data, TextData):
-        return [_text(data, file, length) for file in files]
-    return [data.load(file) for file in files]
+        heard = [one.features for file in files for one in data.windows(read_sound(file))]
+        made = _stacked([{FEATURES: one} for one in heard])
+        return {**made, TOKENS: _passage(job, data.get_tokenizer(), len(heard), length)}
+    return _stacked([data.load(file) for file in files])
 
 
-def _text(data: TextData, file: Path, length: int) -> dict[str, np.ndarray]:
+def _of_texts(files: Sequence[Path], rows: Callable[[str, int], Sequence[Any]]) -> list[Any]:
+    """Rows of text files, as many of each."""
     from systolic.data.text.sentences import read_text
 
-    ids = np.asarray(data.get_tokenizer().encode(read_text(file)))
-    return {TOKENS: np.resize(ids, length).astype(np.int32)}
+    most = -(-MOST_TEXTS // len(files))
+    return [row for file in files[:MOST_TEXTS] for row in rows(read_text(file), most)[:most]]
+
+
+def _lines(text: str, most: int) -> list[str]:
+    """The first lines of a text that have words."""
+    found = (line for line in text.splitlines() if line.strip())
+    return list(islice(found, most))
+
+
+def _windows(ids: np.ndarray, length: int) -> list[np.ndarray]:
+    """Windows of a text, int32[length] each; the text again and again where it is shorter than one."""
+    count = max(len(ids) // length, 1)
+    return list(np.resize(ids, (count, length)).astype(np.int32))
 
 
 def _stacked(examples: list[dict[str, Any]]) -> dict[str, np.ndarray]:

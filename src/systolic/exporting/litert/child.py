@@ -18,7 +18,7 @@ from systolic.exporting.litert.run import LiteProgram
 
 PROGRAM, REQUEST, OUTCOME = "program.bin", "request.json", "outcome.json"
 CALIBRATION, INPUTS, OUTPUTS = "calibration.npz", "inputs.npz", "outputs.npz"
-MODEL = "model.tflite"
+MODEL, STAGE = "model.tflite", "stage.txt"
 
 
 def main() -> int:
@@ -40,14 +40,19 @@ def main() -> int:
 
 
 def _work(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
+    # A process that dies says nothing more: its parent reads how far it came.
+    stage = folder / STAGE
+    stage.write_text("converting")
     content = flatbuffer((folder / PROGRAM).read_bytes(), request["inputs"], request["outputs"])
     sizes = {"float_bytes": len(content)}
+    stage.write_text("quantizing")
     if request["quantization"] == "dynamic":
         content = dynamic_range(content)
     elif request["quantization"] == "int8":
         rows = _calls(folder, request["batch"])
         content = full_integer(content, rows, request["ranges"], one_scale=request["one_scale"])
     (folder / MODEL).write_bytes(content)
+    stage.write_text("running the file")
     with np.load(folder / INPUTS) as inputs:
         made = LiteProgram(content, request["threads"]).rows(dict(inputs))
     outputs: dict[str, Any] = dict(made)

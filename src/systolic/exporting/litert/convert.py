@@ -6,6 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from systolic.core.errors import OptionError
+from systolic.exporting.litert.plan import (
+    MIXED_ROWS,
+    attends,
+    mixed_plan,
+    products_of,
+    static_plan,
+    usual_sizes,
+)
 
 SIGNATURE = "serving_default"
 """Name of the one signature of a file."""
@@ -86,7 +94,7 @@ def full_integer(
     *,
     one_scale: bool = False,
 ) -> bytes:
-    """Weights and activations as int8, with inputs and outputs as int8 too.
+    """Weights and activations as int8: all of them with inputs and outputs, or the matrix products of a model with attention.
 
     Args:
         model: A float file.
@@ -97,39 +105,31 @@ def full_integer(
     Raises:
         OptionError: it refuses the model.
     """
-    from ai_edge_quantizer import (  # ty: ignore[import-not-found]
-        calibrator,
-        qtyping,
-        quantizer,
-        recipe,
-        recipe_manager,
-    )
+    from ai_edge_quantizer import calibrator, quantizer  # ty: ignore[import-not-found]
     from ai_edge_quantizer.utils import qsv_utils  # ty: ignore[import-not-found]
 
-    manager = recipe_manager.RecipeManager()
-    manager.load_quantization_recipe(recipe.static_wi8_ai8())
-    if one_scale:
-        manager.add_static_config(
-            ".*",
-            qtyping.TFLOperationName.FULLY_CONNECTED,
-            activation_num_bits=8,
-            weight_num_bits=8,
-            weight_granularity=qtyping.QuantGranularity.TENSORWISE,
-        )
-    plan = manager.get_quantization_recipe()
+    rows = list(rows)
     try:
+        products = list(products_of(model))
+        mixed = attends(products)
+        plan = mixed_plan(products) if mixed else static_plan(one_scale=one_scale)
         # The extremes of all rows: a moving average, the default, forgets the first ones.
         seen = calibrator.Calibrator(
-            bytes(model), num_threads=1, qsv_update_func=qsv_utils.min_max_update
+            bytes(model),
+            num_threads=1,
+            mode=calibrator.CalibrationMode.CALIBRATION_PROFILER_BASED,
+            qsv_update_func=qsv_utils.min_max_update,
         )
-        seen.calibrate({SIGNATURE: list(rows)}, manager)
+        seen.calibrate({SIGNATURE: rows}, plan)
         found = seen.get_model_qsvs()
         for name, tensor in _input_tensors(model).items():
             if name in ranges and tensor in found:
                 low, high = ranges[name]
                 for key, value in (("min", low), ("max", high)):
                     found[tensor][key] = np.full_like(found[tensor][key], value)
-        made = quantizer.Quantizer(bytearray(model), plan).quantize(
+        if mixed:
+            plan = mixed_plan(products, found, usual_sizes(model, rows[:MIXED_ROWS], products))
+        made = quantizer.Quantizer(bytearray(model), plan.get_quantization_recipe()).quantize(
             found, enable_progress_report=False
         )
     except Exception as error:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from systolic.core.units import si
-from systolic.exporting.litert.graph import EIGHT_BITS, LiteGraph, LiteOp, LiteTensor
+from systolic.exporting.litert.graph import EIGHT_BITS, MOVES, LiteGraph, LiteOp, LiteTensor
 
 REQUIREMENTS = "https://coral.ai/docs/edgetpu/models-intro/"
 COMPILER = "https://coral.ai/docs/edgetpu/compiler/"
@@ -118,10 +118,15 @@ def edge_tpu_report(graph: LiteGraph) -> EdgeTpuReport:
     """
     compiled = any(op.custom and op.kind == COMPILED for op in graph.ops)
     obstacles = () if compiled else tuple(_of_model(graph))
+    mixed = any(op.kind not in MOVES and op.precision in EIGHT_BITS for op in graph.ops)
     placed: list[OpPlacement] = []
     first: OpPlacement | None = None
     for index, op in enumerate(graph.ops):
         found = obstacle(op)
+        if found is not None and mixed and op.kind not in FIXES and _floats(op):
+            found = Obstacle(
+                "it stays in floating point, as 8 bits would lose its numbers", ATTENTION
+            )
         reason, fix = ("", "") if found is None else found
         if found is None and first is not None:
             reason = f"it comes after {first.kind} (operation {first.index}), where the compiler divides the model"
@@ -176,6 +181,11 @@ def obstacle(op: LiteOp) -> Obstacle | None:
         if (found := check(op)) is not None:
             return found
     return None
+
+
+def _floats(op: LiteOp) -> bool:
+    """Whether an operation reads or makes floating numbers."""
+    return any(tensor.dtype.startswith("FLOAT") for tensor in (*op.inputs, *op.outputs))
 
 
 def _custom(op: LiteOp) -> Obstacle:
@@ -392,8 +402,11 @@ RULES: Mapping[str, Callable[[LiteOp], Obstacle | None]] = {
 }
 """Supported operations to what is required of each (:data:`REQUIREMENTS`)."""
 
+ATTENTION = (
+    "attention does not run there; use a convolutional network, such as image --model mobilenet"
+)
 FIXES: Mapping[str, str] = {
-    "BATCH_MATMUL": "attention does not run there; use a convolutional network, such as image --model mobilenet",
+    "BATCH_MATMUL": ATTENTION,
     "CAST": "export with --precision int8, whose inputs need no conversion",
     "DEQUANTIZE": "export with --precision int8; if it is the last operation, it costs little on the CPU",
     "DIV": "multiply by the reciprocal",

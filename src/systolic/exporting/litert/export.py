@@ -23,13 +23,14 @@ from systolic.exporting.examples import ExampleInputs
 from systolic.exporting.functions import IMAGE
 from systolic.exporting.inference import BATCH, SEQUENCE, ExportableModel, Inference, run
 from systolic.exporting.litert import child
+from systolic.exporting.litert.composites import Composites
 from systolic.exporting.litert.edge_tpu import EdgeTpuReport, edge_tpu_report
 from systolic.exporting.litert.graph import LiteGraph, graph_of
 from systolic.exporting.litert.rows import FunctionRows, calibration_rows, evaluation_rows
 from systolic.exporting.packages import package_folder
 from systolic.exporting.plain import plain_platform
 from systolic.exporting.settings import LITERT, ExportSettings, LiteQuantization
-from systolic.exporting.unrolling import loops, unrolled
+from systolic.exporting.unrolling import computed, loops, unrolled
 from systolic.interop.program.process import ended, last_line, run_module
 from systolic.job import Precision
 from systolic.steps.folding import FoldedProgram
@@ -39,6 +40,8 @@ TOKENS = 128
 """Tokens of a text where --sequence is not given, or fewer where the model takes fewer."""
 CHUNK = 32
 """Rows that the source computes at a time."""
+OUTPUT_BYTES = 1 << 29
+"""Most bytes of outputs of a comparison."""
 AGREEING = 0.95
 """Share of rows with the same largest output below which an export says so."""
 IMAGE_RANGE = (0.0, 255.0)
@@ -184,7 +187,7 @@ def export_litert(
     packages = package_folder(LITERT, say)
     model, function = _fixed(model, settings.function)
     say("reading data")
-    rows = evaluation_rows(model, function, settings, examples)
+    rows = _measurable(model, function, evaluation_rows(model, function, settings, examples))
     seen = None
     if settings.quantization is LiteQuantization.int8:
         seen = calibration_rows(model, function, settings.data)
@@ -230,6 +233,14 @@ def _fixed(model: ExportableModel, name: str = "") -> tuple[ExportableModel, Inf
     return model, model.functions_on(plain_platform(model))[chosen.name]
 
 
+def _measurable(model: ExportableModel, function: Inference, rows: FunctionRows) -> FunctionRows:
+    """As many rows as there is room for their outputs: a language model has a number for each token of its vocabulary."""
+    given = function.abstract(model.sizes)
+    outputs = jax.eval_shape(function.call, dict(model.params), given).values()
+    each = sum(one.size * one.dtype.itemsize for one in outputs) // model.sizes[BATCH]
+    return rows.first(max(OUTPUT_BYTES // max(each, 1), model.sizes[BATCH]))
+
+
 def check_loops(model: ExportableModel, function: Inference) -> None:
     """Refuses a function whose loop ends when its data say so: the converter has no form of it.
 
@@ -254,11 +265,16 @@ def lowered(
     # What weights alone decide is computed here: a converter would keep it in the graph.
     folded = FoldedProgram(partial(unrolled, function.call), (own,), given)
     constants: Any = [np.asarray(one) for one in folded.constants((own,))]
-    program: Any = jax.jit(lambda batch: folded(constants, batch))
+    spelled, shape = jax.make_jaxpr(partial(folded, constants), return_shape=True)(given)
+    replaced = partial(computed, spelled.jaxpr, spelled.consts, replace=Composites(spelled))
+    order = jax.tree.structure(shape)
+    program: Any = jax.jit(
+        lambda batch: jax.tree.unflatten(order, replaced(jax.tree.leaves(batch)))
+    )
     made = jax.export.export(program, platforms=["cpu"])(given)
     names = sorted(given)
     inputs = [names[index] for index in made.module_kept_var_idx]
-    outputs = sorted(jax.eval_shape(program, given))
+    outputs = sorted(shape)
     return bytes(made.mlir_module_serialized), (inputs, outputs)
 
 
@@ -299,8 +315,13 @@ def _converted(
             log, answer = folder / "log.txt", folder / child.OUTCOME
             code = run_module(sys.executable, CHILD, [name], log, path=[packages])
             if not answer.is_file():
+                stage = (
+                    (folder / child.STAGE).read_text()
+                    if (folder / child.STAGE).is_file()
+                    else "starting"
+                )
                 raise RunError(
-                    f"the conversion to LiteRT {ended(code)}; {_way_out(request)}; {last_line(log)}"
+                    f"the conversion to LiteRT {ended(code)}, while {stage}; {_way_out(request)}; {last_line(log)}"
                 )
             outcome = json.loads(answer.read_bytes())
             if "error" in outcome:

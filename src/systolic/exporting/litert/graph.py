@@ -103,9 +103,11 @@ class LiteGraph:
     def floating(self) -> Counter[str]:
         """Operations that compute in floating point, by name."""
         found: Counter[str] = Counter()
-        for (kind, dtype), count in self.counts().items():
-            if dtype.startswith(("FLOAT", "BFLOAT")):
-                found[kind] += count
+        for op in self.ops:
+            if op.kind in MOVES or not op.precision.startswith(("FLOAT", "BFLOAT")):
+                continue
+            whole = any(tensor.constant and tensor.scales for tensor in op.inputs)
+            found[f"{op.kind} with int8 weights" if whole else op.kind] += 1
         return found
 
 

@@ -1,12 +1,14 @@
 """Rows that calibrate a quantization and rows that a file is measured on, as inputs of one function."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
 from systolic.core.errors import DataError, NotFoundError, OptionError
+from systolic.data.text.sentences import Sentences
+from systolic.data.text.text_data import TextData
 from systolic.exporting.examples import ExampleInputs, example_inputs, function_inputs
 from systolic.exporting.inference import ExportableModel, Inference
 from systolic.exporting.settings import ExportSettings
@@ -39,6 +41,16 @@ class FunctionRows:
         """Rows."""
         return len(next(iter(self.inputs.values())))
 
+    def first(self, most: int) -> "FunctionRows":
+        """The first rows."""
+        if self.count <= most:
+            return self
+        return replace(
+            self,
+            inputs={name: one[:most] for name, one in self.inputs.items()},
+            labels=None if self.labels is None else self.labels[:most],
+        )
+
 
 def calibration_rows(
     model: ExportableModel, function: Inference, path: Path | None
@@ -51,7 +63,7 @@ def calibration_rows(
         NotFoundError: nothing is at the path.
     """
     if path is not None:
-        found = _at(model, function, path, CALIBRATION_ROWS)
+        found = _half(model, _at(model, function, path, CALIBRATION_ROWS), 1)
     elif model.job.data.size(Split.train) != 0:
         found = _of_split(model, function, model.job.data, Split.train, CALIBRATION_ROWS)
     else:
@@ -60,18 +72,21 @@ def calibration_rows(
         raise OptionError(
             f"int8 needs rows that stand for what the model will see, and {model.job.name} brings no data of its own; give a folder of them with --data"
         )
+    _check_finite(found)
     return found
 
 
 def evaluation_rows(
     model: ExportableModel, function: Inference, settings: ExportSettings, examples: ExampleInputs
 ) -> FunctionRows:
-    """Rows to measure on: files that were given, the whole test split, else that of validation, else the examples of any export.
+    """Rows to measure on: files that were given, of texts those that calibrate nothing; the whole test split, else that of validation, else the examples of any export.
 
     Raises: as :func:`calibration_rows`.
     """
     if settings.data is not None and not settings.inputs:
-        return _at(model, function, settings.data, None)
+        found = _half(model, _at(model, function, settings.data, None), 0)
+        _check_finite(found)
+        return found
     if label_of(model.job) is not None and not settings.inputs:
         for split in (Split.test, Split.validation):
             if model.job.data.size(split) != 0:
@@ -110,7 +125,29 @@ def _at(model: ExportableModel, function: Inference, path: Path, most: int | Non
     if not files:
         raise DataError(f"--data is {path}, which holds no files; give representative files")
     found = example_inputs(model, files=files[:most])
-    return FunctionRows(inputs=found.inputs[function.name], origin=f"files of {path.name}")
+    origin = f"files of {path.name}" if path.is_dir() else path.name
+    return FunctionRows(inputs=found.inputs[function.name], origin=origin)
+
+
+def _half(model: ExportableModel, found: FunctionRows, first: int) -> FunctionRows:
+    """Every second row of texts, from a number on: some calibrate, and the others are measured."""
+    if found.count < 2 or not isinstance(model.job.data, TextData | Sentences):
+        return found
+    return replace(found, inputs={name: one[first::2] for name, one in found.inputs.items()})
+
+
+def _check_finite(rows: FunctionRows) -> None:
+    """Refuses rows without a range.
+
+    Raises:
+        DataError: a number is infinite or none.
+    """
+    for name, array in rows.inputs.items():
+        if not np.isfinite(array).all():
+            row = int(np.argwhere(~np.isfinite(array))[0][0])
+            raise DataError(
+                f"{name} of row {row} of the {rows.origin} has numbers that are infinite or NaN; give rows without them"
+            )
 
 
 def _of_split(

@@ -1,6 +1,7 @@
 """Processes of modules of this package, in this or another environment's Python, on the CPU."""
 
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Sequence
@@ -17,6 +18,15 @@ _ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "-1",
 }
 """Conversion runs on the CPU, beside whatever uses the machine's accelerator."""
+
+REASONS = {
+    signal.SIGKILL: ", as the system does where memory is full",
+    signal.SIGSEGV: ", a fault of a library",
+    signal.SIGABRT: ", as a library does that refuses its input",
+}
+"""What a signal tells of its cause."""
+PROGRESS = r"\d+%\|"
+"""Part of a line that draws how far something is."""
 
 
 def run_module(
@@ -47,13 +57,15 @@ def run_module(
 def ended(code: int) -> str:
     """How a process ended, in words."""
     if code < 0:
-        return f"was ended by {signal.Signals(-code).name}"
+        found = signal.Signals(-code)
+        return f"was ended by {found.name}{REASONS.get(found, '')}"
     return f"ended with exit code {code}"
 
 
 def last_line(log: Path) -> str:
-    """What a process printed last, in words."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    """What a process printed last, in words; bars of progress are none."""
+    lines = [line.strip() for line in re.split(r"[\r\n]+", log.read_text(errors="replace"))]
+    lines = [line for line in lines if line and not re.search(PROGRESS, line)]
     return (
         f"its last line: {lines[-1][:300]}"
         if lines
