@@ -4,7 +4,7 @@
 
 A model is a run, a Bundle, a Hugging Face folder or a GGUF file; its files are made by ``systolic export`` in ``--work`` and
 kept there. Each runtime is a process of its own with all cores, alive to the end, and calls are made one after the other, in
-an order that turns with each round; the median of a runtime's calls is quoted. ``call`` is a whole text, picture or batch of
+an order that turns with each round, with a pause before each; the median of a runtime's calls is quoted. ``call`` is a whole text, picture or batch of
 them, from numpy to numpy. Language models are also generated with: ``prefill`` is a prompt of ``--sequence`` tokens with
 its keys and values kept, ``decode`` one token of the 16 after it; the files of LiteRT and ONNX keep no keys and have neither.
 LiteRT's int8 file is calibrated on the recipe's training data, or on ``--data``; without both it is left out.
@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 NEW_TOKENS = 16
+SETTLED = 0.2
+"""Seconds before a call: threads of some runtimes look for work for a while after theirs."""
 Call = Callable[[], Mapping[str, float]]
 """Seconds of each stage of one call."""
 
@@ -316,6 +318,7 @@ def measured(model: Path, batch: int, args: argparse.Namespace) -> list[str]:
         running.append((made, Worker(started, folder, batch, args.sequence)))
     for number in range(args.rounds):
         for _, worker in running if number % 2 == 0 else reversed(running):
+            time.sleep(SETTLED)
             worker.call()
     rows = []
     own = {one: worker.medians() for one, worker in running if one.runtime in OWN}
