@@ -91,7 +91,7 @@ def here(name: str, model: Any, inputs: Any, other: Any) -> np.ndarray:
     job = tiny.JOBS[name]()
     steps, weights = tiny.local(job), tiny.weights(job)
     given = dict(inputs)
-    if name in ("decoder", "windows", "learned"):
+    if name in ("decoder", "windows", "sliding", "learned"):
         return outputs_of(steps, weights, given)
     if name == "masked":
         return outputs_of(steps, weights, {"tokens": given["tokens"]})
@@ -273,6 +273,18 @@ def test_an_operation_of_one_platform_is_one_line() -> None:
 
     with pytest.raises(OptionError, match=r"with batch free .*; fix them with --batch N"):
         serialized(replace(function, call=reads), model.params)
+
+    def counts(params: Any, inputs: Any) -> Any:
+        return {"y": inputs["x"] + len(range(inputs["x"].shape[0]))}
+
+    with pytest.raises(OptionError, match=r"with batch free .*; fix them with --batch N"):
+        serialized(replace(function, call=counts), model.params)
+
+
+def test_a_window_takes_texts_of_any_length() -> None:
+    """As Gemma's, without a soft cap."""
+    made = tiny.model(tiny.JOBS["sliding"]()).outputs("logits")["logits"]
+    assert str(made) == "float32[batch, sequence, 64]"
 
 
 @pytest.mark.slow

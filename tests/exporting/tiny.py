@@ -95,6 +95,7 @@ JOBS: Mapping[str, Any] = {
     "digits": digits,
     "decoder": decoder,
     "windows": lambda: decoder(WINDOWED),
+    "sliding": lambda: decoder(replace(tiny.MODEL, window=8, global_every=2)),
     "learned": lambda: decoder(replace(tiny.MODEL, learned_positions=32)),
     "embeddings": embeddings,
     "masked": encoders.job,

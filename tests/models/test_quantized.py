@@ -12,6 +12,7 @@ from systolic.models.quantized import (
     FEW_ROWS,
     Quantized,
     held_dtype,
+    members_apart,
     quantized,
     quantized_product,
     stored_bytes,
@@ -63,7 +64,11 @@ def test_what_is_restored_is_within_a_step(how: MatrixFormat, most: float) -> No
     ],
 )
 def test_a_product_is_that_of_the_restored_matrix(
-    spec: str, shape: tuple[int, ...], inputs: tuple[int, ...], how: MatrixFormat
+    spec: str,
+    shape: tuple[int, ...],
+    inputs: tuple[int, ...],
+    how: MatrixFormat,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     letters = spec.split("->")[0].split(",")
     sizes = dict(zip(letters[1], shape, strict=True)) | {"b": 2, "s": 3, "c": 3}
@@ -79,9 +84,19 @@ def test_a_product_is_that_of_the_restored_matrix(
     for by_group in (False, True):
         made = quantized_product(spec, x, weights, make, by_group=by_group)
         np.testing.assert_allclose(made, wanted, atol=1e-5)
-    # The scales of an absorbed matrix, and the values of nf4, can't be applied to sums.
-    summed_by_group = how is INT4 and letters[1] != "rhe"
-    assert len(calls) == (1 if summed_by_group else 2)
+    # In a stack of layers the members of a group have a dim of their own.
+    codes = members_apart(weights.codes[None], weights.scales[None])[0]
+    apart = Quantized(codes=codes, scales=weights.scales)
+    assert apart.shape == shape
+    assert apart.apart is weights.grouped
+    for most in (FEW_ROWS, 0):
+        monkeypatch.setattr("systolic.models.quantized.FEW_ROWS", most)
+        np.testing.assert_array_equal(apart.restored(), weights.restored())
+        again = quantized_product(spec, x, apart, by_group=True)
+        np.testing.assert_allclose(again, wanted, atol=1e-5)
+    # The scales of an absorbed matrix can't be applied to sums, nor does it have groups of what is summed over.
+    by_itself = letters[1] != "rhe" and (how is INT4 or weights.grouped)
+    assert len(calls) == (1 if by_itself else 2)
 
 
 def test_many_rows_are_multiplied_with_the_restored_matrix() -> None:
@@ -92,6 +107,8 @@ def test_many_rows_are_multiplied_with_the_restored_matrix() -> None:
         )(jnp.ones((rows, 4)))
         products = [one for one in program.eqns if one.primitive.name == "dot_general"]
         assert (len(products[0].outvars[0].aval.shape) == 2) is whole
+        dims = [len(one.aval.shape) for one in products[0].invars]
+        assert dims == [3, 3]  # groups and members apart
 
 
 def test_dims_that_products_sum_over() -> None:

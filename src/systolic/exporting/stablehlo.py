@@ -82,7 +82,10 @@ def serialized(
         made = jax.export.export(jax.jit(function.call), platforms=platforms)(
             shapes, function.abstract(function.symbolic())
         )
-    except (jax.errors.ConcretizationTypeError, jax.errors.InconclusiveDimensionOperation) as error:
+    except (TypeError, jax.errors.InconclusiveDimensionOperation) as error:
+        # A size that is used as a number of Python; JAX's own errors of that are of this type too.
+        if not free:
+            raise
         raise OptionError(
             f"{function.name} can't be exported with {' and '.join(free)} free ({_first(error)}); fix them with {' '.join(f'--{dim} N' for dim in free)}"
         ) from error

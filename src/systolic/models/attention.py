@@ -93,7 +93,9 @@ def attention(
 
         return splash_attention(target, query, key, value, masking, logits)
     key, value = (target.constrain(part, "batch", None, "kv_heads", None) for part in (key, value))
-    mask, causal, window = _mask(masking, query.shape[1], whole=by_hand)
+    # JAX's own window takes no length that an exported program leaves open.
+    free = bool(masking.window) and not isinstance(query.shape[1], int)
+    mask, causal, window = _mask(masking, query.shape[1], whole=by_hand or free)
     attend = partial(
         jax.nn.dot_product_attention,
         mask=mask,

@@ -2,7 +2,7 @@
 
 Memory holds, and each step reads, the codes. Where an output channel has one scale the product is made of the codes,
 which the compiler widens on their way to the matrix unit, and its result is scaled; so are the sums of each group where groups have
-their own scales and there are few rows of activations. Other matrices are restored one at a time. Codes are made by Qwix; reading them needs no other package.
+their own scales and there are few rows of activations. Other matrices are restored one at a time, on a TPU on their way to the matrix unit too. Codes are made by Qwix; reading them needs no other package.
 """
 
 import math
@@ -41,14 +41,22 @@ class Quantized:
     """A matrix in fewer bits, or a stack of them, in the place of a parameter's array."""
 
     codes: jax.Array
-    """int8, int4, float8 (e4m3) or uint4 (nf4), of the matrix's shape; on a CPU int8 and uint8 in place of 4 bits."""
+    """int8, int4, float8 (e4m3) or uint4 (nf4), of the matrix's shape; on a CPU int8 and uint8 in place of 4 bits.
+
+    The members of a group can have a dim of their own, see :func:`members_apart`.
+    """
     scales: jax.Array
-    """Of the same rank; dims that share a scale have size 1, or are shorter where groups of neighbours share one."""
+    """Of the matrix's rank; dims that share a scale have size 1, or are shorter where groups of neighbours share one."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the matrix."""
-        return self.codes.shape
+        return _joined_shape(self.codes.shape, self.scales.shape)
+
+    @property
+    def apart(self) -> bool:
+        """Whether the members of a group have a dim of their own in ``codes``."""
+        return self.codes.ndim > self.scales.ndim
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -58,7 +66,7 @@ class Quantized:
     @property
     def grouped(self) -> bool:
         """Whether a dim has several scales and fewer than elements."""
-        pairs = zip(self.codes.shape, self.scales.shape, strict=True)
+        pairs = zip(self.shape, self.scales.shape, strict=True)
         return any(1 < scales < size for size, scales in pairs)
 
     @property
@@ -83,10 +91,43 @@ class Quantized:
             return values * scales
         split: list[int] = []
         spread: list[int] = []
-        for size, count in zip(self.codes.shape, scales.shape, strict=True):
+        for size, count in zip(self.shape, scales.shape, strict=True):
             split += [count, size // count]
             spread += [count, 1]
-        return (values.reshape(split) * scales.reshape(spread)).reshape(self.codes.shape)
+        return (values.reshape(split) * scales.reshape(spread)).reshape(self.shape)
+
+
+def members_apart(codes: jax.Array, scales: jax.Array) -> jax.Array:
+    """Codes of a stack of matrices [layers, ...] with a dim for the groups and one for their members, where one dim has groups.
+
+    Of a layer of such a stack the compiler restores a matrix and multiplies it in one operation. One that is divided after it was
+    read from the stack is written to memory first, with a matrix of scales of four times its bytes.
+    """
+    own, scaled = codes.shape[1:], scales.shape[1:]
+    split = [dim for dim, pair in enumerate(zip(own, scaled, strict=True)) if 1 < pair[1] < pair[0]]
+    if len(split) != 1:
+        return codes
+    made = _divided(codes, split[0] + 1, scaled[split[0]])
+    return made if _apart_dim(made.shape[1:], scaled) == split[0] else codes
+
+
+def _apart_dim(codes: tuple[int, ...], scales: tuple[int, ...]) -> int:
+    """The first dim of a matrix that codes of one rank more can have divided: the others' scales are one, or one each."""
+    for dim, count in enumerate(scales):
+        others = zip(
+            (*codes[:dim], *codes[dim + 2 :]), (*scales[:dim], *scales[dim + 1 :]), strict=True
+        )
+        if codes[dim] == count and all(one in (1, size) for size, one in others):
+            return dim
+    raise ValueError(f"codes {codes} do not belong to scales {scales}")
+
+
+def _joined_shape(codes: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of a matrix by those of its codes and scales."""
+    if len(codes) == len(scales):
+        return codes
+    dim = _apart_dim(codes, scales)
+    return (*codes[:dim], codes[dim] * codes[dim + 1], *codes[dim + 2 :])
 
 
 def held_dtype(how: MatrixFormat, platform: str) -> str:
@@ -196,20 +237,42 @@ def quantized_product(
     if weights.scaled_after and scaled <= set(given):
         x = x * _spread(weights.scales, matrix, given).astype(x.dtype)
         return make(spec, x, weights.codes.astype(x.dtype))
-    if by_group and _by_group(spec, x, weights):
-        return _group_product(spec, x, weights)
+    if by_group and _by_group(spec, weights):
+        pairs = zip(given, x.shape, strict=True)
+        rows = math.prod(size for letter, size in pairs if letter not in matrix)
+        if rows <= FEW_ROWS and weights.codes.dtype.name not in QUANTILES:
+            return _group_product(spec, x, weights)
+        if weights.grouped:
+            return _divided_product(spec, x, weights)
     return make(spec, x, weights.restored(x.dtype))
 
 
-def _by_group(spec: str, x: jax.Array, weights: Quantized) -> bool:
-    """Whether codes are numbers, their scales belong to inputs that are summed over, and rows are few."""
+def _by_group(spec: str, weights: Quantized) -> bool:
+    """Whether scales belong to inputs that are summed over, at most one of which has groups."""
+    operands, out = spec.split("->")
+    split = _split(operands.partition(",")[2], weights)
+    return len(split) <= 1 and set(split).isdisjoint(out)
+
+
+def _divided_product(spec: str, x: jax.Array, weights: Quantized) -> jax.Array:
+    """The product with a restored matrix whose groups' members have a dim of their own: its scales are not written to memory."""
     operands, out = spec.split("->")
     given, matrix = operands.split(",")
-    split = _split(matrix, weights)
-    if weights.codes.dtype.name in QUANTILES or len(split) > 1 or not set(split).isdisjoint(out):
-        return False
-    pairs = zip(given, x.shape, strict=True)
-    return math.prod(size for letter, size in pairs if letter not in matrix) <= FEW_ROWS
+    (letter,) = _split(matrix, weights)
+    dim, inside = matrix.index(letter), _unused(spec)
+    groups = weights.scales.shape[dim]
+    codes = weights.codes if weights.apart else _divided(weights.codes, dim, groups)
+    # Otherwise the compiler joins the dims again, and then writes the scales.
+    codes = jax.lax.optimization_barrier(codes)
+    members = Quantized(codes=codes, scales=jnp.expand_dims(weights.scales, dim + 1))
+    x = _divided(x, given.index(letter), groups)
+    given, matrix = (text.replace(letter, letter + inside) for text in (given, matrix))
+    return jnp.einsum(f"{given},{matrix}->{out}", x, members.restored(x.dtype))
+
+
+def _unused(spec: str) -> str:
+    """A letter for one more dim of an einsum."""
+    return next(letter for letter in "zyxwvut" if letter not in spec)
 
 
 def _split(matrix: str, weights: Quantized) -> list[str]:
@@ -233,9 +296,8 @@ def _group_product(spec: str, x: jax.Array, weights: Quantized) -> jax.Array:
     sums += "".join(letter for letter in out if letter not in given)
     spread = _spread(scales, matrix, sums).astype(jnp.float32)
     for letter in _split(matrix, weights):
-        inside = next(other for other in "zyxwvut" if other not in spec)
-        groups = scales.shape[matrix.index(letter)]
-        codes = _divided(codes, matrix.index(letter), groups)
+        inside, groups = _unused(spec), scales.shape[matrix.index(letter)]
+        codes = codes if weights.apart else _divided(codes, matrix.index(letter), groups)
         x = _divided(x, given.index(letter), groups)
         given, matrix = (text.replace(letter, letter + inside) for text in (given, matrix))
     wide = jnp.float32

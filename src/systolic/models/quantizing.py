@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -12,7 +13,13 @@ from systolic.core.errors import OptionError
 from systolic.job import MatrixFormat, Model, WeightFormat
 from systolic.models.adapters import CODES, SCALES, STACKED, Frozen, inputs_of
 from systolic.models.layered import Layered
-from systolic.models.quantized import SCALES_DTYPE, Quantized, held_dtype, scales_shape
+from systolic.models.quantized import (
+    SCALES_DTYPE,
+    Quantized,
+    held_dtype,
+    members_apart,
+    scales_shape,
+)
 
 INT8 = MatrixFormat(format=WeightFormat.int8)
 LEAST_GROUP = 16
@@ -31,7 +38,7 @@ class QuantizedWeight(nnx.Module):
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the matrix."""
-        return self.codes.shape
+        return Quantized(codes=self.codes[...], scales=self.scales[...]).shape
 
     def __getitem__(self, key: Any) -> Quantized | Layered:
         """The matrix; takes ``...`` alone."""
@@ -41,6 +48,19 @@ class QuantizedWeight(nnx.Module):
             stack = Quantized(codes=codes.stack, scales=scales.stack)
             return Layered(stack=stack, number=codes.number)
         return Quantized(codes=codes, scales=scales)
+
+
+def with_members_apart(stacked: Any) -> Any:
+    """Arrays of layers [layers, ...] whose codes have a dim for the members of a group, see :func:`~systolic.models.quantized.members_apart`."""
+    codes, scales = jax.tree_util.DictKey(CODES), jax.tree_util.DictKey(SCALES)
+    found, form = jax.tree_util.tree_flatten_with_path(stacked)
+    arrays = dict(found)
+
+    def one(path: tuple[Any, ...], value: Any) -> Any:
+        own = arrays.get(tuple(scales if key == codes else key for key in path))
+        return value if codes not in path or own is None else members_apart(value, own)
+
+    return form.unflatten([one(path, value) for path, value in found])
 
 
 def place_quantized(module: nnx.Module, formats: Mapping[str, MatrixFormat], platform: str) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from systolic.models.quantizing import with_members_apart
+
 Layer = Callable[[jax.Array, Any], tuple[jax.Array, Any]]
 """The residual stream and one layer's arrays to the stream after it and a tree of arrays."""
 
@@ -36,6 +38,7 @@ def run_layers(
         in_place: Reads each layer from the whole stack, for programs without a gradient: a last
             period that is cut short otherwise costs a copy of the others.
     """
+    stacked = with_members_apart(stacked)
     if len(period) == 1:
         return jax.lax.scan(period[0], x, stacked)
     layers = jax.tree.leaves(stacked)[0].shape[0]
