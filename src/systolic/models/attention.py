@@ -93,9 +93,7 @@ def attention(
 
         return splash_attention(target, query, key, value, masking, logits)
     key, value = (target.constrain(part, "batch", None, "kv_heads", None) for part in (key, value))
-    # JAX's own window takes no length that an exported program leaves open.
-    free = bool(masking.window) and not isinstance(query.shape[1], int)
-    mask, causal, window = _mask(masking, query.shape[1], whole=by_hand or free)
+    mask, causal, window = _mask(masking, query.shape[1], whole=by_hand)
     attend = partial(
         jax.nn.dot_product_attention,
         mask=mask,
@@ -169,7 +167,9 @@ def _mask(masking: Masking, sequence: int, whole: bool) -> tuple[jax.Array | Non
     """
     segments, order = masking.segments, masking.order
     mask = None if segments is None else (segments[:, None, :, None] == segments[:, None, None, :])
-    if not masking.causal or not (whole or order is not None):
+    # JAX's own window takes no length that an exported program leaves open.
+    free = bool(masking.window) and not isinstance(sequence, int)
+    if not masking.causal or not (whole or free or order is not None):
         return mask, masking.causal, masking.window
     if order is None:
         # An exported program may leave the length open.
