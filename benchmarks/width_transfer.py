@@ -162,15 +162,17 @@ def table(losses: Losses, mup: bool) -> str:
     made = [f"| width | {head} | best | loss at the rate of {WIDTHS[0]} less the best |"]
     made.append("|---" * (len(rates) + 3) + "|")
     for width in WIDTHS:
-        of = losses[width, mup]
+        if not (of := losses[width, mup]):
+            continue
         rate, least = best(of)
         cells = [f"{statistics.mean(of[one]):.3f}" if one in of else "" for one in rates]
-        lost = statistics.mean(of[base]) - least
-        made.append(f"| {width} | {' | '.join(cells)} | 2^{rate} | {lost:.3f} |")
+        lost = f"{statistics.mean(of[base]) - least:.3f}" if base in of else ""
+        made.append(f"| {width} | {' | '.join(cells)} | 2^{rate} | {lost} |")
     return "\n".join(made)
 
 
 WIDE, HIGH, LEFT, TOP, GAP = 380, 300, 56, 44, 44
+TICK = 0.25
 SHADES = ("#9dc3e6", "#5b9bd5", "#2e6da4", "#12365c")
 PANELS = {False: "standard parametrisation", True: f"muP, base width {WIDTHS[0]}"}
 
@@ -178,8 +180,8 @@ PANELS = {False: "standard parametrisation", True: f"muP, base width {WIDTHS[0]}
 def drawn(losses: Losses) -> str:
     """Losses against rates, a line for each width with its best rate marked; a panel for each parametrisation."""
     values = [statistics.mean(one) for of in losses.values() for one in of.values()]
-    low = math.floor(min(values) * 10) / 10 - 0.05
-    top = min(max(one for one in values if math.isfinite(one)), low + 1.5)
+    low = math.floor(min(values) / TICK) * TICK
+    top = math.ceil(min(max(one for one in values if math.isfinite(one)), low + 1.5) / TICK) * TICK
     size = (2 * (WIDE + LEFT) + GAP, HIGH + TOP + 52)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size[0]} {size[1]}" font-family="sans-serif" font-size="13">',
@@ -200,8 +202,7 @@ def panel(losses: Losses, mup: bool, title: str, span: tuple[float, float]) -> l
         return TOP + HIGH - (min(loss, top) - low) / (top - low) * HIGH
 
     made = [f'<text x="{left}" y="{TOP - 18}" font-weight="bold">{title}</text>']
-    ticks = [low + (top - low) * part / 5 for part in range(6)]
-    for loss in ticks:
+    for loss in (low + TICK * number for number in range(round((top - low) / TICK) + 1)):
         made.append(
             f'<path d="M{left},{y(loss):.1f}h{WIDE}" stroke="#dddddd"/><text x="{left - 8}" y="{y(loss) + 4:.1f}" text-anchor="end" fill="#444444">{loss:.2f}</text>'
         )
@@ -213,7 +214,8 @@ def panel(losses: Losses, mup: bool, title: str, span: tuple[float, float]) -> l
         f'<text x="{left + WIDE / 2}" y="{TOP + HIGH + 40}" text-anchor="middle">learning rate</text>'
     )
     for number, (width, shade) in enumerate(zip(WIDTHS, SHADES, strict=True)):
-        of = losses[width, mup]
+        if not (of := losses[width, mup]):
+            continue
         points = [(x(rate), y(statistics.mean(of[rate]))) for rate in sorted(of)]
         line = " ".join(f"{a:.1f},{b:.1f}" for a, b in points)
         rate, least = best(of)
@@ -221,7 +223,7 @@ def panel(losses: Losses, mup: bool, title: str, span: tuple[float, float]) -> l
         made.append(
             f'<circle cx="{x(rate):.1f}" cy="{y(least):.1f}" r="5.5" fill="{shade}" stroke="white" stroke-width="1.5"/>'
         )
-        place = left + 12, TOP + 14 + 18 * number
+        place = left + WIDE - 108, TOP + 14 + 18 * number
         made.append(
             f'<path d="M{place[0]},{place[1]}h22" stroke="{shade}" stroke-width="3"/><text x="{place[0] + 30}" y="{place[1] + 4}">width {width}</text>'
         )
