@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 SAVE = 20
-SIZES = "--sequence 128 --batch 16 --evaluation.every 0 --checkpoints.every 20 --log-every 1"
+SIZES = "--sequence 64 --batch 16 --model.layers 2 --evaluation.batches 1 --checkpoints.every 20 --log-every 1"
 
 
 def records(run: Path, kind: str) -> list[dict[str, Any]]:
@@ -62,7 +62,7 @@ def throughput(folder: Path, steps: int) -> list[dict[str, Any]]:
             {
                 "processes": processes,
                 "devices_each": devices,
-                "bytes_per_second": summary["bytes_per_second"],
+                "tokens_per_second": summary["tokens_per_second"],
                 "median_step_ms": 1e3 * seconds[len(seconds) // 2],
             }
         )
