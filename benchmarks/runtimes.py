@@ -12,6 +12,8 @@ LiteRT's int8 file is calibrated on the recipe's training data, or on ``--data``
 
 import argparse
 import json
+import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -192,8 +194,6 @@ PACKAGES = {"litert": "litert", "onnx": "onnx"}
 
 def cores() -> int:
     """Of this process."""
-    import os
-
     return len(os.sched_getaffinity(0))
 
 
@@ -224,8 +224,6 @@ class Worker:
     """A runtime's process."""
 
     def __init__(self, made: Program, folder: Path, batch: int, sequence: int) -> None:
-        import os
-
         from systolic.exporting.packages import package_folder
 
         env = dict(os.environ)
@@ -241,6 +239,7 @@ class Worker:
             stdout=pipe,
             text=True,
             env=env,
+            start_new_session=True,
         )
         self.seconds: list[Mapping[str, float]] = []
         self._answer()
@@ -329,7 +328,7 @@ def measured(model: Path, batch: int, args: argparse.Namespace) -> list[str]:
             rows.append(
                 f"| {model.stem} | {batch} | {SHOWN[made.runtime]} | {made.path.name} | {size_of(made.path) / 1e6:.1f} | {stage} {seconds * 1000:.2f} | {1 / each:.1f} | {compared(ours, stage, seconds)} |"
             )
-        worker.child.kill()
+        os.killpg(worker.child.pid, signal.SIGKILL)  # a server of its own too
     return [*rows, *refused]
 
 
