@@ -1,6 +1,7 @@
 """Trials of a search as real runs of a tiny recipe, in this process."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 pytest.importorskip("optuna")
 
 from systolic.artifact.record import load_run
+from systolic.chips import slice
 from systolic.cli.tune import tuning_of
 from systolic.core.errors import OptionError
 from systolic.session.trials import TrialWatcher, TrialWorker
@@ -180,3 +182,52 @@ def test_values_of_one_record_change_together() -> None:
     made = with_values(options, {"model.heads": 6, "model.kv-heads": 3, "steps": 7})
     assert (made["model"].heads, made["model"].kv_heads, made["steps"]) == (6, 3, 7)
     assert options["model"].heads == 2
+
+
+class Forecasts:
+    """Stands for the compiler: a step takes a second; a wide model does not fit."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    def __call__(self, job: Any, *, on: Any, quick: bool) -> Any:
+        self.asked.append(job)
+        fits = job.model.width < 64
+        rejected = None if fits else {"need_bytes": 2**35}
+        return SimpleNamespace(
+            fits=fits, step_seconds=1.0, capacity_bytes=2**34, rejected=rejected, on=on
+        )
+
+
+def test_a_forecast_refuses_what_does_not_fit_and_a_budget_ends_the_study(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = Forecasts()
+    monkeypatch.setattr("systolic.session.trials.forecast_step", asked)
+    price = slice("v5e-4").usd_per_hour.on_demand
+    assert price is not None
+    trial = price * 16 / 3600
+    words = ["--search=width=8,64", "--search=learning-rate=0.01,0.02", "--sampler=grid"]
+    budget = f"--budget={trial * 1.5}"
+    made = tuning(tmp_path / "study", *words, "--on=v5e-4", budget)
+    result = work(made)
+    refused = [row for row in result.rows if row.state == "refused"]
+    assert len(result.done) == 1
+    assert result.done[0].dollars == pytest.approx(trial)
+    assert all(row.values["width"] == 64 and row.dollars is None for row in refused)
+    assert all("does not fit v5e-4 (16.0 GiB a device, 32.0 GiB" in row.reason for row in refused)
+    assert "the next trial costs" in result.stopped
+    # Learning rates share a compile: the forecast sees one of them.
+    assert len({job.optimizer.learning_rate for job in asked.asked}) == 1
+    more = tuning(tmp_path / "study", *words, "--on=v5e-4", f"--budget={trial * 2.5}")
+    result = work(more)
+    assert (len(result.done), result.finished, result.stopped) == (2, 4, "")
+
+
+@pytest.mark.slow
+def test_trials_are_forecast_by_the_compiler(tmp_path: Path) -> None:
+    words = ["--search=width=8,16", "--sampler=grid", "--on=v5e-1", "--quick", "--trials=1"]
+    result = work(tuning(tmp_path / "study", *words, "--objective=loss", "--objective=dollars"))
+    (row,) = result.rows
+    assert row.state == "done"
+    assert 0 < row.figures["dollars"] < 0.1
