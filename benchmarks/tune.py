@@ -1,0 +1,146 @@
+"""Best value against trials: `systolic tune` with TPE and pruning, with random search, and Optuna used by hand with our trainer.
+
+    python benchmarks/tune.py run digits tpe out.jsonl      # one study; a line of JSON is appended
+    python benchmarks/tune.py table out.jsonl
+
+By hand is what a user of Optuna writes: ``study.optimize`` with ``systolic.train`` in the objective, TPE, no pruning.
+All trials run one after another in one process, with the same search, steps and evaluations. Times are of the wall clock.
+"""
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+SEARCH = {
+    "digits": [
+        "--search=optimizer.learning-rate=log:1e-5..1e-1",
+        "--search=optimizer.weight-decay=log:1e-3..1",
+        "--search=label-smoothing=0..0.4",
+    ],
+    "bytes": [
+        "--search=optimizer.learning-rate=log:1e-4..3e-1",
+        "--search=optimizer.adam-learning-rate=log:1e-5..1e-1",
+    ],
+}
+WORDS = {
+    "digits": ["--steps=60", "--evaluation.every=12"],
+    "bytes": [
+        *("--steps=40", "--evaluation.every=10", "--evaluation.batches=8", "--batch=8"),
+        *("--model.layers=1", "--model.d-model=64", "--model.d-ff=128", "--model.heads=1"),
+        *("--model.kv-heads=1", "--model.ngrams=0", "--evaluation.final-batches=8"),
+    ],
+}
+TRIALS = {"digits": 10, "bytes": 6}
+
+
+def tuned(recipe: str, way: str, seed: int, folder: Path) -> dict[str, Any]:
+    """A study of ours; the time of the trainings and of all else."""
+    from systolic.cli.tune import tuning_of
+    from systolic.session import trials
+    from systolic.tuning.results import rows_of
+
+    line = [recipe, *WORDS[recipe], *SEARCH[recipe], f"--study={folder}", f"--sampler-seed={seed}"]
+    line += [f"--trials={TRIALS[recipe]}", f"--sampler={'random' if way == 'random' else 'tpe'}"]
+    line += ["--pruner=none"] if way == "random" else ["--pruner=median"]
+    tuning, training = tuning_of(line)[0], []
+    train = trials.TrialWorker._train
+
+    def timed(*arguments: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return train(*arguments)
+        finally:
+            training.append(time.perf_counter() - began)
+
+    trials.TrialWorker._train = timed  # ty: ignore[invalid-assignment]
+    began = time.perf_counter()
+    with closing(tuning.open()) as shared:
+        trials.TrialWorker(tuning=tuning, shared=shared).work()
+        rows = rows_of(shared, tuning.trials, tuning.searched, tuning.aims, tuning.runs)
+    seconds = time.perf_counter() - began
+    name = tuning.aims[0].name
+    return {
+        "values": [row.figures.get(name) if row.is_done else None for row in rows],
+        "training": training,
+        "seconds": seconds,
+    }
+
+
+def by_hand(recipe: str, seed: int, folder: Path) -> dict[str, Any]:
+    """What a user of Optuna writes."""
+    import optuna
+
+    from systolic.cli.tune import tuning_of
+
+    tuning = tuning_of([recipe, *WORDS[recipe], *SEARCH[recipe], f"--study={folder / 'x'}"])[0]
+    aim, training = tuning.aims[0], []
+    from systolic.session.training import Audience, SessionOptions, start
+
+    def objective(trial: Any) -> float:
+        source = tuning.source({one.name: one.suggest(trial) for one in tuning.searched})
+        began = time.perf_counter()
+        run = folder / f"{trial.number}"
+        result = start(source, SessionOptions(diagnose=0), Audience(), run=run)
+        training.append(time.perf_counter() - began)
+        return result.summary["final"]["metrics"][f"validation_{aim.name}"]
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    began = time.perf_counter()
+    study = optuna.create_study(
+        storage=f"sqlite:///{folder / 'hand.db'}",
+        direction=aim.direction,
+        sampler=optuna.samplers.TPESampler(seed=seed),
+    )
+    study.optimize(objective, n_trials=TRIALS[recipe], catch=(Exception,))
+    seconds = time.perf_counter() - began
+    return {"values": [t.value for t in study.trials], "training": training, "seconds": seconds}
+
+
+def run(recipe: str, way: str, out: Path, seed: int) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        made = (
+            by_hand(recipe, seed, folder)
+            if way == "hand"
+            else tuned(recipe, way, seed, folder / "s")
+        )
+    with out.open("a") as file:
+        file.write(json.dumps({"recipe": recipe, "way": way, "seed": seed, **made}) + "\n")
+
+
+def table(path: Path) -> None:
+    """The best value after so many trials and seconds, and the time beside the trainings."""
+    for line in path.read_text().splitlines():
+        one = json.loads(line)
+        best: list[float] = []
+        better = max if one["recipe"] == "digits" else min
+        for value in one["values"]:
+            best.append(
+                better([*best[-1:], *([value] if value is not None else [])], default=float("nan"))
+            )
+        count = len(one["training"])
+        beside = one["seconds"] - sum(one["training"])
+        print(
+            f"{one['recipe']:<7}{one['way']:<7}seed {one['seed']}  best after",
+            *(f"{n}: {best[n - 1]:.4f}" for n in (3, 6, 10) if n <= len(best)),
+            f" {one['seconds']:.0f} s, median training {statistics.median(one['training']):.1f} s,"
+            f" beside it {beside / count * 1e3:.0f} ms a trial ({beside / one['seconds']:.1%});"
+            f" {sum(v is None for v in one['values'])} of {len(one['values'])} ended early",
+        )
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "table":
+        table(Path(sys.argv[2]))
+    else:
+        run(
+            sys.argv[2],
+            sys.argv[3],
+            Path(sys.argv[4]),
+            int(sys.argv[5]) if len(sys.argv) > 5 else 0,
+        )
