@@ -153,3 +153,28 @@ def test_matrices_of_four_bits_are_not_restored_in_memory(on: str, tmp_path: Pat
         if one.opcode in ("broadcast", "fusion") and math.prod(one.shape.dims) in matrices
     ]
     assert written == []
+
+
+@pytest.mark.slow
+def test_activations_in_int8_are_multiplied_as_int8(tmp_path: Path) -> None:
+    """By the matrix unit, s8 times s8 to s32: seven matrices of a layer; the output matrix stays in bf16."""
+    job = job_of({**LLAMA_1B, "layers": 1}, 1)
+    job = replace(job, quantization=whole(job.model, WeightFormat.w8a8))
+    program = PagedProgram(
+        job=job, rows=ROWS, pages=PAGES, num_pages=NUM_PAGES, page_size=PAGE_SIZE
+    )
+    answer = compile(program, slice("v6e-1"), Compiler(root=tmp_path).quick())
+    assert isinstance(answer, Compiled), answer
+    found = []
+    for computation in parse(answer.hlo).computations.values():
+        kinds = {one.name: one.shape.dtype for one in computation.instructions}
+        found += [
+            (*(kinds[name] for name in one.operands), one.shape.dtype)
+            for one in computation.instructions
+            if one.opcode in ("convolution", "dot")
+        ]
+    assert found.count(("s8", "s8", "s32")) == 7
+    assert len(found) == 8
+    # Codes, scales and factors, in one array each.
+    sizes = [math.prod(one.shape.dims) for one in parse(answer.hlo).entry.parameters]
+    assert sizes.count(8192) >= 3  # the scales of gate and up, the factors of down

@@ -83,6 +83,7 @@ def trace_paged(program: PagedCall, on: Slice, devices: Sequence[Any]) -> Traced
             "stored_bytes": float(sum(_one(a, a.sharding) for a in jax.tree.leaves(weights))),
             "cache_bytes": page * program.pages * shape.texts * _read_share(job.model, program),
             "page_bytes": page,
+            "int8_products": any(how.format.activations for _, how in job.quantization.matrices),
             "replicas": replicas,
             "notes": list(target.notes),
         },

@@ -1,4 +1,4 @@
-"""Quantized matrices in the files of a Bundle: codes, those of 4 bits two to a byte, and scales, a tensor each."""
+"""Quantized matrices in the files of a Bundle: codes, those of 4 bits two to a byte, scales and factors of inputs, a tensor each."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ import numpy as np
 from systolic.artifact.tensors import MappedTensor
 from systolic.core.errors import DataError, OptionError
 from systolic.job import MatrixFormat, Quantization, WeightFormat
-from systolic.models.adapters import CODES, SCALES
+from systolic.models.adapters import CODES, INPUTS, SCALES
 
 PACKED = "uint8"
 """Dtype that two codes of 4 bits are stored in, the one at the even place in the low half."""
@@ -20,7 +20,7 @@ class QuantizedRecord(msgspec.Struct, frozen=True):
     """A quantized matrix in bundle.json, by the path of its parameter."""
 
     format: str
-    """``int8``, ``int4``, ``fp8`` or ``nf4``."""
+    """``int8``, ``int4``, ``fp8``, ``nf4`` or ``w8a8``."""
     group: int
     """Inputs that share a scale; 0 for all of an output channel."""
     shape: list[int]
@@ -95,6 +95,7 @@ class RestoredTensor:
 
     codes: MappedTensor | PackedTensor
     scales: MappedTensor
+    inputs: MappedTensor | None = None
     dtype: np.dtype
 
     @property
@@ -104,8 +105,8 @@ class RestoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its codes and scales in the file."""
-        return self.codes.nbytes + self.scales.nbytes
+        """Bytes of its codes, scales and factors in the file."""
+        return self.codes.nbytes + self.scales.nbytes + (self.inputs.nbytes if self.inputs else 0)
 
     @property
     def stacked(self) -> bool:
@@ -114,7 +115,8 @@ class RestoredTensor:
 
     def read(self) -> np.ndarray:
         """The whole matrix."""
-        return self._restored(self.codes.read(), self.scales.read())
+        inputs = None if self.inputs is None else self.inputs.read()
+        return self._restored(self.codes.read(), self.scales.read(), inputs)
 
     def pieces(self) -> Iterator[np.ndarray]:
         """Consecutive pieces of the first dim: rows of a stack, each of whose matrices has its own scales."""
@@ -123,8 +125,13 @@ class RestoredTensor:
             return
         for row in range(self.shape[0]):
             cut = (slice(row, row + 1), *(slice(None) for _ in self.shape[1:]))
-            codes = self.codes.part(cut, self.codes.dtype)
-            yield self._restored(codes, self.scales.part(cut, self.scales.dtype))[0]
+            codes, scales, inputs = (
+                None if one is None else one.part(cut, one.dtype)
+                for one in (self.codes, self.scales, self.inputs)
+            )
+            assert codes is not None
+            assert scales is not None
+            yield self._restored(codes, scales, inputs)[0]
 
     def part(self, index: tuple[slice, ...] | None, dtype: np.dtype) -> np.ndarray:
         """See :meth:`MappedTensor.part`."""
@@ -136,12 +143,18 @@ class RestoredTensor:
             out[...] = self.read()
         return out if index is None else out[index]
 
-    def _restored(self, codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    def _restored(
+        self, codes: np.ndarray, scales: np.ndarray, inputs: np.ndarray | None
+    ) -> np.ndarray:
         import jax.numpy as jnp
 
         from systolic.models.quantized import Quantized
 
-        made = Quantized(codes=jnp.asarray(codes), scales=jnp.asarray(scales))
+        made = Quantized(
+            codes=jnp.asarray(codes),
+            scales=jnp.asarray(scales),
+            inputs=None if inputs is None else jnp.asarray(inputs),
+        )
         return np.asarray(made.restored(np.float32)).astype(self.dtype)
 
 
@@ -192,5 +205,26 @@ def views(
         if narrow:
             made = PackedTensor(raw=codes, shape=shape, dtype=np.dtype(how.format.dtype))
         parts |= {names[0]: made, names[1]: scales}
-        plain[path] = RestoredTensor(codes=made, scales=scales, dtype=np.dtype(record.dtype))
+        inputs = _factors(plain, path, record, where) if how.format.activations else None
+        if inputs is not None:
+            parts[f"{path}/{INPUTS}"] = inputs
+        plain[path] = RestoredTensor(
+            codes=made, scales=scales, inputs=inputs, dtype=np.dtype(record.dtype)
+        )
     return plain, parts
+
+
+def _factors(
+    plain: dict[str, AnyTensor], path: str, record: QuantizedRecord, where: Any
+) -> MappedTensor:
+    """The factors of a matrix's inputs, taken out of the plain tensors."""
+    found = plain.pop(f"{path}/{INPUTS}", None)
+    sizes = () if found is None else found.shape
+    if not isinstance(found, MappedTensor) or not (
+        len(sizes) == len(record.shape)
+        and all(one in (1, whole) for one, whole in zip(sizes, record.shape, strict=True))
+    ):
+        raise DataError(
+            f"{where} says {path} is {record.format} of {tuple(record.shape)}, and the factors of its inputs are missing or of another size; quantize the model again"
+        )
+    return found

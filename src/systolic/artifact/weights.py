@@ -33,8 +33,8 @@ class Weights:
     """Damaged checkpoints that were skipped, a line each."""
 
 
-SCALES = "/scales"
-"""End of the path of the scales of a matrix in fewer bits."""
+BESIDE = ("/scales", "/inputs")
+"""Ends of the paths of the scales of a matrix in fewer bits, and of the factors of its inputs."""
 BITS = {"int4": 4, "uint4": 4, "int2": 2, "uint2": 2, "float4_e2m1fn": 4}
 """Bits of an element of the dtypes of less than a byte."""
 
@@ -44,7 +44,7 @@ class WeightSizes:
     """Elements and bytes of arrays."""
 
     elements: int
-    """Scales of matrices in fewer bits left out: they stand for no parameter."""
+    """Scales of matrices in fewer bits and factors left out: they stand for no parameter."""
     bytes_by_dtype: Mapping[str, int]
 
 
@@ -52,7 +52,7 @@ def sizes_of(variables: Mapping[str, Any]) -> WeightSizes:
     """Sizes of arrays by path."""
     elements, found = 0, dict[str, int]()
     for path, array in variables.items():
-        elements += 0 if path.endswith(SCALES) else array.size
+        elements += 0 if path.endswith(BESIDE) else array.size
         name = array.dtype.name
         bits = BITS.get(name, 8 * array.dtype.itemsize)
         found[name] = found.get(name, 0) + -(-array.size * bits // 8)

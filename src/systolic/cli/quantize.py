@@ -1,4 +1,4 @@
-"""``systolic quantize RUN|BUNDLE|DIR --to int8|int4|fp8|nf4 --out DIR``: a model in fewer bits, and what that costs."""
+"""``systolic quantize RUN|BUNDLE|DIR --to int8|int4|fp8|nf4|w8a8 --out DIR``: a model in fewer bits, and what that costs."""
 
 import math
 import sys
@@ -32,18 +32,19 @@ BUDGET = 0.005
 class QuantizeOptions:
     """Writes a model as a Bundle with its matrices in fewer bits, and measures what that costs.
 
-    Weights only: activations stay in the compute dtype. Norms, biases, routers and first convolutions stay as they are; the matrices
+    Activations stay in the compute dtype, or with --activations products are of int8. Norms, biases, routers and first convolutions stay as they are; the matrices
     of a language model's vocabulary have 8 bits at least.
 
     Args:
         run: The run's directory, or a model: a Bundle, a Hugging Face folder or a GGUF file.
-        to: int8 and fp8 (e4m3) have a scale for each output channel; int4 and nf4 one for each group of inputs.
+        to: int8 and fp8 (e4m3) have a scale for each output channel; int4 and nf4 one for each group of inputs. w8a8 is int8 with --activations.
         out: The new Bundle's folder.
         keep: Matrices that stay in their dtype: paths, parts of paths such as down, or patterns such as 'blocks/mlp/*'.
         group: Inputs that share a scale: 32, 64 (of int4 and nf4 by default), 128; 0 is all of a channel (int8, fp8).
         data: Other data than the run's own to measure quality on, as systolic eval --path takes it.
         batches: Only the first so many batches; 0 is all.
-        calibrate: Other data than that of quality: codes of 4 bits are fitted to the inputs that it gives each matrix.
+        activations: With --to int8: activations in int8 too, with scales by --calibrate, or by a run's own training data.
+        calibrate: Other data than that of quality: codes of 4 bits, and scales of activations, are fitted to the inputs that it gives each matrix.
         auto: Measure what each matrix costs alone; the worst go to int8 or stay in their dtype until the budget is met.
         budget: Largest loss with --auto: of perplexity relative, of accuracy in points; 0.5% by default.
         on: Slices for forecasts before and after, such as v5e-8,v6e-1: of a server for language models, of the eval step for others.
@@ -60,6 +61,7 @@ class QuantizeOptions:
     group: Annotated[int | None, NOT_NEGATIVE] = None
     data: Path | None = None
     batches: Annotated[int, NOT_NEGATIVE] = 0
+    activations: bool = False
     calibrate: Path | None = None
     auto: bool = False
     budget: str | None = None
@@ -73,9 +75,8 @@ class QuantizeOptions:
 def run(args: Sequence[str]) -> int:
     """The verb."""
     options = parse(QuantizeOptions, args, "systolic quantize")
-    how = MatrixFormat(
-        format=options.to, group=options.to.group if options.group is None else options.group
-    )
+    kind = _kind(options)
+    how = MatrixFormat(format=kind, group=kind.group if options.group is None else options.group)
     budget = _budget(options)
     from systolic.session.quantizing import Evaluated, quantize_model
     from systolic.session.speeds import SpeedOptions, speeds_alone
@@ -105,6 +106,21 @@ def run(args: Sequence[str]) -> int:
     print(f"{made.path}: {how}, in {duration(seconds)}")
     print("\n".join([*_lines(made, speeds, timed), *_exceptions(made, how)]))
     return 0
+
+
+def _kind(options: QuantizeOptions) -> WeightFormat:
+    """The format of ``--to`` and ``--activations``.
+
+    Raises:
+        OptionError: activations have no such format.
+    """
+    if not options.activations or options.to is WeightFormat.w8a8:
+        return options.to
+    if options.to is not WeightFormat.int8:
+        raise OptionError(
+            f"--activations has no {options.to.value}: activations are rounded to int8, beside weights in int8; give --to int8"
+        )
+    return WeightFormat.w8a8
 
 
 def _budget(options: QuantizeOptions) -> float | None:
@@ -178,6 +194,8 @@ def _exceptions(made: "QuantizedModel", how: MatrixFormat) -> list[str]:
         lines.append(
             f"  int8, as matrices of the vocabulary or with fewer than 16 inputs to share a scale: {_few(narrow)}"
         )
+    if how.format.activations and narrow:
+        lines.append(f"  weights only, as matrices of the vocabulary or of experts: {_few(narrow)}")
     if made.left:
         size = si(sum(one.bytes_before for one in made.left), "B")
         lines.append(f"  left as they are, {size}: {_few([one.path for one in made.left])}")

@@ -8,10 +8,10 @@ import numpy as np
 
 from systolic.exporting.inference import ExportableModel
 from systolic.job import Quantization, WeightFormat
-from systolic.models.adapters import CODES, SCALES
+from systolic.models.adapters import CODES, INPUTS, SCALES
 from systolic.models.quantized import Quantized
 
-HELD = (WeightFormat.int8, WeightFormat.fp8)
+HELD = (WeightFormat.int8, WeightFormat.fp8, WeightFormat.w8a8)
 """Formats whose codes files of tensors hold; those of 4 bits are not a dtype of theirs."""
 
 
@@ -28,12 +28,20 @@ def with_codes(model: ExportableModel, *, kept: bool) -> tuple[ExportableModel, 
     params: dict[str, Any] = dict(model.params)
     for path in floats:
         codes, scales = (jnp.asarray(params.pop(f"{path}/{part}")) for part in (CODES, SCALES))
-        wide = Quantized(codes=codes, scales=scales).restored(jnp.float32)
+        inputs = params.pop(f"{path}/{INPUTS}", None)
+        if inputs is not None:
+            inputs = jnp.asarray(inputs)
+        wide = Quantized(codes=codes, scales=scales, inputs=inputs).restored(jnp.float32)
         params[path] = np.asarray(wide)
     notes = []
-    if stay:
+    whole = [path for path, how in stay.items() if how.format.activations]
+    if len(stay) > len(whole):
         notes.append(
-            f"quantized matrices that stay in codes, which the program widens: {len(stay)}"
+            f"quantized matrices that stay in codes, which the program widens: {len(stay) - len(whole)}"
+        )
+    if whole:
+        notes.append(
+            f"quantized matrices that are multiplied with activations in int8: {len(whole)}"
         )
     if floats:
         notes.append(

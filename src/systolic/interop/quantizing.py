@@ -20,10 +20,20 @@ from systolic.interop.importing import structure_of
 from systolic.interop.source import Source
 from systolic.interop.starting import matrices_of
 from systolic.job import Job, MatrixFormat, Model, Quantization, WeightFormat
-from systolic.models.adapters import CODES, CONVOLVED, EXPERTS, SCALES, STACKED, inputs_of
+from systolic.models.adapters import (
+    CODES,
+    CONVOLVED,
+    EXPERTS,
+    INPUTS,
+    SCALES,
+    STACKED,
+    factored_of,
+    inputs_of,
+)
 from systolic.models.quantized import SCALES_DTYPE, Quantized, quantized, scales_shape
 from systolic.models.quantizing import fitting
 from systolic.models.rounding import compensated, least_error
+from systolic.models.w8a8 import factors_shape, largest_shape, w8a8
 from systolic.steps.network import ModelStructure
 
 SCALE_BYTES = jnp.dtype(SCALES_DTYPE).itemsize
@@ -45,11 +55,14 @@ class Matrix:
     fewest_bits: int = 4
     """Of its codes."""
     watched: bool
-    """Whether :func:`systolic.training.moments.input_moments` sees its inputs: not those of convolutions and experts."""
+    """Whether :func:`systolic.training.moments.input_moments` sees second moments of its inputs: not those of convolutions and experts."""
+    factored: tuple[int, ...] = ()
+    """Dims whose inputs have factors where activations are rounded too; () where they stay."""
 
     def how(self, asked: MatrixFormat) -> MatrixFormat:
         """See :func:`systolic.models.quantizing.fitting`."""
-        return fitting(asked, self.shape[self.inputs[-1]], self.fewest_bits)
+        size, factored = self.shape[self.inputs[-1]], bool(self.factored)
+        return fitting(asked, size, self.fewest_bits, factored=factored)
 
     @property
     def moments_shape(self) -> tuple[int, ...]:
@@ -57,12 +70,24 @@ class Matrix:
         count = math.prod(self.shape[dim] for dim in self.inputs)
         return (*self.shape[: int(self.stacked)], count, count)
 
+    @property
+    def factors_shape(self) -> tuple[int, ...]:
+        """Of the factors of its inputs."""
+        return factors_shape(self.shape, self.factored, self.stacked)
+
+    @property
+    def largest_shape(self) -> tuple[int, ...]:
+        """Of the largest magnitudes of its inputs."""
+        return largest_shape(self.shape, self.factored, self.stacked)
+
     def bytes(self, how: MatrixFormat | None) -> int:
-        """Bytes of codes and scales in a format, or of the matrix as it is."""
+        """Bytes of codes, scales and factors in a format, or of the matrix as it is."""
         count = math.prod(self.shape)
         if how is None:
             return count * self.dtype.itemsize
         scales = math.prod(scales_shape(self.shape, self.inputs, how))
+        if how.format.activations:
+            scales += math.prod(self.factors_shape)
         return count * how.format.bits // 8 + SCALE_BYTES * scales
 
 
@@ -106,6 +131,7 @@ def _matrices(
             dtype=dtypes.get(path, np.dtype(np.float32)),
             fewest_bits=model.fewest_bits(path),
             watched=EXPERTS not in axes and axes[-1] != CONVOLVED,
+            factored=factored_of(axes),
         )
     return found
 
@@ -121,14 +147,11 @@ def saved_bytes(job: Job, item: int) -> int:
     """Bytes that a job's quantized matrices take less than in elements of ``item`` bytes."""
     if not job.quantization:
         return 0
-    made, saved = structure_of(job.model), 0
-    for path, how in job.quantization.matrices:
-        axes, shape = made.axes[path], made.params[path].shape
-        assert axes is not None  # those of matrices are named
-        count = math.prod(shape)
-        scales = math.prod(scales_shape(shape, inputs_of(axes), how))
-        saved += count * item - count * how.format.bits // 8 - SCALE_BYTES * scales
-    return saved
+    found = _matrices(job.model, structure_of(job.model), {})
+    return sum(
+        math.prod(found[path].shape) * item - found[path].bytes(how)
+        for path, how in job.quantization.matrices
+    )
 
 
 def formats_of(
@@ -173,9 +196,14 @@ def planned_tensors(
         last = -(-one.shape[-1] // 2) if narrow else one.shape[-1]
         kind = np.dtype(PACKED if narrow else how.format.dtype)
         codes = TensorSpec(name=f"{path}/{CODES}", shape=(*one.shape[:-1], last), dtype=kind)
-        scales = scales_shape(one.shape, one.inputs, how)
-        named = f"{path}/{SCALES}"
-        specs += [codes, TensorSpec(name=named, shape=scales, dtype=np.dtype(SCALES_DTYPE))]
+        beside = {SCALES: scales_shape(one.shape, one.inputs, how)}
+        if how.format.activations:
+            beside[INPUTS] = one.factors_shape
+        specs.append(codes)
+        specs += [
+            TensorSpec(name=f"{path}/{name}", shape=shape, dtype=np.dtype(SCALES_DTYPE))
+            for name, shape in beside.items()
+        ]
     return specs
 
 
@@ -183,7 +211,8 @@ class Rounder:
     """Makes codes of a model's matrices.
 
     Those of 4 bits are fitted to the inputs of their products where these are known, which takes a while, so that they are
-    kept: by :data:`Asked`. Weights that were trained as a format rounds them take the codes that they were trained with.
+    kept: by :data:`Asked`. Weights that were trained as a format rounds them take the codes that they were trained with. Where
+    activations are rounded too, the largest magnitudes of the inputs are known (``moments`` [inputs], after the layers of a stack).
     """
 
     def __init__(
@@ -202,6 +231,13 @@ class Rounder:
         """Codes and scales of each matrix of a stack, or of the only one."""
         one, asked = self.matrices[path], (path, how)
         inputs = tuple(dim - int(one.stacked) for dim in one.inputs)
+        if how.format.activations:
+            factored = tuple(dim - int(one.stacked) for dim in one.factored)
+            make = _balanced(inputs, factored, how)
+            largest = self.moments[path].reshape(-1, one.largest_shape[-1])
+            for piece, own in zip(pieces, largest, strict=True):
+                yield make(jnp.asarray(piece), jnp.asarray(own))
+            return
         if path not in self.moments or how.format.bits != 4:
             program = _program(inputs, how, how.format is self._trained)
             yield from (program(jnp.asarray(piece)) for piece in pieces)
@@ -215,14 +251,18 @@ class Rounder:
         yield from self._kept[asked]
 
     def rounded(self, weights: Weights, formats: Mapping[str, MatrixFormat]) -> Weights:
-        """Weights with some matrices rounded to what their codes would stand for, in the dtype that they have."""
+        """Weights with some matrices rounded to what their codes would stand for, in the dtype that they have; as codes where activations are rounded too."""
         params = dict(weights.params)
         for path, how in formats.items():
             value, stacked = params[path], self.matrices[path].stacked
-            made = [
-                one.restored(value.dtype)
-                for one in self.codes(path, how, value if stacked else [value])
-            ]
+            codes = self.codes(path, how, value if stacked else [value])
+            if how.format.activations:
+                made: list[Any] = list(codes)
+                params[path] = (
+                    jax.tree.map(lambda *each: jnp.stack(each), *made) if stacked else made[0]
+                )
+                continue
+            made = [one.restored(value.dtype) for one in codes]
             params[path] = jax.device_put(jnp.stack(made) if stacked else made[0], value.sharding)
         return replace(weights, params=params)
 
@@ -246,20 +286,22 @@ def write_quantized(
     matrices = rounder.matrices
     specs = planned_tensors(source, matrices, formats)
     held: dict[str, list[np.ndarray]] = {}
+    """Scales and factors of a matrix, or of those of a stack, until they are asked for."""
 
     def pieces(name: str) -> Iterator[np.ndarray]:
         path, _, last = name.rpartition("/")
         if path not in formats:
             yield from source.pieces(name)
             return
-        if last == SCALES:
-            yield from held.pop(path)
+        if last in (SCALES, INPUTS):
+            yield from held.pop(name)
             return
         one = matrices[path]
-        scales = held.setdefault(path, [])
         given = matrices_of(source, path, one.shape, int(one.stacked))
         for made in rounder.codes(path, formats[path], given):
-            scales.append(np.asarray(made.scales))
+            for part, array in ((SCALES, made.scales), (INPUTS, made.inputs)):
+                if array is not None:
+                    held.setdefault(f"{path}/{part}", []).append(np.asarray(array))
             yield packed(np.asarray(made.codes))
 
     out.weights(specs, pieces, progress)
@@ -274,3 +316,9 @@ def _program(inputs: tuple[int, ...], how: MatrixFormat, nearest: bool) -> Any:
     """Codes of one matrix, compiled once a shape."""
     make = least_error if how.format.bits == 4 and not nearest else quantized
     return jax.jit(partial(make, inputs=inputs, how=how))
+
+
+@lru_cache
+def _balanced(inputs: tuple[int, ...], factored: tuple[int, ...], how: MatrixFormat) -> Any:
+    """Codes of one matrix and factors of its inputs, compiled once a shape."""
+    return jax.jit(partial(w8a8, inputs=inputs, factored=factored, how=how))

@@ -152,8 +152,12 @@ def _packed(source: Source, path: str, steps: StepFunctions) -> dict[str, jax.Ar
 def matrices_of(
     source: Source, path: str, shape: tuple[int, ...], outer: int
 ) -> Iterator[np.ndarray]:
-    """The matrices of a stack, in order; the only one where nothing is stacked."""
-    for piece in source.pieces(path):
+    """The matrices of a stack, in order; the only one, whole, where nothing is stacked."""
+    pieces = source.pieces(path)
+    if not outer:
+        rows = list(pieces)
+        pieces = iter(rows if rows[0].ndim == len(shape) else [np.stack(rows)])
+    for piece in pieces:
         if piece.shape != shape[len(shape) - piece.ndim :]:
             raise DataError(
                 f"{path} of {source.path} has a piece of {piece.shape} and the model has {shape}; the configuration is of another model"

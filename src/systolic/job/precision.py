@@ -112,6 +112,8 @@ class ServedWeights(enum.Enum):
     """The same in float8 (e4m3), a scale for each output channel."""
     nf4 = "nf4"
     """The same in nf4, a scale for each 64 inputs."""
+    w8a8 = "w8a8"
+    """The same in int8, and the activations that they are multiplied with: int8 products with sums in int32."""
 
 
 class ServedCache(enum.Enum):

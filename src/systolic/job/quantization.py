@@ -1,4 +1,4 @@
-"""Which matrices of a model are stored in fewer bits, and how; weights only, activations stay in the compute dtype."""
+"""Which matrices of a model are stored in fewer bits, and how their products are made."""
 
 import enum
 from collections.abc import Mapping
@@ -23,16 +23,24 @@ class WeightFormat(enum.Enum):
     """float8 e4m3, a scale for each output channel."""
     nf4 = "nf4"
     """Quantiles of a normal distribution in 4 bits, a scale for each group of inputs (QLoRA, Dettmers et al. 2023)."""
+    w8a8 = "w8a8"
+    """int8, and the inputs of the product are rounded to int8 too: each is divided by a factor of its own, then by a scale of the token."""
 
     @property
     def dtype(self) -> str:
         """Numpy name of the dtype of codes."""
-        return {"int8": "int8", "int4": "int4", "fp8": "float8_e4m3fn", "nf4": "uint4"}[self.value]
+        others = {"fp8": "float8_e4m3fn", "nf4": "uint4", "w8a8": "int8"}
+        return others.get(self.value, self.value)
 
     @property
     def bits(self) -> int:
         """Of a code."""
         return 4 if self in (WeightFormat.int4, WeightFormat.nf4) else 8
+
+    @property
+    def activations(self) -> bool:
+        """Whether the inputs of the product are rounded too; the other formats are of weights only."""
+        return self is WeightFormat.w8a8
 
     @property
     def group(self) -> int:
@@ -45,7 +53,7 @@ class MatrixFormat:
     """Format of one matrix.
 
     Raises:
-        OptionError: a negative group, or 4 bits without a group.
+        OptionError: a negative group, 4 bits without a group, or activations in int8 with one.
     """
 
     format: WeightFormat
@@ -57,6 +65,11 @@ class MatrixFormat:
         if self.group == 0 and self.format.bits == 4:
             raise OptionError(
                 f"group is 0, and {self.format.value} has a scale for each group of inputs; give 32, 64 or 128"
+            )
+
+        if self.group and self.format.activations:
+            raise OptionError(
+                f"group is {self.group}, and sums of int8 products have one scale for each output channel; leave --group out"
             )
 
     def __str__(self) -> str:

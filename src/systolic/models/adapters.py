@@ -24,8 +24,8 @@ EXPERTS = "experts"
 
 A, B = "lora_a", "lora_b"
 """Last names of the paths of adapters, below the path of their matrix."""
-BASE, CODES, SCALES = "base", "codes", "scales"
-"""Last names of a frozen matrix beside an adapter, or of its parts in 4 bits."""
+BASE, CODES, SCALES, INPUTS = "base", "codes", "scales", "inputs"
+"""Last names of a frozen matrix beside an adapter, or of the parts of a quantized one."""
 NF4 = MatrixFormat(format=WeightFormat.nf4, group=GROUP)
 """Of QLoRA's frozen matrices."""
 
@@ -137,6 +137,18 @@ def inputs_of(axes: tuple[str | None, ...]) -> tuple[int, ...]:
         return (1,)
     outer = len([name for name in axes if name in STACKED])
     return tuple(range(outer, outer + num_inputs(axes[outer:])))
+
+
+def factored_of(axes: tuple[str | None, ...]) -> tuple[int, ...]:
+    """Dims of a matrix whose inputs have factors where activations are rounded too; () where they stay: those of experts and the vocabulary.
+
+    Of convolutions these are channels, for one of each channel by itself the last dim.
+    """
+    if EXPERTS in axes or "vocab" in axes:
+        return ()
+    if axes[-1] == CONVOLVED:
+        return (len(axes) - (1 if axes[-2] is None else 2),)
+    return inputs_of(axes)
 
 
 def num_inputs(axes: tuple[str | None, ...]) -> int:

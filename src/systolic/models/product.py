@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from systolic.core.errors import MissingExtraError
 from systolic.job import Rounding, Target
 from systolic.models.quantized import Quantized, quantized_product
+from systolic.models.w8a8 import w8a8_product
 from systolic.models.watching import Watched, watched_input
 
 PER_CHANNEL = Rounding()
@@ -69,6 +70,8 @@ def product(
         base = _with_frozen(target, spec, x, weights.base, rounding, heads=heads)
         return base + _narrow(spec, x, weights)
     if isinstance(weights, Quantized):
+        if weights.inputs is not None:
+            return w8a8_product(spec, x, weights, partial(plain_product, target))
         on_tpu = target.platform == "tpu"
         return quantized_product(spec, x, weights, partial(plain_product, target), by_group=on_tpu)
     if target.matmul_format is None:

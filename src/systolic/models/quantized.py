@@ -47,6 +47,8 @@ class Quantized:
     """
     scales: jax.Array
     """Of the matrix's rank; dims that share a scale have size 1, or are shorter where groups of neighbours share one."""
+    inputs: jax.Array | None = None
+    """Factors that the codes were multiplied with, of the same rank, where activations are divided by them and rounded too (:mod:`systolic.models.w8a8`)."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -88,7 +90,8 @@ class Quantized:
             values = self.codes.astype(dtype)
         scales = self.scales.astype(dtype)
         if not self.grouped:
-            return values * scales
+            factors = 1 if self.inputs is None else self.inputs.astype(dtype)
+            return values * scales / factors
         split: list[int] = []
         spread: list[int] = []
         for size, count in zip(self.shape, scales.shape, strict=True):
@@ -233,9 +236,9 @@ def quantized_product(
     scaled = {letter for letter, size in zip(matrix, weights.scales.shape, strict=True) if size > 1}
     if weights.scaled_after and scaled <= set(out):
         made = make(spec, x, weights.codes.astype(x.dtype))
-        return made * _spread(weights.scales, matrix, out).astype(x.dtype)
+        return made * spread(weights.scales, matrix, out).astype(x.dtype)
     if weights.scaled_after and scaled <= set(given):
-        x = x * _spread(weights.scales, matrix, given).astype(x.dtype)
+        x = x * spread(weights.scales, matrix, given).astype(x.dtype)
         return make(spec, x, weights.codes.astype(x.dtype))
     if by_group and _by_group(spec, weights):
         pairs = zip(given, x.shape, strict=True)
@@ -294,7 +297,7 @@ def _group_product(spec: str, x: jax.Array, weights: Quantized) -> jax.Array:
     later = [letter for letter in scaled if letter not in out]
     sums = "".join([*(one for one in out if one in given), *later])
     sums += "".join(letter for letter in out if letter not in given)
-    spread = _spread(scales, matrix, sums).astype(jnp.float32)
+    factors = spread(scales, matrix, sums).astype(jnp.float32)
     for letter in _split(matrix, weights):
         inside, groups = _unused(spec), scales.shape[matrix.index(letter)]
         codes = codes if weights.apart else _divided(codes, matrix.index(letter), groups)
@@ -302,7 +305,7 @@ def _group_product(spec: str, x: jax.Array, weights: Quantized) -> jax.Array:
         given, matrix = (text.replace(letter, letter + inside) for text in (given, matrix))
     wide = jnp.float32
     form = f"{given},{matrix}->{sums}"
-    made = jnp.einsum(form, x, codes.astype(x.dtype), preferred_element_type=wide) * spread
+    made = jnp.einsum(form, x, codes.astype(x.dtype), preferred_element_type=wide) * factors
     total = made.sum([sums.index(letter) for letter in later])
     left = [letter for letter in sums if letter not in later]
     return total.transpose([left.index(letter) for letter in out]).astype(x.dtype)
@@ -313,7 +316,7 @@ def _divided(array: jax.Array, dim: int, groups: int) -> jax.Array:
     return array.reshape(*array.shape[:dim], groups, -1, *array.shape[dim + 1 :])
 
 
-def _spread(scales: jax.Array, letters: str, into: str) -> jax.Array:
+def spread(scales: jax.Array, letters: str, into: str) -> jax.Array:
     """Scales with the dims ``letters`` as they broadcast over an array with the dims ``into``."""
     kept = [letter for letter, size in zip(letters, scales.shape, strict=True) if size > 1]
     order = sorted(kept, key=into.index)

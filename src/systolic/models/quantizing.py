@@ -11,7 +11,15 @@ from flax import nnx
 
 from systolic.core.errors import OptionError
 from systolic.job import MatrixFormat, Model, WeightFormat
-from systolic.models.adapters import CODES, SCALES, STACKED, Frozen, inputs_of
+from systolic.models.adapters import (
+    CODES,
+    INPUTS,
+    SCALES,
+    STACKED,
+    Frozen,
+    factored_of,
+    inputs_of,
+)
 from systolic.models.layered import Layered
 from systolic.models.quantized import (
     SCALES_DTYPE,
@@ -20,6 +28,7 @@ from systolic.models.quantized import (
     members_apart,
     scales_shape,
 )
+from systolic.models.w8a8 import factors_shape
 
 INT8 = MatrixFormat(format=WeightFormat.int8)
 LEAST_GROUP = 16
@@ -27,13 +36,13 @@ LEAST_GROUP = 16
 
 
 class QuantizedWeight(nnx.Module):
-    """A matrix in codes and scales, in the place of a parameter.
+    """A matrix in codes, scales and, for rounded activations, factors of its inputs, in the place of a parameter.
 
     Reading it as a parameter is read, ``weight[...]``, gives what :func:`~systolic.models.product.product` takes.
     """
 
-    def __init__(self, codes: Frozen, scales: Frozen) -> None:
-        self.codes, self.scales = codes, scales
+    def __init__(self, codes: Frozen, scales: Frozen, inputs: Frozen | None = None) -> None:
+        self.codes, self.scales, self.inputs = codes, scales, inputs
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -47,7 +56,8 @@ class QuantizedWeight(nnx.Module):
         if isinstance(codes, Layered):
             stack = Quantized(codes=codes.stack, scales=scales.stack)
             return Layered(stack=stack, number=codes.number)
-        return Quantized(codes=codes, scales=scales)
+        inputs = None if self.inputs is None else self.inputs.get_value()
+        return Quantized(codes=codes, scales=scales, inputs=inputs)
 
 
 def with_members_apart(stacked: Any) -> Any:
@@ -86,12 +96,17 @@ def place_quantized(module: nnx.Module, formats: Mapping[str, MatrixFormat], pla
         holder, name, parameter = places[path]
         axes = parameter.get_metadata().get("out_sharding")
         shape = parameter.get_value().shape
-        scales = scales_shape(shape, inputs_of(axes), how)
-        weight = QuantizedWeight(
+        parts = [
             Frozen(jnp.zeros(shape, jnp.dtype(held_dtype(how, platform))), out_sharding=axes),
-            Frozen(jnp.zeros(scales, SCALES_DTYPE), out_sharding=axes),
-        )
-        setattr(holder, name, weight)
+            Frozen(
+                jnp.zeros(scales_shape(shape, inputs_of(axes), how), SCALES_DTYPE),
+                out_sharding=axes,
+            ),
+        ]
+        if how.format.activations:
+            factors = factors_shape(shape, factored_of(axes), axes[0] in STACKED)
+            parts.append(Frozen(jnp.ones(factors, SCALES_DTYPE), out_sharding=axes))
+        setattr(holder, name, QuantizedWeight(*parts))
 
 
 def formats_of_all(
@@ -120,8 +135,12 @@ def formats_of_all(
     return found
 
 
-def fitting(asked: MatrixFormat, size: int, fewest_bits: int) -> MatrixFormat:
-    """The format of a matrix: with a group that divides its last input dim of ``size``; int8 where 4 bits are too few, or groups would be under :data:`LEAST_GROUP`."""
+def fitting(
+    asked: MatrixFormat, size: int, fewest_bits: int, *, factored: bool = True
+) -> MatrixFormat:
+    """The format of a matrix: with a group that divides its last input dim of ``size``; int8 where 4 bits are too few, groups would be under :data:`LEAST_GROUP`, or its inputs stay as they are since they are not ``factored``."""
+    if asked.format.activations and not factored:
+        return INT8
     if not asked.group:
         return asked
     group = math.gcd(size, asked.group)
@@ -132,6 +151,6 @@ def fitting(asked: MatrixFormat, size: int, fewest_bits: int) -> MatrixFormat:
 
 
 def plain_path(path: str) -> str:
-    """Path of the parameter that an array belongs to: of codes and scales the matrix's."""
+    """Path of the parameter that an array belongs to: of codes, scales and factors the matrix's."""
     home, _, last = path.rpartition("/")
-    return home if last in (CODES, SCALES) else path
+    return home if last in (CODES, SCALES, INPUTS) else path

@@ -1,4 +1,4 @@
-"""Second moments of the inputs of a module's matrices, as the gradient of arrays of zeros beside them."""
+"""Second moments or largest magnitudes of the inputs of a module's matrices, as the gradient of arrays of zeros beside them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from flax import nnx
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Watched:
-    """A matrix, or a stack of them, with an array whose gradient is the sum of x x^T over the inputs x of its products."""
+    """A matrix, or a stack of them, with an array whose gradient is the sum of x x^T over the inputs x of its products, or the largest |x|."""
 
     value: jax.Array
     moments: jax.Array
-    """float32[inputs, inputs] of zeros."""
+    """Zeros: float32[inputs, inputs] for the sum, float32[inputs] for the largest."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -30,6 +30,11 @@ class WatchedWeight(nnx.Module):
 
     def __init__(self, value: nnx.Param, moments: nnx.Variable) -> None:
         self.value, self.moments = value, moments
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the matrix."""
+        return self.value.get_value().shape
 
     def __getitem__(self, key: Any) -> Watched:
         """The matrix; takes ``...`` alone."""
@@ -55,6 +60,11 @@ def watched_input(spec: str, x: jax.Array, weights: Watched) -> jax.Array:
     return _watched(x, weights.moments, (*kept, *summed))
 
 
+def watched_channels(x: jax.Array, kernel: Watched) -> jax.Array:
+    """``x`` [..., channels], the input of a convolution, whose gradient adds to that of its largest magnitudes."""
+    return _watched(x, kernel.moments, tuple(range(x.ndim)))
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _watched(x: jax.Array, moments: jax.Array, order: tuple[int, ...]) -> jax.Array:
     del moments, order
@@ -69,6 +79,8 @@ def _forward(x: jax.Array, moments: jax.Array, order: tuple[int, ...]) -> tuple[
 def _backward(order: tuple[int, ...], kept: Any, change: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, moments = kept
     flat = x.transpose(order).reshape(-1, moments.shape[-1]).astype(jnp.float32)
+    if moments.ndim == 1:
+        return change, jnp.max(jnp.abs(flat), axis=0)
     return change, jnp.matmul(flat.T, flat, precision=jax.lax.Precision.HIGHEST)
 
 

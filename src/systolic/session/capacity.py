@@ -309,5 +309,7 @@ def floor_seconds(made: Forecast) -> float | None:
     cache = known["cache_bytes"] if known["verb"] == "decode" else 0.0
     moving = (known["weight_bytes"] + cache) / rate
     peak = chip.peak_bf16_flops_per_second or math.inf
+    if known.get("int8_products"):
+        peak = max(peak, chip.peak_int8_ops_per_second or peak)
     computing = (made.model_flops or 0.0) / (peak * made.on.num_chips)
     return max(moving, computing)

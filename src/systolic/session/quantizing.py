@@ -17,7 +17,7 @@ from systolic.artifact.bundle import (
 )
 from systolic.artifact.bundle_record import ImportedFrom, Recorded, carried
 from systolic.artifact.run import JOB
-from systolic.core.errors import NotFoundError, OptionError
+from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.data.fingerprint import contents_of
 from systolic.interop.bundled import BundleSource
 from systolic.interop.jobs import job_of
@@ -99,7 +99,8 @@ class Evaluated:
     batches: int = 0
     """The first so many; 0 for all."""
     calibration: Path | None = None
-    """Other data, to whose inputs of the matrices codes of 4 bits are fitted; ``None`` fits them to the weights alone."""
+    """Other data, to whose inputs of the matrices codes of 4 bits and scales of activations are fitted; ``None`` fits codes to the weights alone, and
+    scales to a run's own training data."""
 
 
 def quantize_model(
@@ -120,7 +121,7 @@ def quantize_model(
         out: The new Bundle's folder.
         to: Format of the matrices that the model names; norms, biases and routers stay as they are.
         keep: Paths of matrices that stay too, parts of paths, or patterns as in a shell.
-        on: Data to measure quality on: a run's own held-out data, or other; and data to fit codes of 4 bits to.
+        on: Data to measure quality on: a run's own held-out data, or other; and data to fit codes of 4 bits or activations to.
         budget: Largest loss of quality, such as 0.005: matrices that cost most go to int8 or stay until it is met.
         trust: Execute the run's recipe although it is not yours, now and later.
         say: Called with each stage.
@@ -145,12 +146,13 @@ def quantize_model(
         source.verify()
         matrices = matrices_in(source)
         formats = formats_of(matrices, to, keep)
-        _check_calibration(on, formats)
-        say("quality before")
+        _check_calibration(on, formats, is_run=is_run)
+        say("reading weights")
         job = _job_of(path, source, on, trust)
         model = _opened(source, job)
-        measure = Measure(model, on.data, on.batches) if measured else None
         rounder = _rounder(model, matrices, formats, on.calibration, say)
+        say("quality before")
+        measure = Measure(model, on.data, on.batches) if measured else None
         choice = None
         if budget is not None and measure is not None:
             measure.keep(source.fingerprint(), *_contents(model, on.calibration))
@@ -184,6 +186,10 @@ def _rounder(
     from systolic.interop.quantizing import Rounder
 
     trained = model.job.precision.weight_format
+    if any(how.format.activations for how in formats.values()):
+        from systolic.session.calibrating import largest_of
+
+        return Rounder(matrices, largest_of(model, matrices, formats, calibration, say))
     if calibration is None:
         return Rounder(matrices, trained=trained)
     if trained is not None and trained in {how.format for how in formats.values()}:
@@ -200,23 +206,35 @@ def _contents(model: TrainedModel, data: Path | None) -> list[str]:
     return [one.digest for one in contents_of(model.job_on(data).data).values()]
 
 
-def _check_calibration(on: Evaluated, formats: Mapping[str, MatrixFormat]) -> None:
-    """Refuses calibration that would have no effect, or make quality look better than it is.
+def _check_calibration(on: Evaluated, formats: Mapping[str, MatrixFormat], *, is_run: bool) -> None:
+    """Refuses calibration that would have no effect, is missing, or would make quality look better than it is.
 
     Raises:
         OptionError: so.
         NotFoundError: the data does not exist.
+        DataError: it is empty.
     """
+    activations = any(how.format.activations for how in formats.values())
     if on.calibration is None:
+        if activations and not is_run:
+            raise OptionError(
+                "activations in int8 have scales by what they are; give data that stands for what the model will see with --calibrate"
+            )
         return
     if not on.calibration.exists():
         raise NotFoundError(f"{on.calibration} does not exist; check the path of --calibrate")
+    if on.calibration.is_file() and not on.calibration.stat().st_size:
+        raise DataError(
+            f"--calibrate is {on.calibration}, which is empty; give data that stands for what the model will see"
+        )
     if on.data is not None and on.data.exists() and on.data.samefile(on.calibration):
         raise OptionError(
             f"--calibrate and --data are both {on.data}: quality on data that codes were fitted to looks better than it is; give other data"
         )
-    if all(how.format.bits != 4 for how in formats.values()):
-        raise OptionError("--calibrate has an effect on int4 and nf4 only; leave it out")
+    if not activations and all(how.format.bits != 4 for how in formats.values()):
+        raise OptionError(
+            "--calibrate has an effect on int4 and nf4, and with --activations; leave it out"
+        )
 
 
 def _written(

@@ -35,7 +35,8 @@ CALIBRATION_BATCHES = 8
 MOST_MOMENTS = 16 * 10**9
 """Bytes of moments that are held in memory."""
 LEFT = 0.01
-"""Share of its cost that a matrix is taken to keep after going from 4 bits to 8: the step is 16 times finer, the error's square 256."""
+"""Share of its cost that a matrix is taken to keep after going from 4 bits to 8: the step is 16 times finer, the error's square 256. The same is
+tried of one whose activations are no longer rounded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,7 +204,7 @@ def choose(
         while expected > budget and current:
             path = max(current, key=lambda one: cost[one] / _more_bytes(rounder, one, current[one]))
             own = lost * cost[path] / known if known else lost
-            if current[path].format.bits == 4:
+            if (kind := current[path].format).bits == 4 or kind.activations:
                 current[path], cost[path] = INT8, LEFT * cost[path]
                 expected -= (1 - LEFT) * own
             else:
@@ -228,9 +229,11 @@ def choose(
 
 
 def _more_bytes(rounder: "Rounder", path: str, how: MatrixFormat) -> int:
-    """Bytes that a matrix takes more with more bits."""
+    """Bytes that a matrix takes more with more bits; for one whose activations get them its own, by which its product costs more."""
     wider = INT8 if how.format.bits == 4 else None
     matrix = rounder.matrices[path]
+    if how.format.activations:
+        return matrix.bytes(how)
     return max(matrix.bytes(wider) - matrix.bytes(how), 1)
 
 

@@ -24,6 +24,7 @@ from jax.sharding import NamedSharding
 
 from systolic.core.errors import LayoutError
 from systolic.job import Job, Layout
+from systolic.models.adapters import INPUTS
 from systolic.models.decoder.checks import check_served, served_kv_heads
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.page_ragged import LANES
@@ -125,6 +126,9 @@ def with_copied_heads(arrays: Arrays, model: Any, served: Job) -> Arrays:
 
     def one(path: str, array: jax.Array) -> jax.Array:
         block, _, name = plain_path(path).rpartition("/")
+        # Factors of a matrix's inputs are those of all heads.
+        if path.endswith(f"/{name}/{INPUTS}"):
+            return array
         if block.endswith("blocks") and name in KV_MATRICES:
             return jnp.repeat(array, times, axis=-2)
         if block.endswith("blocks") and name in KV_BIASES:

@@ -1,0 +1,159 @@
+"""Products of int8 activations with int8 matrices, with sums in int32 (W8A8).
+
+Inputs are divided by factors that calibration found, and the rows of the matrix multiplied by them before they were rounded: a
+few inputs of a transformer are a hundred times larger than the others, and would leave these few steps of a common scale
+(SmoothQuant: Xiao et al. 2022, https://arxiv.org/abs/2211.10438). Then each token has the scale of its largest input. The
+channels of a convolution's pictures have factors that are scales already, so that no picture is read twice.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from systolic.job import MatrixFormat
+from systolic.models.quantized import (
+    SCALES_DTYPE,
+    Quantized,
+    quantized,
+    quantized_product,
+    spread,
+)
+
+LARGEST = 127
+"""Largest code of an activation; -128 has no counterpart."""
+SHARE = 0.5
+"""Exponent of an input's largest magnitude in its factor, the rest is the weights': SmoothQuant's alpha."""
+LEAST = 1e-4
+"""Least magnitude of an input, over the largest of all, that a factor is made of: one that calibration never saw may be larger later."""
+
+
+def w8a8(
+    value: jax.Array,
+    largest: jax.Array,
+    inputs: tuple[int, ...],
+    factored: tuple[int, ...],
+    how: MatrixFormat,
+) -> Quantized:
+    """A matrix in int8 with the factors of its inputs.
+
+    Args:
+        value: The matrix; of a stack one.
+        largest: float32[inputs], the largest magnitude of each that calibration saw, in the order of the dims ``factored``.
+        inputs: Dims that products sum over.
+        factored: Dims whose inputs have factors, see :func:`systolic.models.adapters.factored_of`.
+        how: Format.
+    """
+    wide = value.astype(jnp.float32)
+    sizes = [size if dim in factored else 1 for dim, size in enumerate(value.shape)]
+    seen = largest.reshape(sizes)
+    seen = jnp.maximum(seen, jnp.maximum(LEAST * seen.max(), jnp.finfo(jnp.float32).tiny))
+    if not set(factored) <= set(
+        inputs
+    ):  # a convolution of each channel by itself: no channel is in another's sum
+        factors = seen / LARGEST
+    else:
+        others = tuple(dim for dim in range(value.ndim) if dim not in factored)
+        weights = jnp.max(jnp.abs(wide), axis=others, keepdims=True)
+        weights = jnp.maximum(weights, jnp.maximum(LEAST * weights.max(), 1e-20))
+        factors = seen**SHARE / weights ** (1 - SHARE)
+        factors = factors * (jnp.max(seen / factors) / LARGEST)
+    factors = factors.astype(SCALES_DTYPE)
+    return replace(quantized(wide * factors, inputs, how), inputs=factors)
+
+
+def w8a8_product(
+    spec: str,
+    x: jax.Array,
+    weights: Quantized,
+    make: Callable[[str, jax.Array, jax.Array], jax.Array],
+) -> jax.Array:
+    """``einsum(spec, x, weights)`` in the dtype of ``x``: int8 times int8, each row of ``x`` with a scale of its own.
+
+    Where what has factors isn't summed over, as in the absorbed matrix of latent attention, the activations stay as they are.
+
+    Args:
+        spec: Of the einsum.
+        x: Activations.
+        weights: With factors of its inputs.
+        make: What multiplies two arrays of floats.
+    """
+    assert weights.inputs is not None
+    operands, out = spec.split("->")
+    given, matrix = operands.split(",")
+    factored = {one for one, size in zip(matrix, weights.inputs.shape, strict=True) if size > 1}
+    scaled = {one for one, size in zip(matrix, weights.scales.shape, strict=True) if size > 1}
+    if not factored.isdisjoint(out) or not scaled <= set(out):
+        return _of_floats(spec, x, weights, make)
+    summed = [given.index(one) for one in given if one in matrix and one not in out]
+    wide = x.astype(jnp.float32) * _inverse(spread(weights.inputs, matrix, given))
+    largest = jnp.max(jnp.abs(wide), axis=summed, keepdims=True)
+    scales = jnp.where(largest > 0, largest, LARGEST) * (1 / LARGEST)
+    sums = jnp.einsum(
+        spec, _rounded(wide / scales), weights.codes, preferred_element_type=jnp.int32
+    )
+    made = sums.astype(jnp.float32) * spread(scales, given, out)
+    return (made * spread(weights.scales, matrix, out).astype(jnp.float32)).astype(x.dtype)
+
+
+def w8a8_convolution(
+    convolution: Callable[..., jax.Array], x: jax.Array, kernel: Quantized, *how: Any
+) -> jax.Array:
+    """``convolution(x, kernel, *how)`` in the dtype of ``x``, x [batch, height, width, channels]: int8 times int8; inputs beyond what calibration saw are cut off.
+
+    Args:
+        convolution: Of int8 arrays, with sums in int32.
+        x: Activations.
+        kernel: With scales of its input channels.
+        how: Its other arguments.
+    """
+    assert kernel.inputs is not None
+    codes = _rounded(x.astype(jnp.float32) * _inverse(kernel.inputs.reshape(-1)))
+    sums = convolution(codes, kernel.codes, *how)
+    return (sums.astype(jnp.float32) * kernel.scales.reshape(-1).astype(jnp.float32)).astype(
+        x.dtype
+    )
+
+
+def _of_floats(
+    spec: str,
+    x: jax.Array,
+    weights: Quantized,
+    make: Callable[[str, jax.Array, jax.Array], jax.Array],
+) -> jax.Array:
+    """The product with activations as they are; factors are taken back from the result where it has their dims."""
+    assert weights.inputs is not None
+    operands, out = spec.split("->")
+    _, matrix = operands.split(",")
+    factored = {one for one, size in zip(matrix, weights.inputs.shape, strict=True) if size > 1}
+    if not factored <= set(out):
+        return make(spec, x, weights.restored(x.dtype))
+    made = quantized_product(spec, x, replace(weights, inputs=None), make)
+    return made * _inverse(spread(weights.inputs, matrix, out)).astype(x.dtype)
+
+
+def _rounded(wide: jax.Array) -> jax.Array:
+    """int8 codes, none below -127."""
+    return jnp.clip(jnp.round(wide), -LARGEST, LARGEST).astype(jnp.int8)
+
+
+def _inverse(factors: jax.Array) -> jax.Array:
+    return 1 / factors.astype(jnp.float32)
+
+
+def factors_shape(
+    shape: tuple[int, ...], factored: tuple[int, ...], stacked: bool
+) -> tuple[int, ...]:
+    """Shape of the factors of a matrix, or a stack of them: 1 in dims that have none."""
+    kept = {*factored, *((0,) if stacked else ())}
+    return tuple(size if dim in kept else 1 for dim, size in enumerate(shape))
+
+
+def largest_shape(
+    shape: tuple[int, ...], factored: tuple[int, ...], stacked: bool
+) -> tuple[int, ...]:
+    """Shape of the largest magnitudes of the inputs: flat, after the number of layers of a stack."""
+    return (*shape[: int(stacked)], math.prod(shape[dim] for dim in factored))

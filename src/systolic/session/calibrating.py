@@ -1,0 +1,133 @@
+"""Calibration of activations: the largest inputs of a model's matrices on data that stands for what it will see."""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from systolic.core.errors import DataError
+from systolic.data.audio.recordings import Recordings
+from systolic.data.text.sentences import Sentences, read_text
+from systolic.data.text.text_data import TextData
+from systolic.job import MatrixFormat, Split
+from systolic.session.sensitivity import CALIBRATION_BATCHES
+from systolic.session.trained import TrainedModel, splits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from systolic.interop.quantizing import Matrix
+
+EXAMPLES = 64
+"""Most texts or pictures."""
+TOGETHER = 8
+"""Of them in a batch."""
+LEAST_TOKENS = 128
+"""Of a text: the largest of fewer are no measure of what comes later."""
+LEAST_PICTURES = 8
+
+
+def largest_of(
+    model: TrainedModel,
+    matrices: "Mapping[str, Matrix]",
+    formats: Mapping[str, MatrixFormat],
+    data: Path | None,
+    say: "Callable[[str], None]",
+) -> dict[str, np.ndarray]:
+    """The largest magnitude of each input of the matrices whose activations are rounded too.
+
+    Args:
+        model: The model.
+        matrices: Its matrices.
+        formats: Of those that are quantized.
+        data: A text, a folder of pictures, a manifest of recordings; ``None`` for a run's own training data.
+        say: Called with the stage.
+
+    Raises:
+        OptionError: the data is of another kind.
+        DataError: there is too little of it, a file can't be read, or a number is not finite.
+    """
+    from systolic.training.moments import largest_inputs
+
+    shapes = {
+        path: matrices[path].largest_shape
+        for path, how in formats.items()
+        if how.format.activations
+    }
+    say(f"activations of {len(shapes)} matrices")
+    found = largest_inputs(model.setup.steps, model.weights, shapes, _batches(model, data))
+    if (path := next((p for p, one in found.items() if not np.isfinite(one).all()), None)) is None:
+        return found
+    raise DataError(
+        f"inputs of {path} are not finite numbers on {data or 'the training data'}; check the data and the weights"
+    )
+
+
+def _batches(model: TrainedModel, path: Path | None) -> Iterator[Mapping[str, Any]]:
+    data = model.job.data
+    if path is None:
+        yield from _of_split(model, None)
+    elif isinstance(data, Sentences):
+        yield from _of_lines(data, path)
+    elif isinstance(data, TextData | Recordings):
+        yield from _of_split(model, path)
+    else:
+        yield from _of_files(data, path)
+
+
+def _of_split(model: TrainedModel, path: Path | None) -> Iterator[Mapping[str, Any]]:
+    """The first batches of the training data, or of data at a path as ``systolic eval --path`` takes it."""
+    from systolic.training.feed import evaluation
+
+    job = model.job_on(path)
+    split = Split.train if path is None else splits(job, None)[0]
+    with closing(evaluation(job, model.setup.steps, split)) as feed:
+        found = list(itertools.islice(feed, CALIBRATION_BATCHES))
+    if isinstance(job.data, TextData):
+        _check_tokens(path, sum(int((np.asarray(one["segments"]) > 0).sum()) for one in found))
+    yield from found
+
+
+def _of_lines(data: Sentences, path: Path) -> Iterator[Mapping[str, Any]]:
+    """The lines of a text, each alone."""
+    lines = [line for line in read_text(path).splitlines() if line.strip()]
+    ids = data.encode(_spaced(lines))
+    _check_tokens(path, sum(map(len, ids)))
+    width = max(map(len, ids))
+    for start in range(0, len(ids), TOGETHER):
+        rows = np.zeros((3, TOGETHER, width), np.int32)
+        for row, one in enumerate(ids[start : start + TOGETHER]):
+            rows[0, row, : len(one)], rows[1, row, : len(one)] = one, 1
+        rows[2] = np.arange(width)
+        yield dict(zip(("tokens", "segments", "positions"), rows, strict=True))
+
+
+def _of_files(data: Any, path: Path) -> Iterator[Mapping[str, Any]]:
+    """Files of a folder and its folders, evenly spaced, or one of arrays."""
+    files = [path] if path.is_file() else sorted(one for one in path.rglob("*") if one.is_file())
+    files = [one for one in files if not one.name.startswith(".")]
+    if len(files) < LEAST_PICTURES:
+        raise DataError(
+            f"--calibrate is {path}, and {LEAST_PICTURES} files or more say what the model will see; give a folder of pictures"
+        )
+    examples = [data.load(one) for one in _spaced(files)]
+    for start in range(0, len(examples), TOGETHER):
+        part = examples[start : start + TOGETHER]
+        part += part[:1] * (TOGETHER - len(part))
+        yield {name: np.stack([one[name] for one in part]) for name in part[0]}
+
+
+def _spaced(items: Sequence[Any]) -> list[Any]:
+    """At most :data:`EXAMPLES` of them, from anywhere."""
+    step = max(1, len(items) // EXAMPLES)
+    return list(items[::step][:EXAMPLES])
+
+
+def _check_tokens(path: Path | None, tokens: int) -> None:
+    if tokens < LEAST_TOKENS:
+        raise DataError(
+            f"--calibrate is {path}, which has {tokens} tokens; give a text of {LEAST_TOKENS} or more that stands for what the model will see"
+        )
