@@ -260,7 +260,9 @@ def test_codes_of_4_bits_are_fitted_to_the_inputs_that_transformers_sees(
     assert np.abs(fitted - before).mean() < 0.8 * np.abs(plain - before).mean()
     with pytest.raises(OptionError, match="--calibrate and --data are both"):
         quantize_model(source, tmp_path / "same", to=NARROW, on=replace(on, data=on.calibration))
-    with pytest.raises(OptionError, match="--calibrate has an effect on int4 and nf4, and with --activations"):
+    with pytest.raises(
+        OptionError, match="--calibrate has an effect on int4 and nf4, and with --activations"
+    ):
         quantize_model(source, tmp_path / "int8", to=INT8, on=on)
 
 
