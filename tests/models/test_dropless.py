@@ -8,21 +8,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AbstractMesh
 
 from systolic.core.errors import LayoutError
-from systolic.job import Layout
+from systolic.job import Layout, MatrixFormat, WeightFormat
 from systolic.models.decoder.config import Decoder, Dispatch, Mlp
-from systolic.models.decoder.dropless import _grouped
+from systolic.models.decoder.dropless import _grouped, dropless
 from systolic.models.decoder.moe import Mixture
 from systolic.models.decoder.switches import Router
 from systolic.models.grouped import grouped_product
 from systolic.models.layered import Layered
-from systolic.models.quantized import quantized
+from systolic.models.quantized import Quantized, members_apart, quantized
 from systolic.steps import flops
 from systolic.steps.decode import INT8
 from tests.models.test_decoder import arrays, module
 from tests.steps import tiny
 
+INT4 = MatrixFormat(format=WeightFormat.int4, group=16)
 CONFIG = replace(
     tiny.MODEL, layers=2, experts=4, experts_per_token=2, d_ff=32, dispatch=Dispatch.dropless
 )
@@ -135,6 +137,24 @@ def test_a_layers_groups_are_its_own_in_the_stack_of_all() -> None:
         wanted = jnp.concatenate([x[:4] @ stack[number, 0], x[4:] @ stack[number, 1]])
         np.testing.assert_allclose(grouped_product(target, x, layer, sizes, 6), wanted, atol=1e-5)
         np.testing.assert_allclose(grouped_product(target, x, whole, sizes, 6), wanted, atol=0.1)
+
+
+def test_matrices_of_four_bits_are_split_over_a_tensor_axis() -> None:
+    """In a stack of layers their codes have one dim more than they are partitioned by."""
+    steps = tiny.steps(tiny.job(layout=tiny.ONE_DEVICE, model=CONFIG))
+    names = steps.target.mesh.axis_names
+    mesh = AbstractMesh(tuple(1 + (name == "tensor") for name in names), names)
+    target = replace(steps.target, mesh=mesh, layout=Layout(fsdp=1, tensor=2))
+    matrices = []
+    for shape in ((3, 4, 32, 64), (3, 4, 32, 64), (3, 4, 64, 32)):
+        made = quantized(jnp.ones(shape), (2,), INT4)
+        codes = members_apart(made.codes, made.scales)[0]
+        matrices.append(Quantized(codes=codes, scales=made.scales[0]))
+        assert matrices[-1].apart
+    x, chosen = jnp.ones((2, 8, 32)), jnp.zeros((2, 8, 2), jnp.int32)
+    given = (x, (chosen, jnp.ones(chosen.shape)), tuple(matrices))
+    made = jax.eval_shape(lambda *given: dropless(target, Mlp.swiglu, *given), *given)
+    assert made.shape == x.shape
 
 
 def test_it_trains() -> None:

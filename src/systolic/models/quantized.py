@@ -65,6 +65,10 @@ class Quantized:
         """Of the codes."""
         return self.codes.dtype
 
+    def joined(self) -> "Quantized":
+        """The same with codes of the matrix's shape."""
+        return Quantized(codes=self.codes.reshape(self.shape), scales=self.scales)
+
     @property
     def grouped(self) -> bool:
         """Whether a dim has several scales and fewer than elements."""

@@ -56,6 +56,7 @@ def dropless(
     inward, outward = PartitionSpec(experts, None, mlp_axis), PartitionSpec(experts, mlp_axis, None)
 
     biased = PartitionSpec(experts, mlp_axis)
+    gate, up, down = (one.joined() if isinstance(one, Quantized) else one for one in matrices)
 
     def local(
         x: jax.Array, routing: tuple[jax.Array, jax.Array], matrices: Matrices, biases: Biases
@@ -80,10 +81,10 @@ def dropless(
     return jax.shard_map(
         local,
         mesh=target.mesh,
-        in_specs=(spec, spec, _specs(matrices, (inward, inward, outward)), biased),
+        in_specs=(spec, spec, _specs((gate, up, down), (inward, inward, outward)), biased),
         out_specs=spec,
         check_vma=False,
-    )(x, routing, matrices, biases)
+    )(x, routing, (gate, up, down), biases)
 
 
 def _specs(matrices: Matrices, specs: tuple[PartitionSpec, ...]) -> tuple[Any, ...]:
