@@ -213,6 +213,16 @@ def test_bfloat16_is_near(tmp_path: Path) -> None:
     assert 1e-5 < difference(wide, found).max_relative < 0.05
 
 
+def test_what_bfloat16_costs_is_said(tmp_path: Path) -> None:
+    """The source is computed in float32, whatever the artifact computes in."""
+    job = tiny.JOBS["digits"]()
+    made = tiny.weights(job)
+    model = exportable(job, {**made.params, **made.model_state}, Precision.bf16)
+    examples = example_inputs(model)
+    done = export_stablehlo(model, examples, tmp_path / "out", ExportSettings(), lambda _: None)
+    assert 1e-4 < done.differences["logits"].max_relative < 0.05
+
+
 def test_examples_are_the_recipes_own() -> None:
     model = tiny.model(tiny.JOBS["digits"]())
     examples = example_inputs(model, rows=3)

@@ -8,8 +8,8 @@ import numpy as np
 
 from systolic.core.errors import RunError
 
-EXACT = 1e-4
-"""Largest difference over the largest output of a program that computes the same in float32."""
+EXACT, NARROW = 1e-4, 0.2
+"""Largest difference over the largest output of a program that computes the same, in float32 and in bfloat16."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

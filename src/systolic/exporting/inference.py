@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from systolic.core.errors import OptionError, nearest
-from systolic.job import Job
+from systolic.exporting.difference import EXACT, NARROW
+from systolic.job import Job, Precision
 
 Arrays = dict[str, jax.Array]
 BATCH, SEQUENCE = "batch", "sequence"
@@ -139,6 +140,7 @@ class ExportableModel:
     _outputs: dict[str, dict[str, InferenceArray]] = field(
         default_factory=dict, repr=False, init=False
     )
+    _source: list["ExportableModel"] = field(default_factory=list, repr=False, init=False)
 
     @property
     def functions(self) -> Mapping[str, Inference]:
@@ -173,8 +175,22 @@ class ExportableModel:
         return self.functions[name]
 
     def source_outputs(self, name: str, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Outputs of a function's source program on this machine's CPU, to compare an artifact with."""
-        return run(self.functions_on("cpu")[name].call, self.params, inputs)
+        """Outputs of a function's source program in float32 on this machine's CPU, to compare an artifact with."""
+        return run(self._wide().functions_on("cpu")[name].call, self.params, inputs)
+
+    @property
+    def tolerance(self) -> float:
+        """Largest difference from the source, over the largest output, of a program that is no mistake."""
+        return EXACT if self.dtype == "float32" else NARROW
+
+    def _wide(self) -> "ExportableModel":
+        """The same computed in float32."""
+        if self.dtype == "float32":
+            return self
+        if not self._source:
+            wide = replace(self.job, precision=Precision.f32)
+            self._source.append(replace(self, job=wide, dtype="float32"))
+        return self._source[0]
 
 
 def run(

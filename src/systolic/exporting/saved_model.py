@@ -12,7 +12,7 @@ import numpy as np
 
 from systolic.artifact.bundle import draft
 from systolic.core.errors import MissingExtraError, RunError
-from systolic.exporting.difference import EXACT, joined
+from systolic.exporting.difference import joined
 from systolic.exporting.examples import ExampleInputs
 from systolic.exporting.inference import ExportableModel
 from systolic.exporting.plain import each_platform
@@ -69,7 +69,7 @@ def export_saved_model(
             source = [model.source_outputs(name, inputs) for inputs in given]
             found = [_loaded(work / f"{name}.{number}.outputs.npz") for number in range(len(given))]
             differences[name] = joined(list(zip(source, found, strict=True)))
-            differences[name].check(f"signature {name} of the SavedModel", EXACT)
+            differences[name].check(f"signature {name} of the SavedModel", model.tolerance)
         folder.add(f"{VERSION}/{ABOUT}", _readme(model, out).encode())
         folder.rename()
     return ModelExport.of(model, out, "savedmodel", differences, examples)

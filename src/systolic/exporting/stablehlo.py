@@ -13,7 +13,7 @@ import numpy as np
 from systolic.artifact.bundle import BundleDraft, draft
 from systolic.artifact.tensors import TensorSpec
 from systolic.core.errors import OptionError, RunError
-from systolic.exporting.difference import EXACT, ExportDifference, joined
+from systolic.exporting.difference import ExportDifference, joined
 from systolic.exporting.examples import ExampleInputs
 from systolic.exporting.inference import ExportableModel, Inference, run
 from systolic.exporting.plain import each_platform
@@ -60,7 +60,7 @@ def export_stablehlo(
         for name, function in model.functions.items():
             say(f"comparing {name}")
             differences[name] = _difference(model, function, examples, programs[name])
-            differences[name].check(f"the exported {name}", EXACT)
+            differences[name].check(f"the exported {name}", model.tolerance)
         folder.add(MANIFEST, json.dumps(_manifest(model, differences), indent=2).encode())
         folder.add(README, _readme(model).encode())
         folder.rename()

@@ -12,7 +12,8 @@ from systolic.artifact.bundle import check_free
 from systolic.core.errors import OptionError
 from systolic.exporting.settings import LITERT, ExportSettings
 from systolic.interop.source import open_source
-from systolic.job import Precision
+from systolic.job import Job, Precision
+from systolic.models.decoder.config import Decoder, Dispatch
 from systolic.session.trained import from_source, in_files, open_model
 
 if TYPE_CHECKING:
@@ -101,5 +102,21 @@ def export_program(
     weights = {name: np.asarray(array) for name, array in model.plain_weights.items()}
     leaving = exportable(model.job, weights, settings.precision, settings.sizes)
     leaving, notes = with_codes(leaving, kept=form.codes)
+    notes = (*notes, *_warnings(model.job))
     examples = example_inputs(leaving, settings.examples, settings.inputs)
     return replace(functions[form.write](leaving, examples, out, settings, say), notes=notes)
+
+
+def _warnings(job: Job) -> list[str]:
+    """What the outputs of an exported model depend on, beside what it was compared with."""
+    found = []
+    if job.precision.weight_format is not None:
+        found.append(
+            f"the matrices are float32, not rounded as in its training ({job.precision.value}), so that its outputs are others than those of systolic eval: export what systolic quantize --to {job.precision.weight_format.value} writes"
+        )
+    model = job.model
+    if isinstance(model, Decoder) and model.experts > 1 and model.dispatch is Dispatch.slots:
+        found.append(
+            "the experts have slots for a share of a text's tokens, of which padding takes some: give texts without padding"
+        )
+    return found

@@ -13,7 +13,7 @@ from systolic.artifact import failure
 from systolic.artifact.bundle import check_free
 from systolic.core.errors import OptionError, RunError
 from systolic.core.files import check_writable, write_atomically
-from systolic.exporting.difference import EXACT, joined
+from systolic.exporting.difference import joined
 from systolic.exporting.examples import ExampleInputs
 from systolic.exporting.inference import ExportableModel, Inference
 from systolic.exporting.onnx import child
@@ -85,7 +85,7 @@ def export_onnx(
                     for number, given in enumerate(calls)
                 ]
             )
-            apart.check(f"the exported {function.name}", EXACT)
+            apart.check(f"the exported {function.name}", model.tolerance)
             content = (work / child.PROGRAM).read_bytes()
     except OSError as error:
         raise RunError(
