@@ -23,7 +23,7 @@ from systolic.interop.outputs import outputs_of
 from systolic.interop.probe import probe_of
 from systolic.interop.quantizing import Matrix, Rounder, formats_of, matrices_in, whole
 from systolic.interop.source import open_source
-from systolic.job import AdapterKind, MatrixFormat, Precision, Sampling, Split, WeightFormat
+from systolic.job import AdapterKind, MatrixFormat, Sampling, Split, WeightFormat
 from systolic.models.decoder.config import Decoder
 from systolic.models.quantized import held_dtype
 from systolic.serving.text.opening import open_engine
@@ -37,7 +37,6 @@ from systolic.training.feed import evaluation
 from tests.interop import folders
 from tests.interop.test_sentences import folder as encoder_folder
 from tests.serving.text.engine import SIZES
-from tests.session import bundled
 
 INT8 = MatrixFormat(format=WeightFormat.int8)
 INT4 = MatrixFormat(format=WeightFormat.int4, group=32)
@@ -448,18 +447,3 @@ def test_a_run_is_measured_on_its_own_data(source: Path, tmp_path: Path) -> None
     assert np.exp(metrics["loss"]) == pytest.approx(made.before.value, rel=1e-4)
     assert abs(made.after.lost(made.before)) < 0.01
     assert {path.name for path in tmp_path.iterdir()} == {"run", "out", "some.jsonl"}
-
-
-@pytest.mark.slow
-def test_a_run_trained_with_rounded_matrices_loses_nothing(tmp_path: Path) -> None:
-    """Codes are those that it was trained with, whatever others have a smaller error."""
-    job = replace(bundled.job("lm", tmp_path), precision=Precision.qat_int4)
-    systolic.train(job, run=tmp_path / "run")
-    made = quantize_model(tmp_path / "run", tmp_path / "out", to=INT4)
-    assert made.before is not None
-    assert made.after is not None
-    # In bfloat16, in which scales are applied before or after a product; codes of the least error lose 0.011.
-    assert abs(made.after.lost(made.before)) < 2e-3
-    on = Evaluated(calibration=tmp_path / "text")
-    with pytest.raises(OptionError, match="trained as --to int4 rounds them"):
-        quantize_model(tmp_path / "run", tmp_path / "other", to=INT4, on=on)

@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,6 +14,7 @@ from systolic.aot import StepKind
 from systolic.aot.steps import trace_job
 from systolic.chips import slice
 from systolic.core.errors import OptionError
+from systolic.interop.outputs import outputs_of
 from systolic.interop.quantizing import whole
 from systolic.job import (
     Adapter,
@@ -20,11 +23,13 @@ from systolic.job import (
     MatrixFormat,
     Precision,
     Quantization,
+    Sampling,
     WeightFormat,
 )
 from systolic.models.quantized import quantized
 from systolic.models.vision.cnn.config import CNN
 from systolic.steps.mesh import make_mesh
+from systolic.steps.programs import generation
 from systolic.steps.steps import StepFunctions
 from systolic.steps.target import MeshTarget
 from systolic.training.setup import computed_in
@@ -116,3 +121,22 @@ def test_a_step_for_a_slice_and_convolutions() -> None:
     assert images.network.rounded == {
         f"convs/{number}/kernel": (inputs, wanted) for number in (1, 2, 3)
     }
+
+
+def test_a_text_is_written_by_the_weights_that_eval_reads() -> None:
+    """Rounded once: codes of rounded weights are others, as their scales are."""
+    of = StepFunctions(SQUARE, target(WeightFormat.int4))
+    params, rest = weights_of(of)
+    programs = generation(of, Sampling(temperature=0.0))
+    tokens = tiny.batch(of, 0)["tokens"]
+    (size, length), module_of = tokens.shape, programs.decode._module
+    counts = jnp.full((size,), length)
+
+    @jax.jit
+    def written(held: Any) -> jax.Array:
+        module = module_of(held, rest)
+        return module.logits(module.prefill(tokens, counts, length, jnp.float32)[0])
+
+    found = written(programs.weights(params))
+    wanted = outputs_of(of, SimpleNamespace(params=params, model_state=rest), {"tokens": tokens})
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)

@@ -104,7 +104,7 @@ def run(args: Sequence[str]) -> int:
         print_json({**made.to_json(), "seconds": seconds, "speeds": each, "timed": timed})
         return 0
     print(f"{made.path}: {how}, in {duration(seconds)}")
-    print("\n".join([*_lines(made, speeds, timed), *_exceptions(made, how)]))
+    print("\n".join([*_lines(made, speeds, timed), *_exceptions(made, how), *_over(made)]))
     return 0
 
 
@@ -156,10 +156,8 @@ def _lines(
         ("weights", *sizes, f"x {ratio:.3f}"),
     ]
     if made.before is not None and made.after is not None:
-        lost = made.after.lost(made.before)
-        share = f"{-100 * lost:+.2f} points" if made.before.name == "accuracy" else f"{lost:+.2%}"
         values = f"{made.before.value:.4f}", f"{made.after.value:.4f}"
-        rows.append((made.before.name, *values, share))
+        rows.append((made.before.name, *values, _share(made)))
     rows += [(*row, "") for row in speed_rows(speeds)]
     lines = _aligned(rows)
     if timed:
@@ -200,6 +198,24 @@ def _exceptions(made: "QuantizedModel", how: MatrixFormat) -> list[str]:
         size = si(sum(one.bytes_before for one in made.left), "B")
         lines.append(f"  left as they are, {size}: {_few([one.path for one in made.left])}")
     return lines
+
+
+def _over(made: "QuantizedModel") -> list[str]:
+    """That the budget was not met, where it was not."""
+    if made.choice is None or made.budget_met:
+        return []
+    return [
+        f"  the budget of {made.choice.budget:.3%} was not met: the Bundle is at {_share(made)}, and was at {made.choice.lost:+.3%} in the search; give a smaller --budget or a wider format"
+    ]
+
+
+def _share(made: "QuantizedModel") -> str:
+    """What the Bundle lost: of accuracy in points."""
+    assert made.before is not None
+    assert made.lost is not None
+    return (
+        f"{-100 * made.lost:+.2f} points" if made.before.name == "accuracy" else f"{made.lost:+.2%}"
+    )
 
 
 def _few(paths: Sequence[str]) -> str:

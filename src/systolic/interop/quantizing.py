@@ -211,7 +211,7 @@ class Rounder:
     """Makes codes of a model's matrices.
 
     Those of 4 bits are fitted to the inputs of their products where these are known, which takes a while, so that they are
-    kept: by :data:`Asked`. Weights that were trained as a format rounds them take the codes that they were trained with. Where
+    kept: by :data:`Asked`. Matrices that were trained as a format rounds them (``trained``) take the codes that they were trained with. Where
     activations are rounded too, the largest magnitudes of the inputs are known (``moments`` [inputs], after the layers of a stack).
     """
 
@@ -219,11 +219,15 @@ class Rounder:
         self,
         matrices: Mapping[str, Matrix],
         moments: Mapping[str, np.ndarray] | None = None,
-        trained: WeightFormat | None = None,
+        trained: MatrixFormat | None = None,
     ) -> None:
         self.matrices, self.moments = matrices, {} if moments is None else moments
         self._trained = trained
         self._kept: dict[Asked, list[Quantized]] = {}
+
+    def trained(self, path: str, how: MatrixFormat) -> bool:
+        """Whether a matrix was trained as a format rounds it, in the same groups."""
+        return self._trained is not None and self.matrices[path].how(self._trained) == how
 
     def codes(
         self, path: str, how: MatrixFormat, pieces: Iterable[np.ndarray | jax.Array]
@@ -239,7 +243,7 @@ class Rounder:
                 yield make(jnp.asarray(piece), jnp.asarray(own))
             return
         if path not in self.moments or how.format.bits != 4:
-            program = _program(inputs, how, how.format is self._trained)
+            program = _program(inputs, how, self.trained(path, how))
             yield from (program(jnp.asarray(piece)) for piece in pieces)
             return
         if asked not in self._kept:

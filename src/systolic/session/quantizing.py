@@ -75,6 +75,20 @@ class QuantizedModel:
     choice: Choice | None = None
     """Sensitivities, where the formats were chosen by a budget."""
 
+    @property
+    def lost(self) -> float | None:
+        """Share of the quality that the Bundle lost; ``None`` where there was no data."""
+        if self.before is None or self.after is None:
+            return None
+        return self.after.lost(self.before)
+
+    @property
+    def budget_met(self) -> bool | None:
+        """Whether the Bundle as it was written keeps the budget; ``None`` without one."""
+        if self.choice is None or self.lost is None:
+            return None
+        return self.lost <= self.choice.budget
+
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return {
@@ -87,6 +101,7 @@ class QuantizedModel:
             "after": None if self.after is None else asdict(self.after),
             "outputs": None if self.outputs is None else self.outputs.to_json(),
             "choice": None if self.choice is None else self.choice.to_json(),
+            "budget_met": self.budget_met,
         }
 
 
@@ -155,7 +170,8 @@ def quantize_model(
         measure = Measure(model, on.data, on.batches) if measured else None
         choice = None
         if budget is not None and measure is not None:
-            measure.keep(source.fingerprint(), *_contents(model, on.calibration))
+            about = source.fingerprint(), model.job.precision.value
+            measure.keep(*about, *_contents(model, on.calibration))
             choice = choose(measure, rounder, formats, budget, say)
             formats = dict(choice.formats)
         before = _Figures.of(model, source, measure)
@@ -185,18 +201,22 @@ def _rounder(
     """What makes the codes, fitted to the inputs that calibration data gives the matrices."""
     from systolic.interop.quantizing import Rounder
 
-    trained = model.job.precision.weight_format
     if any(how.format.activations for how in formats.values()):
         from systolic.session.calibrating import largest_of
 
         return Rounder(matrices, largest_of(model, matrices, formats, calibration, say))
+    kind = model.job.precision.weight_format
+    trained = None if kind is None else MatrixFormat(format=kind, group=kind.group)
+    plain = Rounder(matrices, trained=trained)
     if calibration is None:
-        return Rounder(matrices, trained=trained)
-    if trained is not None and trained in {how.format for how in formats.values()}:
+        return plain
+    narrow = {path: how for path, how in formats.items() if how.format.bits == 4}
+    fitted = {path: how for path, how in narrow.items() if not plain.trained(path, how)}
+    if narrow and not fitted:
         raise OptionError(
-            f"the weights were trained as --to {trained.value} rounds them, and --calibrate would round them otherwise; leave it out"
+            f"the weights were trained as {trained} rounds them, and --calibrate would round them otherwise; leave it out"
         )
-    return Rounder(matrices, moments_of(model, matrices, formats, calibration, say))
+    return Rounder(matrices, moments_of(model, matrices, fitted, calibration, say), trained)
 
 
 def _contents(model: TrainedModel, data: Path | None) -> list[str]:

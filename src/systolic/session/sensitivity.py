@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from systolic.core.units import si
 from systolic.job import Job, MatrixFormat, Quantization
 from systolic.models.quantizing import INT8
 from systolic.session.trained import Metrics, TrainedModel, splits
+from systolic.steps.steps import StepFunctions
 from systolic.steps.tasks.language import LanguageModel
 
 if TYPE_CHECKING:
@@ -97,7 +98,10 @@ class Choice:
 
 
 class Measure:
-    """Quality of a model with some matrices rounded, by one compiled program."""
+    """Quality of a model with some matrices rounded, by one compiled program: that of its Bundle, in which training rounds nothing."""
+
+    beside = ""
+    """What losses are measured beside, where it is not the model as it was trained."""
 
     def __init__(self, model: TrainedModel, data: Path | None, batches: int) -> None:
         from systolic.steps.programs import jit_evaluate
@@ -105,14 +109,18 @@ class Measure:
         self.model, self.data, self.batches = model, data, batches
         self.job = model.job_on(data)
         self.split = splits(self.job, None)[0]
-        self.program = jit_evaluate(model.setup.steps)
+        steps = model.setup.steps
+        self.own = self.program = jit_evaluate(steps)
+        if steps.network.rounded:
+            bare = replace(steps.target, weight_format=None)
+            self.program = jit_evaluate(StepFunctions(steps.job, bare, trains=False))
         self.known: dict[str, float] = {}
         self.file: Path | None = None
-        self.metrics = self.of(model.weights)
+        self.metrics = self._evaluated(self.own, model.weights)
 
     @property
     def before(self) -> Quality:
-        """Of the model's own weights."""
+        """Of the model's own weights, rounded as in its training."""
         return quality_of(self.job, self.metrics)
 
     def record(self, before: Metrics, step: int) -> EvaluationRecord:
@@ -132,26 +140,31 @@ class Measure:
         )
 
     def of(self, weights: Any) -> Metrics:
-        """Metrics of weights."""
+        """Metrics of weights as they are given."""
+        return self._evaluated(self.program, weights)
+
+    def _evaluated(self, program: Any, weights: Any) -> Metrics:
         from systolic.training.evaluate import evaluate
 
         steps = self.model.setup.steps
         params, rest = weights.params, weights.model_state
-        return evaluate(self.job, steps, self.program, params, rest, self.split, self.batches)
+        return evaluate(self.job, steps, program, params, rest, self.split, self.batches)
 
     def fewer(self, batches: int) -> "Measure":
-        """The same over the first so many batches, if it reads more."""
-        if 0 < self.batches <= batches:
+        """The same over the first so many batches, if it reads more, beside a model in which nothing is rounded."""
+        rounds = self.own is not self.program
+        if 0 < self.batches <= batches and not rounds:
             return self
         made = copy(self)
-        made.batches = batches
+        made.batches = min(batches, self.batches or batches)
+        made.own, made.beside = self.program, "beside unrounded, " if rounds else ""
         made.metrics = made.of(self.model.weights)
         return made
 
     def lost(self, rounder: "Rounder", formats: Mapping[str, MatrixFormat]) -> float:
         """Share of the quality that these formats cost; one that an earlier search measured is not measured again."""
         fitted = "fitted, " if rounder.moments else ""
-        name = f"{fitted}{self.batches} batches: {Quantization.of(formats)}"
+        name = f"{self.beside}{fitted}{self.batches} batches: {Quantization.of(formats)}"
         if name not in self.known:
             rounded = rounder.rounded(self.model.weights, formats)
             self.known[name] = quality_of(self.job, self.of(rounded)).lost(self.before)
@@ -196,12 +209,12 @@ def choose(
     for number, (path, how) in enumerate(formats.items()):
         say(f"sensitivity {number + 1} of {len(formats)}: {path}")
         alone[path] = few.lost(rounder, {path: how})
-    current, cost = dict(formats), {path: max(lost, 0.0) for path, lost in alone.items()}
+    current, cost = dict(formats), {path: _cost(lost) for path, lost in alone.items()}
     say("all together")
     lost = measure.lost(rounder, current)
-    while lost > budget:
+    while not lost <= budget:  # a loss that is no number keeps no budget
         expected, known = lost, sum(cost[path] for path in current)
-        while expected > budget and current:
+        while current and not expected <= budget:
             path = max(current, key=lambda one: cost[one] / _more_bytes(rounder, one, current[one]))
             own = lost * cost[path] / known if known else lost
             if (kind := current[path].format).bits == 4 or kind.activations:
@@ -210,6 +223,8 @@ def choose(
             else:
                 del current[path]
                 expected -= own
+            if not math.isfinite(expected):
+                break
         if not current:
             raise OptionError(
                 f"no matrix can be quantized within --budget {budget:.3g}; give a larger budget, more batches to measure on, or a wider format"
@@ -223,9 +238,14 @@ def choose(
             lost=alone[path],
             chosen=str(current.get(path, rounder.matrices[path].dtype.name)),
         )
-        for path in sorted(formats, key=lambda one: -alone[one])
+        for path in sorted(formats, key=lambda one: -_cost(alone[one]))
     ]
     return Choice(formats=current, sensitivities=rows, lost=lost, budget=budget)
+
+
+def _cost(lost: float) -> float:
+    """Of a matrix alone; infinite where the model's outputs are no numbers with it."""
+    return math.inf if math.isnan(lost) else max(lost, 0.0)
 
 
 def _more_bytes(rounder: "Rounder", path: str, how: MatrixFormat) -> int:

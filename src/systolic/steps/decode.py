@@ -239,7 +239,8 @@ class Decode:
         return state, tokens.T
 
     def _module(self, params: Arrays, model_state: Arrays) -> Any:
-        return self.steps.network.module(self.steps.network.cast(params), model_state, train=False)
+        # Weights of :meth:`weights` are cast already; those of quantization-aware training would be rounded twice.
+        return self.steps.network.module(params, model_state, train=False)
 
 
 def pick(logits: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:

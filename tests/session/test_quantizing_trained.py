@@ -1,0 +1,141 @@
+"""Quantization of runs that were trained with rounded matrices, and budgets that are not met."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import systolic
+from systolic.artifact.weights import Weights
+from systolic.cli.quantize import _over
+from systolic.core.errors import OptionError
+from systolic.interop.quantizing import Rounder, _matrices, formats_of
+from systolic.job import Job, MatrixFormat, Precision, WeightFormat
+from systolic.models.decoder.config import Decoder
+from systolic.session.quantizing import Evaluated, QuantizedModel, quantize_model
+from systolic.session.sensitivity import Choice, Measure, Quality, choose
+from systolic.session.trained import TrainedModel, set_up_here
+from tests.session import bundled
+from tests.session.test_quantizing import Given, matrices
+
+INT8 = MatrixFormat(format=WeightFormat.int8)
+INT4 = MatrixFormat(format=WeightFormat.int4, group=64)
+FINER = MatrixFormat(format=WeightFormat.int4, group=32)
+WIDE = Decoder(layers=1, d_model=64, d_ff=64, heads=1, kv_heads=1, head_dim=64, vocab=384)
+"""Groups of 64 inputs are whole."""
+
+
+def in_memory(job: Job, precision: Precision) -> TrainedModel:
+    """A model with random weights, so large that rounding them shows."""
+    setup = set_up_here(replace(job, precision=precision))
+    rng, steps = np.random.default_rng(0), setup.steps
+    drawn = {
+        path: rng.normal(size=shape.shape).astype(np.float32) / 2
+        for path, shape in steps.network.params.items()
+    }
+    params = jax.device_put(drawn, dict(steps.shardings.params))
+    weights = Weights(step=0, params=params, model_state={}, skipped=[])
+    return TrainedModel(Path("nowhere"), setup, weights, None)
+
+
+def test_losses_are_measured_as_the_bundle_computes(tmp_path: Path) -> None:
+    """Which rounds what its formats say and nothing else."""
+    job = bundled.job("lm", tmp_path)
+    trained, plain = (in_memory(job, one) for one in (Precision.qat_int4, Precision.bf16))
+    measure, bundle = (Measure(model, None, 1) for model in (trained, plain))
+    known = _matrices(job.model, trained.setup.steps.network, {})
+    asked = formats_of(known, INT4, ())
+    rounder = Rounder(known, trained=INT4)
+    assert all(rounder.trained(path, how) for path, how in asked.items())
+    # As trained: nothing is lost but the order of a scale and a product in bfloat16.
+    assert abs(measure.lost(rounder, asked)) < 2e-3
+    assert abs(measure.before.value / bundle.before.value - 1) > 0.01
+    alone = {"blocks/out": asked["blocks/out"]}
+    for formats in ({"blocks/out": INT8}, alone):
+        rounded = rounder.rounded(trained.weights, formats)
+        assert measure.of(rounded) == bundle.of(rounded)
+    # What a matrix costs alone is beside a model in which no other is rounded.
+    few = measure.fewer(1)
+    assert few.lost(rounder, alone) == bundle.lost(rounder, alone)
+    assert measure.lost(rounder, alone) != few.lost(rounder, alone)
+
+
+def test_other_groups_than_those_of_training_are_fitted() -> None:
+    known = matrices(a=128)
+    value = jax.random.normal(jax.random.key(0), (128, 128))
+
+    def codes(how: MatrixFormat, trained: MatrixFormat | None) -> np.ndarray:
+        (made,) = Rounder(known, trained=trained).codes("a", how, [value])
+        return np.asarray(made.codes)
+
+    assert (codes(INT4, INT4) != codes(INT4, None)).any()
+    np.testing.assert_array_equal(codes(FINER, INT4), codes(FINER, None))
+
+
+class Broken(Given):
+    """One matrix that makes losses no numbers in 4 bits."""
+
+    def lost(self, rounder: Any, formats: Mapping[str, MatrixFormat]) -> float:
+        lost = super().lost(rounder, formats)
+        return math.nan if formats.get("b") == FINER else lost
+
+
+def test_a_loss_that_is_no_number_keeps_no_budget() -> None:
+    known = matrices(a=64, b=64, c=64)
+    asked = formats_of(known, FINER, ())
+    given = Broken({"a": 0.001, "b": 0.1, "c": 0.002})
+    made = choose(given, Rounder(known), asked, 0.006, lambda _: None)
+    assert made.formats == {**asked, "b": INT8}
+    assert made.sensitivities[0].path == "b"
+
+    class Never(Given):
+        def lost(self, rounder: Any, formats: Mapping[str, MatrixFormat]) -> float:
+            return math.nan
+
+    with pytest.raises(OptionError, match="no matrix can be quantized within --budget"):
+        choose(Never({}), Rounder(known), asked, 0.5, lambda _: None)
+
+
+@pytest.mark.parametrize(("value", "met"), [(10.04, True), (10.06, False), (math.nan, False)])
+def test_a_budget_that_the_bundle_does_not_keep_is_said(value: float, met: bool) -> None:
+    before, after = (Quality(name="perplexity", value=one) for one in (10.0, value))
+    made = QuantizedModel(
+        path=Path("out"),
+        bytes_before=2,
+        bytes_after=1,
+        matrices=(),
+        left=(),
+        before=before,
+        after=after,
+        outputs=None,
+        choice=Choice(formats={}, sensitivities=(), lost=0.004, budget=0.005),
+    )
+    assert made.to_json()["budget_met"] is met
+    said = _over(made)
+    assert len(said) == (not met)
+    assert all("the budget of 0.500% was not met: the Bundle is at" in line for line in said)
+
+
+@pytest.mark.slow
+def test_a_run_trained_with_rounded_matrices_loses_nothing(tmp_path: Path) -> None:
+    """Codes are those that it was trained with, whatever others have a smaller error."""
+    job = replace(bundled.job("lm", tmp_path), model=WIDE, precision=Precision.qat_int4)
+    systolic.train(job, run=tmp_path / "run")
+    made = quantize_model(tmp_path / "run", tmp_path / "out", to=INT4, budget=0.005)
+    assert made.lost is not None
+    assert made.choice is not None
+    # In bfloat16, in which scales are applied before or after a product.
+    assert abs(made.lost) < 2e-3
+    assert abs(made.choice.lost) < 2e-3
+    assert made.budget_met
+    assert {one.chosen for one in made.choice.sensitivities} == {"int8", str(INT4)}
+    on = Evaluated(calibration=tmp_path / "text")
+    with pytest.raises(OptionError, match="trained as int4 in groups of 64 rounds them"):
+        quantize_model(tmp_path / "run", tmp_path / "other", to=INT4, on=on)
+    finer = quantize_model(tmp_path / "run", tmp_path / "finer", to=FINER, on=on)
+    assert finer.path.is_dir()
