@@ -97,6 +97,20 @@ print(json.dumps([model.evaluate(), texts, found.replay.passed]))
         assert metrics[split] == pytest.approx(values, rel=1e-5)
 
 
+def test_nothing_is_written_into_a_bundle_or_a_run(
+    digits: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, bundle = digits
+    for inside, kind in ((bundle, "Bundle"), (run, "run")):
+        out = ["--out", str(inside / "deep" / "inner")]
+        for verb in (["quantize", str(run), "--to", "int8"], ["export", str(run), "--to", "onnx"]):
+            assert main([*verb, *out]) == 2
+            said = capsys.readouterr().err.strip().splitlines()[-1]
+            assert f"would lie in the {kind} {inside.resolve()}" in said
+        assert not (inside / "deep").exists()
+    assert main(["verify", str(bundle)]) == 0
+
+
 def test_the_manifest_says_where_a_bundle_comes_from(digits: tuple[Path, Path]) -> None:
     run, bundle = digits
     made, begun = record(bundle), json.loads((run / "job.json").read_text())

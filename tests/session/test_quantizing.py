@@ -375,27 +375,6 @@ def test_patterns_of_matrices_that_stay() -> None:
         formats_of(known, INT4, ["*"])
 
 
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        (["--auto"], "a budget needs data to measure the loss on"),
-        (["--budget", "1%"], "--budget has an effect with --auto only"),
-        (["--auto", "--budget", "half"], "--budget is 'half'; it takes a share such as 0.5%"),
-        (["--group", "0"], "group is 0, and int4 has a scale for each group"),
-        (["--keep", "nothing"], "--keep nothing fits none of the matrices"),
-        (["--data", "missing.txt"], "missing.txt does not exist"),
-    ],
-)
-def test_mistakes_are_one_line_and_leave_nothing(
-    more: list[str], said: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "out"
-    assert main(["quantize", str(source), "--to", "int4", "--out", str(out), *more]) != 0
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert said in lines[-1]
-    assert not list(tmp_path.iterdir())
-
-
 def test_the_command_prints_a_table(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

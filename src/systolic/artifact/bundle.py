@@ -39,6 +39,7 @@ from systolic.artifact.packed import (
     quantization_of,
     views,
 )
+from systolic.artifact.run import JOB
 from systolic.artifact.tensors import SUFFIX, MappedTensor, TensorSpec, read_header, write
 from systolic.core.errors import DataError, NotFoundError, RunError, TakenError
 from systolic.core.files import write_json
@@ -351,13 +352,19 @@ def _held(folder: Path) -> Generator[bool]:
 
 
 def check_free(final: Path) -> None:
-    """Refuses a folder that has something in it.
+    """Refuses a folder that has something in it, or lies in a Bundle or a run, whose files are its own.
 
     Raises:
-        TakenError: it has.
+        TakenError: so.
     """
     if final.exists() and not (final.is_dir() and not any(final.iterdir())):
         raise TakenError(f"{final} exists; choose another --out, or remove it")
+    for folder in final.resolve().parents:
+        for name, kind in ((MANIFEST, "Bundle"), (JOB, "run")):
+            if (folder / name).is_file():
+                raise TakenError(
+                    f"{final} would lie in the {kind} {folder}, whose files are its own; choose another --out"
+                )
 
 
 def shards_of(planned: Sequence[TensorSpec], limit: int = SHARD_BYTES) -> list[list[TensorSpec]]:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 SHOWN = 4
 """Paths that a line names."""
+GROUPS = 32, 64, 128
+"""Of ``--group`` in 4 bits."""
 BUDGET = 0.005
 """Of ``--auto`` where no other is given."""
 
@@ -40,7 +42,7 @@ class QuantizeOptions:
         to: int8 and fp8 (e4m3) have a scale for each output channel; int4 and nf4 one for each group of inputs. w8a8 is int8 with --activations.
         out: The new Bundle's folder.
         keep: Matrices that stay in their dtype: paths, parts of paths such as down, or patterns such as 'blocks/mlp/*'.
-        group: Inputs that share a scale: 32, 64 (of int4 and nf4 by default), 128; 0 is all of a channel (int8, fp8).
+        group: Of int4 and nf4, inputs that share a scale: 32, 64 (by default) or 128; int8 and fp8 take 0 alone, all of a channel.
         data: Other data than the run's own to measure quality on, as systolic eval --path takes it.
         batches: Only the first so many batches; 0 is all.
         activations: With --to int8: activations in int8 too, with scales by --calibrate, or by a run's own training data.
@@ -76,7 +78,7 @@ def run(args: Sequence[str]) -> int:
     """The verb."""
     options = parse(QuantizeOptions, args, "systolic quantize")
     kind = _kind(options)
-    how = MatrixFormat(format=kind, group=kind.group if options.group is None else options.group)
+    how = _format(kind, options.group)
     budget = _budget(options)
     from systolic.session.quantizing import Evaluated, quantize_model
     from systolic.session.speeds import SpeedOptions, speeds_alone
@@ -103,7 +105,7 @@ def run(args: Sequence[str]) -> int:
         each = [one.to_json() for one in speeds]
         print_json({**made.to_json(), "seconds": seconds, "speeds": each, "timed": timed})
         return 0
-    print(f"{made.path}: {how}, in {duration(seconds)}")
+    print(f"{made.path}: {_title(made, how)}, in {duration(seconds)}")
     print("\n".join([*_lines(made, speeds, timed), *_exceptions(made, how), *_over(made)]))
     return 0
 
@@ -121,6 +123,25 @@ def _kind(options: QuantizeOptions) -> WeightFormat:
             f"--activations has no {options.to.value}: activations are rounded to int8, beside weights in int8; give --to int8"
         )
     return WeightFormat.w8a8
+
+
+def _format(kind: WeightFormat, group: int | None) -> MatrixFormat:
+    """The format with the group of ``--group``.
+
+    Raises:
+        OptionError: the format has no such group.
+    """
+    if group is None:
+        return MatrixFormat(format=kind, group=kind.group)
+    if kind.bits == 4 and group not in GROUPS:
+        raise OptionError(
+            f"--group is {group}, and {kind.value} has a scale for each group of inputs; give 32, 64 or 128"
+        )
+    if kind.bits == 8 and group:
+        raise OptionError(
+            f"--group is {group}, and {kind.value} has one scale for each output channel; leave --group out"
+        )
+    return MatrixFormat(format=kind, group=group)
 
 
 def _budget(options: QuantizeOptions) -> float | None:
@@ -141,6 +162,15 @@ def _budget(options: QuantizeOptions) -> float | None:
     if not 0 <= share < 1:
         raise OptionError(f"--budget is {options.budget!r}; it takes a share such as 0.5%")
     return share
+
+
+def _title(made: "QuantizedModel", how: MatrixFormat) -> str:
+    """The format that was asked for, unless no matrix has it: then those that they have."""
+    names = dict.fromkeys(one.format.partition(" ")[0] for one in made.matrices)
+    if how.format.value in names:
+        return str(how)
+    found = [one.value for one in WeightFormat if one.value in names]
+    return f"{' and '.join(found)}, no matrix in {how.format.value}"
 
 
 def _lines(

@@ -62,13 +62,17 @@ def compare(ours: np.ndarray, theirs: np.ndarray, framework: str, tolerance: flo
     """Differences of outputs [rows, ..., n]; ours may have rows of padding at the end of the vocabulary."""
     # In the dtype of both: in float64 a large vocabulary would take gigabytes more, and close numbers subtract exactly.
     ours = ours[..., : theirs.shape[-1]]
-    away = np.abs(ours - theirs)
+    with np.errstate(
+        all="ignore"
+    ):  # Outputs that are no finite numbers have no finite differences.
+        away = np.abs(ours - theirs)
+        relative = away.max() / np.abs(theirs).max()
     return Parity(
         framework=framework,
         rows=theirs.shape[0],
         tokens=int(np.prod(theirs.shape[:-1])),
         max_abs=float(away.max()),
-        max_relative=float(away.max() / np.abs(theirs).max()),
+        max_relative=float(relative),
         mean_abs=float(away.mean(dtype=np.float64)),
         argmax_agreement=float((ours.argmax(-1) == theirs.argmax(-1)).mean()),
         tolerance=tolerance,

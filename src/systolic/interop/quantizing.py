@@ -15,7 +15,7 @@ from systolic.artifact.bundle import BundleDraft
 from systolic.artifact.packed import PACKED, QuantizedRecord, packed
 from systolic.artifact.tensors import TensorSpec
 from systolic.artifact.weights import Weights
-from systolic.core.errors import OptionError, nearest
+from systolic.core.errors import DataError, OptionError, nearest
 from systolic.interop.importing import structure_of
 from systolic.interop.source import Source
 from systolic.interop.starting import matrices_of
@@ -232,7 +232,21 @@ class Rounder:
     def codes(
         self, path: str, how: MatrixFormat, pieces: Iterable[np.ndarray | jax.Array]
     ) -> Iterator[Quantized]:
-        """Codes and scales of each matrix of a stack, or of the only one."""
+        """Codes and scales of each matrix of a stack, or of the only one.
+
+        Raises:
+            DataError: a weight is NaN or infinite, or larger than scales can be.
+        """
+        for made in self._made(path, how, _finite(path, pieces)):
+            if not jnp.isfinite(made.scales).all():
+                raise DataError(
+                    f"weights of {path} are too large for scales in {SCALES_DTYPE}; leave the matrix as it is with --keep {path}"
+                )
+            yield made
+
+    def _made(
+        self, path: str, how: MatrixFormat, pieces: Iterable[jax.Array]
+    ) -> Iterator[Quantized]:
         one, asked = self.matrices[path], (path, how)
         inputs = tuple(dim - int(one.stacked) for dim in one.inputs)
         if how.format.activations:
@@ -240,16 +254,16 @@ class Rounder:
             make = _balanced(inputs, factored, how)
             largest = self.moments[path].reshape(-1, one.largest_shape[-1])
             for piece, own in zip(pieces, largest, strict=True):
-                yield make(jnp.asarray(piece), jnp.asarray(own))
+                yield make(piece, jnp.asarray(own))
             return
         if path not in self.moments or how.format.bits != 4:
             program = _program(inputs, how, self.trained(path, how))
-            yield from (program(jnp.asarray(piece)) for piece in pieces)
+            yield from map(program, pieces)
             return
         if asked not in self._kept:
             moments = self.moments[path].reshape(-1, *one.moments_shape[-2:])
             self._kept[asked] = [
-                jax.device_get(compensated(jnp.asarray(piece), own, inputs, how))
+                jax.device_get(compensated(piece, own, inputs, how))
                 for piece, own in zip(pieces, moments, strict=True)
             ]
         yield from self._kept[asked]
@@ -269,6 +283,16 @@ class Rounder:
             made = [one.restored(value.dtype) for one in codes]
             params[path] = jax.device_put(jnp.stack(made) if stacked else made[0], value.sharding)
         return replace(weights, params=params)
+
+
+def _finite(path: str, pieces: Iterable[np.ndarray | jax.Array]) -> Iterator[jax.Array]:
+    """The matrices of a stack, refused where a weight is no finite number: no code stands for it."""
+    for array in map(jnp.asarray, pieces):
+        if not jnp.isfinite(array).all():
+            raise DataError(
+                f"{path} has weights that are NaN or infinite, which no code stands for; check the model, or leave the matrix as it is with --keep {path}"
+            )
+        yield array
 
 
 Asked = tuple[str, MatrixFormat]

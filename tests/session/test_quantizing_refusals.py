@@ -1,0 +1,82 @@
+"""Mistakes with ``systolic quantize``: one line, and nothing is written."""
+
+import math
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from systolic.cli.main import main
+from systolic.core.errors import DataError
+from systolic.interop.quantizing import Rounder
+from systolic.job import MatrixFormat, WeightFormat
+from tests.interop import folders
+from tests.session.test_quantizing import matrices
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama as a Hugging Face folder."""
+    return folders.folder(tmp_path_factory.mktemp("source") / "tiny")
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--auto"], "a budget needs data to measure the loss on"),
+        (["--budget", "1%"], "--budget has an effect with --auto only"),
+        (["--auto", "--budget", "half"], "--budget is 'half'; it takes a share such as 0.5%"),
+        (["--group", "0"], "group is 0, and int4 has a scale for each group"),
+        (["--group", "7"], "--group is 7, and int4 has a scale for each group of inputs; give 32,"),
+        (["--to", "fp8", "--group", "64"], "--group is 64, and fp8 has one scale for each output"),
+        (
+            ["--to", "w8a8", "--group", "64"],
+            "--group is 64, and w8a8 has one scale for each output",
+        ),
+        (["--keep", "nothing"], "--keep nothing fits none of the matrices"),
+        (["--data", "missing.txt"], "missing.txt does not exist"),
+    ],
+)
+def test_mistakes_are_one_line_and_leave_nothing(
+    more: list[str], said: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main(["quantize", str(source), "--to", "int4", "--out", str(out), *more]) != 0
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert said in lines[-1]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_no_finite_numbers_are_refused(
+    value: float, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(source, tmp_path / "damaged")
+    file = tmp_path / "damaged" / "model.safetensors"
+    arrays = load_file(file)
+    arrays["model.layers.1.mlp.down_proj.weight"][3, 5] = value
+    save_file(arrays, file, {"format": "pt"})
+    given = ["--to", "int8", "--out", str(tmp_path / "out"), "--repeats", "0"]
+    assert main(["quantize", str(tmp_path / "damaged"), *given]) == 1
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "blocks/mlp/down has weights that are NaN or infinite" in said
+    assert [one.name for one in tmp_path.iterdir()] == ["damaged"]
+
+
+def test_weights_larger_than_scales_are_refused() -> None:
+    known, largest = matrices(a=64), np.full((64, 64), np.finfo(np.float32).max)
+    how = MatrixFormat(format=WeightFormat.nf4, group=64)
+    with pytest.raises(DataError, match="weights of a are too large for scales in bfloat16"):
+        list(Rounder(known).codes("a", how, [largest]))
+
+
+def test_the_title_names_no_format_that_no_matrix_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    folders.folder(tmp_path / "narrow", folders.llama(**sizes, num_attention_heads=2))
+    given = ["--to", "int4", "--out", str(tmp_path / "out"), "--repeats", "0"]
+    assert main(["quantize", str(tmp_path / "narrow"), *given]) == 0
+    assert f"{tmp_path / 'out'}: int8, no matrix in int4, in " in capsys.readouterr().out
