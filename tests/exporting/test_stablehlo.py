@@ -262,6 +262,16 @@ def test_differences_are_found(tmp_path: Path) -> None:
         difference(source, {})
 
 
+def test_another_token_is_no_small_error() -> None:
+    tokens = np.array([[400, 1029, 7000, 50257]])
+    difference({"tokens": tokens}, {"tokens": tokens.astype(np.int64)}).check("it", 1e-4)
+    near = difference({"tokens": tokens}, {"tokens": tokens + np.array([0, 2, -1, 0])})
+    assert near.max_relative < 1e-4
+    assert "2 whole numbers are others" in str(near)
+    with pytest.raises(RunError, match="it returns 2 whole numbers"):
+        near.check("it", 1e-4)
+
+
 def test_an_operation_of_one_platform_is_one_line() -> None:
     from jax.experimental import pallas as pl
 
@@ -313,7 +323,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     capsys.readouterr()
     command = ["export", str(tmp_path / "run"), "--to", "stablehlo"]
     assert main([*command, "--out", str(tmp_path / "out")]) == 0
-    assert "logits: largest error" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "logits: largest error" in told
+    assert "in the order of its outputs: 0, 1, 2, 3, 4, 5, 6, 7, 8, 9" in told
     assert main([*command, "--out", str(tmp_path / "two"), "--batch", "2", "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
     assert made["functions"]["logits"]["max_relative"] < 1e-5

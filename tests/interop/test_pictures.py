@@ -14,12 +14,18 @@ from sklearn.datasets import load_sample_images
 
 import systolic
 from systolic.core.errors import DataError, OptionError
-from systolic.interop.pictures import PREPROCESSOR, preprocessor
+from systolic.data.image.images import Images
+from systolic.interop.pictures import PREPROCESSOR, fields_of_job, preprocessor
 from systolic.interop.source import open_source
 from systolic.interop.torchvision import open_state_dict, resnet, resnet_name
+from systolic.job import Batch, Job
+from systolic.models.vision.pixels import Pixels
+from systolic.models.vision.vit.config import Pooling, Positions, ViT
 from systolic.session.importing import import_model
+from systolic.steps.tasks.classification import Classification
 from tests.interop.foreign_images import picture
 from tests.interop.foreign_images import resnet as small_resnet
+from tests.session import bundled
 
 RECORDED = Path(__file__).parent.parent / "recorded" / "torchvision_names.json"
 
@@ -198,3 +204,55 @@ def test_equal_names_of_classes_stay_apart(tmp_path: Path) -> None:
     labels = systolic.open(folder).job.data.labels()
     assert labels[:3] == ("crane", "crane (1)", "crane (2)")
     assert replace(systolic.open(folder).job.data).notes() == ()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run of a small ViT on digits, and its Bundle."""
+    folder = tmp_path_factory.mktemp("trained")
+    job = bundled.job("vit", folder)
+    theirs = {"pooling": Pooling.token, "positions": Positions.learned, "token_position": True}
+    model = replace(bundled.MODELS["vit"], **theirs)
+    run = folder / "run"
+    systolic.train(replace(job, model=model), run=run)
+    return run, systolic.export_model(run, folder / "bundle", to="bundle").path
+
+
+@pytest.mark.parametrize("kind", ["run", "bundle"])
+def test_a_trained_model_leaves_with_its_preparation_and_its_classes(
+    kind: str, trained: tuple[Path, Path], tmp_path: Path
+) -> None:
+    home = tmp_path / "home"
+    systolic.export_model(trained[kind == "bundle"], home, to="hf")
+    pixels = np.random.default_rng(0).integers(0, 255, (12, 8), np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "three.png")
+    wanted, found = (
+        next(iter(systolic.open(path).predict([tmp_path / "three.png"])))
+        for path in (trained[0], home)
+    )
+    assert (found["label"], list(found["top"])) == (wanted["label"], list(wanted["top"]))
+    assert found["top"] == pytest.approx(wanted["top"], abs=1e-5)
+    processor = transformers.AutoImageProcessor.from_pretrained(home)
+    assert (*processor.image_mean, *processor.image_std) == (0.305, 0.376)
+    theirs = transformers.AutoModelForImageClassification.from_pretrained(home)
+    with torch.no_grad():
+        given = processor(Image.open(tmp_path / "three.png"), return_tensors="pt")
+        chances = theirs(**given).logits.softmax(-1)[0]
+    assert theirs.config.id2label[int(chances.argmax())] == wanted["label"]
+    assert float(chances.max()) == pytest.approx(max(wanted["top"].values()), abs=1e-4)
+
+
+def test_pictures_of_a_folder_leave_with_nearly_the_same_pixels(tmp_path: Path) -> None:
+    """Cut and resized at once here, one after the other there."""
+    data = Images(path=tmp_path, side=56, classes=("a", "b"))
+    model = ViT(num_classes=2, patch=8, pixels=Pixels(size=56))
+    job = Job(
+        name="p", model=model, task=Classification(), data=data, steps=1, batch=Batch(total=1)
+    )
+    steps = preprocessor(fields_of_job(job), "the file")
+    assert (steps.preparation.side, steps.preparation.shorter) == (56, 64)
+    assert (steps.mean, steps.std) == (model.pixels.mean, model.pixels.std)
+    file = tmp_path / "half.png"
+    Image.fromarray(load_sample_images().images[0][:320]).save(file)
+    here, there = data.load(file)["image"], steps.preparation.apply(file, 3)
+    assert np.abs(here.astype(int) - there.astype(int)).max() <= 1

@@ -22,13 +22,19 @@ class ExportDifference:
     """Over the largest magnitude of the source's output of that name."""
     argmax_agreement: float | None = None
     """Share of rows of the first output with two or more numbers whose largest is the same; None where there are none."""
+    unequal: int = 0
+    """Whole numbers, such as tokens, that are not the same: they name things, and are near to none."""
 
     def check(self, what: str, tolerance: float) -> None:
         """Refuses a difference above a tolerance.
 
         Raises:
-            RunError: it is above it, or no number.
+            RunError: it is above it, or no number; or a whole number is another one.
         """
+        if self.unequal:
+            raise RunError(
+                f"{what} returns {self.unequal} whole numbers, such as tokens, that are not those of its source; nothing was kept"
+            )
         if not self.max_relative <= tolerance:
             raise RunError(
                 f"{what} differs from its source by {self.max_abs:.3g}, {self.max_relative:.3g} of the largest output, and {tolerance:g} is allowed; nothing was kept"
@@ -44,19 +50,20 @@ class ExportDifference:
             if self.argmax_agreement is None
             else f", largest agrees in {self.argmax_agreement:.1%}"
         )
-        return f"largest error {self.max_abs:.3g} ({self.max_relative:.2g} of the largest output{agreed}) on {self.examples} examples"
+        other = f", {self.unequal} whole numbers are others" if self.unequal else ""
+        return f"largest error {self.max_abs:.3g} ({self.max_relative:.2g} of the largest output{agreed}){other} on {self.examples} examples"
 
 
 def difference(
     source: Mapping[str, np.ndarray], exported: Mapping[str, np.ndarray]
 ) -> ExportDifference:
-    """Compares outputs by name, [examples, ...] each; whole numbers count as they are.
+    """Compares outputs by name, [examples, ...] each; whole numbers are equal or not.
 
     Raises:
         RunError: a name is missing or has another shape.
     """
     absolute = relative = 0.0
-    agreement = None
+    agreement, unequal = None, 0
     for name, wanted in source.items():
         if name not in exported or exported[name].shape != wanted.shape:
             found = list(exported[name].shape) if name in exported else "missing"
@@ -73,11 +80,17 @@ def difference(
         over = largest / max(float(finite.max(initial=0.0)), 1e-30)
         relative = max(relative, over) if over == over else over
         floating = np.issubdtype(wanted.dtype, np.floating)
+        if wanted.dtype.kind in "iub":
+            unequal += int((wide != made).sum())
         if agreement is None and floating and wanted.ndim > 1 and wanted.shape[-1] > 1:
             agreement = float((wide.argmax(-1) == made.argmax(-1)).mean())
     count = next((len(one) for one in source.values() if one.ndim), 0)
     return ExportDifference(
-        examples=count, max_abs=absolute, max_relative=relative, argmax_agreement=agreement
+        examples=count,
+        max_abs=absolute,
+        max_relative=relative,
+        argmax_agreement=agreement,
+        unequal=unequal,
     )
 
 

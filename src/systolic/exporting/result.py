@@ -28,7 +28,7 @@ class ModelExport:
     compared_on: str
     """Origin of the inputs of the comparison."""
     notes: tuple[str, ...] = ()
-    """What became of quantized matrices."""
+    """What became of quantized matrices; the order of classes."""
 
     @classmethod
     def of(

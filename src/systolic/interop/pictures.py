@@ -1,10 +1,12 @@
 """The job of an imported image model: preprocessor_config.json, the names of classes, and how they are used."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from systolic.core.errors import OptionError
+from systolic.data.image.images import Images
 from systolic.data.image.outside import OutsidePictures
 from systolic.data.image.pictures import EVALUATION_SHARE
 from systolic.data.image.preparation import Preparation, Resample
@@ -12,12 +14,14 @@ from systolic.interop.source import Source, dtypes_of
 from systolic.job import Batch, Job
 from systolic.models.families import read_config
 from systolic.models.vision.mobilenet.config import MobileNetV2
-from systolic.models.vision.pixels import HALF, IMAGENET_MEAN, IMAGENET_STD, Pixels
+from systolic.models.vision.pixels import HALF, IMAGENET_MEAN, IMAGENET_STD, Pixels, image_size
 from systolic.models.vision.resnet.config import ResNet
 from systolic.models.vision.rules import labels
 from systolic.models.vision.vit.config import ViT
 from systolic.steps.tasks.classification import Classification
 
+PICTURED = (ResNet, ViT, MobileNetV2)
+"""Image models that transformers has."""
 PREPROCESSOR = "preprocessor_config.json"
 FILTERS = (
     Resample.nearest,
@@ -38,17 +42,17 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "size": {"shortest_edge": 384},
         "resample": 3,
         SHARE: 224 / 256,
-        "image_mean": HALF,
-        "image_std": HALF,
+        "image_mean": HALF * 3,
+        "image_std": HALF * 3,
     },
     "MobileNetV2": {
         "size": {"shortest_edge": 256},
         "do_center_crop": True,
         "crop_size": {"height": 224, "width": 224},
-        "image_mean": HALF,
-        "image_std": HALF,
+        "image_mean": HALF * 3,
+        "image_std": HALF * 3,
     },
-    "ViT": {"size": {"height": 224, "width": 224}, "image_mean": HALF, "image_std": HALF},
+    "ViT": {"size": {"height": 224, "width": 224}, "image_mean": HALF * 3, "image_std": HALF * 3},
 }
 """Values of fields that a file leaves out, by the processor's name (transformers 5.23, image_processing_pil_*.py)."""
 
@@ -187,8 +191,7 @@ def classifier(source: Source) -> Job:
     Raises:
         OptionError: the file has a step that is not known, or images of another size than the model's.
     """
-    model: Any = source.model
-    assert isinstance(model, ResNet | ViT | MobileNetV2)
+    model = _pictured(source.model)
     pixels = model.pixels
     file = source.files().get(PREPROCESSOR)
     if file is None:
@@ -235,6 +238,47 @@ def fields_of(preparation: Preparation, pixels: Pixels) -> dict[str, Any]:
     for name, values in (("image_mean", pixels.mean), ("image_std", pixels.std)):
         made[name] = list(values if len(values) == channels else values * channels)
     return made
+
+
+def fields_of_job(job: Job) -> dict[str, Any]:
+    """A preprocessor_config.json for the pictures of a job, as its model is used on files.
+
+    Pictures that are cut and resized at once are resized and then cut there, to whole pixels each.
+
+    Raises:
+        OptionError: pictures are no squares.
+    """
+    data, pixels = job.data, _pictured(job.model).pixels
+    height, width = image_size(data.fields(), pixels)
+    if height != width:
+        raise OptionError(
+            f"pictures are {height} x {width}, and {PREPROCESSOR} is known for squares only; keep it as a Bundle"
+        )
+    given = data.preparation if isinstance(data, Images | OutsidePictures) else None
+    share = EVALUATION_SHARE if isinstance(data, Images) else 1.0
+    return fields_of(given or Preparation(side=height, shorter=round(height / share)), pixels)
+
+
+def with_pictures(
+    config: Mapping[str, Any], files: Mapping[str, bytes], job: Job
+) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """A config.json and the files beside it, with the names of classes and the preparation of pictures of a trained job.
+
+    Raises: as :func:`fields_of_job`.
+    """
+    said, names = dict(config), job.data.labels()
+    if names:
+        more = range(len(names), _pictured(job.model).num_classes)
+        numbered = dict(enumerate((*names, *map(str, more))))
+        said["id2label"] = {str(number): name for number, name in numbered.items()}
+        said["label2id"] = {name: number for number, name in numbered.items()}
+    made = json.dumps(fields_of_job(job), indent=2).encode()
+    return said, {**files, PREPROCESSOR: made}
+
+
+def _pictured(model: Any) -> ResNet | ViT | MobileNetV2:
+    assert isinstance(model, PICTURED)
+    return model
 
 
 TORCHVISION = fields_of(

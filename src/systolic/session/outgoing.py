@@ -9,6 +9,7 @@ from systolic.data.audio.recordings import Recordings
 from systolic.data.text.text_data import TextData
 from systolic.data.text.tokenizer import Around
 from systolic.interop.exporting import Outgoing, outgoing, outgoing_model, with_text
+from systolic.interop.pictures import PICTURED, with_pictures
 from systolic.interop.source import OTHER_FILES, TEXT_FILES, known_source, open_source
 from systolic.models.families import CONFIG, Config, read_config
 from systolic.session.trained import TrainedModel, open_model
@@ -49,9 +50,13 @@ def leaving(path: Path, checkpoint: str | int, *, trust: bool) -> Leaving:
         return leaving_run(open_model(path, checkpoint, trust=trust))
     source = open_source(path)
     source.verify()
+    made = outgoing(source)
     files = {name: file.read_bytes() for name, file in source.files().items()}
+    if isinstance(source.model, PICTURED) and (job := source.trained_job()) is not None:
+        config, files = with_pictures(made.config, files, job)
+        made = replace(made, config=config)
     return Leaving(
-        made=outgoing(source),
+        made=made,
         files=files,
         licence=source.licence,
         restored=len(source.quantization.matrices),
@@ -67,6 +72,9 @@ def leaving_run(model: TrainedModel) -> Leaving:
     """A run's model."""
     made = outgoing_model(model.job.model, model.plain_weights, origin_of(model))
     data, files, starts = model.job.data, text_files(model.job.data), None
+    if isinstance(model.job.model, PICTURED):
+        config, files = with_pictures(made.config, files, model.job)
+        made = replace(made, config=config)
     if isinstance(data, TextData):
         config, files = with_text(made.config, files, data)
         made = replace(made, config=config)

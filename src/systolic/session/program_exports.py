@@ -1,6 +1,6 @@
 """Exports of a model as programs: opened, made pure functions, written in a format and compared with the source."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -46,6 +46,8 @@ WRITERS = {
     "stablehlo": ProgramFormat("systolic.exporting.stablehlo", "export_stablehlo", codes=True),
 }
 """Formats of programs."""
+MOST_NAMES = 20
+"""Classes whose names a line has room for."""
 
 
 def export_program(
@@ -79,6 +81,7 @@ def export_program(
     from systolic.exporting.codes import with_codes
     from systolic.exporting.examples import example_inputs
     from systolic.exporting.functions import exportable
+    from systolic.steps.tasks.classification import Classification
 
     if to not in WRITERS:
         raise OptionError(f"to is {to!r}; programs are written as {' or '.join(WRITERS)}")
@@ -104,8 +107,9 @@ def export_program(
     leaving, notes = with_codes(leaving, kept=form.codes)
     notes = (*notes, *_warnings(model.job))
     examples = example_inputs(leaving, settings.examples, settings.inputs)
-    return replace(functions[form.write](leaving, examples, out, settings, say), notes=notes)
-
+    made = functions[form.write](leaving, examples, out, settings, say)
+    names = model.job.data.labels() if isinstance(model.job.task, Classification) else ()
+    return replace(made, notes=(*notes, *classes_note(names, path)))
 
 def _warnings(job: Job) -> list[str]:
     """What the outputs of an exported model depend on, beside what it was compared with."""
@@ -120,3 +124,19 @@ def _warnings(job: Job) -> list[str]:
             "the experts have slots for a share of a text's tokens, of which padding takes some: give texts without padding"
         )
     return found
+
+
+def classes_note(names: Sequence[str], path: Path) -> tuple[str, ...]:
+    """The line that says the classes in the order of the outputs, which no program holds; none where they have no names.
+
+    Args:
+        names: Of the classes.
+        path: The model, which says those that the line leaves out.
+    """
+    if not names:
+        return ()
+    if len(names) <= MOST_NAMES:
+        return (f"class names are not in it; in the order of its outputs: {', '.join(names)}",)
+    return (
+        f"class names are not in it; the order of its outputs, {names[0]} to {names[-1]} ({len(names)}), is that of systolic.open({str(path)!r}).job.data.labels()",
+    )

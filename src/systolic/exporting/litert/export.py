@@ -68,7 +68,7 @@ class LiteExport:
     graph: LiteGraph = field(repr=False)
     edge_tpu: EdgeTpuReport | None = None
     notes: tuple[str, ...] = ()
-    """What became of quantized matrices."""
+    """What became of quantized matrices; the order of classes."""
 
     @property
     def kind(self) -> str:

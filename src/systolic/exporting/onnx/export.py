@@ -4,6 +4,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,9 @@ def export_onnx(
             f"the conversion to ONNX could not write to {tempfile.gettempdir()} ({failure.reason(error)}); free some space there, or set TMPDIR to another folder"
         ) from error
     write_atomically(out, content)
+    if function.batch is None:
+        # The call with one example is one of those before again.
+        apart = replace(apart, examples=apart.examples - 1)
     return ModelExport.of(model, out, "onnx", {function.name: apart}, examples)
 
 
@@ -105,7 +109,7 @@ def _write_request(
     import cloudpickle
 
     calls = list(examples.calls(function))
-    if function.free:
+    if function.batch is None:
         calls.append(next(examples.calls(function, 1)))
     for number, given in enumerate(calls):
         arrays: dict[str, Any] = dict(given)

@@ -12,8 +12,8 @@ IMAGENET_MEAN = (0.485, 0.456, 0.406)
 """Mean of ImageNet's training images per channel, on the scale 0 to 1 (torchvision's reference values)."""
 IMAGENET_STD = (0.229, 0.224, 0.225)
 """Standard deviation of ImageNet's training images per channel, same scale and source."""
-HALF = (0.5, 0.5, 0.5)
-"""Mean and standard deviation that scale bytes to -1 to 1, the default of transformers' ViT and MobileNetV2."""
+HALF = (0.5,)
+"""Mean and standard deviation that scale the bytes of any channel to -1 to 1, the default of transformers' ViT and MobileNetV2."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

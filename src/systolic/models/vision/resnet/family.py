@@ -6,7 +6,7 @@ from systolic.core.errors import OptionError
 from systolic.job import Model
 from systolic.models.families import Config, Family
 from systolic.models.mapping import Conversion, Rule
-from systolic.models.vision.pixels import Pixels
+from systolic.models.vision.pixels import HALF, Pixels
 from systolic.models.vision.resnet.config import Depth, ResNet, Stem
 from systolic.models.vision.rules import BUFFERS, conv_norm, head, num_classes, require
 
@@ -42,12 +42,13 @@ def model(config: Config) -> ResNet:
         raise OptionError(
             f"hidden_sizes is {list(hidden)} and with embedding_size {width} only {list(wanted)} is known"
         )
+    channels = config.get("num_channels", 3)
     return ResNet(
         depth=known[blocks, expansion],
         width=width,
         stem=Stem.imagenet,
         num_classes=num_classes(config),
-        pixels=Pixels(channels=config.get("num_channels", 3)),
+        pixels=Pixels() if channels == 3 else Pixels(channels=channels, mean=HALF, std=HALF),
     )
 
 
