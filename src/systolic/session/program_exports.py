@@ -111,6 +111,7 @@ def export_program(
     names = model.job.data.labels() if isinstance(model.job.task, Classification) else ()
     return replace(made, notes=(*notes, *classes_note(names, path)))
 
+
 def _warnings(job: Job) -> list[str]:
     """What the outputs of an exported model depend on, beside what it was compared with."""
     found = []
