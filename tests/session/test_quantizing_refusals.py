@@ -2,8 +2,11 @@
 
 import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -12,7 +15,10 @@ from systolic.cli.main import main
 from systolic.core.errors import DataError
 from systolic.interop.quantizing import Rounder
 from systolic.job import MatrixFormat, WeightFormat
+from systolic.predicting.latency import TimedCall
 from tests.interop import folders
+from tests.interop.test_sentences import folder as encoder_folder
+from tests.session import bundled
 from tests.session.test_quantizing import matrices
 
 
@@ -80,3 +86,81 @@ def test_the_title_names_no_format_that_no_matrix_has(
     given = ["--to", "int4", "--out", str(tmp_path / "out"), "--repeats", "0"]
     assert main(["quantize", str(tmp_path / "narrow"), *given]) == 0
     assert f"{tmp_path / 'out'}: int8, no matrix in int4, in " in capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *given: str | Path) -> str:
+    """The one line of a command that is refused."""
+    assert main([str(one) for one in given]) != 0
+    (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
+    assert "--path" not in line
+    return line
+
+
+def test_messages_name_the_options_of_the_verb(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, some, empty = bundled.run("cnn", tmp_path), tmp_path / "some", tmp_path / "empty"
+    some.write_text("some text")
+    empty.touch()
+    int8 = ["quantize", run, "--to", "int8", "--repeats", "0", "--out", tmp_path / "out"]
+    for option, more in (("--data", []), ("--calibrate", ["--activations"])):
+        said = refused(capsys, *int8, *more, option, empty)
+        assert f"{option} is {empty}, which is empty" in said
+    said = refused(capsys, *int8, "--data", some)
+    assert f"--data is {some}, but Digits data can't be read from elsewhere" in said
+    said = refused(capsys, "compare", run, run, "--data", some)
+    assert f"--data is {some}, but Digits data can't be read from elsewhere" in said
+    (tmp_path / "folders" / "a").mkdir(parents=True)
+    litert = [
+        "export",
+        run,
+        "--to",
+        "litert",
+        "--precision",
+        "int8",
+        "--out",
+        tmp_path / "out.tflite",
+    ]
+    said = refused(capsys, *litert, "--data", tmp_path / "folders")
+    assert "but Digits data can't be read from elsewhere; leave --data out" in said
+    assert "which is empty" in refused(capsys, *litert, "--data", empty)
+
+
+def test_an_encoder_is_not_asked_for_data_that_it_does_not_take(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    encoder_folder(tmp_path / "encoder")
+    int8 = ["quantize", tmp_path / "encoder", "--to", "int8", "--out", tmp_path / "out"]
+    said = refused(capsys, *int8, "--auto")
+    assert "leave the budget out: this kind of model has no measure" in said
+    assert main([*map(str, int8), "--repeats", "0"]) == 0
+    said = capsys.readouterr().out
+    assert "quality was not measured: this kind of model has no measure of it here" in said
+
+
+class Huge(TimedCall):
+    """A call whose arrays no machine holds."""
+
+    def seconds(self, clock: Callable[[], float]) -> dict[str, float]:
+        jax.block_until_ready(jnp.zeros(1 << 50, jnp.uint8))
+        return {"call": clock()}
+
+    def sizes(self) -> dict[str, int]:
+        return {"rows": 1, "prompt_tokens": 100_000}
+
+
+def test_a_timed_call_without_memory_is_one_line(
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("systolic.predicting.latency.timed_call", lambda *_: Huge())
+    given = "--prompt-tokens", "100000", "--repeats", "1"
+    said = refused(capsys, "compare", source, source, *given)
+    assert "a timed call (rows 1, prompt tokens 100000) needs more memory" in said
+    assert said.endswith("B here; lower --prompt-tokens")
+    out = tmp_path / "out"
+    said = refused(capsys, "quantize", source, "--to", "int8", "--out", out)
+    assert said.endswith("all files are written, and systolic compare times smaller calls")
+    assert main(["verify", str(out)]) == 0

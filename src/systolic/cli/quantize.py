@@ -198,7 +198,10 @@ def _lines(
             f"  outputs of a probe over {found.tokens} {found.unit}: largest difference {found.max_abs:.3g} ({found.max_relative:.2%} of the largest output), mean {found.mean_abs:.3g}, same {found.best} at {found.argmax_agreement:.1%}"
         )
     if made.before is None:
-        lines.append("  quality was not measured: give the text or pictures with --data")
+        cure = "this kind of model has no measure of it here"
+        if made.measurable:
+            cure = "give the text or pictures with --data"
+        lines.append(f"  quality was not measured: {cure}")
     alone = {}
     if made.choice is not None:
         alone = {one.path: f"{one.lost:+.3%}" for one in made.choice.sensitivities}

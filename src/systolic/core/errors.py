@@ -5,7 +5,8 @@ exceptions. What is raised here reaches the terminal as one line and a non-zero 
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 
 
 class SystolicError(Exception):
@@ -63,3 +64,13 @@ def nearest(name: str, known: Iterable[str]) -> str:
     folded = {k.lower(): k for k in known}
     close = difflib.get_close_matches(name.lower(), list(folded), n=1, cutoff=0.6)
     return f"; did you mean {folded[close[0]]}?" if close else ""
+
+
+@contextmanager
+def called(option: str) -> Generator[None]:
+    """Errors of the block, or of a function, name an option in the place of ``--path``, as which other verbs take the same data."""
+    try:
+        yield
+    except SystolicError as error:
+        error.args = (str(error).replace("--path", option),)
+        raise

@@ -200,6 +200,11 @@ class Data(ABC):
             f"--path is {path}, but {type(self).__name__} data can't be read from elsewhere; leave --path out"
         )
 
+    @property
+    def read_elsewhere(self) -> bool:
+        """Whether :meth:`at` takes a path."""
+        return type(self).at is not Data.at
+
     def baselines(self) -> Mapping[str, float]:
         """Results of simple methods on the held-out data, to compare with."""
         return {}

@@ -3,7 +3,7 @@
 import statistics
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from systolic.artifact.weights import Weights
+from systolic.chips.host import memory_bytes
 from systolic.core.errors import OptionError
+from systolic.core.units import si
 from systolic.data.audio.recordings import Recordings
 from systolic.data.text.sentences import Sentences
 from systolic.data.text.text_data import TextData
@@ -26,7 +28,13 @@ from systolic.steps.steps import StepFunctions
 
 PREFILL, DECODE, CALL = "prefill", "decode", "call"
 """Stages: a prompt, one token of each text, a batch."""
+MEMORY = "RESOURCE_EXHAUSTED", "Out of memory"
+"""Words in the errors of a device without memory."""
 Clock = Callable[[], float]
+
+
+class LargeCallError(OptionError):
+    """A timed call that needs more memory than the device has."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,9 +154,17 @@ def medians(
         calls: At least one; each is called once before, which compiles it.
         repeats: Timed rounds; the order of the calls changes with each.
         clock: Seconds.
+
+    Raises:
+        LargeCallError: a call needs more memory than there is.
     """
     for call in calls:
-        call.seconds(clock)
+        try:
+            call.seconds(clock)
+        except jax.errors.JaxRuntimeError as error:
+            if not any(words in str(error) for words in MEMORY):
+                raise
+            raise _too_large(call.sizes()) from error
     found: list[list[dict[str, float]]] = [[] for _ in calls]
     for number in range(repeats):
         order = range(len(calls)) if number % 2 == 0 else reversed(range(len(calls)))
@@ -158,6 +174,16 @@ def medians(
         {stage: statistics.median(one[stage] for one in rounds) for stage in rounds[0]}
         for rounds in found
     ]
+
+
+def _too_large(sizes: Mapping[str, int]) -> LargeCallError:
+    stats = jax.local_devices()[0].memory_stats() or {}
+    limit = si(stats.get("bytes_limit") or memory_bytes(), "B")
+    call = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in sizes.items())
+    cure = "--prompt-tokens" if "prompt_tokens" in sizes else "--rows"
+    return LargeCallError(
+        f"a timed call ({call}) needs more memory than is free of the {limit} here; lower {cure}"
+    )
 
 
 def _form(steps: StepFunctions) -> Form:

@@ -9,7 +9,7 @@ import msgspec
 
 from systolic.artifact.bundle import MANIFEST, RECORDED, open_bundle
 from systolic.artifact.tensors import SUFFIX
-from systolic.core.errors import OptionError
+from systolic.core.errors import OptionError, called
 from systolic.core.ranges import NOT_NEGATIVE
 from systolic.job import Job
 from systolic.session.agreement import Agreement, agreement
@@ -224,6 +224,7 @@ def _recorded(model: TrainedModel) -> list[dict[str, Any]]:
     return [msgspec.to_builtins(one) for one in found]
 
 
+@called("--data")
 def _measured(
     side: ComparedModel, model: TrainedModel, options: ComparisonOptions, say: Say
 ) -> ComparedModel:

@@ -17,7 +17,7 @@ from systolic.artifact.bundle import (
 )
 from systolic.artifact.bundle_record import ImportedFrom, Recorded, carried
 from systolic.artifact.run import JOB
-from systolic.core.errors import DataError, NotFoundError, OptionError
+from systolic.core.errors import DataError, NotFoundError, OptionError, called
 from systolic.data.fingerprint import contents_of
 from systolic.interop.bundled import BundleSource
 from systolic.interop.jobs import job_of
@@ -74,6 +74,8 @@ class QuantizedModel:
     """Outputs of the quantized model beside those of the other on a probe; ``None`` for a kind of model without one."""
     choice: Choice | None = None
     """Sensitivities, where the formats were chosen by a budget."""
+    measurable: bool = True
+    """Whether quality can be measured on data that is given."""
 
     @property
     def lost(self) -> float | None:
@@ -151,10 +153,6 @@ def quantize_model(
     check_free(out)
     is_run = (path / JOB).is_file()
     measured = is_run or on.data is not None
-    if budget is not None and not measured:
-        raise OptionError(
-            f"a budget needs data to measure the loss on, and {path} brings none; give the text or pictures with --data"
-        )
     with _as_source(path, trust, say) as source:
         from systolic.interop.quantizing import formats_of, matrices_in
 
@@ -162,12 +160,14 @@ def quantize_model(
         matrices = matrices_in(source)
         formats = formats_of(matrices, to, keep)
         _check_calibration(on, formats, is_run=is_run)
-        say("reading weights")
         job = _job_of(path, source, on, trust)
+        if budget is not None and not measured:
+            _refuse_budget(path, job)
+        say("reading weights")
         model = _opened(source, job)
         rounder = _rounder(model, matrices, formats, on.calibration, say)
         say("quality before")
-        measure = Measure(model, on.data, on.batches) if measured else None
+        measure = _measure(model, on) if measured else None
         choice = None
         if budget is not None and measure is not None:
             about = source.fingerprint(), model.job.precision.value
@@ -177,7 +177,8 @@ def quantize_model(
         before = _Figures.of(model, source, measure)
         del model, measure  # before the other is opened
         after = _written(source, out, (rounder, formats), (job, before, on), say)
-        return _result(out, source, (rounder, formats), (before, after), choice)
+        made = _result(out, source, (rounder, formats), (before, after), choice)
+        return replace(made, measurable=measured or job.data.read_elsewhere)
 
 
 Chosen = tuple["Rounder", Mapping[str, MatrixFormat]]
@@ -191,6 +192,24 @@ def _job_of(path: Path, source: Source, on: Evaluated, trust: bool) -> Job:
     return job_of(source, texts=on.data is not None or on.calibration is not None)
 
 
+@called("--data")
+def _measure(model: TrainedModel, on: Evaluated) -> Measure:
+    return Measure(model, on.data, on.batches)
+
+
+def _refuse_budget(path: Path, job: Job) -> None:
+    """Refuses a budget for a model without data.
+
+    Raises:
+        OptionError: always.
+    """
+    cure = "leave the budget out: this kind of model has no measure of quality here"
+    if job.data.read_elsewhere:
+        cure = "give the text or pictures with --data"
+    raise OptionError(f"a budget needs data to measure the loss on, and {path} brings none; {cure}")
+
+
+@called("--calibrate")
 def _rounder(
     model: TrainedModel,
     matrices: "Mapping[str, Matrix]",
@@ -226,28 +245,41 @@ def _contents(model: TrainedModel, data: Path | None) -> list[str]:
     return [one.digest for one in contents_of(model.job_on(data).data).values()]
 
 
+def _check_there(option: str, path: Path | None) -> None:
+    """Refuses data that is missing or empty.
+
+    Raises:
+        NotFoundError: it is missing.
+        DataError: it is empty.
+    """
+    if path is None:
+        return
+    if not path.exists():
+        raise NotFoundError(f"{path} does not exist; check the path of {option}")
+    if path.is_file() and not path.stat().st_size:
+        raise DataError(
+            f"{option} is {path}, which is empty; give data that stands for what the model will see"
+        )
+
+
 def _check_calibration(on: Evaluated, formats: Mapping[str, MatrixFormat], *, is_run: bool) -> None:
     """Refuses calibration that would have no effect, is missing, or would make quality look better than it is.
 
     Raises:
         OptionError: so.
-        NotFoundError: the data does not exist.
+        NotFoundError: data does not exist.
         DataError: it is empty.
     """
     activations = any(how.format.activations for how in formats.values())
+    _check_there("--data", on.data)
     if on.calibration is None:
         if activations and not is_run:
             raise OptionError(
                 "activations in int8 have scales by what they are; give data that stands for what the model will see with --calibrate"
             )
         return
-    if not on.calibration.exists():
-        raise NotFoundError(f"{on.calibration} does not exist; check the path of --calibrate")
-    if on.calibration.is_file() and not on.calibration.stat().st_size:
-        raise DataError(
-            f"--calibrate is {on.calibration}, which is empty; give data that stands for what the model will see"
-        )
-    if on.data is not None and on.data.exists() and on.data.samefile(on.calibration):
+    _check_there("--calibrate", on.calibration)
+    if on.data is not None and on.data.samefile(on.calibration):
         raise OptionError(
             f"--calibrate and --data are both {on.data}: quality on data that codes were fitted to looks better than it is; give other data"
         )
@@ -270,7 +302,7 @@ def _written(
         about = _write(source, made, chosen, say)
         say("quality after")
         model = _opened(open_source(made.describe(**about).folder), job)
-        measure = None if before.metrics is None else Measure(model, on.data, on.batches)
+        measure = None if before.metrics is None else _measure(model, on)
         after = _Figures.of(model, source, measure)
         if measure is not None and before.metrics is not None:
             about["evaluations"] = [measure.record(before.metrics, _step(source))]

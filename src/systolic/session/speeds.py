@@ -104,7 +104,15 @@ def _speeds_alone(
     if isinstance(model.job.model, Decoder) and (most := model.job.model.learned_positions):
         room = max(1, most - options.output_tokens)
         options = replace(options, prompt_tokens=min(options.prompt_tokens, room))
-    (found,), timed = speeds_of([model], options, lambda stage: say(f"{path.name}: {stage}"))
+    from systolic.predicting.latency import LargeCallError
+
+    try:
+        (found,), timed = speeds_of([model], options, lambda stage: say(f"{path.name}: {stage}"))
+    except LargeCallError as error:
+        what = str(error).partition("; ")[0]
+        raise LargeCallError(
+            f"{what}; all files are written, and systolic compare times smaller calls"
+        ) from error
     return found, timed
 
 

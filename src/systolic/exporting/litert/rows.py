@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from systolic.core.errors import DataError, NotFoundError, OptionError
+from systolic.core.errors import DataError, NotFoundError, OptionError, called
 from systolic.data.text.sentences import Sentences
 from systolic.data.text.text_data import TextData
 from systolic.exporting.examples import ExampleInputs, example_inputs, function_inputs
@@ -117,9 +117,12 @@ def _at(model: ExportableModel, function: Inference, path: Path, most: int | Non
     """Rows of a file, of the files of a folder, or of its folders of classes, which label them."""
     if not path.exists():
         raise NotFoundError(f"--data is {path}, which does not exist; check the path")
+    if path.is_file() and not path.stat().st_size:
+        raise DataError(f"--data is {path}, which is empty; give representative files")
     entries = sorted(path.iterdir()) if path.is_dir() else [path]
     if any(one.is_dir() for one in entries) and label_of(model.job) is not None:
-        data = model.job.data.at(path.absolute())
+        with called("--data"):
+            data = model.job.data.at(path.absolute())
         return _of_split(model, function, data, Split.validation, most, f"pictures of {path.name}")
     files = [one for one in entries if one.is_file() and not one.name.startswith(".")]
     if not files:
