@@ -15,7 +15,7 @@ from tests.training.children import RECIPE, ROOT, environment, finish, start
 from tests.training.sessions import evaluations, losses
 
 URL = "s3://runs/tiny"
-OPTIONS = [RECIPE, "--steps", "1200", "--checkpoints.every", "100", "--evaluation.every", "600"]
+OPTIONS = [RECIPE, "--steps", "2400", "--checkpoints.every", "100", "--evaluation.every", "1200"]
 
 
 def said(verb: str, environ: dict[str, str], *args: str) -> str:

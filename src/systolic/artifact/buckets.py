@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -26,7 +27,9 @@ from systolic.core.store import cache_home
 COPIES = "buckets"
 CHECKPOINTS = "checkpoints"
 SEND_SECONDS = 10.0
-"""Between two looks for what a run has written."""
+"""Between two sendings of what a run has written."""
+LOOK_SECONDS = 1.0
+"""Between two looks for a new checkpoint, which is sent at once."""
 _TRANSFERS = 8
 _RETRIES = 6
 _URL = re.compile(r"(s3|gs):/+([^/]+)/*(.*)")
@@ -285,9 +288,16 @@ class Sender:
         _in_parallel(one, names)
 
     def _watch(self) -> None:
-        while not self._ended.wait(SEND_SECONDS):
-            with suppress(RunError):  # It is tried again, and told at the end.
-                self.send()
+        sent = time.monotonic()
+        while not self._ended.wait(LOOK_SECONDS):
+            if time.monotonic() - sent > SEND_SECONDS or self._has_new_checkpoint():
+                with suppress(RunError):  # It is tried again, and told at the end.
+                    self.send()
+                sent = time.monotonic()
+
+    def _has_new_checkpoint(self) -> bool:
+        files = (self._copy / CHECKPOINTS).glob(f"[0-9]*/{manifest.NAME}")
+        return any(file.relative_to(self._copy).as_posix() not in self._sent for file in files)
 
 
 def _download(objects: Objects, names: Sequence[str]) -> None:
