@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -102,6 +103,25 @@ def test_sizes_and_quality_are_those_of_the_files(int8: Any) -> None:
     record = json.loads((int8.path / MANIFEST).read_text())
     assert record["format"] == 2
     assert record["quantization"]["blocks/query"]["format"] == "int8"
+
+
+def test_an_interrupt_while_it_is_timed_costs_the_times_alone(
+    int8: Any,
+    source: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("systolic.session.quantizing.quantize_model", lambda *_, **__: int8)
+    monkeypatch.setattr(
+        "systolic.predicting.latency.timed_call", lambda *_: signal.raise_signal(signal.SIGINT)
+    )
+    assert main(["quantize", str(source), "--to", "int8", "--out", str(int8.path)]) == 130
+    shown = capsys.readouterr()
+    assert "  perplexity  " in shown.out
+    assert "blocks/mlp/down  int8" in shown.out
+    assert "prefill" not in shown.out
+    said = shown.err.splitlines()[-1]
+    assert said.startswith("systolic: interrupted while timing; all files are written, and ")
 
 
 def test_its_outputs_and_evaluations_are_on_record(

@@ -41,8 +41,8 @@ from systolic.artifact.packed import (
 )
 from systolic.artifact.run import JOB
 from systolic.artifact.tensors import SUFFIX, MappedTensor, TensorSpec, read_header, write
-from systolic.core.errors import DataError, NotFoundError, RunError, TakenError
-from systolic.core.files import write_json
+from systolic.core.errors import DataError, NotFoundError, OptionError, RunError, TakenError
+from systolic.core.files import check_folder_writable, check_room, write_json
 from systolic.job import Model, Quantization
 
 MANIFEST = "bundle.json"
@@ -255,7 +255,11 @@ class BundleDraft:
             pieces: Consecutive pieces of a tensor's first dims, by its name; called in their order.
             progress: Called with the bytes of each tensor that was written.
             stem: Of the names of the files: ``model`` as Hugging Face has it.
+
+        Raises:
+            RunError: the disk has less room.
         """
+        check_room(self.final, sum(spec.nbytes for spec in planned))
         shards = shards_of(planned)
         names = _names(stem, len(shards))
 
@@ -328,6 +332,19 @@ def draft(final: Path) -> Generator[BundleDraft]:
             shutil.rmtree(scratch, ignore_errors=True)
 
 
+def write_file(final: Path, content: bytes) -> None:
+    """Writes one new file, which a kill leaves whole or not at all, with a draft that the next one removes.
+
+    Raises: as :func:`draft`.
+    """
+    check_room(final, len(content))
+    with draft(final) as made:
+        file = made.folder / final.name
+        with _written(file) as out:
+            out.write(content)
+        os.replace(file, final)
+
+
 def _remove_left(final: Path) -> None:
     """Removes drafts of processes that were killed: no process holds them."""
     for left in final.parent.glob(f".{glob.escape(final.name)}{DRAFT}*"):
@@ -352,12 +369,20 @@ def _held(folder: Path) -> Generator[bool]:
 
 
 def check_free(final: Path) -> None:
-    """Refuses a folder that has something in it, or lies in a Bundle or a run, whose files are its own.
+    """Refuses a folder that has something in it, can't be written, or lies in a Bundle or a run, whose files are its own.
 
     Raises:
         TakenError: so.
+        OptionError: what is above it is a file, or its name is too long.
+        RunError: its folder is not writable.
     """
-    if final.exists() and not (final.is_dir() and not any(final.iterdir())):
+    try:
+        taken = final.exists() and not (final.is_dir() and not any(final.iterdir()))
+    except OSError as error:  # too long a name, a folder that is not ours
+        raise OptionError(
+            f"{final} can't be written ({failure.reason(error)}); choose another --out"
+        ) from error
+    if taken:
         raise TakenError(f"{final} exists; choose another --out, or remove it")
     for folder in final.resolve().parents:
         for name, kind in ((MANIFEST, "Bundle"), (JOB, "run")):
@@ -365,6 +390,7 @@ def check_free(final: Path) -> None:
                 raise TakenError(
                     f"{final} would lie in the {kind} {folder}, whose files are its own; choose another --out"
                 )
+    check_folder_writable(final)
 
 
 def shards_of(planned: Sequence[TensorSpec], limit: int = SHARD_BYTES) -> list[list[TensorSpec]]:

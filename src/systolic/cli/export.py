@@ -12,6 +12,7 @@ import tyro
 from systolic.cli.output import print_json
 from systolic.cli.parse import parse
 from systolic.core.errors import OptionError
+from systolic.core.leave import ends_cleanly
 from systolic.core.ranges import COUNT, NOT_NEGATIVE
 from systolic.core.units import duration, si
 from systolic.exporting.settings import ROWS, ExportSettings, LiteQuantization
@@ -80,7 +81,7 @@ def run(args: Sequence[str]) -> int:
             "--out is missing; give the new folder, or with gguf, litert and onnx the new file"
         )
     begun = time.perf_counter()
-    with ProgressLine(sys.stderr, f"export {options.run.name}") as progress:
+    with ends_cleanly(), ProgressLine(sys.stderr, f"export {options.run.name}") as progress:
         made = _exported(options, options.out, progress.say)
     seconds = time.perf_counter() - begun
     if options.json:

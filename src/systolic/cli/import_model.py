@@ -12,6 +12,7 @@ import tyro
 
 from systolic.cli.output import print_json, warn
 from systolic.cli.parse import parse
+from systolic.core.leave import ends_cleanly
 from systolic.core.units import duration, si
 from systolic.report.progress import ProgressLine
 
@@ -54,7 +55,7 @@ def run(args: Sequence[str]) -> int:
     from systolic.session.importing import import_model
 
     begun = time.perf_counter()
-    with ProgressLine(sys.stderr, f"import {options.source.name}") as progress:
+    with ends_cleanly(), ProgressLine(sys.stderr, f"import {options.source.name}") as progress:
         made = import_model(
             options.source,
             options.out,

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import NamedTuple, NoReturn
 
 from systolic.core.errors import OptionError, SystolicError, nearest
-from systolic.core.leave import leave, remember_interrupts
+from systolic.core.leave import TerminatedError, leave, remember_interrupts
 
 
 class Verb(NamedTuple):
@@ -124,8 +124,11 @@ def guarded(work: Callable[[], int | None]) -> int:
     except SystolicError as error:
         print(f"systolic: {error}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        print("systolic: interrupted", file=sys.stderr)
+    except TerminatedError:
+        print("systolic: ended by SIGTERM", file=sys.stderr)
+        return 143
+    except KeyboardInterrupt as error:
+        print(f"systolic: {error or 'interrupted'}", file=sys.stderr)
         return 130
     except BrokenPipeError:
         sys.stderr.close()

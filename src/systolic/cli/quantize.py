@@ -12,7 +12,8 @@ import tyro
 
 from systolic.cli.output import print_json
 from systolic.cli.parse import parse
-from systolic.core.errors import OptionError
+from systolic.core.errors import OptionError, SystolicError
+from systolic.core.leave import ends_cleanly
 from systolic.core.ranges import NOT_NEGATIVE
 from systolic.core.units import duration, si
 from systolic.job import MatrixFormat, WeightFormat
@@ -81,12 +82,13 @@ def run(args: Sequence[str]) -> int:
     how = _format(kind, options.group)
     budget = _budget(options)
     from systolic.session.quantizing import Evaluated, quantize_model
-    from systolic.session.speeds import SpeedOptions, speeds_alone
+    from systolic.session.speeds import SpeedOptions, speeds_beside
 
     speed = SpeedOptions(on=options.on, quick=options.quick, repeats=options.repeats)
 
     begun = time.perf_counter()
-    with ProgressLine(sys.stderr, f"quantize {options.run.name}") as progress:
+    cut: BaseException | None = None
+    with ends_cleanly(), ProgressLine(sys.stderr, f"quantize {options.run.name}") as progress:
         made = quantize_model(
             options.run,
             options.out,
@@ -97,17 +99,32 @@ def run(args: Sequence[str]) -> int:
             trust=options.trust,
             say=progress.say,
         )
-        speeds, timed = speeds_alone(
-            (options.run, made.path), speed, trust=options.trust, say=progress.say
-        )
+        try:
+            speeds, timed = speeds_beside(
+                (options.run, made.path), speed, trust=options.trust, say=progress.say
+            )
+        except (KeyboardInterrupt, SystolicError) as error:  # the Bundle is written
+            speeds, timed, cut = [], {}, error
     seconds = time.perf_counter() - begun
     if options.json:
         each = [one.to_json() for one in speeds]
         print_json({**made.to_json(), "seconds": seconds, "speeds": each, "timed": timed})
-        return 0
-    print(f"{made.path}: {_title(made, how)}, in {duration(seconds)}")
-    print("\n".join([*_lines(made, speeds, timed), *_exceptions(made, how), *_over(made)]))
+    else:
+        print(f"{made.path}: {_title(made, how)}, in {duration(seconds)}")
+        print("\n".join([*_lines(made, speeds, timed), *_exceptions(made, how), *_over(made)]))
+    if cut is not None:
+        sys.stdout.flush()
+        raise _told(cut)
     return 0
+
+
+def _told(cut: BaseException) -> BaseException:
+    """What cut the timing short, with words about what is there."""
+    if type(cut) is KeyboardInterrupt:
+        return KeyboardInterrupt(
+            "interrupted while timing; all files are written, and systolic compare times both models"
+        )
+    return cut
 
 
 def _kind(options: QuantizeOptions) -> WeightFormat:
@@ -192,7 +209,7 @@ def _lines(
     lines = _aligned(rows)
     if timed:
         ran = ", ".join(f"{name.replace('_', ' ')} {n}" for name, n in timed.items())
-        lines.append(f"  here: medians of calls, one model after the other, {ran}")
+        lines.append(f"  here: medians of calls, {ran}")
     if (found := made.outputs) is not None:
         lines.append(
             f"  outputs of a probe over {found.tokens} {found.unit}: largest difference {found.max_abs:.3g} ({found.max_relative:.2%} of the largest output), mean {found.mean_abs:.3g}, same {found.best} at {found.argmax_agreement:.1%}"

@@ -2,11 +2,13 @@
 
 import json
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from systolic.core.errors import DataError, NotFoundError, OptionError, RunError
+from systolic.core.units import si
 
 
 def _mode() -> int:
@@ -61,7 +63,17 @@ def check_writable(path: Path) -> None:
     """
     if path.is_dir():
         raise OptionError(f"{path} is a directory; name a file in it, such as {path / 'result'}")
-    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    check_folder_writable(path)
+
+
+def check_folder_writable(path: Path) -> None:
+    """Checks that a file or a folder can be made at a path.
+
+    Raises:
+        OptionError: its parent is a file.
+        RunError: the folder is not writable.
+    """
+    folder = _nearest(path)
     if not folder.is_dir():
         raise OptionError(f"{folder} is a file, so {path} cannot be in it; choose another folder")
     try:
@@ -72,6 +84,30 @@ def check_writable(path: Path) -> None:
         raise RunError(
             f"{folder} is not writable ({error.strerror}); choose another folder for {path.name}"
         ) from error
+
+
+def check_room(
+    path: Path, size: int, cure: str = "free some space or choose another folder"
+) -> None:
+    """Checks that the disk of a path has room for so many bytes, before they are made; the cure is for the message.
+
+    Raises:
+        RunError: it has less.
+    """
+    folder = _nearest(path)
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError:
+        return  # a file system that does not say
+    if size > free:
+        raise RunError(
+            f"{path} takes {si(size, 'B')}, and the disk of {folder} has {si(free, 'B')} free; {cure}"
+        )
+
+
+def _nearest(path: Path) -> Path:
+    """The nearest folder above a path that exists."""
+    return next(parent for parent in path.absolute().parents if parent.exists())
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -10,7 +10,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
@@ -51,6 +52,33 @@ def _interrupted(number: int, frame: FrameType | None) -> NoReturn:
     del frame
     _lost.append(number)
     raise KeyboardInterrupt
+
+
+class TerminatedError(KeyboardInterrupt):
+    """SIGTERM within :func:`ends_cleanly`: what catches an interrupt catches it too."""
+
+
+@contextmanager
+def ends_cleanly() -> Generator[None]:
+    """SIGTERM interrupts the block as Ctrl-C does, so that it removes what it was writing; without effect outside the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    own = os.getpid()
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        del frame
+        # A process that was forked in the block has nothing to remove, and a second signal would cut the removal short.
+        if os.getpid() != own:
+            os._exit(128 + number)
+        signal.signal(number, signal.SIG_IGN)
+        raise TerminatedError
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 _at_once: list[bool] = []

@@ -1,6 +1,5 @@
 """``systolic.import_model``: a model of another library, written as a Bundle and compared with where it came from."""
 
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +15,8 @@ from systolic.artifact.bundle import (
     model_record,
 )
 from systolic.artifact.bundle_record import ImportedFrom, carried
-from systolic.core.errors import OptionError, RunError
-from systolic.core.units import si
+from systolic.core.errors import OptionError
+from systolic.core.files import check_room
 from systolic.interop import recorded
 from systolic.interop.bundled import BundleSource
 from systolic.interop.importing import planned, write_weights
@@ -282,9 +281,4 @@ def _check_room(opened: Source, final: Path, size: int) -> None:
     check_free(final)
     if opened.path.is_dir() and final.resolve().is_relative_to(opened.path.resolve()):
         raise OptionError(f"{final} lies in the source {opened.path}; choose another --out")
-    parent = next(folder for folder in final.absolute().parents if folder.exists())
-    free = shutil.disk_usage(parent).free
-    if size > free:
-        raise RunError(
-            f"{final} takes {si(size, 'B')} and {parent} has {si(free, 'B')} free; free some space, choose another --out, or give --dtype bf16"
-        )
+    check_room(final, size, "free some space, choose another --out, or give --dtype bf16")

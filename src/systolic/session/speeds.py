@@ -16,7 +16,7 @@ from systolic.job import Batch, Job, Layout, Remat
 from systolic.models.decoder.config import Decoder
 from systolic.session.capacity import forecast_serving
 from systolic.session.server_layout import engine_layout
-from systolic.session.trained import TrainedModel, keep_programs, prepare_model
+from systolic.session.trained import PreparedModel, TrainedModel, keep_programs, prepare_model
 
 Say = Callable[[str], None]
 CHUNK = 256
@@ -83,37 +83,58 @@ def speeds_of(
     return found, timed
 
 
-def speeds_alone(
+def speeds_beside(
     paths: Sequence[Path], options: SpeedOptions, *, trust: bool, say: Say
 ) -> tuple[list[ModelSpeeds], Mapping[str, int]]:
-    """Speeds of models in files or runs, one opened and timed after the other; and what a call computed.
+    """Speeds of a model and of one made from it, and what a call computed. Calls are timed in turn where there is memory for both, else one model after the other.
 
     Raises:
         SystolicError: a model can't be opened; as :func:`systolic.open`.
     """
+    if not options.repeats and not options.slices:
+        return [ModelSpeeds() for _ in paths], {}
     keep_programs()
-    each = [_speeds_alone(path, options, trust, say) for path in paths]
-    return [one for one, _ in each], each[0][1]
-
-
-def _speeds_alone(
-    path: Path, options: SpeedOptions, trust: bool, say: Say
-) -> tuple[ModelSpeeds, Mapping[str, int]]:
-    prepared = prepare_model(path, trust=trust)
-    model = TrainedModel(path, prepared.setup, prepared.read(), None)
-    if isinstance(model.job.model, Decoder) and (most := model.job.model.learned_positions):
+    prepared = {path: prepare_model(path, trust=trust) for path in paths}
+    job = prepared[paths[0]].setup.job
+    if isinstance(job.model, Decoder) and (most := job.model.learned_positions):
         room = max(1, most - options.output_tokens)
         options = replace(options, prompt_tokens=min(options.prompt_tokens, room))
+    together = [list(paths)] if _fit(list(prepared.values())) else [[path] for path in paths]
+    found: list[ModelSpeeds] = []
+    timed: Mapping[str, int] = {}
+    for each in together:
+        models = [
+            TrainedModel(path, prepared[path].setup, prepared[path].read(), None) for path in each
+        ]
+        speeds, timed = _speeds_after_writing(models, options, say)
+        found += speeds
+    return found, timed
+
+
+def _fit(models: Sequence[PreparedModel]) -> bool:
+    """Whether there is memory for the weights of models, and as much again for what is computed with them."""
+    from systolic.artifact.weights import sizes_of
+    from systolic.serving.text.memory import capacity_bytes
+
+    devices = models[0].setup.machine.devices
+    networks = [one.setup.steps.network for one in models]
+    sizes = [sizes_of({**one.params, **one.model_state}).bytes_by_dtype for one in networks]
+    wanted = 2 * sum(sum(one.values()) for one in sizes)
+    return wanted <= capacity_bytes(devices) * len(devices)
+
+
+def _speeds_after_writing(
+    models: Sequence[TrainedModel], options: SpeedOptions, say: Say
+) -> tuple[list[ModelSpeeds], Mapping[str, int]]:
     from systolic.predicting.latency import LargeCallError
 
     try:
-        (found,), timed = speeds_of([model], options, lambda stage: say(f"{path.name}: {stage}"))
+        return speeds_of(models, options, say)
     except LargeCallError as error:
         what = str(error).partition("; ")[0]
         raise LargeCallError(
             f"{what}; all files are written, and systolic compare times smaller calls"
         ) from error
-    return found, timed
 
 
 def _timed_in_turn(

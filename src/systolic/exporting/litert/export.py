@@ -14,9 +14,8 @@ import jax.export
 import numpy as np
 
 from systolic.artifact import failure
-from systolic.artifact.bundle import check_free
+from systolic.artifact.bundle import check_free, write_file
 from systolic.core.errors import OptionError, RunError
-from systolic.core.files import check_writable, write_atomically
 from systolic.core.units import si
 from systolic.exporting.difference import EXACT, ExportDifference, difference
 from systolic.exporting.examples import ExampleInputs
@@ -183,7 +182,6 @@ def export_litert(
     """
     check_litert(settings)
     check_free(out)
-    check_writable(out)
     packages = package_folder(LITERT, say)
     model, function = _fixed(model, settings.function)
     say("reading data")
@@ -203,7 +201,7 @@ def export_litert(
     if settings.quantization is LiteQuantization.none:
         apart.check(f"the exported {function.name}", EXACT)
     graph = graph_of(content, str(out))
-    write_atomically(out, content)
+    write_file(out, content)
     return LiteExport(
         path=out,
         function=function.name,

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from systolic.artifact import failure
-from systolic.artifact.bundle import check_free
+from systolic.artifact.bundle import check_free, write_file
 from systolic.core.errors import OptionError, RunError
-from systolic.core.files import check_writable, write_atomically
 from systolic.exporting.difference import joined
 from systolic.exporting.examples import ExampleInputs
 from systolic.exporting.inference import ExportableModel, Inference
@@ -65,7 +64,6 @@ def export_onnx(
     """
     check_onnx(settings)
     check_free(out)
-    check_writable(out)
     size = sum(array.nbytes for array in model.params.values())
     if size > MOST_BYTES:
         raise OptionError(
@@ -92,7 +90,7 @@ def export_onnx(
         raise RunError(
             f"the conversion to ONNX could not write to {tempfile.gettempdir()} ({failure.reason(error)}); free some space there, or set TMPDIR to another folder"
         ) from error
-    write_atomically(out, content)
+    write_file(out, content)
     if function.batch is None:
         # The call with one example is one of those before again.
         apart = replace(apart, examples=apart.examples - 1)

@@ -13,6 +13,7 @@ import jinja2
 
 from systolic.artifact.bundle import MANIFEST, Bundle, check_free, draft, open_bundle
 from systolic.core.errors import OptionError
+from systolic.core.files import check_room
 from systolic.session.docker.lock import PackageLock, lock, python
 from systolic.session.docker.wheel import write_wheel
 
@@ -124,12 +125,14 @@ def export_docker(
         TakenError: there is something at ``out``.
         RunError: the disk is full; nothing is left at ``out``.
     """
+    check_free(out)
     if not (path / MANIFEST).is_file():
         raise OptionError(
             f"{path} is no Bundle, which an image serves; make one with systolic import, or of a run with systolic export {path} --to bundle"
         )
-    check_free(out)
     bundle = open_bundle(path)
+    if not image.mount:
+        check_room(out, sum(one.bytes for one in bundle.record.files.values()))
     say("digests")
     bundle.verify()
     kind = type(bundle.model).__name__
