@@ -4,7 +4,6 @@ import json
 import re
 import signal
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -277,8 +276,6 @@ def test_codes_of_4_bits_are_fitted_to_the_inputs_that_transformers_sees(
         for one in (model, *(systolic.open(tmp_path / name) for name in ("fitted", "plain")))
     )
     assert np.abs(fitted - before).mean() < 0.8 * np.abs(plain - before).mean()
-    with pytest.raises(OptionError, match="--calibrate and --data are both"):
-        quantize_model(source, tmp_path / "same", to=NARROW, on=replace(on, data=on.calibration))
     with pytest.raises(
         OptionError, match="--calibrate has an effect on int4 and nf4, and with --activations"
     ):

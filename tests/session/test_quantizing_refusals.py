@@ -3,19 +3,23 @@
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from PIL import Image
 from safetensors.numpy import load_file, save_file
 
 from systolic.cli.main import main
-from systolic.core.errors import DataError
+from systolic.core.errors import DataError, OptionError
+from systolic.data.image.images import Images
 from systolic.interop.quantizing import Rounder
 from systolic.job import MatrixFormat, WeightFormat
 from systolic.predicting.latency import TimedCall
+from systolic.session.calibrating import check_apart
 from tests.interop import folders
 from tests.interop.test_sentences import folder as encoder_folder
 from tests.session import bundled
@@ -55,19 +59,65 @@ def test_mistakes_are_one_line_and_leave_nothing(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("place", ["the file", "a copy", "a copy in a folder"])
+def test_calibration_by_what_quality_is_measured_on_is_refused(
+    place: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held, other = tmp_path / "held.txt", tmp_path / "others" / "copy.txt"
+    held.write_text("the capital of France is Paris\n" * 40)
+    other.parent.mkdir()
+    shutil.copy(held, other)
+    (other.parent / "more.txt").write_text("the capital of Spain is Madrid\n" * 40)
+    given = {"the file": held, "a copy": other, "a copy in a folder": other.parent}[place]
+    int4 = ["quantize", source, "--to", "int4", "--out", tmp_path / "out"]
+    said = refused(capsys, *int4, "--data", held, "--calibrate", given)
+    assert f"{'held' if given is held else 'copy'}.txt is in --data {held} too: quality" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_calibration_by_the_held_out_data_of_a_run_is_refused(tmp_path: Path) -> None:
+    job = bundled.job("lm", tmp_path)  # which takes some of its training text for validation
+    shutil.copytree(tmp_path / "text", tmp_path / "copy")
+    with pytest.raises(OptionError, match="is in the held-out data of the run too"):
+        check_apart(job, None, tmp_path / "copy")
+    (tmp_path / "other.txt").write_text("some other text")
+    check_apart(job, None, tmp_path / "other.txt")
+    for split in ("train", "val"):
+        for label in "ab":
+            (tmp_path / "pictures" / split / label).mkdir(parents=True)
+            picture = np.random.default_rng(len(split)).integers(0, 256, (8, 8, 3), np.uint8)
+            Image.fromarray(picture).save(tmp_path / "pictures" / split / label / "0.png")
+    of_pictures = replace(job, data=Images(path=tmp_path / "pictures", side=8))
+    check_apart(of_pictures, None, tmp_path / "pictures" / "train")
+    with pytest.raises(OptionError, match=r"0\.png is in the held-out data of the run too"):
+        check_apart(of_pictures, None, tmp_path / "pictures" / "val" / "a")
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "value"),
+    [
+        ("model.layers.1.mlp.down_proj.weight", "blocks/mlp/down", math.nan),
+        ("model.layers.1.mlp.down_proj.weight", "blocks/mlp/down", math.inf),
+        ("model.norm.weight", "norm/scale", math.inf),  # which is not quantized
+    ],
+)
 def test_weights_that_are_no_finite_numbers_are_refused(
-    value: float, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str,
+    path: str,
+    value: float,
+    source: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     shutil.copytree(source, tmp_path / "damaged")
     file = tmp_path / "damaged" / "model.safetensors"
     arrays = load_file(file)
-    arrays["model.layers.1.mlp.down_proj.weight"][3, 5] = value
+    arrays[name][..., 5] = value
     save_file(arrays, file, {"format": "pt"})
     given = ["--to", "int8", "--out", str(tmp_path / "out"), "--repeats", "0"]
     assert main(["quantize", str(tmp_path / "damaged"), *given]) == 1
     said = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "blocks/mlp/down has weights that are NaN or infinite" in said
+    assert f"{path} has weights that are NaN or infinite" in said
     assert [one.name for one in tmp_path.iterdir()] == ["damaged"]
 
 

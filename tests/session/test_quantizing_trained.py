@@ -12,13 +12,13 @@ import pytest
 
 import systolic
 from systolic.artifact.weights import Weights
-from systolic.cli.quantize import _over
+from systolic.cli.quantize import _fallen, _over
 from systolic.core.errors import OptionError
 from systolic.interop.quantizing import Rounder, _matrices, formats_of
 from systolic.job import Job, MatrixFormat, Precision, WeightFormat
 from systolic.models.decoder.config import Decoder
 from systolic.session.quantizing import Evaluated, QuantizedModel, quantize_model
-from systolic.session.sensitivity import Choice, Measure, Quality, choose
+from systolic.session.sensitivity import Choice, Measure, Quality, choose, quality_of
 from systolic.session.trained import TrainedModel, set_up_here
 from tests.session import bundled
 from tests.session.test_quantizing import Given, matrices
@@ -59,6 +59,8 @@ def test_losses_are_measured_as_the_bundle_computes(tmp_path: Path) -> None:
     for formats in ({"blocks/out": INT8}, alone):
         rounded = rounder.rounded(trained.weights, formats)
         assert measure.of(rounded) == bundle.of(rounded)
+    # Of another platform, dtype or rows of a batch they are others.
+    assert measure.where == ("bfloat16", "cpu", 4)
     # What a matrix costs alone is beside a model in which no other is rounded.
     few = measure.fewer(1)
     assert few.lost(rounder, alone) == bundle.lost(rounder, alone)
@@ -101,20 +103,37 @@ def test_a_loss_that_is_no_number_keeps_no_budget() -> None:
         choose(Never({}), Rounder(known), asked, 0.5, lambda _: None)
 
 
+def result(before: Quality | None, after: Quality | None, **more: Any) -> QuantizedModel:
+    """What a quantization found."""
+    sizes = {"bytes_before": 2, "bytes_after": 1, "matrices": (), "left": (), "outputs": None}
+    return QuantizedModel(path=Path("out"), before=before, after=after, **sizes, **more)
+
+
+def test_a_model_that_fell_far_is_said() -> None:
+    def of(name: str, *values: float) -> QuantizedModel:
+        return result(*(Quality(name=name, value=one) for one in values))
+
+    fell = [of("accuracy", 0.7, 0.55), of("perplexity", 10.0, 12.5), of("loss", 1.0, math.nan)]
+    fell += [of("perplexity", 10.0, math.inf), result(None, None, apart=0.61)]
+    assert [one.fell for one in fell] == [True] * 5
+    kept = of("accuracy", 0.7, 0.65), of("perplexity", 10.0, 11.9), result(None, None, apart=0.1)
+    assert not any(one.fell for one in kept)
+    said = _fallen(fell[1], INT4)
+    assert "out is hardly the same model: perplexity fell far, from 10 to 12.5; give --cal" in said
+    assert "outputs of a probe are 61% of their own spread away" in _fallen(fell[-1], INT4)
+
+
+def test_a_loss_beyond_all_perplexities_is_infinite(tmp_path: Path) -> None:
+    found = quality_of(bundled.job("lm", tmp_path), {"loss": 1e4})
+    assert found.value == math.inf
+    assert found.lost(Quality(name="perplexity", value=10.0)) == math.inf
+
+
 @pytest.mark.parametrize(("value", "met"), [(10.04, True), (10.06, False), (math.nan, False)])
 def test_a_budget_that_the_bundle_does_not_keep_is_said(value: float, met: bool) -> None:
     before, after = (Quality(name="perplexity", value=one) for one in (10.0, value))
-    made = QuantizedModel(
-        path=Path("out"),
-        bytes_before=2,
-        bytes_after=1,
-        matrices=(),
-        left=(),
-        before=before,
-        after=after,
-        outputs=None,
-        choice=Choice(formats={}, sensitivities=(), lost=0.004, budget=0.005),
-    )
+    choice = Choice(formats={}, sensitivities=(), lost=0.004, budget=0.005)
+    made = result(before, after, choice=choice)
     assert made.to_json()["budget_met"] is met
     said = _over(made)
     assert len(said) == (not met)
@@ -134,7 +153,8 @@ def test_a_run_trained_with_rounded_matrices_loses_nothing(tmp_path: Path) -> No
     assert abs(made.choice.lost) < 2e-3
     assert made.budget_met
     assert {one.chosen for one in made.choice.sensitivities} == {"int8", str(INT4)}
-    on = Evaluated(calibration=tmp_path / "text")
+    (tmp_path / "other.txt").write_text("the capital of Spain is Madrid, yes or no " * 80)
+    on = Evaluated(calibration=tmp_path / "other.txt")
     with pytest.raises(OptionError, match="trained as int4 in groups of 64 rounds them"):
         quantize_model(tmp_path / "run", tmp_path / "other", to=INT4, on=on)
     finer = quantize_model(tmp_path / "run", tmp_path / "finer", to=FINER, on=on)

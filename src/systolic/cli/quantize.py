@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from systolic.cli.output import print_json
+from systolic.cli.output import print_json, warn
 from systolic.cli.parse import parse
 from systolic.core.errors import OptionError, SystolicError
 from systolic.core.leave import ends_cleanly
@@ -106,6 +106,8 @@ def run(args: Sequence[str]) -> int:
         except (KeyboardInterrupt, SystolicError) as error:  # the Bundle is written
             speeds, timed, cut = [], {}, error
     seconds = time.perf_counter() - begun
+    if made.fell:
+        warn(_fallen(made, how))
     if options.json:
         each = [one.to_json() for one in speeds]
         print_json({**made.to_json(), "seconds": seconds, "speeds": each, "timed": timed})
@@ -257,6 +259,19 @@ def _over(made: "QuantizedModel") -> list[str]:
     return [
         f"  the budget of {made.choice.budget:.3%} was not met: the Bundle is at {_share(made)}, and was at {made.choice.lost:+.3%} in the search; give a smaller --budget or a wider format"
     ]
+
+
+def _fallen(made: "QuantizedModel", how: MatrixFormat) -> str:
+    """That quality fell far, and what may keep it."""
+    what = f"{'its quality' if made.before is None else made.before.name} fell far"
+    if made.before is not None and made.after is not None:
+        what += f", from {made.before.value:.4g} to {made.after.value:.4g}"
+    else:
+        what += f": outputs of a probe are {made.apart:.0%} of their own spread away"
+    cure = "give --calibrate, --auto, a smaller --group, or --to int8"
+    if how.format.bits == 8:
+        cure = "leave the worst matrices as they are, with --auto or --keep"
+    return f"{made.path} is hardly the same model: {what}; {cure}"
 
 
 def _share(made: "QuantizedModel") -> str:

@@ -88,6 +88,37 @@ def contents_of(data: Data) -> dict[str, Contents]:
     return {name: contents for name, contents in found.items() if contents is not None}
 
 
+def shared(files: Iterable[Path], others: Iterable[Path]) -> list[Path]:
+    """Files with the contents of one of the others, whatever their names; empty ones have none.
+
+    Raises:
+        DataError: one of them cannot be read.
+    """
+    try:
+        by_size, found = _by_size(others), []
+        for size, own in _by_size(files).items():
+            known = {_whole(file) for file in by_size.get(size, ())}
+            found += [file for file in own if known and _whole(file) in known]
+    except OSError as error:
+        raise DataError(
+            f"{error.filename} can't be read ({error.strerror}); check the path"
+        ) from error
+    return found
+
+
+def _by_size(files: Iterable[Path]) -> dict[int, list[Path]]:
+    found: dict[int, list[Path]] = {}
+    for file in files:
+        if size := file.stat().st_size:
+            found.setdefault(size, []).append(file)
+    return found
+
+
+def _whole(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
 def difference(before: Contents, now: Contents) -> str | None:
     """Describes the difference in a few words; ``None`` if there is none."""
     if before.files != now.files:

@@ -235,9 +235,9 @@ class Rounder:
         """Codes and scales of each matrix of a stack, or of the only one.
 
         Raises:
-            DataError: a weight is NaN or infinite, or larger than scales can be.
+            DataError: a weight is larger than scales can be.
         """
-        for made in self._made(path, how, _finite(path, pieces)):
+        for made in self._made(path, how, map(jnp.asarray, pieces)):
             if not jnp.isfinite(made.scales).all():
                 raise DataError(
                     f"weights of {path} are too large for scales in {SCALES_DTYPE}; leave the matrix as it is with --keep {path}"
@@ -283,16 +283,6 @@ class Rounder:
             made = [one.restored(value.dtype) for one in codes]
             params[path] = jax.device_put(jnp.stack(made) if stacked else made[0], value.sharding)
         return replace(weights, params=params)
-
-
-def _finite(path: str, pieces: Iterable[np.ndarray | jax.Array]) -> Iterator[jax.Array]:
-    """The matrices of a stack, refused where a weight is no finite number: no code stands for it."""
-    for array in map(jnp.asarray, pieces):
-        if not jnp.isfinite(array).all():
-            raise DataError(
-                f"{path} has weights that are NaN or infinite, which no code stands for; check the model, or leave the matrix as it is with --keep {path}"
-            )
-        yield array
 
 
 Asked = tuple[str, MatrixFormat]

@@ -118,6 +118,11 @@ class Data(ABC):
     def fields(self) -> Mapping[str, Field]:
         """Arrays of one example by name; reads no file, so that a step compiles without the data."""
 
+    def files(self, split: Split) -> Sequence[Path]:
+        """Files that hold the examples of a split, those of training where it comes out of them; none where there are none of their own."""
+        del split
+        return ()
+
     @abstractmethod
     def size(self, split: Split) -> int | None:
         """Number of examples in a split, 0 if it is empty, ``None`` if only reading tells (packed text)."""

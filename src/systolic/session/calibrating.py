@@ -1,18 +1,20 @@
-"""Calibration of activations: the largest inputs of a model's matrices on data that stands for what it will see."""
+"""Calibration: data that stands for what a model will see, apart from what it is measured on, and the largest inputs of its matrices on it."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from systolic.core.errors import DataError
+from systolic.core.errors import DataError, NotFoundError, OptionError, called
 from systolic.data.audio.recordings import Recordings
+from systolic.data.fingerprint import of_files, shared
 from systolic.data.text.sentences import Sentences, read_text
 from systolic.data.text.text_data import TextData
-from systolic.job import MatrixFormat, Split
+from systolic.job import Job, MatrixFormat, Split
 from systolic.session.sensitivity import CALIBRATION_BATCHES
 from systolic.session.trained import TrainedModel, splits
 
@@ -66,6 +68,85 @@ def largest_of(
     )
 
 
+def check_calibration(
+    data: Path | None,
+    calibration: Path | None,
+    formats: Mapping[str, MatrixFormat],
+    *,
+    is_run: bool,
+) -> None:
+    """Refuses data that is missing or empty, and calibration that would have no effect.
+
+    Raises:
+        OptionError: so.
+        NotFoundError: data does not exist.
+        DataError: it is empty.
+    """
+    activations = any(how.format.activations for how in formats.values())
+    _check_there("--data", data)
+    if calibration is None:
+        if activations and not is_run:
+            raise OptionError(
+                "activations in int8 have scales by what they are; give data that stands for what the model will see with --calibrate"
+            )
+        return
+    _check_there("--calibrate", calibration)
+    if not activations and all(how.format.bits != 4 for how in formats.values()):
+        raise OptionError(
+            "--calibrate has an effect on int4 and nf4, and with --activations; leave it out"
+        )
+
+
+def _check_there(option: str, path: Path | None) -> None:
+    if path is None:
+        return
+    if not path.exists():
+        raise NotFoundError(f"{path} does not exist; check the path of {option}")
+    if path.is_file() and not path.stat().st_size:
+        raise DataError(
+            f"{option} is {path}, which is empty; give data that stands for what the model will see"
+        )
+
+
+def check_apart(job: Job, data: Path | None, calibration: Path) -> None:
+    """Refuses calibration by data that quality is measured on, wherever a copy of it is.
+
+    Args:
+        job: Of the model.
+        data: What quality is measured on; ``None`` for the job's own held-out data.
+        calibration: What codes are fitted to.
+
+    Raises:
+        OptionError: a file is in both.
+        DataError: one can't be read.
+    """
+    with called("--data"):
+        on = job if data is None else replace(job, data=job.data.at(data.absolute()))
+        measured = on.data.files(splits(on, None)[0])
+    with called("--calibrate"):
+        both = shared(_files_at(job, calibration), measured)
+    if both:
+        what = "the held-out data of the run" if data is None else f"--data {data}"
+        raise OptionError(
+            f"--calibrate is {calibration}, whose {both[0].name} is in {what} too: quality on data that codes were fitted to looks better than it is; give other data"
+        )
+
+
+def _files_at(job: Job, path: Path) -> Sequence[Path]:
+    """Files that calibrate."""
+    if isinstance(job.data, TextData | Recordings):
+        other = replace(job, data=job.data.at(path.absolute()))
+        return other.data.files(splits(other, None)[0])
+    files = [path] if path.is_file() else sorted(one for one in path.rglob("*") if one.is_file())
+    return [one for one in files if not one.name.startswith(".")]
+
+
+def digests_at(job: Job, path: Path) -> list[str]:
+    """Fingerprint of data that calibrates."""
+    found = of_files(Path(path.absolute().anchor), [one.absolute() for one in _files_at(job, path)])
+    return [] if found is None else [found.digest]
+
+
 def _batches(model: TrainedModel, path: Path | None) -> Iterator[Mapping[str, Any]]:
     data = model.job.data
     if path is None:
@@ -75,7 +156,7 @@ def _batches(model: TrainedModel, path: Path | None) -> Iterator[Mapping[str, An
     elif isinstance(data, TextData | Recordings):
         yield from _of_split(model, path)
     else:
-        yield from _of_files(data, path)
+        yield from _of_files(model, path)
 
 
 def _of_split(model: TrainedModel, path: Path | None) -> Iterator[Mapping[str, Any]]:
@@ -105,15 +186,14 @@ def _of_lines(data: Sentences, path: Path) -> Iterator[Mapping[str, Any]]:
         yield dict(zip(("tokens", "segments", "positions"), rows, strict=True))
 
 
-def _of_files(data: Any, path: Path) -> Iterator[Mapping[str, Any]]:
+def _of_files(model: TrainedModel, path: Path) -> Iterator[Mapping[str, Any]]:
     """Files of a folder and its folders, evenly spaced, or one of arrays."""
-    files = [path] if path.is_file() else sorted(one for one in path.rglob("*") if one.is_file())
-    files = [one for one in files if not one.name.startswith(".")]
+    files = _files_at(model.job, path)
     if len(files) < LEAST_PICTURES:
         raise DataError(
             f"--calibrate is {path}, and {LEAST_PICTURES} files or more say what the model will see; give a folder of pictures"
         )
-    examples = [data.load(one) for one in _spaced(files)]
+    examples = [model.job.data.load(one) for one in _spaced(files)]
     for start in range(0, len(examples), TOGETHER):
         part = examples[start : start + TOGETHER]
         part += part[:1] * (TOGETHER - len(part))

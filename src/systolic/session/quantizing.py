@@ -8,6 +8,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax.numpy as jnp
+import numpy as np
+
 from systolic.artifact.bundle import (
     ORIGIN,
     BundleDraft,
@@ -17,8 +20,7 @@ from systolic.artifact.bundle import (
 )
 from systolic.artifact.bundle_record import ImportedFrom, Recorded, carried
 from systolic.artifact.run import JOB
-from systolic.core.errors import DataError, NotFoundError, OptionError, called
-from systolic.data.fingerprint import contents_of
+from systolic.core.errors import DataError, OptionError, called
 from systolic.interop.bundled import BundleSource
 from systolic.interop.jobs import job_of
 from systolic.interop.parity import Parity, compare
@@ -26,6 +28,7 @@ from systolic.interop.probe import PROBES, probe_of
 from systolic.interop.recorded import few, few_outputs, record
 from systolic.interop.source import Source, open_source
 from systolic.job import Adapter, Job, MatrixFormat
+from systolic.session.calibrating import check_apart, check_calibration, digests_at, largest_of
 from systolic.session.exporting import BUNDLE, export_model
 from systolic.session.replaying import record_answers
 from systolic.session.sensitivity import Choice, Measure, Quality, choose, moments_of
@@ -41,6 +44,11 @@ from systolic.session.written import written
 if TYPE_CHECKING:
     from systolic.interop.quantizing import Matrix, Rounder
 
+MOST_LOST = {"accuracy": 0.1, "perplexity": 0.2, "loss": 0.2}
+"""Loss of quality from which a model is said to have fallen far: of accuracy 10 points, else relative."""
+MOST_APART = 0.5
+"""The same of the outputs of a probe where there is no data: their mean difference, over the mean distance of the source's outputs from the middle
+of their row."""
 PLAIN = "weights before quantization"
 """What a quantized model's outputs are compared with."""
 
@@ -74,6 +82,8 @@ class QuantizedModel:
     """Outputs of the quantized model beside those of the other on a probe; ``None`` for a kind of model without one."""
     choice: Choice | None = None
     """Sensitivities, where the formats were chosen by a budget."""
+    apart: float | None = None
+    """See :data:`MOST_APART`; ``None`` for a kind of model without a probe."""
     measurable: bool = True
     """Whether quality can be measured on data that is given."""
 
@@ -91,6 +101,13 @@ class QuantizedModel:
             return None
         return self.lost <= self.choice.budget
 
+    @property
+    def fell(self) -> bool:
+        """Whether quality fell far, or outputs where it was not measured: the model is hardly the same."""
+        if self.lost is not None and self.before is not None:
+            return not self.lost <= MOST_LOST[self.before.name]
+        return self.apart is not None and not self.apart <= MOST_APART
+
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return {
@@ -104,6 +121,7 @@ class QuantizedModel:
             "outputs": None if self.outputs is None else self.outputs.to_json(),
             "choice": None if self.choice is None else self.choice.to_json(),
             "budget_met": self.budget_met,
+            "fell": self.fell,
         }
 
 
@@ -146,6 +164,7 @@ def quantize_model(
     Raises:
         OptionError: nothing of the model can be quantized, a pattern fits nothing, there is no data for a budget, or calibration has no effect or is the data that quality is measured on.
         NotFoundError: there is no such model or data.
+        DataError: weights are NaN or infinite, or data can't be read.
         RunError: the disk is full, or a run can't be written as a Bundle; nothing is left at ``out``.
         TakenError: there is something at ``out``.
     """
@@ -159,19 +178,22 @@ def quantize_model(
         source.verify()
         matrices = matrices_in(source)
         formats = formats_of(matrices, to, keep)
-        _check_calibration(on, formats, is_run=is_run)
+        check_calibration(on.data, on.calibration, formats, is_run=is_run)
         job = _job_of(path, source, on, trust)
+        if measured and on.calibration is not None:
+            check_apart(job, on.data, on.calibration)
         if budget is not None and not measured:
             _refuse_budget(path, job)
         say("reading weights")
         model = _opened(source, job)
+        _check_finite(model)
         rounder = _rounder(model, matrices, formats, on.calibration, say)
         say("quality before")
         measure = _measure(model, on) if measured else None
         choice = None
         if budget is not None and measure is not None:
-            about = source.fingerprint(), model.job.precision.value
-            measure.keep(*about, *_contents(model, on.calibration))
+            calibrated = () if on.calibration is None else digests_at(model.job, on.calibration)
+            measure.keep(source.fingerprint(), *measure.where, *calibrated)
             choice = choose(measure, rounder, formats, budget, say)
             formats = dict(choice.formats)
         before = _Figures.of(model, source, measure)
@@ -221,8 +243,6 @@ def _rounder(
     from systolic.interop.quantizing import Rounder
 
     if any(how.format.activations for how in formats.values()):
-        from systolic.session.calibrating import largest_of
-
         return Rounder(matrices, largest_of(model, matrices, formats, calibration, say))
     kind = model.job.precision.weight_format
     trained = None if kind is None else MatrixFormat(format=kind, group=kind.group)
@@ -236,57 +256,6 @@ def _rounder(
             f"the weights were trained as {trained} rounds them, and --calibrate would round them otherwise; leave it out"
         )
     return Rounder(matrices, moments_of(model, matrices, fitted, calibration, say), trained)
-
-
-def _contents(model: TrainedModel, data: Path | None) -> list[str]:
-    """Fingerprints of the splits of other data."""
-    if data is None:
-        return []
-    return [one.digest for one in contents_of(model.job_on(data).data).values()]
-
-
-def _check_there(option: str, path: Path | None) -> None:
-    """Refuses data that is missing or empty.
-
-    Raises:
-        NotFoundError: it is missing.
-        DataError: it is empty.
-    """
-    if path is None:
-        return
-    if not path.exists():
-        raise NotFoundError(f"{path} does not exist; check the path of {option}")
-    if path.is_file() and not path.stat().st_size:
-        raise DataError(
-            f"{option} is {path}, which is empty; give data that stands for what the model will see"
-        )
-
-
-def _check_calibration(on: Evaluated, formats: Mapping[str, MatrixFormat], *, is_run: bool) -> None:
-    """Refuses calibration that would have no effect, is missing, or would make quality look better than it is.
-
-    Raises:
-        OptionError: so.
-        NotFoundError: data does not exist.
-        DataError: it is empty.
-    """
-    activations = any(how.format.activations for how in formats.values())
-    _check_there("--data", on.data)
-    if on.calibration is None:
-        if activations and not is_run:
-            raise OptionError(
-                "activations in int8 have scales by what they are; give data that stands for what the model will see with --calibrate"
-            )
-        return
-    _check_there("--calibrate", on.calibration)
-    if on.data is not None and on.data.samefile(on.calibration):
-        raise OptionError(
-            f"--calibrate and --data are both {on.data}: quality on data that codes were fitted to looks better than it is; give other data"
-        )
-    if not activations and all(how.format.bits != 4 for how in formats.values()):
-        raise OptionError(
-            "--calibrate has an effect on int4 and nf4, and with --activations; leave it out"
-        )
 
 
 def _written(
@@ -363,6 +332,7 @@ def _result(
         before=before.quality,
         after=after.quality,
         outputs=after.beside(before, source),
+        apart=after.apart(before),
         choice=choice,
     )
 
@@ -413,6 +383,28 @@ class _Figures:
         probe = probe_of(source)
         found = compare(self.outputs, before.outputs, PLAIN, math.inf)
         return replace(found, unit=probe.unit, best=probe.best)
+
+    def apart(self, before: "_Figures") -> float | None:
+        """Mean difference from the outputs before, over their mean distance from the middle of their row."""
+        if self.outputs is None or before.outputs is None:
+            return None
+        with np.errstate(all="ignore"):  # No finite outputs have no finite differences.
+            middle = before.outputs.mean(-1, keepdims=True)
+            spread = np.abs(before.outputs - middle).mean(dtype=np.float64)
+            return float(np.abs(self.outputs - before.outputs).mean(dtype=np.float64) / spread)
+
+
+def _check_finite(model: TrainedModel) -> None:
+    """Refuses weights that are no finite numbers: no code stands for them, and no loss can be measured.
+
+    Raises:
+        DataError: there are some.
+    """
+    for path, array in {**model.weights.params, **model.weights.model_state}.items():
+        if jnp.issubdtype(array.dtype, jnp.floating) and not jnp.isfinite(array).all():
+            raise DataError(
+                f"{path} has weights that are NaN or infinite; check the model: what computes with it is no number either"
+            )
 
 
 def _opened(source: Source, job: Job) -> TrainedModel:

@@ -52,13 +52,14 @@ class Quality:
         """Share that is lost: of accuracy in points / 100, of perplexity and loss relative; negative for a gain."""
         if self.name == "accuracy":
             return before.value - self.value
-        return self.value / before.value - 1
+        return self.value / before.value - 1 if before.value else math.inf
 
 
 def quality_of(job: Job, metrics: Metrics) -> Quality:
     """Perplexity of language models, else accuracy where there is one, else the loss."""
     if isinstance(job.task, LanguageModel):
-        return Quality(name="perplexity", value=math.exp(metrics["loss"]))
+        loss = metrics["loss"]  # of a ruined model beyond what a float holds the exponential of
+        return Quality(name="perplexity", value=math.exp(loss) if loss < 700 else math.inf)
     if "accuracy" in metrics:
         return Quality(name="accuracy", value=metrics["accuracy"])
     return Quality(name="loss", value=metrics["loss"])
@@ -122,6 +123,13 @@ class Measure:
     def before(self) -> Quality:
         """Of the model's own weights, rounded as in its training."""
         return quality_of(self.job, self.metrics)
+
+    @property
+    def where(self) -> tuple[Any, ...]:
+        """What losses depend on beside weights and data: dtype, platform, rows of a batch."""
+        steps = self.model.setup.steps
+        rows = steps.batch_size // self.job.layout.accumulate
+        return steps.target.dtype, steps.target.platform, rows
 
     def record(self, before: Metrics, step: int) -> EvaluationRecord:
         """The metrics as bundle.json has them, beside those of the same model before quantization."""

@@ -2,7 +2,7 @@
 
 import csv
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -144,6 +144,10 @@ class Recordings(Data):
         if own is None or split is Split.test:
             return None
         return of_files(own.parent, [own])
+
+    def files(self, split: Split) -> Sequence[Path]:
+        """The recordings of a split."""
+        return [line.audio for line in self.lines(split)]
 
     def notes(self) -> tuple[str, ...]:
         """A line where the language is not known."""

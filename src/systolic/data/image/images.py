@@ -1,7 +1,7 @@
 """Folders of pictures, one folder a class, plain or packed into ArrayRecord files."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -143,12 +143,17 @@ class Images(Data):
         """Fingerprint of the split's pictures."""
         from systolic.data.fingerprint import of_files
 
-        if (packed := _index(self.path)) is None:
-            found = self.listing(split).files
-            return of_files(self.path, [Path(file) for file in found])
-        if split.value not in packed["splits"]:
+        packed = _index(self.path)
+        if packed is not None and split.value not in packed["splits"]:
             return None
-        return of_files(self.path, [self.path / INDEX, self.path / f"{split.value}.array_record"])
+        index = [] if packed is None else [self.path / INDEX]
+        return of_files(self.path, [*index, *self.files(split)])
+
+    def files(self, split: Split) -> Sequence[Path]:
+        """See :class:`Data`."""
+        if _index(self.path) is not None:
+            return [self.path / f"{split.value}.array_record"]
+        return [Path(file) for file in self.listing(split).files]
 
     def lasting(self) -> frozenset[str]:
         """The held-out share, and the size of pictures."""

@@ -106,11 +106,15 @@ class Documents(TextData):
         own = path != self._path(Split.train) and split is Split.validation
         if split is not Split.train and not own:
             return None
-        packed = find_packed(path)
-        if packed is not None:
-            return of_files(path, packed.files())
-        corpus = self.documents(split)[0]
-        return of_files(corpus.root, corpus.files)
+        root = path if find_packed(path) is not None else self.documents(split)[0].root
+        return of_files(root, self.files(split))
+
+    def files(self, split: Split) -> Sequence[Path]:
+        """See :class:`Data`."""
+        from systolic.data.text.packed import find_packed
+
+        packed = find_packed(self._path(split))
+        return self.documents(split)[0].files if packed is None else packed.files()
 
     def lasting(self) -> frozenset[str]:
         """Parameters that decide how documents are chosen and laid into rows."""

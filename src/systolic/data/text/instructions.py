@@ -1,7 +1,7 @@
 """Instructions for fine-tuning: conversations from JSONL in rows, with a loss on the answers only."""
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -133,12 +133,17 @@ class Instructions(TextData):
     def contents(self, split: Split) -> Contents | None:
         """Fingerprint of the training file, and of the validation file if it is separate."""
         from systolic.data.fingerprint import of_files
-        from systolic.data.text.conversations import files_of
 
         if split is Split.test or (split is Split.validation and self.validation is None):
             return None
         path = self.file(split)
-        return of_files(path if path.is_dir() else path.parent, files_of(path))
+        return of_files(path if path.is_dir() else path.parent, self.files(split))
+
+    def files(self, split: Split) -> Sequence[Path]:
+        """See :class:`Data`."""
+        from systolic.data.text.conversations import files_of
+
+        return files_of(self.file(split))
 
     def lasting(self) -> frozenset[str]:
         """Parameters that decide what is learned and how rows are laid."""

@@ -83,6 +83,10 @@ class Masked(TextData):
         """Rows of the text."""
         return self.text.size(split)
 
+    def files(self, split: Split) -> Sequence[Path]:
+        """Of the text."""
+        return self.text.files(split)
+
     def contents(self, split: Split) -> Contents | None:
         """Of the text."""
         return self.text.contents(split)
