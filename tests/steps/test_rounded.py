@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from systolic import recipes
+from systolic.core.errors import OptionError
 from systolic.job import Job, Layout, Precision, Sampling, Served, ServedCache, ServedWeights
 from systolic.models.decoder.cache import Coded, coded
 from systolic.models.decoder.config import Decoder, Dispatch
@@ -108,11 +109,23 @@ def _restored(rows: Coded) -> jax.Array:
     return rows.codes * rows.scales[..., None].astype(jnp.float32)
 
 
-def test_rows_in_int8_are_within_half_a_step() -> None:
-    rows = jax.random.normal(jax.random.key(0), (3, 5, 16)).at[1, 2].set(0)
-    made = coded(rows)
-    steps = np.abs(rows).max(axis=-1, keepdims=True) / 127
-    assert (np.abs(_restored(made) - rows) <= 0.51 * steps).all()
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_rows_in_int8_are_within_half_a_step(dtype: str) -> None:
+    """Of the scale as it is stored: in bfloat16 the largest elements were half a step further away."""
+    rows = jax.random.normal(jax.random.key(0), (64, 5, 16)).at[1, 2].set(0).astype(dtype)
+    made = jax.jit(coded)(rows)
+    assert made.scales.dtype == jnp.bfloat16
+    wide, steps = rows.astype(jnp.float32), made.scales[..., None].astype(jnp.float32)
+    assert (np.abs(_restored(made) - wide) <= 0.5001 * steps).all()
+
+
+def test_a_batch_has_no_cache_in_fp8() -> None:
+    layout = Layout(fsdp=1)
+    steps = StepFunctions(
+        job(DENSE, layout), MeshTarget.of(job(DENSE, layout), "cpu", jax.devices()[:1])
+    )
+    with pytest.raises(OptionError, match="--kv-dtype is fp8, which a server's pages"):
+        Decode(steps, Sampling(temperature=0.0), Served(cache=ServedCache.fp8))
 
 
 def test_layers_apart_write_what_stacked_ones_do() -> None:

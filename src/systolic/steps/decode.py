@@ -52,7 +52,7 @@ class Decode:
 
     Raises:
         RunError: the job's model is of another kind.
-        OptionError: a cache in int8 of a model without one.
+        OptionError: a cache in a format that the model or these programs lack.
     """
 
     def __init__(
@@ -67,6 +67,10 @@ class Decode:
             steps = StepFunctions(steps.job, replace(steps.target, rules=rules))
         self.steps, self.sampling, self.served = steps, sampling, served
         self.cache_dtype = jnp.dtype(steps.target.dtype)
+        if served.cache is ServedCache.fp8:
+            raise OptionError(
+                "--kv-dtype is fp8, which a server's pages are kept in; the programs of a batch take plain or int8"
+            )
         if served.cache is ServedCache.int8:
             if not isinstance(steps.job.model, Decoder):
                 raise OptionError(

@@ -14,6 +14,8 @@ from systolic.models.masking import Logits, soft_cap
 
 LARGEST_CODE = 127
 """Of a cache in int8, either sign."""
+SCALES = jnp.bfloat16
+"""Of a cache in int8."""
 
 
 class Coded(NamedTuple):
@@ -33,19 +35,23 @@ class Coded(NamedTuple):
 Rows = jax.Array | Coded
 
 
-def coded(rows: jax.Array, scale_dtype: DTypeLike | None = None) -> Coded:
-    """Rows [..., size] in int8, each scaled by its largest element; scales in the rows' dtype or another."""
+def coded(rows: jax.Array, scale_dtype: DTypeLike = SCALES) -> Coded:
+    """Rows [..., size] in int8, each scaled by its largest element: codes are the nearest ones for the scale as it is stored."""
     wide = rows.astype(jnp.float32)
     largest = jnp.max(jnp.abs(wide), axis=-1, keepdims=True)
-    scales = jnp.where(largest > 0, largest, 1.0) / LARGEST_CODE
-    codes = jnp.round(wide / scales).astype(jnp.int8)
-    return Coded(codes, scales[..., 0].astype(scale_dtype or rows.dtype))
+    # XLA may leave out a cast to fewer bits and back.
+    bits = jnp.finfo(scale_dtype)
+    scales = jax.lax.reduce_precision(
+        jnp.where(largest > 0, largest, 1.0) / LARGEST_CODE, bits.nexp, bits.nmant
+    )
+    codes = jnp.clip(jnp.round(wide / scales), -LARGEST_CODE, LARGEST_CODE).astype(jnp.int8)
+    return Coded(codes, scales[..., 0].astype(scale_dtype))
 
 
 def no_rows(shape: tuple[int, ...], dtype: jnp.dtype) -> Rows:
-    """A cache of zeros [..., capacity, size]; in int8 with scales in bfloat16."""
+    """A cache of zeros [..., capacity, size]."""
     zeros = jnp.zeros(shape, dtype)
-    return Coded(zeros, jnp.zeros(shape[:-1], jnp.bfloat16)) if dtype == jnp.int8 else zeros
+    return Coded(zeros, jnp.zeros(shape[:-1], SCALES)) if dtype == jnp.int8 else zeros
 
 
 class Cache(NamedTuple):
@@ -138,7 +144,7 @@ def appended_rows(target: Target, cache: Rows, positions: jax.Array, new: jax.Ar
     own = jnp.arange(cache.scales.shape[-1]) == positions[:, None, None]
     return Coded(
         appended(target, cache.codes, positions, codes),
-        jnp.where(own, scales[..., None].astype(cache.scales.dtype), cache.scales),
+        jnp.where(own, scales[..., None], cache.scales),
     )
 
 
