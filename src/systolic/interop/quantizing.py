@@ -285,6 +285,19 @@ class Rounder:
         return replace(weights, params=params)
 
 
+def check_finite(weights: Weights) -> None:
+    """Refuses weights that are no finite numbers, quantized or not: no code stands for them, and no loss can be measured.
+
+    Raises:
+        DataError: there are some.
+    """
+    for path, array in {**weights.params, **weights.model_state}.items():
+        if jnp.issubdtype(array.dtype, jnp.floating) and not jnp.isfinite(array).all():
+            raise DataError(
+                f"{path} has weights that are NaN or infinite; check the model: what computes with it is no number either"
+            )
+
+
 Asked = tuple[str, MatrixFormat]
 """Path of a matrix, and a format."""
 

@@ -108,18 +108,20 @@ def _check_there(option: str, path: Path | None) -> None:
         )
 
 
-def check_apart(job: Job, data: Path | None, calibration: Path) -> None:
+def check_apart(job: Job, data: Path | None, calibration: Path | None) -> None:
     """Refuses calibration by data that quality is measured on, wherever a copy of it is.
 
     Args:
         job: Of the model.
         data: What quality is measured on; ``None`` for the job's own held-out data.
-        calibration: What codes are fitted to.
+        calibration: What codes are fitted to; ``None`` for nothing, or a run's own training data.
 
     Raises:
         OptionError: a file is in both.
         DataError: one can't be read.
     """
+    if calibration is None:
+        return
     with called("--data"):
         on = job if data is None else replace(job, data=job.data.at(data.absolute()))
         measured = on.data.files(splits(on, None)[0])
@@ -141,8 +143,10 @@ def _files_at(job: Job, path: Path) -> Sequence[Path]:
     return [one for one in files if not one.name.startswith(".")]
 
 
-def digests_at(job: Job, path: Path) -> list[str]:
-    """Fingerprint of data that calibrates."""
+def digests_at(job: Job, path: Path | None) -> list[str]:
+    """Fingerprint of data that calibrates, where there is any."""
+    if path is None:
+        return []
     found = of_files(Path(path.absolute().anchor), [one.absolute() for one in _files_at(job, path)])
     return [] if found is None else [found.digest]
 

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from systolic.artifact.bundle import (
@@ -20,7 +19,7 @@ from systolic.artifact.bundle import (
 )
 from systolic.artifact.bundle_record import ImportedFrom, Recorded, carried
 from systolic.artifact.run import JOB
-from systolic.core.errors import DataError, OptionError, called
+from systolic.core.errors import OptionError, called
 from systolic.interop.bundled import BundleSource
 from systolic.interop.jobs import job_of
 from systolic.interop.parity import Parity, compare
@@ -180,20 +179,18 @@ def quantize_model(
         formats = formats_of(matrices, to, keep)
         check_calibration(on.data, on.calibration, formats, is_run=is_run)
         job = _job_of(path, source, on, trust)
-        if measured and on.calibration is not None:
+        if measured:
             check_apart(job, on.data, on.calibration)
-        if budget is not None and not measured:
+        elif budget is not None:
             _refuse_budget(path, job)
         say("reading weights")
         model = _opened(source, job)
-        _check_finite(model)
         rounder = _rounder(model, matrices, formats, on.calibration, say)
         say("quality before")
         measure = _measure(model, on) if measured else None
         choice = None
         if budget is not None and measure is not None:
-            calibrated = () if on.calibration is None else digests_at(model.job, on.calibration)
-            measure.keep(source.fingerprint(), *measure.where, *calibrated)
+            measure.keep(source.fingerprint(), *measure.where, *digests_at(job, on.calibration))
             choice = choose(measure, rounder, formats, budget, say)
             formats = dict(choice.formats)
         before = _Figures.of(model, source, measure)
@@ -394,27 +391,17 @@ class _Figures:
             return float(np.abs(self.outputs - before.outputs).mean(dtype=np.float64) / spread)
 
 
-def _check_finite(model: TrainedModel) -> None:
-    """Refuses weights that are no finite numbers: no code stands for them, and no loss can be measured.
-
-    Raises:
-        DataError: there are some.
-    """
-    for path, array in {**model.weights.params, **model.weights.model_state}.items():
-        if jnp.issubdtype(array.dtype, jnp.floating) and not jnp.isfinite(array).all():
-            raise DataError(
-                f"{path} has weights that are NaN or infinite; check the model: what computes with it is no number either"
-            )
-
-
 def _opened(source: Source, job: Job) -> TrainedModel:
     """A source's model under a job with its data; adapters of a run are merged in its files."""
     from systolic.interop.loading import weights_of
+    from systolic.interop.quantizing import check_finite
 
     keep_programs()
     plain = replace(job, adapter=Adapter(), start=None, quantization=source.quantization)
     setup = set_up_here(plain)
-    return TrainedModel(source.path, setup, weights_of(source, setup.steps), None)
+    weights = weights_of(source, setup.steps)
+    check_finite(weights)
+    return TrainedModel(source.path, setup, weights, None)
 
 
 def _write(
