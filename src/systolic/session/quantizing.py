@@ -162,8 +162,7 @@ def quantize_model(
 
     Raises:
         OptionError: nothing of the model can be quantized, a pattern fits nothing, there is no data for a budget, or calibration has no effect or is the data that quality is measured on.
-        NotFoundError: there is no such model or data.
-        DataError: weights are NaN or infinite, or data can't be read.
+        NotFoundError, DataError: there is no such model or data, it can't be read, or weights are NaN or infinite.
         RunError: the disk is full, or a run can't be written as a Bundle; nothing is left at ``out``.
         TakenError: there is something at ``out``.
     """
