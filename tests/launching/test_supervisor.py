@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import psutil
 import pytest
 
 from systolic.launching.local import SETTINGS
+from systolic.launching.remaining import Remaining
 from systolic.launching.supervisor import LOGS, STATE, Supervisor, identity, lives
 
 PATIENCE_SECONDS = 60
@@ -62,6 +64,17 @@ if not again:
 print("done")
 """
 
+BROKEN = """
+import os, time
+number, count = os.environ["JAX_PROCESS_ID"], os.environ["JAX_NUM_PROCESSES"]
+if (number, count) == ("3", "6"):
+    os.kill(os.getpid(), 9)
+if count == "6":
+    time.sleep(600)
+print(number, "of", count)
+"""
+"""A host of the second of three slices is down."""
+
 WAIT = """
 import os, pathlib, signal, sys, time
 def save(*_):
@@ -88,27 +101,72 @@ def test_one_process_is_no_job_of_several(tmp_path: Path) -> None:
     assert json.loads((tmp_path / LOGS / "0.log").read_text())["JAX_NUM_PROCESSES"] is None
 
 
-def test_a_killed_process_starts_all_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Supervisors in this process, which do not wait for the others after a failure."""
     monkeypatch.setattr("systolic.launching.supervisor.LEFT_SECONDS", 0.2)
-    (tmp_path / SETTINGS).touch()
-    supervisor = Supervisor(
-        folder=tmp_path,
-        command=[sys.executable, "-c", ONCE, str(tmp_path)],
-        directory=str(tmp_path),
-        processes=2,
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def supervised(
+    folder: Path, code: str, processes: int = 2, remaining: Remaining | None = None
+) -> int:
+    """What a supervisor in this process ends with."""
+    (folder / SETTINGS).touch()
+    return Supervisor(
+        folder=folder,
+        command=[sys.executable, "-c", code, str(folder)],
+        directory=str(folder),
+        processes=processes,
         devices=1,
         restarts=2,
-    )
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        assert supervisor.run() == 0
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        remaining=remaining or Remaining(),
+    ).run()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_killed_process_starts_all_again(tmp_path: Path) -> None:
+    assert supervised(tmp_path, ONCE) == 0
     assert state(tmp_path)["attempt"] == 1
     log = (tmp_path / LOGS / "0.log").read_text()
     killed = "systolic: process 1 was killed by SIGKILL\n"
     assert log == f"{killed}systolic: restart 1 of 2\ndone\n"
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_slice_that_does_not_come_back_is_left_out(tmp_path: Path) -> None:
+    assert supervised(tmp_path, BROKEN, 6, Remaining(slices=3, min_slices=2)) == 0
+    told = state(tmp_path)
+    assert (told["processes"], told["left_out"], told["codes"]) == (4, [1], [0] * 4)
+    log = (tmp_path / LOGS / "0.log").read_text()
+    gone = "slice 1 has not come back in 0 s; the run goes on with 2 of 3 slices"
+    assert log == f"systolic: process 3 was killed by SIGKILL\nsystolic: {gone}\n0 of 4\n"
+
+
+@pytest.mark.usefixtures("impatient")
+def test_no_more_slices_are_left_out_than_is_allowed(tmp_path: Path) -> None:
+    assert supervised(tmp_path, BROKEN, 6, Remaining(slices=3, min_slices=3)) == 1
+    told = state(tmp_path)
+    assert (told["phase"], told["attempt"], told["left_out"]) == ("failed", 2, [])
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_slice_that_comes_back_stays(tmp_path: Path) -> None:
+    patient = Remaining(slices=2, min_slices=1, rejoin_seconds=60)
+    assert supervised(tmp_path, ONCE, 2, patient) == 0
+    told = state(tmp_path)
+    assert (told["processes"], told["attempt"], told["left_out"]) == (2, 1, [])
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_process_that_fails_by_itself_is_no_lost_slice(tmp_path: Path) -> None:
+    fails = "import sys; sys.exit(1)"
+    assert supervised(tmp_path, fails, 2, Remaining(slices=2, min_slices=1)) == 1
+    told = state(tmp_path)
+    assert (told["processes"], told["attempt"], told["left_out"]) == (2, 2, [])
 
 
 @pytest.mark.parametrize(("code", "attempts"), [(1, 2), (2, 0)])

@@ -35,7 +35,8 @@ FLAGS = {
 
 
 def flags(*args: Any, **fields: Any) -> dict[str, str]:
-    words = create_flags(launch(*args, **fields))
+    made = launch(*args, **fields)
+    words = create_flags(made, made.on.num_slices)
     assert all(word.startswith("--") for word in words)
     return {word[2:].partition("=")[0]: word.partition("=")[2] for word in words}
 
@@ -105,9 +106,9 @@ def test_a_zone_that_is_not_listed_for_the_chip_is_named() -> None:
     assert "us-central1-ai1a may have no v6e" in notes("us-central1-ai1a", on="v6e-16")
 
 
-@pytest.mark.parametrize("keep", [False, True])
-def test_scripts_pass_shellcheck(tmp_path: Path, keep: bool) -> None:
-    for name, text in prepare("tpu-vm", launch("2xv5e-16", keep=keep)).files.items():
+@pytest.mark.parametrize("fields", [{"keep": True}, {}, {"min_slices": 1}], ids=str)
+def test_scripts_pass_shellcheck(tmp_path: Path, fields: dict[str, Any]) -> None:
+    for name, text in prepare("tpu-vm", launch("2xv5e-16", **fields)).files.items():
         assert text.split("\n", 1)[1].startswith(HEADER)
         (tmp_path / name).write_text(text)
         shellcheck(tmp_path / name)
@@ -193,6 +194,22 @@ def test_after_a_preemption_the_tpus_are_asked_for_again(tmp_path: Path) -> None
     assert "restart 1 of 10: the run continues" in done.stdout
     times = [line.split()[0] for line in (tmp_path / "times.log").read_text().splitlines()]
     assert times == ["up", "down", "up", "down"]
+
+
+def test_after_a_loss_fewer_slices_are_asked_for(tmp_path: Path) -> None:
+    lost = "ABSENT PROVISIONING ACTIVE SUSPENDED SUSPENDED WAITING_FOR_RESOURCES ACTIVE"
+    fewer = {"on": "2xv5e-16", "min_slices": 1, "rejoin_seconds": 0}
+    done = run_script(tmp_path, lost, "255 0", **fewer)
+    assert done.returncode == 0, done.stderr
+    again = ["create", "ssh", "scp", "ssh", "delete"]
+    assert verbs(tmp_path) == [*again, "create", "delete", *again]
+    calls = [one for one in (tmp_path / "calls").read_text().splitlines() if "create" in one]
+    # It waits for all of them at first.
+    assert ["--node-count=2" in one for one in calls] == [True, True, False]
+    assert "--node-id=lm" in calls[-1]
+    assert "have not come back in 0 s; the run goes on with 1 of 2" in done.stdout
+    host = (tmp_path / "host.sh").read_text()
+    assert "--for-devices 32 --run bucket/runs/lm" in host
 
 
 def test_a_training_that_fails_for_good_leaves_no_tpus(tmp_path: Path) -> None:

@@ -12,13 +12,24 @@ from typing import Any
 import pytest
 
 from systolic.artifact import Run
+from systolic.chips import slice
+from systolic.launching import Launch, prepare
 from systolic.launching.local import SETTINGS
 from systolic.launching.supervisor import LOGS, STATE
 from tests.training.children import RECIPE, ROOT, environment, finish, start
-from tests.training.sessions import losses
+from tests.training.sessions import evaluations, losses
 from tests.training.test_kill import last_step
 
 STEPS, EVERY = 400, 40
+BYTES = "bytes --batch 8 --sequence 32 --model.layers 1 --model.d-model 32 --model.d-ff 64 --evaluation.batches 1 --evaluation.final-batches 1 --evaluation.every 20 --checkpoints.every 10 --log-every 1 --diagnose 0"
+HOST = """
+import os, pathlib, sys
+down = pathlib.Path(sys.argv[1]) / "down"
+if down.exists() and os.environ.get("JAX_PROCESS_ID") == "1":
+    os.kill(os.getpid(), 9)
+os.execv(sys.executable, [sys.executable, "-m", *sys.argv[2:]])
+"""
+"""A host as a process: it runs the command unless it is down."""
 OPTIONS = [
     RECIPE,
     "--checkpoints.every",
@@ -95,3 +106,62 @@ def test_a_kill_costs_one_interval_at_most_and_fewer_processes_go_on(tmp_path: P
     last = list(Run.open(cut).records("start"))[-1]
     assert (last["num_devices"], last["resumed_from"]) == (1, STEPS)
     assert sorted(losses(cut)) == list(range(1, STEPS + EVERY + 1))
+
+
+def on_two_slices(folder: Path, run: Path, steps: int) -> "subprocess.Popen[bytes]":
+    """What ``systolic launch --on 2xv5e-1 --via local --min-slices 1`` starts, with hosts that can be down."""
+    folder.mkdir(exist_ok=True)
+    made = Launch(
+        name="bytes",
+        on=slice("2xv5e-1"),
+        target="bytes",
+        options=(*BYTES.split()[1:], "--steps", str(steps)),
+        made_by=("systolic", "launch"),
+        run=str(run),
+        directory=str(ROOT),
+        min_slices=1,
+        rejoin_seconds=2,
+    )
+    settings = json.loads(prepare("local", made).files[SETTINGS])
+    settings["command"] = [sys.executable, "-c", HOST, str(folder), *settings["command"]]
+    (folder / SETTINGS).write_text(json.dumps(settings))
+    module = [sys.executable, "-m", "systolic.launching.supervisor", str(folder)]
+    return subprocess.Popen(module, cwd=ROOT, env=environment(folder.parent / "cache"))
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_without_a_slice_that_does_not_come_back(tmp_path: Path):
+    steps, whole, cut, folder = 40, tmp_path / "whole", tmp_path / "cut", tmp_path / "b"
+    assert on_two_slices(tmp_path / "a", whole, steps).wait() == 0
+    supervisor = on_two_slices(folder, cut, steps)
+    while last_step(cut) < 15:
+        assert supervisor.poll() is None, (folder / LOGS / "0.log").read_text()
+        time.sleep(0.002)
+    (folder / "down").touch()
+    kill(folder, 1, 0)
+    assert supervisor.wait() == 0, (folder / LOGS / "0.log").read_text()
+    state = json.loads((folder / STATE).read_text())
+    assert (state["left_out"], state["processes"]) == ([1], 1)
+    log = (folder / LOGS / "0.log").read_text()
+    assert "slice 1 has not come back in 2 s; the run goes on with 1 of 2 slices" in log
+    says = "1 of 2 devices are here: batch 8 as before, passes a step 2 (was 1), fsdp 1 (was 2)"
+    assert says in log
+
+    first, second = Run.open(cut).records("start")
+    assert (first["num_devices"], second["num_devices"]) == (2, 1)
+    assert second["resumed_from"] % 10 == 0
+    for record in (first, second):
+        assert record["batch"] == 8
+    # The same rows in every step: a sum over passes adds in another order than one over devices.
+    assert sorted(losses(cut)) == list(range(1, steps + 1))
+    for step, values in losses(whole).items():
+        assert losses(cut)[step] == pytest.approx(values, rel=1e-4), step
+    for key, values in evaluations(whole).items():
+        assert evaluations(cut)[key] == pytest.approx(values, rel=1e-4), key
+
+    # The host is back, and the launch is given again.
+    (folder / "down").unlink()
+    assert on_two_slices(folder, cut, steps + 10).wait() == 0
+    last = list(Run.open(cut).records("start"))[-1]
+    assert (last["num_devices"], last["batch"], last["resumed_from"]) == (2, 8, steps)
+    assert last["layout"] == first["layout"]

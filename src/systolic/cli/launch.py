@@ -55,6 +55,8 @@ class LaunchOptions:
         out: Folder for the files; by default launches/NAME.
         run: The run's folder: gs://BUCKET/FOLDER, which the machines mount; of gke also a path on the volume of --claim; of local, slurm and docker a folder here, by default runs/NAME.
         restarts: Restarts after a failure or a lost machine; by default 10, with --spot 100.
+        min_slices: Of local and tpu-vm: go on with as few slices as this when others do not come back; each step keeps its batch.
+        rejoin_seconds: With --min-slices: time for a slice to come back before it is left out; by default 300.
         train: More options of systolic train, as one word: --train="--workers 4 --profile 10".
         image: Of gke: the container image with Systolic.
         project: Google Cloud's project; by default the client's.
@@ -87,6 +89,8 @@ class LaunchOptions:
     out: Path | None = None
     run: str = ""
     restarts: Annotated[int | None, NOT_NEGATIVE] = None
+    min_slices: Annotated[int | None, COUNT] = None
+    rejoin_seconds: Annotated[int | None, NOT_NEGATIVE] = None
     train: str = ""
     image: str = ""
     project: str = ""
@@ -235,6 +239,8 @@ def request_of(asked: Request[LaunchOptions], args: Sequence[str]) -> "LaunchReq
             programs=str(Path(sys.executable).parent),
         ),
         restarts=options.restarts,
+        min_slices=options.min_slices,
+        rejoin_seconds=options.rejoin_seconds,
         processes=options.processes,
         keep=options.keep,
     )

@@ -36,8 +36,10 @@ def run(args: Sequence[str]) -> int:
     if options.json:
         print_json({**found.to_json(), **now})
         return 0
-    restarts = f", restart {now['attempt']}" if now.get("attempt") else ""
-    print(f"{found.name} on {found.slice} via {found.via}: {now['phase']}{restarts}")
+    more = f", restart {now['attempt']}" if now.get("attempt") else ""
+    if gone := now.get("left_out"):
+        more += f", without slice {', '.join(map(str, gone))}"
+    print(f"{found.name} on {found.slice} via {found.via}: {now['phase']}{more}")
     if found.run:
         print(f"run      {found.run}")
     if (used := cost(found, time.time())) is not None:

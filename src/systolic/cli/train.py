@@ -53,6 +53,7 @@ class TrainOptions:
         diagnose: Steps between gradient probes by layer, for systolic explain; 0 never probes, by default as often as 1 % of the time allows.
         profile: Steps to trace with XLA's profiler after warm-up, into RUN/profile, for systolic explain RUN/profile.
         log_every: Steps between records, each the mean of its steps; by default a 400th of the job.
+        for_devices: Devices that layout and batch are for: on fewer, each step has the same batch in more passes.
         coordinator: HOST:PORT of the first of several processes, where Cloud TPU, GKE, Slurm or MPI don't tell it.
         processes: How many processes train together, with --coordinator.
         process: Number of this one, from 0.
@@ -71,6 +72,7 @@ class TrainOptions:
     diagnose: Annotated[int | None, NOT_NEGATIVE] = None
     profile: Annotated[int, NOT_NEGATIVE] = 0
     log_every: Annotated[int | None, COUNT] = None
+    for_devices: Annotated[int | None, COUNT] = None
     coordinator: str | None = None
     processes: Annotated[int | None, COUNT] = None
     process: Annotated[int | None, NOT_NEGATIVE] = None
@@ -90,6 +92,7 @@ class ResumeOptions:
         profile: Steps to trace with XLA's profiler after warm-up, into RUN/profile, for systolic explain RUN/profile.
         log_every: Steps between records, each the mean of its steps; by default as the run was started.
         trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
+        for_devices: Devices that layout and batch are for: on fewer, each step has the same batch in more passes.
         coordinator: HOST:PORT of the first of several processes, where Cloud TPU, GKE, Slurm or MPI don't tell it.
         processes: How many processes train together, with --coordinator.
         process: Number of this one, from 0.
@@ -103,6 +106,7 @@ class ResumeOptions:
     diagnose: Annotated[int | None, NOT_NEGATIVE] = None
     profile: Annotated[int, NOT_NEGATIVE] = 0
     log_every: Annotated[int | None, COUNT] = None
+    for_devices: Annotated[int | None, COUNT] = None
     coordinator: str | None = None
     processes: Annotated[int | None, COUNT] = None
     process: Annotated[int | None, NOT_NEGATIVE] = None
@@ -200,7 +204,7 @@ def again(asked: Request[TrainOptions], ledger: "Ledger") -> int:
     """Continues the run with the options that are given; returns the exit code."""
     options = asked.verb
     args = ["--resume", str(options.run), *asked.typed]
-    for name in ("workers", "diagnose", "profile", "log_every"):
+    for name in ("workers", "diagnose", "profile", "log_every", "for_devices"):
         value = vars(options)[name]
         if value is not None:
             args += [f"--{dashed(name)}", str(value)]

@@ -6,6 +6,7 @@ build* the real thing (a Flax module, a loss, a stream of batches); nothing is b
 
 from systolic.job.adapter import Adapter, AdapterKind
 from systolic.job.data import Data, Field, FileReading, OnError, Read, Split
+from systolic.job.fewer import Fewer, on_fewer
 from systolic.job.job import Batch, Checkpoints, Evaluation, Guard, GuardRule, Job, Mode
 from systolic.job.layout import (
     AttentionBackward,
@@ -59,6 +60,7 @@ __all__ = [
     "Dtypes",
     "Evaluation",
     "ExpertAxis",
+    "Fewer",
     "Field",
     "FileReading",
     "Guard",
@@ -95,4 +97,5 @@ __all__ = [
     "Task",
     "TokenScorer",
     "WeightFormat",
+    "on_fewer",
 ]

@@ -189,9 +189,9 @@ class Layout:
         """
         if num_slices > 1 and self.size(self.slices) == 1:
             crossing = replace(self, **{self.slices.value: num_slices})
-            if crossing._fills(num_devices):
+            if crossing.fits(num_devices):
                 return crossing.on(num_devices)
-        if not self._fills(num_devices):
+        if not self.fits(num_devices):
             raise LayoutError(self._misfit(num_devices))
         rest = num_devices // self._fixed
         return replace(self, **dict.fromkeys(self._free, rest))
@@ -204,7 +204,7 @@ class Layout:
     def _free(self) -> list[str]:
         return [axis.value for axis in Axis if self.size(axis) == -1]
 
-    def _fills(self, num_devices: int) -> bool:
+    def fits(self, num_devices: int) -> bool:
         """Whether the axes can multiply to so many devices."""
         return self._fixed == num_devices or (bool(self._free) and num_devices % self._fixed == 0)
 

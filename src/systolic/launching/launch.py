@@ -10,6 +10,7 @@ from systolic.chips import Slice
 from systolic.core.units import duration
 
 HOUR = 3600.0
+REJOIN_SECONDS = 300
 CODE = "code"
 """Folder of the recipe's files, beside the others of a launch."""
 
@@ -144,6 +145,10 @@ class Launch:
     slurm: SlurmOptions = field(default_factory=SlurmOptions)
     restarts: int = 10
     """Restarts after a failure or a lost machine."""
+    min_slices: int | None = None
+    """Slices that the training goes on with at least, where others do not come back; None waits for all."""
+    rejoin_seconds: int | None = None
+    """For a slice to come back before it is left out; None is :data:`REJOIN_SECONDS`."""
     processes: int | None = None
     """Of ``local``: processes on this machine; by default the slice's hosts."""
     keep: bool = False
@@ -158,6 +163,11 @@ class Launch:
     """Of ``docker``: numbers of the user and group that the container acts as, ``1000:1000``."""
     paths: tuple[str, ...] = ()
     """Of ``docker``: files and folders of this machine that the options name."""
+
+    @property
+    def patience_seconds(self) -> int:
+        """For a slice to come back before it is left out."""
+        return REJOIN_SECONDS if self.rejoin_seconds is None else self.rejoin_seconds
 
     @property
     def hosts_per_slice(self) -> int:
@@ -177,7 +187,9 @@ class Launch:
             run: The run's folder there, where that is a mount.
         """
         target = f"{code}/{self.target}" if self.code and code else self.target
-        return ("systolic", "train", target, *self.options, "--run", run or self.run, "--continue")
+        fewer = () if self.min_slices is None else ("--for-devices", str(self.on.num_devices))
+        words = (*self.options, *fewer, "--run", run or self.run, "--continue")
+        return ("systolic", "train", target, *words)
 
     def header(self) -> str:
         """Comment at the top of every file."""

@@ -31,6 +31,10 @@ def prepare(launch: Launch) -> Prepared:
         raise OptionError(
             f"processes is {count}, which does not divide the {on.num_devices} devices of {on.name}"
         )
+    if launch.min_slices is not None and count % on.num_slices:
+        raise OptionError(
+            f"processes is {count} and {on.name} has {on.num_slices} slices; with --min-slices each has processes of its own: give a multiple of {on.num_slices}"
+        )
     if on.chip.kind is ChipKind.gpu:
         raise OptionError(
             f"{on.name} is of GPUs, and local stands in for hosts with virtual CPU devices; give --on 8xcpu, or on a machine with GPUs systolic train"
@@ -45,6 +49,12 @@ def prepare(launch: Launch) -> Prepared:
         "devices": on.num_devices // count,
         "restarts": launch.restarts,
     }
+    if launch.min_slices is not None:
+        settings["remaining"] = {
+            "slices": on.num_slices,
+            "min_slices": launch.min_slices,
+            "rejoin_seconds": launch.patience_seconds,
+        }
     notes = []
     if on.chip.kind is not ChipKind.cpu:
         notes.append(

@@ -1,7 +1,8 @@
 """``python -m systolic.launching.supervisor FOLDER``: runs the processes of ``--via local`` and starts them again.
 
 A process that dies leaves the others waiting for it in a collective, so all are ended and started again; the run
-continues from its last checkpoint. ``FOLDER/state.json`` says at any time what goes on, ``FOLDER/logs/`` has the
+continues from its last checkpoint. A slice of which a process is killed at every start is left out, where that is
+allowed. ``FOLDER/state.json`` says at any time what goes on, ``FOLDER/logs/`` has the
 output of each process.
 """
 
@@ -22,6 +23,7 @@ import psutil
 
 from systolic.core.files import write_atomically
 from systolic.launching.local import SETTINGS
+from systolic.launching.remaining import Next, Remaining
 
 STATE = "state.json"
 LOGS = "logs"
@@ -44,7 +46,8 @@ class Supervisor:
         directory: Working directory.
         processes: How many.
         devices: Virtual CPU devices of each.
-        restarts: Starts after the first, at most.
+        restarts: Starts after the first, at most; those that wait for a slice are not counted.
+        remaining: The slices, of which each has as many processes.
     """
 
     folder: Path
@@ -53,8 +56,11 @@ class Supervisor:
     processes: int
     devices: int
     restarts: int
+    remaining: Remaining = field(default_factory=Remaining)
     _stopped: bool = field(default=False, init=False)
     _first_to_fail: str = field(default="", init=False)
+    _killed: tuple[int, float] | None = field(default=None, init=False)
+    """The process that was killed before others failed, and when."""
     _state: dict[str, Any] = field(default_factory=dict, init=False)
 
     def run(self) -> int:
@@ -62,8 +68,9 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
         self._end_leftovers()
-        codes: list[int] = []
-        for attempt in range(self.restarts + 1):
+        attempt, counted = 0, 0
+        while True:
+            began = time.monotonic()
             codes = self._attempt(attempt)
             if self._first_to_fail:
                 self._log(f"systolic: {self._first_to_fail}\n")
@@ -71,17 +78,39 @@ class Supervisor:
                 return self._end("stopped", codes, 0)
             if not any(codes):
                 return self._end("done", codes, 0)
-            if WRONG in codes:
-                break
-        return self._end("failed", codes, 1)
+            follows = self._follows(began)
+            if WRONG in codes or (follows is Next.restart and counted == self.restarts):
+                return self._end("failed", codes, 1)
+            attempt += 1
+            if follows is Next.restart:
+                counted += 1
+                self._log(f"systolic: restart {counted} of {self.restarts}\n")
+            elif follows is Next.without:
+                self._leave_out()
+
+    def _follows(self, began: float) -> Next:
+        """What follows an attempt that failed."""
+        if self._killed is None:
+            return Next.restart
+        process, when = self._killed
+        slice_of = process * len(self.remaining.present) // self.processes
+        return self.remaining.killed(slice_of, when, when - began)
+
+    def _leave_out(self) -> None:
+        """Goes on without the processes of a slice."""
+        there = self.remaining
+        after = f"{there.rejoin_seconds:g} s"
+        left = f"{len(there.present)} of {there.slices} slices"
+        self._log(
+            f"systolic: slice {there.left_out[-1]} has not come back in {after}; the run goes on with {left}\n"
+        )
+        self.processes -= self.processes // (len(there.present) + 1)
 
     def _attempt(self, attempt: int) -> list[int]:
         """Exit codes of the processes, all started and all ended."""
         (self.folder / LOGS).mkdir(exist_ok=True)
-        port, self._first_to_fail = _free_port(), ""
+        port, self._first_to_fail, self._killed = _free_port(), "", None
         running: list[subprocess.Popen[bytes]] = []
-        if attempt:
-            self._log(f"systolic: restart {attempt} of {self.restarts}\n")
         for number in range(self.processes):
             with self._log_of(number).open("ab") as log:
                 running.append(self._start(number, port, log))
@@ -128,7 +157,10 @@ class Supervisor:
                     each.terminate()
             failed = [n for n, each in enumerate(running) if each.returncode not in (None, 0)]
             if failed and not self._first_to_fail and not self._stopped:
-                self._first_to_fail = _ended(failed[0], running[failed[0]].returncode)
+                code = running[failed[0]].returncode
+                self._first_to_fail = _ended(failed[0], code)
+                if code is not None and code < 0:
+                    self._killed = (failed[0], time.monotonic())
             if failed and deadline is None:
                 deadline = time.monotonic() + LEFT_SECONDS
             if deadline is not None and time.monotonic() > deadline:
@@ -152,7 +184,8 @@ class Supervisor:
         return code
 
     def _write(self, **changed: Any) -> None:
-        self._state |= {**identity(os.getpid()), "processes": self.processes, **changed}
+        now = {"processes": self.processes, "left_out": self.remaining.left_out, **changed}
+        self._state |= {**identity(os.getpid()), **now}
         write_atomically(self.folder / STATE, json.dumps(self._state) + "\n")
 
 
@@ -206,7 +239,8 @@ def main(folder: Path) -> int:
     """Supervises the launch of a folder."""
     settings = json.loads((folder / SETTINGS).read_text())
     del settings["made_by"]
-    return Supervisor(folder=folder, **settings).run()
+    remaining = Remaining(**settings.pop("remaining", {}))
+    return Supervisor(folder=folder, remaining=remaining, **settings).run()
 
 
 if __name__ == "__main__":

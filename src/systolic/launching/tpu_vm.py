@@ -78,7 +78,11 @@ def prepare(launch: Launch) -> Prepared:
     fields = {
         "name": launch.name,
         "scope": _scope(launch),
-        "create": shlex.join(create_flags(launch)),
+        "create": shlex.join(create_flags(launch, launch.on.num_slices)),
+        "fewer": _fewer(launch),
+        "slices": launch.on.num_slices,
+        "min_slices": launch.min_slices,
+        "rejoin_seconds": launch.patience_seconds,
         "keep": "yes" if launch.keep else "",
         "restarts": launch.restarts,
         "command": shlex.join(launch.command(code="code", run=f"bucket/{at}")),
@@ -140,8 +144,8 @@ def accelerator_type(launch: Launch) -> str:
     return f"{API_NAMES.get(launch.on.chip.name, launch.on.chip.name)}-{number}"
 
 
-def create_flags(launch: Launch) -> list[str]:
-    """Flags of ``gcloud compute tpus queued-resources create`` beside name, zone and project."""
+def create_flags(launch: Launch, slices: int) -> list[str]:
+    """Flags of ``gcloud compute tpus queued-resources create`` for so many slices, beside name, zone and project."""
     on, site = launch.on, launch.site
     if ":" in on.name:
         shape = "x".join(map(str, on.topology))
@@ -149,8 +153,8 @@ def create_flags(launch: Launch) -> list[str]:
     else:
         flags = [f"--accelerator-type={accelerator_type(launch)}"]
     flags.append(f"--runtime-version={RUNTIMES[on.chip.name]}")
-    if on.num_slices > 1:
-        flags += [f"--node-count={on.num_slices}", f"--node-prefix={launch.name}"]
+    if slices > 1:
+        flags += [f"--node-count={slices}", f"--node-prefix={launch.name}"]
     else:
         flags.append(f"--node-id={launch.name}")
     if launch.purchase is Purchase.spot:
@@ -162,6 +166,14 @@ def create_flags(launch: Launch) -> list[str]:
     if site.service_account:
         flags.append(f"--service-account={site.service_account}")
     return flags
+
+
+def _fewer(launch: Launch) -> list[tuple[int, str]]:
+    """Numbers of slices that are asked for, with the flags; none where the script asks for all of them always."""
+    if launch.min_slices is None:
+        return []
+    numbers = range(launch.on.num_slices, launch.min_slices - 1, -1)
+    return [(number, shlex.join(create_flags(launch, number))) for number in numbers]
 
 
 def _scope(launch: Launch) -> str:

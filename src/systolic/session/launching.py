@@ -64,6 +64,8 @@ class LaunchRequest:
     site: Site = field(default_factory=Site)
     slurm: SlurmOptions = field(default_factory=SlurmOptions)
     restarts: int | None = None
+    min_slices: int | None = None
+    rejoin_seconds: int | None = None
     processes: int | None = None
     keep: bool = False
 
@@ -111,6 +113,8 @@ def describe(request: LaunchRequest) -> Launch:
             if spot
             else RESTARTS
         ),
+        min_slices=request.min_slices,
+        rejoin_seconds=request.rejoin_seconds,
         processes=request.processes,
         keep=request.keep,
         version=_version(),

@@ -34,6 +34,7 @@ def train(  # noqa: PLR0913
     diagnose: int | None = None,
     profile: int = 0,
     log_every: int | None = None,
+    for_devices: int | None = None,
     watchers: Sequence[Watcher] = (),
     warn: Warn | None = None,
     **options: Any,
@@ -56,6 +57,7 @@ def train(  # noqa: PLR0913
         diagnose: Steps between gradient probes by layer; 0 is never, None where they cost little.
         profile: Steps to trace with XLA's profiler after warm-up, into ``RUN/profile``.
         log_every: Steps between records, each the mean of its steps; None is a 400th of the job.
+        for_devices: Devices that layout and batch are for: on fewer a step has the same batch in more passes.
         watchers: See each record as it is written to ``metrics.jsonl``.
         warn: Called at once with each line of ``TrainResult.warnings``.
         options: Of the recipe; of a Job ``steps`` and ``layout``.
@@ -78,6 +80,7 @@ def train(  # noqa: PLR0913
             diagnose=diagnose,
             profile=profile,
             log_every=log_every,
+            for_devices=for_devices,
         ),
         audience,
         run=_path("run", run),
@@ -97,6 +100,7 @@ def resume(  # noqa: PLR0913
     diagnose: int | None = None,
     profile: int = 0,
     log_every: int | None = None,
+    for_devices: int | None = None,
     trust: bool = False,
     watchers: Sequence[Watcher] = (),
     warn: Warn | None = None,
@@ -114,6 +118,7 @@ def resume(  # noqa: PLR0913
         diagnose: As for :func:`train`; None is as the run was started.
         profile: As for :func:`train`.
         log_every: As for :func:`train`; None is as the run was started.
+        for_devices: As for :func:`train`.
         trust: Execute the run's recipe although it is another user's, now and later.
         watchers: As for :func:`train`.
         warn: As for :func:`train`.
@@ -138,6 +143,7 @@ def resume(  # noqa: PLR0913
         diagnose=diagnose,
         profile=profile,
         log_every=log_every,
+        for_devices=for_devices,
     )
     expected = _slice(on)
     with opened(Path(path), trust=trust, job=job) as run:

@@ -33,6 +33,7 @@ from systolic.session.training import (
     check_one_machine,
     check_setup,
     describe,
+    fewer_devices,
     load_step,
     run_session,
     with_initial,
@@ -205,6 +206,8 @@ def continue_run(
         job = replace(job, data=run_files.with_tokenizer(directory, job.data))
     from systolic.training.setup import set_up
 
+    if (fewer := fewer_devices(job, options, audience)) is not None:
+        job = fewer.job
     setup = replace(set_up(job, flags=flags.compiler), expected=expected(source.chosen))
     check_setup(setup, audience)
     setup = _begun(setup, directory, record, audience)

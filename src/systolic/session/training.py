@@ -16,7 +16,7 @@ from systolic.core.machine import bounded
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, check_arguments
 from systolic.core.store import cache_home
 from systolic.data.fingerprint import contents_of
-from systolic.job import Job
+from systolic.job import Fewer, Job, on_fewer
 from systolic.session import run_files
 from systolic.session.job_source import JobSource
 from systolic.session.planned import check_machine, check_slice, expected
@@ -53,6 +53,8 @@ class SessionOptions:
     """Steps to trace with XLA's profiler."""
     log_every: Annotated[int | None, COUNT] = None
     """Steps between records; None: as the run was started, of a new one a 400th of the job."""
+    for_devices: Annotated[int | None, COUNT] = None
+    """Devices that layout and batch are for; on fewer the batch stays and its passes grow."""
 
     def __post_init__(self) -> None:
         values = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -135,7 +137,8 @@ def start(
     if source.chosen is not None:
         check_machine(source.chosen)
     flags = new_flags(options.flags or "", source.chosen)
-    setup = set_up(source.job, flags=flags.compiler)
+    fewer = fewer_devices(source.job, options, audience)
+    setup = set_up(source.job if fewer is None else fewer.job, flags=flags.compiler)
     setup = replace(setup, expected=expected(source.chosen))
     check_setup(setup, audience)
     setup, begun_with = with_initial(setup, init_from, audience)
@@ -147,7 +150,7 @@ def start(
     if begun_with is None:
         setup, origin = with_start(setup)
     record = replace(
-        describe(source, setup.job, flags, options),
+        describe(source, setup.job if fewer is None else fewer.meant, flags, options),
         init_from=begun_with,
         start=origin,
         data=contents_of(setup.job.data),
@@ -157,6 +160,24 @@ def start(
     files = run_files.files(source, setup.job, audience.warn)
     with _create(run, record, files) as directory:
         return run_session(setup, directory, options, audience, ledger, loaded=loaded)
+
+
+def fewer_devices(job: Job, options: SessionOptions, audience: Audience) -> Fewer | None:
+    """The job on fewer devices than it is for; None where none is missing, or nothing was said of their number.
+
+    Raises:
+        LayoutError: layout or batch do not fit them.
+    """
+    if options.for_devices is None:
+        return None
+    from systolic.steps.mesh import slices_of
+    from systolic.training.machine import LocalDevices
+
+    devices = LocalDevices.here().devices
+    made = on_fewer(job, options.for_devices, len(devices), slices_of(devices))
+    if made is not None:
+        audience.warn(made.text)
+    return made
 
 
 def check_setup(setup: "Setup", audience: Audience) -> None:
