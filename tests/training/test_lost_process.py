@@ -21,7 +21,7 @@ from tests.training.sessions import evaluations, losses
 from tests.training.test_kill import last_step
 
 STEPS, EVERY = 400, 40
-BYTES = "bytes --batch 8 --sequence 32 --model.layers 1 --model.d-model 32 --model.d-ff 64 --evaluation.batches 1 --evaluation.final-batches 1 --evaluation.every 20 --checkpoints.every 10 --log-every 1 --diagnose 0"
+BYTES = "bytes --batch 8 --sequence 32 --model.layers 1 --model.d-model 32 --model.d-ff 64 --evaluation.batches 1 --evaluation.final-batches 1 --evaluation.every 12 --checkpoints.every 6 --log-every 1 --diagnose 0"
 HOST = """
 import os, pathlib, sys
 down = pathlib.Path(sys.argv[1]) / "down"
@@ -131,10 +131,11 @@ def on_two_slices(folder: Path, run: Path, steps: int) -> "subprocess.Popen[byte
 
 @pytest.mark.slow
 def test_a_run_goes_on_without_a_slice_that_does_not_come_back(tmp_path: Path):
-    steps, whole, cut, folder = 40, tmp_path / "whole", tmp_path / "cut", tmp_path / "b"
-    assert on_two_slices(tmp_path / "a", whole, steps).wait() == 0
+    steps, whole, cut, folder = 24, tmp_path / "whole", tmp_path / "cut", tmp_path / "b"
+    alone = [*BYTES.split(), "--steps", str(steps), "--run", str(whole), "--json"]
+    finish(start(alone, environment(tmp_path / "cache", 2)))
     supervisor = on_two_slices(folder, cut, steps)
-    while last_step(cut) < 15:
+    while last_step(cut) < 9:
         assert supervisor.poll() is None, (folder / LOGS / "0.log").read_text()
         time.sleep(0.002)
     (folder / "down").touch()
@@ -149,7 +150,7 @@ def test_a_run_goes_on_without_a_slice_that_does_not_come_back(tmp_path: Path):
 
     first, second = Run.open(cut).records("start")
     assert (first["num_devices"], second["num_devices"]) == (2, 1)
-    assert second["resumed_from"] % 10 == 0
+    assert second["resumed_from"] in (6, 12, 18)
     for record in (first, second):
         assert record["batch"] == 8
     # The same rows in every step: a sum over passes adds in another order than one over devices.
@@ -161,7 +162,7 @@ def test_a_run_goes_on_without_a_slice_that_does_not_come_back(tmp_path: Path):
 
     # The host is back, and the launch is given again.
     (folder / "down").unlink()
-    assert on_two_slices(folder, cut, steps + 10).wait() == 0
+    assert on_two_slices(folder, cut, steps + 2).wait() == 0
     last = list(Run.open(cut).records("start"))[-1]
     assert (last["num_devices"], last["batch"], last["resumed_from"]) == (2, 8, steps)
     assert last["layout"] == first["layout"]
