@@ -1,16 +1,20 @@
 """Runs in a bucket of a real server: what is sent, what is brought, what is complete."""
 
 import json
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from systolic.artifact import Run, buckets, manifest
+from systolic.artifact import Run, buckets, manifest, room
 from systolic.artifact.access import Access
 from systolic.artifact.buckets import BucketFolder, Objects, Sender, again, in_bucket, origin, pull
 from systolic.cli.main import _copied
-from systolic.core.errors import NotFoundError, OptionError, TakenError
+from systolic.core.errors import NotFoundError, OptionError, RunError, TakenError
+from systolic.core.units import MIB
 from tests.buckets import s3_server
 
 JOB = {"job": {"name": "tiny"}}
@@ -206,6 +210,83 @@ def test_a_file_of_data_is_fetched_again_where_it_is_gone(machine: Machines) -> 
     there.unlink()
     assert again(there).read_text() == "text"
     assert str(again(there)).startswith(str(machine.folder / "b"))
+
+
+def test_the_size_of_data_is_said_before_it_is_copied(
+    machine: Machines, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = in_bucket(f"{machine.url}/texts")
+    assert folder is not None
+    for number in range(3):
+        Objects(folder).write(f"{number}.txt", b"x" * MIB)
+    Objects(folder).write("empty.txt", b"")
+    machine("a")
+    [copy] = _copied([folder.url])
+    assert sorted(path.name for path in Path(copy).iterdir()) == [
+        "0.txt", "1.txt", "2.txt", "empty.txt"
+    ]  # fmt: skip
+    said = capsys.readouterr().err
+    told = re.fullmatch(
+        r"systolic: copying (\S+): about ([\d.]+) MB in 4 files, .* free in .*\n", said
+    )
+    assert told is not None, said
+    assert told[1] == folder.url
+    assert 3 * 1.048 <= float(told[2]) <= 3 * 1.048 * 1.13 + 0.01
+    _copied([folder.url])
+    assert not capsys.readouterr().err, "nothing is new"
+
+
+@pytest.mark.parametrize("name", ["texts", "texts/0.txt"])
+def test_data_that_the_disk_has_no_room_for_is_refused(
+    machine: Machines, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    folder = in_bucket(f"{machine.url}/texts")
+    assert folder is not None
+    Objects(folder).write("0.txt", b"x" * MIB)
+    machine("a")
+    monkeypatch.setattr(room, "_free", lambda folder: room.SPARE_BYTES + MIB // 2)
+    with pytest.raises(RunError, match=r"has about 1\.\d+ MB, and the disk of .* SYSTOLIC_CACHE"):
+        _copied([f"{machine.url}/{name}"])
+    assert not [path for path in folder.copy.rglob("[!.]*") if path.is_file()]
+
+
+def test_a_disk_that_fills_meanwhile_keeps_what_came(
+    machine: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = in_bucket(f"{machine.url}/texts")
+    assert folder is not None
+    for number in range(3):
+        Objects(folder).write(f"{number}.txt", b"x" * MIB)
+    machine("a")
+    monkeypatch.setattr(buckets, "_TRANSFERS", 1)
+    left = iter([10, 9, 0, 0])
+    monkeypatch.setattr(room, "_free", lambda folder: room.SPARE_BYTES + next(left) * MIB)
+    with pytest.raises(RunError, match=r"has 1\.05 MB more, and the disk"):
+        pull(folder.url)
+    assert (folder.copy / "0.txt").exists()
+    monkeypatch.setattr(room, "_free", lambda folder: 100 * room.SPARE_BYTES)
+    told: list[str] = []
+    pull(folder.url, told.append)
+    assert "in 2 files" in told[0]
+
+
+def test_processes_of_a_machine_copy_once(machine: Machines, tmp_path: Path) -> None:
+    folder = in_bucket(f"{machine.url}/texts")
+    assert folder is not None
+    for number in range(3):
+        Objects(folder).write(f"{number}.txt", b"x" * MIB)
+    machine("a")
+    told: list[str] = []
+    copies = f"import sys; from systolic.artifact.buckets import pull; print(pull({folder.url!r}, print))"
+    with room.alone(folder.copy, told.append):
+        other = subprocess.Popen([sys.executable, "-c", copies], stdout=subprocess.PIPE, text=True)
+        assert other.stdout is not None
+        assert other.stdout.readline().startswith("waiting for another process, which copies to")
+        buckets.bring(Objects(folder))
+        before = {path: path.stat().st_mtime_ns for path in folder.copy.iterdir()}
+    out, _ = other.communicate(timeout=60)
+    assert out.splitlines() == [str(folder.copy)], "nothing was left to copy"
+    assert before == {path: path.stat().st_mtime_ns for path in folder.copy.iterdir()}
 
 
 def test_a_bucket_that_is_not_there_is_one_line(machine: Machines) -> None:

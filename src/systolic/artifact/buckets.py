@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from systolic.artifact import manifest, replace
+from systolic.artifact import manifest, replace, room
 from systolic.artifact.access import Lock
 from systolic.core.errors import NotFoundError, RunError
 from systolic.core.files import write_atomically, write_json
@@ -26,6 +26,8 @@ from systolic.core.store import cache_home
 
 COPIES = "buckets"
 CHECKPOINTS = "checkpoints"
+RUN = "job.json"
+"""File that only a run has."""
 SEND_SECONDS = 10.0
 """Between two sendings of what a run has written."""
 LOOK_SECONDS = 1.0
@@ -111,6 +113,22 @@ class Objects:
         version = found.stamp.generation
         return found.value, version.hex() if any(version) else ""
 
+    def exists(self, name: str) -> bool:
+        """Whether there is such an object."""
+        nothing = slice(0, 0)
+        found = self._do(lambda: self._store.read(_key(name), byte_range=nothing))
+        return found.state != "missing"
+
+    def reaches(self, name: str, num_bytes: int) -> bool:
+        """Whether an object has so many bytes."""
+        last = slice(num_bytes - 1, num_bytes)
+        try:
+            return self._store.read(_key(name), byte_range=last).result().state != "missing"
+        except (ValueError, RuntimeError, OSError) as error:
+            if "OUT_OF_RANGE" in str(error):
+                return False
+            raise _told(self.folder, str(error)) from error
+
     def write(self, name: str, content: bytes) -> None:
         """Writes an object, whole."""
         self._do(lambda: self._store.write(_key(name), content))
@@ -126,22 +144,35 @@ class Objects:
             raise _told(self.folder, str(error)) from error
 
 
-def pull(path: Path | str) -> Path:
+def _quietly(text: str) -> None:
+    """Says nothing; the default of ``tell``."""
+
+
+def pull(path: Path | str, tell: room.Tell = _quietly) -> Path:
     """The copy of what a path in a bucket names, brought up to date; a path here is returned as it is.
 
-    A run that a process here is writing is newer in its copy, which then stays as it is.
+    A run that a process here is writing is newer in its copy, which then stays as it is. Of several processes
+    of a machine one copies and the others wait.
+
+    Args:
+        path: The path.
+        tell: Called with the size of what is copied, and where another process is waited for.
 
     Raises:
         NotFoundError: there is nothing.
-        RunError: the bucket does not answer, or refuses.
+        RunError: the bucket does not answer, or refuses, or the disk has no room.
     """
     folder = in_bucket(path)
     if folder is None:
         return Path(path)
-    objects, copy = Objects(folder), folder.copy
-    found = objects.read("")
-    if found is not None:
-        write_atomically(copy, found[0])
+    with room.alone(folder.copy, tell):
+        return _pulled(Objects(folder), tell)
+
+
+def _pulled(objects: Objects, tell: room.Tell) -> Path:
+    copy = objects.folder.copy
+    if objects.exists(""):
+        _download(objects, [""], tell)
         return copy
     copy.mkdir(parents=True, exist_ok=True)
     try:
@@ -149,7 +180,7 @@ def pull(path: Path | str) -> Path:
     except RunError:
         return copy
     try:
-        bring(objects)
+        bring(objects, tell)
     finally:
         lock.release()
     return copy
@@ -160,14 +191,15 @@ def has(folder: Path, name: str) -> bool:
     remote = in_bucket(folder)
     if remote is None:
         return (folder / name).is_file()
-    return Objects(remote).read(name) is not None
+    return Objects(remote).exists(name)
 
 
-def bring(objects: Objects) -> None:
+def bring(objects: Objects, tell: room.Tell = _quietly) -> None:
     """Makes a copy what the bucket holds, but for the arrays of checkpoints.
 
     Raises:
         NotFoundError: there is nothing.
+        RunError: the disk has no room.
     """
     names = objects.names()
     if not names:
@@ -183,7 +215,8 @@ def bring(objects: Objects) -> None:
             (copy / file).unlink()
     manifests = {step: copy / CHECKPOINTS / step / manifest.NAME for step in steps}
     before = {step: _content(file) for step, file in manifests.items()}
-    _download(objects, wanted)
+    # Of a run only small files come.
+    _download(objects, wanted, None if RUN in wanted else tell)
     for step, file in manifests.items():
         if before[step] != _content(file):  # Arrays that are here are of another checkpoint.
             for array in _files(file.parent):
@@ -207,6 +240,7 @@ def complete(step: Path) -> None:
     absent = [name for name, size in sizes.items() if _size(step / name) != size]
     if absent:
         objects = Objects(run)
+        room.require(run.url, sum(sizes[name] for name in absent), run.copy.parent)
         below = f"{CHECKPOINTS}/{step.name}/"
         changing = [n for n in objects.names(below) if n.removeprefix(below) not in sizes]
         _download(objects, [*(below + name for name in absent), *changing])
@@ -300,12 +334,16 @@ class Sender:
         return any(file.relative_to(self._copy).as_posix() not in self._sent for file in files)
 
 
-def _download(objects: Objects, names: Sequence[str]) -> None:
+def _download(objects: Objects, names: Sequence[str], tell: room.Tell | None = None) -> None:
+    """Copies objects that are not here, or changed; with ``tell`` their size is asked for and said before."""
     copy = objects.folder.copy
     record = copy.with_name(f".{copy.name}.versions.json")
     known: dict[str, str] = {}
     with suppress(OSError, ValueError):
         known = json.loads(record.read_text())
+    new = [name for name in names if name not in known or not (copy / name).exists()]
+    if tell is not None:
+        room.check(objects.folder.url, new, objects.reaches, copy.parent, tell)
 
     def one(name: str) -> None:
         file = copy / name
@@ -314,11 +352,14 @@ def _download(objects: Objects, names: Sequence[str]) -> None:
             raise NotFoundError(f"{objects.folder.url}/{name} went while it was read; try again")
         content, version = found
         if not file.exists() or known.get(name) != version:
+            room.require(objects.folder.url, len(content), copy.parent)
             write_atomically(file, content)
             known[name] = version
 
-    _in_parallel(one, names)
-    write_json(record, known)
+    try:
+        _in_parallel(one, names)
+    finally:
+        write_json(record, known)
 
 
 def _in_parallel(work: Callable[[str], None], names: Iterable[str]) -> None:

@@ -157,7 +157,7 @@ def _copied(args: list[str]) -> list[str]:
         if value.startswith(("s3://", "gs://")) and not written:
             from systolic.artifact.buckets import pull
 
-            value = str(pull(value))
+            value = str(pull(value, lambda text: print(f"systolic: {text}", file=sys.stderr)))
         found.append(f"{name}{equals}{value}")
     return found
 
