@@ -99,7 +99,10 @@ def test_files_say_what_made_them_and_the_script_passes_shellcheck(tmp_path: Pat
 
 TRAIN = """#!{python}
 import os, sys
-print([os.environ.get(n) for n in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_PLATFORMS")], sys.argv[1:])
+from systolic.training.peers import find
+found = find(os.environ)
+place = found and [found.by, found.coordinator, found.count, found.index]
+print(place, os.environ["JAX_PLATFORMS"], sys.argv[1:])
 """
 
 
@@ -114,10 +117,11 @@ def test_machines_with_gpus_find_their_peers_in_skypilots_environment(tmp_path: 
     plain = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
     words = ["bash", str(tmp_path / "run.sh")]
     out = subprocess.run(words, env=plain | told, text=True, capture_output=True, check=True).stdout
-    assert out.startswith("['10.0.0.1:8476', '2', '1', 'cuda,cpu'] ['train', 'lm', '--steps', '10'")
-    told["SKYPILOT_NUM_NODES"] = "1"
+    found = "['SkyPilot', '10.0.0.1:8476', 2, 1] cuda,cpu ['train', 'lm', '--steps', '10'"
+    assert out.startswith(found)
+    told |= {"SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_IPS": "10.0.0.1", "SKYPILOT_NODE_RANK": "0"}
     out = subprocess.run(words, env=plain | told, text=True, capture_output=True, check=True).stdout
-    assert out.startswith("[None, None, None, 'cuda,cpu']")
+    assert out.startswith("None cuda,cpu")
     assert "'/gcs/bucket/runs/lm', '--continue'" in out
 
 

@@ -51,7 +51,6 @@ def prepare(launch: Launch) -> Prepared:
     bucket, folder = in_bucket(launch.run)
     run = f"{BUCKETS}/{bucket}/{folder}"
     fields = {
-        "tpu": launch.on.chip.kind is ChipKind.tpu,
         "platforms": "tpu,cpu" if launch.on.chip.kind is ChipKind.tpu else "cuda,cpu",
         "command": shlex.join(launch.command(code="code", run=run)),
     }
