@@ -65,7 +65,7 @@ def test_a_run_in_a_bucket_is_killed_and_goes_on_elsewhere(
 
 def test_several_hosts_are_told_to_mount_the_bucket(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(hosts, "exchange", lambda text: [text, "other"])
-    with pytest.raises(RunError, match="its copy would be on 2 hosts.*mount the bucket") as caught:
+    with pytest.raises(RunError, match=r"its copy would be on 2 hosts.*mount the bucket") as caught:
         check_one_machine(Path(URL))
     assert "\n" not in str(caught.value)
 
