@@ -5,8 +5,9 @@
 Throughput: the recipe `bytes` with the same global batch in one process with one device, one with two devices, and two
 with one device each (fsdp 2), from the summary's steady rate. Kills: two processes under the supervisor of
 `systolic launch --via local`; one is killed with SIGKILL in the middle between two checkpoints, first the second process,
-then the first. Counted are the seconds to the end of the first step after it, what the survivor says, and the
-steps that were trained again.
+then the first; then, in another run, the second one as a slice that is left out at once. Counted are the seconds to
+the end of the first step after it, what the survivor says, and the steps that were trained again. The load of the machine
+is that of its last minute before each part.
 """
 
 import argparse
@@ -20,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 SAVE = 20
-SIZES = "--sequence 64 --batch 16 --model.layers 2 --evaluation.batches 1 --checkpoints.every 20 --log-every 1"
+SIZES = "--sequence 64 --batch 16 --model.layers 2 --evaluation.batches 1 --evaluation.final-batches 1 --checkpoints.every 20 --log-every 1"
+PATIENCE_SECONDS = 120
+"""For the next step after a kill."""
 
 
 def records(run: Path, kind: str) -> list[dict[str, Any]]:
@@ -31,10 +34,13 @@ def records(run: Path, kind: str) -> list[dict[str, Any]]:
     return [record for record in found if record["kind"] == kind]
 
 
-def launch(folder: Path, steps: int, processes: int, devices: int) -> "subprocess.Popen[bytes]":
-    """Processes under the supervisor."""
+def launch(
+    folder: Path, steps: int, processes: int, devices: int, *, fewer: bool = False
+) -> "subprocess.Popen[bytes]":
+    """Processes under the supervisor; with ``fewer`` each is a slice that is left out when it is killed."""
     folder.mkdir(parents=True)
     run = ["--steps", str(steps), "--run", str(folder / "run"), "--continue"]
+    run += ["--for-devices", str(processes * devices)] if fewer else []
     settings = {
         "made_by": ["benchmarks/processes.py"],
         "command": ["systolic", "train", "bytes", *SIZES.split(), *run],
@@ -43,6 +49,8 @@ def launch(folder: Path, steps: int, processes: int, devices: int) -> "subproces
         "devices": devices,
         "restarts": 3,
     }
+    if fewer:
+        settings["remaining"] = {"slices": processes, "min_slices": 1, "rejoin_seconds": 0}
     (folder / "local.json").write_text(json.dumps(settings))
     cache = {"XDG_CACHE_HOME": str(folder.parent / "cache")}
     module = [sys.executable, "-m", "systolic.launching.supervisor", str(folder)]
@@ -53,6 +61,7 @@ def throughput(folder: Path, steps: int) -> list[dict[str, Any]]:
     """Of each number of processes and devices."""
     rows = []
     for processes, devices in ((1, 1), (1, 2), (2, 1)):
+        load = os.getloadavg()[0]
         where = folder / f"{processes}x{devices}"
         if launch(where, steps, processes, devices).wait():
             raise SystemExit((where / "logs" / "0.log").read_text())
@@ -64,47 +73,70 @@ def throughput(folder: Path, steps: int) -> list[dict[str, Any]]:
                 "devices_each": devices,
                 "tokens_per_second": summary["tokens_per_second"],
                 "median_step_ms": 1e3 * seconds[len(seconds) // 2],
+                "load_before": load,
             }
         )
     return rows
 
 
-def kills(folder: Path, steps: int) -> list[dict[str, Any]]:
-    """One of each process."""
-    where, rows = folder / "killed", []
-    supervisor = launch(where, 10 * steps, 2, 1)
+def kills(
+    folder: Path, name: str, numbers: tuple[int, ...], *, fewer: bool = False
+) -> list[dict[str, Any]]:
+    """One of each process in turn."""
+    load = os.getloadavg()[0]
+    where, rows = folder / name, []
+    supervisor = launch(where, 100 * SAVE, 2, 1, fewer=fewer)
     run = where / "run"
+
+    def steps() -> int:
+        if supervisor.poll() is not None:
+            raise SystemExit((where / "logs" / "0.log").read_text())
+        time.sleep(0.05)
+        return max((r["step"] for r in records(run, "train")), default=0)
+
     try:
-        for attempt, number in enumerate((1, 0)):
+        for attempt, number in enumerate(numbers):
             start = records(run, "start")[-1]["resumed_from"] or 0 if attempt else 0
-            at = start + SAVE + SAVE // 2
-            while max((r["step"] for r in records(run, "train")), default=0) < at:
-                if supervisor.poll() is not None:
-                    raise SystemExit((where / "logs" / "0.log").read_text())
-                time.sleep(0.05)
+            while steps() < start + SAVE + SAVE // 2:
+                pass
             state = json.loads((where / "state.json").read_text())
-            before, killed = max(r["step"] for r in records(run, "train")), time.time()
+            before, killed = steps(), time.time()
             os.kill(state["running"][number]["pid"], signal.SIGKILL)
-            while len(records(run, "start")) < attempt + 2 or not [
-                r for r in records(run, "train") if r["time"] > records(run, "start")[-1]["time"]
-            ]:
-                time.sleep(0.05)
-            again = records(run, "start")[-1]
-            first = next(r for r in records(run, "train") if r["time"] > again["time"])
+            again, first = next_step(run, attempt + 2)
             rows.append(
                 {
                     "killed": number,
+                    "processes_after": again["num_devices"],
                     "seconds_to_start": again["time"] - killed,
                     "seconds_to_next_step": first["time"] - killed,
+                    "step_killed": before,
+                    "resumed_from": again["resumed_from"],
                     "steps_lost": before - again["resumed_from"],
+                    "load_before": load,
                 }
             )
     finally:
         supervisor.terminate()
         supervisor.wait()
     log = (where / "logs" / "0.log").read_text()
-    said = [line for line in log.splitlines() if "is dead" in line or "was killed" in line]
+    said = [
+        line
+        for line in log.splitlines()
+        if "is dead" in line or "was killed" in line or "goes on with" in line or "are here" in line
+    ]
     return [*rows, {"said": said}]
+
+
+def next_step(run: Path, count: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The start of a run's session of that number, and the first step after it."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < deadline:
+        starts = records(run, "start")
+        after = [r for r in records(run, "train") if starts and r["time"] > starts[-1]["time"]]
+        if len(starts) == count and after:
+            return starts[-1], after[0]
+        time.sleep(0.05)
+    raise SystemExit(f"no step of session {count} after {PATIENCE_SECONDS} s")
 
 
 def main() -> None:
@@ -117,7 +149,8 @@ def main() -> None:
     folder = args.folder.absolute()
     found = {
         "throughput": throughput(folder, args.steps),
-        "kills": kills(folder, args.steps),
+        "kills": kills(folder, "killed", (1, 0)),
+        "left_out": kills(folder, "left-out", (1,), fewer=True),
         "checkpoint_every": SAVE,
         "cores": len(os.sched_getaffinity(0)),
     }
