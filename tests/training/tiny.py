@@ -198,6 +198,12 @@ def job(
     )
 
 
-def row_by_row(steps: int = 16, checkpoints: Checkpoints = Checkpoints(every=4)) -> Job:  # noqa: B008
+def row_by_row(
+    steps: int = 16,
+    layout: Layout = Layout(),  # noqa: B008
+    evaluation: Evaluation = Evaluation(every=8),  # noqa: B008
+    checkpoints: Checkpoints = Checkpoints(every=4),  # noqa: B008
+) -> Job:
     """Does the same without batch norm and dropout."""
-    return replace(job(steps, checkpoints=checkpoints), model=RowByRow())
+    made = job(steps, layout=layout, evaluation=evaluation, checkpoints=checkpoints)
+    return replace(made, model=RowByRow())
