@@ -22,7 +22,10 @@ from tests.training.test_kill import last_step
 
 STEPS, EVERY = 400, 40
 BY_ROWS = f"{RECIPE.partition(':')[0]}:row_by_row"
-SELDOM = "--checkpoints.every 50 --evaluation.every 150 --log-every 1 --diagnose 0".split()
+SELDOM = [
+    *("--checkpoints.every", "50", "--evaluation.every", "150"),
+    *("--log-every", "1", "--diagnose", "0"),
+]
 HOST = """
 import os, pathlib, sys
 down = pathlib.Path(sys.argv[1]) / "down"
