@@ -188,8 +188,7 @@ def continue_run(
     ledger = ledger or Ledger()
     directory, record = run.directory, run.record
     resolved(options.flags or "", None)
-    if options.executable is not None and not options.executable.exists():
-        raise NotFoundError(f"{options.executable} does not exist; check the path")
+    _check_executable(options)
     job = source.job
     same_job = source.options == run.saved and (run.types is None or _is_same(job, record))
     summary = finished(directory, job, changed=not same_job)
@@ -206,8 +205,8 @@ def continue_run(
         job = replace(job, data=run_files.with_tokenizer(directory, job.data))
     from systolic.training.setup import set_up
 
-    if (fewer := fewer_devices(job, options, audience)) is not None:
-        job = fewer.job
+    fewer = fewer_devices(job, options, audience)
+    job = job if fewer is None else fewer.job
     setup = replace(set_up(job, flags=flags.compiler), expected=expected(source.chosen))
     check_setup(setup, audience)
     setup = _begun(setup, directory, record, audience)
@@ -223,6 +222,12 @@ def continue_run(
             directory.write_job(after.to_json())
 
     return run_session(setup, directory, options, audience, ledger, loaded=loaded, accept=accept)
+
+
+def _check_executable(options: SessionOptions) -> None:
+    """Before anything is compiled for the run."""
+    if options.executable is not None and not options.executable.exists():
+        raise NotFoundError(f"{options.executable} does not exist; check the path")
 
 
 def _begun(setup: "Setup", directory: Run, record: JobRecord, audience: Audience) -> "Setup":
