@@ -28,6 +28,7 @@ from systolic.models.decoder.config import Decoder
 from systolic.models.quantized import held_dtype
 from systolic.serving.text.opening import open_engine
 from systolic.serving.text.request import TextRequest, TokenChoice
+from systolic.session.outgoing import floats_line, leaving
 from systolic.session.quantizing import Evaluated, quantize_model
 from systolic.session.sensitivity import Measure, choose, moments_of
 from systolic.session.trained import splits
@@ -42,6 +43,7 @@ INT8 = MatrixFormat(format=WeightFormat.int8)
 INT4 = MatrixFormat(format=WeightFormat.int4, group=32)
 NARROW = MatrixFormat(format=WeightFormat.int4, group=8)
 """Of heads of 8 too."""
+STAND = "are written as the floats that their codes stand for"
 TEXT = "the capital of France is Paris\n" * 40
 GREEDY = Sampling(temperature=0)
 
@@ -289,7 +291,10 @@ def test_a_quantized_model_is_quantized_once(int8: Any, tmp_path: Path) -> None:
 
 
 def test_a_quantized_model_is_imported_in_floats(int8: Any, tmp_path: Path) -> None:
-    systolic.import_model(int8.path, tmp_path / "plain", parity=False)
+    imported = systolic.import_model(int8.path, tmp_path / "plain", parity=False)
+    # What was measured is of the codes.
+    assert not json.loads((tmp_path / "plain" / MANIFEST).read_text())["evaluations"]
+    assert "evaluations of the codes are not of them and were left out" in imported.notes[-1]
     plain, codes = systolic.open(tmp_path / "plain"), systolic.open(int8.path)
     assert not plain.job.quantization
     tokens = {"tokens": np.arange(12, dtype=np.int32)[None]}
@@ -298,6 +303,13 @@ def test_a_quantized_model_is_imported_in_floats(int8: Any, tmp_path: Path) -> N
         outputs_of(codes.setup.steps, codes.weights, tokens),
         atol=2e-4,
     )
+
+
+def test_floats_of_codes_say_where_they_were_rounded(int8: Any) -> None:
+    exact = floats_line(leaving(int8.path, "best", trust=False).restored)
+    assert exact == [f"{len(int8.matrices)} quantized matrices {STAND}"]
+    (rounded,) = floats_line(["bfloat16", "float32"])
+    assert rounded.startswith(f"2 quantized matrices {STAND}, rounded to bfloat16: what was")
 
 
 def matrices(**sizes: int) -> dict[str, Matrix]:

@@ -38,8 +38,8 @@ class Exported:
     """Elements of all tensors."""
     bytes: int
     """Of the tensors."""
-    restored: int = 0
-    """Matrices that were quantized, now floats."""
+    restored: tuple[str, ...] = ()
+    """Dtypes of the matrices that were quantized, now floats."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -48,7 +48,7 @@ class Exported:
             "model_type": self.kind,
             "parameters": self.parameters,
             "bytes": self.bytes,
-            "restored": self.restored,
+            "restored": len(self.restored),
         }
 
     def lines(self) -> list[str]:

@@ -145,7 +145,7 @@ def import_model(
         parity=found,
         unchecked=unchecked,
         unusable=_unusable(opened),
-        notes=opened.notes,
+        notes=(*opened.notes, *_floats(opened)),
         use=USES[type(opened.model).__name__],
     )
 
@@ -225,12 +225,25 @@ def _compared(
 
 
 def _keep(source: Source, made: BundleDraft, about: dict[str, Any], rounded: str | None) -> None:
-    """Notes in ``about`` what a copy of a Bundle keeps: its job and origin, and its evaluations where the weights are the same."""
+    """Notes in ``about`` what a copy of a Bundle keeps: its job and origin, and its evaluations where the weights are the same.
+
+    The floats of a quantized matrix are rounded to its dtype, and their products to that of the computation: no such model was evaluated.
+    """
     if isinstance(source, BundleSource):
-        own = source.bundle.record
-        about |= carried(own) | {"evaluations": own.evaluations if rounded is None else []}
+        own, same = source.bundle.record, rounded is None and not source.quantization
+        about |= carried(own) | {"evaluations": own.evaluations if same else []}
         if own.recorded is not None:
             about["recorded"] = record_answers(made, about)
+
+
+def _floats(source: Source) -> list[str]:
+    """What became of quantized matrices, and of what was measured of them."""
+    if not isinstance(source, BundleSource) or not source.quantization:
+        return []
+    line = f"{len(source.quantization.matrices)} quantized matrices are now the floats that their codes stand for, in the dtype that they had"
+    if source.bundle.record.evaluations:
+        line += "; evaluations of the codes are not of them and were left out, measure again with systolic eval"
+    return [line]
 
 
 def _fill(

@@ -1,5 +1,6 @@
 """A run or a model in files on its way out: its weights under transformers' names, and the files of its text."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from systolic.interop.source import OTHER_FILES, TEXT_FILES, known_source, open_
 from systolic.models.families import CONFIG, Config, read_config
 from systolic.session.trained import TrainedModel, open_model
 
+WIDE = "float32"
+"""Dtype that holds what a code stands for as it is."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Leaving:
@@ -25,15 +29,21 @@ class Leaving:
     starts: bool | None = None
     """Whether a prompt begins with the token that begins a text; ``None`` leaves it to the tokenizer's post-processor."""
     licence: str | None = None
-    restored: int = 0
-    """Matrices that its files hold quantized; they leave as floats."""
+    restored: tuple[str, ...] = ()
+    """Dtypes of the matrices that its files hold quantized; they leave as floats."""
 
 
-def floats_line(restored: int) -> list[str]:
-    """The line about matrices that a model's files hold quantized; none where it has none."""
+def floats_line(restored: Sequence[str]) -> list[str]:
+    """The line about matrices that a model's files hold quantized, by their dtypes; none where it has none."""
     if not restored:
         return []
-    return [f"{restored} quantized matrices are written as the floats that their codes stand for"]
+    line = (
+        f"{len(restored)} quantized matrices are written as the floats that their codes stand for"
+    )
+    narrow = sorted({one for one in restored if one != WIDE})
+    if narrow:
+        line += f", rounded to {' and '.join(narrow)}: what was measured of the codes is not of them; measure again with systolic eval"
+    return [line]
 
 
 def leaving(path: Path, checkpoint: str | int, *, trust: bool) -> Leaving:
@@ -59,7 +69,7 @@ def leaving(path: Path, checkpoint: str | int, *, trust: bool) -> Leaving:
         made=made,
         files=files,
         licence=source.licence,
-        restored=len(source.quantization.matrices),
+        restored=tuple(source.dtypes()[path].name for path, _ in source.quantization.matrices),
     )
 
 
