@@ -15,12 +15,14 @@ import pytest
 from systolic.aot.environment import QUIET
 from systolic.cli.main import main
 from systolic.core.errors import OptionError, RunError
+from systolic.data.text.prompts import Prompts
 from systolic.exporting.difference import difference
 from systolic.exporting.examples import example_inputs
 from systolic.exporting.functions import exportable
 from systolic.exporting.inference import run
 from systolic.exporting.settings import ExportSettings
 from systolic.exporting.stablehlo import export_stablehlo, serialized
+from systolic.interop.importing import structure_of
 from systolic.interop.outputs import outputs_of
 from systolic.job import Precision
 from systolic.job.data import MASK
@@ -195,8 +197,21 @@ def test_sizes_can_be_fixed(tmp_path: Path) -> None:
     assert str(function.inputs["tokens"]) == "int32[3, 12]"
     assert examples.rows == 6  # whole batches
     assert made.differences["logits"].examples == 6
-    with pytest.raises(OptionError, match="sequence is 99 and the model takes 32"):
+    # Rotary embeddings have no table, and the model a context.
+    with pytest.raises(OptionError, match=r"--sequence is 1025, and .* takes texts of 1024 tokens"):
+        exportable(model.job, {}, sizes={"sequence": 1025})
+    with pytest.raises(OptionError, match=r"--sequence is 99, and .* takes .*32"):
         example_inputs(tiny.model(tiny.JOBS["learned"](), sequence=99))
+
+
+def test_a_comparison_without_memory_is_refused() -> None:
+    """Killed by the system otherwise: attention has a number for each two tokens."""
+    job = replace(tiny.decoder(), data=Prompts(sequence=32, positions=1 << 20))
+    shapes = structure_of(job.model)
+    params = {**shapes.params, **shapes.model_state}
+    model = exportable(job, params, sizes={"sequence": 1 << 20})
+    with pytest.raises(OptionError, match=r"^--sequence 1048576: .* takes .* TB of memory, and"):
+        model.check_memory("logits", {"tokens": np.zeros((1, 1 << 20), np.int32)})
 
 
 def test_bfloat16_is_near(tmp_path: Path) -> None:
@@ -254,6 +269,11 @@ def test_differences_are_found(tmp_path: Path) -> None:
     assert (same.max_abs, same.max_relative, same.argmax_agreement) == (0, 0, 1)
     off = difference(source, {"a": source["a"] + [[0, -1.5], [0, 0]]})
     assert (off.max_abs, off.max_relative, off.argmax_agreement) == (1.5, 0.375, 0.5)
+    vectors = difference({"embedding": source["a"]}, {"embedding": 2 * source["a"]})
+    assert vectors.argmax_agreement is None
+    assert "(1 of the largest output, cosine 1.00000 in the mean, 1.00000 at least) on" in str(
+        vectors
+    )
     nan = difference(source, {"a": source["a"] * np.nan})
     for one in (off, nan):
         with pytest.raises(RunError, match="nothing was kept"):

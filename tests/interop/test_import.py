@@ -21,6 +21,7 @@ from systolic.artifact.tensors import TensorSpec
 from systolic.cli.main import main
 from systolic.core.errors import RunError, SystolicError, TakenError
 from systolic.interop import parity
+from systolic.interop.cosine import Cosine
 from systolic.interop.source import Source, open_source
 from systolic.job import Sampling
 from systolic.session import importing
@@ -77,6 +78,9 @@ def test_figures_of_parity_by_hand() -> None:
     assert (found.max_abs, found.max_relative, found.mean_abs) == (1.5, 0.375, 0.5)
     assert (found.argmax_agreement, found.tokens, found.passed) == (0.5, 2, False)
     assert not parity.compare(ours * np.nan, theirs, "x 1", 0.3).passed
+    assert Cosine.of(np.array([[3.0, 4], [1, 0]]), np.array([[4.0, 3], [2, 0]])) == Cosine(
+        mean=0.98, least=0.96
+    )
 
 
 def test_a_bundle_holds_the_same_weights_and_text(folder: Path, bundle: Path) -> None:

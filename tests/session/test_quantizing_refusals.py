@@ -1,6 +1,7 @@
 """Mistakes with ``systolic quantize``: one line, and nothing is written."""
 
 import math
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -183,9 +184,18 @@ def test_an_encoder_is_not_asked_for_data_that_it_does_not_take(
     int8 = ["quantize", tmp_path / "encoder", "--to", "int8", "--out", tmp_path / "out"]
     said = refused(capsys, *int8, "--auto")
     assert "leave the budget out: this kind of model has no measure" in said
+    long = ["--to", "stablehlo", "--sequence", "100000", "--out", tmp_path / "programs"]
+    assert main(["export", *map(str, [tmp_path / "encoder", *long])]) == 2
+    (said,) = capsys.readouterr().err.splitlines()  # before weights are read
+    assert "--sequence is 100000, and the model takes " in said
     assert main([*map(str, int8), "--repeats", "0"]) == 0
     said = capsys.readouterr().out
     assert "quality was not measured: this kind of model has no measure of it here" in said
+    assert re.search(r"mean [0-9.e-]+, cosine 0\.99\d+ in the mean, 0\.9\d+ at least\n", said)
+    both = [str(tmp_path / name) for name in ("encoder", "out")]
+    assert main(["compare", *both, "--repeats", "0"]) == 0
+    (said,) = [one for one in capsys.readouterr().out.splitlines() if "outputs on" in one]
+    assert said.startswith("outputs on 6 lines of text: cosine 0.99")
 
 
 class Huge(TimedCall):

@@ -39,9 +39,7 @@ def lines(made: Comparison) -> list[str]:
 def _told(made: Comparison) -> list[str]:
     found = []
     if (one := made.agreement) is not None:
-        found.append(
-            f"outputs on {one.inputs}: same {one.best} at {one.same_best:.1%} of {one.positions}, largest error {one.max_abs:.2e} (relative {one.max_relative:.2e}), mean {one.mean_abs:.2e}"
-        )
+        found.append(str(one))
     else:
         found.append(f"outputs not compared: {made.disagreement}")
     if made.data is not None:

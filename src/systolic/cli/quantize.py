@@ -214,7 +214,7 @@ def _lines(
         lines.append(f"  here: medians of calls, {ran}")
     if (found := made.outputs) is not None:
         lines.append(
-            f"  outputs of a probe over {found.tokens} {found.unit}: largest difference {found.max_abs:.3g} ({found.max_relative:.2%} of the largest output), mean {found.mean_abs:.3g}, same {found.best} at {found.argmax_agreement:.1%}"
+            f"  outputs of a probe over {found.tokens} {found.unit}: largest difference {found.max_abs:.3g} ({found.max_relative:.2%} of the largest output), mean {found.mean_abs:.3g}, {found.agreement}"
         )
     if made.before is None:
         cure = "this kind of model has no measure of it here"

@@ -7,9 +7,12 @@ from typing import Any
 import numpy as np
 
 from systolic.core.errors import RunError
+from systolic.interop.cosine import Cosine
 
 EXACT, NARROW = 1e-4, 0.2
 """Largest difference over the largest output of a program that computes the same, in float32 and in bfloat16."""
+VECTORS = ("embedding", "encoded")
+"""Outputs that are vectors, whose largest number chooses nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,7 +24,9 @@ class ExportDifference:
     max_relative: float
     """Over the largest magnitude of the source's output of that name."""
     argmax_agreement: float | None = None
-    """Share of rows of the first output with two or more numbers whose largest is the same; None where there are none."""
+    """Share of rows of the first output with two or more numbers whose largest is the same; None where there are none, and for vectors."""
+    cosine: Cosine | None = None
+    """Of vectors (:data:`VECTORS`)."""
     unequal: int = 0
     """Whole numbers, such as tokens, that are not the same: they name things, and are near to none."""
 
@@ -46,11 +51,9 @@ class ExportDifference:
         return asdict(self)
 
     def __str__(self) -> str:
-        agreed = (
-            ""
-            if self.argmax_agreement is None
-            else f", largest agrees in {self.argmax_agreement:.1%}"
-        )
+        agreed = "" if self.cosine is None else f", {self.cosine}"
+        if self.argmax_agreement is not None:
+            agreed = f", largest agrees in {self.argmax_agreement:.1%}"
         other = f", {self.unequal} whole numbers are others" if self.unequal else ""
         return f"largest error {self.max_abs:.3g} ({self.max_relative:.2g} of the largest output{agreed}){other} on {self.examples} examples"
 
@@ -64,7 +67,7 @@ def difference(
         RunError: a name is missing or has another shape.
     """
     absolute = relative = 0.0
-    agreement, unequal = None, 0
+    agreement, cosine, unequal = None, None, 0
     for name, wanted in source.items():
         if name not in exported or exported[name].shape != wanted.shape:
             found = list(exported[name].shape) if name in exported else "missing"
@@ -83,6 +86,9 @@ def difference(
         absolute = max(absolute, largest) if largest == largest else largest
         over = largest / max(float(finite.max(initial=0.0)), 1e-30)
         relative = max(relative, over) if over == over else over
+        if name in VECTORS:
+            cosine = Cosine.of(made, wide)
+            continue
         floating = np.issubdtype(wanted.dtype, np.floating)
         if agreement is None and floating and wanted.ndim > 1 and wanted.shape[-1] > 1:
             agreement = float((wide.argmax(-1) == made.argmax(-1)).mean())
@@ -92,6 +98,7 @@ def difference(
         max_abs=absolute,
         max_relative=relative,
         argmax_agreement=agreement,
+        cosine=cosine,
         unequal=unequal,
     )
 

@@ -25,6 +25,7 @@ from systolic.job.data import MASK
 from systolic.models.decoder.config import Decoder
 from systolic.models.encoder.config import Encoder
 from systolic.models.whisper.config import Whisper
+from systolic.steps.lengths import longest_text
 from systolic.steps.mesh import make_mesh
 from systolic.steps.steps import StepFunctions
 from systolic.steps.target import MeshTarget
@@ -61,8 +62,13 @@ def exportable(
         sizes: Of dims that are not to be free, by their names (``batch``, ``sequence``).
 
     Raises:
-        OptionError: its task has no outputs to export.
+        OptionError: its task has no outputs to export, or a text of that size is longer than the model takes.
     """
+    most = longest_text(job)
+    if most is not None and (sizes or {}).get(SEQUENCE, 0) > most:
+        raise OptionError(
+            f"--sequence is {(sizes or {})[SEQUENCE]}, and {job.name} takes texts of {most} tokens; give {most} or fewer"
+        )
     plain = replace(job, layout=ALONE, adapter=Adapter(), precision=precision)
     _maker(plain.task)
     return ExportableModel(

@@ -8,9 +8,12 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
+import psutil
 
 from systolic.core.errors import OptionError, nearest
+from systolic.core.units import si
 from systolic.exporting.difference import EXACT, NARROW
+from systolic.exporting.unrolling import largest_bytes
 from systolic.job import Job, Precision
 
 Arrays = dict[str, jax.Array]
@@ -84,7 +87,9 @@ class Inference:
         """
         for dim, most in self.limits.items():
             if sizes.get(dim, 0) > most:
-                raise OptionError(f"{dim} is {sizes[dim]} and the model takes {most}; give fewer")
+                raise OptionError(
+                    f"--{dim} is {sizes[dim]}, and the model takes {most}; give {most} or fewer"
+                )
         inputs = {
             name: replace(one, shape=tuple(sizes.get(str(dim), dim) for dim in one.shape))
             for name, one in self.inputs.items()
@@ -173,6 +178,22 @@ class ExportableModel:
                 f"{self.job.name} has no function {name!r}{nearest(name, self.functions)}; it has {', '.join(self.functions)}"
             )
         return self.functions[name]
+
+    def check_memory(self, name: str, inputs: Mapping[str, np.ndarray]) -> None:
+        """Refuses inputs for which the source program makes an array that this machine has no memory for, twice.
+
+        Raises:
+            OptionError: so.
+        """
+        call = self._wide().functions_on("cpu")[name].call
+        shapes = {path: jax.ShapeDtypeStruct(a.shape, a.dtype) for path, a in self.params.items()}
+        wanted = 2 * largest_bytes(jax.make_jaxpr(call)(shapes, dict(inputs)).jaxpr)
+        free = psutil.virtual_memory().available
+        if wanted > free:
+            sizes = " ".join(f"--{dim} {size}" for dim, size in self.sizes.items())
+            raise OptionError(
+                f"{sizes}: the comparison of {name} takes {si(wanted, 'B')} of memory, and {si(free, 'B')} are free; give less, or fewer --examples"
+            )
 
     def source_outputs(self, name: str, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Outputs of a function's source program in float32 on this machine's CPU, to compare an artifact with."""

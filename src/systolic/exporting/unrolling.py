@@ -36,6 +36,20 @@ def loops(jaxpr: Any) -> bool:
     )
 
 
+def largest_bytes(jaxpr: Any) -> int:
+    """Bytes of the largest array that a program makes, its functions' too."""
+    import jax.core
+
+    sizes = [
+        one.aval.size * one.aval.dtype.itemsize
+        for equation in jaxpr.eqns
+        for one in equation.outvars
+        if isinstance(one.aval, jax.core.ShapedArray)
+    ]
+    inner = [largest_bytes(one) for equation in jaxpr.eqns for one in _programs(equation.params)]
+    return max([0, *sizes, *inner])
+
+
 def _programs(params: Any) -> list[Any]:
     import jax.extend.core
 

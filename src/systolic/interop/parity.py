@@ -7,13 +7,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from systolic.core.errors import RunError, SystolicError
+from systolic.interop.cosine import Cosine
 from systolic.interop.jobs import job_of
 from systolic.interop.probe import PROBES, ParityInputs, probe_of
 from systolic.interop.source import Source, TransformersSource
@@ -35,14 +36,16 @@ class Parity:
     max_relative: float
     """Largest difference over the largest magnitude of the other's outputs."""
     mean_abs: float
-    argmax_agreement: float
-    """Share of positions at which the same output is the largest: the token or class that both predict."""
+    argmax_agreement: float | None
+    """Share of positions at which the same output is the largest: the token or class that both predict; ``None`` for vectors."""
     tolerance: float
     """Of ``max_relative``."""
     unit: str = ParityInputs.unit
     """What a position is."""
-    best: str = ParityInputs.best
-    """What the largest output is."""
+    best: str | None = ParityInputs.best
+    """What the largest output is; ``None`` for vectors."""
+    cosine: Cosine | None = None
+    """Of vectors."""
 
     @property
     def passed(self) -> bool:
@@ -51,15 +54,30 @@ class Parity:
 
     def line(self) -> str:
         """The figures on one line."""
-        return f"parity with {self.framework} over {self.tokens} {self.unit}, float32: max {self.max_abs:.2e} (relative {self.max_relative:.2e}, tolerance {self.tolerance:.0e}), mean {self.mean_abs:.2e}, same {self.best} at {self.argmax_agreement:.1%}"
+        return f"parity with {self.framework} over {self.tokens} {self.unit}, float32: max {self.max_abs:.2e} (relative {self.max_relative:.2e}, tolerance {self.tolerance:.0e}), mean {self.mean_abs:.2e}, {self.agreement}"
+
+    @property
+    def agreement(self) -> str:
+        """How alike the outputs are to who uses them, in words."""
+        if self.argmax_agreement is None:
+            return str(self.cosine)
+        return f"same {self.best} at {self.argmax_agreement:.1%}"
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return {**asdict(self), "passed": self.passed}
 
 
-def compare(ours: np.ndarray, theirs: np.ndarray, framework: str, tolerance: float) -> Parity:
-    """Differences of outputs [rows, ..., n]; ours may have rows of padding at the end of the vocabulary."""
+def compare(
+    ours: np.ndarray,
+    theirs: np.ndarray,
+    framework: str,
+    tolerance: float,
+    probe: ParityInputs | None = None,
+) -> Parity:
+    """Differences of outputs [rows, ..., n], by default of logits; ours may have rows of padding at the end of the vocabulary."""
+    unit = ParityInputs.unit if probe is None else probe.unit
+    best = ParityInputs.best if probe is None else probe.best
     # In the dtype of both: in float64 a large vocabulary would take gigabytes more, and close numbers subtract exactly.
     ours = ours[..., : theirs.shape[-1]]
     with np.errstate(
@@ -74,9 +92,16 @@ def compare(ours: np.ndarray, theirs: np.ndarray, framework: str, tolerance: flo
         max_abs=float(away.max()),
         max_relative=float(relative),
         mean_abs=float(away.mean(dtype=np.float64)),
-        argmax_agreement=float((ours.argmax(-1) == theirs.argmax(-1)).mean()),
+        argmax_agreement=None if best is None else _same_largest(ours, theirs),
         tolerance=tolerance,
+        unit=unit,
+        best=best,
+        cosine=Cosine.of(ours, theirs) if best is None else None,
     )
+
+
+def _same_largest(ours: np.ndarray, theirs: np.ndarray) -> float:
+    return float((ours.argmax(-1) == theirs.argmax(-1)).mean())
 
 
 def impossible(source: Source) -> str | None:
@@ -157,8 +182,7 @@ def check(
     theirs, framework = reference(source, probe, rounded)
     if rounded is not None:
         framework = f"{framework} with weights rounded to {rounded}"
-    found = compare(ours(probe), theirs, framework, EXACT)
-    return replace(found, unit=probe.unit, best=probe.best)
+    return compare(ours(probe), theirs, framework, EXACT, probe)
 
 
 def _elements(source: TransformersSource) -> int:

@@ -45,8 +45,8 @@ class ParityInputs:
     """Fields of its answer; several are joined, one position after another."""
     unit: str = "positions"
     """What a row of outputs belongs to."""
-    best: str = "next token"
-    """What the largest of a row of outputs is."""
+    best: str | None = "next token"
+    """What the largest of a row of outputs is; ``None`` for vectors, where it is nothing."""
 
 
 def of_text(rows: np.ndarray) -> ParityInputs:
@@ -84,9 +84,7 @@ def _encoder(source: Source) -> ParityInputs:
     if model.head:
         return ParityInputs(**given, loader="AutoModelForMaskedLM", best="token")
     outputs = ("last_hidden_state", *(["pooler_output"] if model.pooler else []))
-    return ParityInputs(
-        **given, loader="AutoModel", outputs=outputs, unit="vectors", best="largest component"
-    )
+    return ParityInputs(**given, loader="AutoModel", outputs=outputs, unit="vectors", best=None)
 
 
 def _pictures(source: Source) -> ParityInputs:

@@ -16,6 +16,7 @@ from systolic.artifact.bundle_record import Recorded
 from systolic.artifact.tensors import TensorSpec, read_header, write
 from systolic.core.errors import DataError
 from systolic.interop.parity import EXACT
+from systolic.models.encoder.config import Encoder
 
 FILE = f"{RECORDED}outputs.safetensors"
 ROWS = 2
@@ -41,7 +42,7 @@ class Replay:
     max_relative: float
     """Largest difference over the largest magnitude of a recorded output."""
     same_largest: float | None
-    """Share of positions at which the same output is the largest; ``None`` for a program of another framework."""
+    """Share of positions at which the same output is the largest; ``None`` for vectors, and for a program of another framework."""
     tolerance: float
     """Of ``max_relative``."""
     precision: str
@@ -132,12 +133,13 @@ def compare(bundle: Bundle, outputs: np.ndarray) -> Replay:
             f"{bundle.folder / about.file} has outputs for {list(best.shape)} positions, and the model here gives {list(outputs.shape)}; export or import the model again"
         )
     away = np.abs(outputs[..., chosen] - expected)
+    vectors = isinstance(bundle.model, Encoder) and not bundle.model.head
     return Replay(
         rows=len(expected),
         positions=best.size,
         max_abs=float(away.max()),
         max_relative=float(away.max() / max(np.abs(expected).max(), np.finfo(np.float32).tiny)),
-        same_largest=float((outputs.argmax(-1) == best).mean()),
+        same_largest=None if vectors else float((outputs.argmax(-1) == best).mean()),
         tolerance=about.tolerance,
         precision=about.precision,
         platform=about.platform,

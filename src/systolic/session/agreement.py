@@ -1,6 +1,6 @@
 """Outputs of two models on the same inputs, compared."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from systolic.data.input_files import InputFiles
 from systolic.data.text.sentences import Sentences
 from systolic.data.text.text_data import TextData
 from systolic.data.text.tokenizer import Tokenizer
+from systolic.interop.cosine import Cosine
 from systolic.interop.probe import PASSAGE, ROWS, TOKENS
 from systolic.job import Job
 from systolic.models.decoder.config import Decoder
@@ -34,20 +35,50 @@ class Agreement:
     mean_abs: float
     max_relative: float
     """Largest difference over the largest magnitude of the first one's outputs."""
-    same_best: float
-    """Share of positions at which the same output is the largest."""
-    best: str
-    """What the largest output is: ``greedy token``, ``class`` …"""
+    same_best: float | None
+    """Share of positions at which the same output is the largest; ``None`` for vectors."""
+    best: str | None
+    """What the largest output is: ``greedy token``, ``class`` …; ``None`` for vectors."""
     inputs: str
     """What both read."""
+    cosine: Cosine | None = None
+    """Of vectors."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return asdict(self)
 
+    def __str__(self) -> str:
+        same = str(self.cosine)
+        if self.same_best is not None:
+            same = f"same {self.best} at {self.same_best:.1%} of {self.positions}"
+        return f"outputs on {self.inputs}: {same}, largest error {self.max_abs:.2e} (relative {self.max_relative:.2e}), mean {self.mean_abs:.2e}"
+
 
 def agreement(a: "TrainedModel", b: "TrainedModel") -> Agreement | str:
     """How far two models answer the same to the same inputs; a reason, on one line, where there is no such thing."""
+    if isinstance(a.job.data, Sentences) and isinstance(b.job.data, Sentences):
+        texts = PASSAGE.splitlines()
+        ours, theirs = ({"embedding": _embeddings(model, texts)} for model in (b, a))
+        best, told = None, f"{len(texts)} lines of text"
+    else:
+        found = _outputs_of_both(a, b)
+        if isinstance(found, str):
+            return found
+        best, (ours, theirs, told) = _best(a.job), found
+    shapes = [{name: one.shape for name, one in side.items()} for side in (theirs, ours)]
+    if shapes[0] != shapes[1]:
+        return f"their outputs have the shapes {_told(shapes[0])} and {_told(shapes[1])}"
+    return _compared(ours, theirs, best, told)
+
+
+def _embeddings(model: "TrainedModel", texts: Sequence[str]) -> np.ndarray:
+    """float32[texts, width], as a user gets them."""
+    return np.asarray([one["embedding"] for one in model.predict(texts)], np.float32)
+
+
+def _outputs_of_both(a: "TrainedModel", b: "TrainedModel") -> tuple[Named, Named, str] | str:
+    """Outputs of the second model and of the first, and what both read; a reason where they read different things."""
     found = shared_inputs(a.job, b.job)
     if isinstance(found, str):
         return found
@@ -57,10 +88,7 @@ def agreement(a: "TrainedModel", b: "TrainedModel") -> Agreement | str:
         # Rows of padding at the end of a vocabulary belong to no token.
         size = min(ours["outputs"].shape[-1], theirs["outputs"].shape[-1])
         ours, theirs = ({"outputs": one["outputs"][..., :size]} for one in (ours, theirs))
-    shapes = [{name: one.shape for name, one in side.items()} for side in (theirs, ours)]
-    if shapes[0] != shapes[1]:
-        return f"their outputs have the shapes {_told(shapes[0])} and {_told(shapes[1])}"
-    return _compared(ours, theirs, "greedy token" if _is_text(a.job) else "class", told)
+    return ours, theirs, told
 
 
 def shared_inputs(a: Job, b: Job) -> tuple[dict[str, np.ndarray], str] | str:
@@ -79,6 +107,13 @@ def shared_inputs(a: Job, b: Job) -> tuple[dict[str, np.ndarray], str] | str:
         made = np.random.default_rng(0).integers(0, 256, (ROWS, *shapes[0])).astype(np.uint8)
         return {"image": made}, f"{ROWS} pictures of random bytes"
     return f"no inputs are known that a {type(a.model).__name__} and a {type(b.model).__name__} of these tasks both read"
+
+
+def _best(job: Job) -> str | None:
+    """What the largest output chooses; ``None`` where outputs are vectors."""
+    if isinstance(job.model, Encoder):
+        return "token" if job.model.head else None
+    return "greedy token" if isinstance(job.model, Decoder | Whisper) else "class"
 
 
 def _is_text(job: Job) -> bool:
@@ -157,7 +192,7 @@ def _outputs(model: "TrainedModel", inputs: Named) -> dict[str, np.ndarray]:
     return {name: np.stack([np.atleast_1d(one[name]) for one in each]) for name in each[0]}
 
 
-def _compared(ours: Named, theirs: Named, best: str, told: str) -> Agreement:
+def _compared(ours: Named, theirs: Named, best: str | None, told: str) -> Agreement:
     away = {name: np.abs(ours[name] - one).astype(np.float32) for name, one in theirs.items()}
     same = [ours[name].argmax(-1) == one.argmax(-1) for name, one in theirs.items()]
     count = sum(one.size for one in away.values())
@@ -170,9 +205,12 @@ def _compared(ours: Named, theirs: Named, best: str, told: str) -> Agreement:
             float(one.max()) / max(float(np.abs(theirs[name]).max()), 1e-30)
             for name, one in away.items()
         ),
-        same_best=sum(int(one.sum()) for one in same) / sum(one.size for one in same),
+        same_best=None
+        if best is None
+        else sum(int(one.sum()) for one in same) / sum(one.size for one in same),
         best=best,
         inputs=told,
+        cosine=None if best else Cosine.of(*(next(iter(one.values())) for one in (ours, theirs))),
     )
 
 

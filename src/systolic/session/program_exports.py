@@ -10,11 +10,19 @@ import numpy as np
 
 from systolic.artifact.bundle import check_free
 from systolic.core.errors import OptionError
+from systolic.data.text.text_data import TextData
 from systolic.exporting.settings import LITERT, ExportSettings
+from systolic.interop.jobs import job_of
 from systolic.interop.source import open_source
 from systolic.job import Job, Precision
 from systolic.models.decoder.config import Decoder, Dispatch
-from systolic.session.trained import from_source, in_files, open_model
+from systolic.session.trained import (
+    TrainedModel,
+    from_source,
+    in_files,
+    keep_programs,
+    prepare_model,
+)
 
 if TYPE_CHECKING:
     from systolic.exporting.litert.export import LiteExport
@@ -96,20 +104,43 @@ def export_program(
     functions = vars(import_module(form.module))
     if form.check:
         functions[form.check](settings)
-    say("reading weights")
-    # A model in files computes without its tokenizer too.
-    if in_files(path):
-        model = from_source(open_source(path), Precision.f32, texts=False)
-    else:
-        model = open_model(path, checkpoint, trust=trust)
+    model = _opened(path, checkpoint, settings, trust, say)
     weights = {name: np.asarray(array) for name, array in model.plain_weights.items()}
     leaving = exportable(model.job, weights, settings.precision, settings.sizes)
     leaving, notes = with_codes(leaving, kept=form.codes)
-    notes = (*notes, *_warnings(model.job))
+    notes = (*notes, *_warnings(model.job), *_length_note(model.job, settings.sequence))
     examples = example_inputs(leaving, settings.examples, settings.inputs)
+    if settings.sizes:
+        for name, function in leaving.functions.items():
+            leaving.check_memory(name, next(examples.calls(function)))
     made = functions[form.write](leaving, examples, out, settings, say)
     names = model.job.data.labels() if isinstance(model.job.task, Classification) else ()
     return replace(made, notes=(*notes, *classes_note(names, path)))
+
+
+def _opened(
+    path: Path,
+    checkpoint: str | int,
+    settings: ExportSettings,
+    trust: bool,
+    say: Callable[[str], None],
+) -> TrainedModel:
+    """The model; what it does not have is refused before its weights are read."""
+    from systolic.exporting.functions import exportable
+
+    def check(job: Job) -> None:
+        exportable(job, {}, settings.precision, settings.sizes).function(settings.function or None)
+        say("reading weights")
+
+    # A model in files computes without its tokenizer too.
+    if in_files(path):
+        source = open_source(path)
+        check(job_of(source, texts=False))
+        return from_source(source, Precision.f32, texts=False)
+    keep_programs()
+    prepared = prepare_model(path, str(checkpoint), trust=trust)
+    check(prepared.setup.job)
+    return TrainedModel(path, prepared.setup, prepared.read(), None)
 
 
 def _warnings(job: Job) -> list[str]:
@@ -125,6 +156,15 @@ def _warnings(job: Job) -> list[str]:
             "the experts have slots for a share of a text's tokens, of which padding takes some: give texts without padding"
         )
     return found
+
+
+def _length_note(job: Job, sequence: int) -> list[str]:
+    """That a fixed length is beyond what a run was trained on, which rotary embeddings allow."""
+    if not isinstance(job.data, TextData) or sequence <= job.data.context:
+        return []
+    return [
+        f"texts of {sequence} tokens are longer than the {job.data.context} of a row in training; what lies beyond is worse"
+    ]
 
 
 def classes_note(names: Sequence[str], path: Path) -> tuple[str, ...]:

@@ -377,8 +377,7 @@ class _Figures:
         if self.outputs is None or before.outputs is None:
             return None
         probe = probe_of(source)
-        found = compare(self.outputs, before.outputs, PLAIN, math.inf)
-        return replace(found, unit=probe.unit, best=probe.best)
+        return compare(self.outputs, before.outputs, PLAIN, math.inf, probe)
 
     def apart(self, before: "_Figures") -> float | None:
         """Mean difference from the outputs before, over their mean distance from the middle of their row."""

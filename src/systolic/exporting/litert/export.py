@@ -41,8 +41,8 @@ CHUNK = 32
 """Rows that the source computes at a time."""
 OUTPUT_BYTES = 1 << 29
 """Most bytes of outputs of a comparison."""
-AGREEING = 0.95
-"""Share of rows with the same largest output below which an export says so."""
+AGREEING, PARALLEL = 0.95, 0.99
+"""Share of rows with the same largest output, and mean cosine of vectors, below which an export says so."""
 IMAGE_RANGE = (0.0, 255.0)
 """Numbers of an image, whatever the representative ones have."""
 
@@ -115,6 +115,10 @@ class LiteExport:
         if agreed is not None and agreed < AGREEING:
             made.append(
                 f"the largest output is another one in {1 - agreed:.1%} of the rows; measure it on your own data (--data), or leave more in floating point"
+            )
+        if (cosine := self.difference.cosine) is not None and not cosine.mean >= PARALLEL:
+            made.append(
+                f"the vectors are turned ({cosine}); measure it on your own data (--data), or leave more in floating point"
             )
         shapes = [
             ", ".join(f"{k} {v}" for k, v in of.items()) for of in (self.inputs, self.outputs)
