@@ -2,22 +2,28 @@
 
 import json
 import re
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from systolic.artifact import Run, buckets, manifest, room
+from systolic.artifact import Run, buckets, manifest, room, sending
 from systolic.artifact.access import Access
-from systolic.artifact.buckets import BucketFolder, Objects, Sender, again, in_bucket, origin, pull
+from systolic.artifact.buckets import again, pull
+from systolic.artifact.objects import BucketFolder, Objects, _spec, in_bucket, origin
+from systolic.artifact.sending import Sender
 from systolic.cli.main import _copied
 from systolic.core.errors import NotFoundError, OptionError, RunError, TakenError
 from systolic.core.units import MIB
 from tests.buckets import s3_server
 
 JOB = {"job": {"name": "tiny"}}
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +166,113 @@ def test_arrays_go_first_and_manifests_last(
         assert order == []
 
 
+KILLED = """
+import os, sys
+from systolic.artifact import Run, sending
+from tests.artifact.test_buckets import JOB, save, sender
+
+sending.LOOK_SECONDS = 1e6
+run = Run.create(sys.argv[1], JOB)
+run.append({"kind": "train", "step": 1})
+save(run, 1)
+sender(run).send()
+run.append({"kind": "train", "step": 2})
+save(run, 2)
+os.kill(os.getpid(), 9)
+"""
+
+
+def killed(machine: Machines) -> Path:
+    """The copy of a run whose writer was killed with a checkpoint that never reached the bucket."""
+    machine("a")
+    done = subprocess.run([sys.executable, "-c", KILLED, machine.url], cwd=ROOT)
+    assert done.returncode == -signal.SIGKILL
+    folder = in_bucket(machine.url)
+    assert folder is not None
+    assert "checkpoints/1/manifest.json" in names(machine.url)
+    assert "checkpoints/2/manifest.json" not in names(machine.url)
+    return folder.copy
+
+
+@pytest.mark.parametrize("access", [Access.read, Access.write])
+def test_what_a_killed_writer_left_is_sent(
+    machine: Machines, access: Access, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = killed(machine)
+    if access is Access.read:
+        pull(machine.url, print)
+        assert "with the checkpoints of steps [2]" in capsys.readouterr().out
+    else:
+        Run.open(machine.url, access=access).close()
+    assert "checkpoints/2/params/array" in names(machine.url)
+    assert (copy / "checkpoints" / "2" / "params" / "array").exists()
+    machine("b")
+    with Run.open(machine.url) as run:
+        assert [record["step"] for record in run.records()] == [1, 2]
+        buckets.complete(run.checkpoints / "2")
+        manifest.verify(run.checkpoints / "2", manifest.read(run.checkpoints / "2"), {"params"})
+
+
+def test_what_a_killed_writer_left_is_kept_where_its_run_went_on_elsewhere(
+    machine: Machines, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = killed(machine)
+    machine("b")
+    with Run.open(machine.url, access=Access.write) as run:
+        run.append({"kind": "train", "step": 5})
+        save(run, 5)
+    machine("a")
+    pull(machine.url, print)
+    aside = copy.with_name(f"{copy.name}.unsent-1")
+    assert f"kept in {aside}" in capsys.readouterr().out
+    assert (aside / "checkpoints" / "2" / "params" / "array").exists()
+    assert {p.name for p in (copy / "checkpoints").iterdir()} == {"1", "5"}
+    pull(machine.url, print)
+    assert not capsys.readouterr().out
+
+
+def test_what_cannot_be_sent_stays(machine: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = killed(machine)
+
+    def refuse(*_: object) -> None:
+        raise RunError("the bucket refuses access")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Objects, "write", refuse)
+        with pytest.raises(RunError, match=r"never reached it.*refuses access"):
+            pull(machine.url)
+        assert (copy / "checkpoints" / "2" / "params" / "array").exists()
+    pull(machine.url)
+    assert "checkpoints/2/manifest.json" in names(machine.url)
+
+
+def test_a_bucket_that_takes_nothing_is_said_once(
+    machine: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sending, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(sending, "SEND_SECONDS", 0.01)
+    machine("a")
+    refused, heard = threading.Semaphore(0), []
+
+    def refuse(*_: object) -> None:
+        refused.release()
+        raise RunError("the bucket refuses access")
+
+    write = Objects.write
+    with Run.create(machine.url, JOB) as run:
+        monkeypatch.setattr(sender(run), "_tell", heard.append)
+        monkeypatch.setattr(Objects, "write", refuse)
+        save(run, 1)
+        for _ in range(3):
+            assert refused.acquire(timeout=60)
+        monkeypatch.setattr(Objects, "write", write)
+        while len(heard) < 2:
+            time.sleep(0.01)
+    assert len(heard) == 2
+    assert "refuses access" in heard[0]
+    assert "has all again" in heard[1]
+
+
 def test_a_run_that_is_there_is_not_begun_again(machine: Machines) -> None:
     machine("a")
     Run.create(machine.url, JOB).close()
@@ -258,7 +371,7 @@ def test_a_disk_that_fills_meanwhile_keeps_what_came(
     for number in range(3):
         Objects(folder).write(f"{number}.txt", b"x" * MIB)
     machine("a")
-    monkeypatch.setattr(buckets, "_TRANSFERS", 1)
+    monkeypatch.setattr(sending, "_TRANSFERS", 1)
     left = iter([10, 9, 0, 0])
     monkeypatch.setattr(room, "_free", lambda folder: room.SPARE_BYTES + next(left) * MIB)
     with pytest.raises(RunError, match=r"has 1\.05 MB more, and the disk"):
@@ -325,7 +438,7 @@ def test_results_are_written_here(machine: Machines) -> None:
 
 def test_google_s_and_amazon_s_are_opened_by_their_drivers() -> None:
     kinds = {
-        scheme: buckets._spec(BucketFolder(scheme=scheme, bucket="b", key="k"))["driver"]
+        scheme: _spec(BucketFolder(scheme=scheme, bucket="b", key="k"))["driver"]
         for scheme in ("s3", "gs")
     }
     assert kinds == {"s3": "s3", "gs": "gcs"}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from systolic.artifact.buckets import Objects, in_bucket
+from systolic.artifact.objects import Objects, in_bucket
 from systolic.core.errors import RunError
 from systolic.session.training import check_one_machine
 from systolic.training import hosts

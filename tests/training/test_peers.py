@@ -151,3 +151,38 @@ def test_a_wrong_description_is_refused(changed: dict[str, str], message: str):
 def test_an_address_alone_is_no_description():
     with pytest.raises(OptionError, match="JAX_NUM_PROCESSES is not set"):
         find({peers.ADDRESS: "10.0.0.2:1234"})
+
+
+@pytest.mark.parametrize(
+    ("platform", "missing", "count"),
+    [
+        ("gke", "TPU_WORKER_ID", "MEGASCALE_NUM_SLICES is 2"),
+        ("gke", "TPU_WORKER_HOSTNAMES", "MEGASCALE_NUM_SLICES is 2"),
+        ("slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS is 2"),
+        ("skypilot", "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES is 2"),
+        ("open-mpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE is 2"),
+        ("mpich", "PMI_RANK", "PMI_SIZE is 2"),
+    ],
+)
+def test_one_of_several_that_nothing_places_does_not_train_alone(
+    platform: str, missing: str, count: str, tmp_path: Path
+):
+    environ = dict(RECORDED[platform]["environment"])
+    del environ[missing]
+    assert peers.belongs(environ, tmp_path)
+    with pytest.raises(OptionError, match=f"{count}, and {missing} is not set.*--coordinator"):
+        find(environ, tmp_path)
+
+
+def test_slices_without_a_coordinator_are_refused(tmp_path: Path):
+    environ = dict(RECORDED["gke"]["environment"])
+    del environ["MEGASCALE_COORDINATOR_ADDRESS"]
+    with pytest.raises(OptionError, match=r"process 3 of 4.*--coordinator HOST:PORT"):
+        find(environ, tmp_path)
+
+
+def test_addresses_of_version_6(tmp_path: Path):
+    hosts = {"TPU_WORKER_HOSTNAMES": "fd00::1,fd00::2", "TPU_WORKER_ID": "1"}
+    place = find(hosts, tmp_path)
+    assert place is not None
+    assert told(place) == ("TPU", 1, 2, "[fd00::1]:8476")

@@ -5,6 +5,7 @@ import math
 import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,12 @@ class Log:
         write_atomically(self.path, b"".join(map(encode, kept)))
         self._open()
         return len(records) - len(kept)
+
+    def sync(self) -> None:
+        """Has the disk, or the bucket that a mount writes to, hold what was appended."""
+        if self._handle is not None:
+            with suppress(OSError):  # Some mounts have no such call.
+                os.fsync(self._handle)
 
     def close(self) -> None:
         """Closes the file; a later append opens it again."""

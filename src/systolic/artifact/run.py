@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Any, Self
 from systolic.artifact import buckets, metrics
 from systolic.artifact.access import LOCK, Access, Lock
 from systolic.artifact.environment import environment
+from systolic.artifact.objects import Objects, in_bucket
 from systolic.artifact.paths import DIRECTORY
+from systolic.artifact.sending import Sender
 from systolic.core.errors import NotFoundError, RunError, TakenError, nearest
 from systolic.core.files import write_atomically, write_json
 
@@ -59,7 +61,7 @@ class Run:
         self.path = path
         self.access = access
         self._lock = Lock(path) if access is Access.write else None
-        self._sender: buckets.Sender | None = None
+        self._sender: Sender | None = None
         self._metrics: metrics.Log | None = None
         self._samples: metrics.Log | None = None
         self._diagnoses: metrics.Log | None = None
@@ -332,6 +334,12 @@ class Run:
         write_atomically(path, buffer.getvalue())
         return path
 
+    def sync(self) -> None:
+        """Has the disk hold all records, so that none is older than a checkpoint that follows."""
+        for log in (self._metrics, self._samples, self._diagnoses):
+            if log is not None:
+                log.sync()
+
     def close(self) -> None:
         """Closes the files and releases the lock."""
         for log in (self._metrics, self._samples, self._diagnoses):
@@ -347,11 +355,11 @@ class Run:
                 self._lock = None
                 self.access = Access.read
 
-    def _send(self, objects: buckets.Objects | None) -> None:
+    def _send(self, objects: Objects | None) -> None:
         """Begins to send the run's files to their bucket, if they have one."""
         if objects is None:
             return
-        sender = buckets.Sender(objects)
+        sender = Sender(objects)
         try:
             sender.start()
         except Exception:
@@ -373,10 +381,10 @@ class Run:
             ) from error
 
 
-def _objects(path: Path | str) -> buckets.Objects | None:
+def _objects(path: Path | str) -> Objects | None:
     """Those of a path in a bucket."""
-    folder = buckets.in_bucket(path)
-    return None if folder is None else buckets.Objects(folder)
+    folder = in_bucket(path)
+    return None if folder is None else Objects(folder)
 
 
 def job_fields(content: bytes) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from systolic import recipes
 from systolic.artifact import paths
 from systolic.artifact.access import Access
-from systolic.artifact.buckets import in_bucket
 from systolic.artifact.job_record import JobRecord, RunFlags
+from systolic.artifact.objects import in_bucket
 from systolic.artifact.run import Run
 from systolic.artifact.saved_job import types_of
 from systolic.chips import Slice

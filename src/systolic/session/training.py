@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from systolic.artifact.access import Access
-from systolic.artifact.buckets import in_bucket
 from systolic.artifact.job_record import JobRecord, RunFlags
+from systolic.artifact.objects import in_bucket
 from systolic.artifact.run import JOB, Run
 from systolic.chips import Slice
 from systolic.core.errors import NotFoundError, OptionError, RunError, SystolicError

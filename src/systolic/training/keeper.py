@@ -95,6 +95,7 @@ class Keeper:
         with self._ledger.spend(Spent.checkpoint):
             extra = {"data": feed.get_state(), "progress": progress.to_json()}
             kept = self._setup.steps.saved(state)
+            self._run.sync()
             self.store.save(step, kept, extra=extra, metrics=metrics)
         self._kept = (step, measured)
         self._event("checkpoint", self._ledger.clock() - start, f"step {step}")

@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from systolic.artifact.buckets import origin
+from systolic.artifact.objects import origin
 from systolic.job import Job, Sampling
 from systolic.steps.steps import StepFunctions
 from systolic.training.generate import Generator

@@ -54,7 +54,7 @@ def find(environ: Mapping[str, str], root: Path = _ROOT) -> Member | None:
 
     Raises:
         OptionError: a part of an explicit description is missing or wrong, or the platform does not say where the
-            first process is.
+            first process is, or leaves out what this process is among several.
     """
     if COUNT in environ or INDEX in environ:
         return _explicit(environ)
@@ -64,6 +64,8 @@ def find(environ: Mapping[str, str], root: Path = _ROOT) -> Member | None:
         if found is None:
             raise OptionError(_missing(COUNT))
         found = replace(found, coordinator=_address(environ[ADDRESS]))
+    if found is None:
+        _check_whole(environ)
     if found is not None and not found.coordinator:
         raise OptionError(
             f"{found.by} says that this is process {found.index} of {found.count}, and not where the first one is; give --coordinator HOST:PORT of it in every process"
@@ -71,18 +73,39 @@ def find(environ: Mapping[str, str], root: Path = _ROOT) -> Member | None:
     return found
 
 
+_COUNTS = {
+    "MEGASCALE_NUM_SLICES": ("TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID"),
+    "SKYPILOT_NUM_NODES": ("SKYPILOT_NODE_IPS", "SKYPILOT_NODE_RANK"),
+    "SLURM_STEP_NUM_TASKS": ("SLURM_STEP_NODELIST", "SLURM_PROCID"),
+    "OMPI_COMM_WORLD_SIZE": ("OMPI_COMM_WORLD_RANK",),
+    "PMI_SIZE": ("PMI_RANK",),
+}
+"""Variables that count processes or slices, each with those that say which of them this is."""
+
+
 def belongs(environ: Mapping[str, str], root: Path = _ROOT) -> bool:
     """Whether this process is one of several of the same job, complete as its description may be or not."""
-    several = (
-        *("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MEGASCALE_NUM_SLICES"),
-        "SKYPILOT_NUM_NODES",
-    )
     return (
         ADDRESS in environ
         or len(_pod_hosts(environ)) > 1
-        or any(_number(environ, name) > 1 for name in several)
+        or any(_number(environ, name) > 1 for name in _COUNTS)
         or _cloud_tpu(environ, root) is not None
     )
+
+
+def _check_whole(environ: Mapping[str, str]) -> None:
+    """Checks that a process which nothing places is not one of several, where each would train alone."""
+    many = {name: environ[name] for name in _COUNTS if _number(environ, name) > 1}
+    parts = {name: _COUNTS[name] for name in many}
+    if len(hosts := _pod_hosts(environ)) > 1:
+        many["TPU_WORKER_HOSTNAMES"] = f"a list of {len(hosts)}"
+        parts["TPU_WORKER_HOSTNAMES"] = ("TPU_WORKER_ID",)
+    for name, value in many.items():
+        missing = next((part for part in parts[name] if not environ.get(part, "").strip()), None)
+        if missing is not None:
+            raise OptionError(
+                f"{name} is {value}, and {missing} is not set, so that this process does not know which of them it is; set it, give --coordinator HOST:PORT --processes N --process I in every process, or unset {name} to train alone"
+            )
 
 
 def _explicit(environ: Mapping[str, str]) -> Member:
@@ -133,7 +156,14 @@ def _gke(environ: Mapping[str, str], root: Path) -> Member | None:
 def _pod_hosts(environ: Mapping[str, str]) -> list[str]:
     """Hosts of this slice; an address may have its port."""
     told = environ.get("TPU_PROCESS_ADDRESSES") or environ.get("TPU_WORKER_HOSTNAMES") or ""
-    return [host.strip().partition(":")[0] for host in told.split(",") if host.strip()]
+    return [_host(part.strip()) for part in told.split(",") if part.strip()]
+
+
+def _host(text: str) -> str:
+    """``HOST`` of ``HOST[:PORT]``; an address of version 6 comes in brackets."""
+    if text.startswith("["):
+        return text.partition("]")[0] + "]"
+    return f"[{text}]" if text.count(":") > 1 else text.partition(":")[0]
 
 
 def _cloud_tpu(environ: Mapping[str, str], root: Path) -> Member | None:
@@ -157,12 +187,12 @@ def _cloud_tpu(environ: Mapping[str, str], root: Path) -> Member | None:
 def _in_slices(told: Mapping[str, str], hosts: list[str], worker: int) -> Member:
     """Member of a worker whose slice may be one of several."""
     slices = max(_number(told, "MEGASCALE_NUM_SLICES"), 1)
-    first = told.get("MEGASCALE_COORDINATOR_ADDRESS", "") if slices > 1 else ""
+    first = told.get("MEGASCALE_COORDINATOR_ADDRESS", "") if slices > 1 else hosts[0]
     return Member(
         by="Cloud TPU",
         count=len(hosts) * slices,
         index=_number(told, "MEGASCALE_SLICE_ID") * len(hosts) + worker,
-        coordinator=f"{(first or hosts[0]).partition(':')[0]}:{PORT}",
+        coordinator=f"{_host(first)}:{PORT}" if first else "",
         hosts=tuple(hosts) if slices == 1 else (),
     )
 

@@ -1,0 +1,165 @@
+"""Objects of buckets (``s3://``, ``gs://``) by way of TensorStore, and where their copies here are."""
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from systolic.core.errors import NotFoundError, RunError
+from systolic.core.store import cache_home
+
+COPIES = "buckets"
+_RETRIES = 6
+_URL = re.compile(r"(s3|gs):/+([^/]+)/*(.*)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BucketFolder:
+    """A folder in a bucket, or an object."""
+
+    scheme: str
+    bucket: str
+    key: str
+    """Without slashes at its ends."""
+
+    @property
+    def url(self) -> str:
+        """As the user gives it."""
+        return f"{self.scheme}://{self.bucket}/{self.key}".rstrip("/")
+
+    @property
+    def copy(self) -> Path:
+        """Where its copy is."""
+        return copies() / self.scheme / self.bucket / self.key
+
+
+def in_bucket(path: Path | str) -> BucketFolder | None:
+    """What a path in a bucket names, also where ``Path`` has taken one of its slashes; None for a path here.
+
+    Raises:
+        NotFoundError: it names nothing within the bucket.
+    """
+    matched = _URL.fullmatch(str(path))
+    if matched is None:
+        return None
+    scheme, bucket, key = matched.groups()
+    parts = [part for part in key.split("/") if part not in ("", ".")]
+    if not parts or ".." in parts:
+        raise NotFoundError(f"{path} names no folder in a bucket; give {scheme}://{bucket}/FOLDER")
+    return BucketFolder(scheme=scheme, bucket=bucket, key="/".join(parts))
+
+
+def origin(path: Path) -> BucketFolder | None:
+    """What a copy is of, wherever its cache was; None for other paths."""
+    parts = path.parts
+    at = [n for n, part in enumerate(parts[:-3]) if part == COPIES and parts[n + 1] in ("s3", "gs")]
+    if not at:
+        return None
+    scheme, bucket, *key = parts[at[-1] + 1 :]
+    return BucketFolder(scheme=scheme, bucket=bucket, key="/".join(key))
+
+
+class Objects:
+    """Objects below a folder in a bucket, by their names in it."""
+
+    def __init__(self, folder: BucketFolder) -> None:
+        self.folder = folder
+        import tensorstore
+
+        self._range: Any = tensorstore.KvStore.KeyRange
+        self._store = self._do(lambda: tensorstore.KvStore.open(_spec(folder)))
+
+    def names(self, below: str = "") -> list[str]:
+        """Names of the objects, sorted."""
+        keys = self._range(f"/{below}", f"/{below}\U0010ffff")
+        listed = self._do(lambda: self._store.list(keys))
+        found = sorted(name.decode().removeprefix("/") for name in listed)
+        return [name for name in found if name.startswith(below)]
+
+    def read(self, name: str, known: str = "") -> tuple[bytes, str] | None:
+        """Content and version of an object, None without one; the content is empty where the version is ``known``."""
+        options = {"if_not_equal": bytes.fromhex(known)} if known else {}
+        found = self._do(lambda: self._store.read(_key(name), **options))
+        if found.state == "missing":
+            return None
+        same = found.state == "unspecified"
+        if same:
+            return b"", known
+        # Emulators of Google's storage give no version.
+        version = found.stamp.generation
+        return found.value, version.hex() if any(version) else ""
+
+    def exists(self, name: str) -> bool:
+        """Whether there is such an object."""
+        nothing = slice(0, 0)
+        found = self._do(lambda: self._store.read(_key(name), byte_range=nothing))
+        return found.state != "missing"
+
+    def reaches(self, name: str, num_bytes: int) -> bool:
+        """Whether an object has so many bytes."""
+        last = slice(num_bytes - 1, num_bytes)
+        try:
+            return self._store.read(_key(name), byte_range=last).result().state != "missing"
+        except (ValueError, RuntimeError, OSError) as error:
+            if "OUT_OF_RANGE" in str(error):
+                return False
+            raise _told(self.folder, str(error)) from error
+
+    def write(self, name: str, content: bytes) -> None:
+        """Writes an object, whole."""
+        self._do(lambda: self._store.write(_key(name), content))
+
+    def delete(self, name: str) -> None:
+        """Deletes an object, if it is there."""
+        self._do(lambda: self._store.write(_key(name), None))
+
+    def _do(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call().result()
+        except (ValueError, RuntimeError, OSError) as error:
+            raise _told(self.folder, str(error)) from error
+
+
+def copies() -> Path:
+    """Folder of all copies."""
+    return cache_home() / COPIES
+
+
+def _key(name: str) -> str:
+    return f"/{name}" if name else ""
+
+
+def _spec(folder: BucketFolder) -> dict[str, Any]:
+    """TensorStore's description of the folder; its own variables and files give credentials."""
+    if folder.scheme == "gs":
+        retries = {"gcs_request_retries": {"max_retries": _RETRIES}}
+        return {"driver": "gcs", "bucket": folder.bucket, "path": folder.key, "context": retries}
+    spec: dict[str, Any] = {"driver": "s3", "bucket": folder.bucket, "path": folder.key}
+    spec["context"] = {"s3_request_retries": {"max_retries": _RETRIES}}
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    if endpoint:
+        spec |= {"endpoint": endpoint, "aws_region": region or "us-east-1"}
+    elif region:
+        spec["aws_region"] = region
+    if "AWS_ACCESS_KEY_ID" in os.environ:
+        # Without this it looks at files first and complains of each that is not there.
+        spec["aws_credentials"] = {"type": "environment"}
+    return spec
+
+
+def _told(folder: BucketFolder, reason: str) -> RunError | NotFoundError:
+    """A store's error on one line."""
+    first = reason.splitlines()[0].partition(" [")[0][:200] if reason else "no reason"
+    if "NoSuchBucket" in reason or ("NOT_FOUND" in reason and "bucket" in reason.lower()):
+        return NotFoundError(
+            f"there is no bucket {folder.bucket}, or not for you; make it, or check the name"
+        )
+    if any(word in reason for word in ("PERMISSION_DENIED", "UNAUTHENTICATED", "AccessDenied")):
+        how = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or ~/.aws/credentials"
+        if folder.scheme == "gs":
+            how = "gcloud auth application-default login, or GOOGLE_APPLICATION_CREDENTIALS"
+        return RunError(f"{folder.url} refuses access ({first}); give credentials: {how}")
+    return RunError(f"{folder.url} does not answer ({first}); check the network and try again")
