@@ -23,6 +23,7 @@ from systolic.exporting.litert import export
 from systolic.exporting.litert.edge_tpu import edge_tpu_report
 from systolic.exporting.litert.export import LiteExport, export_litert
 from systolic.exporting.litert.graph import read_graph
+from systolic.exporting.litert.rows import calibration_rows, evaluation_rows, uncalibrated
 from systolic.exporting.litert.schema import FIELDS, OPERATORS, TENSOR_TYPES
 from systolic.exporting.packages import installed
 from systolic.exporting.settings import ExportSettings, LiteQuantization
@@ -116,6 +117,9 @@ def test_an_int8_file_computes_in_whole_numbers_and_the_edge_tpu_takes_it(
 ) -> None:
     settings = ExportSettings(quantization=LiteQuantization.int8, edge_tpu=True)
     made = written(model, tmp_path / "m.tflite", settings)
+    assert not made.measured_calibrate
+    said = "\n".join(replace(made, measured_calibrate=True).lines())
+    assert "it was measured on rows that it was calibrated on, and looks better" in said
     # Without --edge-tpu, dense layers have a scale for each output; the report names what mends it.
     plain = written(model, tmp_path / "plain.tflite", replace(settings, edge_tpu=False))
     report = edge_tpu_report(read_graph(plain.path))
@@ -207,6 +211,31 @@ def test_a_model_of_texts_is_quantized_on_lines_or_windows_and_measured_on_the_o
     softmax = next(one for one in made.edge_tpu.placements if one.kind == "SOFTMAX")
     assert "stays in floating point" in softmax.reason
     assert "convolutional" in softmax.fix
+
+
+def test_rows_that_calibrate_are_not_measured_where_there_are_others(tmp_path: Path) -> None:
+    other = tiny.model(tiny.JOBS["embeddings"](), batch=1, sequence=24)
+    function = other.function()
+
+    def found(settings: ExportSettings) -> tuple[int, int, int]:
+        """Rows that are measured, those of them that calibrate, and all that calibrate."""
+        measured = evaluation_rows(other, function, settings, example_inputs(other))
+        seen = calibration_rows(other, function, settings.data)
+        rows, both = uncalibrated(measured, seen)
+        return rows.count, both, seen.count
+
+    # Files beyond the 128 that calibrate shifted which rows are every second one.
+    (tmp_path / "many").mkdir()
+    for n in range(150):
+        lines = [f"text {n} line {line}\n" for line in range(1 if n % 3 == 0 else 3)]
+        (tmp_path / "many" / f"{n:03}.txt").write_text("".join(lines))
+    assert found(ExportSettings(data=tmp_path / "many")) == (125, 0, 125)
+    (tmp_path / "twice.txt").write_text("one\none\ntwo\n")
+    assert found(ExportSettings(data=tmp_path / "twice.txt")) == (1, 0, 1)
+    (tmp_path / "one.txt").write_text("one line only\n")
+    assert found(ExportSettings(data=tmp_path / "one.txt")) == (1, 1, 1)
+    measured, both, _ = found(ExportSettings())
+    assert measured == both > 0
 
 
 def test_data_that_does_not_fit_the_model_is_one_line(

@@ -25,7 +25,12 @@ from systolic.exporting.litert import child
 from systolic.exporting.litert.composites import Composites
 from systolic.exporting.litert.edge_tpu import EdgeTpuReport, edge_tpu_report
 from systolic.exporting.litert.graph import LiteGraph, graph_of
-from systolic.exporting.litert.rows import FunctionRows, calibration_rows, evaluation_rows
+from systolic.exporting.litert.rows import (
+    FunctionRows,
+    calibration_rows,
+    evaluation_rows,
+    uncalibrated,
+)
 from systolic.exporting.packages import package_folder
 from systolic.exporting.plain import plain_platform
 from systolic.exporting.settings import LITERT, ExportSettings, LiteQuantization
@@ -64,6 +69,8 @@ class LiteExport:
     """Of the source and of the file, where there are labels."""
     calibrated_on: str | None
     """Rows of the quantization of activations."""
+    measured_calibrate: bool = False
+    """Whether the rows of the comparison are among those of the calibration: there are no others."""
     graph: LiteGraph = field(repr=False)
     edge_tpu: EdgeTpuReport | None = None
     notes: tuple[str, ...] = ()
@@ -111,6 +118,10 @@ class LiteExport:
             made.append(
                 f"{self.operations - sum(self.floating.values())} of {self.operations} operations in whole numbers{f'; float: {left}' if left else ''}; calibrated on {self.calibrated_on}"
             )
+        if self.measured_calibrate:
+            made.append(
+                "it was measured on rows that it was calibrated on, and looks better than it is: give more with --data"
+            )
         agreed = self.difference.argmax_agreement
         if agreed is not None and agreed < AGREEING:
             made.append(
@@ -141,6 +152,7 @@ class LiteExport:
             if self.accuracy is None
             else {"source": self.accuracy[0], "exported": self.accuracy[1]},
             "calibrated_on": self.calibrated_on,
+            "measured_on_calibration": self.measured_calibrate,
             "operations": self.operations,
             "floating_operations": self.floating,
             "inputs": self.inputs,
@@ -189,10 +201,11 @@ def export_litert(
     packages = package_folder(LITERT, say)
     model, function = _fixed(model, settings.function)
     say("reading data")
-    rows = _measurable(model, function, evaluation_rows(model, function, settings, examples))
-    seen = None
+    rows, seen, both = evaluation_rows(model, function, settings, examples), None, 0
     if settings.quantization is LiteQuantization.int8:
         seen = calibration_rows(model, function, settings.data)
+        rows, both = uncalibrated(rows, seen)
+    rows = _measurable(model, function, rows)
     say(f"lowering {function.name}")
     check_loops(model, function)
     program, names = lowered(function, model.params, model.sizes)
@@ -217,6 +230,7 @@ def export_litert(
         compared_on=rows.origin,
         accuracy=_accuracy(rows.labels, source, made),
         calibrated_on=None if seen is None else f"{seen.count} rows of {seen.origin}",
+        measured_calibrate=both > 0,
         graph=graph,
         edge_tpu=edge_tpu_report(graph) if settings.edge_tpu else None,
     )

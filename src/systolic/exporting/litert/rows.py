@@ -1,5 +1,6 @@
 """Rows that calibrate a quantization and rows that a file is measured on, as inputs of one function."""
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -43,12 +44,14 @@ class FunctionRows:
 
     def first(self, most: int) -> "FunctionRows":
         """The first rows."""
-        if self.count <= most:
-            return self
+        return self if self.count <= most else self.only(slice(most))
+
+    def only(self, which: slice | np.ndarray) -> "FunctionRows":
+        """Some of the rows."""
         return replace(
             self,
-            inputs={name: one[:most] for name, one in self.inputs.items()},
-            labels=None if self.labels is None else self.labels[:most],
+            inputs={name: one[which] for name, one in self.inputs.items()},
+            labels=None if self.labels is None else self.labels[which],
         )
 
 
@@ -63,7 +66,9 @@ def calibration_rows(
         NotFoundError: nothing is at the path.
     """
     if path is not None:
-        found = _half(model, _at(model, function, path, CALIBRATION_ROWS), 1)
+        # All texts are read, so that the halves are of the same rows here and for the measurement.
+        most = None if _of_texts(model) else CALIBRATION_ROWS
+        found = _half(model, _at(model, function, path, most), 1).first(CALIBRATION_ROWS)
     elif model.job.data.size(Split.train) != 0:
         found = _of_split(model, function, model.job.data, Split.train, CALIBRATION_ROWS)
     else:
@@ -134,9 +139,31 @@ def _at(model: ExportableModel, function: Inference, path: Path, most: int | Non
 
 def _half(model: ExportableModel, found: FunctionRows, first: int) -> FunctionRows:
     """Every second row of texts, from a number on: some calibrate, and the others are measured."""
-    if found.count < 2 or not isinstance(model.job.data, TextData | Sentences):
+    if found.count < 2 or not _of_texts(model):
         return found
     return replace(found, inputs={name: one[first::2] for name, one in found.inputs.items()})
+
+
+def _of_texts(model: ExportableModel) -> bool:
+    return isinstance(model.job.data, TextData | Sentences)
+
+
+def uncalibrated(measured: FunctionRows, seen: FunctionRows) -> tuple[FunctionRows, int]:
+    """Measured rows without those that calibrate; all of them where none is left, and how many of those calibrate too."""
+    known = set(_row_digests(seen))
+    kept = np.array([one not in known for one in _row_digests(measured)])
+    if not kept.any():
+        return measured, measured.count
+    return measured.only(kept), 0
+
+
+def _row_digests(rows: FunctionRows) -> list[bytes]:
+    """Digest of each row over all inputs, by their names."""
+    found = [hashlib.sha256() for _ in range(rows.count)]
+    for name in sorted(rows.inputs):
+        for digest, row in zip(found, np.ascontiguousarray(rows.inputs[name]), strict=True):
+            digest.update(row.tobytes())
+    return [one.digest() for one in found]
 
 
 def _check_finite(rows: FunctionRows) -> None:
