@@ -12,6 +12,7 @@ import pytest
 
 from systolic import recipes
 from systolic.cli.launch import LaunchOptions, request_of
+from systolic.cli.launch_checks import trained
 from systolic.cli.main import VERBS, main
 from systolic.cli.target import planned_request
 from systolic.session import launching
@@ -148,6 +149,25 @@ def test_paths_of_this_machine_are_named(capsys: pytest.CaptureFixture[str]) -> 
     assert "--path is texts, a path of this machine" in out
 
 
+def test_the_bill_counts_the_steps_that_the_machines_train() -> None:
+    words = ["--via", "local", "--on", "v5e-16", "--train=--steps 7 --for-devices 32"]
+    asked = planned_request("digits", words, "launch", LaunchOptions, print)
+    request = request_of(asked, ["digits", *words])
+    assert trained(request, launching.describe(request)).steps == 7
+
+
+def test_only_restarts_after_a_preemption_are_more_with_spot() -> None:
+    def restarts(*words: str) -> int:
+        asked = planned_request("digits", [*words, "--spot"], "launch", LaunchOptions, print)
+        return launching.describe(request_of(asked, words)).restarts
+
+    slice_ = ("--on", "v5e-16")
+    # Kubernetes and SkyPilot start again after a preemption without counting.
+    assert restarts("--via", "gke", *slice_) == restarts("--via", "skypilot", *slice_) == 10
+    assert restarts("--via", "tpu-vm", *slice_) == 100
+    assert restarts("--via", "tpu-vm", *slice_, "--restarts", "3") == 3
+
+
 def test_no_recipe_has_an_option_that_launch_needs() -> None:
     import inspect
 
@@ -166,6 +186,23 @@ def test_no_recipe_has_an_option_that_launch_needs() -> None:
         (f"{GKE} --on v5e-16 --spot --reserved", "--spot and --reserved exclude each other"),
         (f"{GKE} --on v5e-16 --sopt", "did you mean --spot"),
         (f"""{GKE} --on v5e-16 --train '"'""", "a shell does not read"),
+        (f"{GKE} --on v5e-16 --claim c --run /data/lm", "give --run /runs/FOLDER"),
+        (f"{GKE} --on v5e-16 --claim c --run /runs", "give --run /runs/FOLDER"),
+        (f"{GKE} --on v5e-16 --claim c --run /runs/../lm", "give --run /runs/FOLDER"),
+        (f"{GKE} --on v5e-16 --claim c --run lm", "give --run /runs/FOLDER"),
+        (f"{GKE} --on v5e-16 --train='--wokers 4'", "did you mean --workers"),
+        (f"{GKE} --on v5e-16 --train='--workers -1'", "workers"),
+        (f"{GKE} --on v5e-16 --train='--run x'", "train has --run, which the launch sets"),
+        (f"{GKE} --on v5e-16 --train=--help", "train asks for help"),
+        (f"{GKE} --on v5e-16 --batch 7", "batch of 7 does not divide by 16"),
+        (f"{GKE} --on v5e-16 --train='--batch 7'", "batch of 7 does not divide by 16"),
+        (f"{TPU} --on v5e-16 --zone us-west4-a --batch 7", "batch of 7 does not divide by 16"),
+        (f"{GKE} --on v5e-16 --layout.tensor 3", "layout"),
+        ("launch digits --on v5e-16 --via local --batch 7", "does not divide by 16"),
+        (
+            "launch digits --on 2xv5e-4 --via local --min-slices 1 --train='--for-devices 8'",
+            "train has --for-devices, which the launch sets",
+        ),
         (f"{GKE} --on v5e-16 --restarts -1", "restarts"),
         (f"{GKE} --on v5e-16 --plan none.json", "none.json"),
         ("launch digits --on 8xcpu --processes 3 --via local", "does not divide the 8 devices"),

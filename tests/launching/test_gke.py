@@ -1,5 +1,6 @@
 """JobSets: every slice of the catalogue has the chips, hosts, topology and selectors that ``systolic.slice`` says."""
 
+import re
 from collections.abc import Mapping
 from math import prod
 from typing import Any
@@ -20,7 +21,14 @@ JOBSET: Mapping[str, Any] = {
         "suspend": bool,
         "failurePolicy": {
             "maxRestarts": int,
-            "rules": [{"name": str, "action": str, "onJobFailureReasons": list}],
+            "rules": [
+                {
+                    "name": str,
+                    "action": str,
+                    "onJobFailureReasons": list,
+                    "onJobFailureMessagePatterns": list,
+                }
+            ],
         },
         "replicatedJobs": [{"name": str, "replicas": int, "template": {"spec": dict}}],
     },
@@ -102,15 +110,32 @@ def test_jobs_pass_kubernetes_own_schema() -> None:
             kubernetes.validate(one, "1.31", strict=True)
 
 
-def test_a_lost_node_costs_no_restart_and_a_failure_does() -> None:
+LOST = "Pod default/lm-slice-0-3 has condition DisruptionTarget matching FailJob rule at index 0"
+REFUSED = "Container train for pod default/lm-slice-0-0 failed with exit code 2 matching FailJob rule at index 1"
+"""Messages of Kubernetes' Job controller, as it writes them."""
+
+
+def test_a_lost_node_costs_no_restart_a_failure_does_and_a_refused_command_ends_it() -> None:
     found = jobset(prepare("gke", launch(restarts=7)))
     policy = found["spec"]["failurePolicy"]
     assert policy["maxRestarts"] == 7
-    assert {rule["action"] for rule in policy["rules"]} <= ACTIONS
     job = found["spec"]["replicatedJobs"][0]["template"]["spec"]
     assert job["backoffLimit"] == 0
-    conditions = [c for r in job["podFailurePolicy"]["rules"] for c in r["onPodConditions"]]
-    assert conditions == [{"type": "DisruptionTarget", "status": "True"}]
+    lost, refused = job["podFailurePolicy"]["rules"]
+    assert lost["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
+    assert refused["onExitCodes"]["values"] == [2]
+    assert refused["onExitCodes"]["containerName"] == pod_of(found)["containers"][0]["name"]
+
+    def actions(message: str) -> list[str]:
+        return [
+            rule["action"]
+            for rule in policy["rules"]
+            if re.search(rule["onJobFailureMessagePatterns"][0], message)
+        ]
+
+    assert actions(LOST) == ["RestartJobSetAndIgnoreMaxRestarts"]
+    assert actions(REFUSED) == ["FailJobSet"]
+    assert {rule["action"] for rule in policy["rules"]} <= ACTIONS
 
 
 def test_the_pods_run_the_command_that_continues() -> None:
@@ -196,7 +221,7 @@ def test_a_slice_that_gke_lacks_is_one_line(on: str) -> None:
         ({"run": "gs://B"}, "gs://BUCKET/FOLDER"),
         ({"run": "s3://bucket/x"}, "gs://BUCKET/FOLDER"),
         ({"site": Site(namespace="a_b")}, "namespace is 'a_b'"),
-        ({"site": Site(claim="c"), "run": "relative"}, "absolute path"),
+        ({"site": Site(claim="c"), "run": "relative"}, "give --run /runs/FOLDER"),
         ({"options": ("--token", "hf_" + "a" * 34)}, "looks like a key"),
         ({"options": ("--data=https://me:secret@host/x",)}, "--data holds what looks like"),
     ],

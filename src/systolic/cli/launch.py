@@ -14,6 +14,7 @@ from systolic.core.errors import OptionError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE
 
 if TYPE_CHECKING:
+    from systolic.job import Job
     from systolic.launching import Launch, LaunchBill, Prepared, Purchase
     from systolic.session.launched import Launched
     from systolic.session.launching import LaunchRequest
@@ -54,7 +55,7 @@ class LaunchOptions:
         name: Of the launch; by default the recipe and the slice.
         out: Folder for the files; by default launches/NAME.
         run: The run's folder: gs://BUCKET/FOLDER, which the machines mount; of gke also a path on the volume of --claim; of local, slurm and docker a folder here, by default runs/NAME.
-        restarts: Restarts after a failure or a lost machine; by default 10, with --spot 100.
+        restarts: Restarts after a failure or a lost machine; by default 10, of tpu-vm with --spot 100, since there those after a preemption count.
         min_slices: Of local and tpu-vm: go on with as few slices as this when others do not come back; each step keeps its batch.
         rejoin_seconds: With --min-slices: time for a slice to come back before it is left out; by default 300.
         train: More options of systolic train, as one word: --train="--workers 4 --profile 10".
@@ -140,6 +141,7 @@ def run(args: Sequence[str]) -> int:
 
 def launch(asked: Request[LaunchOptions], args: Sequence[str]) -> int:
     """Writes, shows and with ``--submit`` starts a launch; returns the exit code."""
+    from systolic.cli.launch_checks import trained
     from systolic.launching import prepare
     from systolic.session import launching
 
@@ -147,11 +149,12 @@ def launch(asked: Request[LaunchOptions], args: Sequence[str]) -> int:
     request = request_of(asked, args)
     made = launching.describe(request)
     prepared = prepare(options.via, made)
+    job = trained(request, made)
     prepared = replace(prepared, notes=(*prepared.notes, *launching.notes(request)))
     record, shown = finish(
         made,
         prepared,
-        bill_of(asked, request),
+        bill_of(asked, request, job),
         via=options.via,
         out=options.out,
         command=made.command(),
@@ -258,7 +261,7 @@ def words(option: str, text: str) -> list[str]:
         raise OptionError(f"{option} is {text!r}, which a shell does not read: {error}") from error
 
 
-def bill_of(asked: Request[LaunchOptions], request: "LaunchRequest") -> "LaunchBill":
+def bill_of(asked: Request[LaunchOptions], request: "LaunchRequest", job: "Job") -> "LaunchBill":
     """The bill before the launch; forecasts the step where ``--quick`` asks for it."""
     from systolic.report.progress import ProgressLine
     from systolic.session import launching
@@ -267,9 +270,9 @@ def bill_of(asked: Request[LaunchOptions], request: "LaunchRequest") -> "LaunchB
     if asked.verb.quick and asked.chosen is None:
         with ProgressLine(sys.stderr, "forecasting") as progress:
             seconds = launching.quick_step_seconds(
-                asked.job, request.on, lambda stage: progress.told("", sys.stderr, stage)
+                job, request.on, lambda stage: progress.told("", sys.stderr, stage)
             )
-    return launching.bill(request, asked.job.steps, seconds)
+    return launching.bill(request, job.steps, seconds)
 
 
 def show(

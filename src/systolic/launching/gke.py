@@ -7,7 +7,7 @@ the JobSet: https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2.
 """
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -41,6 +41,20 @@ GRACE_SECONDS = 120
 """Time to save after SIGTERM; nodes that are taken back allow less, and then the last checkpoint counts."""
 TPU_PORT, COORDINATOR_PORT, SLICES_PORT = 8471, 8476, 8080
 """Of libtpu among the hosts of a slice, of jax.distributed, and of libtpu among slices."""
+CONTAINER = "train"
+FAILURES: Sequence[tuple[str, str, Mapping[str, Any]]] = (
+    (
+        "nodeLost",
+        "RestartJobSetAndIgnoreMaxRestarts",
+        {"onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+    ),
+    (
+        "commandRefused",
+        "FailJobSet",
+        {"onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [2]}},
+    ),
+)
+"""How a pod may end other than by a failure that counts: a name, what the JobSet then does, and how its Job sees it."""
 AMBIGUOUS = ((2, 4),)
 """Topologies that are a node of eight chips, too: there the machine type is a selector."""
 
@@ -62,7 +76,7 @@ def prepare(launch: Launch) -> Prepared:
             "gke runs a container image and --image is not given; give the name of one that the cluster can pull, with Python and systolic[tpu] in it"
         )
     check_image(launch.image)
-    check_shared(launch.run, on.num_hosts, mounted=bool(site.claim))
+    check_shared(launch.run, on.num_hosts, volume=RUNS if site.claim else "")
     size = sum(len(text.encode()) for text in launch.code.values())
     if size > LARGEST_CODE:
         raise OptionError(
@@ -183,10 +197,13 @@ def _jobset(launch: Launch) -> dict[str, Any]:
                 "maxRestarts": launch.restarts,
                 "rules": [
                     {
-                        "name": "nodeLost",
-                        "action": "RestartJobSetAndIgnoreMaxRestarts",
+                        "name": name,
+                        "action": action,
                         "onJobFailureReasons": ["PodFailurePolicy"],
+                        # The only place where a Job says which of its rules it followed.
+                        "onJobFailureMessagePatterns": [f"matching FailJob rule at index {rule}$"],
                     }
+                    for rule, (name, action, _) in enumerate(FAILURES)
                 ],
             },
             "replicatedJobs": [
@@ -204,14 +221,7 @@ def job(launch: Launch) -> dict[str, Any]:
         "completions": hosts,
         "completionMode": "Indexed",
         "backoffLimit": 0,
-        "podFailurePolicy": {
-            "rules": [
-                {
-                    "action": "FailJob",
-                    "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
-                }
-            ]
-        },
+        "podFailurePolicy": {"rules": [{"action": "FailJob", **when} for _, _, when in FAILURES]},
         "template": {**_mounting(launch), "spec": _pod(launch)},
     }
 
@@ -238,7 +248,7 @@ def _pod(launch: Launch) -> dict[str, Any]:
     volumes, mounts = _volumes(launch)
     ports = (TPU_PORT, COORDINATOR_PORT, *((SLICES_PORT,) if on.num_slices > 1 else ()))
     container: dict[str, Any] = {
-        "name": "train",
+        "name": CONTAINER,
         "image": launch.image,
         "command": list(launch.command(code=CODE, run=_run(launch))),
         # Without chips the training ends with an error, instead of going on with the CPU.

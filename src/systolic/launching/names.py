@@ -1,7 +1,9 @@
 """Rules of the platforms for names, checked before anything is sent, and secrets, which no file may hold."""
 
+import posixpath
 import re
 from collections.abc import Iterable
+from pathlib import PurePosixPath
 
 from systolic.core.errors import OptionError
 
@@ -146,13 +148,13 @@ def in_bucket(run: str) -> tuple[str, str]:
     return found[1], found[2]
 
 
-def check_shared(run: str, hosts: int, *, mounted: bool = False) -> None:
+def check_shared(run: str, hosts: int, *, volume: str = "") -> None:
     """Checks that a run's folder outlives its machines and is one for all of them.
 
     Args:
         run: The folder.
         hosts: Machines.
-        mounted: Whether a path is on a volume that all of them mount.
+        volume: Where all of them mount a volume; empty without one.
 
     Raises:
         OptionError: it is not.
@@ -160,13 +162,15 @@ def check_shared(run: str, hosts: int, *, mounted: bool = False) -> None:
     if is_bucket(run):
         in_bucket(run)
         return
-    if not mounted:
+    if not volume:
         machines = "the machine" if hosts == 1 else f"{hosts} machines"
         raise OptionError(
             f"run is {run}, which is lost with {machines} it is on; give a folder in a bucket: --run gs://BUCKET/FOLDER"
         )
-    if not run.startswith("/"):
-        raise OptionError(f"run is {run}; on a volume it is an absolute path: --run /runs/FOLDER")
+    if PurePosixPath(volume) not in PurePosixPath(posixpath.normpath(run)).parents:
+        raise OptionError(
+            f"run is {run}, which is not on the volume that the machines mount at {volume}; give --run {volume}/FOLDER"
+        )
 
 
 def refuse_secrets(words: Iterable[str]) -> None:

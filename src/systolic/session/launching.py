@@ -34,6 +34,8 @@ ELSEWHERE = (SLURM, DOCKER)
 """Those of them that work in another folder, so that paths are given in full."""
 WHEELS, REQUIREMENTS = "wheels", "requirements.txt"
 SPOT_RESTARTS, RESTARTS = 100, 10
+COUNTS_PREEMPTIONS = ("tpu-vm",)
+"""Platforms that count a restart after a preemption; on the others a failing training would be started as often."""
 EXTRAS: Mapping[str, Sequence[str]] = {
     "tpu": ("tpu", "text", "image", "audio"),
     "gpu": ("cuda", "text", "image", "audio"),
@@ -94,7 +96,6 @@ def describe(request: LaunchRequest) -> Launch:
     run = request.run or f"runs/{name}"
     if here and not is_bucket(run):
         run = os.path.abspath(run)
-    spot = request.purchase is Purchase.spot
     return Launch(
         name=name,
         on=on,
@@ -106,13 +107,7 @@ def describe(request: LaunchRequest) -> Launch:
         image=request.image,
         site=request.site,
         slurm=request.slurm,
-        restarts=(
-            request.restarts
-            if request.restarts is not None
-            else SPOT_RESTARTS
-            if spot
-            else RESTARTS
-        ),
+        restarts=_restarts(request),
         min_slices=request.min_slices,
         rejoin_seconds=request.rejoin_seconds,
         processes=request.processes,
@@ -123,6 +118,13 @@ def describe(request: LaunchRequest) -> Launch:
         user=f"{os.getuid()}:{os.getgid()}",
         paths=tuple(os.path.abspath(path) for path in paths),
     )
+
+
+def _restarts(request: LaunchRequest) -> int:
+    if request.restarts is not None:
+        return request.restarts
+    preempted = request.purchase is Purchase.spot and request.via in COUNTS_PREEMPTIONS
+    return SPOT_RESTARTS if preempted else RESTARTS
 
 
 def notes(request: LaunchRequest) -> list[str]:
