@@ -6,6 +6,7 @@ import sys
 import threading
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,8 +74,28 @@ def test_a_worker_elsewhere_is_gone_without_heartbeats(tmp_path: Path) -> None:
         connection.exec_driver_sql(past)
     assert shared.claim(1, this_worker()).number == record.number
     assert shared.claim(1, "elsewhere/2/0") is None
-    assert shared.release(record._trial_id)
-    assert not shared.release(record._trial_id)
+    assert not shared.release(record._trial_id, "elsewhere/1/0")
+    assert shared.release(record._trial_id, this_worker())
+    assert not shared.release(record._trial_id, this_worker())
+
+
+def test_two_that_find_a_worker_gone_do_not_both_get_its_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second has the trial between the look of the first at its worker and the release."""
+    first, second = study(tmp_path), study(tmp_path)
+    assert first.claim(1, "elsewhere/1/0").number == 0
+    taken: list[Any] = []
+
+    def gone(worker: str) -> bool:
+        if not taken:
+            taken.append(worker)
+            taken.append(second.claim(1, "elsewhere/2/0"))
+        return worker == "elsewhere/1/0"
+
+    monkeypatch.setattr("systolic.tuning.study.is_gone", gone)
+    assert first.claim(1, "elsewhere/3/0") is None
+    assert second.owns(taken[1]._trial_id, "elsewhere/2/0")
 
 
 @pytest.mark.parametrize("name", list(sampling.Sampler))

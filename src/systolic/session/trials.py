@@ -138,7 +138,7 @@ class TrialWorker:
             )
             if is_written(tuning.run(number)):
                 # Its worker was only slow to send a heartbeat.
-                shared.release(record._trial_id)
+                shared.release(record._trial_id, this_worker())
                 time.sleep(WAIT_SECONDS)
                 return ""
             try:
@@ -151,7 +151,7 @@ class TrialWorker:
                 return str(error)
             except Exception as error:
                 if not any(word in str(error) for word in MEMORY):
-                    shared.release(record._trial_id)
+                    shared.release(record._trial_id, this_worker())
                     raise
                 shared.finish(
                     trial, worker, None, "failed: out of memory on this machine's devices"
@@ -216,7 +216,7 @@ class TrialWorker:
         if budget is None:
             return
         if "dollars" not in known:
-            self.shared.release(record._trial_id)
+            self.shared.release(record._trial_id, this_worker())
             raise OptionError(
                 f"--budget is ${budget:g} and {self.tuning.on} has no price or no forecast of the step's time; leave it out"
             )
@@ -226,7 +226,7 @@ class TrialWorker:
             if one.number != record.number and one.state.name != "WAITING"
         )
         if spent + known["dollars"] > budget:
-            self.shared.release(record._trial_id)
+            self.shared.release(record._trial_id, this_worker())
             raise OverBudgetError(
                 f"the next trial costs ${known['dollars']:,.2f} and ${max(budget - spent, 0):,.2f} of ${budget:,.2f} are left"
             )
@@ -256,7 +256,7 @@ class TrialWorker:
             shared.note(trial._trial_id, share=share)
         elif summary["interrupted"]:
             shared.note(trial._trial_id, begun=(summary["steps"], 0))
-            shared.release(trial._trial_id)
+            shared.release(trial._trial_id, this_worker())
             raise StoppedTrialError
         shared.note(trial._trial_id, seconds=summary["seconds"], steps=summary["steps"])
         if watcher.reason:

@@ -7,6 +7,7 @@ worker is gone waits again with its values and its run, so that none is lost.
 
 import contextlib
 import datetime
+import json
 import math
 import time
 from collections.abc import Generator, Mapping, Sequence
@@ -24,6 +25,11 @@ WORKER = "worker"
 """Attribute of a trial: the process that has it, or had it last."""
 BUSY_SECONDS = 60
 """Longest wait for another process's write to an SQLite file."""
+_OWNED = (
+    "trial_id=:trial AND state='RUNNING' AND :worker = COALESCE("
+    "(SELECT value_json FROM trial_user_attributes WHERE trial_id=:trial AND key=:key), '\"\"')"
+)
+"""Whether a trial runs in a worker; the name "" stands for none."""
 BEATS = 4
 """Heartbeats in the time after which a trial without any is taken over."""
 
@@ -140,33 +146,50 @@ class SharedStudy:
 
         Trials whose worker is gone wait again first. Fewer trials than ``total`` are filled up.
         """
-        states = optuna().trial.TrialState
+        waiting = optuna().trial.TrialState.WAITING
         while True:
-            self.release_gone()
             trials = self.trials(total)
-            for one in trials:
-                if one.state is states.WAITING and self._take(one._trial_id):
-                    self._storage.set_trial_user_attr(one._trial_id, WORKER, worker)
-                    return self._storage.get_trial(one._trial_id)
-            if len(trials) >= total:
+            if self._release_gone(trials):
+                trials = self.trials(total)
+            ids = [one._trial_id for one in trials if one.state is waiting]
+            if not ids and len(trials) < total:
+                new = optuna().create_trial(state=waiting)
+                # Through Optuna's cache of the study, which has to know a trial before it draws its values.
+                ids = [self._study._storage.create_new_trial(self._study._study_id, new)]
+                # A process that does the same at this moment makes one too many, which waits for a larger total.
+                if self._storage.get_trial(ids[0]).number >= total:
+                    continue
+            for each in ids:
+                if self._take(each, worker):
+                    return self._storage.get_trial(each)
+            if not ids:
                 return None
-            # A process that does the same at this moment makes one too many, which waits for a larger total.
-            self._study.add_trial(optuna().create_trial(state=states.WAITING))
 
     def drawn(self, record: Any, sampler: Any, pruner: Any) -> Any:
         """A claimed trial as Optuna's own, to draw values for and to report to."""
         self._study.sampler, self._study.pruner = sampler, pruner
         return optuna().trial.Trial(self._study, record._trial_id)
 
-    def _take(self, trial_id: int) -> bool:
+    def _take(self, trial_id: int, worker: str) -> bool:
         """Moves a trial from waiting to running; False where another process was faster."""
         # Before the move, since a trial without a heartbeat would never be found stale.
         self.beat(trial_id)
-        return self._move(
-            "UPDATE trials SET state='RUNNING', datetime_start=:now WHERE trial_id=:trial AND state='WAITING'",
-            trial=trial_id,
-            now=datetime.datetime.now(),
-        )
+        text = sqlalchemy().text
+        with self._storage.engine.begin() as connection:
+            moved = connection.execute(
+                text(
+                    "UPDATE trials SET state='RUNNING', datetime_start=:now WHERE trial_id=:trial AND state='WAITING'"
+                ),
+                {"trial": trial_id, "now": datetime.datetime.now()},
+            ).rowcount
+            if moved:
+                # In one transaction with the move: no process sees it run under the name of its last worker.
+                for statement in (
+                    "DELETE FROM trial_user_attributes WHERE trial_id=:trial AND key=:key",
+                    "INSERT INTO trial_user_attributes (trial_id, key, value_json) VALUES (:trial, :key, :worker)",
+                ):
+                    connection.execute(text(statement), _named(trial_id, worker))
+        return bool(moved)
 
     def beat(self, trial_id: int) -> None:
         """Records that the trial's worker lives."""
@@ -174,43 +197,29 @@ class SharedStudy:
 
     def owns(self, trial_id: int, worker: str) -> bool:
         """Whether a running trial is still this worker's."""
-        one = self._storage.get_trial(trial_id)
-        running = one.state is optuna().trial.TrialState.RUNNING
-        return running and one.user_attrs.get(WORKER) == worker
+        with self._storage.engine.connect() as connection:
+            query = f"SELECT 1 FROM trials WHERE {_OWNED}"
+            return bool(
+                connection.execute(sqlalchemy().text(query), _named(trial_id, worker)).all()
+            )
 
-    def release(self, trial_id: int) -> bool:
-        """Moves a trial whose worker stops, or has ended, from running to waiting.
+    def release(self, trial_id: int, worker: str) -> bool:
+        """Moves a trial whose worker stops, or has ended, from running to waiting; not one that another has claimed since."""
+        with self._storage.engine.begin() as connection:
+            change = f"UPDATE trials SET state='WAITING' WHERE {_OWNED}"
+            made = connection.execute(sqlalchemy().text(change), _named(trial_id, worker))
+            return bool(made.rowcount)
 
-        The last heartbeat tells its worker from one that has claimed it since.
-        """
-        seen = self._last_beat(trial_id)
-        return seen is not None and self._move(
-            "UPDATE trials SET state='WAITING' WHERE trial_id=:trial AND state='RUNNING' AND EXISTS"
-            " (SELECT 1 FROM trial_heartbeats WHERE trial_id=:trial AND heartbeat=:seen)",
-            trial=trial_id,
-            seen=seen,
-        )
-
-    def release_gone(self) -> None:
+    def _release_gone(self, trials: Sequence[Any]) -> list[int]:
         """Releases trials whose worker has ended: a process of this machine that is not there, or one without heartbeats."""
-        running = optuna().trial.TrialState.RUNNING
+        running = [one for one in trials if one.state is optuna().trial.TrialState.RUNNING]
+        if not running:
+            return []
         with _reported(self.where):
             stale = set(self._storage._get_stale_trial_ids(self._study._study_id))
-            for one in self._study.get_trials(deepcopy=False, states=(running,)):
-                if one._trial_id in stale or is_gone(one.user_attrs.get(WORKER, "")):
-                    self.release(one._trial_id)
-
-    def _last_beat(self, trial_id: int) -> Any:
-        with self._storage.engine.connect() as connection:
-            rows = connection.execute(
-                sqlalchemy().text("SELECT heartbeat FROM trial_heartbeats WHERE trial_id=:trial"),
-                {"trial": trial_id},
-            ).all()
-        return rows[0][0] if rows else None
-
-    def _move(self, statement: str, **values: Any) -> bool:
-        with self._storage.engine.begin() as connection:
-            return bool(connection.execute(sqlalchemy().text(statement), values).rowcount)
+            workers = {one._trial_id: one.user_attrs.get(WORKER, "") for one in running}
+            gone = [each for each in workers if each in stale or is_gone(workers[each])]
+            return [each for each in gone if self.release(each, workers[each])]
 
     # Results
 
@@ -238,6 +247,10 @@ class SharedStudy:
         if self.owns(trial._trial_id, worker):
             self.note(trial._trial_id, reason=reason)
             self._study.tell(trial, state=optuna().trial.TrialState.FAIL)
+
+
+def _named(trial_id: int, worker: str) -> dict[str, Any]:
+    return {"trial": trial_id, "key": WORKER, "worker": json.dumps(worker)}
 
 
 def _storage(where: StudyAddress, beat_seconds: int, stale_seconds: int) -> Any:
