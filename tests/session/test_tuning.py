@@ -1,5 +1,6 @@
 """Trials of a search as real runs of a tiny recipe, in this process."""
 
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +12,12 @@ pytest.importorskip("optuna")
 from systolic.artifact.record import load_run
 from systolic.chips import slice
 from systolic.cli.tune import tuning_of
-from systolic.core.errors import OptionError
-from systolic.session.trials import TrialWatcher, TrialWorker
+from systolic.core.errors import OptionError, RunError
+from systolic.session.trials import BEGUN, TrialWatcher, TrialWorker
 from systolic.session.tuning import Tuning, with_values
+from systolic.tuning import sampling
 from systolic.tuning.results import StudyResult, importance, rows_of
+from systolic.tuning.worker import this_worker
 
 RECIPE = f"{Path(__file__).parents[1] / 'training' / 'tiny.py'}:job"
 
@@ -226,6 +229,72 @@ def test_a_forecast_refuses_what_does_not_fit_and_a_budget_ends_the_study(
     more = tuning(tmp_path / "study", *words, "--on=v5e-4", f"--budget={trial * 2.5}")
     result = work(more)
     assert (len(result.done), result.finished, result.stopped) == (2, 4, "")
+
+
+def test_a_budget_that_has_nothing_left_costs_no_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trial that was claimed and never began has not lost its process."""
+    monkeypatch.setattr("systolic.session.trials.forecast_step", Forecasts())
+    words = ["--search=learning-rate=0.01,0.02", "--sampler=grid", "--trials=1", "--on=v5e-4"]
+    for _ in range(BEGUN + 1):
+        result = work(tuning(tmp_path / "study", *words, "--budget=0.0001"))
+        assert "the next trial costs" in result.stopped
+    assert [row.state for row in result.rows] == ["waiting"]
+
+
+def test_a_batch_that_does_not_divide_the_slice_is_refused(tmp_path: Path) -> None:
+    words = ["--search=batch=10,12", "--sampler=grid", "--on=v5e-16", "--quick"]
+    result = work(tuning(tmp_path / "study", *words))
+    assert [row.state for row in result.rows] == ["refused", "refused"]
+    assert all("16" in row.reason for row in result.rows)
+
+
+def test_a_worker_whose_trial_was_taken_over_leaves_it_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another machine has the trial and ends it while this one trains; the run here ends, the study keeps the other's."""
+    made = tuning(tmp_path / "study", RATES, "--trials=1", "--evaluation.every=4")
+    shared, told = made.open(), []
+    see = TrialWatcher.see
+
+    def late(watcher: TrialWatcher, record: Any) -> None:
+        if record["kind"] == "eval" and record["step"] == 8:
+            with closing(made.open()) as other:
+                trial = watcher.trial._trial_id
+                assert other.release(trial, this_worker())
+                again = other.claim(1, "elsewhere/1/0")
+                drawn = other.drawn(again, sampling.build(made.sampler, [], 0, 0), None)
+                assert other.finish(drawn, "elsewhere/1/0", [7.0], "")
+        see(watcher, record)
+
+    monkeypatch.setattr(TrialWatcher, "see", late)
+    worker = TrialWorker(tuning=made, shared=shared, tell=told.append)
+    worker.work()
+    (trial,) = shared.trials(1)
+    assert (trial.values, worker.stopped) == ([7.0], "")
+    assert sorted(trial.intermediate_values) == [4]
+    summary = load_run(made.run(0)).summary
+    assert summary is not None
+    assert summary["steps"] == 8
+    assert "trial 0 gave no sign of life and was taken over" in told[0]
+
+
+def test_memory_that_others_have_is_not_the_settings_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first trials have no memory: the worker stops, and no sampler is told of it."""
+
+    def full(*_: Any) -> None:
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1024 bytes")
+
+    made = tuning(tmp_path / "study", RATES, "--trials=8")
+    with monkeypatch.context() as patch:
+        patch.setattr(TrialWorker, "_train", full)
+        with pytest.raises(RunError, match=r"3 trials in a row .* out of memory on this machine"):
+            work(made)
+    with closing(made.open()) as shared:
+        assert [one.state.name for one in shared.trials(8)] == ["FAIL"] * 3
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from systolic.artifact.record import load_run
 from systolic.cli.tune import tuning_of
 from systolic.session.trials import TrialWorker
 from systolic.tuning.study import SharedStudy, address
+from systolic.tuning.worker import this_worker
 
 RECIPE = f"{Path(__file__).parents[1] / 'training' / 'tiny.py'}:job"
 SEARCH = ["--search=learning-rate=log:1e-4..1e-1", "--search=scale=0.5,1.0"]
@@ -103,6 +104,33 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
     assert [*(folder / "trials" / "0000" / "checkpoints").glob("[0-9]*")]
 
 
+@pytest.mark.slow
+def test_a_worker_that_was_suspended_goes_on_with_its_trial(tmp_path: Path) -> None:
+    """A laptop that slept: heartbeats are missing, and another worker leaves the trial to the process that trains it."""
+    folder = tmp_path / "study"
+    words = ["--trials=1", f"--steps={STEPS * 20}", "--pruner=none"]
+    first = command(folder, *words)
+    records = folder / "trials" / "0000" / "metrics.jsonl"
+    while not records.exists() or '"train"' not in records.read_text():
+        assert first.poll() is None, first.communicate()
+        time.sleep(0.2)
+    (worker,) = workers(first)
+    worker.suspend()
+    made = tuning_of([RECIPE, *SEARCH, f"--study={folder}", *words])[0]
+    with closing(made.open()) as shared:
+        with shared._storage.engine.begin() as connection:
+            past = "UPDATE trial_heartbeats SET heartbeat='2020-01-01 00:00:00.000000'"
+            connection.exec_driver_sql(past)
+        other = TrialWorker(tuning=made, shared=shared)
+        assert shared.claim(1, this_worker(), other._is_busy) is None
+        assert shared.trials(1)[0].state.name == "RUNNING"
+        worker.resume()
+        _, err = first.communicate()
+        assert first.returncode == 0, err.decode()
+        assert shared.trials(1)[0].state.name == "COMPLETE"
+    assert load_run(folder / "trials" / "0000").num_sessions == 1
+
+
 def postgresql_bin() -> Path | None:
     found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
     return found[-1].parent if found else None
@@ -140,6 +168,7 @@ import sys
 from pathlib import Path
 from systolic.tuning import sampling
 from systolic.tuning.study import SharedStudy, address
+from systolic.tuning.worker import this_worker
 from systolic.tuning.worker import this_worker
 
 shared = SharedStudy(address(sys.argv[1], Path(), "claims"), {}, ["minimize"], 4)

@@ -1,6 +1,7 @@
 """The study that processes share: claims, releases, heartbeats."""
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -12,8 +13,12 @@ import pytest
 
 pytest.importorskip("optuna")
 
+from systolic.artifact.access import is_held
 from systolic.core.errors import DataError, OptionError
+from systolic.job import Mode
 from systolic.tuning import sampling
+from systolic.tuning.objective import Aim
+from systolic.tuning.results import rows_of
 from systolic.tuning.search import Searched
 from systolic.tuning.study import SharedStudy, address
 from systolic.tuning.worker import is_gone, this_worker
@@ -69,9 +74,7 @@ def test_a_worker_elsewhere_is_gone_without_heartbeats(tmp_path: Path) -> None:
     shared = study(tmp_path, stale_seconds=1)
     record = shared.claim(1, "elsewhere/1/0")
     assert not is_gone("elsewhere/1/0")
-    with shared._storage.engine.begin() as connection:
-        past = "UPDATE trial_heartbeats SET heartbeat='2020-01-01 00:00:00.000000'"
-        connection.exec_driver_sql(past)
+    made_stale(shared)
     assert shared.claim(1, this_worker()).number == record.number
     assert shared.claim(1, "elsewhere/2/0") is None
     assert not shared.release(record._trial_id, "elsewhere/1/0")
@@ -96,6 +99,102 @@ def test_two_that_find_a_worker_gone_do_not_both_get_its_trial(
     monkeypatch.setattr("systolic.tuning.study.is_gone", gone)
     assert first.claim(1, "elsewhere/3/0") is None
     assert second.owns(taken[1]._trial_id, "elsewhere/2/0")
+
+
+CHILD = """
+import sys
+from pathlib import Path
+from systolic.artifact.access import Lock
+from systolic.tuning.study import SharedStudy, address
+from systolic.tuning.worker import this_worker
+
+folder = Path(sys.argv[1])
+shared = SharedStudy(address(None, folder, "s"), {"recipe": "r"}, ["minimize"])
+record = shared.claim(1, this_worker())
+(folder / "run").mkdir()
+lock = Lock(folder / "run")
+print(this_worker(), flush=True)
+input()
+shared.note(record._trial_id, owned=shared.owns(record._trial_id, this_worker()))
+"""
+
+
+def child(folder: Path, *before: str) -> subprocess.Popen[str]:
+    """A process that has the study's trial and its run until it is told to go on."""
+    line = [*before, sys.executable, "-c", CHILD, str(folder)]
+    return subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def made_stale(shared: SharedStudy) -> None:
+    with shared._storage.engine.begin() as connection:
+        past = "UPDATE trial_heartbeats SET heartbeat='2020-01-01 00:00:00.000000'"
+        connection.exec_driver_sql(past)
+
+
+def test_a_worker_that_was_suspended_keeps_the_trial_that_it_trains(tmp_path: Path) -> None:
+    """It sends no heartbeats for long, and its process holds the run."""
+    shared, run = study(tmp_path), tmp_path / "run"
+    with child(tmp_path) as other:
+        assert other.stdout is not None
+        name = other.stdout.readline().strip()
+        made_stale(shared)
+        assert shared.claim(1, this_worker(), lambda _: is_held(run)) is None
+        (before,) = shared.trials(1)
+        assert (before.state.name, before.user_attrs) == ("RUNNING", {"worker": name})
+        other.communicate("\n")
+    assert shared.trials(1)[0].user_attrs["owned"]
+    # Now it has ended, and the next one gets the trial.
+    assert shared.claim(1, this_worker(), lambda _: is_held(run)).number == 0
+
+
+def test_a_worker_that_sees_other_processes_is_not_gone(tmp_path: Path) -> None:
+    """Two containers of a machine have its name and numbers of processes of their own."""
+    alone = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
+    try:
+        subprocess.run([*alone, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("this system has no namespaces for its users")
+    with child(tmp_path, *alone) as other:
+        assert other.stdout is not None
+        name = other.stdout.readline().strip()
+        host, *_, pid, _ = name.split("/")
+        assert host == socket.gethostname()
+        assert int(pid) < 10
+        shared = study(tmp_path)
+        assert shared.claim(1, this_worker()) is None
+        other.communicate("\n")
+    assert shared.trials(1)[0].user_attrs["owned"]
+
+
+def test_two_that_ask_for_the_last_dollars_do_not_both_go_without(tmp_path: Path) -> None:
+    """Both have noted what their trial costs before either asks; one gets it."""
+    shared = study(tmp_path)
+    records = [shared.claim(2, f"elsewhere/{number}/0") for number in range(2)]
+    for one in records:
+        shared.note(one._trial_id, dollars=3.0)
+    left: list[float] = []
+
+    def ask(record: Any) -> None:
+        left.append(study(tmp_path).grant(record, 3.0, 5.0, 2))
+
+    threads = [threading.Thread(target=ask, args=(one,)) for one in records]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert sorted(left) == [2.0, 5.0]
+
+
+def test_a_result_that_is_not_a_number_is_a_failure(tmp_path: Path) -> None:
+    shared = study(tmp_path)
+    record = shared.claim(1, this_worker())
+    trial = shared.drawn(record, sampling.build(sampling.Sampler.random, [], 0, 0), None)
+    assert shared.finish(trial, this_worker(), [float("nan")], "")
+    (row,) = rows_of(shared, 1, [], [Aim(name="loss", mode=Mode.min)], tmp_path)
+    assert (row.state, row.reason.partition(":")[2]) == (
+        "failed",
+        " a value that it is judged by is not a number",
+    )
 
 
 @pytest.mark.parametrize("name", list(sampling.Sampler))

@@ -4,6 +4,7 @@ import contextlib
 import enum
 import errno
 import os
+import struct
 import sys
 from pathlib import Path
 
@@ -50,6 +51,32 @@ class Lock:
             os.close(self._handle)
             self._handle = None
         Lock._held.discard(self._path)
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a process holds a folder; asked without holding it, which would turn away one that begins."""
+    path = folder.resolve() / LOCK
+    if path in Lock._held:
+        return True
+    if sys.platform == "win32":
+        return False
+    import fcntl
+
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    # struct flock: type, whence, start, length, pid; on other systems than Linux the type is fourth.
+    fields, place = ("hhqqi", 0) if sys.platform == "linux" else ("qqihh", 3)
+    asked = [0] * 5
+    asked[place] = fcntl.F_WRLCK
+    try:
+        found = fcntl.fcntl(handle, fcntl.F_GETLK, struct.pack(fields, *asked))
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
+    return struct.unpack(fields, found)[place] != fcntl.F_UNLCK
 
 
 def _acquire(path: Path, folder: Path) -> int | None:

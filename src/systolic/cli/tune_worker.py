@@ -21,7 +21,7 @@ def work(words: list[str]) -> int:
         with closing(tuning.open()) as searched:
             tuning = tuning.repeating(searched, number, asked.verb.repeats)
     with closing(tuning.open()) as shared:
-        worker = TrialWorker(tuning=tuning, shared=shared)
+        worker = TrialWorker(tuning=tuning, shared=shared, tell=print)
         worker.work()
     if not worker.stopped:
         return 0

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from systolic.artifact.access import Lock
+from systolic.artifact.access import is_held
 from systolic.artifact.run import JOB
 from systolic.chips import slice
 from systolic.core.errors import LayoutError, OptionError, RunError, SystolicError
@@ -73,7 +73,7 @@ class TrialWorker:
         self._check_metrics()
         with self._signalled():
             while not self._signals:
-                record = self.shared.claim(self.tuning.trials, this_worker())
+                record = self.shared.claim(self.tuning.trials, this_worker(), self._is_busy)
                 if record is None:
                     if not self._others_run():
                         return
@@ -85,8 +85,12 @@ class TrialWorker:
                     self.stopped = "interrupted"
                     return
                 except OverBudgetError as over:
+                    self.shared.release(record._trial_id, this_worker())
                     self.stopped = str(over)
                     return
+                except BaseException:
+                    self.shared.release(record._trial_id, this_worker())
+                    raise
                 failed = [*failed, reason] if reason else []
                 if len(failed) >= FAILURES:
                     raise RunError(
@@ -105,6 +109,10 @@ class TrialWorker:
         reported = sorted(setup.jitted_evaluate.eval_shape(*setup.abstract_evaluation))
         check_reported(self.tuning.aims, reported)
 
+    def _is_busy(self, number: int) -> bool:
+        """Whether a process trains a trial: a worker that was suspended is slow to send a heartbeat, and not gone."""
+        return is_held(self.tuning.run(number))
+
     def _others_run(self) -> bool:
         running = [
             one for one in self.shared.trials(self.tuning.trials) if not one.state.is_finished()
@@ -115,19 +123,21 @@ class TrialWorker:
         """Runs a claimed trial; returns why it has no result, or nothing."""
         tuning, shared, worker = self.tuning, self.shared, this_worker()
         number = record.number
-        with beating(shared, record._trial_id):
+        with beating(shared, record._trial_id, worker) as taken:
             sampler = sampling.build(tuning.sampler, tuning.searched, tuning.seed, number)
             trial = shared.drawn(record, sampler, tuning.pruning())
             refused, source = self._source(tuning.values(trial))
-            if lost := self._lost(record):
-                shared.fail(trial, worker, lost)
-                return lost
             known = dict(record.user_attrs)
             if not refused and tuning.on is not None:
                 refused = self._forecast(record, source.job, known)
             if refused:
                 shared.finish(trial, worker, None, refused)
                 return ""
+            if not shared.owns(record._trial_id, worker):
+                return self._give_up(number)
+            if lost := self._lost(record):
+                shared.fail(trial, worker, lost)
+                return lost
             watcher = TrialWatcher(
                 trial=trial,
                 seen=frozenset(record.intermediate_values),
@@ -135,12 +145,9 @@ class TrialWorker:
                 last=source.job.steps,
                 metric=tuning.aims[0].name,
                 note=lambda **found: shared.note(record._trial_id, **found),
+                taken=taken,
+                owned=lambda: shared.owns(record._trial_id, worker),
             )
-            if is_written(tuning.run(number)):
-                # Its worker was only slow to send a heartbeat.
-                shared.release(record._trial_id, this_worker())
-                time.sleep(WAIT_SECONDS)
-                return ""
             try:
                 result = self._train(source, tuning.run(number), watcher)
             except SystolicError as error:
@@ -151,13 +158,26 @@ class TrialWorker:
                 return str(error)
             except Exception as error:
                 if not any(word in str(error) for word in MEMORY):
-                    shared.release(record._trial_id, this_worker())
                     raise
-                shared.finish(
-                    trial, worker, None, "failed: out of memory on this machine's devices"
-                )
-                return ""
+                return self._out_of_memory(trial)
             return self._judge(trial, result, watcher, known)
+
+    def _out_of_memory(self, trial: Any) -> str:
+        """Ends a trial that the devices had too little memory for; why it says nothing of its values, or nothing."""
+        reason = "out of memory on this machine's devices"
+        if any("steps" in one.user_attrs for one in self.shared.trials(self.tuning.trials)):
+            self.shared.finish(trial, this_worker(), None, f"failed: {reason}")
+            return ""
+        # None has trained here: others may have the memory.
+        self.shared.fail(trial, this_worker(), reason)
+        return reason
+
+    def _give_up(self, number: int) -> str:
+        """Leaves a trial to the worker that has it now."""
+        self.tell(
+            f"trial {number} gave no sign of life and was taken over; what it did here does not count"
+        )
+        return ""
 
     def _lost(self, record: Any) -> str:
         """Why a trial is given up, or nothing: its process ended again and again at the same checkpoint."""
@@ -193,9 +213,12 @@ class TrialWorker:
             # A rate or a seed changes no step's time: one compile serves all trials of a shape.
             alike = replace(job.optimizer, learning_rate=tuning.job.optimizer.learning_rate)
             on = slice(tuning.on)
-            made = forecast_step(
-                replace(job, optimizer=alike, seed=tuning.job.seed), on=on, quick=tuning.quick
-            )
+            try:
+                made = forecast_step(
+                    replace(job, optimizer=alike, seed=tuning.job.seed), on=on, quick=tuning.quick
+                )
+            except (OptionError, LayoutError) as error:
+                return f"refused: {error}"
             if not made.fits:
                 need = (made.rejected or {}).get("need_bytes")
                 more = f", {need / 2**30:.1f} GiB a device needed" if need else ""
@@ -216,19 +239,13 @@ class TrialWorker:
         if budget is None:
             return
         if "dollars" not in known:
-            self.shared.release(record._trial_id, this_worker())
             raise OptionError(
                 f"--budget is ${budget:g} and {self.tuning.on} has no price or no forecast of the step's time; leave it out"
             )
-        spent = sum(
-            one.user_attrs.get("dollars", 0.0) * one.user_attrs.get("share", 1.0)
-            for one in self.shared.trials(self.tuning.trials)
-            if one.number != record.number and one.state.name != "WAITING"
-        )
-        if spent + known["dollars"] > budget:
-            self.shared.release(record._trial_id, this_worker())
+        left = self.shared.grant(record, known["dollars"], budget, self.tuning.trials)
+        if known["dollars"] > left:
             raise OverBudgetError(
-                f"the next trial costs ${known['dollars']:,.2f} and ${max(budget - spent, 0):,.2f} of ${budget:,.2f} are left"
+                f"the next trial costs ${known['dollars']:,.2f} and ${max(left, 0):,.2f} of ${budget:,.2f} are left"
             )
 
     def _train(self, source: JobSource, run: Path, watcher: "TrialWatcher") -> TrainResult:
@@ -251,6 +268,8 @@ class TrialWorker:
             StoppedTrialError: a signal ended it.
         """
         shared, summary, worker = self.shared, result.summary, this_worker()
+        if not shared.owns(trial._trial_id, worker):
+            return self._give_up(trial.number)
         if watcher.reason:
             share = summary["steps"] / watcher.last
             shared.note(trial._trial_id, share=share)
@@ -305,6 +324,8 @@ class TrialWatcher:
         last: Steps of the job.
         metric: That trials are judged by.
         note: Keeps figures of the trial.
+        taken: Set when another worker has the trial, which ends the run here.
+        owned: Whether the trial is still this worker's, from the study.
     """
 
     trial: Any
@@ -313,9 +334,11 @@ class TrialWatcher:
     last: int
     metric: str
     note: Callable[..., None]
+    taken: threading.Event = field(default_factory=threading.Event)
+    owned: Callable[[], bool] = lambda: True
     started: bool = False
     reason: str = ""
-    """Why the pruner ended it; empty while it has not."""
+    """Why it was ended here; empty while it was not."""
     known: dict[str, float] = field(default_factory=dict)
 
     def see(self, record: Mapping[str, Any]) -> None:
@@ -326,6 +349,8 @@ class TrialWatcher:
             self.note(parameters=record["num_parameters"])
         elif record["kind"] == "eval" and self.reports:
             self._evaluated(record)
+        elif record["kind"] == "train" and self.taken.is_set() and record["step"] < self.last:
+            self._end("taken over by another worker")
 
     def _evaluated(self, record: Mapping[str, Any]) -> None:
         value = record["metrics"].get(self.metric)
@@ -333,9 +358,16 @@ class TrialWatcher:
         skip = record["final"] or step >= self.last or step in self.seen or self.reason
         if record["split"] != Split.validation.value or value is None or skip:
             return
+        if not self.owned():
+            self._end("taken over by another worker")
+            return
         self.trial.report(float(value), step)
         if self.trial.should_prune():
-            self.reason = f"stopped early at step {step} of {self.last}"
+            self._end(f"stopped early at step {step} of {self.last}")
+
+    def _end(self, reason: str) -> None:
+        if not self.reason:
+            self.reason = reason
             # As a signal from outside: the run saves, and can be continued.
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -343,32 +375,24 @@ class TrialWatcher:
         """Nothing is open."""
 
 
-def is_written(run: Path) -> bool:
-    """Whether another process trains in a run's folder."""
-    if not run.is_dir():
-        return False
-    try:
-        Lock(run).release()
-    except RunError:
-        return True
-    return False
-
-
 @contextlib.contextmanager
-def beating(shared: SharedStudy, trial_id: int) -> Generator[None]:
-    """Sends heartbeats of a trial while it runs."""
-    over = threading.Event()
+def beating(shared: SharedStudy, trial_id: int, worker: str) -> Generator[threading.Event]:
+    """Sends heartbeats of a trial while it runs; the event is set when another worker has it."""
+    over, taken = threading.Event(), threading.Event()
 
     def beat() -> None:
-        while not over.wait(shared.beat_seconds):
+        while not over.wait(shared.beat_seconds) and not taken.is_set():
             # A database that is away for a moment must not end the training.
             with contextlib.suppress(Exception):
-                shared.beat(trial_id)
+                if shared.owns(trial_id, worker):
+                    shared.beat(trial_id)
+                else:
+                    taken.set()
 
     thread = threading.Thread(target=beat, daemon=True)
     thread.start()
     try:
-        yield
+        yield taken
     finally:
         over.set()
         thread.join()

@@ -10,7 +10,7 @@ import datetime
 import json
 import math
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ DEFINITION = "systolic"
 """Attribute of a study: what it searches."""
 WORKER = "worker"
 """Attribute of a trial: the process that has it, or had it last."""
+GRANTED = "granted"
+"""Attribute of a trial: the budget has its dollars."""
 BUSY_SECONDS = 60
 """Longest wait for another process's write to an SQLite file."""
 _OWNED = (
@@ -141,17 +143,26 @@ class SharedStudy:
 
     # Claims
 
-    def claim(self, total: int, worker: str) -> Any:
+    def claim(
+        self, total: int, worker: str, is_busy: Callable[[int], bool] = lambda _: False
+    ) -> Any:
         """The next of ``total`` trials, which now is this worker's: Optuna's record; None where none waits.
 
         Trials whose worker is gone wait again first. Fewer trials than ``total`` are filled up.
+
+        Args:
+            total: Trials of the study.
+            worker: Who asks.
+            is_busy: Whether a trial of this number is being trained, whatever its heartbeats say; it is left alone.
         """
         waiting = optuna().trial.TrialState.WAITING
         while True:
             trials = self.trials(total)
-            if self._release_gone(trials):
+            if self._release_gone(trials, is_busy):
                 trials = self.trials(total)
-            ids = [one._trial_id for one in trials if one.state is waiting]
+            ids = [
+                one._trial_id for one in trials if one.state is waiting and not is_busy(one.number)
+            ]
             if not ids and len(trials) < total:
                 new = optuna().create_trial(state=waiting)
                 # Through Optuna's cache of the study, which has to know a trial before it draws its values.
@@ -184,11 +195,7 @@ class SharedStudy:
             ).rowcount
             if moved:
                 # In one transaction with the move: no process sees it run under the name of its last worker.
-                for statement in (
-                    "DELETE FROM trial_user_attributes WHERE trial_id=:trial AND key=:key",
-                    "INSERT INTO trial_user_attributes (trial_id, key, value_json) VALUES (:trial, :key, :worker)",
-                ):
-                    connection.execute(text(statement), _named(trial_id, worker))
+                _keep(connection, trial_id, WORKER, worker)
         return bool(moved)
 
     def beat(self, trial_id: int) -> None:
@@ -210,23 +217,44 @@ class SharedStudy:
             made = connection.execute(sqlalchemy().text(change), _named(trial_id, worker))
             return bool(made.rowcount)
 
-    def _release_gone(self, trials: Sequence[Any]) -> list[int]:
+    def _release_gone(self, trials: Sequence[Any], is_busy: Callable[[int], bool]) -> list[Any]:
         """Releases trials whose worker has ended: a process of this machine that is not there, or one without heartbeats."""
         running = [one for one in trials if one.state is optuna().trial.TrialState.RUNNING]
         if not running:
             return []
         with _reported(self.where):
             stale = set(self._storage._get_stale_trial_ids(self._study._study_id))
-            workers = {one._trial_id: one.user_attrs.get(WORKER, "") for one in running}
-            gone = [each for each in workers if each in stale or is_gone(workers[each])]
-            return [each for each in gone if self.release(each, workers[each])]
+        found = []
+        for one in running:
+            worker = one.user_attrs.get(WORKER, "")
+            gone = one._trial_id in stale or is_gone(worker)
+            if gone and not is_busy(one.number) and self.release(one._trial_id, worker):
+                found.append(one)
+        return found
+
+    def grant(self, record: Any, dollars: float, budget_usd: float, total: int) -> float:
+        """Lets a trial begin that costs no more than is left; returns what is left without it.
+
+        One process after another, so that of two that ask for the last dollars one gets them.
+        """
+        with self._storage.engine.begin() as connection:
+            # Changes nothing, and makes others wait here until the end of the block.
+            alone = "UPDATE studies SET study_name=study_name WHERE study_id=:study"
+            connection.execute(sqlalchemy().text(alone), {"study": self._study._study_id})
+            others = [one for one in self.trials(total) if one.number != record.number]
+            left = budget_usd - sum(map(_spent, others))
+            if dollars <= left:
+                _keep(connection, record._trial_id, GRANTED, True)
+        return left
 
     # Results
 
     def note(self, trial_id: int, **values: Any) -> None:
-        """Keeps attributes of a running trial."""
-        for name, value in values.items():
-            self._storage.set_trial_user_attr(trial_id, name, value)
+        """Keeps attributes of a trial that runs."""
+        # Another worker may have taken it over and ended it.
+        with contextlib.suppress(optuna().exceptions.UpdateFinishedTrialError):
+            for name, value in values.items():
+                self._storage.set_trial_user_attr(trial_id, name, value)
 
     def finish(self, trial: Any, worker: str, values: Sequence[float] | None, reason: str) -> bool:
         """Ends a trial once, with its values, or stopped early without them; False where it is no longer this worker's."""
@@ -234,6 +262,8 @@ class SharedStudy:
             return False
         states = optuna().trial.TrialState
         finite = values is not None and all(math.isfinite(value) for value in values)
+        if values is not None and not finite:
+            reason = "failed: a value that it is judged by is not a number"
         if reason:
             self.note(trial._trial_id, reason=reason)
         state = states.COMPLETE if finite and not reason else states.PRUNED
@@ -251,6 +281,23 @@ class SharedStudy:
 
 def _named(trial_id: int, worker: str) -> dict[str, Any]:
     return {"trial": trial_id, "key": WORKER, "worker": json.dumps(worker)}
+
+
+def _keep(connection: Any, trial_id: int, key: str, value: Any) -> None:
+    """Keeps an attribute of a trial in a transaction of its caller."""
+    for statement in (
+        "DELETE FROM trial_user_attributes WHERE trial_id=:trial AND key=:key",
+        "INSERT INTO trial_user_attributes (trial_id, key, value_json) VALUES (:trial, :key, :value)",
+    ):
+        values = {"trial": trial_id, "key": key, "value": json.dumps(value)}
+        connection.execute(sqlalchemy().text(statement), values)
+
+
+def _spent(one: Any) -> float:
+    """Dollars of a trial that has ended, or that runs and was let begin."""
+    kept = one.user_attrs
+    begun = one.state.name == "RUNNING" and (GRANTED in kept or "begun" in kept)
+    return kept.get("dollars", 0.0) * kept.get("share", 1.0) * (one.state.is_finished() or begun)
 
 
 def _storage(where: StudyAddress, beat_seconds: int, stale_seconds: int) -> Any:
