@@ -1,6 +1,6 @@
 """Several processes of one job on this machine: throughput against one process, and what a kill costs.
 
-    python benchmarks/processes.py FOLDER [--steps 60] [--json FILE]
+    python benchmarks/processes.py FOLDER [--steps 60] [--part throughput|kills|left-out] [--json FILE]
 
 Throughput: the recipe `bytes` with the same global batch in one process with one device, one with two devices, and two
 with one device each (fsdp 2), from the summary's steady rate. Kills: two processes under the supervisor of
@@ -22,6 +22,8 @@ from typing import Any
 
 SAVE = 20
 SIZES = "--sequence 64 --batch 16 --model.layers 2 --evaluation.batches 1 --evaluation.final-batches 1 --checkpoints.every 20 --log-every 1"
+NARROW = "--model.d-model 64 --model.d-ff 128 --model.heads 2 --model.kv-heads 2"
+"""Where steps are only counted."""
 PATIENCE_SECONDS = 120
 """For the next step after a kill."""
 
@@ -35,7 +37,7 @@ def records(run: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def launch(
-    folder: Path, steps: int, processes: int, devices: int, *, fewer: bool = False
+    folder: Path, steps: int, processes: int, devices: int, more: str = "", *, fewer: bool = False
 ) -> "subprocess.Popen[bytes]":
     """Processes under the supervisor; with ``fewer`` each is a slice that is left out when it is killed."""
     folder.mkdir(parents=True)
@@ -43,7 +45,7 @@ def launch(
     run += ["--for-devices", str(processes * devices)] if fewer else []
     settings = {
         "made_by": ["benchmarks/processes.py"],
-        "command": ["systolic", "train", "bytes", *SIZES.split(), *run],
+        "command": ["systolic", "train", "bytes", *SIZES.split(), *more.split(), *run],
         "directory": str(folder),
         "processes": processes,
         "devices": devices,
@@ -85,7 +87,7 @@ def kills(
     """One of each process in turn."""
     load = os.getloadavg()[0]
     where, rows = folder / name, []
-    supervisor = launch(where, 100 * SAVE, 2, 1, fewer=fewer)
+    supervisor = launch(where, 100 * SAVE, 2, 1, NARROW, fewer=fewer)
     run = where / "run"
 
     def steps() -> int:
@@ -144,13 +146,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--part", choices=["all", "throughput", "kills", "left-out"], default="all")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     folder = args.folder.absolute()
-    found = {
-        "throughput": throughput(folder, args.steps),
-        "kills": kills(folder, "killed", (1, 0)),
-        "left_out": kills(folder, "left-out", (1,), fewer=True),
+    parts = {
+        "throughput": lambda: throughput(folder, args.steps),
+        "kills": lambda: kills(folder, "killed", (1, 0)),
+        "left-out": lambda: kills(folder, "left-out", (1,), fewer=True),
+    }
+    found = {name: measure() for name, measure in parts.items() if args.part in ("all", name)} | {
         "checkpoint_every": SAVE,
         "cores": len(os.sched_getaffinity(0)),
     }
