@@ -24,7 +24,7 @@ SAVE = 20
 SIZES = "--sequence 64 --batch 16 --model.layers 2 --evaluation.batches 1 --evaluation.final-batches 1 --checkpoints.every 20 --log-every 1"
 NARROW = "--model.d-model 64 --model.d-ff 128 --model.heads 2 --model.kv-heads 2"
 """Where steps are only counted."""
-PATIENCE_SECONDS = 120
+PATIENCE_SECONDS = 600
 """For the next step after a kill."""
 
 
