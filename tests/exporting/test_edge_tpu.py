@@ -197,6 +197,7 @@ def test_what_comes_after_an_unsupported_operation_stays_on_the_cpu() -> None:
         "ADD (operation 2)" in line and "enable_multiple_subgraphs" in line for line in lines
     )
     assert "edgetpu_compiler --show_operations m.tflite" in lines[-1]
+    assert "--show_operations 'my m.tflite'  (" in report.lines("my m.tflite")[-1]
     assert report.to_json()["placements"][1]["place"] == "cpu"
 
 

@@ -12,12 +12,12 @@ import pytest
 
 import systolic
 from systolic.artifact.weights import Weights
-from systolic.cli.quantize import _fallen, _over
+from systolic.cli.quantize import _fallen, _over, _share
 from systolic.core.errors import OptionError
 from systolic.interop.quantizing import Rounder, _matrices, formats_of
 from systolic.job import Job, MatrixFormat, Precision, WeightFormat
 from systolic.models.decoder.config import Decoder
-from systolic.session.quantizing import Evaluated, QuantizedModel, quantize_model
+from systolic.session.quantizing import Evaluated, QuantizedModel, _notes, quantize_model
 from systolic.session.sensitivity import Choice, Measure, Quality, choose, quality_of
 from systolic.session.trained import TrainedModel, set_up_here
 from tests.session import bundled
@@ -121,6 +121,25 @@ def test_a_model_that_fell_far_is_said() -> None:
     said = _fallen(fell[1], INT4)
     assert "out is hardly the same model: perplexity fell far, from 10 to 12.5; give --cal" in said
     assert "outputs of a probe are 61% of their own spread away" in _fallen(fell[-1], INT4)
+
+
+def test_another_format_than_that_of_training_is_said(tmp_path: Path) -> None:
+    job = bundled.job("lm", tmp_path)
+    assert _notes(job, INT8) == ()
+    trained = replace(job, precision=Precision.qat_int4)
+    assert _notes(trained, INT4) == ()
+    for how in (INT8, FINER):
+        (said,) = _notes(trained, how)
+        assert said.startswith(
+            "trained with qat-int4, which rounds weights to int4 in groups of 64"
+        )
+        assert said.endswith("--to int4 writes those that it was trained with")
+
+
+def test_no_loss_has_no_sign() -> None:
+    for name, shown in (("accuracy", "+0.00 points"), ("perplexity", "+0.00%")):
+        value = Quality(name=name, value=0.9)
+        assert _share(result(value, value)) == shown
 
 
 def test_a_loss_beyond_all_perplexities_is_infinite(tmp_path: Path) -> None:

@@ -217,10 +217,8 @@ def _lines(
             f"  outputs of a probe over {found.tokens} {found.unit}: largest difference {found.max_abs:.3g} ({found.max_relative:.2%} of the largest output), mean {found.mean_abs:.3g}, {found.agreement}"
         )
     if made.before is None:
-        cure = "this kind of model has no measure of it here"
-        if made.measurable:
-            cure = "give the text or pictures with --data"
-        lines.append(f"  quality was not measured: {cure}")
+        lines.append(f"  quality was not measured{_unmeasured(made)}")
+    lines += [f"  {note}" for note in made.notes]
     alone = {}
     if made.choice is not None:
         alone = {one.path: f"{one.lost:+.3%}" for one in made.choice.sensitivities}
@@ -232,6 +230,15 @@ def _lines(
         size = f"{si(one.bytes_before, 'B')} -> {si(one.bytes_after, 'B')}"
         table.append((one.path, one.format, size, alone.get(one.path, "")))
     return [*lines, "", *_aligned(table)]
+
+
+def _unmeasured(made: "QuantizedModel") -> str:
+    """Why, and what would help."""
+    if not made.measurable and made.unmeasured is None:
+        return ": this kind of model has no measure of it here"
+    why = "" if made.unmeasured is None else f" ({made.unmeasured})"
+    cure = "give the text or pictures with --data" if made.measurable else "put the data back"
+    return f"{why}: {cure}"
 
 
 def _exceptions(made: "QuantizedModel", how: MatrixFormat) -> list[str]:
@@ -278,9 +285,9 @@ def _share(made: "QuantizedModel") -> str:
     """What the Bundle lost: of accuracy in points."""
     assert made.before is not None
     assert made.lost is not None
-    return (
-        f"{-100 * made.lost:+.2f} points" if made.before.name == "accuracy" else f"{made.lost:+.2%}"
-    )
+    if made.before.name == "accuracy":
+        return f"{round(-100 * made.lost, 2) + 0:+.2f} points"  # no loss is no -0
+    return f"{round(made.lost, 4) + 0:+.2%}"
 
 
 def _few(paths: Sequence[str]) -> str:

@@ -136,10 +136,15 @@ def _matrices(
     return found
 
 
+def matrices_of_model(model: Model) -> dict[str, Matrix]:
+    """The parameters of a model that may be quantized, by path, float32 each; {} where it has none."""
+    return _matrices(model, structure_of(model), {})
+
+
 def whole(model: Model, kind: WeightFormat) -> Quantization:
     """All matrices of a model in a format, with its usual groups."""
     how = MatrixFormat(format=kind, group=kind.group)
-    found = _matrices(model, structure_of(model), {})
+    found = matrices_of_model(model)
     return Quantization.of({path: one.how(how) for path, one in found.items()})
 
 
@@ -147,7 +152,7 @@ def saved_bytes(job: Job, item: int) -> int:
     """Bytes that a job's quantized matrices take less than in elements of ``item`` bytes."""
     if not job.quantization:
         return 0
-    found = _matrices(job.model, structure_of(job.model), {})
+    found = matrices_of_model(job.model)
     return sum(
         math.prod(found[path].shape) * item - found[path].bytes(how)
         for path, how in job.quantization.matrices

@@ -97,6 +97,45 @@ def check_calibration(
         )
 
 
+def unreadable(job: Job, split: Split | None = None) -> str | None:
+    """Why a part of a run's own data, by default the held-out one, can't be read; ``None`` where its files are there."""
+    try:
+        job.data.files(splits(job, split)[0])
+    except (NotFoundError, DataError) as error:
+        return f"data moved: {str(error).partition('; ')[0]}"
+    except OptionError as error:
+        return str(error).partition("; ")[0]
+    return None
+
+
+def check_run(
+    job: Job,
+    formats: Mapping[str, MatrixFormat],
+    data: Path | None,
+    calibration: Path | None,
+    budget: float | None,
+) -> str | None:
+    """Refuses what a run lacks, before its weights are read.
+
+    Returns:
+        Why quality can't be measured; ``None`` where it can.
+
+    Raises:
+        OptionError: activations or a budget need data that is gone.
+        NotFoundError, DataError: as :func:`check_calibration`.
+    """
+    check_calibration(data, calibration, formats, is_run=True)
+    rounded = any(how.format.activations for how in formats.values())
+    if rounded and calibration is None and (why := unreadable(job, Split.train)) is not None:
+        raise OptionError(
+            f"{why}; activations in int8 have scales by training data: give data that stands for what the model will see with --calibrate"
+        )
+    why = unreadable(job) if data is None else None
+    if why is not None and budget is not None:
+        raise OptionError(f"{why}; a budget needs data to measure the loss on: give it with --data")
+    return why
+
+
 def _check_there(option: str, path: Path | None) -> None:
     if path is None:
         return

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from systolic.artifact.bundle import check_free, draft
+from systolic.artifact.bundle import MANIFEST, check_free, draft
 from systolic.artifact.tensors import TensorSpec
 from systolic.core.errors import OptionError
+from systolic.data.text.tokenizer import BYTES_START
 from systolic.interop.exporting import Outgoing
 from systolic.interop.source import most_common
 from systolic.models.families import CONFIG
@@ -40,6 +41,8 @@ class Exported:
     """Of the tensors."""
     restored: tuple[str, ...] = ()
     """Dtypes of the matrices that were quantized, now floats."""
+    reads_bytes: bool = False
+    """Whether a token is a byte, so that no tokenizer was written."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -52,8 +55,13 @@ class Exported:
         }
 
     def lines(self) -> list[str]:
-        """What became of quantized matrices; a model's files are not compared."""
-        return floats_line(self.restored)
+        """What became of quantized matrices and of bytes; a model's files are not compared."""
+        made = floats_line(self.restored)
+        if self.reads_bytes:
+            made.append(
+                f"no tokenizer is in it: the model reads bytes, a token is the value of a byte of UTF-8, and {BYTES_START} begins and ends a text"
+            )
+        return made
 
 
 def export_model(
@@ -100,6 +108,8 @@ def export_model(
         return export_docker(path, out, image, say=say)
     check_free(out)
     if to == BUNDLE:
+        if (path / MANIFEST).is_file():
+            raise OptionError(f"{path} is a Bundle already; copy its folder to {out}")
         if in_files(path):
             raise OptionError(
                 f"{path} is a model in files already; write it as a Bundle with systolic import {path} --out {out}"
@@ -111,7 +121,8 @@ def export_model(
         specs = write_bundle(model, files, origin_of(model), out, say)
         return _exported(out, BUNDLE, specs)
     found = leaving(path, checkpoint, trust=trust)
-    return replace(_write(found.made, found.files, out, say), restored=found.restored)
+    made = _write(found.made, found.files, out, say)
+    return replace(made, restored=found.restored, reads_bytes=found.reads_bytes)
 
 
 def _check_used(to: str, gguf: GgufOptions, image: ImageOptions) -> None:

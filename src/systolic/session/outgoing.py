@@ -29,6 +29,8 @@ class Leaving:
     starts: bool | None = None
     """Whether a prompt begins with the token that begins a text; ``None`` leaves it to the tokenizer's post-processor."""
     licence: str | None = None
+    reads_bytes: bool = False
+    """Whether a token is a byte, for which there is no tokenizer's file."""
     restored: tuple[str, ...] = ()
     """Dtypes of the matrices that its files hold quantized; they leave as floats."""
 
@@ -82,6 +84,7 @@ def leaving_run(model: TrainedModel) -> Leaving:
     """A run's model."""
     made = outgoing_model(model.job.model, model.plain_weights, origin_of(model))
     data, files, starts = model.job.data, text_files(model.job.data), None
+    reads_bytes = isinstance(data, TextData) and data.get_tokenizer().file() is None
     if isinstance(model.job.model, PICTURED):
         config, files = with_pictures(made.config, files, model.job)
         made = replace(made, config=config)
@@ -91,7 +94,7 @@ def leaving_run(model: TrainedModel) -> Leaving:
         tokenizer = data.get_tokenizer()
         document = tokenizer.around is Around.document and bool(files)
         starts = tokenizer.start is not None if document else None
-    return Leaving(made=made, files=files, starts=starts)
+    return Leaving(made=made, files=files, starts=starts, reads_bytes=reads_bytes)
 
 
 def origin_of(model: TrainedModel) -> Config:

@@ -1,7 +1,6 @@
 """``systolic.quantize_model``: a model with its matrices in fewer bits, as a Bundle, and what that costs in quality."""
 
 import math
-import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -20,6 +19,7 @@ from systolic.artifact.bundle import (
 from systolic.artifact.bundle_record import ImportedFrom, Recorded, carried
 from systolic.artifact.run import JOB
 from systolic.core.errors import OptionError, called
+from systolic.core.files import check_room
 from systolic.interop.bundled import BundleSource
 from systolic.interop.jobs import job_of
 from systolic.interop.parity import Parity, compare
@@ -27,7 +27,13 @@ from systolic.interop.probe import PROBES, probe_of
 from systolic.interop.recorded import few, few_outputs, record
 from systolic.interop.source import Source, open_source
 from systolic.job import Adapter, Job, MatrixFormat
-from systolic.session.calibrating import check_apart, check_calibration, digests_at, largest_of
+from systolic.session.calibrating import (
+    check_apart,
+    check_calibration,
+    check_run,
+    digests_at,
+    largest_of,
+)
 from systolic.session.exporting import BUNDLE, export_model
 from systolic.session.replaying import record_answers
 from systolic.session.sensitivity import Choice, Measure, Quality, choose, moments_of
@@ -85,6 +91,10 @@ class QuantizedModel:
     """See :data:`MOST_APART`; ``None`` for a kind of model without a probe."""
     measurable: bool = True
     """Whether quality can be measured on data that is given."""
+    unmeasured: str | None = None
+    """Why a run's own data was not read; ``None`` where it was, or other was given."""
+    notes: tuple[str, ...] = ()
+    """What else to know of the weights."""
 
     @property
     def lost(self) -> float | None:
@@ -121,6 +131,8 @@ class QuantizedModel:
             "choice": None if self.choice is None else self.choice.to_json(),
             "budget_met": self.budget_met,
             "fell": self.fell,
+            "unmeasured": self.unmeasured,
+            "notes": list(self.notes),
         }
 
 
@@ -168,16 +180,17 @@ def quantize_model(
     """
     path, out = Path(path), Path(out)
     check_free(out)
-    is_run = (path / JOB).is_file()
-    measured = is_run or on.data is not None
-    with _as_source(path, trust, say) as source:
-        from systolic.interop.quantizing import formats_of, matrices_in
+    from systolic.interop.quantizing import formats_of, matrices_in, planned_tensors
 
+    run, unmeasured = _known(path, to, keep, on, budget, trust)
+    measured = on.data is not None or (run is not None and unmeasured is None)
+    with _as_source(path, out, trust, say) as source:
         source.verify()
         matrices = matrices_in(source)
         formats = formats_of(matrices, to, keep)
-        check_calibration(on.data, on.calibration, formats, is_run=is_run)
-        job = _job_of(path, source, on, trust)
+        check_room(out, sum(one.nbytes for one in planned_tensors(source, matrices, formats)))
+        check_calibration(on.data, on.calibration, formats, is_run=run is not None)
+        job = run or job_of(source, texts=on.data is not None or on.calibration is not None)
         if measured:
             check_apart(job, on.data, on.calibration)
         elif budget is not None:
@@ -196,18 +209,42 @@ def quantize_model(
         del model, measure  # before the other is opened
         after = _written(source, out, (rounder, formats), (job, before, on), say)
         made = _result(out, source, (rounder, formats), (before, after), choice)
-        return replace(made, measurable=measured or job.data.read_elsewhere)
+        elsewhere = measured or job.data.read_elsewhere
+        notes = _notes(job, to)
+        return replace(made, measurable=elsewhere, unmeasured=unmeasured, notes=notes)
 
 
 Chosen = tuple["Rounder", Mapping[str, MatrixFormat]]
 """What makes the codes of a source's matrices, and the formats of those that are quantized."""
 
 
-def _job_of(path: Path, source: Source, on: Evaluated, trust: bool) -> Job:
-    """A run's own job, or the one that a model in files is used under."""
-    if (path / JOB).is_file():
-        return prepare_model(path, trust=trust).setup.job
-    return job_of(source, texts=on.data is not None or on.calibration is not None)
+def _known(
+    path: Path,
+    to: MatrixFormat,
+    keep: Sequence[str],
+    on: Evaluated,
+    budget: float | None,
+    trust: bool,
+) -> tuple[Job | None, str | None]:
+    """A run's job, and why its own data can't be measured on; what it lacks is refused before its weights are read. ``None`` of a model in files."""
+    if not (path / JOB).is_file():
+        return None, None
+    from systolic.interop.quantizing import formats_of, matrices_of_model
+
+    job = prepare_model(path, trust=trust).setup.job
+    matrices = matrices_of_model(job.model)
+    formats = formats_of(matrices, to, keep) if matrices else {}
+    return job, check_run(job, formats, on.data, on.calibration, budget)
+
+
+def _notes(job: Job, to: MatrixFormat) -> tuple[str, ...]:
+    """That weights of quantization-aware training go to another format than theirs."""
+    kind = job.precision.weight_format
+    if kind is None or to == (own := MatrixFormat(format=kind, group=kind.group)):
+        return ()
+    return (
+        f"trained with {job.precision.value}, which rounds weights to {own}, and {to} rounds them otherwise; systolic quantize --to {kind.value} writes those that it was trained with",
+    )
 
 
 @called("--data")
@@ -334,21 +371,21 @@ def _result(
 
 
 @contextmanager
-def _as_source(path: Path, trust: bool, say: Callable[[str], None]) -> Generator[Source]:
-    """A model in files; a run is written as a Bundle for the time of the block."""
+def _as_source(path: Path, out: Path, trust: bool, say: Callable[[str], None]) -> Generator[Source]:
+    """A model in files; a run is written as a Bundle beside ``out`` for the time of the block."""
     if not (path / JOB).is_file():
         yield open_source(path)
         return
-    with tempfile.TemporaryDirectory(prefix="systolic-quantize-") as scratch:
-        written = Path(scratch) / path.resolve().name
+    with draft(out) as scratch:
+        whole = scratch.folder / path.resolve().name
         try:
-            export_model(path, written, to=BUNDLE, trust=trust, say=say)
+            export_model(path, whole, to=BUNDLE, trust=trust, say=say)
         except OptionError as error:
             reason = str(error).partition("; ")[0]
             raise OptionError(
                 f"a quantized model is a Bundle, and {reason}; quantize a run that has one"
             ) from error
-        yield open_source(written)
+        yield open_source(whole)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ https://developer.axis.com/computer-vision/on-device/system-on-chip/artpec-7/sup
 closed and has limits of its own that are not published, such as the size of activations: its log is the last word.
 """
 
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -93,7 +94,9 @@ class EdgeTpuReport:
                 f"  on the CPU: {kind} (operation {ones[0].index}{also}): {ones[0].reason}; {fix}"
             )
         made.append(f"  rules: {REQUIREMENTS}; the compiler's log is the last word")
-        made.append(f"  compile: edgetpu_compiler --show_operations {file}  ({COMPILER})")
+        made.append(
+            f"  compile: edgetpu_compiler --show_operations {shlex.quote(file)}  ({COMPILER})"
+        )
         return made
 
     def to_json(self) -> dict[str, Any]:

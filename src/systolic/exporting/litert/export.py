@@ -107,7 +107,7 @@ class LiteExport:
         if self.accuracy is not None:
             source, here = self.accuracy
             made.append(
-                f"accuracy {here:.2%}, source {source:.2%} ({100 * (here - source):+.2f} points), on {self.difference.examples} rows of {self.compared_on}"
+                f"accuracy {here:.2%}, source {source:.2%} ({round(100 * (here - source), 2) + 0:+.2f} points), on {self.difference.examples} rows of {self.compared_on}"
             )
         if self.quantization is not LiteQuantization.none:
             made.append(

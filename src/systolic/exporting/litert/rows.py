@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -69,7 +70,7 @@ def calibration_rows(
         # All texts are read, so that the halves are of the same rows here and for the measurement.
         most = None if _of_texts(model) else CALIBRATION_ROWS
         found = _half(model, _at(model, function, path, most), 1).first(CALIBRATION_ROWS)
-    elif model.job.data.size(Split.train) != 0:
+    elif _has_training(model.job):
         found = _of_split(model, function, model.job.data, Split.train, CALIBRATION_ROWS)
     else:
         found = _standing(model, function, CALIBRATION_ROWS)
@@ -79,6 +80,24 @@ def calibration_rows(
         )
     _check_finite(found)
     return found
+
+
+def _has_training(job: Job) -> bool:
+    """Whether a job has training data.
+
+    Raises:
+        NotFoundError: it has moved.
+    """
+    try:
+        if job.data.size(Split.train) == 0:
+            return False
+        job.data.files(Split.train)  # of text only the files tell whether it is there
+        return True
+    except NotFoundError as error:
+        reason = str(error).partition("; ")[0]
+        raise NotFoundError(
+            f"data moved: {reason}; int8 needs rows that stand for what the model will see: give them with --data"
+        ) from error
 
 
 def evaluation_rows(
@@ -93,9 +112,10 @@ def evaluation_rows(
         _check_finite(found)
         return found
     if label_of(model.job) is not None and not settings.inputs:
-        for split in (Split.test, Split.validation):
-            if model.job.data.size(split) != 0:
-                return _of_split(model, function, model.job.data, split, None)
+        with suppress(NotFoundError):  # data that has moved is no reason to refuse an export
+            for split in (Split.test, Split.validation):
+                if model.job.data.size(split) != 0:
+                    return _of_split(model, function, model.job.data, split, None)
     return _standing(model, function, examples.rows, settings.inputs)
 
 
