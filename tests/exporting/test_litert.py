@@ -19,7 +19,7 @@ from systolic.data.image.preparation import Preparation
 from systolic.data.input_files import InputFiles
 from systolic.exporting.examples import example_inputs
 from systolic.exporting.inference import ExportableModel
-from systolic.exporting.litert import export
+from systolic.exporting.litert import convert, export
 from systolic.exporting.litert.edge_tpu import edge_tpu_report
 from systolic.exporting.litert.export import LiteExport, export_litert
 from systolic.exporting.litert.graph import read_graph
@@ -343,6 +343,13 @@ def test_mobilenet_names_the_same_pictures_as_int8(tmp_path: Path, capsys: Any) 
     assert made["f32"]["functions"]["logits"]["argmax_agreement"] == 1.0
     assert made["int8"]["bytes"] < 0.3 * made["f32"]["bytes"]
     assert made["int8"]["edge_tpu"]["on_edge_tpu"] == made["int8"]["edge_tpu"]["operations"]
+
+
+def test_an_operation_without_a_kernel_is_named() -> None:
+    """As the converter says it of a model that hashes its tokens."""
+    told = "Failed to export flatbuffer: \nSome ops are not supported by the native TFLite runtime, you can enable TF kernels fallback using TF Select. See instructions: https://www.tensorflow.org/lite/guide/ops_select \nTF Select ops: BitwiseAnd\nDetails:\n\ttf.BitwiseAnd(tensor<1x16x4xui32>, tensor<ui32>) -> (tensor<1x16x4xui32>)\n"
+    said = convert.short(ValueError(told))
+    assert said == "its runtime has no operation BitwiseAnd for numbers of this type"
 
 
 @pytest.mark.slow

@@ -19,6 +19,8 @@ SIGNATURE = "serving_default"
 """Name of the one signature of a file."""
 UNCONVERTED = r"= \"?((?:stablehlo|chlo|mhlo)\.\w+)"
 """Names of operations that the converter left as they were."""
+LACKING = r"(?:TF Select|Custom) ops: (.+)"
+"""Names of operations that no kernel computes."""
 TOLD = 300
 """Most characters of a converter's message."""
 
@@ -62,7 +64,7 @@ def flatbuffer(program: bytes, inputs: Sequence[str], outputs: Sequence[str]) ->
             left = sorted(set(re.findall(UNCONVERTED, str(merged.operation))))
             return bytes(converter.export_flatbuffer_to_bytes(merged.operation))
     except Exception as error:  # the converter's classes of errors are not public
-        told = f"it has no form of {', '.join(left)}" if left else _short(error)
+        told = f"it has no form of {', '.join(left)}" if left else short(error)
         raise OptionError(
             f"LiteRT's converter refuses the model: {told}; export it to onnx or stablehlo"
         ) from error
@@ -82,7 +84,7 @@ def dynamic_range(model: bytes) -> bytes:
         )
     except Exception as error:
         raise OptionError(
-            f"the quantizer refuses the model: {_short(error)}; export with --precision float"
+            f"the quantizer refuses the model: {short(error)}; export with --precision float"
         ) from error
     return bytes(made.quantized_model)
 
@@ -134,7 +136,7 @@ def full_integer(
         )
     except Exception as error:
         raise OptionError(
-            f"the quantizer refuses the model: {_short(error)}; export with --precision dynamic"
+            f"the quantizer refuses the model: {short(error)}; export with --precision dynamic"
         ) from error
     return bytes(made.quantized_model)
 
@@ -146,10 +148,12 @@ def _input_tensors(model: bytes) -> dict[str, str]:
     return LiteProgram(model).tensors
 
 
-def _short(error: Exception) -> str:
+def short(error: Exception) -> str:
     """A converter's message on one line."""
     if "deserialize" in str(error):
         return "an operation is a call of a library, such as those of linear algebra"
+    if lacking := re.findall(LACKING, str(error)):
+        return f"its runtime has no operation {' and '.join(lacking)} for numbers of this type"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     told = [line.partition("error:")[2].strip() for line in lines if "error:" in line]
     return f"{type(error).__name__}: {(told or lines or [''])[0]}"[:TOLD]
