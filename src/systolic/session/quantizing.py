@@ -191,10 +191,7 @@ def quantize_model(
         check_room(out, sum(one.nbytes for one in planned_tensors(source, matrices, formats)))
         check_calibration(on.data, on.calibration, formats, is_run=run is not None)
         job = run or job_of(source, texts=on.data is not None or on.calibration is not None)
-        if measured:
-            check_apart(job, on.data, on.calibration)
-        elif budget is not None:
-            _refuse_budget(path, job)
+        _check_data(path, job, on, budget, measured=measured)
         say("reading weights")
         model = _opened(source, job)
         rounder = _rounder(model, matrices, formats, on.calibration, say)
@@ -252,16 +249,23 @@ def _measure(model: TrainedModel, on: Evaluated) -> Measure:
     return Measure(model, on.data, on.batches)
 
 
-def _refuse_budget(path: Path, job: Job) -> None:
-    """Refuses a budget for a model without data.
+def _check_data(
+    path: Path, job: Job, on: Evaluated, budget: float | None, *, measured: bool
+) -> None:
+    """Refuses calibration by data that quality is measured on, and a budget for a model without data.
 
     Raises:
-        OptionError: always.
+        OptionError: so.
     """
-    cure = "leave the budget out: this kind of model has no measure of quality here"
-    if job.data.read_elsewhere:
-        cure = "give the text or pictures with --data"
-    raise OptionError(f"a budget needs data to measure the loss on, and {path} brings none; {cure}")
+    if measured:
+        check_apart(job, on.data, on.calibration)
+    elif budget is not None:
+        cure = "leave the budget out: this kind of model has no measure of quality here"
+        if job.data.read_elsewhere:
+            cure = "give the text or pictures with --data"
+        raise OptionError(
+            f"a budget needs data to measure the loss on, and {path} brings none; {cure}"
+        )
 
 
 @called("--calibrate")
