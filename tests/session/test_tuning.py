@@ -1,5 +1,8 @@
 """Trials of a search as real runs of a tiny recipe, in this process."""
 
+import json
+import shutil
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +14,7 @@ pytest.importorskip("optuna")
 
 from systolic.artifact.record import load_run
 from systolic.chips import slice
+from systolic.cli.main import main
 from systolic.cli.tune import tuning_of
 from systolic.core.errors import OptionError, RunError
 from systolic.session.trials import BEGUN, TrialWatcher, TrialWorker
@@ -46,7 +50,9 @@ def work(made: Tuning) -> StudyResult:
 RATES = "--search=learning-rate=log:1e-4..1e-1"
 
 
-def test_trials_are_runs_and_the_same_command_goes_on(tmp_path: Path) -> None:
+def test_trials_are_runs_and_the_same_command_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "study"
     words = (RATES, "--search=scale=0.5,1", "--sampler=random", "--evaluation.every=4")
     first = work(tuning(folder, *words, "--trials=1"))
@@ -67,12 +73,39 @@ def test_trials_are_runs_and_the_same_command_goes_on(tmp_path: Path) -> None:
     assert line.startswith(
         f"systolic train {RECIPE} --learning-rate {best.values['learning-rate']}"
     )
+    # A smaller total takes no trial from the study, and there is nothing to run.
+    assert main(["tune", RECIPE, *words, "--trials=1", f"--study={folder}", "--json"]) == 0
+    told = capsys.readouterr()
+    study = json.loads(told.out)
+    assert (study["finished"], study["total"], study["best"]["number"]) == (2, 2, best.number)
+    assert json.loads((folder / "study.json").read_text())["trials"] == study["trials"]
+    assert "2 trials of the study have ended, more than --trials 1" in told.err
+    assert not (folder / "workers").exists()
+    _of_another_study(folder, words)
     with pytest.raises(OptionError, match=r"has the search .* not learning-rate=log:1e-3..1e-1"):
         tuning(folder, "--search=learning-rate=log:1e-3..1e-1", *words[1:]).open()
     with pytest.raises(OptionError, match=r"has the options evaluation\.every=4, not"):
         tuning(folder, RATES, *words[1:3], "--evaluation.every=2").open()
     with pytest.raises(OptionError, match="has the recipe"):
         tuning(folder, "--search=batch=8,16", recipe="digits").open()
+
+
+def _of_another_study(folder: Path, words: Sequence[str]) -> None:
+    """Runs whose database is lost are not taken for those of a new one, which draws other values; equal ones are."""
+    copy = folder.with_name("copy")
+    shutil.copytree(folder, copy)
+    (copy / "study.db").write_bytes(b"")
+    result = work(tuning(copy, *words, "--trials=2"))
+    assert [row.figures for row in result.rows] == [
+        row.figures for row in work(tuning(folder, *words, "--trials=2")).rows
+    ]
+    storage = f"--storage=sqlite:///{copy / 'new.db'}"
+    other = tuning(copy, *words, "--trials=2", "--sampler-seed=5", storage)
+    with pytest.raises(OptionError) as error:
+        work(other)
+    assert "0000 was trained with learning-rate" in str(error.value)
+    assert "give --study another folder" in str(error.value)
+    assert other.open().trials(2)[0].state.name != "COMPLETE"
 
 
 def test_a_bad_trial_is_ended_early_and_another_refused_or_diverged(tmp_path: Path) -> None:

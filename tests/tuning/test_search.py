@@ -44,6 +44,15 @@ def test_numbers_of_a_range_are_short_and_inside_it() -> None:
 
 WRONG = {
     "optimizer.learning-rat=1,2": "did you mean optimizer.learning-rate?",
+    "optimizer.lr=1,2": "did you mean optimizer.learning-rate?",
+    "optimizer.learning-rate=1..inf": "a range needs finite numbers",
+    "optimizer.learning-rate=nan..1": "a range needs finite numbers",
+    "optimizer.learning-rate=lgo:1e-4..1e-2": "a range of logarithms is log:LOW..HIGH",
+    "batch=-32..64": "--search batch=-32..64: --batch is -32; it must be at least 1",
+    "batch=1..9999999999999999999999": "it must be at most",
+    "optimizer.learning-rate=-1..0.1": "learning-rate is -1.0; it must be",
+    "evaluation.every=-1..10": "evaluation.every is -1; it must be",
+    "batch=16..64:100": "steps of 100, and the range is 48 wide",
     "learning-rate=1,2": "did you mean optimizer.learning-rate?",
     "batch": "it takes an option with a range",
     "batch=": "it takes an option with a range",

@@ -1,6 +1,7 @@
 """``systolic tune RECIPE --search OPTION=RANGE``: finds the settings that train a recipe best."""
 
 import inspect
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,9 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from systolic.cli.output import bounded_workers, print_json
-from systolic.cli.parse import Required, option_hints, option_names, print_verb_help, read_value
+from systolic.cli.parse import (
+    Required,
+    nearest_option,
+    option_hints,
+    option_names,
+    print_verb_help,
+    read_value,
+)
 from systolic.cli.target import Request, first, request
-from systolic.core.errors import OptionError, nearest
+from systolic.core.errors import OptionError
 from systolic.core.files import write_json
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, Range, dashed
 from systolic.planning.objective import PriceTerm
@@ -173,7 +181,7 @@ def tune(tuning: "Tuning", asked: Request[TuneOptions], args: Sequence[str]) -> 
         print_json({**result.to_json(), "report": str(page)})
     else:
         print_study(result)
-        print(f"report    {page}")
+        print(f"report    {shlex.quote(str(page))}")
     if interrupted:
         print("systolic: interrupted; rerun to continue", file=sys.stderr)
         return INTERRUPTED
@@ -189,12 +197,8 @@ def _typed(asked: Request[TuneOptions]) -> "Typed":
         option = f"--{name}"
         if option not in hints:
             known = [each.removeprefix("--") for each in option_names(function)]
-            short = {each.rpartition(".")[2]: each for each in known}
-            near = nearest(name, known) or (
-                f"; did you mean {short[name]}?" if name in short else ""
-            )
             raise OptionError(
-                f"--search names {name}, and {target} has no such option{near}; systolic recipes {target} lists them"
+                f"--search names {name}, and {target} has no such option{nearest_option(name, known)}; systolic recipes {target} lists them"
             )
         return read_value(hints[option], word, f"--search {name}")
 

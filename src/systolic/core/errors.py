@@ -50,6 +50,10 @@ class TakenError(RunError):
     exit_code = 2
 
 
+class OutOfRangeError(OptionError):
+    """A number that is outside of its option's range, whatever the other options are."""
+
+
 class MissingExtraError(SystolicError):
     """A feature whose optional packages are not installed."""
 

@@ -14,7 +14,7 @@ from functools import lru_cache
 from types import NoneType, UnionType
 from typing import Any
 
-from systolic.core.errors import OptionError
+from systolic.core.errors import OutOfRangeError
 
 LARGEST_INT = 2**31 - 1
 """Steps, token ids and seeds are int32 on the devices."""
@@ -86,7 +86,7 @@ def dashed(name: str) -> str:
     return name.rstrip("_").replace("_", "-")
 
 
-def check(record: Any, prefix: str = "", error: type[Exception] = OptionError) -> None:
+def check(record: Any, prefix: str = "", error: type[Exception] = OutOfRangeError) -> None:
     """Checks the ranged fields of a dataclass instance.
 
     Args:
@@ -95,7 +95,7 @@ def check(record: Any, prefix: str = "", error: type[Exception] = OptionError) -
         error: Type of the exception.
 
     Raises:
-        OptionError: or ``error``, for the first value out of its range: the value and the range.
+        OutOfRangeError: or ``error``, for the first value out of its range: the value and the range.
     """
     for name, ranged in ranges_of(type(record)).items():
         told = complaint(
@@ -111,13 +111,13 @@ def check_arguments(
     """Checks the ranged parameters of a function against the values that it is to be called with.
 
     Raises:
-        OptionError: for the first one out of its range; ``spell`` gives the option as the user typed it.
+        OutOfRangeError: for the first one out of its range; ``spell`` gives the option as the user typed it.
     """
     for name, ranged in ranges_of(function).items():
         if name in values:
             told = complaint(spell(name), ranged, values[name])
             if told is not None:
-                raise OptionError(told)
+                raise OutOfRangeError(told)
 
 
 def complaint(name: str, ranged: Ranged, value: Any) -> str | None:

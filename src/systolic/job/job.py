@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import msgspec
 
 from systolic.chips import Slice
-from systolic.core.errors import LayoutError, OptionError
+from systolic.core.errors import LayoutError, OptionError, OutOfRangeError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, Range, check, complaint, ranges_of
 from systolic.job.adapter import Adapter
 from systolic.job.data import Data
@@ -68,7 +68,7 @@ class Batch:
         typed = (("--batch", "total", total), ("--batch-per-device", "per_device", per_device))
         for option, name, value in typed:
             if (told := complaint(option, ranges[name], value)) is not None:
-                raise OptionError(told)
+                raise OutOfRangeError(told)
         return cls(total=total, per_device=per_device)
 
     def resolve(self, layout: Layout) -> int:

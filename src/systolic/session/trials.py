@@ -127,6 +127,8 @@ class TrialWorker:
             sampler = sampling.build(tuning.sampler, tuning.searched, tuning.seed, number)
             trial = shared.drawn(record, sampler, tuning.pruning())
             refused, source = self._source(tuning.values(trial))
+            if not refused:
+                tuning.check_run(number, source.options)
             known = dict(record.user_attrs)
             if not refused and tuning.on is not None:
                 refused = self._forecast(record, source.job, known)

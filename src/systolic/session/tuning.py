@@ -10,8 +10,9 @@ from typing import Any
 
 from systolic import recipes
 from systolic.artifact import paths
+from systolic.artifact.run import JOB, job_fields
 from systolic.core.digest import digest
-from systolic.core.errors import OptionError
+from systolic.core.errors import OptionError, OutOfRangeError, SystolicError
 from systolic.core.ranges import dashed
 from systolic.job import Job
 from systolic.planning.objective import PriceTerm
@@ -99,6 +100,36 @@ class Tuning:
         options = with_values(self.base, values)
         return JobSource(recipe=self.recipe, options=paths.absolute(options))
 
+    def check_run(self, number: int, options: Mapping[str, Any]) -> None:
+        """Checks that a run that lies in a trial's place is the trial's: that of another database is not.
+
+        Args:
+            number: Of the trial.
+            options: Of its job.
+
+        Raises:
+            OptionError: the run was trained with other values of what is searched.
+        """
+        file = self.run(number) / JOB
+        if not file.is_file():
+            return
+        try:
+            before = _dotted(job_fields(file.read_bytes()).get("options", {}))
+        except (OSError, ValueError):
+            return  # what resumes it says that it is damaged
+        now = _dotted(json.loads(json.dumps(recipes.plain(options))))
+        again = () if self.repeats is None else (*self.repeats.values, "seed")
+        parts = tuple(f"{name}." for name in (*(one.name for one in self.searched), *again))
+        names = [name for name in now if f"{name}.".startswith(parts)]
+        changed = [name for name in names if str(now[name]) != str(before.get(name))]
+        if changed:
+            had, has = (
+                ", ".join(f"{name} {one.get(name)}" for name in changed) for one in (before, now)
+            )
+            raise OptionError(
+                f"{file.parent} was trained with {had}, and trial {number} of the study in {self.address.shown} has {has}: the run is of another study; give --study another folder, or --storage the database that the run belongs to"
+            )
+
     def run(self, number: int) -> Path:
         """The folder of a trial's run."""
         return self.runs / f"{number:04d}"
@@ -125,7 +156,7 @@ class Tuning:
             number: Of its best trial.
             seeds: For the best settings, and for the defaults.
         """
-        kept = shared.trials(self.trials)[number].params
+        kept = next(one for one in shared.trials(self.trials) if one.number == number).params
         values = {one.name: one.typed(kept[one.name]) for one in self.searched}
         return replace(
             self,
@@ -170,8 +201,26 @@ class Tuning:
         if not named:
             plain = self.recipe.target.rpartition("/")[2].replace(".py", "").replace(":", "-")
             made = replace(made, folder=STUDIES / f"{plain}-{digest(made.definition, 8)}")
+        made.check_bounds()
         assert made.address  # refuses a --storage that is none before anything is written
         return made
+
+    def check_bounds(self) -> None:
+        """Checks that the ends of the ranges are numbers that their options take.
+
+        What an end is refused for beside another option's default is left to the trials.
+
+        Raises:
+            OptionError: an option does not take an end of its range.
+        """
+        for one in self.searched:
+            for end in (one.low, one.high) if one.is_range else ():
+                try:
+                    assert self.source({one.name: end}).job
+                except OutOfRangeError as error:
+                    raise OptionError(f"--search {one.text}: {error}") from error
+                except SystolicError:
+                    continue
 
     def with_command(self, result: StudyResult, words: Sequence[str]) -> StudyResult:
         """A result with the command that trains its best trial's settings at full size.
@@ -212,6 +261,11 @@ class Tuning:
             if one.name == "steps":
                 longest = int(one.high if one.is_range else max(one.choices or ()))
         return sampling.pruner(self.pruner, job.evaluation.every or longest, longest)
+
+
+def _dotted(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Plain options by the names that are typed: ``optimizer.learning-rate``."""
+    return {".".join(map(dashed, name.split("."))): one for name, one in flat(options).items()}
 
 
 def with_values(options: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -57,12 +57,19 @@ class Processes:
     _deaths: int = field(default=0, init=False)
 
     def run(self) -> StudyResult:
-        """Runs until all workers have ended; returns what the study has then.
+        """Runs until all workers have ended; returns what the study has then. No worker starts where no trial is left.
 
         Raises:
             OptionError: a worker found that the command is wrong.
             RunError: a worker failed.
         """
+        before = self.result()
+        if before.finished > self.tuning.trials:
+            self.tell(
+                f"{before.finished} trials of the study have ended, more than --trials {self.tuning.trials}; give a larger number to go on"
+            )
+        if before.finished >= before.total:
+            return before
         running: dict[int, subprocess.Popen[bytes]] = {}
         with self._signalled():
             try:
@@ -83,7 +90,7 @@ class Processes:
             name=tuning.address.name,
             recipe=tuning.recipe.target,
             rows=rows,
-            total=tuning.trials,
+            total=max(tuning.trials, len(rows)),
             searched=tuning.searched,
             aims=tuning.aims,
             importance=importance(self.shared, tuning.aims, len(tuning.searched)),

@@ -143,6 +143,11 @@ def _searched(name: str, spec: str, typed: Typed) -> Searched:
         if log:
             raise OptionError(f"--search {name}={spec} has no range; it takes log:LOW..HIGH")
         return _choices(name, spec, typed)
+    before, colon, _ = body.partition("..")[0].partition(":")
+    if colon:
+        raise OptionError(
+            f"--search {name}={spec} begins with {before}:; a range of logarithms is log:LOW..HIGH"
+        )
     bounds, colon, by = body.partition(":")
     low_word, _, high_word = bounds.partition("..")
     ends = [typed(name, word) for word in (low_word, high_word)]
@@ -153,6 +158,10 @@ def _searched(name: str, spec: str, typed: Typed) -> Searched:
             )
     whole = all(isinstance(value, int) for value in ends)
     low, high = ends
+    if not -math.inf < high - low < math.inf:
+        raise OptionError(
+            f"--search {name}={spec} goes from {low:g} to {high:g}; a range needs finite numbers"
+        )
     if not low < high:
         raise OptionError(
             f"--search {name}={spec} begins at {low:g} and ends at {high:g}; give the smaller one first"
@@ -166,11 +175,11 @@ def _searched(name: str, spec: str, typed: Typed) -> Searched:
         high=high,
         log=log,
         whole=whole,
-        step=_step(name, spec, by, whole=whole, log=log) if colon else None,
+        step=_step(name, spec, by, high - low, whole=whole, log=log) if colon else None,
     )
 
 
-def _step(name: str, spec: str, by: str, *, whole: bool, log: bool) -> float:
+def _step(name: str, spec: str, by: str, width: float, *, whole: bool, log: bool) -> float:
     if log:
         raise OptionError(
             f"--search {name}={spec} has steps of a logarithm; list the values with commas, or leave :{by} out"
@@ -182,6 +191,10 @@ def _step(name: str, spec: str, by: str, *, whole: bool, log: bool) -> float:
     if not 0 < step < math.inf:
         what = "a whole number" if whole else "a number"
         raise OptionError(f"--search {name}={spec} has the step {by!r}; it takes {what} above 0")
+    if step > width:
+        raise OptionError(
+            f"--search {name}={spec} has steps of {by}, and the range is {width:g} wide; give a smaller one"
+        )
     return step
 
 

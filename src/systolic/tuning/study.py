@@ -136,10 +136,10 @@ class SharedStudy:
         return self._study
 
     def trials(self, total: int) -> list[Any]:
-        """Optuna's records of the study's trials, the first ``total``."""
+        """Optuna's records of the study's trials: the first ``total``, and later ones that have ended under a larger total."""
         with _reported(self.where):
             found = self._study.get_trials(deepcopy=False)
-        return [one for one in found if one.number < total]
+        return [one for one in found if one.number < total or one.state.is_finished()]
 
     # Claims
 
@@ -340,7 +340,7 @@ def _reported(where: StudyAddress) -> Generator[None]:
         ) from error
     except sqlalchemy().exc.DatabaseError as error:
         raise DataError(
-            f"the storage {where.shown} holds no study of this version of Optuna; give --storage another database"
+            f"the storage {where.shown} holds no study of this version of Optuna; restore it from a copy, or give --study another folder (and --storage, where it is given, another database)"
         ) from error
 
 
