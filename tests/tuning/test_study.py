@@ -236,6 +236,12 @@ def test_a_study_of_something_else_is_refused(tmp_path: Path) -> None:
         SharedStudy(address(None, tmp_path, "s"), {"recipe": "other"}, ["minimize"])
 
 
+def test_a_database_without_its_driver_names_it(tmp_path: Path) -> None:
+    pytest.importorskip("sqlalchemy.dialects.mysql")
+    with pytest.raises(OptionError, match="needs the Python package MySQLdb"):
+        SharedStudy(address("mysql://user@host/db", tmp_path, "s"), {}, ["minimize"])
+
+
 def test_a_password_is_not_shown() -> None:
     where = address("postgresql://eve:secret@host/db", Path(), "s")
     assert where.url.startswith("postgresql+psycopg://")

@@ -175,6 +175,8 @@ def tune(tuning: "Tuning", asked: Request[TuneOptions], args: Sequence[str]) -> 
             told = repeated(result, repeats.run())
             interrupted = interrupted or repeats.interrupted
             result = replace(result, repeats=None if told is None else told.to_json())
+    if result.best is not None and len(tuning.aims) == 1:
+        result = replace(result, examples=tuning.examples)
     write_json(tuning.folder / "study.json", result.to_json())
     page = write_page(result, tuning.folder)
     if options.json:

@@ -14,7 +14,7 @@ from systolic.artifact.run import JOB, job_fields
 from systolic.core.digest import digest
 from systolic.core.errors import OptionError, OutOfRangeError, SystolicError
 from systolic.core.ranges import dashed
-from systolic.job import Job
+from systolic.job import Job, Split
 from systolic.planning.objective import PriceTerm
 from systolic.recipes import Recipe
 from systolic.session.command_line import typed
@@ -94,6 +94,14 @@ class Tuning:
     def job(self) -> Job:
         """The job with the defaults of what is searched."""
         return self.recipe(self.base)
+
+    @property
+    def examples(self) -> int | None:
+        """Validation examples that the first objective is the share of right ones of; None where it is something else."""
+        job, rule = self.job, self.job.evaluation
+        batches = rule.batches if rule.final_batches is None else rule.final_batches
+        is_share = self.aims[0].name == "accuracy" and "label" in job.data.fields()
+        return job.data.size(Split.validation) if is_share and not batches else None
 
     def source(self, values: Mapping[str, Any]) -> JobSource:
         """What the job of a trial is made from."""

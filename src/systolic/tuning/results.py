@@ -59,6 +59,8 @@ class StudyResult:
     """Why it ended before all trials were done."""
     repeats: Mapping[str, Any] | None = None
     """Best and default settings with several seeds."""
+    examples: int | None = None
+    """Validation examples that the first objective is the share of right ones of; None where it is something else."""
 
     @property
     def done(self) -> list[TrialRow]:
@@ -88,6 +90,17 @@ class StudyResult:
             if best is None or aim.better(row.figures[aim.name], best.figures[aim.name]):
                 best = row
         return best
+
+    @property
+    def near(self) -> int:
+        """Trials beside the best one whose result is within one example of its."""
+        best, name = self.best, self.aims[0].name
+        if best is None or not self.examples:
+            return 0
+        # More than one, since the shares are rounded.
+        most = 1.5 / self.examples
+        gaps = [abs(row.figures[name] - best.figures[name]) for row in self.done]
+        return sum(gap < most for gap in gaps) - 1
 
     def best_so_far(self) -> list[tuple[int, float]]:
         """(trial, best value until then) by the first objective, for each trial that has a result."""

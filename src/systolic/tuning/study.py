@@ -331,7 +331,13 @@ def _reported(where: StudyAddress) -> Generator[None]:
     try:
         yield
     except ImportError as error:
-        raise MissingExtraError(f"the storage {where.shown}", "postgresql") from error
+        if where.url.startswith("postgresql"):
+            raise MissingExtraError(f"the storage {where.shown}", "postgresql") from error
+        cause = error.__cause__
+        driver = cause.name if isinstance(cause, ImportError) else error.name
+        raise OptionError(
+            f"the storage {where.shown} needs the Python package {driver}, which is not installed; install it, or use postgresql or sqlite"
+        ) from error
     except (sqlalchemy().exc.OperationalError, optuna().exceptions.StorageInternalError) as error:
         cause = error.__cause__ or error
         reason = (str(cause).splitlines() or [type(cause).__name__])[0]

@@ -71,10 +71,11 @@ def write_page(study: StudyResult, folder: Path) -> Path:
 def render(study: StudyResult, folder: Path) -> str:
     """The page as text."""
     verdict = readings.verdict(study)
+    hint = "" if study.repeats else readings.luck(study)
     page = {
         "heading": f"{study.recipe}: {figures.plural(study.total, 'trial')}",
         "verdict": verdict,
-        "lead": verdict.sentence,
+        "lead": "; ".join(filter(None, (verdict.sentence, hint))),
         "facts": _facts(study),
         "tiles": tiles(study),
         "command": study.command,

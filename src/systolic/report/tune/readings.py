@@ -75,6 +75,16 @@ def _reason(study: StudyResult) -> str:
     )
 
 
+def luck(study: StudyResult) -> str:
+    """What several seeds say of the best trial, or that the next one is as good; empty where neither is known."""
+    if study.repeats is not None:
+        return study.repeats["sentence"]
+    if study.best is None or not study.near:
+        return ""
+    others = figures.plural(study.near, "other")
+    return f"within one example of {others}, of {study.examples} in the validation; --repeats 5 tells gain from luck"
+
+
 def spent(study: StudyResult) -> float | None:
     """Dollars of all trials on the slice; None without a forecast."""
     known = [row.dollars for row in study.rows if row.dollars is not None]

@@ -32,8 +32,11 @@ def lines(study: StudyResult) -> list[Text]:
     if study.importance:
         shares = (f"{name} {figures.percent(one)}" for name, one in study.importance.items())
         found.append(_row("matters", ", ".join(shares)))
-    if study.repeats is not None:
-        found.append(_row("luck", study.repeats["sentence"]))
+    if luck := readings.luck(study):
+        found.append(_row("luck", luck))
+    seconds = sum(row.seconds or 0.0 for row in study.rows)
+    if seconds:
+        found.append(_row("time", f"{figures.seconds(seconds)} of all trials"))
     spent = readings.spent(study)
     if spent is not None:
         found.append(_row("cost", f"{readings.dollars(spent)} on the slice, as forecast"))

@@ -1,0 +1,70 @@
+"""A study in the terminal and on its page: what chance may have chosen, and how long the rest takes."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from systolic.job import Mode
+from systolic.report.tune.page import render
+from systolic.report.tune.progress import line, times
+from systolic.report.tune.text import lines
+from systolic.tuning.objective import Aim
+from systolic.tuning.results import StudyResult, TrialRow
+from systolic.tuning.search import Searched
+
+RIGHT = (178, 160, 177, 177, 178, 176)
+"""Of 179 examples, by trial; as a search over the recipe digits had."""
+
+
+def study() -> StudyResult:
+    rows = [
+        TrialRow(
+            number=number,
+            state="done",
+            values={"batch": 16 + number},
+            figures={"accuracy": right / 179},
+            seconds=10.0,
+        )
+        for number, right in enumerate(RIGHT)
+    ]
+    return StudyResult(
+        name="s",
+        recipe="digits",
+        rows=rows,
+        total=8,
+        searched=[Searched(name="batch", spec="16..32", low=16, high=32, whole=True)],
+        aims=[Aim(name="accuracy", mode=Mode.max)],
+        importance={},
+        examples=179,
+    )
+
+
+HINT = "within one example of 3 others, of 179 in the validation; --repeats 5 tells gain from luck"
+
+
+def test_a_best_that_others_equal_is_told() -> None:
+    found = study()
+    assert found.best is found.rows[0]
+    assert f"luck      {HINT}" in [one.plain for one in lines(found)]
+    assert HINT in render(found, Path())
+    repeats = {
+        "trial": 0,
+        "seeds": 5,
+        "best": {"mean": 0.98, "deviation": 0.01},
+        "default": {"mean": 0.97, "deviation": 0.01},
+        "sentence": "a gain",
+    }
+    told = replace(found, repeats=repeats)
+    assert "luck      a gain" in [one.plain for one in lines(told)]
+    assert HINT not in render(told, Path())
+    alone = replace(found, examples=1000)
+    assert not any("luck" in one.plain for one in lines(replace(alone, rows=found.rows[:4])))
+
+
+def test_lines_say_what_is_left() -> None:
+    found = study()
+    spent = times(found, 60.0, 3)
+    assert spent == "1 m 00 s, about 40.0 s left"
+    assert line(found, found.rows[0], spent).startswith("[6/8] trial 0: accuracy 99.4")
+    assert line(found, found.rows[0], spent).endswith(f"batch 16; {spent}  <- best so far")
+    assert times(replace(found, total=6), 60.0, 3) == "1 m 00 s"
+    assert "time      1 m 00 s of all trials" in [one.plain for one in lines(found)]
