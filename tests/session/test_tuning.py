@@ -174,7 +174,7 @@ def test_a_stopped_trial_goes_on_where_it_was(
 ) -> None:
     """The recipe stops its own process, as Ctrl-C does; the trial waits with its values and its run."""
     folder = tmp_path / "study"
-    words = [RATES, "--trials=1", "--halt-at", "7"]
+    words = [RATES, "--trials=1", "--halt-at", "7", "--objective=loss", "--objective=seconds"]
     result = work(made := tuning(folder, *words))
     (row,) = result.rows
     assert (result.stopped, row.state) == ("interrupted", "waiting")
@@ -188,6 +188,20 @@ def test_a_stopped_trial_goes_on_where_it_was(
     run = load_run(Path(row.run))
     assert run.num_sessions == 2
     assert [record["step"] for record in run.train] == list(range(1, 17))
+    # Its cost is that of both sessions.
+    records = run.path / "metrics.jsonl"
+    *lines, end = records.read_text().splitlines(keepends=True)
+    last = json.loads(end)["time"]["step"]
+    first = sum(
+        one["num_steps"] * one["step_seconds"] * (1 - one["data_wait"])
+        for one in run.train
+        if one["step"] <= run.resumed_from
+    )
+    assert first > 0
+    assert row.figures["seconds"] == pytest.approx(first + last)
+    # A session that was killed has no record of its end.
+    records.write_text("".join(lines))
+    assert load_run(run.path).step_seconds > first
 
 
 def test_several_objectives_make_a_front(tmp_path: Path) -> None:
@@ -274,6 +288,9 @@ def test_a_budget_that_has_nothing_left_costs_no_trial(
         result = work(tuning(tmp_path / "study", *words, "--budget=0.0001"))
         assert "the next trial costs" in result.stopped
     assert [row.state for row in result.rows] == ["waiting"]
+    for word, told in (("--price=spot", "price on-demand"), ("--quick", "forecast full")):
+        with pytest.raises(OptionError, match=f"has the {told}, not"):
+            tuning(tmp_path / "study", *words, word).open()
 
 
 def test_a_batch_that_does_not_divide_the_slice_is_refused(tmp_path: Path) -> None:

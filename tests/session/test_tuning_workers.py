@@ -108,7 +108,8 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
 def test_a_worker_that_was_suspended_goes_on_with_its_trial(tmp_path: Path) -> None:
     """A laptop that slept: heartbeats are missing, and another worker leaves the trial to the process that trains it."""
     folder = tmp_path / "study"
-    words = ["--trials=1", f"--steps={STEPS * 20}", "--pruner=none"]
+    words = ["--trials=1", f"--steps={STEPS * 20}", "--pruner=none", "--evaluation.every=0"]
+    words.append("--checkpoints.every=0")
     first = command(folder, *words)
     records = folder / "trials" / "0000" / "metrics.jsonl"
     while not records.exists() or '"train"' not in records.read_text():

@@ -36,10 +36,21 @@ def test_the_options_types_decide() -> None:
 
 def test_numbers_of_a_range_are_short_and_inside_it() -> None:
     (rate,) = searched("optimizer.learning-rate=log:1.23456e-4..1.23457e-4")
-    assert rate.rounded(1.234567e-4) == 1.23457e-4
+    assert rate.rounded(1.2345671e-4) == pytest.approx(1.2345671e-4, abs=1e-12)
+    assert rate.rounded(1.3e-4) == 1.23457e-4
     (wide,) = searched("optimizer.learning-rate=log:1e-4..1e-2")
     assert wide.rounded(0.00123456) == 0.001235
     assert wide.place(1e-3) == pytest.approx(0.5)
+    (high,) = searched("optimizer.b2=0.9990..0.99999")
+    assert high.rounded(0.99912347) == 0.9991235
+    assert len({high.rounded(0.999 + i * 1e-6) for i in range(900)}) == 900
+
+
+def test_numbers_of_a_range_in_steps_are_on_them() -> None:
+    (quarter,) = searched("optimizer.learning-rate=1000.5..1010:0.25")
+    assert quarter.rounded(1005.7500001) == 1005.75
+    (fine,) = searched("optimizer.learning-rate=0.12341..0.12349:0.00001")
+    assert fine.grid() == [0.12341 + 0, 0.12342, *(float(f"0.1234{i}") for i in range(3, 10))]
 
 
 WRONG = {

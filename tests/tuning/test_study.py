@@ -1,10 +1,12 @@
 """The study that processes share: claims, releases, heartbeats."""
 
 import os
+import random
 import socket
 import subprocess
 import sys
 import threading
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,15 @@ import pytest
 
 pytest.importorskip("optuna")
 
+from optuna.distributions import FloatDistribution
+from optuna.trial import create_trial
+
 from systolic.artifact.access import is_held
 from systolic.core.errors import DataError, OptionError
 from systolic.job import Mode
 from systolic.tuning import sampling
 from systolic.tuning.objective import Aim
-from systolic.tuning.results import rows_of
+from systolic.tuning.results import importance, rows_of
 from systolic.tuning.search import Searched
 from systolic.tuning.study import SharedStudy, address
 from systolic.tuning.worker import is_gone, this_worker
@@ -57,6 +62,8 @@ def test_a_trial_whose_process_is_gone_waits_with_its_values(tmp_path: Path) -> 
     record = shared.claim(2, name)
     trial = shared.drawn(record, sampling.build(sampling.Sampler.tpe, [LEARNED], 0, 0), None)
     value = LEARNED.suggest(trial)
+    # The sampler learns from the number that is trained with, and not from the one before it was rounded.
+    assert shared.trials(2)[0].params == {"rate": value}
     child.communicate()
     again = shared.claim(2, this_worker())
     assert again.number == record.number == 0
@@ -219,9 +226,37 @@ def test_every_sampler_draws_the_same_whichever_process_asks(
             found.append(tuple(one.suggest(trial) for one in searched))
             assert shared.finish(trial, this_worker(), [float(found[-1][0])], "")
         drawn.append(found)
+        numbers = [one.name for one in searched if one.is_range]
+        kept = [tuple(each.params[one] for one in numbers) for each in shared.trials(8)]
+        assert kept == [values[: len(numbers)] for values in found]
     assert drawn[0] == drawn[1]
     if name is sampling.Sampler.grid:
         assert sorted(drawn[0]) == [(i, k) for i in range(1, 5) for k in (1, 2)]
+
+
+def test_the_same_options_matter_beside_a_second_objective(tmp_path: Path) -> None:
+    """One option decides how good the good trials are, the other how bad the bad ones: only the first matters to the best."""
+    chance, found = random.Random(0), []
+    accuracy, seconds = Aim(name="accuracy", mode=Mode.max), Aim(name="seconds", mode=Mode.min)
+    values = [(chance.random(), chance.random()) for _ in range(40)]
+    space = {"a": FloatDistribution(0, 1), "b": FloatDistribution(0, 1)}
+    for aims in ((accuracy,), (accuracy, seconds)):
+        where = address(None, tmp_path, f"s{len(aims)}")
+        shared = SharedStudy(where, {}, [one.direction for one in aims])
+        for a, b in values:
+            good = 0.9 + 0.09 * (1 - abs(a - 0.5) * 2) - 0.6 * (b > 0.8)
+            shared.study.add_trial(
+                create_trial(
+                    params={"a": a, "b": b},
+                    distributions=space,
+                    values=[good, 1.0][: len(aims)],
+                )
+            )
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found.append(importance(shared, aims, 2))
+    assert found[0] == found[1]
+    assert found[0]["a"] > found[0]["b"]
 
 
 def test_a_file_that_is_no_study_is_refused(tmp_path: Path) -> None:

@@ -65,6 +65,8 @@ class RunRecord:
     """Gradients and updates by layer (see :mod:`systolic.steps.diagnose`)."""
     seconds: float = 0.0
     """From the first record to the last, without the pauses between sessions."""
+    step_seconds: float = 0.0
+    """Time of the steps of all sessions."""
     resumes: Sequence[float] = ()
     """``elapsed`` at the start of each session but the first."""
     damage: Sequence[str] = ()
@@ -237,6 +239,7 @@ def load_run(path: Path, *, last_session: bool = False) -> RunRecord:
         samples=ledger.records["sample"],
         diagnoses=diagnoses,
         seconds=ledger.elapsed,
+        step_seconds=ledger.stepped + ledger.open,
         resumes=ledger.resumes,
         damage=[*lost, *damage, *more],
     )
@@ -306,12 +309,19 @@ class _Ledger:
     resumes: list[float] = field(default_factory=list)
     elapsed: float = 0.0
     began: float | None = None
+    stepped: float = 0.0
+    """Seconds of steps in sessions before the last."""
+    open: float = 0.0
+    """Seconds of steps in the last one."""
+    counted: float = 0.0
+    """Steps in both."""
     _origin: float = 0.0
     """Unix seconds at which ``elapsed`` would have been 0, had there been no pause."""
 
     def add(self, record: Record) -> None:
         """Sorts a record of metrics.jsonl by its kind and dates it."""
         kind = record["kind"]
+        self._count(record)
         if kind == "end":
             self.end = record  # The values of summary.json: its ``time`` is where the time went.
             return
@@ -321,6 +331,26 @@ class _Ledger:
         self.last = record
         if kind in self.records:
             self.records[kind].append(record)
+
+    def _count(self, record: Record) -> None:
+        """Adds up the time of steps; of a session before the last its train records tell it, up to where the next began."""
+        match record["kind"]:
+            case "start":
+                done = number(record.get("resumed_from")) or 0.0
+                share = done / self.counted if self.counted else 1.0
+                self.stepped, self.open = (self.stepped + self.open) * share, 0.0
+                self.counted = done
+            case "train":
+                each, count, waited = (
+                    number(record.get(name)) or 0.0
+                    for name in ("step_seconds", "num_steps", "data_wait")
+                )
+                self.open += each * count * (1 - waited)
+                self.counted += count
+            case "end":
+                time = record["time"]
+                session = number(time.get("step")) if isinstance(time, Mapping) else None
+                self.open = session or self.open
 
     def _date(self, time: float, *, is_start: bool) -> None:
         if self.began is None:

@@ -174,7 +174,11 @@ def tune(tuning: "Tuning", asked: Request[TuneOptions], args: Sequence[str]) -> 
             view.begin("repeats")
             told = repeated(result, repeats.run())
             interrupted = interrupted or repeats.interrupted
-            result = replace(result, repeats=None if told is None else told.to_json())
+            result = replace(result, repeats=told.to_json())
+        elif options.repeats and best is not None and not interrupted:
+            view.tell(
+                f"--repeats is left out, since the search ended after {result.finished} of {result.total} trials; give --budget more to go on"
+            )
     if result.best is not None and len(tuning.aims) == 1:
         result = replace(result, examples=tuning.examples)
     write_json(tuning.folder / "study.json", result.to_json())

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 from systolic.artifact.access import is_held
+from systolic.artifact.record import load_run
 from systolic.artifact.run import JOB
 from systolic.chips import slice
 from systolic.core.errors import LayoutError, OptionError, RunError, SystolicError
@@ -269,7 +270,8 @@ class TrialWorker:
         Raises:
             StoppedTrialError: a signal ended it.
         """
-        shared, summary, worker = self.shared, result.summary, this_worker()
+        shared, worker = self.shared, this_worker()
+        summary = whole(result, resumed=watcher.resumed)
         if not shared.owns(trial._trial_id, worker):
             return self._give_up(trial.number)
         if watcher.reason:
@@ -339,6 +341,7 @@ class TrialWatcher:
     taken: threading.Event = field(default_factory=threading.Event)
     owned: Callable[[], bool] = lambda: True
     started: bool = False
+    resumed: bool = False
     reason: str = ""
     """Why it was ended here; empty while it was not."""
     known: dict[str, float] = field(default_factory=dict)
@@ -346,7 +349,7 @@ class TrialWatcher:
     def see(self, record: Mapping[str, Any]) -> None:
         """See :class:`systolic.training.watch.Watcher`."""
         if record["kind"] == "start":
-            self.started = True
+            self.started, self.resumed = True, bool(record.get("resumed_from"))
             self.known["parameters"] = record["num_parameters"]
             self.note(parameters=record["num_parameters"])
         elif record["kind"] == "eval" and self.reports:
@@ -375,6 +378,15 @@ class TrialWatcher:
 
     def close(self) -> None:
         """Nothing is open."""
+
+
+def whole(result: TrainResult, *, resumed: bool) -> Mapping[str, Any]:
+    """A run's summary with the time of all its sessions; the last one alone would be cheap where others were ended."""
+    if result.trained and not resumed:
+        return result.summary
+    run = load_run(result.run)
+    time = {**result.summary["time"], "step": run.step_seconds}
+    return {**result.summary, "seconds": run.seconds, "time": time}
 
 
 @contextlib.contextmanager

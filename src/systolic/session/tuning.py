@@ -82,6 +82,9 @@ class Tuning:
             "slice": self.on or "",
             "repeats of": "" if self.repeats is None else str(self.repeats),
         }
+        if self.on is not None:
+            # Dollars of trials are compared and added up.
+            plain |= {"price": self.price.value, "forecast": "quick" if self.quick else "full"}
         return json.loads(json.dumps(plain))
 
     @cached_property

@@ -187,8 +187,8 @@ class Processes:
                 signal.signal(each, handler)
 
 
-def repeated(best: StudyResult, repeats: StudyResult) -> Repeated | None:
-    """What several seeds say of the best settings and the defaults; None where too few trained to the end.
+def repeated(best: StudyResult, repeats: StudyResult) -> Repeated:
+    """What several seeds say of the best settings and the defaults.
 
     Args:
         best: The search.
@@ -198,9 +198,16 @@ def repeated(best: StudyResult, repeats: StudyResult) -> Repeated | None:
     aim, values = best.aims[0], ([], [])
     for row in repeats.done:
         values[row.number % 2].append(row.figures[aim.name])
-    if min(map(len, values)) < 2:
-        return None
-    return Repeated(trial=best.best.number, aim=aim, best=values[0], default=values[1])
+    missing = [row for row in repeats.rows if not row.is_done]
+    told = [f"trial {row.number}: {row.reason}" for row in missing if row.reason]
+    return Repeated(
+        trial=best.best.number,
+        aim=aim,
+        seeds=repeats.total // 2,
+        best=values[0],
+        default=values[1],
+        failure=told[0] if told else "they have not ended; rerun to continue",
+    )
 
 
 def last_line(log: Path) -> str:

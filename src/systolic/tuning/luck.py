@@ -19,8 +19,17 @@ class Repeated:
     trial: int
     """Number of the trial whose settings are the best."""
     aim: Aim
+    seeds: int
+    """Of both settings."""
     best: Sequence[float]
     default: Sequence[float]
+    failure: str = ""
+    """Why a seed has no result, of the first that has none."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every seed has a result: the others alone would tell of the lucky ones."""
+        return len(self.best) == len(self.default) == self.seeds
 
     @property
     def gain(self) -> float:
@@ -40,8 +49,13 @@ class Repeated:
     @property
     def sentence(self) -> str:
         """Whether the gain over the default settings is larger than the luck of a seed."""
-        count, chance = min(len(self.best), len(self.default)), self.chance
-        of = f"{abs(self.gain):.3g} in {self.aim.name} over {count} seeds each (p {chance:.2g})"
+        if not self.is_whole:
+            counts = [self.seeds - len(values) for values in (self.best, self.default)]
+            return f"no verdict: {counts[0]} of {self.seeds} seeds of the best settings and {counts[1]} of the default ones have no result ({self.failure})"
+        chance = self.chance
+        of = (
+            f"{abs(self.gain):.3g} in {self.aim.name} over {self.seeds} seeds each (p {chance:.2g})"
+        )
         if chance >= LUCK:
             return (
                 f"the difference to the default settings is {of}, no larger than the luck of a seed"
@@ -54,18 +68,18 @@ class Repeated:
         """Plain values."""
         return {
             "trial": self.trial,
-            "seeds": min(len(self.best), len(self.default)),
+            "seeds": self.seeds,
             "best": _figures(self.best),
             "default": _figures(self.default),
-            "gain": self.gain,
-            "p": self.chance,
+            "gain": self.gain if self.is_whole else None,
+            "p": self.chance if self.is_whole else None,
             "sentence": self.sentence,
         }
 
 
 def _figures(values: Sequence[float]) -> dict[str, Any]:
     return {
-        "mean": statistics.fmean(values),
-        "deviation": statistics.stdev(values),
+        "mean": statistics.fmean(values) if values else None,
+        "deviation": statistics.stdev(values) if len(values) > 1 else None,
         "values": list(values),
     }

@@ -1,11 +1,13 @@
 """Results of a study: its trials as rows, the best of them, and which option mattered."""
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from systolic.job import Mode
 from systolic.tuning.engine import optuna, settled
 from systolic.tuning.objective import Aim
 from systolic.tuning.search import Searched
@@ -195,9 +197,13 @@ def importance(shared: SharedStudy, aims: Sequence[Aim], num_options: int) -> di
     done = shared.study.get_trials(deepcopy=False, states=(states.COMPLETE,))
     if len(done) < ENOUGH or num_options < 2:
         return {}
-    target = (lambda trial: trial.values[0]) if len(aims) > 1 else None
+    # The evaluator takes the lower values of a target for the better ones.
+    sign = 1 if aims[0].mode is Mode.min else -1
     if len({one.values[0] for one in done}) < 2:
         return {}
-    with settled():
-        found = optuna().importance.get_param_importances(shared.study, target=target)
+    with settled(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        found = optuna().importance.get_param_importances(
+            shared.study, target=lambda trial: sign * trial.values[0]
+        )
     return {name: float(share) for name, share in found.items() if math.isfinite(share)}

@@ -66,7 +66,7 @@ def build(sampler: Sampler, searched: Sequence[Searched], seed: int, number: int
         number: Of the trial: two processes must not draw the same.
     """
     with settled():
-        return _built(sampler, searched, seed, number)
+        return RoundingSampler(_built(sampler, searched, seed, number), searched)
 
 
 def _built(sampler: Sampler, searched: Sequence[Searched], seed: int, number: int) -> Any:
@@ -82,6 +82,35 @@ def _built(sampler: Sampler, searched: Sequence[Searched], seed: int, number: in
             return kinds.GridSampler({one.name: one.grid() for one in searched}, seed=seed)
         case Sampler.cmaes:
             return kinds.CmaEsSampler(seed=own, warn_independent_sampling=False)
+
+
+class RoundingSampler:
+    """Optuna's sampler, whose numbers are those that the trials train with.
+
+    Args:
+        sampler: Optuna's.
+        searched: The options.
+    """
+
+    def __init__(self, sampler: Any, searched: Sequence[Searched]) -> None:
+        self._sampler = sampler
+        self._options = {one.name: one for one in searched}
+        self.infer_relative_search_space = sampler.infer_relative_search_space
+        self.before_trial, self.after_trial = sampler.before_trial, sampler.after_trial
+        self.reseed_rng = sampler.reseed_rng
+
+    def sample_relative(self, study: Any, trial: Any, space: Any) -> dict[str, Any]:
+        """Values that are drawn together."""
+        drawn = self._sampler.sample_relative(study, trial, space)
+        return {name: self._as_trained(name, value) for name, value in drawn.items()}
+
+    def sample_independent(self, study: Any, trial: Any, name: str, distribution: Any) -> Any:
+        """The value of one option."""
+        drawn = self._sampler.sample_independent(study, trial, name, distribution)
+        return self._as_trained(name, drawn)
+
+    def _as_trained(self, name: str, value: Any) -> Any:
+        return self._options[name].shown(value) if name in self._options else value
 
 
 def pruner(name: Pruner, every: int, steps: int) -> Any:

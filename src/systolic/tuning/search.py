@@ -7,13 +7,14 @@ The option's own type says whether a range is of whole numbers.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from systolic.core.errors import OptionError
 
 FORMS = "a range as 1..8, 128..512:64 or log:1e-4..1e-2, or choices as 4,6,8"
 DIGITS = 4
-"""Significant digits of a number that is drawn from a range, so that a command with it is read."""
+"""Digits of a number that is drawn from a range, and of the range's width, so that a command with it is read."""
 
 Typed = Callable[[str, str], Any]
 """Value of an option from its word; raises OptionError."""
@@ -74,8 +75,12 @@ class Searched:
         return self.shown(kept)
 
     def rounded(self, value: float) -> float:
-        """A number of the range with :data:`DIGITS` digits, within its bounds."""
-        return min(max(float(f"{value:.{DIGITS}g}"), self.low), self.high)
+        """A number of the range with few digits, within its bounds; of a range in steps the nearest of them."""
+        if self.step is not None:
+            first, step = (Decimal(str(each)) for each in (self.low, self.step))
+            return float(first + round((value - self.low) / self.step) * step)
+        places = max(_places(value), _places(self.high - self.low))
+        return min(max(round(value, places), self.low), self.high)
 
     def grid(self) -> Sequence[Value]:
         """All values, for a search of every one.
@@ -92,7 +97,7 @@ class Searched:
         step = self.step or 1
         count = math.floor((self.high - self.low) / step + 1e-9) + 1
         values = [self.low + step * place for place in range(count)]
-        return [int(value) for value in values] if self.whole else values
+        return [int(value) if self.whole else self.rounded(value) for value in values]
 
     def place(self, value: Any) -> float:
         """Where a value lies between the first (0) and the last (1) of this option."""
@@ -110,6 +115,11 @@ class Searched:
         if self.is_range and not self.whole:
             return self.rounded(value)
         return value
+
+
+def _places(value: float) -> int:
+    """Digits after the point at which a number has :data:`DIGITS` of them."""
+    return DIGITS - 1 - math.floor(math.log10(abs(value))) if value else 0
 
 
 def parse(given: Sequence[str], typed: Typed) -> list[Searched]:

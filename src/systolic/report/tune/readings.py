@@ -95,4 +95,4 @@ def value_text(value: Any) -> str:
     """A searched value as it is typed."""
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:.12g}" if isinstance(value, float) else str(value)
