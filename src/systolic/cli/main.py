@@ -128,7 +128,7 @@ def guarded(work: Callable[[], int | None]) -> int:
         print("systolic: ended by SIGTERM", file=sys.stderr)
         return 143
     except KeyboardInterrupt as error:
-        print(f"systolic: {error or 'interrupted'}", file=sys.stderr)
+        print(f"systolic: {str(error) or 'interrupted'}", file=sys.stderr)
         return 130
     except BrokenPipeError:
         sys.stderr.close()
