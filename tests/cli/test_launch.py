@@ -330,47 +330,6 @@ def test_the_bill_after_counts_the_hours_that_machines_were_there(tmp_path: Path
     assert cost(made(bill={"usd_per_hour": None}), 9e9) is None
 
 
-KUBECTL = """#!/bin/sh
-echo "$*" >>"$CALLS"
-case "$1" in logs) echo "step 10" ;; esac
-[ ! -e "$FAIL" ]
-"""
-
-
-def test_the_client_submits_reports_and_stops(
-    capfd: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    client = tmp_path / "bin" / "kubectl"
-    client.parent.mkdir()
-    client.write_text(KUBECTL)
-    client.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{client.parent}:{os.environ['PATH']}")
-    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
-    monkeypatch.setenv("FAIL", str(tmp_path / "fail"))
-    assert main(shlex.split(f"{GKE} --on v5e-16 --namespace ml --submit")) == 0
-    assert [main([verb, "digits-v5e-16"]) for verb in ("status", "logs", "stop")] == [0, 0, 0]
-    assert main(["logs", "-f", "digits-v5e-16"]) == 0
-    calls = (tmp_path / "calls").read_text().splitlines()
-    assert calls[0] == "apply --namespace ml --filename jobset.yaml"
-    assert [line.split()[0] for line in calls] == ["apply", "get", "logs", "delete", "logs"]
-    assert calls[4].endswith("--follow")
-    out = capfd.readouterr().out
-    assert "step 10" in out
-    assert main(["runs"]) == 0
-    assert "digits-v5e-16  gke  v5e-16  stopped" in capfd.readouterr().out
-    assert main(["status", "digits-v5e-16"]) == 0
-    assert "$0.0" in (told := capfd.readouterr().out)
-    assert "h from submit to stop at $19.20; an estimate" in told
-    (tmp_path / "fail").touch()
-    assert main(["stop", "digits-v5e-16"]) == 1
-    assert (
-        "kubectl delete --namespace ml jobset digits-v5e-16 --ignore-not-found ended with 1"
-        in capfd.readouterr().err
-    )
-
-
 def test_every_client_has_a_place_to_get_it() -> None:
     assert {"kubectl", "gcloud"} <= set(CLIENTS)
     assert {"launch", "runs", "status", "logs", "stop"} <= set(VERBS)

@@ -20,6 +20,7 @@ HEADER = "# Made by: systolic launch lm --on v5e-16\n"
 def launch(on: str = "v5e-16", **fields: Any) -> Launch:
     given = {
         "name": "lm",
+        "id": "0a1b2c3d",
         "on": slice(on),
         "target": "lm",
         "options": ("--steps", "10"),

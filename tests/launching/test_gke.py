@@ -1,8 +1,10 @@
 """JobSets: every slice of the catalogue has the chips, hosts, topology and selectors that ``systolic.slice`` says."""
 
 import re
+import subprocess
 from collections.abc import Mapping
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +12,8 @@ import pytest
 from systolic.chips import Slice, slice
 from systolic.core.errors import OptionError
 from systolic.launching import Purchase, Site, prepare
-from tests.launching.made import HEADER, documents, jobset, launch, pod_of, slices
+from tests.launching.kubectl import stand_in
+from tests.launching.made import HEADER, documents, jobset, launch, pod_of, shellcheck, slices
 
 ON_GKE = [one for one in slices() if one.chip.gke_accelerator is not None]
 JOBSET: Mapping[str, Any] = {
@@ -169,9 +172,45 @@ def test_a_recipe_of_the_users_goes_along() -> None:
     items = pod["volumes"][0]["configMap"]["items"]
     assert {one["path"]: config["data"][one["key"]] for one in items} == code
     assert pod["containers"][0]["command"][2] == "/srv/recipe/mine.py:job"
-    assert [words[2] for words in prepared.stop] == ["jobset", "configmap"]
+    assert [words[2] for words in prepared.stop] == ["jobset,configmap"]
     with pytest.raises(OptionError, match="1000008 bytes and a ConfigMap holds"):
         prepare("gke", launch(code={"mine.py": "x" * 1_000_008}))
+
+
+@pytest.mark.parametrize(
+    ("before", "code", "after", "text"),
+    [
+        ("", 0, "", ""),
+        ("0a1b2c3d,Completed", 0, "", "has ended; it is deleted"),
+        ("0a1b2c3d,StartupPolicyCompleted Failed", 0, "", "has ended; it is deleted"),
+        ("0a1b2c3d,StartupPolicyCompleted", 1, "stays", "runs or waits (--context=mine); systolic"),
+        ("0a1b2c3d,", 1, "stays", "systolic stop lm ends it"),
+        ("ffff0000,Completed", 1, "stays", "was not made by this launch"),
+        (",Failed", 1, "stays", "was not made by this launch"),
+    ],
+)
+def test_a_jobset_that_has_ended_makes_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, code: int, after: str, text: str
+) -> None:
+    clusters = stand_in(tmp_path, monkeypatch, "mine")
+    (tmp_path / "free.sh").write_text(prepare("gke", launch()).files["free.sh"])
+    path = clusters / "mine" / "jobset"
+    if before:
+        path.write_text(before)
+    command = ["bash", tmp_path / "free.sh", "--context=mine"]
+    done = subprocess.run(command, text=True, capture_output=True, timeout=60)
+    assert done.returncode == code, done.stderr
+    assert text in done.stdout + done.stderr
+    assert path.exists() == bool(after)
+    (clusters / "down").touch()
+    done = subprocess.run(command, text=True, capture_output=True, timeout=60)
+    assert done.returncode == 1
+    assert "was refused" in done.stderr
+
+
+def test_the_script_passes_shellcheck(tmp_path: Path) -> None:
+    (tmp_path / "free.sh").write_text(prepare("gke", launch()).files["free.sh"])
+    shellcheck(tmp_path / "free.sh")
 
 
 def test_spot_nodes_are_selected_and_tolerated() -> None:

@@ -15,7 +15,8 @@ import pytest
 from systolic.core.errors import OptionError
 from systolic.launching import Purchase, Site, prepare
 from systolic.launching.tpu_vm import RUNTIMES, create_flags
-from tests.launching.made import HEADER, launch, shellcheck, slices
+from tests.launching.gcloud import ANSWERS, gcloud
+from tests.launching.made import HEADER, executable, launch, shellcheck, slices
 
 RENTED = [one for one in slices() if one.chip.name in RUNTIMES]
 FLAGS = {
@@ -28,6 +29,7 @@ FLAGS = {
     "reserved",
     "network",
     "service-account",
+    "labels",
     "topology",
     "type",
 }
@@ -82,6 +84,7 @@ def test_shapes_without_a_name() -> None:
         ({"site": Site(zone="us-east5-b", project="x")}, "project is 'x'"),
         ({"site": Site(zone="us-east5-b", network="a b")}, "network is 'a b'"),
         ({"site": Site(zone="us-east5-b", service_account="$x")}, "service-account is"),
+        ({"site": Site(zone="us-east5-b", reservation="mine")}, "takes no name of one; give --res"),
         ({"run": "runs/lm"}, "lost with 4 machines"),
         ({"on": "v5e-8", "run": "/runs/lm"}, "lost with the machine"),
         ({"name": "a" * 59}, "has 59 characters; a TPU's name takes 58"),
@@ -114,43 +117,16 @@ def test_scripts_pass_shellcheck(tmp_path: Path, fields: dict[str, Any]) -> None
         shellcheck(tmp_path / name)
 
 
-GCLOUD = """#!{python}
-import pathlib, sys
-here = pathlib.Path(__file__).parent
-words = sys.argv[1:]
-verb = words[3]
-with (here / "calls").open("a") as out:
-    out.write(" ".join(words[3:]) + "\\n")
-states = here / "states"
-if verb == "describe":
-    left = states.read_text().split()
-    if left[0] == "ABSENT":
-        sys.exit("NOT_FOUND")
-    print(left[0])
-    if len(left) > 1:
-        states.write_text(" ".join(left[1:]))
-elif verb in ("create", "delete"):
-    left = states.read_text().split()
-    if left[0] in ("ABSENT", "FAILED", "SUSPENDED"):
-        states.write_text(" ".join(left[1:]) or "ABSENT")
-elif verb == "ssh" and "host.sh" in words[-3]:
-    codes = (here / "codes").read_text().split()
-    (here / "codes").write_text(" ".join(codes[1:]))
-    sys.exit(int(codes[0]))
-"""
-"""A client that notes its calls; states of the TPUs and exit codes of the training come from files."""
-
-
-def run_script(folder: Path, states: str, codes: str, verb: str = "run", **fields: Any) -> Any:
+def run_script(
+    folder: Path, states: str, codes: str, *words: str, scp: bool = True, **fields: Any
+) -> Any:
     for name, text in prepare("tpu-vm", launch(**fields)).files.items():
         (folder / name).write_text(text)
-    client = folder / "gcloud"
-    client.write_text(GCLOUD.format(python=sys.executable))
-    client.chmod(0o755)
-    (folder / "states").write_text(states)
-    (folder / "codes").write_text(codes)
+    gcloud(folder, states, codes)
+    if not scp:
+        (folder / "scp").touch()
     return subprocess.run(
-        ["bash", folder / "tpu.sh", verb],
+        ["bash", folder / "tpu.sh", *(words or ["run"])],
         env=os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "SYSTOLIC_WAIT_SECONDS": "0"},
         text=True,
         capture_output=True,
@@ -163,45 +139,46 @@ def verbs(folder: Path) -> list[str]:
     return [verb for verb in calls if verb != "describe"]
 
 
+def times(folder: Path) -> list[str]:
+    return [line.split()[0] for line in (folder / "times.log").read_text().splitlines()]
+
+
+def ended(folder: Path) -> str:
+    return (folder / "ended").read_text().strip()
+
+
+TRAINED = ["ssh", "scp", "ssh"]
+
+
 def test_the_training_ends_with_the_deletion(tmp_path: Path) -> None:
     done = run_script(tmp_path, "ABSENT WAITING_FOR_RESOURCES PROVISIONING ACTIVE", "0")
     assert done.returncode == 0, done.stderr
-    assert verbs(tmp_path) == ["create", "ssh", "scp", "ssh", "delete"]
+    assert verbs(tmp_path) == ["create", *TRAINED, "delete"]
     calls = (tmp_path / "calls").read_text()
     assert (
         "create lm --accelerator-type=v5litepod-16 --runtime-version=v2-alpha-tpuv5-lite" in calls
     )
+    assert "--labels=systolic_launch=0a1b2c3d" in calls
     assert calls.count("--zone=us-east5-b --project=my-project") == len(calls.splitlines())
     assert "TPUs: WAITING_FOR_RESOURCES\nTPUs: PROVISIONING\nTPUs: ACTIVE" in done.stdout
+    assert (times(tmp_path), ended(tmp_path)) == (["up", "down"], "0")
 
 
-def test_after_a_preemption_the_tpus_are_asked_for_again(tmp_path: Path) -> None:
-    states = "ABSENT ACTIVE SUSPENDED SUSPENDED PROVISIONING ACTIVE"
-    done = run_script(tmp_path, states, "255 0", purchase=Purchase.spot)
+def test_a_preemption_costs_one_restart_however_long_it_lasts(tmp_path: Path) -> None:
+    states = "ABSENT ACTIVE ACTIVE SUSPENDING SUSPENDING SUSPENDING SUSPENDED PROVISIONING ACTIVE"
+    done = run_script(tmp_path, states, "255 0", purchase=Purchase.spot, restarts=1)
     assert done.returncode == 0, done.stderr
-    assert verbs(tmp_path) == [
-        "create",
-        "ssh",
-        "scp",
-        "ssh",
-        "delete",
-        "create",
-        "ssh",
-        "scp",
-        "ssh",
-        "delete",
-    ]
-    assert "restart 1 of 10: the run continues" in done.stdout
-    times = [line.split()[0] for line in (tmp_path / "times.log").read_text().splitlines()]
-    assert times == ["up", "down", "up", "down"]
+    assert verbs(tmp_path) == [*["create", *TRAINED, "delete"] * 2]
+    assert "restart 1 of 1: the run continues" in done.stdout
+    assert times(tmp_path) == ["up", "down", "up", "down"]
 
 
 def test_after_a_loss_fewer_slices_are_asked_for(tmp_path: Path) -> None:
-    lost = "ABSENT PROVISIONING ACTIVE SUSPENDED SUSPENDED WAITING_FOR_RESOURCES ACTIVE"
+    lost = "ABSENT PROVISIONING ACTIVE SUSPENDED WAITING_FOR_RESOURCES WAITING_FOR_RESOURCES ACTIVE"
     fewer = {"on": "2xv5e-16", "min_slices": 1, "rejoin_seconds": 0}
     done = run_script(tmp_path, lost, "255 0", **fewer)
     assert done.returncode == 0, done.stderr
-    again = ["create", "ssh", "scp", "ssh", "delete"]
+    again = ["create", *TRAINED, "delete"]
     assert verbs(tmp_path) == [*again, "create", "delete", *again]
     calls = [one for one in (tmp_path / "calls").read_text().splitlines() if "create" in one]
     # It waits for all of them at first.
@@ -215,13 +192,51 @@ def test_after_a_loss_fewer_slices_are_asked_for(tmp_path: Path) -> None:
 def test_a_training_that_fails_for_good_leaves_no_tpus(tmp_path: Path) -> None:
     done = run_script(tmp_path, "ABSENT ACTIVE", "1 1", restarts=1)
     assert done.returncode == 1
-    assert verbs(tmp_path) == ["create", *["ssh", "scp", "ssh"] * 2, "delete"]
+    assert verbs(tmp_path) == ["create", *TRAINED * 2, "delete"]
     assert "no restarts are left" in done.stderr
+    assert ended(tmp_path) == "1"
+
+
+def test_a_command_that_the_training_refuses_is_not_tried_again(tmp_path: Path) -> None:
+    done = run_script(tmp_path, "ABSENT ACTIVE", "64 0")
+    assert (done.returncode, ended(tmp_path)) == (2, "2")
+    assert verbs(tmp_path) == ["create", *TRAINED, "delete"]
+    assert "refuses its command" in done.stderr
+
+
+def test_what_an_earlier_launch_left_does_not_train_when_copying_fails(tmp_path: Path) -> None:
+    done = run_script(tmp_path, "ABSENT ACTIVE", "0", restarts=1, scp=False)
+    assert done.returncode == 1
+    assert verbs(tmp_path) == ["create", "ssh", "scp", "ssh", "scp", "delete"]
 
 
 def test_machines_are_kept_where_that_is_asked_for(tmp_path: Path) -> None:
     run_script(tmp_path, "ABSENT ACTIVE", "0", keep=True)
-    assert verbs(tmp_path) == ["create", "ssh", "scp", "ssh"]
+    assert verbs(tmp_path) == ["create", *TRAINED]
+    (tmp_path / "calls").unlink()
+    # The launch given again takes its own.
+    done = run_script(tmp_path, "ACTIVE", "0", keep=True)
+    assert done.returncode == 0, done.stderr
+    assert verbs(tmp_path) == TRAINED
+
+
+@pytest.mark.parametrize("words", [("check",), ("run",), ("stop",)], ids=str)
+@pytest.mark.parametrize("owner", ["ffff0000", " "], ids=["of another launch", "without a label"])
+def test_tpus_of_others_are_left(tmp_path: Path, owner: str, words: tuple[str, ...]) -> None:
+    done = run_script(tmp_path, f"ACTIVE:{owner.strip() or 'None'}", "0", *words)
+    assert verbs(tmp_path) == []
+    assert "TPUs lm are there (ACTIVE) and were not asked for by this launch" in done.stderr
+    assert (done.returncode == 0) == (words == ("stop",))
+
+
+def test_a_name_that_is_taken_meanwhile_is_not_deleted(tmp_path: Path) -> None:
+    """Somebody else's request for the name comes between the look and the creation."""
+    done = run_script(tmp_path, "ANYTHING ABSENT", "0", "check")
+    assert done.returncode == 0, done.stderr
+    done = run_script(tmp_path, "ANYTHING ANYTHING ACTIVE:ffff0000", "0")
+    assert done.returncode == 1
+    assert verbs(tmp_path) == ["create"]
+    assert "ALREADY_EXISTS" in done.stderr
 
 
 def test_a_stop_asks_the_training_to_save_first(tmp_path: Path) -> None:
@@ -229,6 +244,49 @@ def test_a_stop_asks_the_training_to_save_first(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert verbs(tmp_path) == ["ssh", "delete"]
     assert "host.sh stop" in (tmp_path / "calls").read_text()
+
+
+def test_a_stop_says_where_there_is_nothing(tmp_path: Path) -> None:
+    done = run_script(tmp_path, "ABSENT", "0", "stop")
+    assert done.returncode == 0, done.stderr
+    assert "there are no TPUs lm (--zone=us-east5-b --project=my-project)" in done.stdout
+    assert times(tmp_path) == ["down"]
+
+
+@pytest.mark.parametrize("answer", ["EXPIRED", "DENIED", "NO_PROJECT"])
+def test_a_stop_without_an_answer_is_none(tmp_path: Path, answer: str) -> None:
+    done = run_script(tmp_path, answer, "0", "stop")
+    assert done.returncode == 1
+    assert ANSWERS[answer] in done.stderr
+    assert "they may be, and cost money" in done.stderr
+    assert verbs(tmp_path) == []
+    assert not (tmp_path / "times.log").exists()
+    assert run_script(tmp_path, answer, "0", "status").returncode == 1
+
+
+def test_a_deletion_that_fails_is_not_the_end(tmp_path: Path) -> None:
+    """Sessions expire while a training lasts; when the user is back, the deletion is done."""
+    states = "ABSENT EXPIRED ACTIVE EXPIRED ACTIVE EXPIRED ACTIVE"
+    done = run_script(tmp_path, states, "0")
+    assert done.returncode == 0, done.stderr
+    assert verbs(tmp_path) == ["create", *TRAINED, "delete", "delete"]
+    assert "could not be deleted, and cost money as long as they are there" in done.stderr
+    assert times(tmp_path) == ["up", "down"]
+    failed = run_script(tmp_path, "ACTIVE EXPIRED", "0", "stop")
+    assert failed.returncode == 1
+    assert times(tmp_path) == ["up", "down"]
+
+
+def test_the_project_is_always_given(tmp_path: Path) -> None:
+    nowhere = Site(zone="us-east5-b")
+    done = run_script(tmp_path, "ABSENT ACTIVE", "0", "stop", site=nowhere)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "bash tpu.sh stop --project=PROJECT" in done.stderr
+    assert not (tmp_path / "calls").exists()
+    done = run_script(tmp_path, "ABSENT ACTIVE", "0", "run", "--project=mine", site=nowhere)
+    assert done.returncode == 0, done.stderr
+    calls = (tmp_path / "calls").read_text()
+    assert calls.count("--zone=us-east5-b --project=mine") == len(calls.splitlines())
 
 
 GCSFUSE = """#!{python}
@@ -252,18 +310,33 @@ if "--sleep" in sys.argv:
     signal.signal(signal.SIGTERM, lambda *_: (print("saved", flush=True), sys.exit(143)))
     pathlib.Path("ready").touch()
     time.sleep(60)
-sys.exit(3 if "--fail" in sys.argv else 0)
+sys.exit(3 if "--fail" in sys.argv else 2 if "--refuse" in sys.argv else 0)
 """
+PYTHON = """#!{python}
+import pathlib, shutil, sys
+words = sys.argv[1:]
+if words[:3] == ["-m", "uv", "venv"]:
+    pathlib.Path(words[-1], "bin").mkdir(parents=True)
+elif words[:3] == ["-m", "uv", "pip"]:
+    (wheel,) = [word for word in words if word.endswith(".whl")]
+    shutil.copy(wheel, "env/bin/systolic")
+    pathlib.Path("env/bin/systolic").chmod(0o755)
+    with open("installed", "a") as out:
+        out.write(wheel + "\\n")
+"""
+"""The machine's Python, whose uv installs a wheel that is the command itself."""
 
 
 def host(folder: Path, values: dict[str, str], *options: str) -> tuple[list[Any], dict[str, str]]:
     """The command that runs host.sh with a machine's metadata, and its environment."""
     text = prepare("tpu-vm", launch(options=options)).files["host.sh"]
-    (folder / "env" / "bin").mkdir(parents=True)
+    for name in ("wheels", "code"):
+        (folder / name).mkdir()
     (folder / "host.sh").write_text(text)
-    for name, content in (("curl", CURL), ("env/bin/systolic", SYSTOLIC), ("gcsfuse", GCSFUSE)):
-        (folder / name).write_text(content.format(python=sys.executable, values=values))
-        (folder / name).chmod(0o755)
+    (folder / "requirements.txt").write_text("# Python 3.11\n")
+    for name, content in (("curl", CURL), ("python3", PYTHON), ("gcsfuse", GCSFUSE)):
+        executable(folder / name, content.replace("{values!r}", repr(values)))
+    (folder / "wheels" / "systolic-1.whl").write_text(SYSTOLIC.format(python=sys.executable))
     environ = {n: v for n, v in os.environ.items() if not n.startswith("JAX_")}
     return ["bash", folder / "host.sh"], environ | {"PATH": f"{folder}:{os.environ['PATH']}"}
 
@@ -298,27 +371,64 @@ def test_machines_of_several_slices_are_numbered_through(tmp_path: Path) -> None
 
 
 def test_a_machine_alone_is_no_job_of_several_and_its_exit_code_is_told(tmp_path: Path) -> None:
-    values = {"agent-worker-number": "0", "worker-network-endpoints": "a", "tpu-env": ""}
-    command, environ = host(tmp_path, values, "--fail")
+    command, environ = host(tmp_path, ALONE, "--fail")
     done = subprocess.run(command, env=environ, text=True, capture_output=True, timeout=60)
     assert done.returncode == 3, done.stderr
     assert "[None, None, None, 'tpu,cpu']" in done.stdout
 
 
+ALONE = {"agent-worker-number": "0", "worker-network-endpoints": "a", "tpu-env": ""}
+
+
+def test_a_command_that_is_refused_has_a_code_of_its_own(tmp_path: Path) -> None:
+    command, environ = host(tmp_path, ALONE, "--refuse")
+    assert subprocess.run(command, env=environ, capture_output=True, timeout=60).returncode == 64
+
+
+def test_kept_machines_get_the_packages_of_the_next_launch(tmp_path: Path) -> None:
+    command, environ = host(tmp_path, ALONE)
+
+    def trained(*words: str) -> str:
+        options = {"text": True, "capture_output": True, "timeout": 60}
+        done = subprocess.run([*command, *words], env=environ, **options)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    trained()
+    trained()
+    assert (tmp_path / "installed").read_text() == "wheels/systolic-1.whl\n"
+    trained("clear")
+    assert not (tmp_path / "wheels").exists()
+    assert not (tmp_path / "code").exists()
+    (tmp_path / "code").mkdir()
+    (tmp_path / "wheels").mkdir()
+    newer = SYSTOLIC.format(python=sys.executable) + "# newer\n"
+    newer = newer.replace("sys.exit(3", "print('newer')\nsys.exit(3")
+    (tmp_path / "wheels" / "systolic-2.whl").write_text(newer)
+    assert "newer" in trained()
+    assert (tmp_path / "installed").read_text().splitlines()[1:] == ["wheels/systolic-2.whl"]
+
+
 def test_the_training_outlives_its_connection_and_saves_at_a_stop(tmp_path: Path) -> None:
-    values = {"agent-worker-number": "0", "worker-network-endpoints": "a", "tpu-env": ""}
-    command, environ = host(tmp_path, values, "--sleep")
+    command, environ = host(tmp_path, ALONE, "--sleep")
     first = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL)
     while not (tmp_path / "ready").exists():
         assert first.poll() is None
         time.sleep(0.02)
     first.kill()
     first.wait()
-    again = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True)
+    # What it trains with is left to it, and that the files are others now is said.
+    subprocess.run([*command, "clear"], env=environ, timeout=60, check=True)
+    (tmp_path / "code" / "recipe.py").touch()
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    again = subprocess.Popen(command, env=environ, text=True, **pipes)
+    assert again.stdout is not None
+    first_line = again.stdout.readline()
     stopped = subprocess.run([*command, "stop"], env=environ, timeout=60)
     assert stopped.returncode == 0
-    told, _ = again.communicate(timeout=60)
+    told, errors = again.communicate(timeout=60)
+    assert "was started with other files" in errors
     log = (tmp_path / "host.log").read_text()
     assert log.endswith("saved\n")
     assert len(re.findall("JAX_|tpu,cpu", log)) == 1, "started once"
-    assert "tpu,cpu" in told
+    assert "tpu,cpu" in first_line + told

@@ -143,11 +143,12 @@ def launch(asked: Request[LaunchOptions], args: Sequence[str]) -> int:
     """Writes, shows and with ``--submit`` starts a launch; returns the exit code."""
     from systolic.cli.launch_checks import trained
     from systolic.launching import prepare
-    from systolic.session import launching
+    from systolic.session import launched, launching
 
     options = asked.verb
     request = request_of(asked, args)
     made = launching.describe(request)
+    made = launched.as_before(made, folder_of(made, options.out))
     prepared = prepare(options.via, made)
     job = trained(request, made)
     prepared = replace(prepared, notes=(*prepared.notes, *launching.notes(request)))
@@ -182,7 +183,7 @@ def finish(
     """Writes the files of a launch, shows them unless ``json``, submits it if told; returns its record, and that as JSON."""
     from systolic.session import launched, launching
 
-    folder = out or Path("launches") / made.name
+    folder = folder_of(made, out)
     launched.check_free(made.name, folder)
     files = launching.write(made, prepared, folder)
     record = launched.record(via, made, prepared, bill, folder)
@@ -192,6 +193,11 @@ def finish(
         record = launched.submit(record)
     notes = list(prepared.notes)
     return record, {**record.to_json(), "notes": notes, "files": [str(path) for path in files]}
+
+
+def folder_of(made: "Launch", out: Path | None) -> Path:
+    """Folder for the files of a launch."""
+    return out or Path("launches") / made.name
 
 
 def request_of(asked: Request[LaunchOptions], args: Sequence[str]) -> "LaunchRequest":
@@ -304,7 +310,11 @@ def show(
 def following(record: "Launched", args: Sequence[str]) -> list[str]:
     """The next step, as a command."""
     if record.submitted is None:
-        words = [shlex.join(words) for words in record.commands["submit"]]
+        asked = record.commands["asked"]
+        free = asked is not None and not record.place
+        place = f" --{asked['what']}={asked['what'].upper()}" if free else ""
+        commands = (*record.commands["checks"], *record.commands["submit"])
+        words = [shlex.join(words) + place for words in commands]
         by_hand = " && ".join([f"cd {shlex.quote(record.folder)}", *words])
         again = shlex.join(["systolic", "launch", *args, "--submit"])
         return [f"submit   {again}", f"         or: {by_hand}"]

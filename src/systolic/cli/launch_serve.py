@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from systolic.cli.launch import finish, words
+from systolic.cli.launch import finish, folder_of, words
 from systolic.cli.output import print_json
 from systolic.cli.parse import Required, asks_help, parse
 from systolic.cli.serve import ServeOptions
@@ -79,7 +79,7 @@ def run(args: Sequence[str]) -> int:
     from systolic.chips import slice
     from systolic.launching import Purchase, Site
     from systolic.launching.gke_serve import GkeServer, command, prepare
-    from systolic.session import launching_server
+    from systolic.session import launched, launching_server
 
     server = GkeServer(
         variant=options.variant,
@@ -100,6 +100,7 @@ def run(args: Sequence[str]) -> int:
         purchase=Purchase.spot if options.spot else Purchase.on_demand,
         site=Site(namespace=options.namespace, service_account=options.service_account),
     )
+    made = launched.as_before(made, folder_of(made, options.out))
     prepared = prepare(made, server)
     record, shown = finish(
         made,

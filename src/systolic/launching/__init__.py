@@ -6,6 +6,7 @@ started here, except by ``supervisor``, which runs and restarts the processes of
 
 from systolic.launching.launch import (
     CODE,
+    Asked,
     Launch,
     LaunchBill,
     Prepared,
@@ -18,6 +19,7 @@ from systolic.launching.platforms import PLATFORMS, prepare
 __all__ = [
     "CODE",
     "PLATFORMS",
+    "Asked",
     "Launch",
     "LaunchBill",
     "Prepared",

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from systolic.core.errors import OptionError
-from systolic.launching.launch import Launch, Prepared, Purchase, Site
+from systolic.launching.launch import Asked, Launch, Prepared, Purchase, Site
 from systolic.launching.names import (
     check_image,
     check_label,
@@ -23,8 +23,16 @@ from systolic.launching.names import (
     in_bucket,
     is_bucket,
 )
+from systolic.launching.scripts import rendered
 
-FILE = "jobset.yaml"
+FILE, FREE = "jobset.yaml", "free.sh"
+LABEL = "systolic/launch"
+CONTEXT = Asked(
+    what="context",
+    words=("kubectl", "config", "current-context"),
+    otherwise="gcloud container clusters get-credentials CLUSTER sets one",
+)
+"""The cluster that kubectl talks to by default."""
 JOB = "slice"
 """Name of the replicated job: one job of it is one slice."""
 LONGEST_POD = 63
@@ -90,17 +98,23 @@ def prepare(launch: Launch) -> Prepared:
         "batch.kubernetes.io/job-completion-index=0"
     )
     logs = ("kubectl", "logs", *scope, "--selector", first, "--tail", "200")
-    whole = ("jobset", launch.name, *(("configmap", launch.name) if launch.code else ()))
+    fields = {
+        "name": launch.name,
+        "id": launch.id,
+        "label": LABEL,
+        "scope": shlex.join(scope),
+    }
+    kinds = f"jobset{',configmap' if launch.code else ''}"
+    mine = f"app.kubernetes.io/name={launch.name},{LABEL}={launch.id}"
     return Prepared(
-        files={FILE: launch.header() + text},
+        files={FILE: launch.header() + text, FREE: rendered(FREE, launch.header(), fields)},
+        checks=(("bash", FREE),),
         submit=(("kubectl", "apply", *scope, "--filename", FILE),),
         status=("kubectl", "get", "jobset,job,pod", *scope, "--selector", _selector(launch)),
         logs=logs,
         follow=(*logs, "--follow"),
-        stop=tuple(
-            ("kubectl", "delete", *scope, *whole[at : at + 2], "--ignore-not-found")
-            for at in range(0, len(whole), 2)
-        ),
+        stop=(("kubectl", "delete", kinds, *scope, "--selector", mine),),
+        asked=CONTEXT,
         notes=_notes(launch),
         hosts=on.num_hosts,
     )
@@ -172,7 +186,7 @@ def _code(launch: Launch) -> dict[str, Any]:
 def _metadata(launch: Launch) -> dict[str, Any]:
     space = {"namespace": launch.site.namespace} if launch.site.namespace else {}
     labels = {"app.kubernetes.io/name": launch.name, "app.kubernetes.io/managed-by": "systolic"}
-    return {"name": launch.name, **space, "labels": labels}
+    return {"name": launch.name, **space, "labels": {**labels, LABEL: launch.id}}
 
 
 def _jobset(launch: Launch) -> dict[str, Any]:

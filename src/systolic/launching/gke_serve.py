@@ -110,7 +110,8 @@ def prepare(launch: Launch, server: GkeServer) -> Prepared:
         status=("kubectl", "get", f"{kind},hpa,pod", *scope, *mine),
         logs=logs,
         follow=(*logs, "--follow"),
-        stop=(("kubectl", "delete", *scope, "--filename", FILE, "--ignore-not-found"),),
+        stop=(("kubectl", "delete", *scope, "--filename", FILE),),
+        asked=gke.CONTEXT,
         notes=_notes(launch, server),
         hosts=1,
     )

@@ -1,9 +1,11 @@
 """The description of a launch, its bill, and what a platform makes of it."""
 
 import enum
+import secrets
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 from systolic.chips import Slice
@@ -138,6 +140,8 @@ class Launch:
     """The command that asked for the launch; every file names it."""
     run: str
     """The run's folder: a path on the hosts, or ``gs://BUCKET/FOLDER``, which they mount."""
+    id: str = field(default_factory=partial(secrets.token_hex, 4))
+    """Label of what all launches of one folder create, by which they know it again: others may have the same name."""
     purchase: Purchase = Purchase.on_demand
     image: str = ""
     """Container image with Systolic and the recipe."""
@@ -199,6 +203,18 @@ class Launch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """What the platform's client takes by default and is fixed at submit, since the user may change it later."""
+
+    what: str
+    """Also the option that gives it to every command: ``--context=…``."""
+    words: tuple[str, ...]
+    """The command that prints it."""
+    otherwise: str
+    """What the user does where it prints nothing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
     """What a platform needs: files by name, and its client's commands, all run in the files' folder."""
 
@@ -218,11 +234,17 @@ class Prepared:
     """Machines that the platform gives, or processes of ``local``."""
     ships: bool = False
     """Whether this package goes along: a wheel, requirements.txt and the recipe's files in ``code/``."""
+    checks: tuple[tuple[str, ...], ...] = ()
+    """Commands that refuse what is another's or still runs, and make room for what is submitted."""
+    asked: Asked | None = None
+    """An option that all commands get at submit."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, without the files' contents."""
         return {
             "files": sorted(self.files),
+            "asked": None if self.asked is None else asdict(self.asked),
+            "checks": [list(words) for words in self.checks],
             "submit": [list(words) for words in self.submit],
             "status": list(self.status),
             "logs": list(self.logs),

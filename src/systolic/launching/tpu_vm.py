@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from systolic.core.errors import OptionError
-from systolic.launching.launch import Launch, Prepared, Purchase
+from systolic.launching.launch import Asked, Launch, Prepared, Purchase
 from systolic.launching.names import (
     check_name,
     check_project,
@@ -23,6 +23,9 @@ from systolic.launching.scripts import rendered
 LONGEST = 58
 """Of 63 characters, five are for the number of a slice's node."""
 SCRIPT, HOST = "tpu.sh", "host.sh"
+LABEL = "systolic_launch"
+REFUSED = 64
+"""Exit code of ``host.sh`` where the training refuses its command."""
 
 RUNTIMES: Mapping[str, str] = {
     "v2": "tpu-ubuntu2204-base",
@@ -75,8 +78,15 @@ def prepare(launch: Launch) -> Prepared:
     hosts = num_hosts(launch)
     check_shared(launch.run, hosts)
     bucket, at = in_bucket(launch.run)
+    if site.reservation:
+        raise OptionError(
+            f"reservation is {site.reservation}, and Cloud TPU's client takes no name of one; give --reserved, which takes any reservation of the project"
+        )
     fields = {
         "name": launch.name,
+        "id": launch.id,
+        "project": site.project,
+        "refused": REFUSED,
         "scope": _scope(launch),
         "create": shlex.join(create_flags(launch, launch.on.num_slices)),
         "fewer": _fewer(launch),
@@ -90,11 +100,17 @@ def prepare(launch: Launch) -> Prepared:
         "folder": f"systolic/{launch.name}",
     }
     script = ("bash", SCRIPT)
+    project = Asked(
+        what="project",
+        words=("gcloud", "config", "get", "project"),
+        otherwise="add --project PROJECT",
+    )
     return Prepared(
         files={
             SCRIPT: rendered(SCRIPT, launch.header(), fields),
             HOST: rendered(HOST, launch.header(), fields),
         },
+        checks=((*script, "check"),),
         submit=((*script, "run"),),
         status=(*script, "status"),
         logs=(*script, "logs"),
@@ -104,6 +120,7 @@ def prepare(launch: Launch) -> Prepared:
         notes=_notes(launch, hosts),
         hosts=hosts,
         ships=True,
+        asked=None if site.project else project,
     )
 
 
@@ -161,6 +178,7 @@ def create_flags(launch: Launch, slices: int) -> list[str]:
         flags.append("--spot")
     if launch.purchase is Purchase.reserved:
         flags.append("--reserved")
+    flags.append(f"--labels={LABEL}={launch.id}")
     if site.network:
         flags.append(f"--network={site.network}")
     if site.service_account:

@@ -22,6 +22,8 @@ from systolic.launching import Launch, LaunchBill, Prepared
 from systolic.launching.supervisor import LOGS, SAVE_SECONDS, STATE, identity, lives
 
 RECORD, PROCESS, OUTPUT = "launch.json", "process.json", "submit.log"
+ENDED = "ended"
+"""File with the exit code of a script that has lasted as long as the training."""
 LOCAL = "local"
 POLL_SECONDS = 0.2
 PYTHON = "python"
@@ -35,6 +37,8 @@ CLIENTS: Mapping[str, str] = {
 """Client to where it is from."""
 NEEDS: Mapping[str, Sequence[str]] = {"tpu-vm": ("bash", "gcloud")}
 """Platform to clients that its scripts call."""
+NOTHING = ("Error from server (NotFound): ", "No resources found")
+"""What kubectl says where there is nothing to delete."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +55,11 @@ class Launched:
     """Time in UTC; None until it is submitted."""
     bill: Mapping[str, Any]
     commands: Mapping[str, Any]
-    """Of the platform's client: ``submit``, ``status``, ``logs``, ``follow``, ``stop``."""
+    """Of the platform's client: ``checks``, ``submit``, ``status``, ``logs``, ``follow``, ``stop``."""
+    id: str = ""
+    """Label of what it has created."""
+    place: str = ""
+    """Option that all commands got at submit: Google Cloud's project, or Kubernetes' context."""
     stopped: str | None = None
     """Time in UTC at which ``systolic stop`` gave the machines back."""
 
@@ -74,6 +82,12 @@ class Launched:
         return lives(_json(self.path / PROCESS))
 
 
+def as_before(launch: Launch, folder: Path) -> Launch:
+    """The launch with the label of an earlier one in its folder, so that it finds what that one has created."""
+    before = _json(folder / RECORD).get("id")
+    return replace(launch, id=before) if before else launch
+
+
 def record(
     via: str, launch: Launch, prepared: Prepared, bill: LaunchBill, folder: Path
 ) -> Launched:
@@ -88,7 +102,11 @@ def record(
         submitted=None,
         bill=bill.to_json(),
         commands=prepared.to_json(),
+        id=launch.id,
     )
+    before = _json(folder / RECORD)
+    if prepared.asked is not None and before.get("place") and not before.get("stopped"):
+        made = _at(made, before["place"])
     write_json(folder / RECORD, made.to_json())
     return made
 
@@ -116,10 +134,14 @@ def submit(launched: Launched) -> Launched:
     Raises:
         RunError: a client is missing or fails.
     """
-    words = launched.commands["submit"]
-    for client in (*(each[0] for each in words), *NEEDS.get(launched.via, ())):
+    first = (*launched.commands["submit"], *launched.commands["checks"])
+    for client in (*(each[0] for each in first), *NEEDS.get(launched.via, ())):
         _check_client(client)
-    made = replace(launched, submitted=_now())
+    made = _placed(launched)
+    words = made.commands["submit"]
+    for each in made.commands["checks"]:
+        call(made, each)
+    made = replace(made, submitted=_now())
     write_json(made.path / RECORD, made.to_json())
     # Before it starts: a launch that only half started must be found, to be stopped.
     write_json(_index() / f"{made.name}.json", {"folder": made.folder})
@@ -128,6 +150,40 @@ def submit(launched: Launched) -> Launched:
     if made.detached:
         _start(made, words[-1])
     return made
+
+
+def _placed(launched: Launched) -> Launched:
+    """The launch with what its client takes by default now given to all commands.
+
+    Raises:
+        RunError: the client has no such default.
+    """
+    asked = launched.commands["asked"]
+    if asked is None:
+        return launched
+    done = subprocess.run(asked["words"], capture_output=True, text=True, check=False)
+    answer = done.stdout.strip()
+    if done.returncode or not answer:
+        why = (done.stderr.strip() or "no answer").splitlines()[-1]
+        raise RunError(
+            f"{shlex.join(asked['words'])} names no {asked['what']} ({why}); {asked['otherwise']}"
+        )
+    place = f"--{asked['what']}={answer}"
+    if launched.place not in ("", place):
+        raise RunError(
+            f"{launched.name} was submitted with {launched.place}, and now it would be {place}; systolic stop {launched.name} ends that one"
+        )
+    return launched if launched.place else _at(launched, place)
+
+
+def _at(launched: Launched, place: str) -> Launched:
+    """The launch with one more option in all commands."""
+    lists = {
+        name: [[*each, place] for each in launched.commands[name]]
+        for name in ("checks", "submit", "stop")
+    }
+    single = {name: [*launched.commands[name], place] for name in ("status", "logs", "follow")}
+    return replace(launched, place=place, commands={**launched.commands, **lists, **single})
 
 
 def call(launched: Launched, words: Sequence[str]) -> None:
@@ -139,9 +195,13 @@ def call(launched: Launched, words: Sequence[str]) -> None:
     _check_client(words[0])
     done = subprocess.run(_here(words), cwd=launched.path, stdout=sys.stderr, check=False)
     if done.returncode:
-        raise RunError(
-            f"{shlex.join(words)} ended with {done.returncode} in {launched.folder}; its message is above"
-        )
+        raise _failed(launched, words, done.returncode)
+
+
+def _failed(launched: Launched, words: Sequence[str], code: int) -> RunError:
+    return RunError(
+        f"{shlex.join(words)} ended with {code} in {launched.folder}; its message is above"
+    )
 
 
 def launches() -> list[Launched]:
@@ -172,11 +232,13 @@ def find(name: str) -> Launched:
 
 def phase(launched: Launched) -> dict[str, Any]:
     """What this machine knows of a launch: ``phase``, and of a local one its processes and restarts."""
+    if launched.stopped:
+        return {"phase": "stopped"}
     if not launched.detached:
-        return {"phase": "stopped" if launched.stopped else "submitted"}
+        return {"phase": "submitted"}
     alive = launched.alive()
     if launched.via != LOCAL:
-        return {"phase": "running" if alive else "ended"}
+        return {"phase": "running" if alive else _ended(launched)}
     state = _json(launched.path / STATE)
     if state.get("pid") != _json(launched.path / PROCESS).get("pid"):
         # Nothing yet from this supervisor, or what the one before it has left.
@@ -184,6 +246,14 @@ def phase(launched: Launched) -> dict[str, Any]:
     if not alive and state["phase"] == "running":
         return {**state, "phase": "lost"}
     return state
+
+
+def _ended(launched: Launched) -> str:
+    """How a script ended that has lasted as long as the training; lost where it could not say so."""
+    path = launched.path / ENDED
+    if not path.exists():
+        return "lost"
+    return "done" if path.read_text().strip() == "0" else "failed"
 
 
 def log_of(launched: Launched, process: int = 0) -> Path | None:
@@ -233,17 +303,43 @@ def stop(launched: Launched) -> str:
     """Ends a launch after its training was asked to save; returns what happened.
 
     Raises:
-        RunError: the client is missing or fails.
+        RunError: the client is missing or fails, or has found nothing where it may have looked in another place.
     """
     if launched.via == LOCAL:
         return _stop_local(launched)
     if launched.detached and launched.alive():
+        # A client that does not answer would delete nothing, and then nobody would.
+        call(launched, launched.commands["status"])
         # It would ask for the machines again.
         os.killpg(_json(launched.path / PROCESS)["pid"], signal.SIGKILL)
-    for words in launched.commands["stop"]:
-        call(launched, words)
+    found = [_end(launched, words) for words in launched.commands["stop"]]
+    if not any(found) and not launched.place:
+        raise RunError(
+            f"kubectl finds nothing of {launched.name} in the context that it has now; kubectl config use-context CONTEXT chooses that of the launch"
+        )
     write_json(launched.path / RECORD, replace(launched, stopped=_now()).to_json())
-    return "stopped"
+    return (
+        "stopped" if any(found) else f"was gone already: nothing of it is there ({launched.place})"
+    )
+
+
+def _end(launched: Launched, words: Sequence[str]) -> bool:
+    """Runs a command that ends a launch; False where kubectl says that there is nothing to delete.
+
+    Raises:
+        RunError: it fails otherwise.
+    """
+    if words[0] != "kubectl":
+        call(launched, words)
+        return True
+    _check_client(words[0])
+    done = subprocess.run(words, cwd=launched.path, capture_output=True, text=True, check=False)
+    sys.stderr.write(done.stdout + done.stderr)
+    errors = [line for line in done.stderr.splitlines() if not line.startswith("Warning: ")]
+    if done.returncode and not all(line.startswith(NOTHING) for line in errors if line):
+        raise _failed(launched, words, done.returncode)
+    lines = [*done.stdout.splitlines(), *errors]
+    return not all(line.startswith(NOTHING) for line in lines if line)
 
 
 def _stop_local(launched: Launched) -> str:
@@ -260,6 +356,7 @@ def _stop_local(launched: Launched) -> str:
 
 
 def _start(launched: Launched, words: Sequence[str]) -> None:
+    (launched.path / ENDED).unlink(missing_ok=True)
     detach = [sys.executable, "-m", "systolic.launching.detach", OUTPUT, *_here(words)]
     done = subprocess.run(detach, cwd=launched.path, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:

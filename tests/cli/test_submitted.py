@@ -1,0 +1,175 @@
+"""What was submitted, and where: its state, its logs and its end, with stand-ins for kubectl and gcloud."""
+
+import json
+import os
+import shlex
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from systolic.cli.main import main
+from systolic.session.launched import launches, phase
+from tests.launching.gcloud import ANSWERS, gcloud
+from tests.launching.kubectl import stand_in
+
+GKE = "launch digits --via gke --image registry/systolic:1 --run gs://bucket/digits --on v5e-16 --submit"
+TPU = "launch digits --via tpu-vm --run gs://bucket/digits --on v5e-16 --zone us-east5-b --submit"
+SERVE = "launch serve gs://bucket/chat --via gke --image registry/chat:1 --submit"
+
+
+@pytest.fixture(autouse=True)
+def _apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("SYSTOLIC_WAIT_SECONDS", "0.05")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    def told(line: str, code: int = 0) -> str:
+        given = main(shlex.split(line))
+        out, err = capfd.readouterr()
+        assert given == code, err
+        return out + err
+
+    return told
+
+
+def test_the_client_submits_reports_and_stops(
+    run: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clusters = stand_in(tmp_path, monkeypatch, "mine", "other")
+    run(f"{GKE} --namespace ml")
+    # Another cluster is the default one now.
+    (clusters / "current").write_text("other")
+    run("status digits-v5e-16")
+    assert "step 10" in run("logs digits-v5e-16")
+    run("logs -f digits-v5e-16")
+    assert "digits-v5e-16: stopped" in run("stop digits-v5e-16")
+    calls = (clusters / "calls").read_text().splitlines()
+    assert calls[2] == "apply --namespace ml --filename jobset.yaml --context=mine"
+    words = ["config", "get", "apply", "get", "logs", "logs", "delete"]
+    assert [line.split()[0] for line in calls] == words
+    assert all(line.endswith("--context=mine") for line in calls[1:])
+    assert "--follow" in calls[5]
+    assert not (clusters / "mine" / "jobset").exists()
+    assert "digits-v5e-16  gke  v5e-16  stopped" in run("runs")
+    told = run("status digits-v5e-16")
+    assert "$0.0" in told
+    assert "h from submit to stop at $19.20; an estimate" in told
+    (clusters / "down").touch()
+    assert "configmap" not in (told := run("stop digits-v5e-16", 1))
+    assert "was refused" in told
+    assert "kubectl delete jobset --namespace ml --selector" in told
+
+
+def test_the_same_command_continues_what_has_ended(
+    run: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clusters = stand_in(tmp_path, monkeypatch, "mine", "other")
+    jobset = clusters / "mine" / "jobset"
+    run(GKE)
+    first = jobset.read_text()
+    assert "runs or waits (--context=mine); systolic stop digits-v5e-16" in run(GKE, 1)
+    jobset.write_text(f"{first}Failed")
+    assert "JobSet digits-v5e-16 has ended; it is deleted" in run(GKE)
+    # A new one of the same launch.
+    assert jobset.read_text() == first
+    (clusters / "current").write_text("other")
+    told = run(GKE, 1)
+    assert "submitted with --context=mine, and now it would be --context=other; systolic" in told
+    run("stop digits-v5e-16")
+    run(GKE)
+    assert (clusters / "other" / "jobset").read_text() == first
+
+
+def test_a_stop_that_finds_nothing_says_so(
+    run: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clusters = stand_in(tmp_path, monkeypatch, "mine")
+    run(GKE)
+    (clusters / "mine" / "jobset").write_text("ffff0000,")
+    assert "was gone already: nothing of it is there (--context=mine)" in run("stop digits-v5e-16")
+    assert (clusters / "mine" / "jobset").exists()
+    run(SERVE)
+    (clusters / "mine" / "deployment").touch()
+    assert "chat-v5e-8: stopped" in run("stop chat-v5e-8")
+    run(SERVE)
+    assert "gone already" in run("stop chat-v5e-8")
+    # Applied by hand, in a context that nobody wrote down.
+    record = Path("launches/digits-v5e-16/launch.json")
+    told = json.loads(record.read_text())
+    words = [[word for word in told["commands"]["stop"][0] if word != "--context=mine"]]
+    told |= {"place": "", "stopped": None, "commands": {**told["commands"], "stop": words}}
+    record.write_text(json.dumps(told))
+    (clusters / "bin" / "kubectl").write_text("#!/bin/sh\necho No resources found\n")
+    assert "kubectl config use-context CONTEXT chooses" in run("stop digits-v5e-16", 1)
+    assert json.loads(record.read_text())["stopped"] is None
+
+
+def test_a_client_without_a_default_is_one_line(
+    run: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(tmp_path, monkeypatch)
+    assert "names no context (error: current-context is not set); gcloud container" in run(GKE, 1)
+    google(tmp_path, monkeypatch, "ABSENT", "0")
+    assert "names no project ((unset)); add --project PROJECT" in run(TPU, 1)
+    assert launches() == []
+
+
+def google(folder: Path, monkeypatch: pytest.MonkeyPatch, states: str, codes: str) -> Path:
+    client = gcloud(folder, states, codes)
+    monkeypatch.setenv("PATH", f"{client.parent}:{os.environ['PATH']}")
+    return client.parent
+
+
+def state() -> str:
+    (one,) = launches()
+    return phase(one)["phase"]
+
+
+def wait_for(ready: Callable[[], Any]) -> None:
+    until = time.monotonic() + 60
+    while not ready():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(("code", "name"), [("0", "done"), ("64", "failed")])
+def test_how_a_script_has_ended_is_told(
+    run: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, name: str
+) -> None:
+    folder = google(tmp_path, monkeypatch, "ABSENT ACTIVE", code)
+    (folder / "project").write_text("mine")
+    run(TPU)
+    (folder / "project").write_text("other")
+    wait_for(lambda: state() != "running")
+    assert state() == name
+    calls = (folder / "calls").read_text().splitlines()
+    assert all("--project=mine" in line for line in calls)
+    assert calls[-1].startswith("delete")
+
+
+def test_a_launch_is_not_stopped_while_nobody_knows(
+    run: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = google(tmp_path, monkeypatch, "ACTIVE:ffff0000", "0")
+    line = f"{TPU} --project my-project"
+    assert "were not asked for by this launch" in run(line, 1)
+    assert launches() == []
+    (folder / "states").write_text("ABSENT WAITING_FOR_RESOURCES")
+    run(line)
+    wait_for(lambda: "create" in (folder / "calls").read_text())
+    (folder / "states").write_text("EXPIRED")
+    told = run("stop digits-v5e-16", 1)
+    assert ANSWERS["EXPIRED"] in told
+    assert "bash tpu.sh status ended with 1" in told
+    # It goes on waiting, since whoever ends it must delete the machines.
+    assert state() == "running"
+    (folder / "states").write_text("WAITING_FOR_RESOURCES")
+    assert "digits-v5e-16: stopped" in run("stop digits-v5e-16")
+    assert "delete digits-v5e-16 --force" in (folder / "calls").read_text()
+    assert state() == "stopped"

@@ -1,0 +1,73 @@
+"""A stand-in for gcloud, whose queued resource has states that come from a file."""
+
+from pathlib import Path
+
+from tests.launching.made import executable
+
+ANSWERS = {
+    "ABSENT": "NOT_FOUND: Resource 'projects/my-project/locations/us-east5-b/queuedResources/lm' was not found. This command is authenticated as me@example.com which is the active account specified by the [core/account] property\n- '@type': type.googleapis.com/google.rpc.ResourceInfo\n  resourceName: projects/my-project/locations/us-east5-b/queuedResources/lm",
+    "ANYTHING": "NOT_FOUND: Requested entity was not found. This command is authenticated as me@example.com which is the active account specified by the [core/account] property.",
+    "NO_PROJECT": "NOT_FOUND: Resource 'projects/my-project' was not found. This command is authenticated as me@example.com which is the active account specified by the [core/account] property",
+    "EXPIRED": "There was a problem refreshing your current auth tokens: Reauthentication failed. cannot prompt during non-interactive execution.\nPlease run:\n\n  $ gcloud auth login\n\nto obtain new credentials.",
+    "DENIED": "PERMISSION_DENIED: Permission 'tpu.queuedResources.get' denied on 'projects/my-project/locations/us-east5-b/queuedResources/lm'. This command is authenticated as me@example.com which is the active account specified by the [core/account] property",
+}
+"""Errors of ``describe``: as Google Cloud SDK 528.0.0 wrote them for answers of the service, and when a session expired."""
+
+TEXT = """#!{python}
+import pathlib, sys
+here = pathlib.Path(__file__).parent
+words = sys.argv[1:]
+if words == ["config", "get", "project"]:
+    project = here / "project"
+    if project.exists():
+        print(project.read_text())
+    else:
+        print("(unset)", file=sys.stderr)
+    sys.exit()
+verb = words[3]
+with (here / "calls").open("a") as out:
+    out.write(" ".join(words[3:]) + "\\n")
+path = here / "states"
+states = path.read_text().split()
+first, _, owner = states[0].partition(":")
+if verb == "describe":
+    if len(states) > 1 and first not in ("ABSENT", "FAILED", "SUSPENDED"):
+        path.write_text(" ".join(states[1:]))
+    if first in {answers}:
+        answer = {answers}[first].replace("queuedResources/lm", "queuedResources/" + words[4])
+        sys.exit("ERROR: (gcloud.compute.tpus.queued-resources.describe) " + answer)
+    label = here / "label"
+    print(first, owner or (label.read_text() if label.exists() else "0a1b2c3d"), sep="\\t")
+elif verb == "create":
+    if first != "ABSENT":
+        sys.exit("ERROR: (gcloud.compute.tpus.queued-resources.create) ALREADY_EXISTS: Resource already exists")
+    path.write_text(" ".join(states[1:]))
+    (label,) = [word.rpartition("=")[2] for word in words if word.startswith("--labels=")]
+    (here / "label").write_text(label)
+elif verb == "delete":
+    if first in ("EXPIRED", "DENIED"):
+        path.write_text(" ".join(states[1:]))
+        sys.exit("ERROR: (gcloud.compute.tpus.queued-resources.delete) " + {answers}[first])
+    path.write_text(" ".join(["ABSENT", *states[first in ("FAILED", "SUSPENDED") :]]))
+elif verb == "scp":
+    sys.exit((here / "scp").exists())
+elif verb == "ssh" and words[-3].endswith("host.sh"):
+    codes = (here / "codes").read_text().split()
+    (here / "codes").write_text(" ".join(codes[1:]))
+    sys.exit(int(codes[0]))
+"""
+"""A client that notes its calls; states of the TPUs (with an owner, where it is another) and exit codes of the training come
+from files."""
+
+
+def gcloud(folder: Path, states: str, codes: str) -> Path:
+    """Puts the stand-in into a folder.
+
+    Args:
+        folder: Its own, with the files that it reads.
+        states: Of the queued resource, one after another; the last one stays.
+        codes: Exit codes of the training.
+    """
+    (folder / "states").write_text(states)
+    (folder / "codes").write_text(codes)
+    return executable(folder / "gcloud", TEXT.replace("{answers}", repr(ANSWERS)))

@@ -1,0 +1,69 @@
+"""A stand-in for kubectl, with clusters that are folders: ``CLUSTERS/CONTEXT/jobset`` has the label and the conditions of the
+only JobSet. Its answers are those that kubectl 1.32.4 wrote for a server that gave Kubernetes' own.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.launching.made import executable
+
+TEXT = """#!{python}
+import os, pathlib, re, sys
+clusters = pathlib.Path(os.environ["CLUSTERS"])
+words = sys.argv[1:]
+with (clusters / "calls").open("a") as out:
+    out.write(" ".join(words) + "\\n")
+if words[0] == "config":
+    if not (clusters / "current").exists():
+        sys.exit("error: current-context is not set")
+    print((clusters / "current").read_text())
+    sys.exit()
+if (clusters / "down").exists():
+    sys.exit("The connection to the server 10.0.0.2 was refused - did you specify the right host or port?")
+(context,) = [word.partition("=")[2] for word in words if word.startswith("--context=")]
+if not (clusters / context).exists():
+    sys.exit("Error in configuration: context was not found for specified context: " + context)
+jobset = clusters / context / "jobset"
+there = jobset.exists()
+if words[0] == "apply" and "jobset.yaml" in words:
+    text = pathlib.Path("jobset.yaml").read_text()
+    # An object that has not changed stays as it is, ended or not.
+    if not there:
+        jobset.write_text(re.search("systolic/launch: (.*)", text)[1].strip("'") + ",")
+elif words[:2] == ["get", "jobset"]:
+    if not there:
+        sys.exit('Error from server (NotFound): jobsets.jobset.x-k8s.io "%s" not found' % words[2])
+    print(jobset.read_text(), end="")
+elif words[0] == "delete" and "--selector" in words:
+    wanted = words[words.index("--selector") + 1].rpartition("=")[2]
+    if there and jobset.read_text().startswith(wanted + ","):
+        jobset.unlink()
+        print('jobset.jobset.x-k8s.io "digits-v5e-16" deleted')
+    else:
+        print("No resources found")
+elif words[0] == "delete" and "--filename" in words:
+    serve = clusters / context / "deployment"
+    if serve.exists():
+        serve.unlink()
+        print('deployment.apps "chat-v5e-8" deleted')
+    sys.exit('Error from server (NotFound): error when deleting "serve.yaml": services "chat-v5e-8" not found')
+elif words[0] == "delete":
+    jobset.unlink()
+elif words[0] == "logs":
+    print("step 10")
+"""
+
+
+def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, *contexts: str) -> Path:
+    """Puts the stand-in first on the path; returns the folder of its clusters, of which the first is the current one."""
+    clusters = folder / "clusters"
+    executable(clusters / "bin" / "kubectl", TEXT)
+    for context in contexts:
+        (clusters / context).mkdir()
+    if contexts:
+        (clusters / "current").write_text(contexts[0])
+    monkeypatch.setenv("CLUSTERS", str(clusters))
+    monkeypatch.setenv("PATH", f"{clusters / 'bin'}:{os.environ['PATH']}")
+    return clusters
