@@ -24,6 +24,12 @@ LONGEST = 58
 """Of 63 characters, five are for the number of a slice's node."""
 SCRIPT, HOST = "tpu.sh", "host.sh"
 LABEL = "systolic_launch"
+PROJECT = Asked(
+    what="project",
+    words=("gcloud", "config", "get", "project"),
+    otherwise="add --project PROJECT",
+)
+"""Google Cloud's that gcloud takes by default."""
 REFUSED = 64
 """Exit code of ``host.sh`` where the training refuses its command."""
 
@@ -78,10 +84,6 @@ def prepare(launch: Launch) -> Prepared:
     hosts = num_hosts(launch)
     check_shared(launch.run, hosts)
     bucket, at = in_bucket(launch.run)
-    if site.reservation:
-        raise OptionError(
-            f"reservation is {site.reservation}, and Cloud TPU's client takes no name of one; give --reserved, which takes any reservation of the project"
-        )
     fields = {
         "name": launch.name,
         "id": launch.id,
@@ -100,11 +102,6 @@ def prepare(launch: Launch) -> Prepared:
         "folder": f"systolic/{launch.name}",
     }
     script = ("bash", SCRIPT)
-    project = Asked(
-        what="project",
-        words=("gcloud", "config", "get", "project"),
-        otherwise="add --project PROJECT",
-    )
     return Prepared(
         files={
             SCRIPT: rendered(SCRIPT, launch.header(), fields),
@@ -120,16 +117,20 @@ def prepare(launch: Launch) -> Prepared:
         notes=_notes(launch, hosts),
         hosts=hosts,
         ships=True,
-        asked=None if site.project else project,
+        asked=None if site.project else PROJECT,
     )
 
 
 def check_slice(launch: Launch) -> None:
-    """Checks that Cloud TPU rents the slice as virtual machines.
+    """Checks that Cloud TPU rents the slice as virtual machines, and as it is paid for.
 
     Raises:
         OptionError: it does not.
     """
+    if launch.site.reservation:
+        raise OptionError(
+            f"reservation is {launch.site.reservation}, and Cloud TPU's client takes no name of one; give --reserved, which takes any reservation of the project"
+        )
     on = launch.on
     if on.chip.name == "tpu7x":
         raise OptionError(
