@@ -317,9 +317,10 @@ def test_the_bill_after_counts_the_hours_that_machines_were_there(tmp_path: Path
     assert now is not None
     assert (now.hours, now.usd) == (2.0, 20.0)
     assert "2.00 h since it was submitted, if it still runs at $10.00; an estimate" in now.text()
+    assert now.at_most
     ended = cost(made(stopped="1970-01-01T02:30:00+00:00"), 9 * 3600.0)
     assert ended is not None
-    assert (ended.hours, ended.since) == (1.5, "from submit to stop")
+    assert (ended.hours, ended.since, ended.at_most) == (1.5, "from submit to stop", False)
     tpus = made(via="tpu-vm", commands={"detached": True})
     # Those of an earlier launch do not count, nor the time between a preemption and the next machines.
     (tmp_path / "times.log").write_text("up 10\ndown 20\nup 3600\ndown 7200\ndown 7300\nup 10800\n")

@@ -144,5 +144,15 @@ def test_a_host_that_others_do_not_reach_is_named() -> None:
     assert found.text == "process 0 on a does not reach process 1 on b at 10.0.0.3:4000 (timed out)"
 
 
+def test_data_of_which_a_sample_is_compared_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "large.txt"
+    with path.open("wb") as file:
+        file.truncate(1 << 27)
+    told = report(TPU_VM, path)["data"]
+    assert "134217728 bytes; names, sizes and 64 MiB of the contents are" in told
+    path.write_text("small")
+    assert "; names, sizes and contents are" in report(TPU_VM, path)["data"]
+
+
 def test_data_that_cannot_be_read_is_a_difference(tmp_path: Path) -> None:
     assert "unreadable" in report(TPU_VM, tmp_path / "gone.txt")["data"]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from systolic.core.errors import OptionError
-from systolic.launching import PLATFORMS, Launch, Prepared, prepare
+from systolic.launching import PLATFORMS, Launch, Prepared, Site, prepare
 from systolic.launching.local import MOST_PROCESSES
 from systolic.launching.names import fitting
 from systolic.launching.tpu_vm import num_hosts
@@ -53,3 +53,16 @@ def test_every_slice_is_written_or_refused_in_one_line(via: str) -> None:
             assert settings["processes"] <= MOST_PROCESSES
             assert settings["made_by"] == list(described.made_by)
     assert taken >= LEAST[via], taken
+
+
+def test_options_that_change_nothing_are_said() -> None:
+    def notes(via: str, **fields: Any) -> str:
+        described = launch("v5e-8", site=Site(**fields), **SHARED.get(via, {}))
+        return "\n".join(prepare(via, described).notes)
+
+    given = {"project": "my-project", "network": "mine", "service_account": "me@x"}
+    assert "--project, --service-account, --network changes nothing through skypilot" in notes(
+        "skypilot", **given
+    )
+    assert "changes nothing" not in notes("tpu-vm", zone="us-west4-a", project="my-project")
+    assert "--zone changes nothing through local" in notes("local", zone="us-west4-a")

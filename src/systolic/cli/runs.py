@@ -63,5 +63,7 @@ def _row(one: "Launched", now: dict[str, Any]) -> tuple[str, ...]:
     money = [
         "-" if usd is None else f"{usd:,.2f}" for usd in (one.bill["usd"], now.get("used_usd"))
     ]
+    if now.get("used_at_most"):
+        money[1] = f"≤ {money[1]}"
     when = (one.submitted or "-").replace("+00:00", "")
     return (one.name, one.via, one.slice, now["phase"], when, *money, one.run)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from systolic.core.errors import RunError, SystolicError
-from systolic.data.fingerprint import of_files
+from systolic.data.fingerprint import SAMPLE_BYTES, of_files
 from systolic.doctor.findings import Finding, failed, fine, noted, warned
 from systolic.doctor.machine import Machine
 from systolic.training.meeting import HostReport, differing, meet
@@ -83,7 +83,7 @@ def judge(reports: Sequence[HostReport]) -> list[Finding]:
         wrong = _others(reports, "data", "data")
         rows += [failed("data", text, fix) for text in wrong]
         if not wrong:
-            rows.append(fine("data", f"all read {reports[0].facts['data']}"))
+            rows.append(fine("data", f"all have {reports[0].facts['data']}"))
     return rows
 
 
@@ -134,7 +134,9 @@ def _data(path: Path) -> str:
         return f"unreadable ({error})"
     if found is None:
         return "no files"
-    return f"{found.files} files, {found.bytes} bytes, {found.names}-{found.digest}"
+    some = found.bytes > SAMPLE_BYTES
+    of = f"{SAMPLE_BYTES >> 20} MiB of the contents" if some else "contents"
+    return f"{found.files} files, {found.bytes} bytes; names, sizes and {of} are {found.names}-{found.digest}"
 
 
 def _listener() -> socket.socket:

@@ -1,10 +1,12 @@
 """The platforms by name."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from operator import attrgetter
 
 from systolic.core.errors import OptionError, nearest
 from systolic.launching import docker, gke, local, skypilot, slurm, tpu_vm
-from systolic.launching.launch import Launch, Prepared
+from systolic.launching.launch import Launch, Prepared, Site
 from systolic.launching.names import refuse_secrets
 
 PLATFORMS: Mapping[str, Callable[[Launch], Prepared]] = {
@@ -16,6 +18,15 @@ PLATFORMS: Mapping[str, Callable[[Launch], Prepared]] = {
     "docker": docker.prepare,
 }
 """Name, as ``--via`` takes it, to the function that writes its files."""
+READS: Mapping[str, Sequence[str]] = {
+    "local": (),
+    "tpu-vm": ("project", "zone", "network", "service_account", "reservation"),
+    "gke": ("zone", "namespace", "service_account", "queue", "claim", "reservation"),
+    "skypilot": ("zone",),
+    "slurm": ("queue", "account"),
+    "docker": (),
+}
+"""Platform to what it reads of :class:`Site`."""
 FEWER = ("local", "tpu-vm")
 """Platforms on which a script of ours can start fewer slices."""
 
@@ -33,7 +44,13 @@ def prepare(via: str, launch: Launch) -> Prepared:
         )
     check_fewer(via, launch)
     refuse_secrets((*launch.options, *launch.made_by, launch.run, launch.slurm.setup))
-    return PLATFORMS[via](launch)
+    prepared = PLATFORMS[via](launch)
+    unread = [each.name for each in fields(Site) if each.name not in READS[via]]
+    given = [f"--{name.replace('_', '-')}" for name in unread if attrgetter(name)(launch.site)]
+    if not given:
+        return prepared
+    note = f"{', '.join(given)} changes nothing through {via}; give it to the client's own configuration, where it has such a setting"
+    return replace(prepared, notes=(*prepared.notes, note))
 
 
 def check_fewer(via: str, launch: Launch) -> None:

@@ -19,6 +19,8 @@ class LaunchCost:
     usd_per_hour: float
     since: str
     """What the hours are counted from."""
+    at_most: bool = False
+    """Whether the launch may have ended long ago, which this machine does not see."""
 
     @property
     def usd(self) -> float:
@@ -27,7 +29,12 @@ class LaunchCost:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
-        return {"used_hours": self.hours, "used_usd": self.usd, "used_since": self.since}
+        return {
+            "used_hours": self.hours,
+            "used_usd": self.usd,
+            "used_since": self.since,
+            "used_at_most": self.at_most,
+        }
 
     def text(self) -> str:
         """One line."""
@@ -56,7 +63,10 @@ def cost(launched: Launched, now: float) -> LaunchCost | None:
     since = (
         "from submit to stop" if launched.stopped else "since it was submitted, if it still runs"
     )
-    return LaunchCost(hours=max(0.0, end - begun) / HOUR, usd_per_hour=price, since=since)
+    hours = max(0.0, end - begun) / HOUR
+    return LaunchCost(
+        hours=hours, usd_per_hour=price, since=since, at_most=launched.stopped is None
+    )
 
 
 def _up(text: str, begun: float, now: float) -> float:
