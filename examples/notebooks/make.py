@@ -44,7 +44,7 @@ def cells(place: str) -> list[tuple[str, str]]:
         ),
         ("markdown", f"## Install\n\n{install}"),
         (INSTALL, '%pip install --quiet "systolic[tpu]"'),
-        ("markdown", "## Check\n\nWhat is not `ok` has its fix beside it."),
+        ("markdown", "## Check\n\nEach fault has its fix below it; the rest is listed as passed."),
         ("code", "!systolic doctor"),
         (
             "markdown",

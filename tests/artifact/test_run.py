@@ -127,6 +127,7 @@ def test_truncate_forgets_what_will_be_done_again(tmp_path: Path):
         run.append({"kind": "event", "name": "checkpoint", "step": 3})
         run.append({"kind": "event", "name": "bad_step", "step": 3})
         run.append({"kind": "event", "name": "interrupt", "step": 3})
+        run.append({"kind": "event", "name": "lost", "step": 3})
         run.append({"kind": "start", "step": 3})
         run.append({"kind": "end", "step": 2})
         assert run.truncate(2) == 3
@@ -137,6 +138,7 @@ def test_truncate_forgets_what_will_be_done_again(tmp_path: Path):
             ("train", None, 2),
             ("event", "bad_step", 3),
             ("event", "interrupt", 3),
+            ("event", "lost", 3),
             ("start", None, 3),
         ]
         assert [sample["step"] for sample in run.samples()] == [1, 2]

@@ -186,6 +186,13 @@ def test_no_recipe_has_an_option_that_launch_needs() -> None:
         (f"{GKE} --on v5e-16 --spot --reserved", "--spot and --reserved exclude each other"),
         (f"{GKE} --on v5e-16 --sopt", "did you mean --spot"),
         (f"""{GKE} --on v5e-16 --train '"'""", "a shell does not read"),
+        (f"{GKE} --on v5e-16 --time 1:00:00", "--time means nothing to gke; leave it out"),
+        (f"{GKE} --on v5e-16 --candidate 4", "no plan is given"),
+        (f"{GKE} --on v5e-16 --project mine-1", "or choose --via tpu-vm"),
+        ("launch digits --on 2xcpu --via local --zone us-west4-a", "--zone means nothing to local"),
+        ("launch digits --on 2xcpu --via local --spot", "--spot means nothing to local"),
+        ("launch digits --on 8xcpu --via docker --image r/s:1", "--image means nothing to docker"),
+        ("launch digits --on 8xh100 --via slurm --time 0:00:00", "--time 24:00:00"),
         (f"{GKE} --on v5e-16 --claim c --run /data/lm", "give --run /runs/FOLDER"),
         (f"{GKE} --on v5e-16 --claim c --run /runs", "give --run /runs/FOLDER"),
         (f"{GKE} --on v5e-16 --claim c --run /runs/../lm", "give --run /runs/FOLDER"),
@@ -284,7 +291,7 @@ def test_a_server_on_a_cluster_is_written_with_its_price(
     out, _ = run(line, capsys)
     text = Path("launches/chat-v5e-8/serve.yaml").read_text()
     assert text.startswith("# Made by: systolic launch serve gs://bucket/chat --via gke")
-    assert "$9.60 an hour on-demand for each of 1 to 4 pods" in out
+    assert "$9.60 an hour on-demand for each of 1 to 4 pods: $9.60 to $38.40" in out
     assert "systolic serve chat=/gcs/bucket/chat --host 0.0.0.0" in out
     assert "- --context\n" in text
     assert "kubectl create secret generic keys --from-file=keys.txt" in out

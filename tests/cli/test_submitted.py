@@ -118,7 +118,7 @@ def test_a_client_without_a_default_is_one_line(
     stand_in(tmp_path, monkeypatch)
     assert "names no context (error: current-context is not set); gcloud container" in run(GKE, 1)
     google(tmp_path, monkeypatch, "ABSENT", "0")
-    assert "names no project ((unset)); add --project PROJECT" in run(TPU, 1)
+    assert "names no project ((unset)); add --project PROJECT" in run(f"{TPU} --name tpu", 1)
     assert launches() == []
 
 

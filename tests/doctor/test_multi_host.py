@@ -54,7 +54,11 @@ def test_two_hosts_with_other_data_are_told_apart(tmp_path: Path) -> None:
         assert of(answer, "network")[0]["status"] == "ok"
         [wrong] = of(answer, "data")
         assert wrong["status"] == "failed"
-        assert wrong["text"].startswith(f"process 1 on {socket.gethostname()} has data 1 files")
+        host = socket.gethostname()
+        assert (
+            wrong["text"]
+            == f"process 1 on {host} has other data than process 0 on {host}: train.txt is of another size or content"
+        )
         assert not of(answer, "versions")
         assert answer["fit"] is False
 
@@ -154,5 +158,29 @@ def test_data_of_which_a_sample_is_compared_says_so(tmp_path: Path) -> None:
     assert "; names, sizes and contents are" in report(TPU_VM, path)["data"]
 
 
-def test_data_that_cannot_be_read_is_a_difference(tmp_path: Path) -> None:
-    assert "unreadable" in report(TPU_VM, tmp_path / "gone.txt")["data"]
+def test_data_that_is_on_no_host_is_not_fine(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for path, text in (("gone", "is not there"), ("empty", "no files")):
+        facts = report(TPU_VM, tmp_path / path)
+        found = [f for f in judge(reports(facts, facts)) if f.name == "data"]
+        assert [one.status for one in found] == [Status.failed] * 2
+        assert text in found[1].text
+        assert "process 1 on b" in found[1].text
+
+
+def test_a_file_that_one_host_lacks_is_named(tmp_path: Path) -> None:
+    for folder, names in (("one", "abc"), ("other", "ab")):
+        (tmp_path / folder).mkdir()
+        for name in names:
+            (tmp_path / folder / name).write_text("text")
+    facts = [report(TPU_VM, tmp_path / folder) for folder in ("one", "one", "other")]
+    [found] = [f for f in judge(reports(*facts)) if f.status is Status.failed]
+    assert found.text == "process 2 on c has other data than process 0 on a: c is not there"
+
+
+@pytest.mark.parametrize("words", ["--coordinator h:1", "--data x", "--processes 2"])
+def test_options_of_several_hosts_need_multi_host(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--no-measure", *words.split()]) == 2
+    assert "is for several hosts; add --multi-host" in capsys.readouterr().err

@@ -131,7 +131,7 @@ def test_machines_with_gpus_find_their_peers_in_skypilots_environment(tmp_path: 
         ({"on": "2xv5e-16"}, "2 slices, and a task of skypilot has one"),
         ({"on": "tpu7x-8"}, "not in SkyPilot's catalogue"),
         ({"on": "cpu"}, "not in SkyPilot's catalogue"),
-        ({"run": "runs/lm"}, "lost with 4 machines"),
+        ({"run": "runs/lm"}, "lost with the 4 machines"),
         ({"purchase": Purchase.reserved}, "leave out --reserved"),
         ({"site": Site(zone="us-west4")}, "is a region"),
         ({"name": "a" * 41}, "a managed job takes 40"),

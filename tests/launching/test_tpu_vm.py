@@ -85,7 +85,7 @@ def test_shapes_without_a_name() -> None:
         ({"site": Site(zone="us-east5-b", network="a b")}, "network is 'a b'"),
         ({"site": Site(zone="us-east5-b", service_account="$x")}, "service-account is"),
         ({"site": Site(zone="us-east5-b", reservation="mine")}, "takes no name of one; give --res"),
-        ({"run": "runs/lm"}, "lost with 4 machines"),
+        ({"run": "runs/lm"}, "lost with the 4 machines"),
         ({"on": "v5e-8", "run": "/runs/lm"}, "lost with the machine"),
         ({"name": "a" * 59}, "has 59 characters; a TPU's name takes 58"),
     ],

@@ -15,7 +15,7 @@ from systolic.core.files import write_atomically
 _SPELLED = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _TEXT = frozenset({"prompt", "text", "detail", "name"})
 """Fields that are always text."""
-_LASTING = frozenset({"bad_step", "skip", "resume", "stop", "interrupt"})
+_LASTING = frozenset({"bad_step", "skip", "lost", "resume", "stop", "interrupt"})
 """Events that stay when training returns to an earlier checkpoint."""
 
 
@@ -80,7 +80,7 @@ class Log:
 
         Earlier records, and those of ``step`` itself, are dropped where ``again`` says that they will be made again.
 
-        Bad steps, skips, resumes, stops and interruptions stay. A run's ``end`` is dropped at any step, since
+        Bad steps, skips, lost processes, resumes, stops and interruptions stay. A run's ``end`` is dropped at any step, since
         the run continues.
         """
         records = list(read(self.path))

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from systolic.cli.parse import parse
 from systolic.core.errors import OptionError
-from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE
+from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, dashed
 from systolic.core.units import GIB, si
 from systolic.doctor import Finding, Machine, Status, examine, gather, measure
 from systolic.doctor.checks import FALLEN_BACK
@@ -66,7 +66,9 @@ class DoctorOptions:
 def run(args: Sequence[str]) -> int:
     """The verb."""
     options = parse(DoctorOptions, args, "systolic doctor")
-    if options.multi_host:
+    if not options.multi_host:
+        check_alone(options)
+    else:
         hosts.describe(options.coordinator, options.processes, options.process)
     machine = gather()
     # On a slice no device answers before all hosts ask for theirs, so they meet first.
@@ -79,6 +81,19 @@ def run(args: Sequence[str]) -> int:
     else:
         show(machine, findings, Console(width=WIDTH, highlight=False))
     return int(any(finding.status is Status.failed for finding in findings))
+
+
+def check_alone(options: DoctorOptions) -> None:
+    """Refuses options that only mean something to several processes.
+
+    Raises:
+        OptionError: one is given.
+    """
+    for name in ("data", "wait_seconds", "coordinator", "processes", "process"):
+        if vars(options)[name] != vars(DoctorOptions())[name]:
+            raise OptionError(
+                f"--{dashed(name)} is for several hosts; add --multi-host, or leave it out"
+            )
 
 
 def others(options: DoctorOptions, machine: Machine) -> list[Finding]:

@@ -60,10 +60,10 @@ class LaunchOptions:
         rejoin_seconds: With --min-slices: time for a slice to come back before it is left out; by default 300.
         train: More options of systolic train, as one word: --train="--workers 4 --profile 10".
         image: Of gke: the container image with Systolic.
-        project: Google Cloud's project; by default the client's.
-        zone: Google Cloud's zone; tpu-vm needs it.
+        project: Of tpu-vm: Google Cloud's project; by default the client's.
+        zone: Of tpu-vm, which needs it, gke and skypilot: Google Cloud's zone.
         network: Of tpu-vm: Google Cloud's network.
-        service_account: That the machines or pods act as.
+        service_account: Of tpu-vm and gke: that the machines or pods act as.
         namespace: Of gke: Kubernetes' namespace.
         queue: Of gke: Kueue's local queue; of slurm: the partition.
         account: Of slurm: whose hours are charged.
@@ -141,7 +141,7 @@ def run(args: Sequence[str]) -> int:
 
 def launch(asked: Request[LaunchOptions], args: Sequence[str]) -> int:
     """Writes, shows and with ``--submit`` starts a launch; returns the exit code."""
-    from systolic.cli.launch_checks import trained
+    from systolic.cli.launch_checks import check_platform, trained
     from systolic.launching import prepare
     from systolic.session import launched, launching
 
@@ -150,6 +150,7 @@ def launch(asked: Request[LaunchOptions], args: Sequence[str]) -> int:
     made = launching.describe(request)
     made = launched.as_before(made, folder_of(made, options.out))
     prepared = prepare(options.via, made)
+    check_platform(options)
     job = trained(request, made)
     prepared = replace(prepared, notes=(*prepared.notes, *launching.notes(request)))
     record, shown = finish(
@@ -184,7 +185,7 @@ def finish(
     from systolic.session import launched, launching
 
     folder = folder_of(made, out)
-    launched.check_free(made.name, folder)
+    launched.check_free(made.name, folder, via)
     files = launching.write(made, prepared, folder)
     record = launched.record(via, made, prepared, bill, folder)
     if not json:
@@ -294,9 +295,13 @@ def show(
         print(f"── {path}\n{prepared.files[name].rstrip()}\n")
     others = [str(path) for path in files if path.name not in prepared.files]
     on = made.on
-    chips = f"{on.num_chips} chips" if on.platform == "tpu" else f"{on.num_devices} devices"
+    kind = ("chip", on.num_chips) if on.platform == "tpu" else ("device", on.num_devices)
+    chips, hosts = (
+        f"{count} {what}{'' if count == 1 else 's'}"
+        for what, count in (kind, ("host", prepared.hosts))
+    )
     rows = [
-        ("launch", f"{made.name} on {on.name}: {chips}, {prepared.hosts} hosts"),
+        ("launch", f"{made.name} on {on.name}: {chips}, {hosts}"),
         ("command", shlex.join(command)),
         *((("run", made.run),) if made.run else ()),
         ("bill", bill.text()),

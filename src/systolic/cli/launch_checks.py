@@ -1,5 +1,6 @@
 """What a launch refuses before anything is written: a command that its machines would refuse, and options of other platforms."""
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from systolic.cli.parse import asks_help
@@ -9,6 +10,7 @@ from systolic.core.errors import OptionError
 from systolic.core.ranges import dashed
 
 if TYPE_CHECKING:
+    from systolic.cli.launch import LaunchOptions
     from systolic.job import Job
     from systolic.launching import Launch
     from systolic.session.launching import LaunchRequest
@@ -24,6 +26,41 @@ INSTEAD = {
     "--process": "the platform tells each machine; leave it out",
 }
 """Options of ``systolic train`` that the launch sets itself, to what changes them."""
+
+OF: Mapping[str, Sequence[str]] = {
+    "spot": ("tpu-vm", "gke", "skypilot"),
+    "reserved": ("tpu-vm", "gke"),
+    "image": ("gke",),
+    "time": ("slurm",),
+    "gpus_per_node": ("slurm",),
+    "setup": ("slurm",),
+    "sbatch": ("slurm",),
+    "processes": ("local",),
+    "keep": ("tpu-vm",),
+}
+"""Option to the platforms that read it, beside those that :data:`~systolic.launching.platforms.READS` lists."""
+
+
+def check_platform(options: "LaunchOptions") -> None:
+    """Checks that the platform reads all options that are given.
+
+    Raises:
+        OptionError: it does not read one, or a candidate is chosen without a plan.
+    """
+    from systolic.launching.platforms import READS
+
+    default = vars(type(options)(via=options.via))
+    site = {name for reads in READS.values() for name in reads}
+    of = {name: [via for via, reads in READS.items() if name in reads] for name in sorted(site)}
+    for name, platforms in {**OF, **of}.items():
+        if vars(options)[name] != default[name] and options.via not in platforms:
+            raise OptionError(
+                f"--{dashed(name)} means nothing to {options.via}; leave it out, or choose --via {' or '.join(platforms)}"
+            )
+    if options.candidate != default["candidate"] and options.plan is None:
+        raise OptionError(
+            f"candidate is {options.candidate}, and no plan is given; add --plan plan.json, or leave it out"
+        )
 
 
 def trained(request: "LaunchRequest", made: "Launch") -> "Job":

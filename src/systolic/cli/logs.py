@@ -8,6 +8,7 @@ from typing import Annotated
 import tyro
 
 from systolic.cli.parse import parse
+from systolic.core.errors import OptionError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE
 
 
@@ -35,6 +36,11 @@ def run(args: Sequence[str]) -> int:
     words = ["--follow" if word == "-f" else word for word in args]
     options = parse(LogsOptions, words, "systolic logs")
     found = launched.find(options.name)
+    count = found.commands["hosts"] if found.via == launched.LOCAL else 1
+    if options.process >= count:
+        raise OptionError(
+            f"process is {options.process}, and {found.name} has {count} here; they are numbered from 0"
+        )
     path = launched.log_of(found, options.process)
     if path is None:
         launched.show_logs(found, follow=options.follow)

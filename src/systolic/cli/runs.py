@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from systolic.cli.output import print_json
+from systolic.cli.output import print_json, warn
 from systolic.cli.parse import parse
 
 if TYPE_CHECKING:
@@ -41,6 +41,9 @@ def run(args: Sequence[str]) -> int:
         print(
             "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
         )
+    for one in found:
+        if one.trouble:
+            warn(f"{one.name}: {one.trouble}")
     return 0
 
 

@@ -1,5 +1,6 @@
 """``systolic status NAME``: what a launch is doing."""
 
+import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ def run(args: Sequence[str]) -> int:
     from systolic.session.launch_cost import cost
 
     options = parse(StatusOptions, args, "systolic status")
-    found = launched.find(options.name)
+    found = launched.listed(options.name)
     now = now_of(found)
     if options.json:
         print_json({**found.to_json(), **now})
@@ -42,13 +43,20 @@ def run(args: Sequence[str]) -> int:
     print(f"{found.name} on {found.slice} via {found.via}: {now['phase']}{more}")
     if found.run:
         print(f"run      {found.run}")
+    if found.trouble:
+        print(f"trouble  {found.trouble}")
+        print(f"made by  {shlex.join(found.made_by) or 'an unknown command'}")
+        print(
+            f"since    {found.submitted or 'an unknown time'}; what it rents may still cost money"
+        )
+        return 1
     if (used := cost(found, time.time())) is not None:
         print(f"bill     {used.text()}")
     if (path := launched.log_of(found)) is not None:
         last = [line.strip() for line in launched.lines(path, 1, None)]
         print(f"log      {path}" + (f": {last[-1]}" if last else ""))
     if now["phase"] in ("lost", "failed", "stopped"):
-        print(f"next     {' '.join(found.made_by)} --submit continues it")
+        print(f"next     {shlex.join([*found.made_by, '--submit'])} continues it")
     if words := found.commands["status"]:
         launched.call(found, words)
     return 0

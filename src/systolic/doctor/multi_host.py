@@ -4,6 +4,7 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,10 @@ _CONNECT_SECONDS = 5.0
 _ALL_PAIRS = 32
 """Most processes that all try each other; of more, each tries those at distances of powers of 2."""
 _NAMES = ("systolic", "python", "jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint")
+_ABSENT = ("unreadable", "no files")
+"""How a host's report of its data begins where it has none."""
+_NAMED_FILES = 1000
+"""Most files of which each is reported."""
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION")
 
 
@@ -61,6 +66,7 @@ def report(machine: Machine, data: Path | None) -> dict[str, Any]:
         **flags,
         "chips": machine.accelerators or "none",
         "data": None if data is None else _data(data),
+        "files": {} if data is None else _marks(data),
     }
 
 
@@ -79,12 +85,42 @@ def judge(reports: Sequence[HostReport]) -> list[Finding]:
         fix = f"set {name} alike in all, or in none"
         rows += [warned("flags", text, fix) for text in _others(reports, name, name)]
     if any(report.facts["data"] is not None for report in reports):
-        fix = "copy the same files to all hosts, or mount one folder"
-        wrong = _others(reports, "data", "data")
-        rows += [failed("data", text, fix) for text in wrong]
-        if not wrong:
-            rows.append(fine("data", f"all have {reports[0].facts['data']}"))
+        rows += _of_data(reports)
     return rows
+
+
+def _of_data(reports: Sequence[HostReport]) -> list[Finding]:
+    fix = "copy the same files to all hosts, or mount one folder"
+    absent = [one for one in reports if str(one.facts["data"]).startswith(_ABSENT)]
+    if absent:
+        return [failed("data", f"{one.name}: {one.facts['data']}", fix) for one in absent]
+    (usual, most), *rest = differing(reports, "data").items()
+    if not rest:
+        return [fine("data", f"all have {usual}")]
+    return [
+        failed(
+            "data", f"{one.name} has other data than {most[0].name}: {_differ(one, most[0])}", fix
+        )
+        for _, those in rest
+        for one in those
+    ]
+
+
+def _differ(one: HostReport, other: HostReport) -> str:
+    """The first file that differs between two hosts; of many files what is known of all."""
+    mine, theirs = one.facts.get("files", {}), other.facts.get("files", {})
+    names = sorted(n for n in {*mine, *theirs} if mine.get(n) != theirs.get(n))
+    if not names:
+        return f"{one.facts['data']} there, {other.facts['data']} here"
+    name = names[0]
+    how = (
+        "not there"
+        if name not in mine
+        else "only there"
+        if name not in theirs
+        else "of another size or content"
+    )
+    return f"{name} is {how}" + (f", and {len(names) - 1} more files" if names[1:] else "")
 
 
 def judge_links(reports: Sequence[HostReport]) -> list[Finding]:
@@ -126,17 +162,46 @@ def _others(reports: Sequence[HostReport], fact: str, called: str) -> list[str]:
 
 def _data(path: Path) -> str:
     """Files with a digest of their names and contents, without the folder's own path."""
+    if not path.exists():
+        return f"{_ABSENT[0]} ({path} is not there)"
     try:
-        files = sorted(file for file in path.rglob("*") if file.is_file())
-        root = path if path.is_dir() else path.parent
-        found = of_files(root, files if path.is_dir() else [path])
+        root, files = _files(path)
+        found = of_files(root, files)
     except SystolicError as error:
-        return f"unreadable ({error})"
+        return f"{_ABSENT[0]} ({error})"
     if found is None:
-        return "no files"
+        return f"{_ABSENT[1]} in {path}"
+    plural = "s" if found.files > 1 else ""
     some = found.bytes > SAMPLE_BYTES
     of = f"{SAMPLE_BYTES >> 20} MiB of the contents" if some else "contents"
-    return f"{found.files} files, {found.bytes} bytes; names, sizes and {of} are {found.names}-{found.digest}"
+    return f"{found.files} file{plural}, {found.bytes} bytes; names, sizes and {of} are {found.names}-{found.digest}"
+
+
+def _marks(path: Path) -> dict[str, str]:
+    """Size and digest of each file by its name, the size alone where reading all would take long; none of too many files."""
+    try:
+        root, files = _files(path)
+        if len(files) > _NAMED_FILES:
+            return {}
+        sizes = {file: file.stat().st_size for file in files}
+        whole = sum(sizes.values()) <= SAMPLE_BYTES
+        return {
+            file.relative_to(
+                root
+            ).as_posix(): f"{size} {sha256(file.read_bytes()).hexdigest()[:16]}"
+            if whole
+            else str(size)
+            for file, size in sizes.items()
+        }
+    except OSError:
+        return {}
+
+
+def _files(path: Path) -> tuple[Path, list[Path]]:
+    """The folder that names are relative to, and the files."""
+    if not path.is_dir():
+        return path.parent, [path]
+    return path, sorted(file for file in path.rglob("*") if file.is_file())
 
 
 def _listener() -> socket.socket:

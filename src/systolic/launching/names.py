@@ -163,7 +163,7 @@ def check_shared(run: str, hosts: int, *, volume: str = "") -> None:
         in_bucket(run)
         return
     if not volume:
-        machines = "the machine" if hosts == 1 else f"{hosts} machines"
+        machines = "the machine" if hosts == 1 else f"the {hosts} machines"
         raise OptionError(
             f"run is {run}, which is lost with {machines} it is on; give a folder in a bucket: --run gs://BUCKET/FOLDER"
         )

@@ -112,7 +112,7 @@ def _lines(launch: Launch) -> list[str]:
     site, asked = launch.site, launch.slurm
     found = []
     if asked.time:
-        if not _TIME.fullmatch(asked.time):
+        if not _TIME.fullmatch(asked.time) or not any(c in "123456789" for c in asked.time):
             raise OptionError(
                 f"time is {asked.time!r}; Slurm takes HOURS:MINUTES:SECONDS or DAYS-HOURS: --time 24:00:00"
             )

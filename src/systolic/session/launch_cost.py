@@ -42,14 +42,14 @@ class LaunchCost:
 
 
 def cost(launched: Launched, now: float) -> LaunchCost | None:
-    """What a launch has used; None where it rents nothing, or at no price of the catalogue.
+    """What a launch has used; None where it rents nothing, at no price of the catalogue, or where its folder is gone.
 
     Args:
         launched: The launch.
         now: Seconds since 1970.
     """
     price = launched.bill["usd_per_hour"]
-    if launched.via == LOCAL or price is None or launched.submitted is None:
+    if launched.trouble or launched.via == LOCAL or price is None or launched.submitted is None:
         return None
     begun = datetime.datetime.fromisoformat(launched.submitted).timestamp()
     times = launched.path / TIMES

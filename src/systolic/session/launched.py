@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from systolic.core.errors import DataError, NotFoundError, RunError, nearest
+from systolic.core.errors import DataError, NotFoundError, RunError, TakenError, nearest
 from systolic.core.files import write_atomically, write_json
 from systolic.launching import Launch, LaunchBill, Prepared
 from systolic.launching.supervisor import LOGS, SAVE_SECONDS, STATE, identity, lives
@@ -62,6 +62,8 @@ class Launched:
     """Option that all commands got at submit: Google Cloud's project, or Kubernetes' context."""
     stopped: str | None = None
     """Time in UTC at which ``systolic stop`` gave the machines back."""
+    trouble: str = ""
+    """Why this is what the list of launches has of it, in place of the record in its folder."""
 
     @property
     def path(self) -> Path:
@@ -111,12 +113,23 @@ def record(
     return made
 
 
-def check_free(name: str, folder: Path) -> None:
+def check_free(name: str, folder: Path, via: str) -> None:
     """Checks that no launch of that name is running, and that its files would not mix with another's.
 
     Raises:
         RunError: one is, or one of that name has another folder.
+        TakenError: the folder has files that are not those of an earlier launch of that name and platform.
     """
+    if folder.is_dir() and any(folder.iterdir()):
+        before = _json(folder / RECORD)
+        if not before:
+            raise TakenError(
+                f"{folder} has files that no launch has made; choose a new folder with --out"
+            )
+        if (before.get("name"), before.get("via")) != (name, via):
+            raise TakenError(
+                f"{folder} has the launch {before.get('name')} via {before.get('via')}; choose another --name or --out, or remove that folder if nothing of it runs"
+            )
     found = {one.name: one for one in launches()}.get(name)
     if found is None:
         return
@@ -142,14 +155,19 @@ def submit(launched: Launched) -> Launched:
     for each in made.commands["checks"]:
         call(made, each)
     made = replace(made, submitted=_now())
-    write_json(made.path / RECORD, made.to_json())
     # Before it starts: a launch that only half started must be found, to be stopped.
-    write_json(_index() / f"{made.name}.json", {"folder": made.folder})
+    _keep(made)
     for each in words[:-1] if made.detached else words:
         call(made, each)
     if made.detached:
         _start(made, words[-1])
     return made
+
+
+def _keep(launched: Launched) -> None:
+    """Writes the record into the launch's folder and into the list."""
+    for path in (launched.path / RECORD, _index() / f"{launched.name}.json"):
+        write_json(path, launched.to_json())
 
 
 def _placed(launched: Launched) -> Launched:
@@ -205,23 +223,38 @@ def _failed(launched: Launched, words: Sequence[str], code: int) -> RunError:
 
 
 def launches() -> list[Launched]:
-    """All that were submitted from this account, the newest first; those whose folder is gone are left out."""
-    found = []
-    for path in _index().glob("*.json"):
-        folder = Path(_json(path).get("folder", ""))
-        if (folder / RECORD).is_file():
-            found.append(_read(folder))
+    """All that were submitted from this account, the newest first."""
+    found = [_listed(path) for path in _index().glob("*.json")]
     return sorted(found, key=lambda one: one.submitted or "", reverse=True)
 
 
 def find(name: str) -> Launched:
-    """The launch of a name, or of its folder.
+    """The launch of a name, or of its folder, which may have moved.
+
+    Raises:
+        NotFoundError: there is none; names the nearest.
+        RunError: its folder is gone, or its record damaged.
+    """
+    found = listed(name)
+    if found.trouble:
+        raise RunError(
+            f"{found.name}: {found.trouble}; systolic status {found.name} says what was launched"
+        )
+    return found
+
+
+def listed(name: str) -> Launched:
+    """As :func:`find`; of one whose folder is gone or damaged, what the list has.
 
     Raises:
         NotFoundError: there is none; names the nearest.
     """
     if (Path(name) / RECORD).is_file():
-        return _read(Path(name))
+        moved = _read(Path(name))
+        place = _index() / f"{moved.name}.json"
+        if place.is_file() and not (Path(_json(place).get("folder", "")) / RECORD).is_file():
+            write_json(place, moved.to_json())
+        return moved
     known = {one.name: one for one in launches()}
     if name not in known:
         raise NotFoundError(
@@ -230,17 +263,50 @@ def find(name: str) -> Launched:
     return known[name]
 
 
+def _listed(path: Path) -> Launched:
+    """A launch of the list: its record, or what the list has of it where that is gone or damaged."""
+    kept = _json(path)
+    folder = Path(kept.get("folder", ""))
+    try:
+        if kept and (folder / RECORD).is_file():
+            return _read(folder)
+        trouble = (
+            f"its folder {folder} is gone; systolic status FOLDER finds it where it is now, rm {path} forgets it"
+            if kept
+            else f"its entry {path} is damaged"
+        )
+    except DataError as error:
+        trouble = str(error)
+    unknown = {
+        "name": path.stem,
+        "via": "?",
+        "slice": "?",
+        "run": "?",
+        "folder": "",
+        "made_by": [],
+        "submitted": None,
+        "bill": {"usd": None, "usd_per_hour": None},
+        "commands": {"detached": False},
+    }
+    try:
+        return msgspec.convert({**unknown, **kept, "trouble": trouble}, Launched)
+    except msgspec.ValidationError:
+        return msgspec.convert({**unknown, "trouble": trouble}, Launched)
+
+
 def phase(launched: Launched) -> dict[str, Any]:
     """What this machine knows of a launch: ``phase``, and of a local one its processes and restarts."""
     if launched.stopped:
         return {"phase": "stopped"}
+    if launched.trouble:
+        return {"phase": "unknown"}
     if not launched.detached:
         return {"phase": "submitted"}
     alive = launched.alive()
     if launched.via != LOCAL:
         return {"phase": "running" if alive else _ended(launched)}
     state = _json(launched.path / STATE)
-    if state.get("pid") != _json(launched.path / PROCESS).get("pid"):
+    if "phase" not in state or state["pid"] != _json(launched.path / PROCESS).get("pid"):
         # Nothing yet from this supervisor, or what the one before it has left.
         return {"phase": "starting" if alive else "lost"}
     if not alive and state["phase"] == "running":
@@ -317,7 +383,7 @@ def stop(launched: Launched) -> str:
         raise RunError(
             f"kubectl finds nothing of {launched.name} in the context that it has now; kubectl config use-context CONTEXT chooses that of the launch"
         )
-    write_json(launched.path / RECORD, replace(launched, stopped=_now()).to_json())
+    _keep(replace(launched, stopped=_now()))
     return (
         "stopped" if any(found) else f"was gone already: nothing of it is there ({launched.place})"
     )
@@ -382,7 +448,8 @@ def _check_client(client: str) -> None:
 
 def _read(folder: Path) -> Launched:
     try:
-        return msgspec.convert(_json(folder / RECORD), Launched)
+        found = msgspec.convert(_json(folder / RECORD), Launched)
+        return replace(found, folder=str(folder.absolute()))
     except msgspec.ValidationError as error:
         raise DataError(f"{folder / RECORD} is damaged ({error}); launch it again") from error
 

@@ -67,7 +67,7 @@ def bill(launch: Launch, server: GkeServer) -> LaunchBill:
     if price is None:
         text = f"no {launch.purchase.value} price in the catalogue"
     else:
-        text = f"${price:,.2f} an hour {launch.purchase.value} for each of {server.replicas} to {server.most} pods"
+        text = f"${price:,.2f} an hour {launch.purchase.value} for each of {server.replicas} to {server.most} pods: ${price * server.replicas:,.2f} to ${price * server.most:,.2f}"
     return LaunchBill(
         purchase=launch.purchase,
         usd_per_hour=None if price is None else price * server.replicas,

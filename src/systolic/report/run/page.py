@@ -30,7 +30,7 @@ MAX_VALUE_CHARACTERS = 400
 _LANES = {
     "compile": ("compile", "recompile", "load"),
     "checkpoint": ("checkpoint",),
-    "trouble": ("bad_step", "skip", "stop", "interrupt", "skipped_file"),
+    "trouble": ("bad_step", "skip", "lost", "stop", "interrupt", "skipped_file"),
 }
 
 

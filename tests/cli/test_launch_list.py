@@ -1,0 +1,100 @@
+"""The list of launches, and folders that were moved, damaged or hold something else."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from systolic.cli.main import main
+from systolic.session.launched import LOCAL, launches
+
+GKE = "launch digits --via gke --image registry/systolic:1 --run gs://bucket/digits"
+TPU = "launch digits --via tpu-vm --run gs://bucket/digits"
+
+
+@pytest.fixture(autouse=True)
+def _apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+
+
+def run(line: str, capsys: pytest.CaptureFixture[str], code: int = 0) -> tuple[str, str]:
+    given = main(shlex.split(line))
+    out, err = capsys.readouterr()
+    assert given == code, err
+    return out, err
+
+
+def listed(name: str, **fields: Any) -> Path:
+    """A launch of local that has ended, as it lies on disk; its folder."""
+    folder = Path("launches") / name
+    made: dict[str, Any] = {
+        "name": name,
+        "via": LOCAL,
+        "slice": "2xcpu",
+        "run": f"runs/{name}",
+        "folder": str(folder.absolute()),
+        "made_by": ["systolic", "launch", "digits", "--on", "2xcpu", "--train=--workers 4"],
+        "submitted": "2026-01-01T01:00:00+00:00",
+        "bill": {"usd": None, "usd_per_hour": None},
+        "commands": {"detached": True, "status": []},
+    }
+    made |= fields
+    for place in (folder / "launch.json", Path(f"state/systolic/launches/{name}.json")):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(json.dumps(made))
+    return folder
+
+
+def test_a_launch_whose_folder_is_gone_stays_in_the_list(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    listed("far", via="tpu-vm", bill={"usd": None, "usd_per_hour": 9.6})
+    Path("launches").rename("moved")
+    out, err = run("runs", capsys)
+    assert "far   tpu-vm  2xcpu  unknown  2026-01-01T01:00:00" in out
+    assert f"far: its folder {Path('launches/far').absolute()} is gone" in err
+    assert "'--train=--workers 4'" in run("status far", capsys, 1)[0]
+    assert "is gone" in run("stop far", capsys, 1)[1]
+    assert "is gone" in run("logs far", capsys, 1)[1]
+    # Its folder, where it is now, puts it right.
+    run("status moved/far", capsys)
+    assert "is gone" not in run("runs", capsys)[1]
+    assert launches()[0].path == Path("moved/far").absolute()
+
+
+def test_files_of_one_folder_are_of_one_launch(capsys: pytest.CaptureFixture[str]) -> None:
+    run(f"{TPU} --on v5e-16 --zone us-west4-a --name mine", capsys)
+    run(f"{TPU} --on v5e-16 --zone us-west4-a --name mine --spot", capsys)
+    assert "the launch mine via tpu-vm" in run(f"{GKE} --on v5e-16 --name mine", capsys, 2)[1]
+    assert not Path("launches/mine/jobset.yaml").exists()
+    Path("my sources").mkdir()
+    Path("my sources/model.py").touch()
+    told = run(f"{GKE} --on v5e-16 --out 'my sources'", capsys, 2)[1]
+    assert "my sources has files that no launch has made" in told
+
+
+def test_logs_of_a_process_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    listed("two", commands={"detached": True, "hosts": 2})
+    assert "process is 5, and two has 2 here" in run("logs two --process 5", capsys, 2)[1]
+
+
+def test_a_damaged_record_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    (listed("here") / "launch.json").write_text("{")
+    out, err = run("runs", capsys)
+    assert "here  local  2xcpu  unknown" in out
+    assert "launch.json is damaged" in err
+    Path("state/systolic/launches/here.json").write_text("{")
+    out, err = run("runs", capsys)
+    assert "here  ?" in out
+    assert "here.json is damaged" in err
+
+
+def test_status_of_a_folder_without_its_state(capsys: pytest.CaptureFixture[str]) -> None:
+    listed("mine")
+    Path("launches").rename("moved")
+    out, _ = run("status moved/mine", capsys)
+    assert "mine on 2xcpu via local: lost" in out
+    assert "launch digits --on 2xcpu '--train=--workers 4' --submit continues it" in out
