@@ -151,7 +151,7 @@ def test_the_first_step_of_a_wide_matrix_is_a_smaller_one() -> None:
     steps = tiny.steps(tiny.job(model=model, layout=tiny.ONE_DEVICE, optimizer=FIRST))
     ones: Any = {path: np.ones(of.shape, np.float32) for path, of in steps.network.params.items()}
     step: Any = compiled(lambda g: steps.optimizer.update(g, steps.optimizer.init(g), g)[0])(ones)
-    rate = float(steps.learning_rate(0))
+    rate = FIRST.learning_rate
     expected = {"embedding": 1, "norm/scale": 1, "unembedding": 1 / 4, "blocks/mlp/down": 1 / 4}
     for path, size in expected.items():
         np.testing.assert_allclose(step[path], -rate * size, rtol=1e-4)

@@ -103,7 +103,7 @@ def events(path: Path, name: str) -> list[str]:
 def state(setup: Setup, path: Path) -> list[np.ndarray]:
     """The newest checkpoint's arrays."""
     with CheckpointStore(path / "checkpoints", access=Access.read) as store:
-        leaves = jax.tree.leaves(store.restore(setup.steps.abstract_state).state)
+        leaves = jax.tree.leaves(store.restore(setup.steps.saved(setup.steps.abstract_state)).state)
     return [
         np.asarray(
             jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x

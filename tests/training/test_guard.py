@@ -142,7 +142,7 @@ def test_an_overflow_in_float16_halves_the_scale_and_is_no_bad_step(tmp_path: Pa
     assert overflows[0] == 1
     assert np.isfinite(seen[16][1])
     with CheckpointStore(tmp_path / "checkpoints", access=Access.read) as store:
-        end = store.restore(setup.steps.abstract_state).state
+        end = store.restore(setup.steps.saved(setup.steps.abstract_state)).state
     assert float(end.scale.scale) == 2.0 ** (15 - len(overflows))
     assert all(np.isfinite(array).all() for array in state(setup, tmp_path))
 

@@ -12,7 +12,6 @@ import optax
 from jax.sharding import PartitionSpec
 
 from systolic.job import Stored
-from systolic.steps.optimizer import num_updates
 from systolic.steps.state import TrainState
 from systolic.steps.steps import Batch, StepFunctions
 
@@ -78,7 +77,7 @@ def diagnose(steps: StepFunctions, state: TrainState, batch: Batch) -> Figures:
     }
     return {
         "loss": loss,
-        "learning_rate": steps.learning_rate(num_updates(state.optimizer)),
+        "learning_rate": steps.learning_rate(state),
         "big_square": big,
         "small_square": small if count > 1 else jnp.asarray(jnp.nan, jnp.float32),
         "parameters": found,

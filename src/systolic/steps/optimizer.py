@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from systolic.job import Optimizer, OptimizerKind, Schedule, ScheduleKind
+from systolic.steps.state import Rates
 
 STACKED = ("layers", "experts", "stages")
 """Logical dims that stack copies of a matrix."""
@@ -22,7 +23,7 @@ Axes = Mapping[str, tuple[str | None, ...]]
 """Parameter name to the logical names of its dims; unnamed dims are ``None``."""
 
 
-def schedule(value: Schedule, steps: int, peak: float) -> Callable[[Any], Any]:
+def schedule(value: Schedule, steps: int, peak: Any) -> Callable[[Any], Any]:
     """Step (counted from 0) to learning rate f32[]."""
     warmup = value.warms(steps)
     body = max(steps - warmup, 1)
@@ -71,13 +72,17 @@ def build(
     learning_rate: Callable[[Any], Any],
     axes: Axes,
     factors: Mapping[str, float] | None = None,
+    rates: Rates | None = None,
 ) -> optax.GradientTransformation:
     """The update rule over a flat dict of parameters; gradients arrive clipped.
+
+    ``rates`` may be traced arrays; by default they are the optimizer's own numbers. What its state is made of
+    depends on the optimizer alone.
 
     ``factors`` are of the updates of single parameters, see :meth:`systolic.job.Model.update_factor`. Decay is added
     after them: a matrix that moves less forgets no slower (but for those of muon that have a factor).
     """
-    sized = scaled_updates(factors or {})
+    sized, rates = scaled_updates(factors or {}), rates or Rates.of(value)
     matrices = {name: is_matrix(dims) for name, dims in axes.items()}
     b1 = value.b1 if value.b1 is not None else {OptimizerKind.muon: 0.95}.get(value.kind, 0.9)
     b2 = (
@@ -88,7 +93,7 @@ def build(
         )
     )
     decay = (
-        optax.add_decayed_weights(value.weight_decay, mask=matrices)
+        optax.add_decayed_weights(rates.weight_decay, mask=matrices)
         if value.weight_decay
         else optax.identity()
     )
@@ -112,7 +117,7 @@ def build(
                 optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0), *sized, decay, descend
             )
         case OptimizerKind.muon:
-            made = _muon(value, (b1, b2), learning_rate, axes)
+            made = _muon(value, (b1, b2), learning_rate, axes, rates)
             return optax.chain(made, *sized) if sized else made
 
 
@@ -158,16 +163,16 @@ def _muon(
     betas: tuple[float, float],
     learning_rate: Callable[[Any], Any],
     axes: Axes,
+    rates: Rates,
 ) -> optax.GradientTransformation:
     """Muon for hidden matrices, undecayed AdamW for embeddings, heads and vectors (Jordan 2024)."""
-    share = (value.adam_learning_rate or value.learning_rate) / value.learning_rate
     return optax.contrib.muon(
         learning_rate,
         beta=betas[0],
         eps=value.eps,
-        weight_decay=value.weight_decay,
+        weight_decay=rates.weight_decay if value.weight_decay else 0.0,
         adam_b2=betas[1],
-        adam_learning_rate=lambda step: learning_rate(step) * share,
+        adam_learning_rate=lambda step: learning_rate(step) * rates.adam_share,
         muon_weight_dimension_numbers={name: _muon_dims(dims) for name, dims in axes.items()},
     )
 

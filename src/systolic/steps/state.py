@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from systolic.job import Optimizer
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,8 +67,30 @@ class LossScale:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """Constants of the update rule that are inputs of the train step, so that another rate needs no other program."""
+
+    learning_rate: Any
+    """f32[] or a number: the peak."""
+    adam_share: Any
+    """muon only: AdamW's learning rate as a share of it."""
+    weight_decay: Any
+
+    @classmethod
+    def of(cls, value: Optimizer) -> "Rates":
+        """Those of an optimizer, as numbers."""
+        adam = value.adam_learning_rate or value.learning_rate
+        return cls(
+            learning_rate=value.learning_rate,
+            adam_share=adam / value.learning_rate,
+            weight_decay=value.weight_decay,
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TrainState:
-    """State of training; a checkpoint holds it and the position in the data."""
+    """State of training; a checkpoint holds it, without the rates, and the position in the data."""
 
     step: jax.Array
     """int32[]: optimizer steps done."""
@@ -81,6 +105,8 @@ class TrainState:
     scale: LossScale | None
     """Loss scale, in float16 only."""
     guard: GuardState
+    rates: Rates | None
+    """Of the job; None in what a checkpoint holds."""
 
     @property
     def evaluated(self) -> dict[str, jax.Array]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
@@ -23,7 +24,7 @@ from systolic.steps import flops, storage
 from systolic.steps.network import Arrays, ModelStructure
 from systolic.steps.optimizer import build, num_updates, schedule
 from systolic.steps.sharding import batch_specs, check_fields, optimizer_specs, parameter_spec
-from systolic.steps.state import GuardState, LossScale, TrainState
+from systolic.steps.state import GuardState, LossScale, Rates, TrainState
 from systolic.steps.target import MeshTarget
 
 Batch = Mapping[str, jax.Array]
@@ -56,13 +57,14 @@ class StepFunctions:
         self.job, self.target = job, target
         self.batch_size = job.batch.resolve(target.layout)
         self.network = ModelStructure(job.model, target, job.adapter, job.quantization)
-        self.learning_rate = schedule(job.schedule, job.steps, job.optimizer.learning_rate)
-        axes = {
+        self.rates = Rates.of(job.optimizer)
+        self._axes = {
             path: dims or (None,) * self.network.params[path].ndim
             for path, dims in self.network.axes.items()
         }
-        factors = {path: job.model.update_factor(path, job.optimizer.kind) for path in axes}
-        self.optimizer = build(job.optimizer, self.learning_rate, axes, factors)
+        kind = job.optimizer.kind
+        self._factors = {path: job.model.update_factor(path, kind) for path in self._axes}
+        self.optimizer = self._rule(self.rates)
         self.generations: dict[Any, Any] = {}
         """Jitted generation programs, kept by :func:`systolic.steps.programs.generation`."""
 
@@ -96,6 +98,7 @@ class StepFunctions:
             ema=params if self.shapes.ema is not None else None,
             scale=jax.tree.map(lambda _: whole, self.shapes.scale),
             guard=jax.tree.map(lambda _: whole, self.shapes.guard),
+            rates=jax.tree.map(lambda _: whole, self.rates),
         )
 
     @cached_property
@@ -112,11 +115,21 @@ class StepFunctions:
         return f"{path}/{A}" in self.network.params
 
     def saved(self, state: TrainState) -> TrainState:
-        """What checkpoints hold of a state (arrays or abstract): all but frozen weights, which come from the job's start."""
+        """What checkpoints hold of a state (arrays or abstract): all but the job's rates, and frozen weights, which come from the job's start."""
+        state = replace(state, rates=None)
         if not self.network.frozen:
             return state
         kept = {p: a for p, a in state.model_state.items() if p not in self.network.frozen}
         return replace(state, model_state=kept)
+
+    def with_rates(self, state: TrainState) -> TrainState:
+        """A state on the target's devices with the job's rates."""
+
+        def place(value: float, where: NamedSharding) -> jax.Array:
+            array = np.asarray(value, np.float32)
+            return jax.make_array_from_callback((), where, lambda _: array)
+
+        return replace(state, rates=jax.tree.map(place, self.rates, self.shardings.rates))
 
     @cached_property
     def batch_shardings(self) -> dict[str, NamedSharding]:
@@ -181,6 +194,7 @@ class StepFunctions:
             ema=wide_copy(params) if self.job.optimizer.ema else None,
             scale=LossScale.start() if self.target.dtype == "float16" else None,
             guard=GuardState.start(),
+            rates=jax.tree.map(lambda value: jnp.asarray(value, jnp.float32), self.rates),
         )
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -216,6 +230,7 @@ class StepFunctions:
             ema=ema,
             scale=state.scale.after(finite) if state.scale is not None else None,
             guard=guard_state,
+            rates=state.rates,
         )
         if self.job.guard.rule is not GuardRule.ignore or state.scale is not None:
             kept = TrainState(
@@ -226,6 +241,7 @@ class StepFunctions:
                 ema=state.ema,
                 scale=new.scale,
                 guard=guard_state,
+                rates=state.rates,
             )
             new = jax.tree.map(
                 lambda old, fresh: old if old is fresh else jnp.where(drop, old, fresh), kept, new
@@ -234,15 +250,29 @@ class StepFunctions:
         return new, {
             **metrics,
             "grad_norm": norm,
-            "learning_rate": self.learning_rate(num_updates(state.optimizer)),
+            "learning_rate": self.learning_rate(state),
             "bad": bad.astype(jnp.float32),
         }
 
     def updates(self, gradients: Arrays, state: TrainState) -> tuple[Arrays, Any]:
         """Update of each weight (f32), and the optimizer's next state."""
         wide: Any = storage.widened(state.optimizer)
-        made: Any = self.optimizer.update(gradients, wide, storage.widened(state.params))
+        assert state.rates is not None
+        rule = self._rule(state.rates)
+        made: Any = rule.update(gradients, wide, storage.widened(state.params))
         return made[0], storage.narrowed(made[1], state.optimizer, _salt(state, 0))
+
+    def learning_rate(self, state: TrainState) -> jax.Array:
+        """f32[]: the learning rate of the next update."""
+        assert state.rates is not None
+        return self._schedule(state.rates)(num_updates(state.optimizer))
+
+    def _schedule(self, rates: Rates) -> Any:
+        return schedule(self.job.schedule, self.job.steps, rates.learning_rate)
+
+    def _rule(self, rates: Rates) -> optax.GradientTransformation:
+        """The update rule with rates of the job or of a state; its state is of the same form with any."""
+        return build(self.job.optimizer, self._schedule(rates), self._axes, self._factors, rates)
 
     def _moved(self, state: TrainState, updates: Arrays) -> Arrays:
         if self.job.dtypes.parameters is Stored.f32:

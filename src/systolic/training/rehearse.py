@@ -137,7 +137,7 @@ def spread_of(steps: StepFunctions) -> PlacedArrays:
     kinds = {
         "parameters": state.params,
         "optimizer": state.optimizer,
-        "other": (state.model_state, state.ema, state.scale),
+        "other": (state.model_state, state.ema, state.scale, state.rates),
         "batch": batch,
     }
     held = sum(part.bytes_per_device for part in parameters)
@@ -236,7 +236,7 @@ class _Stage:
             self.say("checkpoint", f"{size} saved and restored, every bit the same")
         frozen = {p: state.model_state[p] for p in self.setup.steps.network.frozen}
         whole = {**restored.state.model_state, **frozen}
-        return replace(restored.state, model_state=whole)
+        return self.setup.steps.with_rates(replace(restored.state, model_state=whole))
 
     def _evaluate(self, state: Any) -> dict[str, float]:
         job, steps = self.setup.job, self.setup.steps

@@ -142,7 +142,8 @@ class Setup:
         return replace(state, params=params, model_state=rest, ema=ema)
 
     def whole(self, state: TrainState) -> TrainState:
-        """A state of a checkpoint with the frozen weights that it leaves out."""
+        """A state of a checkpoint with what it leaves out: the job's rates and frozen weights."""
+        state = self.steps.with_rates(state)
         if not self.steps.network.frozen:
             return state
         given = self.initial
@@ -240,6 +241,7 @@ def first_state(
     """
 
     def without(state: TrainState) -> TrainState:
+        state = replace(state, rates=None)
         if not given:
             return state
         params: Any = {p: None if p in given else a for p, a in state.params.items()}
@@ -256,4 +258,4 @@ def first_state(
         quick = {"xla_backend_optimization_level": "1"}
     key = jax.random.key(seed)
     made = compiled(program.lower(key), quick, stop)
-    return None if made is None else jax.block_until_ready(made(key))
+    return None if made is None else jax.block_until_ready(steps.with_rates(made(key)))
