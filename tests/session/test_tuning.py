@@ -65,6 +65,10 @@ def test_trials_are_runs_and_the_same_command_goes_on(
         run = load_run(Path(row.run))
         assert run.job["options"]["learning_rate"] == row.values["learning-rate"]
         assert run.summary is not None
+        # A rate is an input of the step that both trials run.
+        assert max(record["learning_rate"] for record in run.train) == pytest.approx(
+            row.values["learning-rate"]
+        )
         metrics = run.summary["final"]["metrics"]
         assert row.figures == {"loss": metrics["validation_loss"]}
     best = min(result.rows, key=lambda row: row.figures["loss"])

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+from systolic.artifact.tree import flatten
 from systolic.job import (
     Guard,
     GuardRule,
@@ -20,6 +22,7 @@ from systolic.job import (
     ScheduleKind,
 )
 from systolic.steps.optimizer import build, schedule
+from systolic.steps.programs import jit_train
 from systolic.steps.sharding import optimizer_specs
 from tests.steps import tiny
 
@@ -38,6 +41,43 @@ def test_rematerialisation_changes_no_number(remat: Remat) -> None:
     plain, _ = tiny.run(tiny.steps(tiny.job(layout=Layout(fsdp=1))), 2)
     again, _ = tiny.run(tiny.steps(tiny.job(layout=Layout(fsdp=1, remat=remat))), 2)
     assert again == pytest.approx(plain, rel=1e-5)
+
+
+OFTEN = (OptimizerKind.adamw, OptimizerKind.muon)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(each, marks=() if each in OFTEN else pytest.mark.slow) for each in OptimizerKind],
+)
+def test_another_rate_is_the_same_program(kind: OptimizerKind) -> None:
+    """So that trials of a search share its compile; checkpoints hold no rates, and a job resumes with its own."""
+
+    def made(rate: float, decay: float) -> Any:
+        adam = 3 * rate * rate if kind is OptimizerKind.muon else None
+        value = Optimizer(
+            kind=kind, learning_rate=rate, weight_decay=decay, adam_learning_rate=adam
+        )
+        shape = Schedule(kind=ScheduleKind.wsd, warmup=3)
+        model = replace(tiny.MODEL, layers=1)
+        return tiny.steps(
+            tiny.job(model=model, optimizer=value, schedule=shape, layout=tiny.ONE_DEVICE)
+        )
+
+    def text(of: Any) -> str:
+        return str(jit_train(of).trace(of.abstract_state, of.abstract_batch()).jaxpr)
+
+    one, other = made(1e-2, 0.1), made(3e-4, 0.02)
+    assert text(one) == text(other)
+    kept = one.saved(one.abstract_state)
+    assert not [path for path in flatten(kept) if "rates" in path]
+    rates = other.with_rates(kept).rates
+    found = [float(rates.learning_rate), float(rates.weight_decay), float(rates.adam_share)]
+    muons = 3 * 3e-4 if kind is OptimizerKind.muon else 1
+    assert found == pytest.approx([3e-4, 0.02, muons])
+    second = optax.ScaleByScheduleState(jnp.asarray(1))
+    state = replace(other.with_rates(kept), optimizer=second)
+    assert float(other.learning_rate(state)) == pytest.approx(2e-4)
 
 
 @pytest.mark.parametrize("kind", list(OptimizerKind))
