@@ -1,6 +1,7 @@
 """Best value against trials: `systolic tune` with TPE and pruning, with random search, and Optuna used by hand with our trainer.
 
     python benchmarks/tune.py run digits tpe out.jsonl      # one study; a line of JSON is appended
+    python benchmarks/tune.py kills digits out.jsonl        # 4 workers, killed at random
     python benchmarks/tune.py table out.jsonl
 
 By hand is what a user of Optuna writes: ``study.optimize`` with ``systolic.train`` in the objective, TPE, no pruning.
@@ -8,10 +9,13 @@ All trials run one after another in one process, with the same search, steps and
 """
 
 import json
+import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -20,7 +24,6 @@ SEARCH = {
     "digits": [
         "--search=optimizer.learning-rate=log:1e-5..1e-1",
         "--search=optimizer.weight-decay=log:1e-3..1",
-        "--search=label-smoothing=0..0.4",
     ],
     "bytes": [
         "--search=optimizer.learning-rate=log:1e-4..3e-1",
@@ -28,14 +31,16 @@ SEARCH = {
     ],
 }
 WORDS = {
-    "digits": ["--steps=60", "--evaluation.every=12"],
+    "digits": ["--steps=150", "--evaluation.every=30"],
     "bytes": [
         *("--steps=40", "--evaluation.every=10", "--evaluation.batches=8", "--batch=8"),
         *("--model.layers=1", "--model.d-model=64", "--model.d-ff=128", "--model.heads=1"),
         *("--model.kv-heads=1", "--model.ngrams=0", "--evaluation.final-batches=8"),
     ],
 }
-TRIALS = {"digits": 10, "bytes": 6}
+TRIALS = {"digits": 12, "bytes": 10}
+ENDED = ("done", "stopped early")
+KILLS, WORKERS = 10, 4
 
 
 def tuned(recipe: str, way: str, seed: int, folder: Path) -> dict[str, Any]:
@@ -113,10 +118,60 @@ def run(recipe: str, way: str, out: Path, seed: int) -> None:
         file.write(json.dumps({"recipe": recipe, "way": way, "seed": seed, **made}) + "\n")
 
 
+def kills(recipe: str, out: Path, seed: int) -> None:
+    """Kills workers at random, and counts trials that are missing and steps that a run has twice or lacks."""
+    import psutil
+
+    from systolic.artifact.record import load_run
+
+    chance, killed = random.Random(seed), 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "s"
+        line = [sys.executable, "-m", "systolic", "tune", recipe, *WORDS[recipe], *SEARCH[recipe]]
+        line += [
+            "--checkpoints.every=10",
+            f"--study={folder}",
+            f"--trials={TRIALS[recipe]}",
+            f"--workers={WORKERS}",
+        ]
+        began = time.perf_counter()
+        search = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while search.poll() is None:
+            time.sleep(chance.uniform(4, 16))
+            # Only after the first trial has begun: a study whose workers all die before is given up.
+            if killed < KILLS and [*folder.glob("trials/*/checkpoints/[0-9]*")]:
+                workers = list(psutil.Process(search.pid).children())
+                if workers:
+                    chance.choice(workers).kill()
+                    killed += 1
+        seconds = time.perf_counter() - began
+        study = json.loads((folder / "study.json").read_text())
+        rows = study["trials"]
+        uneven = 0
+        for row in rows:
+            if row["state"] in ("done", "stopped early"):
+                steps = [record["step"] for record in load_run(Path(row["run"])).train]
+                uneven += steps != list(range(1, row["step"] + 1))
+        found = {
+            "code": search.returncode,
+            "kills": killed,
+            "seconds": seconds,
+            "states": Counter(row["state"] for row in rows),
+            "lost": TRIALS[recipe] - len({row["number"] for row in rows if row["state"] in ENDED}),
+            "double": len(rows) - len({row["number"] for row in rows}) + uneven,
+            "sessions": sum(load_run(Path(row["run"])).num_sessions for row in rows),
+        }
+    with out.open("a") as file:
+        file.write(json.dumps({"recipe": recipe, "way": "kills", "seed": seed, **found}) + "\n")
+
+
 def table(path: Path) -> None:
     """The best value after so many trials and seconds, and the time beside the trainings."""
     for line in path.read_text().splitlines():
         one = json.loads(line)
+        if one["way"] == "kills":
+            print(line)
+            continue
         best: list[float] = []
         better = max if one["recipe"] == "digits" else min
         for value in one["values"]:
@@ -127,7 +182,7 @@ def table(path: Path) -> None:
         beside = one["seconds"] - sum(one["training"])
         print(
             f"{one['recipe']:<7}{one['way']:<7}seed {one['seed']}  best after",
-            *(f"{n}: {best[n - 1]:.4f}" for n in (3, 6, 10) if n <= len(best)),
+            *(f"{n}: {best[n - 1]:.4f}" for n in (3, 6, 9, 12) if n <= len(best)),
             f" {one['seconds']:.0f} s, median training {statistics.median(one['training']):.1f} s,"
             f" beside it {beside / count * 1e3:.0f} ms a trial ({beside / one['seconds']:.1%});"
             f" {sum(v is None for v in one['values'])} of {len(one['values'])} ended early",
@@ -137,6 +192,8 @@ def table(path: Path) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "table":
         table(Path(sys.argv[2]))
+    elif sys.argv[1] == "kills":
+        kills(sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]) if len(sys.argv) > 4 else 0)
     else:
         run(
             sys.argv[2],

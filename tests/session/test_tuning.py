@@ -1,5 +1,6 @@
 """Trials of a search as real runs of a tiny recipe, in this process."""
 
+import itertools
 import json
 import shutil
 from collections.abc import Sequence
@@ -17,12 +18,15 @@ from systolic.chips import slice
 from systolic.cli.main import main
 from systolic.cli.tune import tuning_of
 from systolic.core.errors import OptionError, RunError
+from systolic.report.tune.page import render, write_page
 from systolic.session.trials import BEGUN, TrialWatcher, TrialWorker
 from systolic.session.tuning import Tuning, with_values
 from systolic.tuning import sampling
 from systolic.tuning.results import StudyResult, importance, rows_of
 from systolic.tuning.worker import this_worker
+from tests.report.run.test_page import Page
 
+CHROMIUM = Path("/usr/bin/chromium")
 RECIPE = f"{Path(__file__).parents[1] / 'training' / 'tiny.py'}:job"
 
 
@@ -77,6 +81,13 @@ def test_trials_are_runs_and_the_same_command_goes_on(
     assert line.startswith(
         f"systolic train {RECIPE} --learning-rate {best.values['learning-rate']}"
     )
+    page = Page(render(made.with_command(result, []), folder))
+    assert f"best: loss {best.figures['loss']:.4g} with learning-rate" in page.text
+    assert f"systolic train {RECIPE} --learning-rate {best.values['learning-rate']}" in page.text
+    links = [value for name, value in page.attributes if name == "href"]
+    assert links == ["trials/0000/report.html", "trials/0001/report.html"]
+    assert all((folder / link).is_file() for link in links)
+    assert "time run" in page.text  # no column of costs, which nothing has
     # A smaller total takes no trial from the study, and there is nothing to run.
     assert main(["tune", RECIPE, *words, "--trials=1", f"--study={folder}", "--json"]) == 0
     told = capsys.readouterr()
@@ -224,6 +235,44 @@ def test_several_objectives_make_a_front(tmp_path: Path) -> None:
     smallest = min(result.rows, key=lambda row: row.figures["parameters"])
     assert smallest in result.front
     assert result.best in result.front
+    text = Page(render(result, made.folder)).text
+    assert text.count("Loss against parameters") == text.count("Loss against accuracy") == 1
+    assert "stopped early, its last evaluation" not in text
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CHROMIUM.exists(), reason="Debian's chromium is not installed")
+def test_the_page_fits_wide_and_narrow_windows(tmp_path: Path) -> None:
+    from playwright.sync_api import sync_playwright
+
+    words = ["--search=dropout=0.1,0.2", "--search=batch=8,16", "--search=checkpoints.every=4,8"]
+    words += ["--search=evaluation.every=4,8", RATES, "--search=scale=0.5..1.0"]
+    folder = tmp_path / "study"
+    made = tuning(folder, *words, "--trials=4", "--sampler=random", "--objective=max:accuracy")
+    page_file = write_page(made.with_command(work(made), []), folder)
+    problems: list[str] = []
+    with sync_playwright() as played:
+        browser = played.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page()
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("console", lambda said: problems.append(said.text))
+        for width in (1200, 390):
+            page.set_viewport_size({"width": width, "height": 900})
+            page.goto(page_file.as_uri())
+            assert page.evaluate("document.documentElement.scrollWidth") == width
+            # All axes have room for their names, beside each other; the card scrolls.
+            boxes = [each.bounding_box() for each in page.locator(".parallel em").all()]
+            assert len(boxes) == 7
+            for left, right in itertools.pairwise(boxes):
+                assert left is not None
+                assert right is not None
+                assert left["x"] + left["width"] <= right["x"]
+        assert page.locator("path.so-far").get_attribute("d")
+        page.locator("td a").first.click()
+        assert page.locator("header .kicker").inner_text().startswith("Systolic")
+        assert page.url.endswith("trials/0000/report.html")
+        browser.close()
+    assert problems == []
 
 
 def test_an_unknown_metric_is_told_before_any_trial(tmp_path: Path) -> None:

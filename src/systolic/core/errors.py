@@ -78,3 +78,8 @@ def called(option: str) -> Generator[None]:
     except SystolicError as error:
         error.args = (str(error).replace("--path", option),)
         raise
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error of JAX says that a device had too little memory."""
+    return any(words in str(error) for words in ("RESOURCE_EXHAUSTED", "Out of memory"))

@@ -81,6 +81,24 @@ def ends_cleanly() -> Generator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+@contextmanager
+def remembered(signals: list[int]) -> Generator[None]:
+    """Appends SIGTERM and Ctrl-C to a list while it is open, in the main thread; code within may handle them itself."""
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        del frame
+        signals.append(number)
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {each: signal.signal(each, remember) for each in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
 _at_once: list[bool] = []
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from systolic.artifact.weights import Weights
 from systolic.chips.host import memory_bytes
-from systolic.core.errors import OptionError
+from systolic.core.errors import OptionError, is_out_of_memory
 from systolic.core.units import si
 from systolic.data.audio.recordings import Recordings
 from systolic.data.text.sentences import Sentences
@@ -28,8 +28,6 @@ from systolic.steps.steps import StepFunctions
 
 PREFILL, DECODE, CALL = "prefill", "decode", "call"
 """Stages: a prompt, one token of each text, a batch."""
-MEMORY = "RESOURCE_EXHAUSTED", "Out of memory"
-"""Words in the errors of a device without memory."""
 Clock = Callable[[], float]
 
 
@@ -162,7 +160,7 @@ def medians(
         try:
             call.seconds(clock)
         except jax.errors.JaxRuntimeError as error:
-            if not any(words in str(error) for words in MEMORY):
+            if not is_out_of_memory(error):
                 raise
             raise _too_large(call.sizes()) from error
     found: list[list[dict[str, float]]] = [[] for _ in calls]

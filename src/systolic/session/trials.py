@@ -9,14 +9,20 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from systolic.artifact.access import is_held
 from systolic.artifact.record import load_run
 from systolic.artifact.run import JOB
 from systolic.chips import slice
-from systolic.core.errors import LayoutError, OptionError, RunError, SystolicError
+from systolic.core.errors import (
+    LayoutError,
+    OptionError,
+    RunError,
+    SystolicError,
+    is_out_of_memory,
+)
+from systolic.core.leave import remembered
 from systolic.job import Job, Split
 from systolic.planning.goal import HOUR, hourly
 from systolic.session.forecast import forecast_step
@@ -35,8 +41,6 @@ BEGUN = 5
 """Times that a trial is begun at one checkpoint, each ended by the end of its process, before it is given up."""
 FAILURES = 3
 """Trials in a row without a result after which a worker stops."""
-MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory")
-"""Words in the errors of a device without memory."""
 
 
 class StoppedTrialError(Exception):
@@ -72,7 +76,8 @@ class TrialWorker:
         """
         failed: list[str] = []
         self._check_metrics()
-        with self._signalled():
+        # Those that come between trainings, which have a handler of their own.
+        with remembered(self._signals):
             while not self._signals:
                 record = self.shared.claim(self.tuning.trials, this_worker(), self._is_busy)
                 if record is None:
@@ -160,7 +165,7 @@ class TrialWorker:
                 shared.fail(trial, worker, str(error))
                 return str(error)
             except Exception as error:
-                if not any(word in str(error) for word in MEMORY):
+                if not is_out_of_memory(error):
                     raise
                 return self._out_of_memory(trial)
             return self._judge(trial, result, watcher, known)
@@ -296,25 +301,6 @@ class TrialWorker:
             return reason
         shared.finish(trial, worker, [float(value) for value in values if value is not None], "")
         return ""
-
-    @contextlib.contextmanager
-    def _signalled(self) -> Generator[None]:
-        """Remembers signals that come between trainings, which have a handler of their own."""
-
-        def remember(number: int, frame: FrameType | None) -> None:
-            del frame
-            self._signals.append(number)
-
-        before = {}
-        if threading.current_thread() is threading.main_thread():
-            before = {
-                each: signal.signal(each, remember) for each in (signal.SIGTERM, signal.SIGINT)
-            }
-        try:
-            yield
-        finally:
-            for each, handler in before.items():
-                signal.signal(each, handler)
 
 
 @dataclass(kw_only=True)

@@ -1,17 +1,15 @@
 """The processes of a search on this machine: started, watched, started again after a kill, stopped together."""
 
-import contextlib
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 
 from systolic.core.errors import OptionError, RunError
+from systolic.core.leave import remembered
 from systolic.session.tuning import Tuning
 from systolic.tuning.luck import Repeated
 from systolic.tuning.results import StudyResult, importance, rows_of
@@ -52,7 +50,7 @@ class Processes:
     stopped: str = ""
     """Why the search ended before all trials were done."""
     interrupted: bool = False
-    _asked: int = field(default=0, init=False)
+    _asked: list[int] = field(default_factory=list, init=False)
     _finished: int = field(default=0, init=False)
     _deaths: int = field(default=0, init=False)
 
@@ -71,7 +69,7 @@ class Processes:
         if before.finished >= before.total:
             return before
         running: dict[int, subprocess.Popen[bytes]] = {}
-        with self._signalled():
+        with remembered(self._asked):
             try:
                 for number in range(self.count):
                     running[number] = self._start(number)
@@ -140,7 +138,7 @@ class Processes:
     def _stop(self, running: dict[int, subprocess.Popen[bytes]]) -> None:
         self.interrupted = True
         for each in running.values():
-            if self._asked > 1:
+            if len(self._asked) > 1:
                 each.kill()
             else:
                 each.terminate()
@@ -168,23 +166,6 @@ class Processes:
             )
         self.tell(f"worker {number} ended by {how}; its trial goes on in a new process")
         running[number] = self._start(number)
-
-    @contextlib.contextmanager
-    def _signalled(self) -> Generator[None]:
-        def remember(number: int, frame: FrameType | None) -> None:
-            del number, frame
-            self._asked += 1
-
-        before = {}
-        if threading.current_thread() is threading.main_thread():
-            before = {
-                each: signal.signal(each, remember) for each in (signal.SIGTERM, signal.SIGINT)
-            }
-        try:
-            yield
-        finally:
-            for each, handler in before.items():
-                signal.signal(each, handler)
 
 
 def repeated(best: StudyResult, repeats: StudyResult) -> Repeated:

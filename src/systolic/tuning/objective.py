@@ -109,7 +109,7 @@ def _mode(text: str, direction: str | None, name: str, evaluation: Evaluation) -
         return evaluation.mode
     if name in COSTS or name == "loss":
         return Mode.min
-    known = [evaluation.metric, "loss", *COSTS]
+    known = list(dict.fromkeys([evaluation.metric, "loss", *COSTS]))
     raise OptionError(
         f"--objective {name} has no direction{nearest(name, known)}; give min:{name} or max:{name}, or one of {', '.join(known)}"
     )

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,8 @@ class TrialChart:
 class Coordinates:
     """Parallel coordinates: an axis for each option and for the first objective, a line for each trial."""
 
-    axes: Sequence[tuple[float, str, str, str]]
-    """Per cent from the left, name, lowest and highest label."""
+    axes: Sequence[tuple[float, str, str, str, str]]
+    """Per cent from the left, name, its last word where no other option has it, lowest and highest label."""
     lines: Sequence[tuple[str, str, str]]
     """SVG path, class, text."""
 
@@ -88,6 +88,10 @@ def render(study: StudyResult, folder: Path) -> str:
         "names": [one.name for one in study.searched],
         "aims": [aim.name for aim in study.aims],
         "label": figures.label,
+        # An objective has a column of its own.
+        "timed": all(aim.name != "seconds" for aim in study.aims),
+        "priced": readings.spent(study) is not None
+        and all(aim.name != "dollars" for aim in study.aims),
         "rows": [_table_row(study, row, folder) for row in study.rows[-MOST_ROWS:]],
         "hidden": max(len(study.rows) - MOST_ROWS, 0),
     }
@@ -129,7 +133,7 @@ def history(study: StudyResult) -> TrialChart | None:
     if not so_far:
         return None
     x = curves.linear_axis(0, max(study.total - 1, 1))
-    y = _axis([row.figures[aim.name] for row in shown if row.is_done])
+    y = _axis(aim.name, [row.figures[aim.name] for row in shown if row.is_done])
     steps: list[tuple[float, float]] = []
     for number, value in so_far:
         steps += [(number, steps[-1][1] if steps else value), (number, value)]
@@ -153,7 +157,8 @@ def front(study: StudyResult) -> list[TrialChart]:
         points = [(row.figures[aim.name], row.figures[first.name], row) for row in study.done]
         if not points:
             continue
-        x, y = _axis([p[0] for p in points]), _axis([p[1] for p in points])
+        x = _axis(aim.name, [p[0] for p in points])
+        y = _axis(first.name, [p[1] for p in points])
         kept = {row.number for row in study.front}
         line = sorted((a, b) for a, b, row in points if row.number in kept)
         found.append(
@@ -181,10 +186,17 @@ def coordinates(study: StudyResult) -> Coordinates | None:
     y = curves.linear_axis(min(values), max(values))
     low, high = (readings.figure(aim.name, one) for one in (min(values), max(values)))
     count = len(study.searched)
+    words = [one.name.rpartition(".")[2] for one in study.searched]
     axes = [
-        (round(i / count * 100, 2), one.name, *_ends(one)) for i, one in enumerate(study.searched)
+        (
+            round(i / count * 100, 2),
+            one.name,
+            words[i] if words.count(words[i]) == 1 else one.name,
+            *_ends(one),
+        )
+        for i, one in enumerate(study.searched)
     ]
-    axes.append((100.0, figures.label(aim.name), low, high))
+    axes.append((100.0, aim.name, figures.label(aim.name), low, high))
     lines = []
     for rank, row in reversed(list(enumerate(best_first))):
         places = [(i / count, _place(one, row)) for i, one in enumerate(study.searched)] + [
@@ -214,10 +226,13 @@ def _ends(one: Searched) -> tuple[str, str]:
     return readings.value_text(one.low), readings.value_text(one.high)
 
 
-def _axis(values: Sequence[float]) -> PlotAxis:
+def _axis(name: str, values: Sequence[float]) -> PlotAxis:
     low, high = min(values), max(values)
     pad = (high - low) * PAD or abs(high) * PAD or 1.0
-    return curves.linear_axis(low - pad, high + pad)
+    axis = curves.linear_axis(low - pad, high + pad)
+    if not figures.is_share(name):
+        return axis
+    return replace(axis, ticks=tuple((at, f"{at * 100:g} %") for at, _ in axis.ticks))
 
 
 def _dot(study: StudyResult, row: TrialRow, x: float, y: float) -> TrialDot:

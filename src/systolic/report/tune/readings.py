@@ -57,7 +57,7 @@ def verdict(study: StudyResult) -> Verdict:
     if best is None:
         return Verdict(word="no result", sentence=_reason(study), tone=Tone.bad)
     found = f"best: {objectives(study, best)} with {settings(best)} (trial {best.number})"
-    if len(study.aims) > 1:
+    if len(study.front) > 1:
         found = (
             f"{figures.plural(len(study.front), 'trial')} that no other beats in every objective"
         )
