@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from systolic.job import Optimizer, OptimizerKind, Schedule, ScheduleKind
-from systolic.steps.state import Rates
+from systolic.steps.state import UpdateRates
 
 STACKED = ("layers", "experts", "stages")
 """Logical dims that stack copies of a matrix."""
@@ -72,7 +72,7 @@ def build(
     learning_rate: Callable[[Any], Any],
     axes: Axes,
     factors: Mapping[str, float] | None = None,
-    rates: Rates | None = None,
+    rates: UpdateRates | None = None,
 ) -> optax.GradientTransformation:
     """The update rule over a flat dict of parameters; gradients arrive clipped.
 
@@ -82,7 +82,7 @@ def build(
     ``factors`` are of the updates of single parameters, see :meth:`systolic.job.Model.update_factor`. Decay is added
     after them: a matrix that moves less forgets no slower (but for those of muon that have a factor).
     """
-    sized, rates = scaled_updates(factors or {}), rates or Rates.of(value)
+    sized, rates = scaled_updates(factors or {}), rates or UpdateRates.of(value)
     matrices = {name: is_matrix(dims) for name, dims in axes.items()}
     b1 = value.b1 if value.b1 is not None else {OptimizerKind.muon: 0.95}.get(value.kind, 0.9)
     b2 = (
@@ -163,7 +163,7 @@ def _muon(
     betas: tuple[float, float],
     learning_rate: Callable[[Any], Any],
     axes: Axes,
-    rates: Rates,
+    rates: UpdateRates,
 ) -> optax.GradientTransformation:
     """Muon for hidden matrices, undecayed AdamW for embeddings, heads and vectors (Jordan 2024)."""
     return optax.contrib.muon(

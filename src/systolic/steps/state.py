@@ -67,7 +67,7 @@ class LossScale:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rates:
+class UpdateRates:
     """Constants of the update rule that are inputs of the train step, so that another rate needs no other program."""
 
     learning_rate: Any
@@ -77,7 +77,7 @@ class Rates:
     weight_decay: Any
 
     @classmethod
-    def of(cls, value: Optimizer) -> "Rates":
+    def of(cls, value: Optimizer) -> "UpdateRates":
         """Those of an optimizer, as numbers."""
         adam = value.adam_learning_rate or value.learning_rate
         return cls(
@@ -105,7 +105,7 @@ class TrainState:
     scale: LossScale | None
     """Loss scale, in float16 only."""
     guard: GuardState
-    rates: Rates | None
+    rates: UpdateRates | None
     """Of the job; None in what a checkpoint holds."""
 
     @property

@@ -24,7 +24,7 @@ from systolic.steps import flops, storage
 from systolic.steps.network import Arrays, ModelStructure
 from systolic.steps.optimizer import build, num_updates, schedule
 from systolic.steps.sharding import batch_specs, check_fields, optimizer_specs, parameter_spec
-from systolic.steps.state import GuardState, LossScale, Rates, TrainState
+from systolic.steps.state import GuardState, LossScale, TrainState, UpdateRates
 from systolic.steps.target import MeshTarget
 
 Batch = Mapping[str, jax.Array]
@@ -57,7 +57,7 @@ class StepFunctions:
         self.job, self.target = job, target
         self.batch_size = job.batch.resolve(target.layout)
         self.network = ModelStructure(job.model, target, job.adapter, job.quantization)
-        self.rates = Rates.of(job.optimizer)
+        self.rates = UpdateRates.of(job.optimizer)
         self._axes = {
             path: dims or (None,) * self.network.params[path].ndim
             for path, dims in self.network.axes.items()
@@ -267,10 +267,10 @@ class StepFunctions:
         assert state.rates is not None
         return self._schedule(state.rates)(num_updates(state.optimizer))
 
-    def _schedule(self, rates: Rates) -> Any:
+    def _schedule(self, rates: UpdateRates) -> Any:
         return schedule(self.job.schedule, self.job.steps, rates.learning_rate)
 
-    def _rule(self, rates: Rates) -> optax.GradientTransformation:
+    def _rule(self, rates: UpdateRates) -> optax.GradientTransformation:
         """The update rule with rates of the job or of a state; its state is of the same form with any."""
         return build(self.job.optimizer, self._schedule(rates), self._axes, self._factors, rates)
 
