@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,8 @@ def test_an_int8_file_computes_in_whole_numbers_and_the_edge_tpu_takes_it(
     settings = ExportSettings(quantization=LiteQuantization.int8, edge_tpu=True)
     made = written(model, tmp_path / "m.tflite", settings)
     assert not made.measured_calibrate
+    with zipfile.ZipFile(made.path) as archive:
+        assert archive.read("labels.txt").decode().split() == list("0123456789")
     said = "\n".join(replace(made, measured_calibrate=True).lines())
     assert "it was measured on rows that it was calibrated on, and looks better" in said
     # Without --edge-tpu, dense layers have a scale for each output; the report names what mends it.

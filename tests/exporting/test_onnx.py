@@ -34,19 +34,20 @@ file, inputs = sys.argv[1:]
 session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
 made = session.run(None, dict(np.load(inputs)))
 assert "systolic" not in sys.modules and "jax" not in sys.modules
-print(json.dumps([[one.shape for one in session.get_inputs()], made[0].tolist()]))
+about = session.get_modelmeta().custom_metadata_map
+print(json.dumps([[one.shape for one in session.get_inputs()], made[0].tolist(), about]))
 """
 
 
-def alone(file: Path, inputs: dict[str, np.ndarray], tmp_path: Path) -> tuple[Any, np.ndarray]:
-    """Shapes of a file's inputs and its first output, in a process that has only the runtime."""
+def alone(file: Path, inputs: dict[str, np.ndarray], tmp_path: Path) -> tuple[Any, ...]:
+    """Shapes of a file's inputs, its first output and its metadata, in a process that has only the runtime."""
     given: dict[str, Any] = dict(inputs)
     np.savez(tmp_path / "inputs.npz", **given)
     command = [sys.executable, "-c", ALONE, str(file), str(tmp_path / "inputs.npz")]
     env = {**os.environ, "PYTHONPATH": str(PACKAGES)}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
-    shapes, made = json.loads(done.stdout)
-    return shapes, np.array(made)
+    shapes, made, about = json.loads(done.stdout)
+    return shapes, np.array(made), about
 
 
 @pytest.mark.slow
@@ -57,7 +58,8 @@ def test_a_file_has_the_outputs_of_its_source_for_any_batch(tmp_path: Path) -> N
     assert made.differences["logits"].examples == 3  # one of them was called alone too
     rows = np.random.default_rng(0).integers(0, 256, (7, 8, 8, 1)).astype(np.float32)
     source = model.source_outputs("logits", {"image": rows})["logits"]
-    shapes, found = alone(tmp_path / "m.onnx", {"image": rows}, tmp_path)
+    shapes, found, about = alone(tmp_path / "m.onnx", {"image": rows}, tmp_path)
+    assert json.loads(about["labels"]) == list("0123456789")
     assert shapes == [["batch", 8, 8, 1]]
     np.testing.assert_allclose(found, source, atol=1e-4)
 

@@ -20,6 +20,7 @@ from systolic.exporting.difference import difference
 from systolic.exporting.examples import example_inputs
 from systolic.exporting.functions import exportable
 from systolic.exporting.inference import run
+from systolic.exporting.outside import described, metadata, text_notes
 from systolic.exporting.settings import ExportSettings
 from systolic.exporting.stablehlo import export_stablehlo, serialized
 from systolic.interop.importing import structure_of
@@ -143,6 +144,17 @@ def test_a_program_computes_what_the_model_does(name: str, tmp_path: Path) -> No
         chances = np.asarray(jax.nn.softmax(value))
         value = -np.sort(-chances, axis=-1)[:, : wanted.shape[1]]
     np.testing.assert_allclose(value, wanted, atol=1e-5)
+
+
+def test_what_is_written_before_a_text_is_said() -> None:
+    job = tiny.JOBS["embeddings"]()
+    job = replace(job, data=replace(job.data, before="query: ", lower=True))
+    assert described(job) == {"before": "query: ", "lower": True}
+    assert metadata(job) == {"before": "query: ", "lower": "true"}
+    (before, lower) = text_notes(job)
+    assert before.startswith("'query: ' is written before each text here, which no program does")
+    assert lower.startswith("texts are read in lower case here")
+    assert not text_notes(tiny.JOBS["decoder"]())
 
 
 def test_the_readme_reloads_it_without_this_package(tmp_path: Path) -> None:

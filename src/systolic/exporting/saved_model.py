@@ -15,6 +15,7 @@ from systolic.core.errors import MissingExtraError, RunError
 from systolic.exporting.difference import joined
 from systolic.exporting.examples import ExampleInputs
 from systolic.exporting.inference import ExportableModel
+from systolic.exporting.outside import LABELS, label_lines
 from systolic.exporting.plain import each_platform
 from systolic.exporting.result import ModelExport
 from systolic.exporting.saved_model_child import FAILURE, MISSING, PARAMS, REQUEST
@@ -71,6 +72,8 @@ def export_saved_model(
             differences[name] = joined(list(zip(source, found, strict=True)))
             differences[name].check(f"signature {name} of the SavedModel", model.tolerance)
         folder.add(f"{VERSION}/{ABOUT}", _readme(model, out).encode())
+        if lines := label_lines(model.job):
+            folder.add(f"{VERSION}/assets.extra/{LABELS}", lines)
         folder.rename()
     return ModelExport.of(model, out, "savedmodel", differences, examples)
 

@@ -16,6 +16,7 @@ from systolic.core.errors import OptionError, RunError
 from systolic.exporting.difference import ExportDifference, joined
 from systolic.exporting.examples import ExampleInputs
 from systolic.exporting.inference import ExportableModel, Inference, run
+from systolic.exporting.outside import described
 from systolic.exporting.plain import each_platform
 from systolic.exporting.result import ModelExport
 from systolic.exporting.settings import ExportSettings
@@ -154,7 +155,8 @@ def _manifest(
             }
             for name, function in model.functions.items()
         },
-        "labels": list(model.job.data.labels()),
+        "labels": [],
+        **described(model.job),
     }
 
 

@@ -41,17 +41,38 @@ class ProgramFormat(NamedTuple):
     """Of the one file that it writes; "" for a folder."""
     codes: bool = False
     """Whether quantized matrices stay in codes of 8 bits."""
+    labels: str = ""
+    """Where the names of classes are."""
 
 
 WRITERS = {
     LITERT: ProgramFormat(
-        "systolic.exporting.litert.export", "export_litert", "check_litert", ".tflite"
+        "systolic.exporting.litert.export",
+        "export_litert",
+        "check_litert",
+        ".tflite",
+        labels="labels.txt inside, which unzip -p shows",
     ),
-    "onnx": ProgramFormat("systolic.exporting.onnx.export", "export_onnx", "check_onnx", ".onnx"),
+    "onnx": ProgramFormat(
+        "systolic.exporting.onnx.export",
+        "export_onnx",
+        "check_onnx",
+        ".onnx",
+        labels="labels of its metadata, a JSON list",
+    ),
     "savedmodel": ProgramFormat(
-        "systolic.exporting.saved_model", "export_saved_model", "check_tensorflow", codes=True
+        "systolic.exporting.saved_model",
+        "export_saved_model",
+        "check_tensorflow",
+        codes=True,
+        labels="1/assets.extra/labels.txt",
     ),
-    "stablehlo": ProgramFormat("systolic.exporting.stablehlo", "export_stablehlo", codes=True),
+    "stablehlo": ProgramFormat(
+        "systolic.exporting.stablehlo",
+        "export_stablehlo",
+        codes=True,
+        labels="labels of manifest.json",
+    ),
 }
 """Formats of programs."""
 MOST_NAMES = 20
@@ -89,7 +110,7 @@ def export_program(
     from systolic.exporting.codes import with_codes
     from systolic.exporting.examples import example_inputs
     from systolic.exporting.functions import exportable
-    from systolic.steps.tasks.classification import Classification
+    from systolic.exporting.outside import class_names, text_notes
 
     if to not in WRITERS:
         raise OptionError(f"to is {to!r}; programs are written as {' or '.join(WRITERS)}")
@@ -108,14 +129,24 @@ def export_program(
     weights = {name: np.asarray(array) for name, array in model.plain_weights.items()}
     leaving = exportable(model.job, weights, settings.precision, settings.sizes)
     leaving, notes = with_codes(leaving, kept=form.codes)
-    notes = (*notes, *_warnings(model.job), *_length_note(model.job, settings.sequence))
+    notes = (*notes, *_warnings(model.job), *text_notes(model.job))
+    notes = (*notes, *_length_note(model.job, settings.sequence))
     examples = example_inputs(leaving, settings.examples, settings.inputs)
     if settings.sizes:
         for name, function in leaving.functions.items():
             leaving.check_memory(name, next(examples.calls(function)))
     made = functions[form.write](leaving, examples, out, settings, say)
-    names = model.job.data.labels() if isinstance(model.job.task, Classification) else ()
-    return replace(made, notes=(*notes, *classes_note(names, path)))
+    return replace(made, notes=(*notes, *_classes(class_names(model.job), form.labels)))
+
+
+def _classes(names: Sequence[str], where: str) -> list[str]:
+    """The line that says the classes in the order of the outputs; none where they have no names."""
+    if not names:
+        return []
+    shown = ", ".join(names)
+    if len(names) > MOST_NAMES:
+        shown = f"{names[0]} to {names[-1]} ({len(names)})"
+    return [f"classes in the order of its outputs: {shown}; their names are in {where}"]
 
 
 def _opened(
@@ -165,19 +196,3 @@ def _length_note(job: Job, sequence: int) -> list[str]:
     return [
         f"texts of {sequence} tokens are longer than the {job.data.context} of a row in training; what lies beyond is worse"
     ]
-
-
-def classes_note(names: Sequence[str], path: Path) -> tuple[str, ...]:
-    """The line that says the classes in the order of the outputs, which no program holds; none where they have no names.
-
-    Args:
-        names: Of the classes.
-        path: The model, which says those that the line leaves out.
-    """
-    if not names:
-        return ()
-    if len(names) <= MOST_NAMES:
-        return (f"class names are not in it; in the order of its outputs: {', '.join(names)}",)
-    return (
-        f"class names are not in it; the order of its outputs, {names[0]} to {names[-1]} ({len(names)}), is that of systolic.open({str(path)!r}).job.data.labels()",
-    )

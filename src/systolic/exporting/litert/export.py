@@ -31,6 +31,7 @@ from systolic.exporting.litert.rows import (
     evaluation_rows,
     uncalibrated,
 )
+from systolic.exporting.outside import with_labels
 from systolic.exporting.packages import package_folder
 from systolic.exporting.plain import plain_platform
 from systolic.exporting.settings import LITERT, ExportSettings, LiteQuantization
@@ -217,7 +218,7 @@ def export_litert(
     apart = difference(source, made)
     if settings.quantization is LiteQuantization.none:
         apart.check(f"the exported {function.name}", EXACT)
-    graph = graph_of(content, str(out))
+    graph = graph_of(content := with_labels(content, model.job), str(out))
     write_file(out, content)
     return LiteExport(
         path=out,

@@ -84,6 +84,17 @@ def convert(folder: Path, request: dict[str, Any]) -> None:
         output_path=str(folder / PROGRAM),
         export_mode="web",  # one file, weights inside
     )
+    _describe(folder / PROGRAM, request["metadata"])
+
+
+def _describe(file: Path, metadata: dict[str, str]) -> None:
+    """Adds metadata to a file: of messages that follow each other the fields are joined."""
+    onnx: Any = import_module("onnx")  # of the packages in the cache
+
+    more = onnx.ModelProto()
+    import_module("onnx.helper").set_model_props(more, metadata)
+    with file.open("ab") as opened:
+        opened.write(more.SerializeToString())
 
 
 def _replaced(equation: Any, given: list[Any]) -> list[Any] | None:

@@ -17,6 +17,7 @@ from systolic.exporting.difference import joined
 from systolic.exporting.examples import ExampleInputs
 from systolic.exporting.inference import ExportableModel, Inference
 from systolic.exporting.onnx import child
+from systolic.exporting.outside import metadata
 from systolic.exporting.packages import package_folder
 from systolic.exporting.plain import plain_platform
 from systolic.exporting.result import ModelExport
@@ -130,6 +131,7 @@ def _write_request(
         "limits": [f"{dim} <= {most}" for dim, most in limits if dim in function.free],
         "params": [[path, one.dtype.name, list(one.shape)] for path, one in params.items()],
         "calls": len(calls),
+        "metadata": metadata(model.job),
     }
     (work / child.REQUEST).write_text(json.dumps(request))
     return calls
