@@ -18,7 +18,7 @@ from systolic.models.masking import Logits, Masking
 from systolic.models.order import Order
 from systolic.models.splash import LongCausalMask, active_blocks, splash_attention
 from tests.models.test_attention import inputs, target
-from tests.models.test_decoder import arrays, module
+from tests.models.test_decoder import arrays, logits_of, module
 from tests.steps import tiny
 
 GEMMA = replace(
@@ -123,10 +123,11 @@ def test_blocks_of_a_window(block: tuple[int, int], order: Order | None, window:
 def test_a_cache_gives_the_logits_of_the_whole_text(config: Decoder) -> None:
     net = module(config)
     tokens, segments, positions = arrays(10, [10])
-    whole = net(tokens, segments, positions)
+    whole = logits_of(net, tokens, segments, positions)
     extend = jax.jit(lambda *given: net.extend(*given))
     prompt = jnp.zeros((1, 8), jnp.int32).at[:, :5].set(tokens[:, :5])
-    hidden, cache = net.prefill(prompt, jnp.array([5]), 16, jnp.float32)
+    start = jax.jit(lambda prompt: net.prefill(prompt, jnp.array([5]), 16, jnp.float32))
+    hidden, cache = start(prompt)
     np.testing.assert_allclose(net.logits(hidden)[0, :5], whole[0, :5], atol=1e-4)
     for index in range(5, 10):
         logits, cache = extend(tokens[:, index], cache)
@@ -150,7 +151,7 @@ def test_a_window_reaches_as_far_as_its_layers() -> None:
 
 def test_output_logits_stay_below_their_cap() -> None:
     net = module(GEMMA)
-    logits = net(*arrays(12, [12]))
+    logits = logits_of(net, *arrays(12, [12]))
     assert 0.3 < float(jnp.abs(logits).max()) < 0.4
 
 

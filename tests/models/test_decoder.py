@@ -1,6 +1,7 @@
 """The decoder against its definition: causal, blind to other documents, the same with a cache."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,16 @@ def module(config: Decoder, seed: int = 0):
     return steps.network.module(params, rest, train=False)
 
 
+def logits_of(net: Any, *given: jax.Array) -> jax.Array:
+    """Of tokens, segments and positions, in one program: op by op each of them would be compiled."""
+    graph, state = nnx.split(net)
+
+    def call(state: Any, *given: jax.Array) -> Any:
+        return nnx.capture(nnx.merge(graph, state), nnx.Intermediate)(*given)[0]
+
+    return jax.jit(call)(state, *given)
+
+
 def arrays(sequence: int, segments: list[int]) -> tuple[jax.Array, jax.Array, jax.Array]:
     rng = np.random.default_rng(0)
     tokens = jnp.asarray(rng.integers(0, 64, (1, sequence)), jnp.int32)
@@ -42,8 +53,8 @@ def arrays(sequence: int, segments: list[int]) -> tuple[jax.Array, jax.Array, ja
 def test_a_token_does_not_see_later_ones(config: Decoder) -> None:
     net = module(config)
     tokens, segments, positions = arrays(12, [12])
-    before = net(tokens, segments, positions)
-    after = net(tokens.at[0, 7].add(1), segments, positions)
+    before = logits_of(net, tokens, segments, positions)
+    after = logits_of(net, tokens.at[0, 7].add(1), segments, positions)
     np.testing.assert_allclose(before[0, :7], after[0, :7], atol=1e-5)
     assert not np.allclose(before[0, 7:], after[0, 7:], atol=1e-3)
 
@@ -52,9 +63,9 @@ def test_a_token_does_not_see_later_ones(config: Decoder) -> None:
 def test_packed_documents_do_not_see_each_other(config: Decoder) -> None:
     net = module(config)
     tokens, segments, positions = arrays(12, [5, 7])
-    packed = net(tokens, segments, positions)
+    packed = logits_of(net, tokens, segments, positions)
     ones = jnp.ones((1, 7), jnp.int32)
-    alone = net(tokens[:, 5:], ones, jnp.arange(7)[None])
+    alone = logits_of(net, tokens[:, 5:], ones, jnp.arange(7)[None])
     np.testing.assert_allclose(packed[0, 5:], alone[0], atol=1e-4)
 
 
@@ -66,12 +77,14 @@ def test_packed_documents_do_not_see_each_other(config: Decoder) -> None:
 def test_cache_gives_the_logits_of_the_whole_text(config: Decoder) -> None:
     net = module(config)
     tokens, segments, positions = arrays(10, [10])
-    whole, _ = nnx.capture(net, nnx.Intermediate)(tokens, segments, positions)
+    whole = logits_of(net, tokens, segments, positions)
     prompt = jnp.zeros((1, 8), jnp.int32).at[:, :5].set(tokens[:, :5])
-    hidden, cache = net.prefill(prompt, jnp.array([5]), 16, jnp.float32)
+    start = jax.jit(lambda prompt: net.prefill(prompt, jnp.array([5]), 16, jnp.float32))
+    extend = jax.jit(lambda token, cache: net.extend(token, cache))
+    hidden, cache = start(prompt)
     np.testing.assert_allclose(net.logits(hidden)[0, :5], whole[0, :5], atol=1e-4)
     for index in range(5, 10):
-        logits, cache = net.extend(tokens[:, index], cache)
+        logits, cache = extend(tokens[:, index], cache)
         np.testing.assert_allclose(logits[0], whole[0, index], atol=1e-4)
 
 

@@ -12,7 +12,7 @@ from systolic.core.errors import OptionError
 from systolic.models.decoder.config import Decoder, Mlp, NormKind
 from systolic.models.decoder.switches import Latent
 from systolic.steps.optimizer import is_matrix
-from tests.models.test_decoder import arrays, module
+from tests.models.test_decoder import arrays, logits_of, module
 from tests.steps import tiny
 
 GPT2 = replace(
@@ -54,9 +54,10 @@ ALL = {"gpt2": GPT2, "gemma": GEMMA, "qwen": QWEN}
 def test_a_cache_gives_the_logits_of_the_whole_text(name: str) -> None:
     net = module(ALL[name])
     tokens, segments, positions = arrays(10, [10])
-    whole = net(tokens, segments, positions)
+    whole = logits_of(net, tokens, segments, positions)
     prompt = jnp.zeros((1, 8), jnp.int32).at[:, :5].set(tokens[:, :5])
-    hidden, cache = net.prefill(prompt, jnp.array([5]), 16, jnp.float32)
+    start = jax.jit(lambda prompt: net.prefill(prompt, jnp.array([5]), 16, jnp.float32))
+    hidden, cache = start(prompt)
     np.testing.assert_allclose(net.logits(hidden)[0, :5], whole[0, :5], atol=1e-4)
     extend = jax.jit(lambda *given: net.extend(*given))
     for index in range(5, 10):
@@ -82,14 +83,15 @@ def test_positions_end() -> None:
     net = module(GPT2)
     assert net.max_positions == 40
     assert module(QWEN).max_positions is None
-    packed = net(*arrays(12, [5, 7]))
+    packed = logits_of(net, *arrays(12, [5, 7]))
     tokens, _, _ = arrays(12, [5, 7])
-    alone = net(tokens[:, 5:], jnp.ones((1, 7), jnp.int32), jnp.arange(7)[None])
+    alone = logits_of(net, tokens[:, 5:], jnp.ones((1, 7), jnp.int32), jnp.arange(7)[None])
     np.testing.assert_allclose(packed[0, 5:], alone[0], atol=1e-4)
     with pytest.raises(OptionError, match=r"41 tokens and model\.learned-positions is 40"):
         net(*arrays(41, [41]))
-    _, cache = net.prefill(arrays(40, [40])[0], jnp.array([40]), 44, jnp.float32)
-    logits, _ = net.extend(jnp.array([3]), cache)
+    start = jax.jit(lambda prompt: net.prefill(prompt, jnp.array([40]), 44, jnp.float32))
+    _, cache = start(arrays(40, [40])[0])
+    logits, _ = jax.jit(lambda *given: net.extend(*given))(jnp.array([3]), cache)
     assert logits.shape == (1, 64)
 
 

@@ -21,7 +21,7 @@ from systolic.models.layered import Layered
 from systolic.models.quantized import Quantized, members_apart, quantized
 from systolic.steps import flops
 from systolic.steps.decode import INT8
-from tests.models.test_decoder import arrays, module
+from tests.models.test_decoder import arrays, logits_of, module
 from tests.steps import tiny
 
 INT4 = MatrixFormat(format=WeightFormat.int4, group=16)
@@ -105,9 +105,10 @@ def test_it_is_a_mixture_with_slots_for_all(config: Decoder) -> None:
 def test_a_cache_gives_the_logits_of_the_whole_text() -> None:
     net = module(CONFIG)
     tokens, segments, positions = arrays(8, [8])
-    whole, _ = nnx.capture(net, nnx.Intermediate)(tokens, segments, positions)
+    whole = logits_of(net, tokens, segments, positions)
     extend = jax.jit(lambda *given: net.extend(*given))
-    hidden, cache = net.prefill(tokens[:, :6], jnp.array([5]), 8, jnp.float32)
+    start = jax.jit(lambda prompt: net.prefill(prompt, jnp.array([5]), 8, jnp.float32))
+    hidden, cache = start(tokens[:, :6])
     np.testing.assert_allclose(net.logits(hidden)[0, :5], whole[0, :5], atol=1e-4)
     logits, cache = extend(tokens[:, 5], cache)
     np.testing.assert_allclose(logits[0], whole[0, 5], atol=1e-4)
@@ -117,7 +118,8 @@ def test_a_cache_gives_the_logits_of_the_whole_text() -> None:
 def test_experts_that_are_read_in_their_stack_give_the_same(dense_layers: int) -> None:
     """As on a TPU, whose kernels would be given a copy of a layer's matrices."""
     net = module(replace(CONFIG, layers=3, dense_layers=dense_layers))
-    _, cache = net.prefill(jnp.arange(12).reshape(2, 6), jnp.array([5, 6]), 8, jnp.float32)
+    start = jax.jit(lambda prompt: net.prefill(prompt, jnp.array([5, 6]), 8, jnp.float32))
+    _, cache = start(jnp.arange(12).reshape(2, 6))
     tokens = jnp.array([3, 4])
     plain, _ = jax.jit(lambda *given: net.extend(*given))(tokens, cache)
     net.target = replace(

@@ -13,7 +13,7 @@ from systolic.core.errors import LayoutError, OptionError
 from systolic.job import Layout, Remat
 from systolic.models.decoder.config import Decoder, Dispatch
 from systolic.models.decoder.switches import Router, Score
-from tests.models.test_decoder import arrays, module
+from tests.models.test_decoder import arrays, logits_of, module
 from tests.steps import tiny
 
 INTERLEAVED = replace(
@@ -67,7 +67,7 @@ def test_layers_come_in_their_order_also_through_a_cache(every: int) -> None:
     assert net.blocks.mlp.gate[...].shape[0] == layers // every
     assert net.dense_blocks.mlp.gate[...].shape == (layers - layers // every, 32, 48)
     tokens, segments, positions = arrays(9, [9])
-    whole, _ = nnx.capture(net, nnx.Intermediate)(tokens, segments, positions)
+    whole = logits_of(net, tokens, segments, positions)
     if every == 2:
         known = jax.jit(lambda *given: by_hand(net, *given))(tokens, segments, positions)
         np.testing.assert_allclose(whole, known, atol=1e-4)

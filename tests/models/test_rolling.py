@@ -31,7 +31,8 @@ def logits(config: Decoder, capacity: int) -> tuple[Any, list[jax.Array]]:
     """The shape of the cache after the prompts, and logits [4, vocab] of nine tokens more, each the likeliest."""
     net = module(config)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 64, (4, 10)), jnp.int32)
-    hidden, cache = net.prefill(tokens, COUNTS, capacity, jnp.float32)
+    start = jax.jit(lambda tokens: net.prefill(tokens, COUNTS, capacity, jnp.float32))
+    hidden, cache = start(tokens)
     empty = jax.eval_shape(lambda: net.empty_cache(4, capacity, jnp.dtype("float32")))
     assert (empty.key.shape, empty.value.shape) == (cache.key.shape, cache.value.shape)
     extend = jax.jit(lambda token, cache: net.extend(token, cache))

@@ -12,7 +12,6 @@ from systolic.job.layout import Remat
 from systolic.models.decoder.config import Dispatch, Mlp, NormKind
 from systolic.models.decoder.rotary import RopeScaling, Stretching
 from systolic.models.decoder.switches import Latent, Mup, Router, Score
-from systolic.steps.steps import StepFunctions
 from tests.steps import tiny
 
 DENSE = {
@@ -54,6 +53,7 @@ MIXTURE = {
     "expert-context": Layout(expert=2, fsdp=2, context=2),
 }
 NGRAMS = {"ngrams-context": Layout(fsdp=4, context=2)}
+BOTH = {"ngrams-expert-context": Layout(expert=2, fsdp=2, context=2)}
 SWITCHED = {
     "switches-context": Layout(fsdp=2, context=2, tensor=2, loss_chunks=2),
     "switches-pipeline": Layout(fsdp=2, pipeline=2, tensor=2),
@@ -128,6 +128,7 @@ MODELS = (
     (DENSE, tiny.MODEL),
     (MIXTURE, EXPERTS),
     (NGRAMS, LOOKUPS),
+    (BOTH, replace(EXPERTS, ngrams=3, ngram_rows=64, ngram_dim=8)),
     (SWITCHED, SWITCHES),
     (DROPLESS, UNBOUNDED),
     (LATENTS, LATENT),
@@ -157,12 +158,11 @@ def job_of(name: str, layout: Layout | None = None) -> Job:
     return tiny.job(layout=layout or LAYOUTS[name], model=model, adapter=adapter)
 
 
-def saved_inputs(steps: StepFunctions) -> list[str]:
-    """Shapes f32[layers, ...] of the layer inputs that a device keeps, in the program that it runs."""
-    train = jax.jit(steps.train).lower(steps.abstract_state, steps.abstract_batch()).compile()
+def saved_inputs(program: str) -> list[str]:
+    """Shapes f32[layers, ...] of the layer inputs that a device keeps, in the text of the step that it runs."""
     layers, width = tiny.MODEL.layers, tiny.MODEL.d_model
     ways = {width, width // 2}
-    found = re.findall(rf"f32\[{layers},(4,\d+,\d+)\]", train.as_text())
+    found = re.findall(rf"f32\[{layers},(4,\d+,\d+)\]", program)
     return sorted({dims for dims in found if int(dims.split(",")[-1]) in ways})
 
 
@@ -171,7 +171,8 @@ def main(names: list[str]) -> None:
     jax.config.update("jax_disable_most_optimizations", True)
     for name in names:
         steps = tiny.steps(job_of(name), 8)
-        losses, state = tiny.run(steps)
+        trainer = tiny.Trainer(steps)
+        losses, state = trainer.run()
         moments = state.optimizer[0].mu
         largest = "blocks/mlp/up" + ("/lora_b" if name in ADAPTED else "")
         print(
@@ -179,8 +180,8 @@ def main(names: list[str]) -> None:
                 {
                     "name": name,
                     "losses": losses,
-                    "gradients": tiny.gradients(steps) if name in SPLITS else None,
-                    "inputs": saved_inputs(steps) if name in SAVED else None,
+                    "gradients": trainer.gradients() if name in SPLITS else None,
+                    "inputs": saved_inputs(trainer.program()) if name in SAVED else None,
                     "params": {path: str(p.sharding.spec) for path, p in state.params.items()},
                     "moments": {path: str(m.sharding.spec) for path, m in moments.items()},
                     "shard": state.params[largest].addressable_shards[0].data.size

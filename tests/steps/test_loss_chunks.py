@@ -28,7 +28,7 @@ ROUNDING = 1e-5
 
 UNTIED = replace(tiny.MODEL, tie_embeddings=False)
 WIDE = replace(tiny.MODEL, vocab=4096)
-MIXTURE = replace(tiny.MODEL, experts=4, d_ff=32)
+UNTIED_MIXTURE = replace(UNTIED, experts=4, d_ff=32)
 BYTES = LanguageModel(unit=Unit.byte)
 
 
@@ -80,11 +80,16 @@ CASES = {
     "untied": (UNTIED, BYTES),
     "smoothing": (tiny.MODEL, LanguageModel(label_smoothing=0.1)),
     "z-loss": (UNTIED, LanguageModel(z_loss=1e-2)),
-    "all": (MIXTURE, LanguageModel(label_smoothing=0.1, z_loss=1e-2, router_loss=0.1)),
+    "all": (UNTIED_MIXTURE, LanguageModel(label_smoothing=0.1, z_loss=1e-2, router_loss=0.1)),
 }
+ONE_BY_ONE = ("untied", "smoothing", "z-loss")
+"""What `all` has together."""
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(one, marks=pytest.mark.slow if one in ONE_BY_ONE else ()) for one in CASES],
+)
 def test_terms_and_gradients_are_those_of_whole_logits(name: str) -> None:
     model, task = CASES[name]
     whole, slope = gradients(tiled(1, model=model, task=task))

@@ -72,30 +72,44 @@ def batch(of: StepFunctions, seed: int) -> dict[str, jax.Array]:
     return {name: jax.device_put(a, of.batch_shardings[name]) for name, a in arrays.items()}
 
 
+class Trainer:
+    """The first state and the train step of a job, each compiled once."""
+
+    def __init__(self, of: StepFunctions) -> None:
+        self.of = of
+        self.first = jax.jit(of.init, out_shardings=of.shardings)(jax.random.key(0))
+        self.train = jax.jit(
+            of.train,
+            in_shardings=(of.shardings, of.batch_shardings),
+            out_shardings=(of.shardings, None),
+        )
+
+    def run(self, count: int = 3) -> tuple[list[float], Any]:
+        """The losses of the first steps, and the state after them."""
+        losses, state = [], self.first
+        for index in range(count):
+            state, metrics = self.train(state, batch(self.of, index))
+            losses.append(float(metrics["loss"]))
+        return losses, state
+
+    def program(self) -> str:
+        """The compiled train step."""
+        return self.train.lower(self.first, batch(self.of, 0)).compile().as_text()
+
+    def gradients(self) -> dict[str, list[float]]:
+        """Of the first batch's loss by each parameter: sum and norm."""
+
+        def loss(params: Any, batch: Any) -> jax.Array:
+            return self.of.sums(params, self.first.model_state, batch, train=True)[0]["loss"].total
+
+        slopes = jax.jit(jax.grad(loss), out_shardings=self.of.shardings.params)
+        found = slopes(self.first.params, batch(self.of, 0))
+        return {name: [float(g.sum()), float((g * g).sum() ** 0.5)] for name, g in found.items()}
+
+
 def run(of: StepFunctions, count: int = 3) -> tuple[list[float], Any]:
     """The losses of the first steps, and the state after them."""
-    state = jax.jit(of.init, out_shardings=of.shardings)(jax.random.key(0))
-    train = jax.jit(
-        of.train,
-        in_shardings=(of.shardings, of.batch_shardings),
-        out_shardings=(of.shardings, None),
-    )
-    losses = []
-    for index in range(count):
-        state, metrics = train(state, batch(of, index))
-        losses.append(float(metrics["loss"]))
-    return losses, state
-
-
-def gradients(of: StepFunctions) -> dict[str, list[float]]:
-    """Of the first batch's loss by each parameter: sum and norm."""
-    state = jax.jit(of.init, out_shardings=of.shardings)(jax.random.key(0))
-
-    def loss(params: Any, batch: Any) -> jax.Array:
-        return of.sums(params, state.model_state, batch, train=True)[0]["loss"].total
-
-    found = jax.jit(jax.grad(loss), out_shardings=of.shardings.params)(state.params, batch(of, 0))
-    return {name: [float(g.sum()), float((g * g).sum() ** 0.5)] for name, g in found.items()}
+    return Trainer(of).run(count)
 
 
 ONE_DEVICE = Layout(fsdp=1)
