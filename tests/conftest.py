@@ -1,4 +1,4 @@
-"""Tests run on the CPU unless the environment names another platform, and those that compare numbers compile quickly."""
+"""Tests run on the CPU unless the environment names another platform, and most compile quickly and once."""
 
 import os
 import time
@@ -20,12 +20,17 @@ settings.load_profile("unhurried")
 BEGIN_BEFORE = "SYSTOLIC_TESTS_BEGIN_BEFORE"
 """Variable with a time in seconds since 1970: tests that have not begun by then are skipped, as CI's time is limited."""
 QUICK = (
-    *("interop/test_damage.py", "interop/test_gguf.py", "interop/test_gguf_export.py"),
-    *("interop/test_gguf_gemma.py", "models/families/", "models/test_attention_switches.py"),
-    *("models/test_convolutions.py", "models/test_decoder.py", "steps/test_adapters.py"),
-    *("steps/test_choice.py", "steps/test_classification.py", "steps/test_decode.py"),
+    *("interop", "models/families", "models/test_attention", "models/test_convolutions.py"),
+    *("models/test_decoder.py", "models/test_dense_switches.py", "models/test_dropless.py"),
+    *("models/test_interleaved.py", "models/test_rolling.py", "session", "steps"),
 )
-"""Beginnings of files whose tests compare numbers, and see neither what the compiler makes nor what is kept of it."""
+"""Folders and files whose tests compare numbers; the others see what the compiler makes, or which programs are kept."""
+COMPILED = (
+    *("session/test_capacity.py", "session/test_comparing.py", "session/test_planning.py"),
+    *("session/test_server_steps.py", "session/test_serving.py", "steps/test_paged_cpu.py"),
+    *("steps/test_sharding.py",),
+)
+"""Files of those folders that do see what the compiler makes."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -35,18 +40,38 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def compiled_quickly(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Leaves out LLVM's costly passes, which change only rounding, here and in children."""
-    file = request.path.relative_to(Path(__file__).parent).as_posix()
-    if not file.startswith(QUICK):
-        yield
-        return
-    import jax
+def compiled_once(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Path]:
+    """Folder of the programs that this worker compiled, without LLVM's costly passes, which change only rounding.
 
-    name = "jax_disable_most_optimizations"
-    before = jax.config.values[name]
+    Children do without those passes too, and find no programs, unless a test gives them the folder.
+    """
+    folder = tmp_path_factory.getbasetemp() / "xla"
+    file = request.path.relative_to(Path(__file__).parent).as_posix()
+    if not file.startswith(QUICK) or file in COMPILED:
+        yield folder
+        return
+    quick = {
+        "jax_disable_most_optimizations": True,
+        "jax_compilation_cache_dir": str(folder),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(name.upper(), "1")
-        jax.config.update(name, True)
-        yield
-        jax.config.update(name, before)
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+        before = _configure(quick)
+        yield folder
+        _configure(before)
+
+
+def _configure(values: dict[str, object]) -> dict[str, object]:
+    """Changes settings of JAX, which opens its cache anew; returns those that were."""
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    before = {name: jax.config.values[name] for name in values}
+    for name, value in values.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    return before
