@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas.ops.tpu import ragged_paged_attention as kernel
 
-from systolic.job import Layout
+from systolic.job import Layout, ServedCache
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.page_arrays import PageArrays, PageRows
 from systolic.models.decoder.page_ragged import HeadRows, RaggedArrays
@@ -38,10 +38,10 @@ def target(platform: str) -> MeshTarget:
     return MeshTarget(platform=platform, layout=layout, dtype="float32", mesh=mesh)
 
 
-def arrays_of(config: Decoder, platform: str) -> Any:
+def arrays_of(config: Decoder, platform: str, cache: ServedCache = ServedCache.plain) -> Any:
     """What :func:`page_arrays` chooses for a model's sizes, and its target."""
     made: Any = SimpleNamespace(config=config, target=target(platform))
-    return page_arrays(made, SIZE), made.target
+    return page_arrays(made, SIZE, cache), made.target
 
 
 def reference(*given: jax.Array, **settings: Any) -> jax.Array:
@@ -53,25 +53,29 @@ def reference(*given: jax.Array, **settings: Any) -> jax.Array:
 
 
 @pytest.mark.parametrize(
-    ("name", "window"),
+    ("name", "window", "cache"),
     [
-        ("heads side by side", 0),
-        ("wide heads", 3),
-        pytest.param("heads side by side", 3, marks=pytest.mark.slow),
-        pytest.param("three heads, filled up", 0, marks=pytest.mark.slow),
-        pytest.param("three heads, filled up", 3, marks=pytest.mark.slow),
-        pytest.param("wide heads", 0, marks=pytest.mark.slow),
+        ("heads side by side", 0, ServedCache.plain),
+        ("wide heads", 3, ServedCache.plain),
+        ("heads side by side", 0, ServedCache.int8),
+        pytest.param("heads side by side", 3, ServedCache.plain, marks=pytest.mark.slow),
+        pytest.param("three heads, filled up", 0, ServedCache.plain, marks=pytest.mark.slow),
+        pytest.param("three heads, filled up", 3, ServedCache.plain, marks=pytest.mark.slow),
+        pytest.param("wide heads", 0, ServedCache.plain, marks=pytest.mark.slow),
+        pytest.param("wide heads", 3, ServedCache.int8, marks=pytest.mark.slow),
+        pytest.param("three heads, filled up", 0, ServedCache.int8, marks=pytest.mark.slow),
+        pytest.param("three heads, filled up", 3, ServedCache.fp8, marks=pytest.mark.slow),
     ],
 )
 def test_ragged_pages_have_the_results_of_xla(
-    name: str, window: int, monkeypatch: pytest.MonkeyPatch
+    name: str, window: int, cache: ServedCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = CONFIGS[name]
     monkeypatch.setattr(kernel, "ragged_paged_attention", reference)
     # On one device the whole is the part; the reference needs the lengths as numbers, so nothing is traced.
     monkeypatch.setattr(jax, "shard_map", lambda function, **_: function)
     draw = np.random.default_rng(0)
-    pages = {on: arrays_of(config, on)[0].empty(17, jnp.dtype("float32")) for on in KINDS}
+    pages = {on: arrays_of(config, on, cache)[0].empty(17, jnp.dtype("float32")) for on in KINDS}
     table = draw.permutation(np.arange(1, 17)).reshape(4, PAGES)
     logits = Logits(scale=0.3, cap=2.0)
     sizes = (config.heads, config.kv_heads, config.kv_heads)
@@ -91,7 +95,7 @@ def test_ragged_pages_have_the_results_of_xla(
         ]
         found = {}
         for on, kind in KINDS.items():
-            arrays, _ = arrays_of(config, on)
+            arrays, _ = arrays_of(config, on, cache)
             assert isinstance(arrays, kind)
             asked = ((query,), (key, value))
             attend = partial(arrays.attend, window=window, logits=logits)
@@ -102,6 +106,33 @@ def test_ragged_pages_have_the_results_of_xla(
         padding = [2, *range(ROWS + count, ROWS + CHUNK)]
         np.testing.assert_allclose(found["tpu"][real], found["cpu"][real], atol=2e-6, rtol=2e-5)
         np.testing.assert_array_equal(found["tpu"][padding], 0)
+
+
+@pytest.mark.parametrize("cache", [ServedCache.int8, ServedCache.fp8])
+def test_pages_in_8_bits_are_those_of_rounded_keys_and_values(cache: ServedCache) -> None:
+    """Among them values beyond the largest of float8, which become it."""
+
+    def rounded(new: jax.Array) -> jax.Array:
+        if cache is ServedCache.fp8:
+            wide = jnp.clip(new, -448, 448).astype(jnp.float8_e4m3fn)
+            return wide.astype(jnp.float32)
+        scales = jnp.abs(new).max(-1, keepdims=True) / 127
+        return jnp.round(new / scales) * scales
+
+    draw = np.random.default_rng(0)
+    query, key, value = (
+        jnp.asarray(draw.normal(size=(CHUNK, heads, BASE.head_dim)), jnp.float32)
+        for heads in (BASE.heads, BASE.kv_heads, BASE.kv_heads)
+    )
+    value = value.at[3, 0, 1].set(600.0)
+    positions = jnp.arange(CHUNK)[None]
+    rows = PageRows(jnp.asarray([[3, 1]], jnp.int32), positions, jnp.asarray([CHUNK]))
+    found = []
+    for kept, new in ((cache, (key, value)), (ServedCache.plain, (rounded(key), rounded(value)))):
+        arrays, _ = arrays_of(BASE, "cpu", kept)
+        pages = arrays.empty(4, jnp.dtype("float32"))
+        found.append(arrays.attend(pages, [rows], ((query,), new), 0, Logits(scale=0.3))[1])
+    np.testing.assert_allclose(*found, atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

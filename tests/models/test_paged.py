@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from systolic.job import ServedCache
+from systolic.models.decoder.cache import coded
 from systolic.models.decoder.config import Decoder, Dispatch
 from systolic.models.decoder.page_arrays import PageArrays, PageRows
 from systolic.models.decoder.page_kernels import LayerPages
@@ -44,30 +46,60 @@ def test_any_cut_over_pages_has_the_logits_of_the_whole(
     config: Decoder, cuts: tuple[int, ...]
 ) -> None:
     net = module(config)
+    for text, made in zip(texts(), cut_over_pages(net, cuts), strict=True):
+        np.testing.assert_allclose(np.stack(made), whole(net, text), atol=2e-5, rtol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "cache"),
+    [
+        ("grouped", ServedCache.int8),
+        ("latents", ServedCache.int8),
+        ("grouped", ServedCache.fp8),
+    ],
+)
+def test_pages_in_8_bits_have_the_same_logits_by_any_cut(name: str, cache: ServedCache) -> None:
+    """What a token finds in the pages does not depend on the steps that wrote them."""
+    net = module(CONFIGS[name])
+    tokens, chunks = (cut_over_pages(net, cuts, cache) for cuts in ((), (8, 4)))
+    for text, some, others in zip(texts(), tokens, chunks, strict=True):
+        np.testing.assert_allclose(np.stack(some), np.stack(others), atol=2e-5, rtol=2e-4)
+        assert np.abs(np.stack(some) - whole(net, text)).max() > 1e-5
+
+
+def texts() -> list[np.ndarray]:
     draw = np.random.default_rng(0)
-    texts = [draw.integers(0, 64, length) for length in LENGTHS]
+    return [draw.integers(0, 64, length) for length in LENGTHS]
+
+
+def cut_over_pages(
+    net: Any, cuts: tuple[int, ...], cache: ServedCache = ServedCache.plain
+) -> list[list[np.ndarray]]:
+    """Logits after each token of the texts, which are read by turns over pages in any order."""
+    config, each, draw = net.config, texts(), np.random.default_rng(1)
     order = iter(draw.permutation(np.arange(1, 16)))
     table = np.zeros((3, 4), np.int32)
     for row, length in enumerate(LENGTHS):
         for page in range(-(-length // SIZE)):
             table[row, page] = next(order)
     layers, states = layers_of(net)
-    arrays = page_arrays(net, SIZE)
+    arrays = page_arrays(net, SIZE, cache)
     # What is not written yet must not be read.
     pages = [
-        jax.tree.map(lambda a: a + 1e3, arrays.empty(16, jnp.dtype("float32"))) for _ in layers
+        jax.tree.map(lambda a: a + jnp.asarray(99, a.dtype), arrays.empty(16, jnp.dtype("float32")))
+        for _ in layers
     ]
 
     def step(reading, pages, chunk):
         paired = list(zip(layers, states, strict=True))
-        hidden, pages = read(net, paired, reading, pages, chunk)
+        hidden, pages = read(net, paired, reading, pages, chunk, cache)
         return net.logits(hidden[:, None])[:, 0], pages
 
     step = jax.jit(step, static_argnames="chunk")
     found: list[list[np.ndarray]] = [[], [], []]
     history = max(config.ngrams - 1, 0)
     starts, turn = [0, 0, 0], 0
-    while any(start < len(text) for start, text in zip(starts, texts, strict=True)):
+    while any(start < len(text) for start, text in zip(starts, each, strict=True)):
         # One text reads a chunk while the others read a token, in turn.
         cut = cuts[turn] if turn < len(cuts) else 1
         chunked = turn % 3 if cut > 1 and starts[turn % 3] % SIZE == 0 else None
@@ -75,10 +107,10 @@ def test_any_cut_over_pages_has_the_logits_of_the_whole(
         tokens, recent, counts, begins, rows = [], [], [], [], []
         for row in [*plain, *([] if chunked is None else [chunked])]:
             width = 1 if row in plain else cut
-            part = texts[row][starts[row] : starts[row] + width]
+            part = each[row][starts[row] : starts[row] + width]
             tokens += [*part, *[0] * (width - len(part))]
             for place in range(width):
-                before = texts[row][: starts[row] + place][-history:] if history else []
+                before = each[row][: starts[row] + place][-history:] if history else []
                 recent.append([*[-1] * (history - len(before)), *before])
             counts.append(len(part))
             begins.append(starts[row] if len(part) else 0)
@@ -98,11 +130,13 @@ def test_any_cut_over_pages_has_the_logits_of_the_whole(
             found[chunked] += list(np.asarray(logits)[2 : 2 + counts[-1]])
             starts[chunked] += counts[-1]
         turn += 1
-    for text, made in zip(texts, found, strict=True):
-        np.testing.assert_allclose(np.stack(made), whole(net, text), atol=2e-5, rtol=2e-4)
+    return found
 
 
-def test_the_kernel_of_gpus_reads_what_xla_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cache", [ServedCache.plain, ServedCache.int8])
+def test_the_kernel_of_gpus_reads_what_xla_reads(
+    cache: ServedCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from jax.experimental.pallas.ops.gpu import paged_attention as kernel
 
     monkeypatch.setattr(
@@ -115,11 +149,14 @@ def test_the_kernel_of_gpus_reads_what_xla_reads(monkeypatch: pytest.MonkeyPatch
         target: Any = SimpleNamespace(
             platform=platform, layout=layout, constrain=lambda array, *_: array
         )
-        arrays = PageArrays(target, kv_heads, (width, width), size)
+        arrays = PageArrays(target, kv_heads, (width, width), size, cache=cache)
         return np.asarray(arrays.read([query], pages, rows, 0, Logits(scale=0.3, cap=5.0)))
 
     shape = (kv_heads, 10, size, width)
     pages = LayerPages(*(jnp.asarray(draw.normal(size=shape), jnp.float32) for _ in range(2)))
+    if cache is ServedCache.int8:
+        (key, of_key), (value, of_value) = (coded(part, jnp.float32) for part in pages[:2])
+        pages = LayerPages(key, value, (of_key, of_value))
     table = draw.permutation(np.arange(1, 10)).reshape(3, 3)
     # In the first page, at the end of one, and at the very end.
     positions = jnp.asarray([[2], [15], [23]], jnp.int32)
