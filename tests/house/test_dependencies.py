@@ -39,6 +39,7 @@ CACHED = {
     "ai_edge_litert": "ai-edge-litert",
     "ai_edge_quantizer": "ai-edge-quantizer",
     "jax2onnx": "jax2onnx",
+    "onnx": "onnx",
     "litert_converter": "litert-converter",
     "onnxruntime": "onnxruntime",
 }
