@@ -6,11 +6,11 @@ started here, except by ``supervisor``, which runs and restarts the processes of
 
 from systolic.launching.launch import (
     CODE,
+    ClientDefault,
     Launch,
     LaunchBill,
     Prepared,
     Purchase,
-    Question,
     Site,
     SlurmOptions,
 )
@@ -19,11 +19,11 @@ from systolic.launching.platforms import PLATFORMS, prepare
 __all__ = [
     "CODE",
     "PLATFORMS",
+    "ClientDefault",
     "Launch",
     "LaunchBill",
     "Prepared",
     "Purchase",
-    "Question",
     "Site",
     "SlurmOptions",
     "prepare",

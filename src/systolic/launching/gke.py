@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from systolic.core.errors import OptionError
-from systolic.launching.launch import Launch, Prepared, Purchase, Question, Site
+from systolic.launching.launch import ClientDefault, Launch, Prepared, Purchase, Site
 from systolic.launching.names import (
     check_image,
     check_label,
@@ -27,7 +27,7 @@ from systolic.launching.scripts import rendered
 
 FILE, FREE = "jobset.yaml", "free.sh"
 LABEL = "systolic/launch"
-CONTEXT = Question(
+CONTEXT = ClientDefault(
     what="context",
     words=("kubectl", "config", "current-context"),
     otherwise="gcloud container clusters get-credentials CLUSTER sets one",

@@ -203,7 +203,7 @@ class Launch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Question:
+class ClientDefault:
     """What the platform's client takes by default and is fixed at submit, since the user may change it later."""
 
     what: str
@@ -236,7 +236,7 @@ class Prepared:
     """Whether this package goes along: a wheel, requirements.txt and the recipe's files in ``code/``."""
     checks: tuple[tuple[str, ...], ...] = ()
     """Commands that refuse what is another's or still runs, and make room for what is submitted."""
-    asked: Question | None = None
+    asked: ClientDefault | None = None
     """An option that all commands get at submit."""
 
     def to_json(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from systolic.core.errors import OptionError
-from systolic.launching.launch import Launch, Prepared, Purchase, Question
+from systolic.launching.launch import ClientDefault, Launch, Prepared, Purchase
 from systolic.launching.names import (
     check_name,
     check_project,
@@ -24,7 +24,7 @@ LONGEST = 58
 """Of 63 characters, five are for the number of a slice's node."""
 SCRIPT, HOST = "tpu.sh", "host.sh"
 LABEL = "systolic_launch"
-PROJECT = Question(
+PROJECT = ClientDefault(
     what="project",
     words=("gcloud", "config", "get", "project"),
     otherwise="add --project PROJECT",
