@@ -16,7 +16,7 @@ from systolic.aot.environment import QUIET
 from systolic.cli.main import main
 from systolic.core.errors import OptionError, RunError
 from systolic.data.text.prompts import Prompts
-from systolic.exporting.difference import difference
+from systolic.exporting.difference import difference, joined
 from systolic.exporting.examples import example_inputs
 from systolic.exporting.functions import exportable
 from systolic.exporting.inference import run
@@ -262,6 +262,22 @@ def test_examples_are_the_recipes_own() -> None:
     assert sorted(own.inputs["outputs"]) == ["scale", "x"]  # the outputs do not depend on y
 
 
+def test_texts_are_longer_than_windows_and_one_call_has_other_sizes() -> None:
+    wide = tiny.model(tiny.decoder(replace(tiny.WINDOWED, window=72)))
+    made = example_inputs(wide)
+    (all_of_them, other) = made.compared(wide.function())
+    assert all_of_them["tokens"].shape == (2, 88)  # as many tokens as four rows of others have
+    assert other["tokens"].shape == (1, 85)
+    padded = tiny.model(tiny.JOBS["embeddings"]())
+    examples = example_inputs(padded)
+    *_, other = examples.compared(padded.function())
+    tokens = examples.inputs["embedding"]["tokens"].shape[1]
+    assert other["mask"].shape == (1, tokens - 3)
+    assert list(np.unique(other["mask"])) == [0, 1]
+    fixed = tiny.model(tiny.JOBS["decoder"](), batch=2, sequence=8)
+    assert len(example_inputs(fixed).compared(fixed.function())) == 2
+
+
 def test_files_are_examples(tmp_path: Path) -> None:
     np.save(tmp_path / "one.npy", np.full((8, 8, 1), 7, np.uint8))
     model = tiny.model(tiny.JOBS["digits"]())
@@ -292,6 +308,19 @@ def test_differences_are_found(tmp_path: Path) -> None:
             one.check("it", 1e-4)
     with pytest.raises(RunError, match="output a of the exported program is missing"):
         difference(source, {})
+
+
+def test_calls_of_several_sizes_are_one_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("systolic.exporting.difference.PART", 7)
+    rng = np.random.default_rng(0)
+    long, short = rng.normal(size=(2, 9, 5)), rng.normal(size=(1, 3, 5))
+    long[1, 2, 3] = 40
+    away = short.copy()
+    away[0, 1, np.argmax(short[0, 1])] -= 4
+    found = joined([({"x": long}, {"x": long}), ({"x": short}, {"x": away})], 2)
+    assert (found.examples, found.max_abs) == (2, pytest.approx(4))
+    assert found.max_relative == pytest.approx(0.1)
+    assert found.argmax_agreement == pytest.approx(20 / 21)
 
 
 def test_another_token_is_no_small_error() -> None:

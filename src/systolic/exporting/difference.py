@@ -14,6 +14,9 @@ EXACT, NARROW = 1e-4, 0.2
 VECTORS = ("embedding", "encoded")
 """Outputs that are vectors, whose largest number chooses nothing."""
 
+PART = 1 << 24
+"""Numbers that are compared at a time, in float64."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportDifference:
@@ -66,35 +69,36 @@ def difference(
     Raises:
         RunError: a name is missing or has another shape.
     """
+    return joined([(source, exported)])
+
+
+Call = tuple[Mapping[str, np.ndarray], Mapping[str, np.ndarray]]
+"""The source's outputs and the exported ones."""
+
+
+def joined(calls: Sequence[Call], examples: int | None = None) -> ExportDifference:
+    """:func:`difference` over all examples of several calls, which may have other sizes; ``examples`` where some are in several calls.
+
+    Raises: as :func:`difference`.
+    """
     absolute = relative = 0.0
     agreement, cosine, unequal = None, None, 0
-    for name, wanted in source.items():
-        if name not in exported or exported[name].shape != wanted.shape:
-            found = list(exported[name].shape) if name in exported else "missing"
-            raise RunError(
-                f"output {name} of the exported program is {found} and {list(wanted.shape)} in the source; nothing was kept"
-            )
-        if wanted.dtype.kind in "iub":
-            unequal += int((wanted != exported[name]).sum())
-            continue
-        wide, made = wanted.astype(np.float64), exported[name].astype(np.float64)
-        apart = np.abs(wide - made)
-        # The same infinity on both sides is no difference.
-        apart = np.where(wide == made, 0.0, apart)
-        largest = float(apart.max(initial=0.0))
-        finite = np.abs(wide[np.isfinite(wide)])
-        absolute = max(absolute, largest) if largest == largest else largest
-        over = largest / max(float(finite.max(initial=0.0)), 1e-30)
-        relative = max(relative, over) if over == over else over
+    for name in calls[0][0]:
+        found = _Compared()
+        for source, exported in calls:
+            found.add(name, source[name], exported.get(name))
+        unequal += found.unequal
+        absolute = float(np.maximum(absolute, found.largest))
+        over = found.largest / max(found.scale, 1e-30)
+        relative = float(np.maximum(relative, over))
         if name in VECTORS:
-            cosine = Cosine.of(made, wide)
-            continue
-        floating = np.issubdtype(wanted.dtype, np.floating)
-        if agreement is None and floating and wanted.ndim > 1 and wanted.shape[-1] > 1:
-            agreement = float((wide.argmax(-1) == made.argmax(-1)).mean())
-    count = next((len(one) for one in source.values() if one.ndim), 0)
+            sides = ([_flat(call[side][name]) for call in calls] for side in (1, 0))
+            cosine = Cosine.of(*(np.concatenate(side) for side in sides))
+        elif agreement is None and found.rows:
+            agreement = found.same / found.rows
+    counts = (next((len(one) for one in source.values() if one.ndim), 0) for source, _ in calls)
     return ExportDifference(
-        examples=count,
+        examples=sum(counts) if examples is None else examples,
         max_abs=absolute,
         max_relative=relative,
         argmax_agreement=agreement,
@@ -103,15 +107,44 @@ def difference(
     )
 
 
-def joined(
-    calls: Sequence[tuple[Mapping[str, np.ndarray], Mapping[str, np.ndarray]]],
-) -> ExportDifference:
-    """:func:`difference` over all examples of several calls: (the source's outputs, the exported ones) of each."""
-    source, exported = (
-        {
-            name: np.concatenate([np.atleast_1d(call[side][name]) for call in calls])
-            for name in calls[0][side]
-        }
-        for side in (0, 1)
-    )
-    return difference(source, exported)
+class _Compared:
+    """Differences of one output over several calls."""
+
+    def __init__(self) -> None:
+        self.largest, self.scale = 0.0, 0.0
+        """Of a difference, and of the source's finite numbers."""
+        self.same, self.rows = 0, 0
+        """Rows of two or more numbers, and those of them whose largest is the same."""
+        self.unequal = 0
+
+    def add(self, name: str, wanted: np.ndarray, exported: np.ndarray | None) -> None:
+        """One more call."""
+        if exported is None or exported.shape != wanted.shape:
+            found = "missing" if exported is None else list(exported.shape)
+            raise RunError(
+                f"output {name} of the exported program is {found} and {list(wanted.shape)} in the source; nothing was kept"
+            )
+        if wanted.dtype.kind in "iub":
+            self.unequal += int((wanted != exported).sum())
+            return
+        if not wanted.size:
+            return
+        flat, other = _flat(wanted), _flat(exported)
+        last = flat.shape[1]
+        rows = max(1, PART // last)
+        several = wanted.ndim > 1 and last > 1
+        for start in range(0, len(flat), rows):
+            wide, made = (one[start : start + rows].astype(np.float64) for one in (flat, other))
+            # The same infinity on both sides is no difference.
+            apart = np.where(wide == made, 0.0, np.abs(wide - made))
+            self.largest = float(np.maximum(self.largest, apart.max(initial=0.0)))
+            finite = np.abs(wide[np.isfinite(wide)])
+            self.scale = max(self.scale, float(finite.max(initial=0.0)))
+            if several:
+                self.same += int((wide.argmax(-1) == made.argmax(-1)).sum())
+                self.rows += len(wide)
+
+
+def _flat(array: np.ndarray) -> np.ndarray:
+    """Its rows along the last dim."""
+    return array.reshape(-1, array.shape[-1] if array.ndim else 1)

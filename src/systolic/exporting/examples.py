@@ -17,6 +17,7 @@ from systolic.data.text.text_data import TextData
 from systolic.data.text.tokenizer import Tokenizer
 from systolic.exporting.functions import ENCODED, FEATURES, IMAGE, SEGMENTS, TOKENS
 from systolic.exporting.inference import BATCH, SEQUENCE, ExportableModel, Inference, run
+from systolic.interop.probe import LONGEST as FURTHEST
 from systolic.interop.probe import PASSAGE
 from systolic.job import Field, Job, Read, Split
 from systolic.job.data import MASK
@@ -26,7 +27,9 @@ from systolic.models.whisper.config import Whisper
 LETTERS = 8
 """Characters that are read for each token of a text: more than any of its tokens has on average."""
 LONGEST = 64
-"""Most tokens of a row."""
+"""Most tokens of a row, but for a model with windows."""
+BEYOND = 16
+"""Tokens of its rows beyond the largest window, and of other rows that are padding in one call."""
 MOST_TEXTS = 256
 """Most rows of text files: lines where each text stands alone, windows of the text otherwise."""
 ORDER = (Split.validation, Split.test, Split.train)
@@ -42,6 +45,27 @@ class ExampleInputs:
     rows: int
     origin: str
     """What they are: ``validation data``, ``files``, ``a passage of text``, ``random pictures`` …"""
+
+    def compared(self, function: Inference) -> list[dict[str, np.ndarray]]:
+        """Calls of a comparison: all examples, and one more with other sizes where these are free."""
+        other = self.smaller(function)
+        return [*self.calls(function), *([] if other is None else [other])]
+
+    def smaller(self, function: Inference) -> dict[str, np.ndarray] | None:
+        """One example alone, its texts cut and the end of their mask taken for padding, as far as sizes are free; ``None`` where none is."""
+        if not {BATCH, SEQUENCE} & set(function.free):
+            return None
+        made = next(self.calls(function, 1 if BATCH in function.free else None))
+        if SEQUENCE in function.free:
+            tokens = made[TOKENS].shape[1]
+            cut = max(tokens - 3, 1)
+            for name in {TOKENS, MASK} & set(made):
+                made[name] = made[name][:, :cut]
+            if MASK in made and cut > 1:
+                made[MASK] = made[MASK] * (np.arange(cut) < max(cut - BEYOND, 1)).astype(
+                    made[MASK].dtype
+                )
+        return made
 
     def calls(
         self, function: Inference, size: int | None = None
@@ -72,7 +96,9 @@ def example_inputs(
         DataError: a file can't be read.
         OptionError: the recipe's data has no form for single files.
     """
-    length = model.sizes.get(SEQUENCE, LONGEST)
+    length = model.sizes.get(SEQUENCE) or longest(model.job)
+    if not files and length > LONGEST and SEQUENCE not in model.sizes:
+        rows = max(1, min(rows, rows * LONGEST // length))
     if files:
         batch, origin = _of_files(model.job, files, length), "files"
     else:
@@ -87,28 +113,41 @@ def example_inputs(
         if ENCODED in function.inputs:
             encode = model.functions_on("cpu")["encode"].call
             batch = {**batch, ENCODED: run(encode, model.params, made["encode"])[ENCODED]}
-        made[name] = function_inputs(function, batch, model.sizes)
+        made[name] = function_inputs(function, batch, model.sizes, length)
     return ExampleInputs(inputs=made, rows=count, origin=origin)
 
 
+def longest(job: Job) -> int:
+    """Most tokens of a row: beyond the windows of a model's layers, as far as a comparison with another library goes."""
+    model = job.model
+    if not isinstance(model, Decoder):
+        return LONGEST
+    tokens = max(model.windows) + BEYOND
+    return tokens if LONGEST < tokens <= FURTHEST else LONGEST
+
+
 def function_inputs(
-    function: Inference, batch: Mapping[str, np.ndarray], sizes: Mapping[str, int]
+    function: Inference,
+    batch: Mapping[str, np.ndarray],
+    sizes: Mapping[str, int],
+    most: int = LONGEST,
 ) -> dict[str, np.ndarray]:
-    """Inputs of a function out of examples as the job's data has them, name to [examples, ...]."""
+    """Inputs of a function out of examples as the job's data has them, name to [examples, ...]; of texts up to ``most`` tokens."""
     given: dict[str, np.ndarray] = {}
     for own, spec in function.inputs.items():
         array = batch[function.given.get(own, own)]
         if own in function.whole:
             array = array[0]
         if own in (TOKENS, MASK):
-            array = _columns(array, function.limits.get(SEQUENCE), sizes.get(SEQUENCE))
+            limit = min(most, function.limits.get(SEQUENCE, most))
+            array = _columns(array, limit, sizes.get(SEQUENCE))
         given[own] = (array > 0 if own == MASK else array).astype(spec.dtype)
     return given
 
 
-def _columns(array: np.ndarray, most: int | None, exact: int | None) -> np.ndarray:
+def _columns(array: np.ndarray, most: int, exact: int | None) -> np.ndarray:
     """The first tokens of texts [rows, tokens]: up to ``most``, or ``exact`` with zeros at the end."""
-    array = array[:, : exact or min(LONGEST, most or LONGEST)]
+    array = array[:, : exact or most]
     return array if exact is None else np.pad(array, ((0, 0), (0, exact - array.shape[1])))
 
 

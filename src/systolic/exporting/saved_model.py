@@ -66,10 +66,10 @@ def export_saved_model(
         differences = {}
         for name, function in model.functions.items():
             say(f"comparing {name}")
-            given = list(examples.calls(function))
+            given = examples.compared(function)
             source = [model.source_outputs(name, inputs) for inputs in given]
             found = [_loaded(work / f"{name}.{number}.outputs.npz") for number in range(len(given))]
-            differences[name] = joined(list(zip(source, found, strict=True)))
+            differences[name] = joined(list(zip(source, found, strict=True)), examples.rows)
             differences[name].check(f"signature {name} of the SavedModel", model.tolerance)
         folder.add(f"{VERSION}/{ABOUT}", _readme(model, out).encode())
         if lines := label_lines(model.job):
@@ -99,7 +99,7 @@ def _write_request(
     np.savez(work / PARAMS, **raw)  # ty: ignore[invalid-argument-type]
     functions: dict[str, Any] = {}
     for name, function in model.functions.items():
-        calls = list(examples.calls(function))
+        calls = examples.compared(function)
         for number, inputs in enumerate(calls):
             np.savez(work / f"{name}.{number}.npz", **inputs)  # ty: ignore[invalid-argument-type]
         limits = {dim: most for dim, most in function.limits.items() if dim in function.free}

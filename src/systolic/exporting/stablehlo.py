@@ -126,8 +126,9 @@ def _difference(
                 model.source_outputs(function.name, given),
                 run(reloaded.call, model.params, given),
             )
-            for given in examples.calls(function)
-        ]
+            for given in examples.compared(function)
+        ],
+        examples.rows,
     )
 
 

@@ -4,7 +4,6 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +82,8 @@ def export_onnx(
                 [
                     (model.source_outputs(function.name, given), _outputs(work, number))
                     for number, given in enumerate(calls)
-                ]
+                ],
+                examples.rows,
             )
             apart.check(f"the exported {function.name}", model.tolerance)
             content = (work / child.PROGRAM).read_bytes()
@@ -92,24 +92,16 @@ def export_onnx(
             f"the conversion to ONNX could not write to {tempfile.gettempdir()} ({failure.reason(error)}); free some space there, or set TMPDIR to another folder"
         ) from error
     write_file(out, content)
-    if function.batch is None:
-        # The call with one example is one of those before again.
-        apart = replace(apart, examples=apart.examples - 1)
     return ModelExport.of(model, out, "onnx", {function.name: apart}, examples)
 
 
 def _write_request(
     model: ExportableModel, function: Inference, examples: ExampleInputs, work: Path
 ) -> list[dict[str, np.ndarray]]:
-    """Files that the child reads: the model, its weights, inputs. Returns the inputs of each call.
-
-    A free batch is called once with all examples and once with one, so that a size that the conversion fixed shows.
-    """
+    """Files that the child reads: the model, its weights, inputs. Returns the inputs of each call."""
     import cloudpickle
 
-    calls = list(examples.calls(function))
-    if function.batch is None:
-        calls.append(next(examples.calls(function, 1)))
+    calls = examples.compared(function)
     for number, given in enumerate(calls):
         arrays: dict[str, Any] = dict(given)
         np.savez(work / f"{number}.npz", **arrays)
