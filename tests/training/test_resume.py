@@ -15,7 +15,7 @@ import pytest
 
 from systolic.artifact import CheckpointStore, Run
 from systolic.core.errors import RunError, SystolicError
-from systolic.core.leave import remember_interrupts
+from systolic.core.leave import remember_interrupts, remembered
 from systolic.data.text.documents import Documents
 from systolic.job import (
     Batch,
@@ -30,6 +30,7 @@ from systolic.job import (
 )
 from systolic.models.decoder.config import Decoder
 from systolic.steps.tasks.language import LanguageModel, Unit
+from systolic.training.interrupt import end_training
 from systolic.training.setup import Setup, set_up
 from tests.training import tiny
 from tests.training.sessions import (
@@ -264,6 +265,26 @@ def test_a_second_ctrl_c_leaves_at_once(tmp_path: Path, whole: Whole, monkeypatc
     assert told.index("stopping after this step") < told.index("left at once")
     assert not (tmp_path / "summary.json").exists()
     assert max(losses(tmp_path)) == 5
+
+
+class End(Ask):
+    """Ends the training at a step, as a search does with a hopeless trial, and is signalled after it."""
+
+    def see(self, record: dict[str, Any]) -> None:
+        if record["kind"] == "train" and record["step"] == self.step:
+            end_training()
+        super().see(record)
+
+
+def test_a_signal_after_the_program_ended_the_training_is_the_programs(
+    tmp_path: Path, whole: Whole, capfd
+):
+    signals: list[int] = []
+    with remembered(signals):
+        summary = train(whole.setup, tmp_path, watchers=[End(signal.SIGTERM, 5)])
+    assert 5 <= summary["steps"] < 16
+    assert signals == [signal.SIGTERM]
+    assert "Ctrl-C" not in capfd.readouterr().err
 
 
 def test_a_damaged_newest_checkpoint_is_named_and_passed_over(tmp_path: Path, whole: Whole):

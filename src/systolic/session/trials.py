@@ -1,9 +1,7 @@
 """Trials of a search in this process, one after another: claimed, forecast, trained as ordinary runs, judged."""
 
 import contextlib
-import os
 import shutil
-import signal
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping
@@ -30,6 +28,7 @@ from systolic.session.job_source import JobSource
 from systolic.session.resuming import continue_run, opened
 from systolic.session.training import Audience, SessionOptions, TrainResult, start
 from systolic.session.tuning import Tuning
+from systolic.training.interrupt import end_training
 from systolic.tuning import sampling
 from systolic.tuning.objective import check_reported
 from systolic.tuning.study import SharedStudy
@@ -359,8 +358,8 @@ class TrialWatcher:
     def _end(self, reason: str) -> None:
         if not self.reason:
             self.reason = reason
-            # As a signal from outside: the run saves, and can be continued.
-            os.kill(os.getpid(), signal.SIGTERM)
+            # The run saves, and can be continued.
+            end_training()
 
     def close(self) -> None:
         """Nothing is open."""

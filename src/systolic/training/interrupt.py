@@ -25,6 +25,9 @@ class Interrupt:
         self._clock = clock
         self._told = False
         """All processes have agreed to stop."""
+        self._ended = False
+        """The program ended the training; a signal that comes after it is meant for the program."""
+        self._late: signal.Signals | None = None
         self._asked_at: float | None = None
         self._calls, self._interval = 0, 1
         self._before: dict[signal.Signals, object] = {}
@@ -36,6 +39,7 @@ class Interrupt:
                 self._before[number] = signal.signal(number, self._ask)
             except ValueError:  # Not the main thread, so signals are not ours to handle.
                 continue
+        _open.append(self)
         return self
 
     def __exit__(
@@ -44,8 +48,16 @@ class Interrupt:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        _open.remove(self)
         for number, handler in self._before.items():
             signal.signal(number, handler)  # ty: ignore[invalid-argument-type]
+        if self._late is not None:
+            os.kill(os.getpid(), self._late)
+
+    def end(self) -> None:
+        """Makes the loop save and stop as a signal does, without a word."""
+        self._ended = self.signal is None
+        self.signal = self.signal or signal.SIGTERM
 
     def alone(self) -> bool:
         """Whether a job of a single process was asked to stop; it may do so at any point."""
@@ -83,6 +95,9 @@ class Interrupt:
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         del frame
+        if self._ended:
+            self._ended, self._late = False, signal.Signals(number)
+            return
         # Written to the descriptor, since a handler may run in the middle of a print.
         if self.signal is not None and number == signal.SIGINT:
             if self._before.get(signal.SIGINT) is signal.default_int_handler:
@@ -92,3 +107,12 @@ class Interrupt:
             os._exit(130)
         self.signal = signal.Signals(number)
         os.write(2, b"\nsystolic: stopping after this step to save; Ctrl-C again leaves at once\n")
+
+
+def end_training() -> None:
+    """Makes the training that runs in this process save and stop; a signal that comes meanwhile reaches the caller's handler."""
+    for each in _open:
+        each.end()
+
+
+_open: list[Interrupt] = []
