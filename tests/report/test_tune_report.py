@@ -1,10 +1,11 @@
 """A study in the terminal and on its page: what chance may have chosen, and how long the rest takes."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from systolic.job import Mode
-from systolic.report.tune.page import render
+from systolic.report.tune.page import history, render
 from systolic.report.tune.progress import line, times
 from systolic.report.tune.text import lines
 from systolic.tuning.objective import Aim
@@ -15,7 +16,11 @@ RIGHT = (178, 160, 177, 177, 178, 176)
 """Of 179 examples, by trial; as a search over the recipe digits had."""
 
 
-def study() -> StudyResult:
+DRAWN = (179, 178, 176, 176, 176, 177, 176, 169, 177, 129, 177, 26)
+"""The same of twelve trials at random."""
+
+
+def study(counts: Sequence[int] = RIGHT) -> StudyResult:
     rows = [
         TrialRow(
             number=number,
@@ -24,7 +29,7 @@ def study() -> StudyResult:
             figures={"accuracy": right / 179},
             seconds=10.0,
         )
-        for number, right in enumerate(RIGHT)
+        for number, right in enumerate(counts)
     ]
     return StudyResult(
         name="s",
@@ -68,3 +73,18 @@ def test_lines_say_what_is_left() -> None:
     assert line(found, found.rows[0], spent).endswith(f"batch 16; {spent}  <- best so far")
     assert times(replace(found, total=6), 60.0, 3) == "1 m 00 s"
     assert "time      1 m 00 s of all trials" in [one.plain for one in lines(found)]
+
+
+def test_bad_results_stretch_no_axis() -> None:
+    found = study(DRAWN)
+    chart = history(found)
+    assert chart is not None
+    # By hand: the quartiles are 174.25 and 177, the fence is at 170.1.
+    worst = min(right for right in DRAWN if right > 170) / 179
+    assert 170 / 179 < chart.y.low < worst
+    assert chart.y.high > 1
+    assert chart.beyond == 3
+    assert [dot.bottom for dot in chart.dots if dot.bottom == 0] == [0, 0, 0]
+    assert "3 results far from the others on the edge" in render(found, Path())
+    losses = replace(found, aims=[Aim(name="accuracy", mode=Mode.min)])
+    assert history(losses).beyond == 0  # the best is never cut

@@ -1,12 +1,14 @@
 """HTML page of a study: best so far, importance of each option, parallel coordinates, every trial with its run."""
 
 import os
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from systolic.core.files import write_atomically
+from systolic.job import Mode
 from systolic.report import curves, figures
 from systolic.report.curves import PlotAxis
 from systolic.report.pages import Tile, fill
@@ -18,6 +20,10 @@ from systolic.tuning.search import Searched
 NAME = "report.html"
 PAD = 0.06
 """Margin of an axis of values beyond the outermost, as a share."""
+FENCE = 1.5
+"""Quartile distances beyond the quartiles after which a result stretches no axis."""
+FEWEST = 8
+"""Results from which there are such."""
 MOST_ROWS = 500
 """Rows of the table; the last ones are kept."""
 TONES = 5
@@ -45,6 +51,8 @@ class TrialChart:
     """SVG path of the best so far, or of the front."""
     x_name: str
     y_name: str
+    beyond: int = 0
+    """Results that lie beyond the axis and are drawn on its edge."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +92,7 @@ def render(study: StudyResult, folder: Path) -> str:
         "fronts": front(study),
         "importance": list(study.importance.items()),
         "percent": figures.percent,
+        "plural": figures.plural,
         "coordinates": coordinates(study),
         "names": [one.name for one in study.searched],
         "aims": [aim.name for aim in study.aims],
@@ -133,9 +142,10 @@ def history(study: StudyResult) -> TrialChart | None:
     if not so_far:
         return None
     x = curves.linear_axis(0, max(study.total - 1, 1))
-    y = _axis(aim.name, [row.figures[aim.name] for row in shown if row.is_done])
+    done = [row.figures[aim.name] for row in study.done]
+    y = _axis(aim.name, usual(done, aim.mode))
     steps: list[tuple[float, float]] = []
-    for number, value in so_far:
+    for number, value in [(number, min(max(value, y.low), y.high)) for number, value in so_far]:
         steps += [(number, steps[-1][1] if steps else value), (number, value)]
     steps.append((shown[-1].number, steps[-1][1]))
     return TrialChart(
@@ -147,7 +157,19 @@ def history(study: StudyResult) -> TrialChart | None:
         line=curves.path(steps, x, y),
         x_name="trial",
         y_name=figures.label(aim.name),
+        beyond=sum(not y.low <= value <= y.high for value in done),
     )
+
+
+def usual(values: Sequence[float], mode: Mode) -> list[float]:
+    """Values without those far worse than the others: beyond Tukey's fence, 1.5 quartile distances from the worse quartile."""
+    if len(values) < FEWEST:
+        return list(values)
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    reach = FENCE * (high - low)
+    if mode is Mode.max:
+        return [value for value in values if value >= low - reach]
+    return [value for value in values if value <= high + reach]
 
 
 def front(study: StudyResult) -> list[TrialChart]:
