@@ -152,7 +152,9 @@ def kills(recipe: str, out: Path, seed: int) -> None:
             f"--workers={WORKERS}",
         ]
         began = time.perf_counter()
-        search = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        said = Path(name) / "said.txt"
+        with said.open("w") as file:
+            search = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=file)
         while search.poll() is None:
             time.sleep(chance.uniform(4, 16))
             # Only after the first trial has begun: a study whose workers all die before is given up.
@@ -162,6 +164,8 @@ def kills(recipe: str, out: Path, seed: int) -> None:
                     chance.choice(workers).kill()
                     killed += 1
         seconds = time.perf_counter() - began
+        if search.returncode:
+            print(said.read_text()[-4000:])
         study = json.loads((folder / "study.json").read_text())
         rows = study["trials"]
         uneven = 0

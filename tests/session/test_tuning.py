@@ -19,8 +19,10 @@ from systolic.cli.main import main
 from systolic.cli.tune import tuning_of
 from systolic.core.errors import OptionError, RunError
 from systolic.report.tune.page import render, write_page
+from systolic.session import tuning_processes
 from systolic.session.trials import BEGUN, TrialWatcher, TrialWorker
 from systolic.session.tuning import Tuning, with_values
+from systolic.session.tuning_processes import DEATHS, Processes
 from systolic.tuning import sampling
 from systolic.tuning.results import StudyResult, importance, rows_of
 from systolic.tuning.worker import this_worker
@@ -381,6 +383,35 @@ def test_a_worker_whose_trial_was_taken_over_leaves_it_alone(
     assert summary is not None
     assert summary["steps"] == 8
     assert "trial 0 gave no sign of life and was taken over" in told[0]
+
+
+@pytest.mark.parametrize("gets_on", [2, 0])
+def test_workers_that_die_are_started_again_while_a_trial_gets_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gets_on: int
+) -> None:
+    """Each of these workers is killed; so often a trial has a later checkpoint than before."""
+    monkeypatch.setattr(tuning_processes, "SEE_SECONDS", 0.0)
+    monkeypatch.setattr(tuning_processes, "POLL_SECONDS", 0.01)
+    made, told = tuning(tmp_path / "study", RATES, "--trials=1"), []
+    with closing(made.open()) as shared:
+        trial = shared.claim(1, this_worker())._trial_id
+
+        def see(_: StudyResult) -> None:
+            if len(told) in range(1, 1 + DEATHS * gets_on):
+                shared.note(trial, begun=(len(told) // DEATHS + 1, 1))
+
+        processes = Processes(
+            tuning=made,
+            shared=shared,
+            command=["sh", "-c", "kill -9 $$"],
+            count=1,
+            see=see,
+            tell=told.append,
+        )
+        with pytest.raises(RunError, match="while no trial got on, the last by SIGKILL"):
+            processes.run()
+    assert len(told) >= DEATHS * (gets_on + 1)
+    assert len(told) < DEATHS * (gets_on + 2)
 
 
 def test_memory_that_others_have_is_not_the_settings_fault(

@@ -21,7 +21,7 @@ SEE_SECONDS = 1.0
 ASK_SECONDS = 2.0
 """Interval at which workers are asked to stop, until they have: one may begin a trial as it is asked."""
 DEATHS = 3
-"""Starts in a row that end before any trial does, after which a worker is not started again."""
+"""Ends in a row, for each worker, between which no trial has evaluated, saved or ended, after which none is started again."""
 STOPPED = 3
 """Exit code of a worker that stopped for a reason on its last line."""
 INTERRUPTED = 130
@@ -51,7 +51,7 @@ class Processes:
     """Why the search ended before all trials were done."""
     interrupted: bool = False
     _asked: list[int] = field(default_factory=list, init=False)
-    _finished: int = field(default=0, init=False)
+    _progress: int = field(default=0, init=False)
     _deaths: int = field(default=0, init=False)
 
     def run(self) -> StudyResult:
@@ -131,8 +131,9 @@ class Processes:
 
     def _look(self) -> None:
         found = self.result()
-        if found.finished > self._finished:
-            self._finished, self._deaths = found.finished, 0
+        progress = found.finished + sum(row.step + row.resumed for row in found.rows)
+        if progress > self._progress:
+            self._progress, self._deaths = progress, 0
         self.see(found)
 
     def _stop(self, running: dict[int, subprocess.Popen[bytes]]) -> None:
@@ -148,7 +149,7 @@ class Processes:
 
         Raises:
             OptionError: it found that the command is wrong.
-            RunError: it failed, or was killed again and again before any trial ended.
+            RunError: it failed, or was killed again and again while no trial got on.
         """
         if code == 0 or code == INTERRUPTED or self._asked:
             return
@@ -162,7 +163,7 @@ class Processes:
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         if self._deaths > DEATHS * self.count:
             raise RunError(
-                f"workers ended {self._deaths} times without a result, the last by {how}; see {self._log(number)}"
+                f"workers ended {self._deaths} times while no trial got on, the last by {how}; see {self._log(number)}"
             )
         self.tell(f"worker {number} ended by {how}; its trial goes on in a new process")
         running[number] = self._start(number)

@@ -31,6 +31,8 @@ class TrialRow:
     reason: str = ""
     step: int = 0
     """Of its last evaluation, or its end."""
+    resumed: int = 0
+    """Step of the checkpoint at which it was begun last."""
     seconds: float | None = None
     dollars: float | None = None
     parameters: int | None = None
@@ -171,6 +173,7 @@ def _row(one: Any, searched: Sequence[Searched], aims: Sequence[Aim], folder: Pa
         figures=figures,
         reason=kept.get("reason", ""),
         step=kept.get("steps", last),
+        resumed=kept.get("begun", (0, 0))[0],
         seconds=kept.get("seconds"),
         dollars=None if dollars is None or _never_ran(one) else dollars * share,
         parameters=kept.get("parameters"),
