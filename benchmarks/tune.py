@@ -1,7 +1,7 @@
 """Best value against trials: `systolic tune` with TPE and pruning, with random search, and Optuna used by hand with our trainer.
 
     python benchmarks/tune.py run digits tpe out.jsonl      # one study; a line of JSON is appended
-    python benchmarks/tune.py kills digits out.jsonl        # 4 workers, killed at random
+    python benchmarks/tune.py kills digits out.jsonl        # 4 workers of two commands, killed at random
     python benchmarks/tune.py table out.jsonl
 
 By hand is what a user of Optuna writes: ``study.optimize`` with ``systolic.train`` in the objective, TPE, no pruning.
@@ -41,7 +41,8 @@ WORDS = {
 }
 TRIALS = {"digits": 12, "bytes": 10}
 ENDED = ("done", "stopped early")
-KILLS, WORKERS = 10, 4
+KILLS, WORKERS, COMMANDS = 10, 4, 2
+"""A command has no more workers than the machine has cores."""
 
 
 def tuned(recipe: str, way: str, seed: int, folder: Path) -> dict[str, Any]:
@@ -145,27 +146,27 @@ def kills(recipe: str, out: Path, seed: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "s"
         line = [sys.executable, "-m", "systolic", "tune", recipe, *WORDS[recipe], *SEARCH[recipe]]
-        line += [
-            "--checkpoints.every=10",
-            f"--study={folder}",
-            f"--trials={TRIALS[recipe]}",
-            f"--workers={WORKERS}",
-        ]
+        line += ["--checkpoints.every=10", f"--study={folder}", f"--trials={TRIALS[recipe]}"]
         began = time.perf_counter()
-        said = Path(name) / "said.txt"
-        with said.open("w") as file:
-            search = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=file)
-        while search.poll() is None:
+        said = [Path(name) / f"{number}.txt" for number in range(COMMANDS)]
+        searches = []
+        for path in said:
+            with path.open("w") as file:
+                words = [*line, f"--workers={WORKERS // COMMANDS}"]
+                searches.append(subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=file))
+        while any(search.poll() is None for search in searches):
             time.sleep(chance.uniform(4, 16))
             # Only after the first trial has begun: a study whose workers all die before is given up.
             if killed < KILLS and [*folder.glob("trials/*/checkpoints/[0-9]*")]:
-                workers = list(psutil.Process(search.pid).children())
+                running = [psutil.Process(one.pid) for one in searches if one.poll() is None]
+                workers = [worker for one in running for worker in one.children()]
                 if workers:
                     chance.choice(workers).kill()
                     killed += 1
         seconds = time.perf_counter() - began
-        if search.returncode:
-            print(said.read_text()[-4000:])
+        for search, path in zip(searches, said, strict=True):
+            if search.returncode:
+                print(path.read_text()[-4000:])
         study = json.loads((folder / "study.json").read_text())
         rows = study["trials"]
         uneven = 0
@@ -174,7 +175,7 @@ def kills(recipe: str, out: Path, seed: int) -> None:
                 steps = [record["step"] for record in load_run(Path(row["run"])).train]
                 uneven += steps != list(range(1, row["step"] + 1))
         found = {
-            "code": search.returncode,
+            "codes": [search.returncode for search in searches],
             "kills": killed,
             "seconds": seconds,
             "states": Counter(row["state"] for row in rows),
