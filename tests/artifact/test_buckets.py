@@ -430,6 +430,12 @@ def test_a_whole_bucket_is_no_folder(path: str) -> None:
         in_bucket(path)
 
 
+@pytest.mark.parametrize("path", ["s4://runs/x", Path("S3://runs/x"), "hdfs://runs/x"])
+def test_other_storage_is_no_folder_here(path: Path | str) -> None:
+    with pytest.raises(OptionError, match="://runs/x is in no storage that is known; give s3"):
+        in_bucket(path)
+
+
 def test_results_are_written_here(machine: Machines) -> None:
     assert _copied(["--run", "s3://runs/new"]) == ["--run", "s3://runs/new"]
     with pytest.raises(OptionError, match="--out FOLDER"):

@@ -74,6 +74,11 @@ def test_the_script_says_what_made_it_and_passes_shellcheck(tmp_path: Path) -> N
         ({"run": "gs://bucket/x"}, "folder that the nodes share"),
         ({"purchase": Purchase.spot}, "--sbatch=--reservation=NAME"),
         ({"slurm": SlurmOptions(time="tomorrow")}, "--time 24:00:00"),
+        ({"slurm": SlurmOptions(time="0:02:00")}, "signalled 3 minutes before it ends.*10 minutes"),
+        ({"slurm": SlurmOptions(time="9:59")}, "10 minutes or more"),
+        ({"slurm": SlurmOptions(options=("--time=1:00",))}, "the launch sets; give --time"),
+        ({"slurm": SlurmOptions(setup='echo "open')}, "does not read .No closing quotation"),
+        ({"slurm": SlurmOptions(gpus_per_node=1000)}, "more than any node has"),
         ({"slurm": SlurmOptions(gpus_per_node=3)}, "3, which does not divide the 16 GPUs"),
         ({"slurm": SlurmOptions(options=("--qos", "long"))}, "'long'; it takes options with ="),
         (
@@ -90,6 +95,14 @@ def test_mistakes_are_one_line(fields: dict[str, Any], text: str) -> None:
     with pytest.raises(OptionError, match=text) as caught:
         made(**fields)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("time", "expected"),
+    [("90", 5400), ("90:30", 5430), ("1:30:30", 5430), ("1-2", 93600), ("1-2:30", 95400)],
+)
+def test_times_are_those_of_slurm(time: str, expected: int) -> None:
+    assert seconds(time) == expected
 
 
 CALLS = """#!/bin/sh

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import pytest
 import systolic
 from systolic.artifact.bundle import MODELS, open_bundle
 from systolic.cli.main import main
-from systolic.core.errors import DataError, OptionError, SystolicError, TakenError
+from systolic.core.errors import DataError, OptionError, RunError, SystolicError, TakenError
 from systolic.job import MatrixFormat, WeightFormat
 from systolic.serving.http.app import PATHS
 from systolic.session.docker.folder import (
@@ -28,6 +29,7 @@ from systolic.session.docker.folder import (
     STOP_SECONDS,
     ImageOptions,
 )
+from systolic.session.docker.wheel import write_wheel
 from systolic.session.quantizing import quantize_model
 from tests.interop import folders
 
@@ -199,3 +201,16 @@ def test_what_is_no_whole_bundle_is_refused(bundle: Path, tmp_path: Path) -> Non
         ImageOptions(platform="rocm")
     with pytest.raises(OptionError, match="--to docker"):
         systolic.export_model(bundle, out, to="hf", image=ImageOptions(mount=True))
+
+
+def test_a_wheel_on_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+    try:
+        with pytest.raises(
+            RunError, match=r"whl could not be written \(File too large\); free some"
+        ):
+            write_wheel(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.iterdir())

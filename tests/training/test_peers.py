@@ -138,6 +138,7 @@ COMPLETE = {peers.ADDRESS: "10.0.0.2:1234", peers.COUNT: "4", peers.INDEX: "3"}
         ({peers.INDEX: "4"}, "process is 4 of 4"),
         ({peers.COUNT: "four"}, "'four'"),
         ({peers.ADDRESS: "10.0.0.2"}, "HOST:PORT"),
+        ({peers.ADDRESS: "10.0.0.2:99999"}, "a port of 1 to 65535"),
     ],
 )
 def test_a_wrong_description_is_refused(changed: dict[str, str], message: str):
@@ -151,6 +152,13 @@ def test_a_wrong_description_is_refused(changed: dict[str, str], message: str):
 def test_an_address_alone_is_no_description():
     with pytest.raises(OptionError, match="JAX_NUM_PROCESSES is not set"):
         find({peers.ADDRESS: "10.0.0.2:1234"})
+
+
+@pytest.mark.parametrize("given", [{peers.COUNT: "2"}, {peers.INDEX: "1"}])
+def test_a_number_alone_does_not_train_alone(given: dict[str, str]):
+    assert peers.belongs(given)
+    with pytest.raises(OptionError, match="JAX_COORDINATOR_ADDRESS is not set"):
+        find(given)
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from systolic.core.errors import NotFoundError, RunError
+from systolic.core.errors import NotFoundError, OptionError, RunError
 from systolic.core.store import cache_home
 
 COPIES = "buckets"
+SCHEMES = ("s3", "gs")
 _RETRIES = 6
-_URL = re.compile(r"(s3|gs):/+([^/]+)/*(.*)")
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/+([^/]+)/*(.*)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,21 +41,28 @@ def in_bucket(path: Path | str) -> BucketFolder | None:
 
     Raises:
         NotFoundError: it names nothing within the bucket.
+        OptionError: it is of another kind of storage.
     """
     matched = _URL.fullmatch(str(path))
     if matched is None:
         return None
     scheme, bucket, key = matched.groups()
+    if scheme not in SCHEMES:
+        raise OptionError(
+            f"{scheme}://{bucket}/{key} is in no storage that is known; give s3://BUCKET/FOLDER or gs://BUCKET/FOLDER, or mount it and give its folder"
+        )
     parts = [part for part in key.split("/") if part not in ("", ".")]
     if not parts or ".." in parts:
-        raise NotFoundError(f"{path} names no folder in a bucket; give {scheme}://{bucket}/FOLDER")
+        raise NotFoundError(
+            f"{scheme}://{bucket}/{key} names no folder in a bucket; give {scheme}://{bucket}/FOLDER"
+        )
     return BucketFolder(scheme=scheme, bucket=bucket, key="/".join(parts))
 
 
 def origin(path: Path) -> BucketFolder | None:
     """What a copy is of, wherever its cache was; None for other paths."""
     parts = path.parts
-    at = [n for n, part in enumerate(parts[:-3]) if part == COPIES and parts[n + 1] in ("s3", "gs")]
+    at = [n for n, part in enumerate(parts[:-3]) if part == COPIES and parts[n + 1] in SCHEMES]
     if not at:
         return None
     scheme, bucket, *key = parts[at[-1] + 1 :]

@@ -144,7 +144,9 @@ def in_bucket(run: str) -> tuple[str, str]:
     """
     found = _BUCKET.fullmatch(run)
     if found is None:
-        raise OptionError(f"run is {run!r}; a folder in a bucket is given as gs://BUCKET/FOLDER")
+        raise OptionError(
+            f"run is {run!r}; it takes gs://BUCKET/FOLDER, the bucket's name of 3 characters or more: lower-case letters, digits, - _ and ."
+        )
     return found[1], found[2]
 
 

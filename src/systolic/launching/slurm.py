@@ -14,13 +14,21 @@ from systolic.launching.launch import CODE, Launch, Prepared, Purchase
 from systolic.launching.names import check_name, check_word, is_bucket
 from systolic.launching.scripts import rendered
 
-LONGEST = 60
+LONGEST, MOST_PER_NODE = 60, 72
+"""Characters of a job's name; GPUs of one node, as in racks of GB200 NVL72."""
 SCRIPT, OUTPUT = "job.sh", "slurm.log"
 SAVE_SECONDS = 180
 """Time to save before the job's time ends."""
 _TIME = re.compile(r"\d+|\d+:\d{2}(:\d{2})?|\d+-\d{1,2}(:\d{2}){0,2}")
 _OPTION = re.compile(r"--[a-z][-a-z]*(=[-\w.,:@%+/*|&\[\]]+)?")
-_TAKEN = ("job-name", "nodes", "ntasks", "ntasks-per-node", "gpus-per-node", "output", "signal")
+SHORTEST_SECONDS = 600
+"""A shorter job would be over before it has started up, trained and saved."""
+_TAKEN = {
+    **dict.fromkeys(("job-name", "nodes", "ntasks", "ntasks-per-node", "gpus-per-node"), ""),
+    **dict.fromkeys(("output", "signal"), ""),
+    "time": "--time",
+}
+"""Options of sbatch that the launch sets, with its own word for them."""
 
 
 def prepare(launch: Launch) -> Prepared:
@@ -34,10 +42,7 @@ def prepare(launch: Launch) -> Prepared:
     check_name(launch.name, LONGEST, "a job's name")
     check_word(site.queue, "queue")
     check_word(site.account, "account")
-    if "\n" in launch.slurm.setup:
-        raise OptionError(
-            "setup has several lines; put them into a file: --setup 'source setup.sh'"
-        )
+    _check_setup(launch.slurm.setup)
     if is_bucket(launch.run):
         raise OptionError(
             f"run is {launch.run}, and slurm trains into a folder that the nodes share; give --run DIR"
@@ -80,6 +85,25 @@ def prepare(launch: Launch) -> Prepared:
     )
 
 
+def seconds(time: str) -> int:
+    """Seconds of a time as Slurm takes it: ``MINUTES``, ``MINUTES:SECONDS``, ``HOURS:MINUTES:SECONDS`` or ``DAYS-HOURS[:…]``."""
+    days, dash, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    scales = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
+    return int(days or 0) * 86400 + sum(a * b for a, b in zip(parts, scales, strict=False))
+
+
+def _check_setup(line: str) -> None:
+    if "\n" in line:
+        raise OptionError(
+            "setup has several lines; put them into a file: --setup 'source setup.sh'"
+        )
+    try:
+        shlex.split(line)
+    except ValueError as error:
+        raise OptionError(f"setup is {line!r}, which a shell does not read ({error})") from error
+
+
 def check_slice(launch: Launch) -> None:
     """Checks that the slice is of GPUs and fills its nodes.
 
@@ -90,6 +114,10 @@ def check_slice(launch: Launch) -> None:
     if on.chip.kind is not ChipKind.gpu:
         raise OptionError(
             f"{on.name} is not of GPUs, which slurm is for; give --on 8xh100, or for TPUs --via tpu-vm or gke"
+        )
+    if size is not None and size > MOST_PER_NODE:
+        raise OptionError(
+            f"gpus-per-node is {size}, more than any node has; give {MOST_PER_NODE} or less"
         )
     if size is not None and on.num_chips > size and on.num_chips % size:
         raise OptionError(
@@ -116,6 +144,10 @@ def _lines(launch: Launch) -> list[str]:
             raise OptionError(
                 f"time is {asked.time!r}; Slurm takes HOURS:MINUTES:SECONDS or DAYS-HOURS: --time 24:00:00"
             )
+        if seconds(asked.time) < SHORTEST_SECONDS:
+            raise OptionError(
+                f"time is {asked.time}, and the training is signalled {SAVE_SECONDS // 60} minutes before it ends, so that it would get nowhere; give {SHORTEST_SECONDS // 60} minutes or more"
+            )
         found.append(f"--time={asked.time}")
     if site.queue:
         found.append(f"--partition={site.queue}")
@@ -130,10 +162,10 @@ def _checked(words: Sequence[str]) -> Sequence[str]:
             raise OptionError(
                 f"sbatch has {word!r}; it takes options with = before their value: --sbatch='--qos=long --constraint=h100'"
             )
-        if word[2:].partition("=")[0] in _TAKEN:
-            raise OptionError(
-                f"sbatch has {word}, which the launch sets; --name, --on and --gpus-per-node change it"
-            )
+        name = word[2:].partition("=")[0]
+        if name in _TAKEN:
+            instead = _TAKEN[name] or "--name, --on and --gpus-per-node"
+            raise OptionError(f"sbatch has {word}, which the launch sets; give {instead}")
     return words
 
 

@@ -18,6 +18,7 @@ from systolic.core.errors import OptionError
 ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 PORT = 8476
 """Where the first process is reached, as far as nothing else says so."""
+PORTS = 65535
 _EPHEMERAL, _PORTS = 61440, 4096
 _METADATA_SECONDS = 5.0
 _ROOT = Path("/")
@@ -87,6 +88,8 @@ def belongs(environ: Mapping[str, str], root: Path = _ROOT) -> bool:
     """Whether this process is one of several of the same job, complete as its description may be or not."""
     return (
         ADDRESS in environ
+        or _number(environ, COUNT) > 1
+        or _number(environ, INDEX) > 0
         or len(_pod_hosts(environ)) > 1
         or any(_number(environ, name) > 1 for name in _COUNTS)
         or _cloud_tpu(environ, root) is not None
@@ -134,9 +137,9 @@ def _missing(name: str) -> str:
 
 def _address(text: str) -> str:
     host, _, port = text.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdigit() or not 0 < int(port) <= PORTS:
         raise OptionError(
-            f"the coordinator is {text!r}; give HOST:PORT of the first process, such as 10.0.0.2:{PORT}"
+            f"the coordinator is {text!r}; give HOST:PORT of the first process, with a port of 1 to {PORTS}, such as 10.0.0.2:{PORT}"
         )
     return text
 

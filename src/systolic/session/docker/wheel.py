@@ -3,10 +3,12 @@
 import base64
 import hashlib
 import importlib.metadata
+import io
 import zipfile
 from pathlib import Path
 
 import systolic
+from systolic.core.files import write_atomically
 from systolic.session.docker.lock import PACKAGE
 
 TAG = "py3-none-any"
@@ -21,7 +23,7 @@ def write_wheel(folder: Path) -> Path:
     The format: https://packaging.python.org/en/latest/specifications/binary-distribution-format/
 
     Raises:
-        OSError: the disk is full.
+        RunError: the disk is full.
     """
     about = importlib.metadata.distribution(PACKAGE)
     stem = f"{PACKAGE}-{about.version}"
@@ -41,11 +43,13 @@ def write_wheel(folder: Path) -> Path:
     rows = [f"{name},{_digest(raw)},{len(raw)}" for name, raw in contents.items()]
     contents[record] = "\n".join([*rows, f"{record},,", ""]).encode()
     made = folder / f"{stem}-{TAG}.whl"
-    with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as out:
+    raw_wheel = io.BytesIO()
+    with zipfile.ZipFile(raw_wheel, "w", zipfile.ZIP_DEFLATED) as out:
         for name, raw in contents.items():
             entry = zipfile.ZipInfo(name, EPOCH)
             entry.external_attr = 0o644 << 16
             out.writestr(entry, raw, zipfile.ZIP_DEFLATED)
+    write_atomically(made, raw_wheel.getvalue())
     return made
 
 
