@@ -1,8 +1,8 @@
 """JobSets: every slice of the catalogue has the chips, hosts, topology and selectors that ``systolic.slice`` says."""
 
+import importlib.util
 import re
 import subprocess
-from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,28 +16,6 @@ from tests.launching.kubectl import stand_in
 from tests.launching.made import HEADER, documents, jobset, launch, pod_of, shellcheck, slices
 
 ON_GKE = [one for one in slices() if one.chip.gke_accelerator is not None]
-JOBSET: Mapping[str, Any] = {
-    "apiVersion": str,
-    "kind": str,
-    "metadata": {"name": str, "namespace": str, "labels": dict, "annotations": dict},
-    "spec": {
-        "suspend": bool,
-        "failurePolicy": {
-            "maxRestarts": int,
-            "rules": [
-                {
-                    "name": str,
-                    "action": str,
-                    "onJobFailureReasons": list,
-                    "onJobFailureMessagePatterns": list,
-                }
-            ],
-        },
-        "replicatedJobs": [{"name": str, "replicas": int, "template": {"spec": dict}}],
-    },
-}
-"""The fields of a JobSet that are used, by the reference of jobset.x-k8s.io/v1alpha2."""
-OPTIONAL = {"namespace", "suspend"}
 ACTIONS = {
     "FailJobSet",
     "RestartJobSet",
@@ -47,17 +25,38 @@ ACTIONS = {
 }
 
 
-def wrong(value: Any, form: Any, path: str = "") -> list[str]:
-    """Fields that are unknown, missing or of another type."""
-    if isinstance(form, type):
-        return [] if isinstance(value, form) else [f"{path} is no {form.__name__}"]
-    if isinstance(form, list):
-        return [text for one in value for text in wrong(one, form[0], f"{path}[]")]
-    found = [f"{path}.{name} is unknown" for name in value if name not in form]
-    found += [f"{path}.{n} is missing" for n in form if n not in value and n not in OPTIONAL]
-    return found + [
-        text for n, one in value.items() if n in form for text in wrong(one, form[n], f"{path}.{n}")
-    ]
+def unread(given: Any, read: Any, path: str = "") -> list[str]:
+    """Fields that are unknown, or read as something else."""
+    if isinstance(given, dict) and isinstance(read, dict):
+        found = [f"{path}.{name} is unknown" for name in given if name not in read]
+        known = [name for name in given if name in read]
+        return [*found, *(x for n in known for x in unread(given[n], read[n], f"{path}.{n}"))]
+    if isinstance(given, list) and isinstance(read, list):
+        return [x for one in zip(given, read, strict=True) for x in unread(*one, f"{path}[]")]
+    return [] if given == read else [f"{path} is {read!r}"]
+
+
+def unread_by_its_models(found: dict[str, Any]) -> list[str]:
+    """What JobSet's own models do not know: Kubeflow generates them from its definition, with Kubernetes' in them."""
+    if importlib.util.find_spec("kubeflow_trainer_api") is None:
+        return []
+    models = importlib.import_module("kubeflow_trainer_api.models")
+    return unread(found, models.JobsetV1alpha2JobSet.from_dict(found).to_dict())
+
+
+def test_jobsets_own_models_read_every_field() -> None:
+    pytest.importorskip("kubeflow_trainer_api")
+    site = Site(namespace="ml", claim="shared", queue="research", service_account="trainer")
+    fields = {"run": "/runs/lm", "code": {"a.py": "x"}, "purchase": Purchase.spot}
+    found = jobset(prepare("gke", launch(site=site, **fields)))
+    assert not unread_by_its_models(found)
+    rule = found["spec"]["failurePolicy"]["rules"][0]
+    rule["onJobFailureReason"] = rule.pop("onJobFailureReasons")
+    told = [".spec.failurePolicy.rules[].onJobFailureReason is unknown"]
+    assert unread_by_its_models(found) == told
+    found["spec"]["replicatedJobs"][0]["replicas"] = "2"
+    with pytest.raises(ValueError, match="replicas"):
+        unread_by_its_models(found)
 
 
 @pytest.mark.parametrize("chip", ["v4", "v5e", "v5p", "v6e", "tpu7x"])
@@ -78,7 +77,7 @@ def agrees(on: Slice, found: dict[str, Any]) -> None:
     chips = container["resources"]["limits"]["google.com/tpu"]
     labels = pod["nodeSelector"]
     topology = labels["cloud.google.com/gke-tpu-topology"].split("x")
-    assert not wrong(found, JOBSET), on.name
+    assert not unread_by_its_models(found), on.name
     assert replicated["replicas"] == on.num_slices, on.name
     assert job["parallelism"] == job["completions"] == on.num_hosts // on.num_slices, on.name
     assert chips * job["parallelism"] * on.num_slices == on.num_chips, on.name

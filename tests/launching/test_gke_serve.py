@@ -27,6 +27,19 @@ MONITORING: Mapping[str, Any] = {
 """The fields of a PodMonitoring that are used, by its definition in prometheus-engine at c1318317."""
 
 
+def wrong(value: Any, form: Any, path: str = "") -> list[str]:
+    """Fields that are unknown, missing or of another type."""
+    if isinstance(form, type):
+        return [] if isinstance(value, form) else [f"{path} is no {form.__name__}"]
+    if isinstance(form, list):
+        return [text for one in value for text in wrong(one, form[0], f"{path}[]")]
+    found = [f"{path}.{name} is unknown" for name in value if name not in form]
+    found += [f"{path}.{n} is missing" for n in form if n not in value]
+    return found + [
+        text for n, one in value.items() if n in form for text in wrong(one, form[n], f"{path}.{n}")
+    ]
+
+
 def made(on: str = "v5e-8", server: GkeServer | None = None, **fields: Any) -> Prepared:
     given = {
         "target": "chat",
@@ -108,8 +121,6 @@ def test_kubernetes_objects_pass_its_own_schema(variant: str) -> None:
 
 
 def test_a_pod_monitoring_has_the_fields_of_its_definition() -> None:
-    from tests.launching.test_gke import wrong
-
     found = objects(made(site=Site(namespace="ml")))["PodMonitoring"]
     assert not wrong(found, MONITORING)
 
