@@ -291,7 +291,7 @@ def test_a_server_on_a_cluster_is_written_with_its_price(
     out, _ = run(line, capsys)
     text = Path("launches/chat-v5e-8/serve.yaml").read_text()
     assert text.startswith("# Made by: systolic launch serve gs://bucket/chat --via gke")
-    assert "$9.60 an hour on-demand for each of 1 to 4 pods: $9.60 to $38.40" in out
+    assert "$9.60 an hour on-demand for 1 pod, the fewest, to $38.40 for 4, the most" in out
     assert "systolic serve chat=/gcs/bucket/chat --host 0.0.0.0" in out
     assert "- --context\n" in text
     assert "kubectl create secret generic keys --from-file=keys.txt" in out
@@ -302,6 +302,7 @@ def test_a_server_on_a_cluster_is_written_with_its_price(
         run(f"{SERVE.replace('gs://bucket/chat', 'chat')} --variant kserve --json", capsys)[0]
     )
     assert told["bill"]["usd_per_hour"] == pytest.approx(9.6)
+    assert told["bill"]["usd_per_hour_most"] == pytest.approx(38.4)
     assert "chat=/srv/model" in Path("launches/chat-v5e-8/serve.yaml").read_text()
 
 
@@ -334,6 +335,10 @@ def test_the_bill_after_counts_the_hours_that_machines_were_there(tmp_path: Path
     used = cost(tpus, 12600.0)
     assert used is not None
     assert used.hours == 1.5
+    server = {"usd_per_hour": 9.6, "usd_per_hour_most": 38.4}
+    of_pods = cost(made(bill=server, stopped="1970-01-01T02:00:00+00:00"), 9e9)
+    assert of_pods is not None
+    assert of_pods.text().startswith("$9.60 to $38.40 used: 1.00 h from submit to stop at $9.60 to")
     assert cost(made(via=LOCAL), 9e9) is None
     assert cost(made(bill={"usd_per_hour": None}), 9e9) is None
 

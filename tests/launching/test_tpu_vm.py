@@ -394,7 +394,9 @@ def host(folder: Path, values: dict[str, str], *options: str) -> tuple[list[Any]
     (folder / "wheels" / "systolic-1.whl").write_text(SYSTOLIC.format(python=sys.executable))
     environ = {n: v for n, v in os.environ.items() if not n.startswith("JAX_")}
     steps = 'for step in ${1:-install start wait}; do bash "$0" "$step" || exit; done'
-    return ["bash", "-c", steps, folder / "host.sh"], environ | {"PATH": f"{folder}:{os.environ['PATH']}"}
+    return ["bash", "-c", steps, folder / "host.sh"], environ | {
+        "PATH": f"{folder}:{os.environ['PATH']}"
+    }
 
 
 ENDPOINTS = {

@@ -185,7 +185,7 @@ def finish(
     from systolic.session import launched, launching
 
     folder = folder_of(made, out)
-    launched.check_free(made.name, folder, via)
+    launched.check_free(made, folder, via)
     files = launching.write(made, prepared, folder)
     record = launched.record(via, made, prepared, bill, folder)
     if not json:
