@@ -140,6 +140,23 @@ def test_a_recipe_file_goes_along_with_its_modules(capsys: pytest.CaptureFixture
     assert f"# Python {'.'.join(map(str, __import__('sys').version_info[:2]))}\n" in pins
 
 
+@pytest.mark.parametrize("on", ["cpu", "1xcpu", "8xcpu"])
+def test_a_launch_has_the_name_of_what_was_typed(
+    on: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for via in ("local", "docker"):
+        told = json.loads(run(f"launch digits --on {on} --via {via} --out {via} --json", capsys)[0])
+        assert told["name"] == {"cpu": "digits-1xcpu"}.get(on, f"digits-{on}")
+
+
+def test_a_folder_in_which_no_file_can_be_made_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _, err = run("launch digits --on 1xcpu --via local --out /proc/zz", capsys, 1)
+    assert "could not be written (No such file or directory); no file can be made there" in err
+    assert "in /proc: choose another folder" in err
+
+
 def test_paths_of_this_machine_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     Path("texts").mkdir()
     Path("texts/a.txt").write_text("some text " * 1000)

@@ -156,7 +156,7 @@ def test_probes_and_metrics_are_the_servers() -> None:
 def test_kubernetes_waits_longer_than_the_server_drains() -> None:
     from systolic.serving.http.process import LAST_SECONDS
 
-    for grace in (0, 45, 300):
+    for grace in (0, 45, 3575):
         spec = pod(server=GkeServer(grace_seconds=grace))
         (container,) = spec["containers"]
         words = container["command"]
@@ -239,6 +239,7 @@ def test_numbers_that_contradict_each_other_are_one_line() -> None:
         ({"variant": "kserv"}, "did you mean kserve"),
         ({"metric": "num_requests"}, "metric is 'num_requests'"),
         ({"replicas": 5}, "max-replicas is 4 and replicas 5"),
+        ({"grace_seconds": 3576}, "GKE waits 3600 s for a pod at most .* give 3575 or less"),
     ):
         with pytest.raises(OptionError, match=text):
             GkeServer(**fields)

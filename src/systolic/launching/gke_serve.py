@@ -30,6 +30,10 @@ LEAVE_SECONDS = 10
 """Between the end of the pod's address and SIGTERM, so that clients that still have it are answered."""
 LAST_SECONDS = 15
 """After the grace time, for answers that end with an error, before Kubernetes kills."""
+LONGEST_SECONDS = 3600
+"""Of an end, all in all: GKE waits no longer for a pod when it drains a node,
+https://docs.cloud.google.com/kubernetes-engine/docs/concepts/node-pool-upgrade-strategies.
+"""
 METRICS = ("http_requests_in_flight", "num_requests_waiting", "num_requests_running")
 """Gauges of the server that say how loaded a pod is; the last two are of language models."""
 DEPLOYMENT, KSERVE = "deployment", "kserve"
@@ -66,6 +70,11 @@ class GkeServer:
         if self.metric not in METRICS:
             raise OptionError(
                 f"metric is {self.metric!r}{nearest(self.metric, METRICS)}; it takes {', '.join(METRICS)}"
+            )
+        longest = LONGEST_SECONDS - LEAVE_SECONDS - LAST_SECONDS
+        if self.grace_seconds > longest:
+            raise OptionError(
+                f"grace-seconds is {self.grace_seconds}, and GKE waits {LONGEST_SECONDS} s for a pod at most when it drains a node; give {longest} or less"
             )
         if self.most < self.replicas:
             raise OptionError(
