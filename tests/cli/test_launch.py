@@ -208,6 +208,7 @@ def test_no_recipe_has_an_option_that_launch_needs() -> None:
         (f"{GKE} --on v5e-16 --project mine-1", "or choose --via tpu-vm"),
         ("launch digits --on 2xcpu --via local --zone us-west4-a", "--zone means nothing to local"),
         ("launch digits --on 2xcpu --via local --spot", "--spot means nothing to local"),
+        ("launch digits --on 2xcpu --via local --quick", "--quick means nothing to local"),
         ("launch digits --on 8xcpu --via docker --image r/s:1", "--image means nothing to docker"),
         ("launch digits --on 8xh100 --via slurm --time 0:00:00", "--time 24:00:00"),
         (f"{GKE} --on v5e-16 --claim c --run /data/lm", "give --run /runs/FOLDER"),
@@ -310,6 +311,7 @@ def test_a_server_on_a_cluster_is_written_with_its_price(
     assert text.startswith("# Made by: systolic launch serve gs://bucket/chat --via gke")
     assert "$9.60 an hour on-demand for 1 pod, the fewest, to $38.40 for 4, the most" in out
     assert "systolic serve chat=/gcs/bucket/chat --host 0.0.0.0" in out
+    assert "\nbundle   gs://bucket/chat\n" in out
     assert "- --context\n" in text
     assert "kubectl create secret generic keys --from-file=keys.txt" in out
     assert "submit   systolic launch serve gs://bucket/chat" in out

@@ -232,6 +232,9 @@ def test_the_node_pools_that_are_needed_are_named() -> None:
     notes = "\n".join(prepare("gke", launch("2xv6e-16", purchase=Purchase.spot)).notes)
     assert "2 node pools" in notes
     assert "--machine-type=ct6e-standard-4t --num-nodes=4 --tpu-topology=4x4 --spot" in notes
+    reserved = launch("v6e-1", purchase=Purchase.reserved, site=Site(reservation="ours"))
+    notes = "\n".join(prepare("gke", reserved).notes)
+    assert "--num-nodes=1 --reservation-affinity=specific --reservation=ours" in notes
     alone = "\n".join(prepare("gke", launch("v6e-1")).notes)
     assert "--machine-type=ct6e-standard-1t --num-nodes=1" in alone
     assert "topology" not in alone

@@ -303,7 +303,7 @@ def show(
     rows = [
         ("launch", f"{made.name} on {on.name}: {chips}, {hosts}"),
         ("command", shlex.join(command)),
-        *((("run", made.run),) if made.run else ()),
+        *((("run" if command[1] == "train" else "bundle", made.run),) if made.run else ()),
         ("bill", bill.text()),
         *(("also", other) for other in others),
         *(("note", note) for note in prepared.notes),

@@ -47,7 +47,7 @@ def run(args: Sequence[str]) -> int:
         more += f", without slice {', '.join(map(str, gone))}"
     print(f"{found.name} on {found.slice} via {found.via}: {now['phase']}{more}")
     if found.run:
-        print(f"run      {found.run}")
+        print(f"{'bundle' if 'serve' in found.made_by[2:3] else 'run':<8} {found.run}")
     if found.trouble:
         print(f"trouble  {found.trouble}")
         print(f"made by  {shlex.join(found.made_by) or 'an unknown command'}")

@@ -319,6 +319,8 @@ def _notes(launch: Launch) -> tuple[str, ...]:
         words.append(f"--tpu-topology={topology(launch)}")
     if launch.purchase is Purchase.spot:
         words.append("--spot")
+    if launch.site.reservation:
+        words += ["--reservation-affinity=specific", f"--reservation={launch.site.reservation}"]
     if launch.site.zone:
         words.append(f"--node-locations={launch.site.zone}")
     pools = "a node pool" if on.num_slices == 1 else f"{on.num_slices} node pools"
