@@ -207,8 +207,23 @@ def test_a_jobset_that_has_ended_makes_room(
     assert "was refused" in done.stderr
 
 
-def test_the_script_passes_shellcheck(tmp_path: Path) -> None:
-    (tmp_path / "free.sh").write_text(prepare("gke", launch()).files["free.sh"])
+def test_recipe_files_of_another_are_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clusters = stand_in(tmp_path, monkeypatch, "mine")
+    given = launch(code={"mine.py": "x = 1\n"})
+    (tmp_path / "free.sh").write_text(prepare("gke", given).files["free.sh"])
+    for label, code in (("0a1b2c3d", 0), ("ffff0000", 1), ("", 1)):
+        (clusters / "mine" / "configmap").write_text(label)
+        command = ["bash", tmp_path / "free.sh", "--context=mine"]
+        done = subprocess.run(command, text=True, capture_output=True, timeout=60)
+        assert done.returncode == code, done.stderr
+        assert ("a configmap lm (--context=mine) that was not made by" in done.stderr) == bool(code)
+
+
+@pytest.mark.parametrize("code", [{}, {"mine.py": "x = 1\n"}], ids=["shipped", "mine"])
+def test_the_script_passes_shellcheck(tmp_path: Path, code: dict[str, str]) -> None:
+    (tmp_path / "free.sh").write_text(prepare("gke", launch(code=code)).files["free.sh"])
     shellcheck(tmp_path / "free.sh")
 
 

@@ -11,7 +11,7 @@ from systolic.chips import slice
 from systolic.core.errors import OptionError
 from systolic.launching import Prepared, Purchase, Site
 from systolic.launching.gke_serve import KSERVE, METRICS, GkeServer, check_slice, prepare
-from tests.launching.made import HEADER, launch, slices
+from tests.launching.made import HEADER, launch, shellcheck, slices
 
 IMAGE = "us-docker.pkg.dev/project/repository/chat:1"
 NAMED = {"name": str, "namespace": str, "labels": dict}
@@ -211,8 +211,25 @@ def test_a_bundle_in_a_bucket_is_mounted() -> None:
     assert "automountServiceAccountToken" not in spec
 
 
-def test_the_file_says_what_made_it() -> None:
-    assert made().files["serve.yaml"].startswith(HEADER)
+def test_the_files_say_what_made_them_and_the_script_passes_shellcheck(tmp_path: Path) -> None:
+    files = made(server=GkeServer(variant=KSERVE), site=Site(namespace="ml")).files
+    assert files["serve.yaml"].startswith(HEADER)
+    (tmp_path / "check.sh").write_text(files["check.sh"])
+    shellcheck(tmp_path / "check.sh")
+
+
+@pytest.mark.parametrize("variant", ["deployment", KSERVE])
+def test_every_object_has_the_label_of_its_launch_and_a_stop_takes_those_only(variant: str) -> None:
+    prepared = made(server=GkeServer(variant=variant))
+    found = objects(prepared)
+    for one in found.values():
+        assert one["metadata"]["labels"]["systolic/launch"] == "0a1b2c3d"
+    selector = "app.kubernetes.io/name=chat,systolic/launch=0a1b2c3d"
+    assert all(words[-2:] == ("--selector", selector) for words in prepared.stop)
+    stopped = [kind for words in prepared.stop for kind in words[2].split(",")]
+    assert sorted(stopped) == sorted(kind.lower() for kind in found)
+    # Pods are selected by the name alone, which a Deployment never changes.
+    assert "systolic/launch" not in str([one["spec"] for one in found.values()])
 
 
 @pytest.mark.parametrize(
