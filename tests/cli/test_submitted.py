@@ -127,8 +127,13 @@ def test_a_server_of_another_is_neither_replaced_nor_deleted(
         other.unlink()
     assert launches() == []
     run(SERVE)
-    # Its own is replaced, and another that has come since is left at the stop.
+    # Its own is replaced, and has cost since it was first there; another that has come since is left at the stop.
+    record = Path("launches/chat-v5e-8/launch.json")
+    begun = "2026-11-01T00:00:00+00:00"
+    record.write_text(json.dumps({**json.loads(record.read_text()), "submitted": begun}))
     run(f"{SERVE} --max-replicas 2")
+    (served,) = launches()
+    assert (served.submitted, served.bill["usd_per_hour_most"]) == (begun, 19.2)
     deployment = clusters / "mine" / "deployment"
     deployment.write_text("ffff0000")
     assert "gone already" in run("stop chat-v5e-8")

@@ -138,6 +138,7 @@ def prepare(launch: Launch, server: GkeServer) -> Prepared:
             ("kubectl", "delete", each, *scope, "--selector", gke.mine(launch)) for each in apart
         ),
         asked=gke.CONTEXT,
+        in_place=True,
         notes=_notes(launch, server),
         hosts=1,
     )

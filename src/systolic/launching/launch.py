@@ -242,6 +242,8 @@ class Prepared:
     """Commands that refuse what is another's or still runs, and make room for what is submitted."""
     asked: ClientDefault | None = None
     """An option that all commands get at submit."""
+    in_place: bool = False
+    """Whether what is submitted again replaces what runs, which goes on costing."""
     state: tuple[str, ...] = ()
     """Where the client is fast enough to ask for a list: prints one of Docker's states and the exit code."""
 
@@ -258,6 +260,7 @@ class Prepared:
             "follow": list(self.follow),
             "stop": [list(words) for words in self.stop],
             "detached": self.detached,
+            "in_place": self.in_place,
             "notes": list(self.notes),
             "hosts": self.hosts,
         }

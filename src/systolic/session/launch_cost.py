@@ -49,7 +49,7 @@ class LaunchCost:
         used, price = f"${self.usd:,.2f}", f"${self.usd_per_hour:,.2f}"
         if self.usd_most is not None:
             used += f" to ${self.usd_most:,.2f}"
-            price += f" to ${self.usd_per_hour_most:,.2f}, for the fewest pods and the most"
+            price += f" to ${self.usd_per_hour_most:,.2f} an hour, for the fewest pods and the most"
         return f"{used} used: {self.hours:,.2f} h {self.since} at {price}; an estimate, the invoice counts"
 
 

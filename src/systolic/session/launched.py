@@ -186,7 +186,9 @@ def submit(launched: Launched) -> Launched:
     words = made.commands["submit"]
     for each in made.commands["checks"]:
         call(made, each)
-    made = replace(made, submitted=_now())
+    before = _json(made.path / RECORD)
+    runs = made.commands["in_place"] and not before.get("stopped")
+    made = replace(made, submitted=(before.get("submitted") if runs else None) or _now())
     # Before it starts: a launch that only half started must be found, to be stopped.
     _keep(made)
     for each in words[:-1] if made.detached else words:
