@@ -140,6 +140,23 @@ def test_a_recipe_file_goes_along_with_its_modules(capsys: pytest.CaptureFixture
     assert f"# Python {'.'.join(map(str, __import__('sys').version_info[:2]))}\n" in pins
 
 
+@pytest.mark.parametrize("on", ["cpu", "1xcpu", "8xcpu"])
+def test_a_launch_has_the_name_of_what_was_typed(
+    on: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for via in ("local", "docker"):
+        told = json.loads(run(f"launch digits --on {on} --via {via} --out {via} --json", capsys)[0])
+        assert told["name"] == {"cpu": "digits-1xcpu"}.get(on, f"digits-{on}")
+
+
+def test_a_folder_in_which_no_file_can_be_made_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _, err = run("launch digits --on 1xcpu --via local --out /proc/zz", capsys, 1)
+    assert "could not be written (No such file or directory); no file can be made there" in err
+    assert "in /proc: choose another folder" in err
+
+
 def test_paths_of_this_machine_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     Path("texts").mkdir()
     Path("texts/a.txt").write_text("some text " * 1000)
@@ -191,6 +208,7 @@ def test_no_recipe_has_an_option_that_launch_needs() -> None:
         (f"{GKE} --on v5e-16 --project mine-1", "or choose --via tpu-vm"),
         ("launch digits --on 2xcpu --via local --zone us-west4-a", "--zone means nothing to local"),
         ("launch digits --on 2xcpu --via local --spot", "--spot means nothing to local"),
+        ("launch digits --on 2xcpu --via local --quick", "--quick means nothing to local"),
         ("launch digits --on 8xcpu --via docker --image r/s:1", "--image means nothing to docker"),
         ("launch digits --on 8xh100 --via slurm --time 0:00:00", "--time 24:00:00"),
         (f"{GKE} --on v5e-16 --claim c --run /data/lm", "give --run /runs/FOLDER"),
@@ -291,8 +309,9 @@ def test_a_server_on_a_cluster_is_written_with_its_price(
     out, _ = run(line, capsys)
     text = Path("launches/chat-v5e-8/serve.yaml").read_text()
     assert text.startswith("# Made by: systolic launch serve gs://bucket/chat --via gke")
-    assert "$9.60 an hour on-demand for each of 1 to 4 pods: $9.60 to $38.40" in out
+    assert "$9.60 an hour on-demand for 1 pod, the fewest, to $38.40 for 4, the most" in out
     assert "systolic serve chat=/gcs/bucket/chat --host 0.0.0.0" in out
+    assert "\nbundle   gs://bucket/chat\n" in out
     assert "- --context\n" in text
     assert "kubectl create secret generic keys --from-file=keys.txt" in out
     assert "submit   systolic launch serve gs://bucket/chat" in out
@@ -302,6 +321,7 @@ def test_a_server_on_a_cluster_is_written_with_its_price(
         run(f"{SERVE.replace('gs://bucket/chat', 'chat')} --variant kserve --json", capsys)[0]
     )
     assert told["bill"]["usd_per_hour"] == pytest.approx(9.6)
+    assert told["bill"]["usd_per_hour_most"] == pytest.approx(38.4)
     assert "chat=/srv/model" in Path("launches/chat-v5e-8/serve.yaml").read_text()
 
 
@@ -334,6 +354,10 @@ def test_the_bill_after_counts_the_hours_that_machines_were_there(tmp_path: Path
     used = cost(tpus, 12600.0)
     assert used is not None
     assert used.hours == 1.5
+    server = {"usd_per_hour": 9.6, "usd_per_hour_most": 38.4}
+    of_pods = cost(made(bill=server, stopped="1970-01-01T02:00:00+00:00"), 9e9)
+    assert of_pods is not None
+    assert of_pods.text().startswith("$9.60 to $38.40 used: 1.00 h from submit to stop at $9.60 to")
     assert cost(made(via=LOCAL), 9e9) is None
     assert cost(made(bill={"usd_per_hour": None}), 9e9) is None
 

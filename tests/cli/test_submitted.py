@@ -14,6 +14,7 @@ from systolic.cli.main import main
 from systolic.session.launched import launches, phase
 from tests.launching.gcloud import ANSWERS, gcloud
 from tests.launching.kubectl import stand_in
+from tests.launching.made import executable
 
 GKE = "launch digits --via gke --image registry/systolic:1 --run gs://bucket/digits --on v5e-16 --submit"
 TPU = "launch digits --via tpu-vm --run gs://bucket/digits --on v5e-16 --zone us-east5-b --submit"
@@ -97,9 +98,9 @@ def test_a_stop_that_finds_nothing_says_so(
     assert "was gone already: nothing of it is there (--context=mine)" in run("stop digits-v5e-16")
     assert (clusters / "mine" / "jobset").exists()
     run(SERVE)
-    (clusters / "mine" / "deployment").touch()
     assert "chat-v5e-8: stopped" in run("stop chat-v5e-8")
     run(SERVE)
+    (clusters / "mine" / "deployment").unlink()
     assert "gone already" in run("stop chat-v5e-8")
     # Applied by hand, in a context that nobody wrote down.
     record = Path("launches/digits-v5e-16/launch.json")
@@ -110,6 +111,71 @@ def test_a_stop_that_finds_nothing_says_so(
     (clusters / "bin" / "kubectl").write_text("#!/bin/sh\necho No resources found\n")
     assert "kubectl config use-context CONTEXT chooses" in run("stop digits-v5e-16", 1)
     assert json.loads(record.read_text())["stopped"] is None
+
+
+def test_a_server_of_another_is_neither_replaced_nor_deleted(
+    run: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clusters = stand_in(tmp_path, monkeypatch, "mine")
+    for kind in ("deployment", "networkpolicy"):
+        other = clusters / "mine" / kind
+        # By hand, without a label, or by a launch of another folder.
+        for label in ("", "ffff0000"):
+            other.write_text(label)
+            assert f"there is a {kind} chat-v5e-8 (--context=mine) that was not" in run(SERVE, 1)
+            assert other.read_text() == label
+        other.unlink()
+    assert launches() == []
+    run(SERVE)
+    # Its own is replaced, and has cost since it was first there; another that has come since is left at the stop.
+    record = Path("launches/chat-v5e-8/launch.json")
+    begun = "2026-11-01T00:00:00+00:00"
+    record.write_text(json.dumps({**json.loads(record.read_text()), "submitted": begun}))
+    run(f"{SERVE} --max-replicas 2")
+    (served,) = launches()
+    assert (served.submitted, served.bill["usd_per_hour_most"]) == (begun, 19.2)
+    deployment = clusters / "mine" / "deployment"
+    deployment.write_text("ffff0000")
+    assert "gone already" in run("stop chat-v5e-8")
+    assert deployment.exists()
+
+
+def test_a_server_that_was_applied_in_part_is_stopped(
+    run: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clusters = stand_in(tmp_path, monkeypatch, "mine")
+    (clusters / "lacking").touch()
+    assert "no matches for kind" in run(SERVE, 1)
+    assert (clusters / "mine" / "deployment").exists()
+    assert "chat-v5e-8: stopped" in run("stop chat-v5e-8")
+    assert not (clusters / "mine" / "deployment").exists()
+
+
+def test_files_that_are_written_again_lose_nothing_that_runs(
+    run: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clusters = stand_in(tmp_path, monkeypatch, "mine")
+    line = GKE.removesuffix(" --submit")
+    run(line)
+    run(f"{line} --namespace ml --submit")
+    (before,) = launches()
+    told = run(f"{line} --namespace ml --steps 30 --spot")
+    assert "submit   systolic launch digits" in told
+    assert "--steps" in Path("launches/digits-v5e-16/jobset.yaml").read_text()
+    # Nor does a submission that is refused.
+    assert "runs or waits" in run(f"{line} --namespace ml --spot --submit", 1)
+    assert launches() == [before]
+    assert "at $19.20" in run("status digits-v5e-16")
+    # Where it would not be found again, nothing is written.
+    told = run(f"{line} --spot", 1)
+    assert "was submitted with --namespace ml; systolic stop digits-v5e-16 ends that one" in told
+    run("stop digits-v5e-16")
+    assert not (clusters / "mine" / "jobset").exists()
+    run(f"{line} --spot")
+    # What it has used is still known.
+    assert launches()[0].stopped
+    run(f"{line} --spot --submit")
+    assert "at $4.77" in run("status digits-v5e-16")
 
 
 def test_a_client_without_a_default_is_one_line(
@@ -153,6 +219,43 @@ def test_how_a_script_has_ended_is_told(
     calls = (folder / "calls").read_text().splitlines()
     assert all("--project=mine" in line for line in calls)
     assert calls[-1].startswith("delete")
+    assert ("its command was refused" in run("status digits-v5e-16")) == (code == "64")
+
+
+DOCKER = """#!{python}
+import pathlib, sys
+answer = pathlib.Path(__file__).with_name("answer")
+if sys.argv[1:3] == ["container", "inspect"]:
+    assert sys.argv[-2:] == ["{{.State.Status}} {{.State.ExitCode}}", "digits-8xcpu"]
+    if not answer.exists():
+        sys.exit("Error response from daemon: No such container: digits-8xcpu")
+    if not answer.read_text():
+        sys.exit("Cannot connect to the Docker daemon at unix:///var/run/docker.sock. Is the docker daemon running?")
+    print(answer.read_text())
+"""
+
+
+def test_docker_is_asked_how_the_container_ended(
+    run: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executable(tmp_path / "bin" / "docker", DOCKER)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    run("launch digits --on 8xcpu --via docker --submit")
+    assert state() == "lost"
+    for answer, name in {
+        "": "submitted",
+        "running 0": "running",
+        "exited 0": "done",
+        "exited 1": "failed",
+        "exited 2": "failed",
+    }.items():
+        (tmp_path / "bin" / "answer").write_text(answer)
+        assert state() == name
+        told = run("status digits-8xcpu")
+        assert (", its command was refused: systolic logs" in told) == (answer == "exited 2")
+    assert "digits-8xcpu  docker  8xcpu  failed" in run("runs")
+    (tmp_path / "bin" / "docker").unlink()
+    assert state() == "submitted"
 
 
 def test_a_launch_is_not_stopped_while_nobody_knows(
@@ -164,7 +267,7 @@ def test_a_launch_is_not_stopped_while_nobody_knows(
     assert launches() == []
     (folder / "states").write_text("ABSENT WAITING_FOR_RESOURCES")
     run(line)
-    wait_for(lambda: "create" in (folder / "calls").read_text())
+    wait_for(lambda: "\ncreate" in (folder / "calls").read_text())
     (folder / "states").write_text("EXPIRED")
     told = run("stop digits-v5e-16", 1)
     assert ANSWERS["EXPIRED"] in told

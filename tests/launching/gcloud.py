@@ -36,14 +36,17 @@ if verb == "describe":
     if first in {answers}:
         answer = {answers}[first].replace("queuedResources/lm", "queuedResources/" + words[4])
         sys.exit("ERROR: (gcloud.compute.tpus.queued-resources.describe) " + answer)
-    label = here / "label"
-    print(first, owner or (label.read_text() if label.exists() else "0a1b2c3d"), sep="\\t")
+    label, made = here / "label", here / "made"
+    owner = owner or (label.read_text() if label.exists() else "0a1b2c3d")
+    time = made.read_text() if made.exists() else "2026-01-01T00:00:00Z"
+    print(first, "" if owner == "None" else owner, time, sep=",")
 elif verb == "create":
     if first != "ABSENT":
         sys.exit("ERROR: (gcloud.compute.tpus.queued-resources.create) ALREADY_EXISTS: Resource already exists")
     path.write_text(" ".join(states[1:]))
     (label,) = [word.rpartition("=")[2] for word in words if word.startswith("--labels=")]
-    (here / "label").write_text(label)
+    (here / "label").write_text("None" if (here / "unlabelled").exists() else label)
+    (here / "made").write_text("2026-11-23T10:00:00.123456Z")
 elif verb == "delete":
     if first in ("EXPIRED", "DENIED"):
         path.write_text(" ".join(states[1:]))
@@ -51,10 +54,22 @@ elif verb == "delete":
     path.write_text(" ".join(["ABSENT", *states[first in ("FAILED", "SUSPENDED") :]]))
 elif verb == "scp":
     sys.exit((here / "scp").exists())
-elif verb == "ssh" and words[-3].endswith("host.sh"):
-    codes = (here / "codes").read_text().split()
-    (here / "codes").write_text(" ".join(codes[1:]))
-    sys.exit(int(codes[0]))
+elif verb == "ssh":
+    (command,) = [word for word in words if word.startswith("--command=")]
+    name = "codes" if command.endswith("host.sh wait") else "connections" if "mkdir" in command else ""
+    codes = (here / name).read_text().split() if name and (here / name).exists() else []
+    if name and codes:
+        (here / name).write_text(" ".join(codes[1:]) or codes[0])
+        (here / "last").write_text(codes[0])
+        if codes[0] == "nobody":
+            # As gcloud does where a node is gone.
+            print("WARNING: Could not prepare all 1 nodes, attempting to ssh into the rest.", file=sys.stderr)
+            sys.exit()
+        if codes[0] != "0":
+            sys.exit(int(codes[0]))
+    gone = "code_of_exit" in command and (here / "last").read_text() == "nobody"
+    if command.endswith("&& echo here") and not gone:
+        print("here")
 """
 """A client that notes its calls; states of the TPUs (with an owner, where it is another) and exit codes of the training come
 from files."""
@@ -66,7 +81,8 @@ def gcloud(folder: Path, states: str, codes: str) -> Path:
     Args:
         folder: Its own, with the files that it reads.
         states: Of the queued resource, one after another; the last one stays.
-        codes: Exit codes of the training.
+        codes: Exit codes of the training, or of the connection to it, one after another; the last one stays. Those of the
+            first connection are in ``connections``, where ``nobody`` finds no machine.
     """
     (folder / "states").write_text(states)
     (folder / "codes").write_text(codes)

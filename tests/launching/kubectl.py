@@ -1,5 +1,5 @@
 """A stand-in for kubectl, with clusters that are folders: ``CLUSTERS/CONTEXT/jobset`` has the label and the conditions of the
-only JobSet. Its answers are those that kubectl 1.32.4 wrote for a server that gave Kubernetes' own.
+only JobSet, ``…/deployment`` and other kinds the label of an object. Its answers are those that kubectl 1.32.4 wrote for a server that gave Kubernetes' own.
 """
 
 import os
@@ -27,28 +27,41 @@ if not (clusters / context).exists():
     sys.exit("Error in configuration: context was not found for specified context: " + context)
 jobset = clusters / context / "jobset"
 there = jobset.exists()
+# Where the cluster has no PodMonitoring.
+lacking = clusters / "lacking"
+SERVED = ("configmap", "service", "deployment", "poddisruptionbudget", "podmonitoring", "horizontalpodautoscaler", "networkpolicy")
 if words[0] == "apply" and "jobset.yaml" in words:
     text = pathlib.Path("jobset.yaml").read_text()
     # An object that has not changed stays as it is, ended or not.
     if not there:
         jobset.write_text(re.search("systolic/launch: (.*)", text)[1].strip("'") + ",")
+elif words[0] == "apply" and "serve.yaml" in words:
+    text = pathlib.Path("serve.yaml").read_text()
+    (clusters / context / "deployment").write_text(re.search("systolic/launch: (.*)", text)[1].strip("'"))
+    if lacking.exists():
+        sys.exit('error: resource mapping not found for name: "chat-v5e-8" namespace: "" from "serve.yaml": no matches for kind "PodMonitoring" in version "monitoring.googleapis.com/v1"\\nensure CRDs are installed first')
+elif words[1] == "podmonitoring" and lacking.exists():
+    sys.exit('error: the server doesn\\'t have a resource type "podmonitoring"')
+elif words[0] == "get" and words[1] in SERVED:
+    path = clusters / context / words[1]
+    if not path.exists():
+        sys.exit('Error from server (NotFound): %ss "%s" not found' % (words[1], words[2]))
+    print(path.read_text(), end="")
 elif words[:2] == ["get", "jobset"]:
     if not there:
         sys.exit('Error from server (NotFound): jobsets.jobset.x-k8s.io "%s" not found' % words[2])
     print(jobset.read_text(), end="")
 elif words[0] == "delete" and "--selector" in words:
     wanted = words[words.index("--selector") + 1].rpartition("=")[2]
-    if there and jobset.read_text().startswith(wanted + ","):
+    serve = clusters / context / "deployment"
+    if "deployment" in words[1] and serve.exists() and serve.read_text() == wanted:
+        serve.unlink()
+        print('deployment.apps "chat-v5e-8" deleted')
+    elif "jobset" in words[1] and there and jobset.read_text().startswith(wanted + ","):
         jobset.unlink()
         print('jobset.jobset.x-k8s.io "digits-v5e-16" deleted')
     else:
         print("No resources found")
-elif words[0] == "delete" and "--filename" in words:
-    serve = clusters / context / "deployment"
-    if serve.exists():
-        serve.unlink()
-        print('deployment.apps "chat-v5e-8" deleted')
-    sys.exit('Error from server (NotFound): error when deleting "serve.yaml": services "chat-v5e-8" not found')
 elif words[0] == "delete":
     jobset.unlink()
 elif words[0] == "logs":

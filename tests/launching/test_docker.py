@@ -1,8 +1,10 @@
 """Images: the build folder passes hadolint, Docker's own client takes the words, and they fit every machine of the catalogue."""
 
+import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from systolic.chips import ChipKind
 from systolic.core.errors import OptionError
 from systolic.launching import Purchase, prepare
 from systolic.launching.tpu_vm import num_hosts
-from tests.launching.made import HEADER, launch, slices
+from tests.launching.made import HEADER, executable, launch, shellcheck, slices
 
 
 def made(on: str = "8xcpu", **fields: Any) -> Any:
@@ -36,11 +38,13 @@ def test_the_container_trains_as_the_user_into_their_folder() -> None:
     assert prepared.ships
     words = prepared.submit[-1]
     assert words[words.index("--user") + 1] == "7:8"
-    assert words[words.index("--restart") + 1] == "on-failure:3"
+    assert "--restart" not in words
     assert "/home/me/runs/lm:/runs/lm" in words
     assert "/data/texts:/data/texts:ro" in words
-    assert words[-9:] == (
+    assert words[-11:] == (
         "lm",
+        "bash",
+        "train.sh",
         "systolic",
         "train",
         "lm",
@@ -59,7 +63,7 @@ def test_the_container_trains_as_the_user_into_their_folder() -> None:
 
 def test_the_files_say_what_made_them_and_pass_hadolint(tmp_path: Path) -> None:
     files = made("8xh100").files
-    assert all(text.startswith(HEADER) for text in files.values())
+    assert all(HEADER in text[:100] for text in files.values())
     assert "JAX_PLATFORMS=cuda,cpu" in files["Dockerfile"]
     checker = shutil.which("hadolint", path=f"{Path(sys.executable).parent}") or shutil.which(
         "hadolint"
@@ -71,6 +75,66 @@ def test_the_files_say_what_made_them_and_pass_hadolint(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
+TRAINING = """#!{python}
+import pathlib, signal, sys, time
+here = pathlib.Path(__file__).parent
+codes = (here / "codes").read_text().split()
+(here / "codes").write_text(" ".join(codes[1:]))
+with (here / "calls").open("a") as out:
+    out.write(" ".join(sys.argv[1:]) + "\\n")
+if codes[0] == "waits":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    (here / "ready").touch()
+    time.sleep(60)
+sys.exit(int(codes[0]))
+"""
+
+
+def entry(folder: Path, codes: str, restarts: int = 2) -> list[str]:
+    """What the container runs, with a stand-in for the training that ends with these codes, one after another."""
+    (folder / "train.sh").write_text(made(restarts=restarts).files["train.sh"])
+    (folder / "codes").write_text(codes)
+    (folder / "calls").write_text("")
+    executable(folder / "training", TRAINING)
+    return ["bash", str(folder / "train.sh"), str(folder / "training"), "train", "a b"]
+
+
+@pytest.mark.parametrize(
+    ("codes", "code", "starts", "text"),
+    [
+        ("0", 0, 1, ""),
+        ("1 139 0", 0, 3, "ended with 139, restart 2 of 2"),
+        ("1 1 7", 7, 3, "no restarts are left"),
+        ("2 0", 2, 1, "refuses its command"),
+        ("1 2 0", 2, 2, "refuses its command"),
+    ],
+)
+def test_the_container_starts_a_failed_training_again_and_not_a_refused_one(
+    tmp_path: Path, codes: str, code: int, starts: int, text: str
+) -> None:
+    environ = os.environ | {"SYSTOLIC_WAIT_SECONDS": "0"}
+    words = entry(tmp_path, codes)
+    done = subprocess.run(words, env=environ, text=True, capture_output=True, timeout=60)
+    assert done.returncode == code, done.stderr
+    assert text in done.stderr
+    assert (tmp_path / "calls").read_text() == "train a b\n" * starts
+
+
+def test_a_stop_of_the_container_lets_the_training_save(tmp_path: Path) -> None:
+    with subprocess.Popen(entry(tmp_path, "waits 0")) as running:
+        while not (tmp_path / "ready").exists():
+            assert running.poll() is None
+            time.sleep(0.02)
+        running.terminate()
+        assert running.wait(timeout=60) == 143
+    assert (tmp_path / "calls").read_text() == "train a b\n"
+
+
+def test_the_script_passes_shellcheck(tmp_path: Path) -> None:
+    entry(tmp_path, "")
+    shellcheck(tmp_path / "train.sh")
+
+
 def test_dockers_own_client_takes_the_words(tmp_path: Path) -> None:
     """Without an engine it ends where it would connect, after it has read the words."""
     if shutil.which("docker") is None:
@@ -80,6 +144,7 @@ def test_dockers_own_client_takes_the_words(tmp_path: Path) -> None:
         commands = [
             *prepared.submit[1:],
             prepared.status,
+            prepared.state,
             prepared.logs,
             prepared.follow,
             *prepared.stop,

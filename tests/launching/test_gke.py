@@ -1,8 +1,8 @@
 """JobSets: every slice of the catalogue has the chips, hosts, topology and selectors that ``systolic.slice`` says."""
 
+import importlib.util
 import re
 import subprocess
-from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,28 +16,6 @@ from tests.launching.kubectl import stand_in
 from tests.launching.made import HEADER, documents, jobset, launch, pod_of, shellcheck, slices
 
 ON_GKE = [one for one in slices() if one.chip.gke_accelerator is not None]
-JOBSET: Mapping[str, Any] = {
-    "apiVersion": str,
-    "kind": str,
-    "metadata": {"name": str, "namespace": str, "labels": dict, "annotations": dict},
-    "spec": {
-        "suspend": bool,
-        "failurePolicy": {
-            "maxRestarts": int,
-            "rules": [
-                {
-                    "name": str,
-                    "action": str,
-                    "onJobFailureReasons": list,
-                    "onJobFailureMessagePatterns": list,
-                }
-            ],
-        },
-        "replicatedJobs": [{"name": str, "replicas": int, "template": {"spec": dict}}],
-    },
-}
-"""The fields of a JobSet that are used, by the reference of jobset.x-k8s.io/v1alpha2."""
-OPTIONAL = {"namespace", "suspend"}
 ACTIONS = {
     "FailJobSet",
     "RestartJobSet",
@@ -47,17 +25,38 @@ ACTIONS = {
 }
 
 
-def wrong(value: Any, form: Any, path: str = "") -> list[str]:
-    """Fields that are unknown, missing or of another type."""
-    if isinstance(form, type):
-        return [] if isinstance(value, form) else [f"{path} is no {form.__name__}"]
-    if isinstance(form, list):
-        return [text for one in value for text in wrong(one, form[0], f"{path}[]")]
-    found = [f"{path}.{name} is unknown" for name in value if name not in form]
-    found += [f"{path}.{n} is missing" for n in form if n not in value and n not in OPTIONAL]
-    return found + [
-        text for n, one in value.items() if n in form for text in wrong(one, form[n], f"{path}.{n}")
-    ]
+def unread(given: Any, read: Any, path: str = "") -> list[str]:
+    """Fields that are unknown, or read as something else."""
+    if isinstance(given, dict) and isinstance(read, dict):
+        found = [f"{path}.{name} is unknown" for name in given if name not in read]
+        known = [name for name in given if name in read]
+        return [*found, *(x for n in known for x in unread(given[n], read[n], f"{path}.{n}"))]
+    if isinstance(given, list) and isinstance(read, list):
+        return [x for one in zip(given, read, strict=True) for x in unread(*one, f"{path}[]")]
+    return [] if given == read else [f"{path} is {read!r}"]
+
+
+def unread_by_its_models(found: dict[str, Any]) -> list[str]:
+    """What JobSet's own models do not know: Kubeflow generates them from its definition, with Kubernetes' in them."""
+    if importlib.util.find_spec("kubeflow_trainer_api") is None:
+        return []
+    models = importlib.import_module("kubeflow_trainer_api.models")
+    return unread(found, models.JobsetV1alpha2JobSet.from_dict(found).to_dict())
+
+
+def test_jobsets_own_models_read_every_field() -> None:
+    pytest.importorskip("kubeflow_trainer_api")
+    site = Site(namespace="ml", claim="shared", queue="research", service_account="trainer")
+    fields = {"run": "/runs/lm", "code": {"a.py": "x"}, "purchase": Purchase.spot}
+    found = jobset(prepare("gke", launch(site=site, **fields)))
+    assert not unread_by_its_models(found)
+    rule = found["spec"]["failurePolicy"]["rules"][0]
+    rule["onJobFailureReason"] = rule.pop("onJobFailureReasons")
+    told = [".spec.failurePolicy.rules[].onJobFailureReason is unknown"]
+    assert unread_by_its_models(found) == told
+    found["spec"]["replicatedJobs"][0]["replicas"] = "2"
+    with pytest.raises(ValueError, match="replicas"):
+        unread_by_its_models(found)
 
 
 @pytest.mark.parametrize("chip", ["v4", "v5e", "v5p", "v6e", "tpu7x"])
@@ -78,7 +77,7 @@ def agrees(on: Slice, found: dict[str, Any]) -> None:
     chips = container["resources"]["limits"]["google.com/tpu"]
     labels = pod["nodeSelector"]
     topology = labels["cloud.google.com/gke-tpu-topology"].split("x")
-    assert not wrong(found, JOBSET), on.name
+    assert not unread_by_its_models(found), on.name
     assert replicated["replicas"] == on.num_slices, on.name
     assert job["parallelism"] == job["completions"] == on.num_hosts // on.num_slices, on.name
     assert chips * job["parallelism"] * on.num_slices == on.num_chips, on.name
@@ -208,8 +207,23 @@ def test_a_jobset_that_has_ended_makes_room(
     assert "was refused" in done.stderr
 
 
-def test_the_script_passes_shellcheck(tmp_path: Path) -> None:
-    (tmp_path / "free.sh").write_text(prepare("gke", launch()).files["free.sh"])
+def test_recipe_files_of_another_are_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clusters = stand_in(tmp_path, monkeypatch, "mine")
+    given = launch(code={"mine.py": "x = 1\n"})
+    (tmp_path / "free.sh").write_text(prepare("gke", given).files["free.sh"])
+    for label, code in (("0a1b2c3d", 0), ("ffff0000", 1), ("", 1)):
+        (clusters / "mine" / "configmap").write_text(label)
+        command = ["bash", tmp_path / "free.sh", "--context=mine"]
+        done = subprocess.run(command, text=True, capture_output=True, timeout=60)
+        assert done.returncode == code, done.stderr
+        assert ("a configmap lm (--context=mine) that was not made by" in done.stderr) == bool(code)
+
+
+@pytest.mark.parametrize("code", [{}, {"mine.py": "x = 1\n"}], ids=["shipped", "mine"])
+def test_the_script_passes_shellcheck(tmp_path: Path, code: dict[str, str]) -> None:
+    (tmp_path / "free.sh").write_text(prepare("gke", launch(code=code)).files["free.sh"])
     shellcheck(tmp_path / "free.sh")
 
 
@@ -233,6 +247,9 @@ def test_the_node_pools_that_are_needed_are_named() -> None:
     notes = "\n".join(prepare("gke", launch("2xv6e-16", purchase=Purchase.spot)).notes)
     assert "2 node pools" in notes
     assert "--machine-type=ct6e-standard-4t --num-nodes=4 --tpu-topology=4x4 --spot" in notes
+    reserved = launch("v6e-1", purchase=Purchase.reserved, site=Site(reservation="ours"))
+    notes = "\n".join(prepare("gke", reserved).notes)
+    assert "--num-nodes=1 --reservation-affinity=specific --reservation=ours" in notes
     alone = "\n".join(prepare("gke", launch("v6e-1")).notes)
     assert "--machine-type=ct6e-standard-1t --num-nodes=1" in alone
     assert "topology" not in alone

@@ -11,7 +11,7 @@ from systolic.chips import slice
 from systolic.core.errors import OptionError
 from systolic.launching import Prepared, Purchase, Site
 from systolic.launching.gke_serve import KSERVE, METRICS, GkeServer, check_slice, prepare
-from tests.launching.made import HEADER, launch, slices
+from tests.launching.made import HEADER, launch, shellcheck, slices
 
 IMAGE = "us-docker.pkg.dev/project/repository/chat:1"
 NAMED = {"name": str, "namespace": str, "labels": dict}
@@ -25,6 +25,19 @@ MONITORING: Mapping[str, Any] = {
     },
 }
 """The fields of a PodMonitoring that are used, by its definition in prometheus-engine at c1318317."""
+
+
+def wrong(value: Any, form: Any, path: str = "") -> list[str]:
+    """Fields that are unknown, missing or of another type."""
+    if isinstance(form, type):
+        return [] if isinstance(value, form) else [f"{path} is no {form.__name__}"]
+    if isinstance(form, list):
+        return [text for one in value for text in wrong(one, form[0], f"{path}[]")]
+    found = [f"{path}.{name} is unknown" for name in value if name not in form]
+    found += [f"{path}.{n} is missing" for n in form if n not in value]
+    return found + [
+        text for n, one in value.items() if n in form for text in wrong(one, form[n], f"{path}.{n}")
+    ]
 
 
 def made(on: str = "v5e-8", server: GkeServer | None = None, **fields: Any) -> Prepared:
@@ -108,8 +121,6 @@ def test_kubernetes_objects_pass_its_own_schema(variant: str) -> None:
 
 
 def test_a_pod_monitoring_has_the_fields_of_its_definition() -> None:
-    from tests.launching.test_gke import wrong
-
     found = objects(made(site=Site(namespace="ml")))["PodMonitoring"]
     assert not wrong(found, MONITORING)
 
@@ -145,7 +156,7 @@ def test_probes_and_metrics_are_the_servers() -> None:
 def test_kubernetes_waits_longer_than_the_server_drains() -> None:
     from systolic.serving.http.process import LAST_SECONDS
 
-    for grace in (0, 45, 300):
+    for grace in (0, 45, 3575):
         spec = pod(server=GkeServer(grace_seconds=grace))
         (container,) = spec["containers"]
         words = container["command"]
@@ -200,8 +211,25 @@ def test_a_bundle_in_a_bucket_is_mounted() -> None:
     assert "automountServiceAccountToken" not in spec
 
 
-def test_the_file_says_what_made_it() -> None:
-    assert made().files["serve.yaml"].startswith(HEADER)
+def test_the_files_say_what_made_them_and_the_script_passes_shellcheck(tmp_path: Path) -> None:
+    files = made(server=GkeServer(variant=KSERVE), site=Site(namespace="ml")).files
+    assert files["serve.yaml"].startswith(HEADER)
+    (tmp_path / "check.sh").write_text(files["check.sh"])
+    shellcheck(tmp_path / "check.sh")
+
+
+@pytest.mark.parametrize("variant", ["deployment", KSERVE])
+def test_every_object_has_the_label_of_its_launch_and_a_stop_takes_those_only(variant: str) -> None:
+    prepared = made(server=GkeServer(variant=variant))
+    found = objects(prepared)
+    for one in found.values():
+        assert one["metadata"]["labels"]["systolic/launch"] == "0a1b2c3d"
+    selector = "app.kubernetes.io/name=chat,systolic/launch=0a1b2c3d"
+    assert all(words[-2:] == ("--selector", selector) for words in prepared.stop)
+    stopped = [kind for words in prepared.stop for kind in words[2].split(",")]
+    assert sorted(stopped) == sorted(kind.lower() for kind in found)
+    # Pods are selected by the name alone, which a Deployment never changes.
+    assert "systolic/launch" not in str([one["spec"] for one in found.values()])
 
 
 @pytest.mark.parametrize(
@@ -228,6 +256,7 @@ def test_numbers_that_contradict_each_other_are_one_line() -> None:
         ({"variant": "kserv"}, "did you mean kserve"),
         ({"metric": "num_requests"}, "metric is 'num_requests'"),
         ({"replicas": 5}, "max-replicas is 4 and replicas 5"),
+        ({"grace_seconds": 3576}, "GKE waits 3600 s for a pod at most .* give 3575 or less"),
     ):
         with pytest.raises(OptionError, match=text):
             GkeServer(**fields)

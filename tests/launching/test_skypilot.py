@@ -12,7 +12,7 @@ import yaml
 from systolic.chips import ChipKind
 from systolic.core.errors import OptionError
 from systolic.launching import Purchase, Site, prepare
-from systolic.launching.skypilot import GPUS
+from systolic.launching.skypilot import AGAIN, GPUS
 from systolic.launching.tpu_vm import RUNTIMES
 from tests.launching.made import HEADER, executable, launch, shellcheck, slices
 
@@ -79,11 +79,70 @@ def test_skypilots_own_parser_takes_the_tasks() -> None:
     assert parsed[-1][5] == "us-west4-a"
 
 
+RECOVERY = """
+import json, sys, types
+from sky.jobs.recovery_strategy import StrategyExecutor
+given = json.load(sys.stdin)
+for codes in ([75], [137, 75], [2], [2, 2], [1]):
+    job = types.SimpleNamespace(restart_cnt_on_failure=0, **given)
+    print([StrategyExecutor.should_restart_on_failure(job, codes) for _ in range(20)])
+"""
+
+
+def test_skypilot_starts_again_what_the_script_asks_for_only() -> None:
+    python = os.environ.get("SYSTOLIC_SKY_PYTHON")
+    if not python:
+        pytest.skip("SYSTOLIC_SKY_PYTHON is not set")
+    given = json.dumps(task()["resources"]["job_recovery"])
+    words = [python, "-c", RECOVERY]
+    done = subprocess.run(words, input=given, text=True, capture_output=True, check=True)
+    again = [json.loads(line.lower()) for line in done.stdout.splitlines() if line[0] == "["]
+    assert again == [[True] * 20] * 2 + [[False] * 20] * 3
+
+
+ENDING = """#!{python}
+import pathlib, sys
+sys.exit(int((pathlib.Path(__file__).parent / "code").read_text()))
+"""
+
+
+def test_failures_are_counted_beside_the_run_and_a_refused_command_ends_the_job(
+    tmp_path: Path,
+) -> None:
+    """Each attempt on new machines, which share nothing but the bucket."""
+
+    def ended(code: int, *words: str, machine: str = "a", job: str = "sky-1") -> int:
+        folder = tmp_path / machine
+        folder.mkdir(exist_ok=True)
+        text = made("8xh100", restarts=2).files["run.sh"]
+        (folder / "run.sh").write_text(text.replace("/gcs/", f"{tmp_path}/gcs/"))
+        executable(folder / "env" / "bin" / "systolic", ENDING)
+        (folder / "env" / "bin" / "code").write_text(str(code))
+        executable(folder / "bin" / "python3", "#!/bin/sh\nexit 2\n")
+        path = f"{folder / 'bin'}:{os.environ['PATH']}"
+        environ = os.environ | {"PATH": path, "SKYPILOT_TASK_ID": job}
+        command = ["bash", folder / "run.sh", *words]
+        return subprocess.run(command, env=environ, capture_output=True, timeout=60).returncode
+
+    noted = tmp_path / "gcs" / "bucket" / "runs" / "lm.failures"
+    assert ended(2) == 2
+    assert not noted.exists()
+    assert ended(1) == AGAIN
+    # Of an installation that fails, too: uv ends with 2.
+    assert ended(0, "install", machine="b") == AGAIN
+    assert ended(139, machine="c") == 1
+    assert sorted(one.name for one in (noted / "sky-1").iterdir()) == ["0", "1", "2"]
+    assert ended(1, job="sky-2") == AGAIN
+    assert ended(0, job="sky-2") == 0
+    assert [one.name for one in noted.iterdir()] == ["sky-1"]
+
+
 def test_spot_zone_restarts_and_the_bucket() -> None:
     found = task(purchase=Purchase.spot, site=Site(zone="us-west4-a"), restarts=4)
     assert found["resources"]["use_spot"] is True
     assert found["resources"]["infra"] == "gcp/us-west4/us-west4-a"
-    assert found["resources"]["job_recovery"] == {"max_restarts_on_errors": 4}
+    recovery = {"max_restarts_on_errors": 0, "recover_on_exit_codes": [AGAIN]}
+    assert found["resources"]["job_recovery"] == recovery
     assert found["file_mounts"] == {"/gcs/bucket": {"source": "gs://bucket", "mode": "MOUNT"}}
     assert "infra" not in task("8xh100")["resources"]
 

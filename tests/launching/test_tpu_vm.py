@@ -14,7 +14,7 @@ import pytest
 
 from systolic.core.errors import OptionError
 from systolic.launching import Purchase, Site, prepare
-from systolic.launching.tpu_vm import RUNTIMES, create_flags
+from systolic.launching.tpu_vm import RUNTIMES, TRIES, create_flags
 from tests.launching.gcloud import ANSWERS, gcloud
 from tests.launching.made import HEADER, executable, launch, shellcheck, slices
 
@@ -147,7 +147,10 @@ def ended(folder: Path) -> str:
     return (folder / "ended").read_text().strip()
 
 
-TRAINED = ["ssh", "scp", "ssh"]
+STARTED = ["ssh", "ssh", "scp", "ssh", "ssh"]
+FAILED = [*STARTED, "ssh"]
+TRAINED = [*FAILED, "ssh"]
+"""Commands over SSH: whether a machine answers, what goes there, installation, start; then the wait for the end, and how it was."""
 
 
 def test_the_training_ends_with_the_deletion(tmp_path: Path) -> None:
@@ -165,10 +168,10 @@ def test_the_training_ends_with_the_deletion(tmp_path: Path) -> None:
 
 
 def test_a_preemption_costs_one_restart_however_long_it_lasts(tmp_path: Path) -> None:
-    states = "ABSENT ACTIVE ACTIVE SUSPENDING SUSPENDING SUSPENDING SUSPENDED PROVISIONING ACTIVE"
+    states = "ABSENT ACTIVE SUSPENDING SUSPENDING SUSPENDING SUSPENDED PROVISIONING ACTIVE"
     done = run_script(tmp_path, states, "255 0", purchase=Purchase.spot, restarts=1)
     assert done.returncode == 0, done.stderr
-    assert verbs(tmp_path) == [*["create", *TRAINED, "delete"] * 2]
+    assert verbs(tmp_path) == ["create", *FAILED, "delete", "create", *TRAINED, "delete"]
     assert "restart 1 of 1: the run continues" in done.stdout
     assert times(tmp_path) == ["up", "down", "up", "down"]
 
@@ -178,9 +181,9 @@ def test_after_a_loss_fewer_slices_are_asked_for(tmp_path: Path) -> None:
     fewer = {"on": "2xv5e-16", "min_slices": 1, "rejoin_seconds": 0}
     done = run_script(tmp_path, lost, "255 0", **fewer)
     assert done.returncode == 0, done.stderr
-    again = ["create", *TRAINED, "delete"]
-    assert verbs(tmp_path) == [*again, "create", "delete", *again]
-    calls = [one for one in (tmp_path / "calls").read_text().splitlines() if "create" in one]
+    lost = ["create", *FAILED, "delete"]
+    assert verbs(tmp_path) == [*lost, "create", "delete", "create", *TRAINED, "delete"]
+    calls = [one for one in (tmp_path / "calls").read_text().splitlines() if one[:6] == "create"]
     # It waits for all of them at first.
     assert ["--node-count=2" in one for one in calls] == [True, True, False]
     assert "--node-id=lm" in calls[-1]
@@ -189,10 +192,62 @@ def test_after_a_loss_fewer_slices_are_asked_for(tmp_path: Path) -> None:
     assert "--for-devices 32 --run bucket/runs/lm" in host
 
 
+def test_a_connection_that_breaks_is_no_restart(tmp_path: Path) -> None:
+    (tmp_path / "connections").write_text("255 0 0 255 255 0")
+    done = run_script(tmp_path, "ABSENT ACTIVE", "255 255 0", restarts=0)
+    assert done.returncode == 0, done.stderr
+    # It is started once, and waited for again.
+    broken, again = ["ssh"], ["ssh", "ssh"]
+    tried = [*broken, *FAILED, *again, *broken, *broken, *again, "ssh"]
+    assert verbs(tmp_path) == ["create", *tried, "delete"]
+    assert "what trains goes on meanwhile" in done.stderr
+    assert "restart" not in done.stdout
+
+
+@pytest.mark.parametrize("code", ["nobody", "255"])
+def test_machines_that_no_longer_answer_are_given_back_and_asked_for_again(
+    tmp_path: Path, code: str
+) -> None:
+    """Cloud TPU still calls them active; its client ends with 0 where a machine is gone."""
+    (tmp_path / "connections").write_text(" ".join(["0", *[code] * (TRIES - 1), "0"]))
+    done = run_script(tmp_path, "ABSENT ACTIVE", "255 0", restarts=1)
+    assert done.returncode == 0, done.stderr
+    lost = [*FAILED, *["ssh"] * (TRIES - 1)]
+    assert verbs(tmp_path) == ["create", *lost, "delete", "create", *TRAINED, "delete"]
+    assert "restart 1 of 1" in done.stdout
+    assert "do not answer over SSH, 10 times" in done.stderr
+
+
+def test_machines_that_never_answer_are_not_asked_for_again(tmp_path: Path) -> None:
+    (tmp_path / "connections").write_text("255")
+    done = run_script(tmp_path, "ABSENT ACTIVE", "0", restarts=3)
+    assert (done.returncode, ended(tmp_path)) == (1, "1")
+    assert verbs(tmp_path) == ["create", *["ssh"] * TRIES, "delete"]
+    assert "its network must let this machine in (port 22)" in done.stderr
+
+
+def test_machines_that_do_not_say_how_the_training_ended_have_not_trained(tmp_path: Path) -> None:
+    done = run_script(tmp_path, "ABSENT ACTIVE", "nobody 1", restarts=0)
+    assert done.returncode == 1
+    assert "no restarts are left" in done.stderr
+
+
+def test_tpus_without_their_label_are_known_by_their_time(tmp_path: Path) -> None:
+    (tmp_path / "unlabelled").touch()
+    done = run_script(tmp_path, "ABSENT ACTIVE", "0", keep=True)
+    assert done.returncode == 0, done.stderr
+    assert run_script(tmp_path, "ACTIVE", "0", "check").returncode == 0
+    # Others were made at another time under the same name.
+    (tmp_path / "made").write_text("2026-11-23T11:00:00.123456Z")
+    done = run_script(tmp_path, "ACTIVE", "0", "check")
+    assert "were not asked for by this launch" in done.stderr
+    assert (tmp_path / "created").read_text().strip() == "2026-11-23T10:00:00.123456Z"
+
+
 def test_a_training_that_fails_for_good_leaves_no_tpus(tmp_path: Path) -> None:
     done = run_script(tmp_path, "ABSENT ACTIVE", "1 1", restarts=1)
     assert done.returncode == 1
-    assert verbs(tmp_path) == ["create", *TRAINED * 2, "delete"]
+    assert verbs(tmp_path) == ["create", *FAILED * 2, "delete"]
     assert "no restarts are left" in done.stderr
     assert ended(tmp_path) == "1"
 
@@ -200,14 +255,14 @@ def test_a_training_that_fails_for_good_leaves_no_tpus(tmp_path: Path) -> None:
 def test_a_command_that_the_training_refuses_is_not_tried_again(tmp_path: Path) -> None:
     done = run_script(tmp_path, "ABSENT ACTIVE", "64 0")
     assert (done.returncode, ended(tmp_path)) == (2, "2")
-    assert verbs(tmp_path) == ["create", *TRAINED, "delete"]
+    assert verbs(tmp_path) == ["create", *FAILED, "delete"]
     assert "refuses its command" in done.stderr
 
 
 def test_what_an_earlier_launch_left_does_not_train_when_copying_fails(tmp_path: Path) -> None:
     done = run_script(tmp_path, "ABSENT ACTIVE", "0", restarts=1, scp=False)
     assert done.returncode == 1
-    assert verbs(tmp_path) == ["create", "ssh", "scp", "ssh", "scp", "delete"]
+    assert verbs(tmp_path) == ["create", *["ssh", "ssh", "scp"] * 2, "delete"]
 
 
 def test_machines_are_kept_where_that_is_asked_for(tmp_path: Path) -> None:
@@ -243,7 +298,7 @@ def test_a_stop_asks_the_training_to_save_first(tmp_path: Path) -> None:
     done = run_script(tmp_path, "ACTIVE", "0", "stop")
     assert done.returncode == 0, done.stderr
     assert verbs(tmp_path) == ["ssh", "delete"]
-    assert "host.sh stop" in (tmp_path / "calls").read_text()
+    assert "host.sh stop && echo here" in (tmp_path / "calls").read_text()
 
 
 def test_a_stop_says_where_there_is_nothing(tmp_path: Path) -> None:
@@ -338,7 +393,10 @@ def host(folder: Path, values: dict[str, str], *options: str) -> tuple[list[Any]
         executable(folder / name, content.replace("{values!r}", repr(values)))
     (folder / "wheels" / "systolic-1.whl").write_text(SYSTOLIC.format(python=sys.executable))
     environ = {n: v for n, v in os.environ.items() if not n.startswith("JAX_")}
-    return ["bash", folder / "host.sh"], environ | {"PATH": f"{folder}:{os.environ['PATH']}"}
+    steps = 'for step in ${1:-install start wait}; do bash "$0" "$step" || exit; done'
+    return ["bash", "-c", steps, folder / "host.sh"], environ | {
+        "PATH": f"{folder}:{os.environ['PATH']}"
+    }
 
 
 ENDPOINTS = {

@@ -21,6 +21,7 @@ from typing import Any
 from systolic.aot.outcome import Compiled
 from systolic.chips.host import model_name
 from systolic.core.errors import NotFoundError, RunError
+from systolic.core.files import cure
 
 PACKAGES = ("jax", "jaxlib", "libtpu")
 _BUILD = re.compile(r"\bcl/(\d+)")
@@ -183,7 +184,7 @@ def save(made: Compiled, path: Path) -> None:
         _beside(path).write_text(json.dumps(made.report))
     except OSError as error:
         raise RunError(
-            f"{path} could not be written ({error.strerror}); free some space or choose another folder"
+            f"{path} could not be written ({error.strerror}); {cure(path, error)}"
         ) from error
 
 

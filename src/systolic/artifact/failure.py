@@ -5,13 +5,14 @@ import os
 import shlex
 from pathlib import Path
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_KNOWN = (*_FULL, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENOENT)
+from systolic.core.files import FULL
+
+_KNOWN = (*FULL, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENOENT)
 
 
 def is_full(error: BaseException) -> bool:
     """Whether a full disk, a quota or a size limit is the cause."""
-    return _number(error) in _FULL
+    return _number(error) in FULL
 
 
 def reason(error: BaseException) -> str:

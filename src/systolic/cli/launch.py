@@ -185,7 +185,7 @@ def finish(
     from systolic.session import launched, launching
 
     folder = folder_of(made, out)
-    launched.check_free(made.name, folder, via)
+    launched.check_free(made, folder, via)
     files = launching.write(made, prepared, folder)
     record = launched.record(via, made, prepared, bill, folder)
     if not json:
@@ -303,7 +303,7 @@ def show(
     rows = [
         ("launch", f"{made.name} on {on.name}: {chips}, {hosts}"),
         ("command", shlex.join(command)),
-        *((("run", made.run),) if made.run else ()),
+        *((("run" if command[1] == "train" else "bundle", made.run),) if made.run else ()),
         ("bill", bill.text()),
         *(("also", other) for other in others),
         *(("note", note) for note in prepared.notes),

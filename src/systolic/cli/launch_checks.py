@@ -28,6 +28,7 @@ INSTEAD = {
 """Options of ``systolic train`` that the launch sets itself, to what changes them."""
 
 OF: Mapping[str, Sequence[str]] = {
+    "quick": ("tpu-vm", "gke", "skypilot"),
     "spot": ("tpu-vm", "gke", "skypilot"),
     "reserved": ("tpu-vm", "gke"),
     "image": ("gke",),

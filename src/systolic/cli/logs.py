@@ -31,7 +31,7 @@ class LogsOptions:
 
 def run(args: Sequence[str]) -> int:
     """The verb."""
-    from systolic.session import launched
+    from systolic.session import launch_logs, launched
 
     words = ["--follow" if word == "-f" else word for word in args]
     options = parse(LogsOptions, words, "systolic logs")
@@ -41,12 +41,12 @@ def run(args: Sequence[str]) -> int:
         raise OptionError(
             f"process is {options.process}, and {found.name} has {count} here; they are numbered from 0"
         )
-    path = launched.log_of(found, options.process)
+    path = launch_logs.log_of(found, options.process)
     if path is None:
         launched.show_logs(found, follow=options.follow)
         return 0
     alive = found.alive if options.follow else None
-    for text in launched.lines(path, options.lines, alive):
+    for text in launch_logs.lines(path, options.lines, alive):
         sys.stdout.write(text)
         sys.stdout.flush()
     return 0

@@ -66,7 +66,10 @@ def _row(one: "Launched", now: dict[str, Any]) -> tuple[str, ...]:
     money = [
         "-" if usd is None else f"{usd:,.2f}" for usd in (one.bill["usd"], now.get("used_usd"))
     ]
+    most = now.get("used_usd_most")
     if now.get("used_at_most"):
-        money[1] = f"≤ {money[1]}"
+        money[1] = f"≤ {money[1] if most is None else f'{most:,.2f}'}"
+    elif most is not None:
+        money[1] += f" to {most:,.2f}"
     when = (one.submitted or "-").replace("+00:00", "")
     return (one.name, one.via, one.slice, now["phase"], when, *money, one.run)

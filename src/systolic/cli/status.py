@@ -12,6 +12,9 @@ from systolic.cli.output import print_json
 from systolic.cli.parse import parse
 from systolic.cli.runs import now_of
 
+REFUSED = 2
+"""Exit code of a training that refuses its command."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StatusOptions:
@@ -28,7 +31,7 @@ class StatusOptions:
 
 def run(args: Sequence[str]) -> int:
     """The verb."""
-    from systolic.session import launched
+    from systolic.session import launch_logs, launched
     from systolic.session.launch_cost import cost
 
     options = parse(StatusOptions, args, "systolic status")
@@ -38,11 +41,13 @@ def run(args: Sequence[str]) -> int:
         print_json({**found.to_json(), **now})
         return 0
     more = f", restart {now['attempt']}" if now.get("attempt") else ""
+    if REFUSED in (now.get("code"), *now.get("codes", ())):
+        more += f", its command was refused: systolic logs {found.name} says why"
     if gone := now.get("left_out"):
         more += f", without slice {', '.join(map(str, gone))}"
     print(f"{found.name} on {found.slice} via {found.via}: {now['phase']}{more}")
     if found.run:
-        print(f"run      {found.run}")
+        print(f"{'bundle' if 'serve' in found.made_by[2:3] else 'run':<8} {found.run}")
     if found.trouble:
         print(f"trouble  {found.trouble}")
         print(f"made by  {shlex.join(found.made_by) or 'an unknown command'}")
@@ -52,8 +57,8 @@ def run(args: Sequence[str]) -> int:
         return 1
     if (used := cost(found, time.time())) is not None:
         print(f"bill     {used.text()}")
-    if (path := launched.log_of(found)) is not None:
-        last = [line.strip() for line in launched.lines(path, 1, None)]
+    if (path := launch_logs.log_of(found)) is not None:
+        last = [line.strip() for line in launch_logs.lines(path, 1, None)]
         print(f"log      {path}" + (f": {last[-1]}" if last else ""))
     if now["phase"] in ("lost", "failed", "stopped"):
         print(f"next     {shlex.join([*found.made_by, '--submit'])} continues it")

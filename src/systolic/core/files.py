@@ -1,5 +1,6 @@
 """Files that are whole or absent: written beside, flushed to disk, renamed into place."""
 
+import errno
 import json
 import os
 import shutil
@@ -9,6 +10,9 @@ from typing import Any
 
 from systolic.core.errors import DataError, NotFoundError, OptionError, RunError
 from systolic.core.units import si
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""A full disk, a quota or a size limit."""
 
 
 def _mode() -> int:
@@ -50,8 +54,15 @@ def write_atomically(path: Path, data: bytes | str) -> None:
         if scratch is not None:
             Path(scratch).unlink(missing_ok=True)
         raise RunError(
-            f"{path} could not be written ({error.strerror}); free some space or choose another folder"
+            f"{path} could not be written ({error.strerror}); {cure(path, error)}"
         ) from error
+
+
+def cure(path: Path, error: OSError) -> str:
+    """What a user does after ``path`` could not be written."""
+    if error.errno in FULL:
+        return "free some space or choose another folder"
+    return f"no file can be made there, in {_nearest(path)}: choose another folder"
 
 
 def check_writable(path: Path) -> None:

@@ -1,6 +1,7 @@
 """``--via docker``: an image with this package and its versions, built and run on this machine.
 
-The container acts as the user who launches, so that the run's files are theirs, and starts again after a failure:
+The container acts as the user who launches, so that the run's files are theirs. ``train.sh`` in it starts the training again
+after a failure, since Docker's own restarts do not tell exit codes apart:
 https://docs.docker.com/reference/cli/docker/container/run.
 """
 
@@ -14,8 +15,9 @@ from systolic.launching.scripts import rendered
 from systolic.launching.tpu_vm import num_hosts
 
 LONGEST = 60
-DOCKERFILE = "Dockerfile"
-SHIPPED = ("requirements.txt", "wheels", "code")
+DOCKERFILE, SCRIPT = "Dockerfile", "train.sh"
+SHIPPED = ("requirements.txt", "wheels", SCRIPT, "code")
+STATE = "{{.State.Status}} {{.State.ExitCode}}"
 RUNS = "/runs"
 SAVE_SECONDS = 120
 """Docker's time between SIGTERM and SIGKILL."""
@@ -39,11 +41,13 @@ def prepare(launch: Launch) -> Prepared:
         "name": launch.name,
         "python": ".".join(platform.python_version_tuple()[:2]),
         "platforms": PLATFORMS[launch.on.chip.kind],
+        "restarts": launch.restarts,
     }
     logs = ("docker", "logs", "--tail", "200")
     return Prepared(
         files={
             DOCKERFILE: rendered(DOCKERFILE, launch.header(), fields),
+            SCRIPT: rendered(SCRIPT, launch.header(), fields),
             ".dockerignore": launch.header()
             + "\n".join(["*", *(f"!{one}" for one in SHIPPED)])
             + "\n",
@@ -56,6 +60,7 @@ def prepare(launch: Launch) -> Prepared:
             run_words(launch, label),
         ),
         status=("docker", "ps", "--all", "--filter", f"label={label}"),
+        state=("docker", "container", "inspect", "--format", STATE, launch.name),
         logs=(*logs, launch.name),
         follow=(*logs, "--follow", launch.name),
         stop=(("docker", "stop", launch.name), ("docker", "rm", launch.name)),
@@ -81,7 +86,7 @@ def run_words(launch: Launch, label: str) -> tuple[str, ...]:
     """The command that starts the container."""
     on = launch.on
     words = ["docker", "run", "--detach", "--init", "--name", launch.name, "--label", label]
-    words += ["--restart", f"on-failure:{launch.restarts}", "--stop-timeout", str(SAVE_SECONDS)]
+    words += ["--stop-timeout", str(SAVE_SECONDS)]
     if launch.user:
         words += ["--user", launch.user]
     words += ["--volume", f"{launch.run}:{RUNS}/{launch.name}"]
@@ -93,7 +98,8 @@ def run_words(launch: Launch, label: str) -> tuple[str, ...]:
         words += ["--privileged", "--network", "host"]
     else:
         words += ["--env", f"XLA_FLAGS=--xla_force_host_platform_device_count={on.num_devices}"]
-    return (*words, launch.name, *launch.command(code="code", run=f"{RUNS}/{launch.name}"))
+    command = launch.command(code="code", run=f"{RUNS}/{launch.name}")
+    return (*words, launch.name, "bash", SCRIPT, *command)
 
 
 def _notes(launch: Launch) -> tuple[str, ...]:

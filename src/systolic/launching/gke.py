@@ -103,9 +103,9 @@ def prepare(launch: Launch) -> Prepared:
         "id": launch.id,
         "label": LABEL,
         "scope": shlex.join(scope),
+        "code": bool(launch.code),
     }
     kinds = f"jobset{',configmap' if launch.code else ''}"
-    mine = f"app.kubernetes.io/name={launch.name},{LABEL}={launch.id}"
     return Prepared(
         files={FILE: launch.header() + text, FREE: rendered(FREE, launch.header(), fields)},
         checks=(("bash", FREE),),
@@ -113,7 +113,7 @@ def prepare(launch: Launch) -> Prepared:
         status=("kubectl", "get", "jobset,job,pod", *scope, "--selector", _selector(launch)),
         logs=logs,
         follow=(*logs, "--follow"),
-        stop=(("kubectl", "delete", kinds, *scope, "--selector", mine),),
+        stop=(("kubectl", "delete", kinds, *scope, "--selector", mine(launch)),),
         asked=CONTEXT,
         notes=_notes(launch),
         hosts=on.num_hosts,
@@ -167,6 +167,11 @@ def _check_site(site: Site) -> None:
     check_label(site.claim, "claim")
     check_label(site.queue, "queue")
     check_word(site.reservation, "reservation")
+
+
+def mine(launch: Launch) -> str:
+    """Selector of what this launch has made, and nobody else."""
+    return f"app.kubernetes.io/name={launch.name},{LABEL}={launch.id}"
 
 
 def _selector(launch: Launch) -> str:
@@ -314,6 +319,8 @@ def _notes(launch: Launch) -> tuple[str, ...]:
         words.append(f"--tpu-topology={topology(launch)}")
     if launch.purchase is Purchase.spot:
         words.append("--spot")
+    if launch.site.reservation:
+        words += ["--reservation-affinity=specific", f"--reservation={launch.site.reservation}"]
     if launch.site.zone:
         words.append(f"--node-locations={launch.site.zone}")
     pools = "a node pool" if on.num_slices == 1 else f"{on.num_slices} node pools"

@@ -15,9 +15,10 @@ from systolic.core.errors import OptionError, nearest
 from systolic.launching import gke
 from systolic.launching.launch import Launch, Prepared, Purchase
 from systolic.launching.names import check_image, check_label, check_name, in_bucket, is_bucket
+from systolic.launching.scripts import rendered
 from systolic.launching.tpu_vm import num_hosts
 
-FILE = "serve.yaml"
+FILE, CHECK = "serve.yaml", "check.sh"
 LONGEST = 40
 PORT = 8000
 MODEL = "/srv/model"
@@ -29,9 +30,15 @@ LEAVE_SECONDS = 10
 """Between the end of the pod's address and SIGTERM, so that clients that still have it are answered."""
 LAST_SECONDS = 15
 """After the grace time, for answers that end with an error, before Kubernetes kills."""
+LONGEST_SECONDS = 3600
+"""Of an end, all in all: GKE waits no longer for a pod when it drains a node,
+https://docs.cloud.google.com/kubernetes-engine/docs/concepts/node-pool-upgrade-strategies.
+"""
 METRICS = ("http_requests_in_flight", "num_requests_waiting", "num_requests_running")
 """Gauges of the server that say how loaded a pod is; the last two are of language models."""
 DEPLOYMENT, KSERVE = "deployment", "kserve"
+DEFINED = ("inferenceservice", "podmonitoring")
+"""Kinds that Kubernetes itself lacks."""
 WIDE = (8,)
 """Chips of the machines that GKE has beside those of four."""
 
@@ -64,6 +71,11 @@ class GkeServer:
             raise OptionError(
                 f"metric is {self.metric!r}{nearest(self.metric, METRICS)}; it takes {', '.join(METRICS)}"
             )
+        longest = LONGEST_SECONDS - LEAVE_SECONDS - LAST_SECONDS
+        if self.grace_seconds > longest:
+            raise OptionError(
+                f"grace-seconds is {self.grace_seconds}, and GKE waits {LONGEST_SECONDS} s for a pod at most when it drains a node; give {longest} or less"
+            )
         if self.most < self.replicas:
             raise OptionError(
                 f"max-replicas is {self.most} and replicas {self.replicas}; give --max-replicas {self.replicas} or more"
@@ -93,6 +105,17 @@ def prepare(launch: Launch, server: GkeServer) -> Prepared:
     )
     scope = ("--namespace", launch.site.namespace) if launch.site.namespace else ()
     mine = ("--selector", f"app.kubernetes.io/name={launch.name}")
+    kinds = [one["kind"].lower() for one in documents(launch, server)]
+    # Those of the cluster's own definitions apart: one that it lacks fails the whole command.
+    built_in = [kind for kind in kinds if kind not in DEFINED]
+    apart = [",".join(built_in), *(kind for kind in kinds if kind in DEFINED)]
+    fields = {
+        "name": launch.name,
+        "id": launch.id,
+        "label": gke.LABEL,
+        "scope": shlex.join(scope),
+        "kinds": " ".join(kinds),
+    }
     kind = "inferenceservice" if server.variant == KSERVE else "deployment"
     logs = (
         "kubectl",
@@ -105,13 +128,17 @@ def prepare(launch: Launch, server: GkeServer) -> Prepared:
         "200",
     )
     return Prepared(
-        files={FILE: launch.header() + text},
+        files={FILE: launch.header() + text, CHECK: rendered(CHECK, launch.header(), fields)},
+        checks=(("bash", CHECK),),
         submit=(("kubectl", "apply", *scope, "--filename", FILE),),
         status=("kubectl", "get", f"{kind},hpa,pod", *scope, *mine),
         logs=logs,
         follow=(*logs, "--follow"),
-        stop=(("kubectl", "delete", *scope, "--filename", FILE),),
+        stop=tuple(
+            ("kubectl", "delete", each, *scope, "--selector", gke.mine(launch)) for each in apart
+        ),
         asked=gke.CONTEXT,
+        in_place=True,
         notes=_notes(launch, server),
         hosts=1,
     )
@@ -187,7 +214,7 @@ def _selected(launch: Launch) -> dict[str, Any]:
 
 def _metadata(launch: Launch) -> dict[str, Any]:
     space = {"namespace": launch.site.namespace} if launch.site.namespace else {}
-    return {"name": launch.name, **space, "labels": _labels(launch)}
+    return {"name": launch.name, **space, "labels": {**_labels(launch), gke.LABEL: launch.id}}
 
 
 def _pod_metadata(launch: Launch) -> dict[str, Any]:

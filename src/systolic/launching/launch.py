@@ -71,7 +71,9 @@ class LaunchBill:
 
     purchase: Purchase
     usd_per_hour: float | None
-    """Of all chips; None where the catalogue has no such price."""
+    """Of all chips, of a server for its fewest pods; None where the catalogue has no such price."""
+    usd_per_hour_most: float | None = None
+    """Of a server, for its most pods."""
     as_of: str = ""
     """Date of the price."""
     seconds: float | None = None
@@ -94,6 +96,7 @@ class LaunchBill:
         return {
             "purchase": self.purchase.value,
             "usd_per_hour": self.usd_per_hour,
+            "usd_per_hour_most": self.usd_per_hour_most,
             "price_as_of": self.as_of,
             "hours": None if self.seconds is None else self.seconds / HOUR,
             "usd": self.usd(self.seconds),
@@ -222,6 +225,7 @@ class Prepared:
     submit: tuple[tuple[str, ...], ...]
     """Commands that start the launch, one after another."""
     status: tuple[str, ...]
+    """Shows how it is, in the client's own words."""
     logs: tuple[str, ...]
     follow: tuple[str, ...]
     """Prints the logs as they are written."""
@@ -238,6 +242,10 @@ class Prepared:
     """Commands that refuse what is another's or still runs, and make room for what is submitted."""
     asked: ClientDefault | None = None
     """An option that all commands get at submit."""
+    in_place: bool = False
+    """Whether what is submitted again replaces what runs, which goes on costing."""
+    state: tuple[str, ...] = ()
+    """Where the client is fast enough to ask for a list: prints one of Docker's states and the exit code."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, without the files' contents."""
@@ -247,10 +255,12 @@ class Prepared:
             "checks": [list(words) for words in self.checks],
             "submit": [list(words) for words in self.submit],
             "status": list(self.status),
+            "state": list(self.state),
             "logs": list(self.logs),
             "follow": list(self.follow),
             "stop": [list(words) for words in self.stop],
             "detached": self.detached,
+            "in_place": self.in_place,
             "notes": list(self.notes),
             "hosts": self.hosts,
         }

@@ -18,6 +18,8 @@ from systolic.launching.tpu_vm import RUNTIMES, accelerator_type, num_hosts
 
 LONGEST = 40
 TASK, SCRIPT = "task.yaml", "run.sh"
+AGAIN = 75
+"""Exit code of ``run.sh`` after which SkyPilot starts the job again; it counts failures itself, so that a refused command is none."""
 BUCKETS = "/gcs"
 GPUS: Mapping[str, str] = {
     "a100-40": "A100",
@@ -53,6 +55,9 @@ def prepare(launch: Launch) -> Prepared:
     fields = {
         "platforms": "tpu,cpu" if launch.on.chip.kind is ChipKind.tpu else "cuda,cpu",
         "command": shlex.join(launch.command(code="code", run=run)),
+        "run": shlex.quote(run),
+        "restarts": launch.restarts,
+        "again": AGAIN,
     }
     text = yaml.safe_dump(task(launch), sort_keys=False, width=1000)
     name = ("--name", launch.name)
@@ -62,7 +67,7 @@ def prepare(launch: Launch) -> Prepared:
             SCRIPT: rendered(SCRIPT, launch.header(), fields),
         },
         submit=(("sky", "jobs", "launch", "--yes", "--detach-run", *name, TASK),),
-        status=("sky", "jobs", "queue", "--skip-finished"),
+        status=("sky", "jobs", "queue"),
         logs=("sky", "jobs", "logs", *name, "--no-follow"),
         follow=("sky", "jobs", "logs", *name),
         stop=(("sky", "jobs", "cancel", "--yes", *name),),
@@ -122,6 +127,6 @@ def resources(launch: Launch) -> dict[str, Any]:
     else:
         found["accelerators"] = {GPUS[on.chip.name]: on.num_chips // on.num_hosts}
     found["use_spot"] = launch.purchase is Purchase.spot
-    # What the cloud takes back is not counted.
-    found["job_recovery"] = {"max_restarts_on_errors": launch.restarts}
+    # What the cloud takes back starts again without this.
+    found["job_recovery"] = {"max_restarts_on_errors": 0, "recover_on_exit_codes": [AGAIN]}
     return found

@@ -32,6 +32,8 @@ PROJECT = ClientDefault(
 """Google Cloud's that gcloud takes by default."""
 REFUSED = 64
 """Exit code of ``host.sh`` where the training refuses its command."""
+TRIES = 10
+"""Connections over SSH that may fail one after another; gcloud takes about a minute for each."""
 
 RUNTIMES: Mapping[str, str] = {
     "v2": "tpu-ubuntu2204-base",
@@ -89,6 +91,7 @@ def prepare(launch: Launch) -> Prepared:
         "id": launch.id,
         "project": site.project,
         "refused": REFUSED,
+        "tries": TRIES,
         "scope": _scope(launch),
         "create": shlex.join(create_flags(launch, launch.on.num_slices)),
         "fewer": _fewer(launch),

@@ -4,10 +4,8 @@ import datetime
 from dataclasses import dataclass
 from typing import Any
 
-from systolic.session.launched import LOCAL, Launched
+from systolic.session.launched import LOCAL, TIMES, Launched
 
-TIMES = "times.log"
-"""File that a script on this machine writes: ``up SECONDS`` when the machines are there, ``down SECONDS`` when they are gone."""
 HOUR = 3600.0
 
 
@@ -17,28 +15,42 @@ class LaunchCost:
 
     hours: float
     usd_per_hour: float
+    """Of a server for its fewest pods."""
     since: str
     """What the hours are counted from."""
     at_most: bool = False
     """Whether the launch may have ended long ago, which this machine does not see."""
+    usd_per_hour_most: float | None = None
+    """Of a server for its most pods: how many there were is not seen here either."""
 
     @property
     def usd(self) -> float:
         """Hours at their price."""
         return self.hours * self.usd_per_hour
 
+    @property
+    def usd_most(self) -> float | None:
+        """As :attr:`usd`, for the most pods."""
+        most = self.usd_per_hour_most
+        return None if most is None else self.hours * most
+
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return {
             "used_hours": self.hours,
             "used_usd": self.usd,
+            "used_usd_most": self.usd_most,
             "used_since": self.since,
             "used_at_most": self.at_most,
         }
 
     def text(self) -> str:
         """One line."""
-        return f"${self.usd:,.2f} used: {self.hours:,.2f} h {self.since} at ${self.usd_per_hour:,.2f}; an estimate, the invoice counts"
+        used, price = f"${self.usd:,.2f}", f"${self.usd_per_hour:,.2f}"
+        if self.usd_most is not None:
+            used += f" to ${self.usd_most:,.2f}"
+            price += f" to ${self.usd_per_hour_most:,.2f} an hour, for the fewest pods and the most"
+        return f"{used} used: {self.hours:,.2f} h {self.since} at {price}; an estimate, the invoice counts"
 
 
 def cost(launched: Launched, now: float) -> LaunchCost | None:
@@ -65,7 +77,11 @@ def cost(launched: Launched, now: float) -> LaunchCost | None:
     )
     hours = max(0.0, end - begun) / HOUR
     return LaunchCost(
-        hours=hours, usd_per_hour=price, since=since, at_most=launched.stopped is None
+        hours=hours,
+        usd_per_hour=price,
+        since=since,
+        at_most=launched.stopped is None,
+        usd_per_hour_most=launched.bill.get("usd_per_hour_most"),
     )
 
 

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,11 @@ import msgspec
 from systolic.core.errors import DataError, NotFoundError, RunError, TakenError, nearest
 from systolic.core.files import write_atomically, write_json
 from systolic.launching import Launch, LaunchBill, Prepared
-from systolic.launching.supervisor import LOGS, SAVE_SECONDS, STATE, identity, lives
+from systolic.launching.supervisor import SAVE_SECONDS, STATE, identity, lives
 
 RECORD, PROCESS, OUTPUT = "launch.json", "process.json", "submit.log"
+TIMES = "times.log"
+"""File that a script on this machine writes: ``up SECONDS`` when the machines are there, ``down SECONDS`` when they are gone."""
 ENDED = "ended"
 """File with the exit code of a script that has lasted as long as the training."""
 LOCAL = "local"
@@ -37,7 +39,11 @@ CLIENTS: Mapping[str, str] = {
 """Client to where it is from."""
 NEEDS: Mapping[str, Sequence[str]] = {"tpu-vm": ("bash", "gcloud")}
 """Platform to clients that its scripts call."""
-NOTHING = ("Error from server (NotFound): ", "No resources found")
+NOTHING = (
+    "Error from server (NotFound): ",
+    "No resources found",
+    "error: the server doesn't have a resource type",
+)
 """What kubectl says where there is nothing to delete."""
 
 
@@ -58,6 +64,8 @@ class Launched:
     """Of the platform's client: ``checks``, ``submit``, ``status``, ``logs``, ``follow``, ``stop``."""
     id: str = ""
     """Label of what it has created."""
+    where: str = ""
+    """Zone, project and namespace as they were given: elsewhere nothing of it is found."""
     place: str = ""
     """Option that all commands got at submit: Google Cloud's project, or Kubernetes' context."""
     stopped: str | None = None
@@ -93,7 +101,7 @@ def as_before(launch: Launch, folder: Path) -> Launch:
 def record(
     via: str, launch: Launch, prepared: Prepared, bill: LaunchBill, folder: Path
 ) -> Launched:
-    """Writes the record of a launch into its folder."""
+    """The record of a launch, which it writes into its folder; one that was submitted stays there until this one is."""
     made = Launched(
         name=launch.name,
         via=via,
@@ -105,21 +113,30 @@ def record(
         bill=bill.to_json(),
         commands=prepared.to_json(),
         id=launch.id,
+        where=_where(launch),
     )
     before = _json(folder / RECORD)
     if prepared.asked is not None and before.get("place") and not before.get("stopped"):
         made = _at(made, before["place"])
-    write_json(folder / RECORD, made.to_json())
+    if not before.get("submitted"):
+        write_json(folder / RECORD, made.to_json())
     return made
 
 
-def check_free(name: str, folder: Path, via: str) -> None:
+def _where(launch: Launch) -> str:
+    site = launch.site
+    given = {"zone": site.zone, "project": site.project, "namespace": site.namespace}
+    return " ".join(f"--{name} {value}" for name, value in given.items() if value)
+
+
+def check_free(launch: Launch, folder: Path, via: str) -> None:
     """Checks that no launch of that name is running, and that its files would not mix with another's.
 
     Raises:
-        RunError: one is, or one of that name has another folder.
+        RunError: one is, may be elsewhere, or has another folder.
         TakenError: the folder has files that are not those of an earlier launch of that name and platform.
     """
+    name = launch.name
     if folder.is_dir() and any(folder.iterdir()):
         before = _json(folder / RECORD)
         if not before:
@@ -130,6 +147,11 @@ def check_free(name: str, folder: Path, via: str) -> None:
             raise TakenError(
                 f"{folder} has the launch {before.get('name')} via {before.get('via')}; choose another --name or --out, or remove that folder if nothing of it runs"
             )
+        there = before.get("submitted") and not before.get("stopped") and not _given_back(folder)
+        if there and before.get("where", "") != _where(launch):
+            raise RunError(
+                f"{name} was submitted with {before.get('where') or 'no zone, project or namespace'}; systolic stop {name} ends that one, or choose another --name"
+            )
     found = {one.name: one for one in launches()}.get(name)
     if found is None:
         return
@@ -139,6 +161,16 @@ def check_free(name: str, folder: Path, via: str) -> None:
         raise RunError(
             f"there is a launch {name} in {found.folder}; choose another --name, or --out {found.folder} to launch it again"
         )
+
+
+def _given_back(folder: Path) -> bool:
+    """Whether a script on this machine has ended and given the machines back."""
+    times = folder / TIMES
+    return (
+        (folder / ENDED).exists()
+        and times.exists()
+        and times.read_text().rstrip().rpartition("\n")[2].startswith("down")
+    )
 
 
 def submit(launched: Launched) -> Launched:
@@ -154,7 +186,9 @@ def submit(launched: Launched) -> Launched:
     words = made.commands["submit"]
     for each in made.commands["checks"]:
         call(made, each)
-    made = replace(made, submitted=_now())
+    before = _json(made.path / RECORD)
+    runs = made.commands["in_place"] and not before.get("stopped")
+    made = replace(made, submitted=(before.get("submitted") if runs else None) or _now())
     # Before it starts: a launch that only half started must be found, to be stopped.
     _keep(made)
     for each in words[:-1] if made.detached else words:
@@ -300,11 +334,13 @@ def phase(launched: Launched) -> dict[str, Any]:
         return {"phase": "stopped"}
     if launched.trouble:
         return {"phase": "unknown"}
+    if words := launched.commands.get("state"):
+        return _told(words)
     if not launched.detached:
         return {"phase": "submitted"}
     alive = launched.alive()
     if launched.via != LOCAL:
-        return {"phase": "running" if alive else _ended(launched)}
+        return {"phase": "running"} if alive else _ended(launched)
     state = _json(launched.path / STATE)
     if "phase" not in state or state["pid"] != _json(launched.path / PROCESS).get("pid"):
         # Nothing yet from this supervisor, or what the one before it has left.
@@ -314,43 +350,26 @@ def phase(launched: Launched) -> dict[str, Any]:
     return state
 
 
-def _ended(launched: Launched) -> str:
+def _ended(launched: Launched) -> dict[str, Any]:
     """How a script ended that has lasted as long as the training; lost where it could not say so."""
     path = launched.path / ENDED
-    if not path.exists():
-        return "lost"
-    return "done" if path.read_text().strip() == "0" else "failed"
+    text = path.read_text().strip() if path.exists() else ""
+    return _after(int(text)) if text.isdigit() else {"phase": "lost"}
 
 
-def log_of(launched: Launched, process: int = 0) -> Path | None:
-    """The file that a launch of this machine prints to; None where the platform has the logs."""
-    if launched.via == LOCAL:
-        return launched.path / LOGS / f"{process}.log"
-    return launched.path / OUTPUT if launched.detached else None
+def _after(code: int) -> dict[str, Any]:
+    return {"phase": "failed", "code": code} if code else {"phase": "done"}
 
 
-def lines(path: Path, last: int, alive: Callable[[], bool] | None) -> Iterator[str]:
-    """The last lines of a log, then new ones while ``alive`` says so.
-
-    Args:
-        path: The log, which need not be there yet.
-        last: How many of those that are there.
-        alive: None ends after those that are there.
-    """
-    while not path.exists():
-        if alive is None or not alive():
-            return
-        time.sleep(POLL_SECONDS)
-    with path.open(errors="replace") as file:
-        yield from file.readlines()[-last:]
-        while alive is not None:
-            going = alive()
-            if new := file.read():
-                yield new
-            elif not going:
-                return
-            else:
-                time.sleep(POLL_SECONDS)
+def _told(words: Sequence[str]) -> dict[str, Any]:
+    """What a client of this machine says of a container; submitted where it does not answer."""
+    if shutil.which(words[0]) is None:
+        return {"phase": "submitted"}
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return {"phase": "lost" if "no such" in done.stderr.lower() else "submitted"}
+    state, _, code = done.stdout.strip().partition(" ")
+    return _after(int(code)) if state in ("exited", "dead") else {"phase": "running"}
 
 
 def show_logs(launched: Launched, *, follow: bool) -> None:

@@ -92,7 +92,7 @@ def describe(request: LaunchRequest) -> Launch:
     paths = _paths(request)
     if request.via in ELSEWHERE and target in paths:
         target = os.path.abspath(target)
-    name = request.name or fitting(f"{_stem(recipe)}-{on.name}")
+    name = request.name or fitting(f"{_stem(recipe)}-{_counted(on)}")
     run = request.run or f"runs/{name}"
     if here and not is_bucket(run):
         run = os.path.abspath(run)
@@ -251,6 +251,11 @@ def _code(recipe: Recipe) -> dict[str, str]:
                 f"{name}, which {recipe.target} imports, is not text; put it into the image"
             ) from error
     return found
+
+
+def _counted(on: Slice) -> str:
+    """A slice in a name: one device is ``1xcpu``, as several are ``8xcpu``; TPUs have their number at the end."""
+    return f"1x{on.name}" if on.platform != "tpu" and on.num_devices == 1 else on.name
 
 
 def _stem(recipe: Recipe) -> str:

@@ -61,15 +61,19 @@ def describe(
 
 
 def bill(launch: Launch, server: GkeServer) -> LaunchBill:
-    """The price of an hour, for the fewest pods."""
+    """The price of an hour, for the fewest pods and the most."""
     spot = launch.purchase is Purchase.spot
     price = launch.on.usd_per_hour.spot if spot else launch.on.usd_per_hour.on_demand
     if price is None:
         text = f"no {launch.purchase.value} price in the catalogue"
     else:
-        text = f"${price:,.2f} an hour {launch.purchase.value} for each of {server.replicas} to {server.most} pods: ${price * server.replicas:,.2f} to ${price * server.most:,.2f}"
+        least, most = f"${price * server.replicas:,.2f}", f"${price * server.most:,.2f}"
+        text = f"{least} an hour {launch.purchase.value} for {server.replicas} pod{'s' if server.replicas > 1 else ''}"
+        if server.most > server.replicas:
+            text += f", the fewest, to {most} for {server.most}, the most"
     return LaunchBill(
         purchase=launch.purchase,
         usd_per_hour=None if price is None else price * server.replicas,
+        usd_per_hour_most=None if price is None else price * server.most,
         instead=text,
     )

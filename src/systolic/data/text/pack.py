@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from systolic.core.errors import DataError, OptionError, RunError
+from systolic.core.files import cure
 from systolic.data.text.documents import Documents
 from systolic.data.text.packed import FORMAT, MANIFEST, find_packed
 from systolic.data.text.tokenizer import Tokenizer
@@ -102,7 +103,7 @@ def fresh_folder(out: Path) -> Generator[Path, None, None]:
         os.replace(scratch, out)
     except OSError as error:
         raise RunError(
-            f"{out} could not be written ({error.strerror}); free some space or choose another folder"
+            f"{out} could not be written ({error.strerror}); {cure(out, error)}"
         ) from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -1,0 +1,39 @@
+"""Logs of launches that are files of this machine."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from systolic.launching.supervisor import LOGS
+from systolic.session.launched import LOCAL, OUTPUT, POLL_SECONDS, Launched
+
+
+def log_of(launched: Launched, process: int = 0) -> Path | None:
+    """The file that a launch of this machine prints to; None where the platform has the logs."""
+    if launched.via == LOCAL:
+        return launched.path / LOGS / f"{process}.log"
+    return launched.path / OUTPUT if launched.detached else None
+
+
+def lines(path: Path, last: int, alive: Callable[[], bool] | None) -> Iterator[str]:
+    """The last lines of a log, then new ones while ``alive`` says so.
+
+    Args:
+        path: The log, which need not be there yet.
+        last: How many of those that are there.
+        alive: None ends after those that are there.
+    """
+    while not path.exists():
+        if alive is None or not alive():
+            return
+        time.sleep(POLL_SECONDS)
+    with path.open(errors="replace") as file:
+        yield from file.readlines()[-last:]
+        while alive is not None:
+            going = alive()
+            if new := file.read():
+                yield new
+            elif not going:
+                return
+            else:
+                time.sleep(POLL_SECONDS)
