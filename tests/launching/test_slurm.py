@@ -12,6 +12,7 @@ import pytest
 from systolic.chips import ChipKind
 from systolic.core.errors import OptionError
 from systolic.launching import Purchase, Site, SlurmOptions, prepare
+from systolic.launching.slurm import seconds
 from tests.launching.cluster import available, cluster, idle
 from tests.launching.made import HEADER, executable, launch, shellcheck, slices, write_files
 
