@@ -13,6 +13,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from systolic.artifact.objects import origin
 from systolic.artifact.record import RunRecord, load_run, loss_of
 from systolic.report import figures, terminal
 from systolic.report.run import readings
@@ -95,14 +96,20 @@ def _progress(run: RunRecord) -> str:
 def pointers(run: RunRecord) -> list[tuple[str, str]]:
     """Paths of the results, and the next command."""
     summary = run.summary or {}
-    page = run.path / NAME
+    page, checkpoint = run.path / NAME, summary.get("checkpoint")
     found = [
-        ("run", str(run.path)),
-        ("checkpoint", summary.get("checkpoint")),
-        ("report", str(page) if page.is_file() else None),
+        ("run", shown(run.path)),
+        ("checkpoint", checkpoint and shown(Path(checkpoint))),
+        ("report", shown(page) if page.is_file() else None),
         ("next", summary.get("next") or f"systolic train --resume {shlex.quote(str(run.path))}"),
     ]
     return [(name, terminal.printable(str(text))) for name, text in found if text]
+
+
+def shown(path: Path) -> str:
+    """A path; of a copy of a bucket's folder where it is in the bucket."""
+    folder = origin(path)
+    return str(path) if folder is None else folder.url
 
 
 def _sample(run: RunRecord) -> str:
