@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,12 @@ from systolic.core.store import cache_home
 
 COPIES = "buckets"
 _RETRIES = 6
+_DATABASE = {
+    "max_inline_value_bytes": 1024,
+    "max_decoded_node_bytes": 100_000_000,
+    "manifest_kind": "single",
+}
+"""How Orbax configures a checkpoint's database (0.12.8): one root node with descriptions of arrays, no chunks."""
 _URL = re.compile(r"(s3|gs):/+([^/]+)/*(.*)")
 
 
@@ -69,7 +75,11 @@ class Objects:
         import tensorstore
 
         self._range: Any = tensorstore.KvStore.KeyRange
-        self._store = self._do(lambda: tensorstore.KvStore.open(_spec(folder)))
+        spec = _spec(folder)
+        # Databases are merged without a copy of their values where all are opened with one context.
+        self._context: Any = tensorstore.Context(spec.pop("context"))
+        self._spec = spec
+        self._store = self._do(lambda: tensorstore.KvStore.open(spec, context=self._context))
 
     def names(self, below: str = "") -> list[str]:
         """Names of the objects, sorted."""
@@ -114,6 +124,22 @@ class Objects:
     def delete(self, name: str) -> None:
         """Deletes an object, if it is there."""
         self._do(lambda: self._store.write(_key(name), None))
+
+    def merge(self, below: str, parts: Sequence[str]) -> None:
+        """Makes a database (TensorStore's OCDBT) of those in ``parts``, which are below it; it refers to their files."""
+        import tensorstore
+
+        def opened(name: str, **options: Any) -> Any:
+            base = self._spec | {"path": f"{self.folder.key}/{name}/"}
+            spec = {"driver": "ocdbt", "base": base} | options
+            return self._do(lambda: tensorstore.KvStore.open(spec, context=self._context))
+
+        whole = opened(below, config=_DATABASE, assume_config=True)
+        together = tensorstore.Transaction(atomic=True)
+        for part in parts:
+            into = whole.with_transaction(together)
+            self._do(lambda part=part, into=into: opened(part).experimental_copy_range_to(into))
+        self._do(together.commit_async)
 
     def _do(self, call: Callable[[], Any]) -> Any:
         try:
