@@ -3,16 +3,21 @@
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from threading import Barrier, Thread
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import tensorstore
 
-from systolic.artifact import Run, buckets, manifest, sending
+from systolic.artifact import CheckpointStore, Run, buckets, manifest, sending
 from systolic.artifact.access import Access
 from systolic.artifact.objects import Objects, in_bucket
 from systolic.artifact.parts import Part, rate
+from systolic.artifact.reading import Peers
 from systolic.core.errors import RunError
 from systolic.session.together import seen_by
 from tests.artifact.test_buckets import JOB, Machines, names, save, sender
@@ -137,6 +142,39 @@ def test_a_checkpoint_that_one_host_never_sent_is_not_there(machine: Machines) -
     assert content(buckets.pull(machine.url), 2) == {b"w/0": b"y" * 5000, b"w/1": b"y" * 5000}
 
 
+def test_a_store_writes_its_part_and_reads_the_whole(machine: Machines) -> None:
+    first, other = begun(machine)
+    state = {"params": {"w": jnp.arange(6.0)}, "step": jnp.int32(1)}
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+    save_part(other, 1)
+    sender(other).send()
+    other.close()
+    with CheckpointStore(first.checkpoints, peers=Peers(part=first.part)) as store:
+        assert store.save(1, state, extra={"position": 5})
+        assert store.wait() is not None
+        assert store.steps() == [1]
+        store.rate(1, {"loss": 3.0})
+        with CheckpointStore(first.checkpoints, access=Access.read) as reader:
+            assert reader.steps() == [], "to others it is none yet"
+        sender(first).send()
+        store.rate(1, {"loss": 2.0})
+    first.close()
+
+    machine("c")
+    first = Run.open(machine.url, access=Access.write, part=part(0, "then"))
+    assert first.part is not None
+    peers = Peers(part=replace(first.part, leaders=(0,)))
+    with first, CheckpointStore(first.checkpoints, peers=peers) as store:
+        restored = store.restore(abstract)
+        assert (restored.step, restored.metrics) == (1, {"loss": 2.0})
+        assert [extra.get("position") for extra in restored.extras] == [5, None]
+        assert np.array_equal(restored.state["params"]["w"], state["params"]["w"])
+        # One that is complete in the bucket is not written again.
+        assert not store.save(1, state, metrics={"loss": 1.0})
+    with CheckpointStore(buckets.pull(machine.url) / "checkpoints", access=Access.read) as store:
+        assert store.metrics(1) == {"loss": 1.0}
+
+
 def crash(*runs: Run) -> None:
     """The processes of runs are gone, as far as bucket and copies are concerned."""
     for run in runs:
@@ -259,3 +297,20 @@ def test_processes_find_who_sees_the_same_folder(tmp_path: Path) -> None:
     assert not [*tmp_path.rglob(".seen*")]
     two = part(2, leaders=(0, 1, 1, 0))
     assert (two.leader, two.leads, two.members, two.share) == (1, False, [1, 2], (1, 2))
+
+
+def test_a_checkpoint_that_goes_before_it_is_sent_is_said_once(
+    machine: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, other = begun(machine)
+    heard: list[str] = []
+    monkeypatch.setattr(sender(first), "_tell", heard.append)
+    for step in (1, 2, 3):
+        save_part(first, step)
+        sender(first).send()
+        shutil.rmtree(first.checkpoints / str(step))
+    sender(first).send()
+    assert len(heard) == 1
+    assert "step 1 made room" in heard[0]
+    other.close()
+    first.close()

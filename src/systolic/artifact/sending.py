@@ -160,6 +160,8 @@ class Sender:
         self._kept: SentRecord | None = None
         self._keep()
         self._sending = threading.Lock()
+        self._waiting: set[str] | None = set()
+        """Steps whose checkpoint the bucket does not have yet; None when it was said that one was dropped before."""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="systolic-sender", daemon=True)
 
@@ -203,7 +205,22 @@ class Sender:
     def send(self, *, deletes: bool = True) -> None:
         """Sends what changed and deletes what is gone, unless ``deletes`` is false."""
         with self._sending:
+            self._note_dropped()
             self._send_new(deletes)
+
+    def _note_dropped(self) -> None:
+        """Says once that a checkpoint went before it was sent: where all do, the bucket never has a new one."""
+        if self._waiting is None or not self._writes:
+            return
+        sent = {name.split("/")[1] for name in self._sent if is_manifest(name)}
+        here = {file.parent.name for file in (self._copy / CHECKPOINTS).glob("[0-9]*/*.json")}
+        dropped = sorted(map(int, self._waiting - here - sent))
+        self._waiting = {step for step in here if step.isdigit()} - sent
+        if dropped:
+            self._waiting = None
+            self._tell(
+                f"the checkpoint of step {dropped[0]} made room for later ones before {self._objects.folder.url} had all of it; save more seldom (--checkpoints.every) or keep more (--checkpoints.keep-last)"
+            )
 
     def _send_new(self, deletes: bool) -> None:
         if self._parts is not None:
