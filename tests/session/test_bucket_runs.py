@@ -86,7 +86,7 @@ def test_hosts_that_share_nothing_are_killed_and_go_on(
 
     def killed_after(step: int, index: int, *caches: str) -> None:
         """Ends one of the hosts when the bucket has a checkpoint of a later step."""
-        command = [*TWO, "--steps", "3000", "--run", URL, "--continue"]
+        command = [*TWO, "--steps", "1800", "--run", URL, "--continue"]
         processes = start_together(command, hosts(*caches))
         while not any(found > step for found in complete()):
             assert [process.poll() for process in processes] == [None] * 2
@@ -109,7 +109,7 @@ def test_hosts_that_share_nothing_are_killed_and_go_on(
 
         whole = tmp_path / "whole"
         finish_together(
-            start_together([*TWO, "--steps", "3000", "--run", str(whole)], hosts("a", "b"))
+            start_together([*TWO, "--steps", "1800", "--run", str(whole)], hosts("a", "b"))
         )
         killed_after(0, 1, "a", "b")
         first = complete()[-1]
@@ -117,7 +117,7 @@ def test_hosts_that_share_nothing_are_killed_and_go_on(
         second = complete()[-1]
         # The next first process is another machine, and the one of before is the second.
         finish_together(
-            start_together([*TWO, "--steps", "3000", "--run", URL, "--continue"], hosts("c", "a"))
+            start_together([*TWO, "--steps", "1800", "--run", URL, "--continue"], hosts("c", "a"))
         )
         copy = tmp_path / "c" / "systolic" / "buckets" / "s3" / "runs" / "tiny"
         starts = [record["resumed_from"] for record in records(copy, "start")]
@@ -130,11 +130,11 @@ def test_hosts_that_share_nothing_are_killed_and_go_on(
         assert {name.split("/")[1] for name in there} == {str(step) for step in complete()}
 
         # One machine with as many devices has all of it.
-        more = [*TWO[2:], "--steps", "3010", "--run", URL, "--continue"]
+        more = [*TWO[2:], "--steps", "1810", "--run", URL, "--continue"]
         finish(start(more, environment(tmp_path / "d", 2)))
         assert json.loads(said("eval", environment(tmp_path / "e")))
         copy = tmp_path / "d" / "systolic" / "buckets" / "s3" / "runs" / "tiny"
-        assert records(copy, "start")[-1]["resumed_from"] == 3000
+        assert records(copy, "start")[-1]["resumed_from"] == 1800
 
 
 @pytest.mark.slow

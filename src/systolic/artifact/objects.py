@@ -132,13 +132,14 @@ class Objects:
         def opened(name: str, **options: Any) -> Any:
             base = self._spec | {"path": f"{self.folder.key}/{name}/"}
             spec = {"driver": "ocdbt", "base": base} | options
-            return self._do(lambda: tensorstore.KvStore.open(spec, context=self._context))
+            return tensorstore.KvStore.open(spec, context=self._context)
 
-        whole = opened(below, config=_DATABASE, assume_config=True)
         together = tensorstore.Transaction(atomic=True)
-        for part in parts:
-            into = whole.with_transaction(together)
-            self._do(lambda part=part, into=into: opened(part).experimental_copy_range_to(into))
+        opening = [opened(below, config=_DATABASE, assume_config=True), *map(opened, parts)]
+        whole, *stores = [self._do(lambda found=found: found) for found in opening]
+        into = whole.with_transaction(together)
+        for copied in [store.experimental_copy_range_to(into) for store in stores]:
+            self._do(lambda copied=copied: copied)
         self._do(together.commit_async)
 
     def _do(self, call: Callable[[], Any]) -> Any:
