@@ -19,7 +19,8 @@ from systolic.artifact.objects import Objects, in_bucket
 from systolic.artifact.parts import Part, rate
 from systolic.artifact.reading import Peers
 from systolic.core.errors import RunError
-from systolic.session.together import seen_by
+from systolic.session.together import open_together, seen_by
+from systolic.training import hosts
 from tests.artifact.test_buckets import JOB, Machines, names, save, sender
 from tests.buckets import s3_server
 
@@ -314,3 +315,40 @@ def test_a_checkpoint_that_goes_before_it_is_sent_is_said_once(
     assert "step 1 made room" in heard[0]
     other.close()
     first.close()
+
+
+def test_a_checkpoint_that_the_bucket_lost_a_part_of_is_damaged(machine: Machines) -> None:
+    first, other = begun(machine)
+    for run in (other, first):
+        save_part(run, 1)
+        run.close()
+    folder = in_bucket(machine.url)
+    assert folder is not None
+    Objects(folder).delete("checkpoints/1/_extra/process_1.json")
+    machine("c")
+    with pytest.raises(manifest.DamagedError, match=r"process_1\.json went"):
+        buckets.complete(buckets.pull(machine.url) / "checkpoints" / "1")
+
+
+def test_all_end_where_one_cannot_open_its_copy(
+    machine: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine("a")
+    answers = iter(["other", "1", "its copy is in use by process 5"])
+    monkeypatch.setattr(hosts, "joined", lambda: True)
+    monkeypatch.setattr(hosts, "several", lambda: True)
+    monkeypatch.setattr(hosts, "is_first", lambda: True)
+    monkeypatch.setattr(hosts, "share", lambda text: text)
+    monkeypatch.setattr(hosts, "exchange", lambda text: [text, next(answers)])
+    monkeypatch.setattr(hosts, "peers", lambda: Peers(index=0, count=2))
+    parts: list[Part | None] = []
+
+    def begin(part: Part | None) -> Run:
+        parts.append(part)
+        return Run.create(machine.url, JOB, part=part)
+
+    with pytest.raises(RunError, match="process 1 could not open its copy of the run: its copy"):
+        open_together(Path(machine.url), begin, "make")
+    assert parts[0] is not None
+    assert parts[0].leaders == (0, 1)
+    Run.open(machine.url, access=Access.write).close()

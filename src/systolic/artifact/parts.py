@@ -70,7 +70,7 @@ def rate(folder: Path, metrics: Mapping[str, float], part: Part | None) -> None:
         manifests.write(folder, replace(held, metrics=dict(metrics)), name)
 
 
-class Parts:
+class HostParts:
     """The parts of checkpoints in the copy of one host, and in the first process also those that the others have sent.
 
     Args:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from systolic.artifact import manifest, replace, room
 from systolic.artifact.objects import Objects
-from systolic.artifact.parts import CHECKPOINTS, Part, Parts
+from systolic.artifact.parts import CHECKPOINTS, Part, HostParts
 from systolic.core.errors import RunError
 from systolic.core.files import write_json
 
@@ -155,7 +155,9 @@ class Sender:
             sent = {name: stamp for name, stamp in local if stamp is not None}
         self._sent = {name: stamp for name, stamp in sent.items() if name in self._there}
         self._records, _ = _records(objects)
-        self._parts = None if part is None else Parts(objects, part, self._upload_all, self._there)
+        self._parts = (
+            None if part is None else HostParts(objects, part, self._upload_all, self._there)
+        )
         self._writes = part is None or part.index == 0
         self._kept: SentRecord | None = None
         self._keep()
