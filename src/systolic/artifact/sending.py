@@ -15,7 +15,7 @@ from pathlib import Path
 
 from systolic.artifact import manifest, replace, room
 from systolic.artifact.objects import Objects
-from systolic.artifact.parts import CHECKPOINTS, Part, HostParts
+from systolic.artifact.parts import CHECKPOINTS, HostParts, Part
 from systolic.core.errors import RunError
 from systolic.core.files import write_json
 
