@@ -1,6 +1,7 @@
 """Checkpoints across processes: other device counts, kills at any moment, a full disk."""
 
 import json
+import logging
 import os
 import random
 import shutil
@@ -15,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 
-from systolic.artifact import CheckpointStore
+from systolic.artifact import CheckpointStore, quiet
 
 CHILD = Path(__file__).with_name("checkpoint_child.py")
 
@@ -161,3 +162,14 @@ def test_a_full_disk_is_one_line_however_many_arrays_fail(small_disk: Path):
     assert answer(child("full_of_many", small_disk)) == (
         f"checkpoint of step 1 failed: No space left on device; there is no earlier checkpoint; free space and continue with --resume {small_disk}"
     )
+
+
+def test_a_failed_write_without_a_trace_is_not_told_twice():
+    def record(text: str) -> logging.LogRecord:
+        info = (ValueError, ValueError(text), None)
+        return logging.LogRecord("asyncio", logging.ERROR, "events.py", 1, "never", (), info)
+
+    # As TensorStore raises it, from recorded output.
+    full = 'RESOURCE_EXHAUSTED: Error writing local file "1.orbax-checkpoint-tmp/params.orbax-checkpoint-tmp/manifest.ocdbt"'
+    assert not quiet._failures(record(full))
+    assert quiet._failures(record("of somebody else"))

@@ -10,12 +10,19 @@ from pathlib import Path
 import pytest
 
 from systolic.artifact.objects import Objects, in_bucket
-from systolic.core.errors import RunError
-from systolic.session.training import check_one_machine
-from systolic.training import hosts
 from tests.buckets import s3_server
-from tests.training.children import RECIPE, ROOT, environment, finish, start, together
-from tests.training.sessions import evaluations, losses
+from tests.training.children import (
+    PATIENCE_SECONDS,
+    RECIPE,
+    ROOT,
+    environment,
+    finish,
+    finish_together,
+    start,
+    start_together,
+    together,
+)
+from tests.training.sessions import evaluations, losses, records
 
 URL = "s3://runs/tiny"
 OPTIONS = [RECIPE, "--steps", "2400", "--checkpoints.every", "100", "--evaluation.every", "1200"]
@@ -63,11 +70,87 @@ def test_a_run_in_a_bucket_is_killed_and_goes_on_elsewhere(
         assert {"report.html", "summary.json", "recipe.py"} <= set(objects.names())
 
 
-def test_several_hosts_are_told_to_mount_the_bucket(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(hosts, "exchange", lambda text: [text, "other"])
-    with pytest.raises(RunError, match=r"its copy would be on 2 hosts.*mount the bucket") as caught:
-        check_one_machine(Path(URL))
-    assert "\n" not in str(caught.value)
+TWO = [
+    *("systolic", "train", RECIPE, "--json"),
+    *("--checkpoints.every", "300", "--evaluation.every", "600", "--log-every", "10"),
+]
+"""Steps are short, and checkpoints so long apart that they reach the bucket."""
+
+
+@pytest.mark.slow
+def test_hosts_that_share_nothing_are_killed_and_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def hosts(*caches: str) -> list[dict[str, str]]:
+        return [environment(tmp_path / cache) for cache in caches]
+
+    def killed_after(step: int, index: int, *caches: str) -> None:
+        """Ends one of the hosts when the bucket has a checkpoint of a later step."""
+        command = [*TWO, "--steps", "1800", "--run", URL, "--continue"]
+        processes = start_together(command, hosts(*caches))
+        while not any(found > step for found in complete()):
+            assert [process.poll() for process in processes] == [None] * 2
+            time.sleep(0.1)
+        processes[index].send_signal(signal.SIGKILL)
+        told = [process.communicate(timeout=PATIENCE_SECONDS) for process in processes]
+        assert processes[index].returncode == -signal.SIGKILL
+        assert processes[1 - index].returncode != 0, told
+
+    with s3_server("runs") as server:
+        for name, value in server.items():
+            monkeypatch.setenv(name, value)
+        folder = in_bucket(URL)
+        assert folder is not None
+        objects = Objects(folder)
+
+        def complete() -> list[int]:
+            there = objects.names("checkpoints/")
+            return sorted(int(n.split("/")[1]) for n in there if n.endswith("/manifest.json"))
+
+        whole = tmp_path / "whole"
+        finish_together(
+            start_together([*TWO, "--steps", "1800", "--run", str(whole)], hosts("a", "b"))
+        )
+        killed_after(0, 1, "a", "b")
+        first = complete()[-1]
+        killed_after(first, 0, "a", "b")
+        second = complete()[-1]
+        # The next first process is another machine, and the one of before is the second.
+        finish_together(
+            start_together([*TWO, "--steps", "1800", "--run", URL, "--continue"], hosts("c", "a"))
+        )
+        copy = tmp_path / "c" / "systolic" / "buckets" / "s3" / "runs" / "tiny"
+        starts = [record["resumed_from"] for record in records(copy, "start")]
+        assert starts[0] is None
+        assert starts[1] >= first
+        assert starts[2] >= second
+        assert losses(copy) == losses(whole)
+        assert evaluations(copy) == evaluations(whole)
+        there = objects.names("checkpoints/")
+        assert {name.split("/")[1] for name in there} == {str(step) for step in complete()}
+
+        # One machine with as many devices has all of it.
+        more = [*TWO[2:], "--steps", "1810", "--run", URL, "--continue"]
+        finish(start(more, environment(tmp_path / "d", 2)))
+        assert json.loads(said("eval", environment(tmp_path / "e")))
+        copy = tmp_path / "d" / "systolic" / "buckets" / "s3" / "runs" / "tiny"
+        assert records(copy, "start")[-1]["resumed_from"] == 1800
+
+
+@pytest.mark.slow
+def test_hosts_of_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with s3_server("runs") as server:
+        for name, value in server.items():
+            monkeypatch.setenv(name, value)
+        words = ["systolic", "train", RECIPE, "--run", URL, "--continue", "--json"]
+        caches = [environment(tmp_path / cache) for cache in ("a", "b", "a", "b")]
+        finish_together(start_together([*words, "--steps", "8"], caches))
+        # Fewer hosts, and fewer processes.
+        fewer = [environment(tmp_path / cache, 2) for cache in ("b", "c")]
+        finish_together(start_together([*words, "--steps", "12"], fewer))
+        copy = tmp_path / "b" / "systolic" / "buckets" / "s3" / "runs" / "tiny"
+        assert [record["resumed_from"] for record in records(copy, "start")] == [None, 8]
+        assert sorted(losses(copy)) == list(range(1, 13))
 
 
 @pytest.mark.slow

@@ -40,22 +40,19 @@ def finish(process: "subprocess.Popen[str]", code: int = 0) -> str:
     return out
 
 
-def together(
-    module: Sequence[str], environ: dict[str, str], count: int, code: int = 0
-) -> list[str]:
-    """What each of ``count`` processes of one job prints; all end with ``code``.
-
-    ``module`` is what follows ``python -m``, with ``{}`` for the number of the process.
-    """
+def start_together(
+    module: Sequence[str], environs: Sequence[dict[str, str]]
+) -> "list[subprocess.Popen[str]]":
+    """A process of one job for each environment; ``module`` is as in :func:`together`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     job = {
         "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
-        "JAX_NUM_PROCESSES": str(count),
+        "JAX_NUM_PROCESSES": str(len(environs)),
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
     }
-    processes = [
+    return [
         subprocess.Popen(
             [sys.executable, "-m", *(part.replace("{}", str(number)) for part in module)],
             cwd=ROOT,
@@ -64,8 +61,22 @@ def together(
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
-        for number in range(count)
+        for number, environ in enumerate(environs)
     ]
+
+
+def together(
+    module: Sequence[str], environ: dict[str, str], count: int, code: int = 0
+) -> list[str]:
+    """What each of ``count`` processes of one job prints; all end with ``code``.
+
+    ``module`` is what follows ``python -m``, with ``{}`` for the number of the process.
+    """
+    return finish_together(start_together(module, [environ] * count), code)
+
+
+def finish_together(processes: "Sequence[subprocess.Popen[str]]", code: int = 0) -> list[str]:
+    """What each of the processes of one job prints; all end with ``code``."""
     try:
         told = [process.communicate(timeout=PATIENCE_SECONDS) for process in processes]
     finally:
@@ -73,5 +84,5 @@ def together(
         for process in processes:
             process.kill()
     # One that fails leaves the others waiting: what all say is needed to see why.
-    assert [process.returncode for process in processes] == [code] * count, told
+    assert [process.returncode for process in processes] == [code] * len(processes), told
     return [out for out, _ in told]

@@ -15,6 +15,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 from systolic.artifact import tree
 from systolic.artifact.manifest import DamagedError
+from systolic.artifact.parts import Part
 from systolic.artifact.quiet import hush
 from systolic.job import Mode
 
@@ -137,8 +138,10 @@ class Saver:
         retention: Retention,
         score: Callable[[int], float | None],
         before_commit: Callable[[], None],
+        part: Part | None = None,
     ) -> None:
         self.folder = folder
+        several = _processes(part)
         self._manager = ocp.CheckpointManager(
             folder,
             options=ocp.CheckpointManagerOptions(
@@ -146,13 +149,17 @@ class Saver:
                 save_decision_policy=None,
                 lightweight_initialize=True,
                 save_root_metadata=False,
+                create=part is None,
+                multiprocessing_options=several,
                 async_options=ocp.AsyncOptions(
+                    # Its signals do not tell one copy's folders from another's.
+                    create_directories_asynchronously=part is None,
                     # Runs after the last array is on disk and before the rename that commits.
                     post_finalization_callback=before_commit,
                     timeout_secs=24 * 3600,
                 ),
             ),
-            handler_registry=_registry(),
+            handler_registry=_registry(part, several),
         )
 
     def save(
@@ -179,9 +186,35 @@ class Saver:
         self._manager.close()
 
 
-def _registry() -> Any:
+class _PartHandler(ocp.PyTreeCheckpointHandler):
+    """Leaves the processes' databases as they are; those of all copies are merged in the bucket."""
+
+    def finalize(self, directory: Any) -> None:
+        """Merges nothing."""
+        del directory
+
+
+def _processes(part: Part | None) -> ocp.options.MultiprocessingOptions:
+    """Those that write one folder."""
+    if part is None:
+        return ocp.options.MultiprocessingOptions()
+    return ocp.options.MultiprocessingOptions(
+        primary_host=part.leader,
+        active_processes={*part.members},
+        barrier_sync_key_prefix=f"copy-{part.leader}",
+    )
+
+
+def _registry(part: Part | None, several: ocp.options.MultiprocessingOptions) -> Any:
     registry = ocp.handlers.create_default_handler_registry()
     registry.add(EXTRA, _ExtraSave, _ExtraHandler())
+    if part is not None:
+        # Without files that Orbax's own of this process would have its first process begin.
+        arrays = ocp.type_handlers.create_type_handler_registry(
+            (jax.Array, ocp.type_handlers.ArrayHandler())
+        )
+        handler = _PartHandler(multiprocessing_options=several, type_handler_registry=arrays)
+        registry.add(None, ocp.args.PyTreeSave, handler)
     return registry
 
 

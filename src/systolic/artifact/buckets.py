@@ -13,7 +13,7 @@ from pathlib import Path
 
 from systolic.artifact import manifest, room
 from systolic.artifact.access import Lock
-from systolic.artifact.objects import Objects, copies, in_bucket, origin
+from systolic.artifact.objects import BucketFolder, Objects, copies, in_bucket, origin
 from systolic.artifact.sending import (
     CHECKPOINTS,
     files_of,
@@ -80,14 +80,19 @@ def has(folder: Path, name: str) -> bool:
     return Objects(remote).exists(name)
 
 
-def bring(objects: Objects, tell: room.Tell = _quietly) -> None:
+def bring(objects: Objects, tell: room.Tell = _quietly, *, sends: bool = True) -> None:
     """Makes a copy what the bucket holds, but for the arrays of checkpoints; what was never sent goes there first.
+
+    Args:
+        objects: The folder's.
+        tell: Called with what is sent, and with the size of what is copied.
+        sends: False where another process writes the run now, so that what was never sent is set aside.
 
     Raises:
         NotFoundError: there is nothing.
         RunError: the disk has no room, or what was never sent cannot be sent.
     """
-    send_rest(objects, tell)
+    send_rest(objects, tell, sends=sends)
     names = objects.names()
     if not names:
         raise NotFoundError(f"{objects.folder.url} holds nothing; check the path")
@@ -112,13 +117,22 @@ def bring(objects: Objects, tell: room.Tell = _quietly) -> None:
 
 
 def complete(step: Path) -> None:
-    """Brings the arrays of a checkpoint whose run is a copy; nothing for other folders."""
+    """Brings the arrays of a checkpoint whose run is a copy; nothing for other folders.
+
+    Raises:
+        DamagedError: the bucket lacks some.
+    """
     folder = origin(step)
     if folder is None or not step.is_relative_to(copies().resolve()):
         return
     run = origin(step.parent.parent)
     if run is None:
         return
+    with room.alone(run.copy, _quietly):
+        _complete(step, run)
+
+
+def _complete(step: Path, run: BucketFolder) -> None:
     try:
         written = manifest.read(step).files
     except manifest.DamagedError:
@@ -130,7 +144,10 @@ def complete(step: Path) -> None:
         room.require(run.url, sum(sizes[name] for name in absent), run.copy.parent)
         below = f"{CHECKPOINTS}/{step.name}/"
         changing = [n for n in objects.names(below) if n.removeprefix(below) not in sizes]
-        _download(objects, [*(below + name for name in absent), *changing])
+        try:
+            _download(objects, [*(below + name for name in absent), *changing])
+        except NotFoundError as error:
+            raise manifest.DamagedError(str(error)) from error
 
 
 def again(path: Path) -> Path:

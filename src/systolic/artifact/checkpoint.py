@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from systolic.artifact import failure, replace, tree
+from systolic.artifact import failure, parts, replace, tree
 from systolic.artifact import manifest as manifests
 from systolic.artifact.access import Access
 from systolic.artifact.flight import Flight, finite
@@ -94,6 +94,8 @@ class CheckpointStore:
         self.mode = mode
         self.access = access
         self.peers = peers
+        # A host's part of a checkpoint counts for the one that writes it, complete or not.
+        self._names = manifests.ALONE if peers.part is None else manifests.IN_PARTS
         self._saver: Any = None
         self._flight: Flight | None = None
         self._written: set[int] = set()
@@ -115,7 +117,7 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Steps of the committed checkpoints, oldest first."""
-        return [step for step in self._folders() if (self.path(step) / manifests.NAME).exists()]
+        return [step for step in self._folders() if manifests.is_at(self.path(step), self._names)]
 
     def latest_step(self) -> int | None:
         """The newest committed step."""
@@ -174,6 +176,10 @@ class CheckpointStore:
         self._settle()
         if step in self._written:
             return False
+        if self.peers.part is not None and self.path(step).exists():
+            if metrics:
+                self.rate(step, metrics)
+            return False
         table = tree.flatten(state)
         for path, leaf in table.items():
             if not isinstance(leaf, jax.Array):
@@ -185,6 +191,7 @@ class CheckpointStore:
             started=time.monotonic(),
             leaves={path: tree.describe(leaf) for path, leaf in table.items()},
             metrics=finite(metrics or {}),
+            manifest=self._names[0],
         )
         try:
             self._open_saver(self._flight.root).save(step, table, extra or {})
@@ -210,7 +217,7 @@ class CheckpointStore:
         self.metrics(step)
         rated = dataclasses.replace(self._manifest(step), metrics=finite(metrics))
         if self._first():
-            manifests.write(self.path(step), rated)
+            parts.rate(self.path(step), rated.metrics, self.peers.part)
         self._read[step] = rated
         self._close_saver()  # It keeps a list of its own of what is there.
         if self._first():
@@ -338,7 +345,7 @@ class CheckpointStore:
         try:
             self._saver.wait()
             if flight.root == self.folder:
-                manifest = manifests.read(self.path(flight.step))
+                manifest = manifests.read(self.path(flight.step), self._names)
             else:
                 manifest = replace.find(self.folder, flight.step)
                 if self._first():
@@ -364,7 +371,7 @@ class CheckpointStore:
 
     def _manifest(self, step: int) -> Manifest:
         if step not in self._read:
-            self._read[step] = manifests.read(self.path(step))
+            self._read[step] = manifests.read(self.path(step), self._names)
         return self._read[step]
 
     def _reads(self, step: int) -> bool:
@@ -429,7 +436,8 @@ class CheckpointStore:
         """Whether this process, of those that share the folder, may change committed checkpoints."""
         from systolic.artifact import backend
 
-        return backend.is_first()
+        part = self.peers.part
+        return backend.is_first() if part is None else part.leads
 
     def _open_saver(self, root: Path) -> Any:
         from systolic.artifact import backend
@@ -447,6 +455,7 @@ class CheckpointStore:
                 ),
                 score=self._score,
                 before_commit=self._seal,
+                part=self.peers.part,
             )
         return self._saver
 

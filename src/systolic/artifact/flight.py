@@ -20,6 +20,8 @@ class Flight:
     """Seconds of ``time.monotonic``."""
     leaves: Mapping[tuple[str, ...], Leaf]
     metrics: Mapping[str, float]
+    manifest: str = manifests.NAME
+    """Name of the manifest: another where other hosts have other parts."""
 
     def seal(self) -> None:
         """Writes the manifest: after every array is on disk, before the commit.
@@ -36,6 +38,7 @@ class Flight:
             leaves=self.leaves,
             metrics=self.metrics,
             ignore=backend.CHANGES_AT_COMMIT,
+            name=self.manifest,
         )
 
 

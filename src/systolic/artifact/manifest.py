@@ -4,10 +4,11 @@ It is written inside the checkpoint before the rename that commits it, so a comm
 always has one, and what the disk gives back later can be compared with what was written.
 """
 
+import contextlib
 import json
 import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,10 @@ from systolic.core.digest import digest
 from systolic.core.files import write_json
 
 NAME = "manifest.json"
+PART = "part.json"
+"""In place of it where a host has only its part of a checkpoint; see :mod:`systolic.artifact.parts`."""
+ALONE, IN_PARTS = (NAME,), (PART, NAME)
+"""Names of the manifest, where one folder has all and where hosts have parts."""
 FORMAT = 1
 _CHUNK_BYTES = 1 << 22
 _READERS = 8
@@ -64,6 +69,16 @@ class Manifest:
         return sum(size for size, _ in self.files.values())
 
 
+def is_at(folder: Path, names: Sequence[str] = ALONE) -> bool:
+    """Whether a folder has a manifest: is a checkpoint, or a part of one."""
+    return any((folder / name).exists() for name in names)
+
+
+def crc32_of(content: bytes) -> tuple[int, int]:
+    """Size in bytes and CRC-32 of a file's content."""
+    return len(content), zlib.crc32(content)
+
+
 def crc32(path: Path, *, sync: bool = False) -> tuple[int, int]:
     """Size in bytes and CRC-32 of a file; ``sync`` flushes the file to disk."""
     size, crc = 0, 0
@@ -83,6 +98,7 @@ def seal(
     leaves: Mapping[tuple[str, ...], Leaf],
     metrics: Mapping[str, float],
     ignore: Iterable[str],
+    name: str = NAME,
 ) -> Manifest:
     """Reads back every file below ``folder``, flushes it to disk and writes the manifest.
 
@@ -92,12 +108,13 @@ def seal(
         leaves: what it holds.
         metrics: finite numbers by name.
         ignore: names of files directly in ``folder`` that still change.
+        name: of the manifest: ``PART`` where other hosts have other files of the checkpoint.
 
     Raises:
         OSError: a file does not read.
         RunError: the manifest does not write.
     """
-    ignored = {*ignore, NAME}
+    ignored = {*ignore, name}
     names = sorted(
         path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
     )
@@ -110,28 +127,28 @@ def seal(
         metrics=dict(metrics),
         files=dict(zip(names, sums, strict=True)),
     )
-    write(folder, manifest)
+    write(folder, manifest, name)
     return manifest
 
 
-def write(folder: Path, manifest: Manifest) -> None:
+def write(folder: Path, manifest: Manifest, name: str = NAME) -> None:
     """Writes or replaces the manifest of a checkpoint, atomically.
 
     Raises:
         RunError: it does not write.
     """
     plain = _plain(manifest)
-    write_json(folder / NAME, plain | {"digest": digest(plain)})
+    write_json(folder / name, plain | {"digest": digest(plain)})
 
 
-def read(folder: Path) -> Manifest:
-    """The manifest of a checkpoint.
+def read(folder: Path, names: Sequence[str] = ALONE) -> Manifest:
+    """The manifest of a checkpoint: the first that is there of ``names``.
 
     Raises:
         DamagedError: it is absent or damaged.
     """
     try:
-        plain = json.loads((folder / NAME).read_bytes())
+        plain = json.loads(_content(folder, names))
         claimed = plain.pop("digest")
         if claimed != digest(plain) or plain["format"] != FORMAT:
             raise ValueError
@@ -148,6 +165,13 @@ def read(folder: Path) -> Manifest:
         raise DamagedError(f"{NAME} is missing") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedError(f"{NAME} is damaged") from error
+
+
+def _content(folder: Path, names: Sequence[str]) -> bytes:
+    for name in names[:-1]:
+        with contextlib.suppress(FileNotFoundError):
+            return (folder / name).read_bytes()
+    return (folder / names[-1]).read_bytes()
 
 
 def verify(

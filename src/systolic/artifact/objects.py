@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,12 @@ COPIES = "buckets"
 SCHEMES = ("s3", "gs")
 _RETRIES = 6
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/+([^/]+)/*(.*)")
+_DATABASE = {
+    "max_inline_value_bytes": 1024,
+    "max_decoded_node_bytes": 100_000_000,
+    "manifest_kind": "single",
+}
+"""How Orbax configures a checkpoint's database (0.12.8): one root node with descriptions of arrays, no chunks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +83,11 @@ class Objects:
         import tensorstore
 
         self._range: Any = tensorstore.KvStore.KeyRange
-        self._store = self._do(lambda: tensorstore.KvStore.open(_spec(folder)))
+        spec = _spec(folder)
+        # Databases are merged without a copy of their values where all are opened with one context.
+        self._context: Any = tensorstore.Context(spec.pop("context"))
+        self._spec = spec
+        self._store = self._do(lambda: tensorstore.KvStore.open(spec, context=self._context))
 
     def names(self, below: str = "") -> list[str]:
         """Names of the objects, sorted."""
@@ -122,6 +132,23 @@ class Objects:
     def delete(self, name: str) -> None:
         """Deletes an object, if it is there."""
         self._do(lambda: self._store.write(_key(name), None))
+
+    def merge(self, below: str, parts: Sequence[str]) -> None:
+        """Makes a database (TensorStore's OCDBT) of those in ``parts``, which are below it; it refers to their files."""
+        import tensorstore
+
+        def opened(name: str, **options: Any) -> Any:
+            base = self._spec | {"path": f"{self.folder.key}/{name}/"}
+            spec = {"driver": "ocdbt", "base": base} | options
+            return tensorstore.KvStore.open(spec, context=self._context)
+
+        together = tensorstore.Transaction(atomic=True)
+        opening = [opened(below, config=_DATABASE, assume_config=True), *map(opened, parts)]
+        whole, *stores = [self._do(lambda found=found: found) for found in opening]
+        into = whole.with_transaction(together)
+        for copied in [store.experimental_copy_range_to(into) for store in stores]:
+            self._do(lambda copied=copied: copied)
+        self._do(together.commit_async)
 
     def _do(self, call: Callable[[], Any]) -> Any:
         try:

@@ -40,6 +40,8 @@ def _progress(record: logging.LogRecord) -> bool:
 def _failures(record: logging.LogRecord) -> bool:
     """Whether a message of asyncio is not about a task of Orbax."""
     error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
+    if ".orbax-checkpoint-tmp" in str(error):  # TensorStore's own failures have no trace.
+        return False
     trace: TracebackType | None = None if error is None else error.__traceback__
     while trace is not None:
         if _ORBAX in trace.tb_frame.f_code.co_filename:

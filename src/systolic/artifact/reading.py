@@ -13,6 +13,7 @@ from typing import Any
 from systolic.artifact import buckets, failure, tree
 from systolic.artifact import manifest as manifests
 from systolic.artifact.manifest import DamagedError, Manifest
+from systolic.artifact.parts import Part
 from systolic.core.errors import NotFoundError, RunError
 
 Wanted = Mapping[tuple[str, ...], Any]
@@ -31,6 +32,13 @@ class Peers:
     count: int = 1
     exchange: Callable[[str], list[str]] = _alone
     """Exchanges a text of each process for the texts of all, in order; every process calls it at the same point."""
+    part: Part | None = None
+    """Of a run that has several copies."""
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """(i, n): this is the i-th of n processes that read the same files."""
+        return (self.index, self.count) if self.part is None else self.part.share
 
     def tell(self, **mine: Any) -> list[dict[str, Any]]:
         """Values of every process, in order."""
@@ -84,7 +92,7 @@ class Restore:
     def verified(self, step: int, wanted: Wanted, only: Sequence[str] | None) -> Manifest:
         """Manifest of a checkpoint after a check of its files.
 
-        Every process compares all sizes and its share of the bytes, so that bytes are read once.
+        Every process compares all sizes and its share of the bytes, so that bytes of a copy are read once.
 
         Raises:
             DamagedError: a process found damage, or reads another manifest.
@@ -102,8 +110,8 @@ class Restore:
                 if only is None or (path and path[0] in only)
             }
             tree.require_same(step, held, wanted)
-            part = (self.peers.index, self.peers.count)
-            manifests.verify(folder, manifest, {backend.EXTRA, *map(tree.item, wanted)}, part)
+            items = {backend.EXTRA, *map(tree.item, wanted)}
+            manifests.verify(folder, manifest, items, self.peers.share)
         except DamagedError as error:
             damaged = str(error)
         except RunError as error:

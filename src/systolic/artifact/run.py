@@ -21,6 +21,7 @@ from systolic.artifact import buckets, metrics
 from systolic.artifact.access import LOCK, Access, Lock
 from systolic.artifact.environment import environment
 from systolic.artifact.objects import Objects, in_bucket
+from systolic.artifact.parts import Part
 from systolic.artifact.paths import DIRECTORY
 from systolic.artifact.sending import Sender
 from systolic.core.errors import NotFoundError, RunError, TakenError, nearest
@@ -52,14 +53,16 @@ class Run:
     Args:
         path: the directory of a run.
         access: a writer locks the directory and may append.
+        part: of a run in a bucket that several hosts write.
 
     Raises:
         RunError: another process writes to it.
     """
 
-    def __init__(self, path: Path, access: Access) -> None:
+    def __init__(self, path: Path, access: Access, part: Part | None = None) -> None:
         self.path = path
         self.access = access
+        self.part = part
         self._lock = Lock(path) if access is Access.write else None
         self._sender: Sender | None = None
         self._metrics: metrics.Log | None = None
@@ -74,6 +77,7 @@ class Run:
         *,
         files: Mapping[str, bytes] = MappingProxyType({}),
         now: datetime.datetime | None = None,
+        part: Part | None = None,
     ) -> Self:
         """Creates a run: first the files that it keeps, then ``job.json``, which makes it a run.
 
@@ -82,6 +86,7 @@ class Run:
             description: the content of ``job.json``; its ``job.name`` names the directory.
             files: path in the run to content: the recipe, its modules, the tokenizer.
             now: the time in the name, by default the present.
+            part: as of the class.
 
         Raises:
             TakenError: the directory is not empty.
@@ -104,7 +109,7 @@ class Run:
             raise RunError(
                 f"{folder} could not be made ({error.strerror}); choose another folder"
             ) from error
-        run = cls(folder, Access.write)
+        run = cls(folder, Access.write, part)
         if _content(folder):  # Another process was faster, and is done already.
             run.close()
             raise TakenError(_occupied(folder))
@@ -121,24 +126,30 @@ class Run:
         return run
 
     @classmethod
-    def open(cls, path: Path | str, *, access: Access = Access.read) -> Self:
+    def open(
+        cls, path: Path | str, *, access: Access = Access.read, part: Part | None = None
+    ) -> Self:
         """Opens an existing run; a reader may do so while another process trains.
+
+        With ``part``, of a run in a bucket, one that leads another copy than the writer's sends that host's part.
 
         Raises:
             NotFoundError: it is not a run; names the nearest one.
             RunError: a writer, and another process writes to it.
         """
-        objects = _objects(path) if access is Access.write else None
+        sends = access is Access.write or (part is not None and part.leads)
+        objects = _objects(path) if sends else None
         if objects is None:
             folder = buckets.pull(path)
             if not (folder / JOB).is_file():
                 raise NotFoundError(_not_a_run(folder))
-            return cls(folder, access)
+            return cls(folder, access, part)
         folder = objects.folder.copy
         folder.mkdir(parents=True, exist_ok=True)
-        run = cls(folder, access)
+        run = cls(folder, access, part)
         try:
-            buckets.bring(objects)
+            run._lock = run._lock or Lock(folder)
+            buckets.bring(objects, sends=access is Access.write)
             if not (folder / JOB).is_file():
                 raise NotFoundError(f"{objects.folder.url} is not a run: it has no {JOB}")
         except Exception:
@@ -156,7 +167,7 @@ class Run:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        self.close(waits=kind is None)
 
     @property
     def name(self) -> str:
@@ -340,15 +351,20 @@ class Run:
             if log is not None:
                 log.sync()
 
-    def close(self) -> None:
-        """Closes the files and releases the lock."""
+    def send(self) -> None:
+        """Sends what is new to the run's bucket, if it has one."""
+        if self._sender is not None:
+            self._sender.send()
+
+    def close(self, *, waits: bool = True) -> None:
+        """Closes the files and releases the lock; ``waits`` for what other hosts send."""
         for log in (self._metrics, self._samples, self._diagnoses):
             if log is not None:
                 log.close()
         sender, self._sender = self._sender, None
         try:
             if sender is not None:
-                sender.close()
+                sender.close(waits=waits)
         finally:
             if self._lock is not None:
                 self._lock.release()
@@ -359,7 +375,7 @@ class Run:
         """Begins to send the run's files to their bucket, if they have one."""
         if objects is None:
             return
-        sender = Sender(objects)
+        sender = Sender(objects, part=self.part)
         try:
             sender.start()
         except Exception:

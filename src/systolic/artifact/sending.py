@@ -15,16 +15,18 @@ from pathlib import Path
 
 from systolic.artifact import manifest, replace, room
 from systolic.artifact.objects import Objects
+from systolic.artifact.parts import CHECKPOINTS, HostParts, Part
 from systolic.core.errors import RunError
 from systolic.core.files import write_json
 
-CHECKPOINTS = "checkpoints"
 RECORDS = "metrics.jsonl"
 """File that every session of a run adds to."""
 SEND_SECONDS = 10.0
 """Between two sendings of what a run has written."""
 LOOK_SECONDS = 1.0
 """Between two looks for a new checkpoint, which is sent at once."""
+PATIENCE_SECONDS = 600.0
+"""At the end, for parts of checkpoints that other hosts send, after the last that came."""
 _TRANSFERS = 8
 
 Stamp = tuple[int, int]
@@ -76,10 +78,11 @@ def _is_ours(objects: Objects, sent: SentRecord) -> bool:
     return digest == sent.records or goes_on
 
 
-def send_rest(objects: Objects, tell: room.Tell) -> None:
+def send_rest(objects: Objects, tell: room.Tell, *, sends: bool = True) -> None:
     """Sends what a writer that was killed, or whose bucket did not answer, has left in a copy.
 
-    Where the run has gone on elsewhere since, that is set aside.
+    Where the run has gone on elsewhere since, and unless ``sends``, that is set aside. A part of a checkpoint that other
+    hosts have parts of is neither.
 
     Raises:
         RunError: it cannot be sent; the copy stays as it is.
@@ -88,8 +91,11 @@ def send_rest(objects: Objects, tell: room.Tell) -> None:
     sent = SentRecord.read(copy)
     if sent is None:
         return
-    unsent = [name for name in files_of(copy) if sent.files.get(name) != stamp_of(copy / name)]
-    if unsent and not _is_ours(objects, sent):
+    local = files_of(copy)
+    whole = _whole(local)
+    unsent = [name for name in local if sent.files.get(name) != stamp_of(copy / name)]
+    unsent = [name for name in unsent if not is_array(name) or name.split("/")[1] in whole]
+    if unsent and not (sends and _is_ours(objects, sent)):
         aside = _aside(copy)
         tell(
             f"{objects.folder.url} has gone on elsewhere since {len(unsent)} files were written here that never reached it; they are kept in {aside}"
@@ -129,13 +135,18 @@ class Sender:
         objects: The run's.
         sent: Files of the copy that are in the bucket as they were then; by default all that it has by these names.
         tell: Called when the bucket does not take them any more, and when it does again.
+        part: Where other hosts write parts of the checkpoints; then only the first process sends anything else.
 
     Raises:
         RunError: the bucket refuses.
     """
 
     def __init__(
-        self, objects: Objects, sent: Mapping[str, Stamp] | None = None, tell: room.Tell = _say
+        self,
+        objects: Objects,
+        sent: Mapping[str, Stamp] | None = None,
+        tell: room.Tell = _say,
+        part: Part | None = None,
     ) -> None:
         self._objects, self._copy, self._tell = objects, objects.folder.copy, tell
         self._there = set(objects.names())
@@ -144,8 +155,15 @@ class Sender:
             sent = {name: stamp for name, stamp in local if stamp is not None}
         self._sent = {name: stamp for name, stamp in sent.items() if name in self._there}
         self._records, _ = _records(objects)
+        self._parts = (
+            None if part is None else HostParts(objects, part, self._upload_all, self._there)
+        )
+        self._writes = part is None or part.index == 0
         self._kept: SentRecord | None = None
         self._keep()
+        self._sending = threading.Lock()
+        self._waiting: set[str] | None = set()
+        """Steps whose checkpoint the bucket does not have yet; None when it was said that one was dropped before."""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="systolic-sender", daemon=True)
 
@@ -154,8 +172,8 @@ class Sender:
         self.send()
         self._thread.start()
 
-    def close(self) -> None:
-        """Sends the rest.
+    def close(self, *, waits: bool = True) -> None:
+        """Sends the rest, and ``waits`` for that of other hosts.
 
         Raises:
             RunError: it could not be sent; the copy is whole.
@@ -169,13 +187,51 @@ class Sender:
             raise RunError(
                 f"{self._copy} is whole, and its last changes did not reach {self._objects.folder.url} ({error}); the next command here that reads or continues it sends them"
             ) from error
-        _record(self._copy).unlink(missing_ok=True)
+        if self._writes:
+            if waits:
+                self._await_parts()
+            _record(self._copy).unlink(missing_ok=True)
+
+    def _await_parts(self) -> None:
+        news, since = -1, time.monotonic()
+        while self._parts is not None and (left := self._parts.open_steps()):
+            if self._parts.news != news:
+                news, since = self._parts.news, time.monotonic()
+            if time.monotonic() - since > PATIENCE_SECONDS:
+                raise RunError(
+                    f"{self._objects.folder.url} lacks parts of the checkpoint of step {left[-1]}: nothing came from other hosts for {PATIENCE_SECONDS:.0f} s; it goes on from the checkpoint before"
+                )
+            time.sleep(LOOK_SECONDS)
+            self.send()
 
     def send(self, *, deletes: bool = True) -> None:
         """Sends what changed and deletes what is gone, unless ``deletes`` is false."""
+        with self._sending:
+            self._note_dropped()
+            self._send_new(deletes)
+
+    def _note_dropped(self) -> None:
+        """Says once that a checkpoint went before it was sent: where all do, the bucket never has a new one."""
+        if self._waiting is None or not self._writes:
+            return
+        sent = {name.split("/")[1] for name in self._sent if is_manifest(name)}
+        here = {file.parent.name for file in (self._copy / CHECKPOINTS).glob("[0-9]*/*.json")}
+        dropped = sorted(map(int, self._waiting - here - sent))
+        self._waiting = {step for step in here if step.isdigit()} - sent
+        if dropped:
+            self._waiting = None
+            self._tell(
+                f"the checkpoint of step {dropped[0]} made room for later ones before {self._objects.folder.url} had all of it; save more seldom (--checkpoints.every) or keep more (--checkpoints.keep-last)"
+            )
+
+    def _send_new(self, deletes: bool) -> None:
+        if self._parts is not None:
+            self._parts.advance()
+        if not self._writes:
+            return
         # A step's records are written before its checkpoint, so files are listed first and logs sent after arrays.
         local = files_of(self._copy)
-        whole = {name.split("/")[1] for name in local if is_manifest(name)}
+        whole = _whole(local)
         changed = [name for name in local if self._sent.get(name) != stamp_of(self._copy / name)]
         arrays = [name for name in changed if is_array(name) and name.split("/")[1] in whole]
         manifests = [name for name in changed if is_manifest(name)]
@@ -194,6 +250,8 @@ class Sender:
             self._keep()
 
     def _keep(self) -> None:
+        if not self._writes:
+            return
         record = SentRecord(files=dict(self._sent), records=self._records)
         if record != self._kept:
             record.write(self._copy)
@@ -203,16 +261,24 @@ class Sender:
         def one(name: str) -> None:
             # A checkpoint may go meanwhile; its manifest then does, too.
             with suppress(FileNotFoundError):
-                stamp, content = stamp_of(self._copy / name), (self._copy / name).read_bytes()
-                if stamp is None:
-                    return
-                self._objects.write(name, content)
-                self._sent[name] = stamp
-                self._there.add(name)
-                if name == RECORDS:
-                    self._records = hashlib.sha256(content).hexdigest()
+                self._send_one(name)
 
         in_parallel(one, names)
+
+    def _upload_all(self, names: Sequence[str]) -> None:
+        """Sends what is not yet there; raises FileNotFoundError where one is gone."""
+        stamps = {name: stamp_of(self._copy / name) for name in names}
+        new = [n for n, stamp in stamps.items() if stamp is None or self._sent.get(n) != stamp]
+        in_parallel(self._send_one, new)
+
+    def _send_one(self, name: str) -> None:
+        stamp, content = stamp_of(self._copy / name), (self._copy / name).read_bytes()
+        assert stamp is not None
+        self._objects.write(name, content)
+        self._sent[name] = stamp
+        self._there.add(name)
+        if name == RECORDS:
+            self._records = hashlib.sha256(content).hexdigest()
 
     def _watch(self) -> None:
         sent, failed = time.monotonic(), False
@@ -233,8 +299,17 @@ class Sender:
                 sent = time.monotonic()
 
     def _has_new_checkpoint(self) -> bool:
+        if self._parts is not None and self._parts.open_steps():
+            return True
+        if not self._writes:
+            return False
         files = (self._copy / CHECKPOINTS).glob(f"[0-9]*/{manifest.NAME}")
         return any(file.relative_to(self._copy).as_posix() not in self._sent for file in files)
+
+
+def _whole(local: Sequence[str]) -> set[str]:
+    """Steps whose manifest is here."""
+    return {name.split("/")[1] for name in local if is_manifest(name)}
 
 
 def in_parallel(work: Callable[[str], None], names: Iterable[str]) -> None:

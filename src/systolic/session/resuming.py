@@ -11,7 +11,7 @@ from systolic import recipes
 from systolic.artifact import paths
 from systolic.artifact.access import Access
 from systolic.artifact.job_record import JobRecord, RunFlags
-from systolic.artifact.objects import in_bucket
+from systolic.artifact.parts import Part
 from systolic.artifact.run import Run
 from systolic.artifact.saved_job import types_of
 from systolic.chips import Slice
@@ -26,11 +26,11 @@ from systolic.session.planned import check_slice, expected, resumed
 from systolic.session.resume_checks import agreed, check_resume, flat
 from systolic.session.run_flags import kept_flags
 from systolic.session.starting import with_start
+from systolic.session.together import open_together
 from systolic.session.training import (
     Audience,
     SessionOptions,
     TrainResult,
-    check_one_machine,
     check_setup,
     describe,
     fewer_devices,
@@ -103,34 +103,6 @@ class OpenedRun:
         ]
 
 
-def open_together(path: Path) -> Run:
-    """A run, open for writing in the first process of the job and for reading in the others.
-
-    Raises:
-        RunError: it is in a bucket, and the processes have no folder in common for its copy.
-    """
-    from systolic.training import hosts
-
-    if not hosts.joined():
-        return Run.open(path, access=Access.write)
-    if in_bucket(path) is None:
-        return Run.open(path, access=Access.write if hosts.is_first() else Access.read)
-    check_one_machine(path)
-    run: Run | None = None
-    if hosts.is_first():
-        try:
-            run = Run.open(path, access=Access.write)
-        except Exception:
-            hosts.share("")
-            raise
-    shared = hosts.share("" if run is None else str(run.path))
-    if run is not None:
-        return run
-    if not shared:
-        raise RunError("the first process could not open the run; see its message")
-    return Run.open(shared)
-
-
 @contextmanager
 def opened(path: Path, *, trust: bool = False, job: Job | None = None) -> Generator[OpenedRun]:
     """A run, open for writing in the first process of its job; joins the other processes, if there are any.
@@ -148,7 +120,11 @@ def opened(path: Path, *, trust: bool = False, job: Job | None = None) -> Genera
     from systolic.training import hosts
 
     hosts.join()
-    with open_together(path) as directory:
+
+    def begin(part: Part | None) -> Run:
+        return Run.open(path, access=Access.write, part=part)
+
+    with open_together(path, begin, "open") as directory:
         record = JobRecord.from_json(directory.read_job())
         recipe, _, saved = run_files.rebuild(directory, trust_code=trust, job=job)
         types = record.types if job is None else types_of(job)

@@ -1,6 +1,5 @@
 """Training sessions: their options and result, a new run, the session itself, and the replay of a bad step."""
 
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -8,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from systolic.artifact.access import Access
 from systolic.artifact.job_record import JobRecord, RunFlags
-from systolic.artifact.objects import in_bucket
+from systolic.artifact.parts import Part
 from systolic.artifact.run import JOB, Run
 from systolic.chips import Slice
-from systolic.core.errors import NotFoundError, OptionError, RunError, SystolicError
+from systolic.core.errors import NotFoundError, OptionError, SystolicError
 from systolic.core.machine import bounded
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, check_arguments
 from systolic.core.store import cache_home
@@ -22,6 +21,7 @@ from systolic.session.job_source import JobSource
 from systolic.session.planned import check_machine, check_slice, expected
 from systolic.session.run_flags import kept_flags, new_flags
 from systolic.session.starting import with_start
+from systolic.session.together import open_together
 from systolic.training.ledger import Ledger, Spent
 from systolic.training.watch import Watcher
 
@@ -158,7 +158,11 @@ def start(
     )
     loaded = load_step(setup, options, ledger)
     files = run_files.files(source, setup.job, audience.warn)
-    with _create(run, record, files) as directory:
+
+    def begin(part: Part | None) -> Run:
+        return Run.create(run, record.to_json(), files=files, part=part)
+
+    with open_together(run, begin, "make") as directory:
         return run_session(setup, directory, options, audience, ledger, loaded=loaded)
 
 
@@ -329,42 +333,6 @@ def replay(path: Path, *, trust: bool = False) -> dict[str, Any]:
         if job.adapter or not any(directory.checkpoints.glob("[0-9]*")):
             setup, _ = with_start(setup, directory.path, record)
         return again(setup, directory, path)
-
-
-def _create(path: Path | None, record: JobRecord, files: Mapping[str, bytes]) -> Run:
-    """The run of a job, made by the first of its processes and opened for reading by the others."""
-    from systolic.training import hosts
-
-    if path is not None and in_bucket(path) is not None and hosts.several():
-        check_one_machine(path)
-    made: Run | None = None
-    if hosts.is_first():
-        try:
-            made = Run.create(path, record.to_json(), files=files)
-        except Exception:
-            hosts.share("")
-            raise
-    shared = hosts.share("" if made is None else str(made.path))
-    if made is not None:
-        return made
-    if not shared:
-        raise RunError("the first process could not make the run; see its message")
-    return Run.open(shared)
-
-
-def check_one_machine(path: Path) -> None:
-    """Checks that all processes share the folder in which a run of a bucket has its copy.
-
-    Raises:
-        RunError: they are on several hosts.
-    """
-    from systolic.training import hosts
-
-    names = sorted(set(hosts.exchange(socket.gethostname())))
-    if len(names) > 1:
-        raise RunError(
-            f"{path} is in a bucket, and its copy would be on {len(names)} hosts, each with a part of the checkpoints; mount the bucket on all of them (gcsfuse, mountpoint-s3) and give its folder, as systolic launch does"
-        )
 
 
 def _workers(asked: int, audience: Audience) -> int:

@@ -34,7 +34,7 @@ class Keeper:
             keep_best=rules.keep_best,
             metric=evaluation.metric,
             mode=evaluation.mode,
-            peers=hosts.peers(),
+            peers=replace(hosts.peers(), part=run.part),
         )
         self._kept: tuple[int, bool] = (0, False)
         """Step of the last checkpoint, and whether it holds metrics."""
@@ -78,11 +78,14 @@ class Keeper:
         self, restored: Restored | None, again: Callable[[Mapping[str, Any]], bool]
     ) -> None:
         """Drops what the run holds beyond the restored checkpoint, and records that will come ``again``."""
-        if not hosts.is_first():
+        part = self._run.part
+        if hosts.is_first():
+            self._run.truncate(0 if restored is None else restored.step, again)
+        if not (hosts.is_first() if part is None else part.leads):
             return
-        self._run.truncate(0 if restored is None else restored.step, again)
-        if restored is not None:
-            self.store.discard_after(restored.step)
+        if restored is not None and self.store.discard_after(restored.step) and part is not None:
+            # Before another host sends a part of a checkpoint of the same step.
+            self._run.send()
 
     def save(
         self, state: Any, feed: Any, progress: TrainingProgress, metrics: Mapping[str, float] | None
