@@ -15,6 +15,7 @@ os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 import pytest
 from hypothesis import settings
 
+from tests.devices import CHEAP, FLAGS
 from tests.turns import turns
 
 # What tests and packages import lives as long as the worker: a full collection has nothing to find among it.
@@ -33,7 +34,7 @@ QUICK = (
     *("models/test_interleaved.py", "models/test_rolling.py", "session", "steps"),
 )
 """Folders and files whose tests compare numbers; the others see what the compiler makes, or which programs are kept."""
-DEFAULT = (*QUICK, "explaining", "models", "serving", "training")
+DEFAULT = (*QUICK, "explaining", "models", "serving/batch", "serving/text", "training")
 """The same of default tests; slow ones of the last folders have programs as users do."""
 COMPILED = (
     *("serving/batch/test_kept_programs.py", "serving/text/test_second_start.py"),
@@ -92,7 +93,7 @@ def compiled_once(
 
     def less(**named: Any) -> Any:
         if named["backend"].platform == "cpu":
-            named["env_options_overrides"] = more | (named["env_options_overrides"] or {})
+            named["env_options_overrides"] = more | dict(named["env_options_overrides"] or {})
         return whole(**named)
 
     quick = {
@@ -103,6 +104,7 @@ def compiled_once(
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+        patch.setenv(FLAGS, "" if slow else CHEAP)
         patch.setattr(compiler, "get_compile_options", less)
         before = _configure(quick)
         yield folder

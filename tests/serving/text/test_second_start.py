@@ -10,7 +10,6 @@ from systolic.aot import program_store, surroundings
 from systolic.aot.program_store import EXECUTABLE, FINGERPRINT, EntryState, ProgramStore
 from systolic.core.store import SUMS
 from systolic.serving.text.opening import plan_engine
-from tests.devices import CHEAP
 from tests.serving.text.engine import Small
 from tests.serving.text.second_start import SIZES
 
@@ -22,7 +21,7 @@ def start(cache: Path, **env) -> dict:
     done = subprocess.run(
         [sys.executable, "-m", "tests.serving.text.second_start"],
         cwd=ROOT,
-        env={**os.environ, "XLA_FLAGS": CHEAP, "SYSTOLIC_CACHE": str(cache), **env},
+        env={**os.environ, "SYSTOLIC_CACHE": str(cache), **env},
         capture_output=True,
         text=True,
         check=True,
