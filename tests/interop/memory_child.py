@@ -20,7 +20,7 @@ from systolic.steps.target import MeshTarget
 from systolic.steps.tasks.language import LanguageModel
 from tests.models.foreign import structure
 
-WIDE, LAYERS, VOCAB = 512, 16, 4096
+WIDE, LAYERS, VOCAB = 1024, 8, 8192
 """Of the model that is measured; the first one that is imported loads code and is small."""
 
 
