@@ -11,7 +11,7 @@ from systolic.cli.main import main
 from systolic.core.errors import NotFoundError
 from systolic.session.profiles import is_profile, slice_of
 
-SIZES = {"layers": 2, "d-model": 64, "d-ff": 128, "heads": 2, "kv-heads": 2, "head-dim": 32}
+SIZES = {"layers": 1, "d-model": 64, "d-ff": 128, "heads": 2, "kv-heads": 2, "head-dim": 32}
 JOB_OPTIONS = [word for name, size in SIZES.items() for word in (f"--model.{name}", str(size))]
 SMALL = ["lm", *JOB_OPTIONS, "--batch", "4", "--sequence", "128", "--steps", "7"]
 
@@ -81,7 +81,7 @@ def test_a_profile_of_a_tpu_run_is_followed_by_changes_with_their_gain(
             told["forecast_step_seconds"] / one["step_seconds"] - 1, rel=1e-6
         )
     if told["command"] is not None:
-        assert told["command"].startswith("systolic train lm --model.layers 2 ")
+        assert told["command"].startswith("systolic train lm --model.layers 1 ")
         assert "--profile" not in told["command"]
 
 

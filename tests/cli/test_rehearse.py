@@ -86,10 +86,11 @@ def test_a_layout_that_does_not_fit_is_one_line(
         ("v5e-1", ["--model.d-ff", "4000000"], "weights and optimizer state need .* GiB on each"),
     ],
 )
-def test_what_only_the_child_sees_is_one_line(on: str, options: list[str], said: str) -> None:
-    done = _systolic("train", TINY, "--rehearse", on, *options)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
+def test_what_only_the_child_sees_is_one_line(
+    capfd: pytest.CaptureFixture[str], on: str, options: list[str], said: str
+) -> None:
+    assert main(["train", TINY, "--rehearse", on, *options]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
     assert re.search(said, line)
 
 

@@ -208,6 +208,7 @@ def test_the_tokenizer_of_another_model_is_refused(copy: Path, tmp_path: Path) -
         systolic.import_model(copy, tmp_path / "out", parity=False)
 
 
+@pytest.mark.usefixtures("at_once")
 def test_a_model_without_its_tokenizer_is_compared_and_says_what_it_lacks(
     copy: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

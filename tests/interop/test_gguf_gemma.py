@@ -135,6 +135,7 @@ def test_the_stretching_matters(tmp_path: Path) -> None:
     assert relative(ours, theirs) > 1e-2
 
 
+@pytest.mark.usefixtures("at_once")
 def test_parity_compares_with_the_stretched_model(tmp_path: Path) -> None:
     """The reader of transformers leaves these fields out."""
     written = CASES["4B"][1] | CASES["cap"][1]

@@ -96,6 +96,7 @@ def test_a_bundle_holds_the_same_weights_and_text(folder: Path, bundle: Path) ->
     assert texts[0] == texts[1]
 
 
+@pytest.mark.usefixtures("at_once")
 def test_rounding_is_asked_for_and_compared(tmp_path: Path) -> None:
     wide = folders.folder(tmp_path / "wide")
     kept = systolic.import_model(wide, tmp_path / "kept", parity=False)
@@ -107,6 +108,7 @@ def test_rounding_is_asked_for_and_compared(tmp_path: Path) -> None:
     assert 0 < made.parity.max_relative < parity.EXACT == made.parity.tolerance
 
 
+@pytest.mark.usefixtures("at_once")
 def test_another_model_is_refused(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,6 +128,7 @@ def test_another_model_is_refused(
         systolic.import_model(wide, tmp_path / "out", dtype="bf16")
 
 
+@pytest.mark.usefixtures("at_once")
 def test_rows_of_the_probe_pass_the_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A window that is off by one is seen."""
     config = transformers.MistralConfig(

@@ -12,10 +12,8 @@ import transformers
 
 import systolic
 from systolic.cli.main import main
-from systolic.interop import parity, reference
+from systolic.interop import parity
 from systolic.interop.parity import EXACT
-from systolic.interop.probe import ParityInputs
-from systolic.interop.source import Source
 from systolic.interop.torchvision import resnet_name
 from tests.interop import foreign_images
 from tests.interop.test_sentences import folder as encoder_folder
@@ -57,18 +55,6 @@ def whisper(path: Path) -> tuple[int, str]:
     speech.foreign(speech.TINY).save_pretrained(path)
     made.save(str(path / "tokenizer.json"))
     return 4 * speech.TINY.positions, "predict {} speech.wav"
-
-
-@pytest.fixture
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs of transformers computed here: a process of its own takes seconds to import it, and other tests have one."""
-
-    def compute(source: Source, probe: ParityInputs, rounded: str | None) -> tuple[np.ndarray, str]:
-        model = reference.opened(source.path, getattr(transformers, probe.loader), rounded)
-        found = reference.compute(model, dict(probe.theirs), list(probe.outputs))
-        return found, f"transformers {transformers.__version__}"
-
-    monkeypatch.setattr(parity, "reference", compute)
 
 
 MAKERS = {

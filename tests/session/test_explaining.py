@@ -17,7 +17,10 @@ from tests.planning.evaluators import AnsweringEvaluator
 TINY = f"{Path(__file__).parents[1] / 'cli' / 'tiny.py'}:job"
 
 
-def test_a_step_is_explained_with_what_changes_gain() -> None:
+def test_a_step_is_explained_with_what_changes_gain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SYSTOLIC_CACHE", str(tmp_path))  # nothing is compiled yet
     seen: list[ExplainProgress] = []
     evaluator = AnsweringEvaluator(
         lambda job, one, full: fabricated.tried(one, 1e-6 * one.layout.accumulate, 1.0).forecast

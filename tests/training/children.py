@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.devices import FLAGS
+
 ROOT = Path(__file__).parents[2]
 PATIENCE_SECONDS = 900
 """After which processes that do not end fail a test."""
@@ -16,7 +18,7 @@ RECIPE = "tests/training/tiny.py:job"
 def environment(cache: Path, num_devices: int = 1) -> dict[str, str]:
     return os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices} {os.environ.get(FLAGS, '')}",
         "XDG_CACHE_HOME": str(cache),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }

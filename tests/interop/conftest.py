@@ -1,0 +1,21 @@
+"""The other side of a parity check, without a process of its own."""
+
+import numpy as np
+import pytest
+import transformers
+
+from systolic.interop import parity, reference
+from systolic.interop.probe import ParityInputs
+from systolic.interop.source import Source
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs of transformers computed here: a process of its own takes seconds to import it, and other tests have one."""
+
+    def compute(source: Source, probe: ParityInputs, rounded: str | None) -> tuple[np.ndarray, str]:
+        model = reference.opened(source.path, getattr(transformers, probe.loader), rounded)
+        found = reference.compute(model, dict(probe.theirs), list(probe.outputs))
+        return found, f"transformers {transformers.__version__}"
+
+    monkeypatch.setattr(parity, "reference", compute)
