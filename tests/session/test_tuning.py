@@ -25,7 +25,6 @@ from systolic.session.tuning import Tuning, with_values
 from systolic.session.tuning_processes import DEATHS, Processes
 from systolic.tuning import sampling
 from systolic.tuning.results import StudyResult, importance, rows_of
-from systolic.tuning.study import DEFINITION
 from systolic.tuning.worker import this_worker
 from tests.report.run.test_page import Page
 
@@ -295,63 +294,12 @@ def test_an_unknown_metric_is_told_before_any_trial(tmp_path: Path) -> None:
     assert not (tmp_path / "study" / "trials").exists()
 
 
-RECIPE_WITH_MODULE = """
-from dataclasses import replace
-
-import helper
-from tests.training import tiny
-
-
-def job(steps: int = 16, batch: int = 16):
-    return replace(tiny.job(steps, batch), seed=helper.SEED)
-"""
-
-
-def test_a_study_of_other_files_is_not_continued(tmp_path: Path) -> None:
-    """What the recipe imports and the data count; a study of a version that noted neither goes on."""
-    (tmp_path / "recipe.py").write_text(RECIPE_WITH_MODULE)
-    (tmp_path / "helper.py").write_text("SEED = 1\n")
-    made = tuning(tmp_path / "s", "--search=batch=8,16", recipe=f"{tmp_path / 'recipe.py'}:job")
-    made.open().close()
-    (tmp_path / "helper.py").write_text("SEED = 2\n")
-    again = tuning(tmp_path / "s", "--search=batch=8,16", recipe=f"{tmp_path / 'recipe.py'}:job")
-    with pytest.raises(
-        OptionError, match=r"has the modules helper\.py=.*continue it with the same"
-    ):
-        again.open()
-    text = tmp_path / "text"
-    text.mkdir()
-    (text / "a.txt").write_text("some text\n" * 40)
-    words = ("--search=batch=8,16", f"--path={text}")
-    made = tuning(tmp_path / "b", *words, recipe="lm")
-    with closing(made.open()) as shared:
-        kept = shared.study.user_attrs[DEFINITION]
-        assert "400 bytes" in kept.pop("data")["train"]
-        (text / "a.txt").write_text("SOME TEXT\n" * 40)
-        with pytest.raises(OptionError, match="has the data train=1 files of 400 bytes"):
-            made.open()
-        shared.study.set_user_attr(DEFINITION, kept)
-        made.open().close()
-        assert "data" in shared.study.user_attrs[DEFINITION]
-
-
 def test_machines_that_compute_otherwise_share_no_study(tmp_path: Path) -> None:
     made = tuning(tmp_path / "study", RATES)
     with closing(made.open()) as shared:
         shared.settle({"precision": "bf16"})
     with pytest.raises(OptionError, match="has the precision bf16, not f32"):
         work(made)
-
-
-def test_hyperband_knows_the_longest_trial() -> None:
-    def longest(*words: str) -> int:
-        given = ["digits", *words, "--evaluation.every=10", "--pruner=hyperband"]
-        return tuning_of(given)[0].pruning()._max_resource
-
-    assert longest("--search=steps=50,100,1000") == 1000
-    assert longest("--search=batch=16,32", "--search=steps=50..500") == 500
-    assert longest("--search=model=cnn,vit") == 800
-    assert longest("--search=model=cnn,vit", "--trial-steps=60") == 60
 
 
 def test_values_of_one_record_change_together() -> None:

@@ -1,10 +1,15 @@
 """Options to search: typed by the recipe's own options, with one line for each mistake."""
 
+from contextlib import closing
+from pathlib import Path
+
 import pytest
 
 from systolic.cli.main import main
 from systolic.cli.tune import tuning_of
 from systolic.core.errors import OptionError
+from systolic.session.tuning import Tuning
+from systolic.tuning.study import DEFINITION
 
 pytest.importorskip("optuna")
 
@@ -119,3 +124,58 @@ def test_a_wrong_line_is_refused_before_anything_is_written(
     (said,) = capsys.readouterr().err.splitlines()
     assert told in said
     assert list(tmp_path.iterdir()) == []
+
+
+def test_hyperband_knows_the_longest_trial() -> None:
+    def longest(*words: str) -> int:
+        given = ["digits", *words, "--evaluation.every=10", "--pruner=hyperband"]
+        return tuning_of(given)[0].pruning()._max_resource
+
+    assert longest("--search=steps=50,100,1000") == 1000
+    assert longest("--search=batch=16,32", "--search=steps=50..500") == 500
+    assert longest("--search=model=cnn,vit") == 800
+    assert longest("--search=model=cnn,vit", "--trial-steps=60") == 60
+
+
+def tuning(folder: Path, *words: str, recipe: str) -> Tuning:
+    return tuning_of([recipe, *words, f"--study={folder}"])[0]
+
+
+RECIPE_WITH_MODULE = """
+from dataclasses import replace
+
+import helper
+from tests.training import tiny
+
+
+def job(steps: int = 16, batch: int = 16):
+    return replace(tiny.job(steps, batch), seed=helper.SEED)
+"""
+
+
+def test_a_study_of_other_files_is_not_continued(tmp_path: Path) -> None:
+    """What the recipe imports and the data count; a study of a version that noted neither goes on."""
+    (tmp_path / "recipe.py").write_text(RECIPE_WITH_MODULE)
+    (tmp_path / "helper.py").write_text("SEED = 1\n")
+    made = tuning(tmp_path / "s", "--search=batch=8,16", recipe=f"{tmp_path / 'recipe.py'}:job")
+    made.open().close()
+    (tmp_path / "helper.py").write_text("SEED = 2\n")
+    again = tuning(tmp_path / "s", "--search=batch=8,16", recipe=f"{tmp_path / 'recipe.py'}:job")
+    with pytest.raises(
+        OptionError, match=r"has the modules helper\.py=.*continue it with the same"
+    ):
+        again.open()
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "a.txt").write_text("some text\n" * 40)
+    words = ("--search=batch=8,16", f"--path={text}")
+    made = tuning(tmp_path / "b", *words, recipe="lm")
+    with closing(made.open()) as shared:
+        kept = shared.study.user_attrs[DEFINITION]
+        assert "400 bytes" in kept.pop("data")["train"]
+        (text / "a.txt").write_text("SOME TEXT\n" * 40)
+        with pytest.raises(OptionError, match="has the data train=1 files of 400 bytes"):
+            made.open()
+        shared.study.set_user_attr(DEFINITION, kept)
+        made.open().close()
+        assert "data" in shared.study.user_attrs[DEFINITION]
