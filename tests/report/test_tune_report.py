@@ -28,6 +28,7 @@ def study(counts: Sequence[int] = RIGHT) -> StudyResult:
             values={"batch": 16 + number},
             figures={"accuracy": right / 179},
             seconds=10.0,
+            dollars=0.5,
         )
         for number, right in enumerate(counts)
     ]
@@ -72,7 +73,10 @@ def test_lines_say_what_is_left() -> None:
     assert line(found, found.rows[0], spent).startswith("[6/8] trial 0: accuracy 99.4")
     assert line(found, found.rows[0], spent).endswith(f"batch 16; {spent}  <- best so far")
     assert times(replace(found, total=6), 60.0, 3) == "1 m 00 s"
-    assert "time      1 m 00 s of all trials" in [one.plain for one in lines(found)]
+    told = [one.plain for one in lines(found)]
+    assert "time      1 m 00 s of all trials" in told
+    cost = "$3.00 on the slice for steps alone, as forecast; start-up, evaluations and repeats"
+    assert any(cost in each for each in told)
 
 
 def test_bad_results_stretch_no_axis() -> None:

@@ -77,6 +77,7 @@ def test_trials_are_runs_and_the_same_command_goes_on(
         )
         metrics = run.summary["final"]["metrics"]
         assert row.figures == {"loss": metrics["validation_loss"]}
+        assert row.seconds == run.seconds
     best = min(result.rows, key=lambda row: row.figures["loss"])
     assert result.best == best
     line = made.with_command(result, []).command
@@ -125,8 +126,12 @@ def _of_another_study(folder: Path, words: Sequence[str]) -> None:
     assert other.open().trials(2)[0].state.name != "COMPLETE"
 
 
-def test_a_bad_trial_is_ended_early_and_another_refused_or_diverged(tmp_path: Path) -> None:
+def test_a_bad_trial_is_ended_early_and_another_refused_or_diverged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("systolic.session.trials.forecast_step", Forecasts())
     words = [
+        "--on=v5e-4",
         "--search=factor=1.0,nan",
         "--spoil",
         "3",
@@ -138,6 +143,10 @@ def test_a_bad_trial_is_ended_early_and_another_refused_or_diverged(tmp_path: Pa
     assert states == {"1.0": "done", "nan": "failed"}
     (row,) = [row for row in result.rows if row.state == "failed"]
     assert "the loss of step 3 is not a number" in row.reason
+    # It made 3 of 16 steps.
+    assert (row.step, row.seconds) == (3, load_run(Path(row.run)).seconds)
+    assert result.done[0].dollars is not None
+    assert row.dollars == pytest.approx(result.done[0].dollars * 3 / 16)
 
     words = ["--search=batch=0,-1", "--sampler=grid"]
     result = work(tuning(tmp_path / "refused", *words))
@@ -206,6 +215,7 @@ def test_a_stopped_trial_goes_on_where_it_was(
     assert run.num_sessions == 2
     assert [record["step"] for record in run.train] == list(range(1, 17))
     # Its cost is that of both sessions.
+    assert row.seconds == run.seconds
     records = run.path / "metrics.jsonl"
     *lines, end = records.read_text().splitlines(keepends=True)
     last = json.loads(end)["time"]["step"]
@@ -282,6 +292,14 @@ def test_an_unknown_metric_is_told_before_any_trial(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="did you mean accuracy"):
         work(made)
     assert not (tmp_path / "study" / "trials").exists()
+
+
+def test_machines_that_compute_otherwise_share_no_study(tmp_path: Path) -> None:
+    made = tuning(tmp_path / "study", RATES)
+    with closing(made.open()) as shared:
+        shared.settle({"precision": "bf16"})
+    with pytest.raises(OptionError, match="has the precision bf16, not f32"):
+        work(made)
 
 
 def test_values_of_one_record_change_together() -> None:

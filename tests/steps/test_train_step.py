@@ -124,6 +124,22 @@ def test_every_optimizer_finds_a_minimum_and_decays_matrices_only(kind: Optimize
         assert not decayed["bias"] or kind in (OptimizerKind.adafactor,)
 
 
+def test_decay_is_apart_from_the_gradient_or_part_of_it() -> None:
+    """A first step without a gradient: the momentum of sgd has its decay, too."""
+    params = {"matrix": jnp.asarray([[1.0, -2.0], [3.0, 4.0]])}
+    zeros, rate, decay, b1 = {"matrix": jnp.zeros((2, 2))}, 0.1, 0.01, 0.9
+
+    def first(kind: OptimizerKind) -> Any:
+        value = Optimizer(kind=kind, learning_rate=rate, weight_decay=decay, b1=b1)
+        optimizer = build(value, lambda step: jnp.asarray(rate), {"matrix": ("embed", "mlp")})
+        return optimizer.update(zeros, optimizer.init(params), params)[0]["matrix"]
+
+    apart = -rate * decay * params["matrix"]
+    for kind in (OptimizerKind.adamw, OptimizerKind.lion, OptimizerKind.muon):
+        np.testing.assert_allclose(first(kind), apart, rtol=1e-6)
+    np.testing.assert_allclose(first(OptimizerKind.sgd), (1 + b1) * apart, rtol=1e-6)
+
+
 def test_layers_are_scaled_to_their_norms_by_hand() -> None:
     """LAMB and LARS: of each layer's own matrix, whatever stacks it, and of no vector."""
     rng = np.random.default_rng(0)

@@ -1,13 +1,17 @@
 """Luck or gain: what several seeds say of the best settings and the defaults."""
 
 import json
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from systolic.cli.main import main
 from systolic.cli.tune import tuning_of
+from systolic.core.errors import RunError
 from systolic.job import Mode
 from systolic.report.tune.page import render
 from systolic.session.tuning_processes import Processes, repeated
@@ -35,6 +39,12 @@ def test_a_gain_is_told_from_luck() -> None:
     assert "the default settings are better" in worse.sentence
     same = Repeated(trial=3, seeds=2, aim=LOSS, best=(1.0, 1.0), default=(1.0, 1.0))
     assert (same.gain, same.chance) == (0.0, 1.0)
+    flat = Repeated(trial=3, seeds=2, aim=ACCURACY, best=(0.92, 0.92), default=(0.9, 0.9))
+    assert flat.chance == pytest.approx(1 / 3)  # of six ways to divide four values
+    assert flat.sentence.startswith("no verdict: the difference to the default settings is 0.02")
+    more = Repeated(trial=3, seeds=4, aim=ACCURACY, best=(0.92,) * 4, default=(0.9,) * 4)
+    assert more.chance == pytest.approx(2 / 70)
+    assert "larger than the luck" in more.sentence
     assert clear.to_json()["best"]["mean"] == pytest.approx(0.975)
 
 
@@ -72,19 +82,50 @@ def test_seeds_that_failed_are_told_and_leave_no_verdict(tmp_path: Path) -> None
     assert none.to_json()["best"]["mean"] is None
 
 
+def ended(words: Sequence[str], *values: Sequence[float]) -> None:
+    """The first trials of a study, with these results."""
+    made = tuning_of(words)[0]
+    with closing(made.open()) as shared:
+        for each in values:
+            record = shared.claim(made.trials, this_worker())
+            sampler = sampling.build(made.sampler, made.searched, 0, record.number)
+            trial = shared.drawn(record, sampler, None)
+            made.values(trial)
+            assert shared.finish(trial, this_worker(), each, "")
+
+
 def test_repeats_that_are_left_out_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The budget ended the search after the first of two trials."""
     words = ["digits", "--search=batch=16,32", "--sampler=grid", f"--study={tmp_path / 's'}"]
-    made = tuning_of([*words, "--repeats=2"])[0]
-    shared = made.open()
-    record = shared.claim(made.trials, this_worker())
-    sampler = sampling.build(made.sampler, made.searched, 0, 0)
-    trial = shared.drawn(record, sampler, None)
-    made.values(trial)
-    assert shared.finish(trial, this_worker(), [0.9], "")
+    words.append("--repeats=2")
+    ended(words, [0.9])
     monkeypatch.setattr(Processes, "run", Processes.result)
-    assert main(["tune", *words, "--repeats=2"]) == 0
+    assert main(["tune", *words]) == 0
     told = "--repeats is left out, since the search ended after 1 of 2 trials"
     assert told in capsys.readouterr().err
+
+
+def test_repeats_judge_by_a_metric_and_cost_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cost is given first, and repeats have none; they fail, and the search is written."""
+    folder = tmp_path / "s"
+    words = ["digits", "--search=batch=16,32", "--sampler=grid", f"--study={folder}", "--on=v5e-1"]
+    words += ["--objective=dollars", "--objective=accuracy", "--repeats=2"]
+    ended(words, [0.9, 1.0], [0.95, 2.0])
+    asked: list[Any] = []
+
+    def run(processes: Processes) -> StudyResult:
+        if processes.tuning.repeats is None:
+            return processes.result()
+        asked.append(processes.tuning)
+        raise RunError("3 trials in a row had no result")
+
+    monkeypatch.setattr(Processes, "run", run)
+    assert main(["tune", *words]) == 1
+    assert [aim.text for one in asked for aim in one.aims] == ["max:accuracy"]
+    found = json.loads((folder / "study.json").read_text())
+    assert found["best"]["figures"] == {"accuracy": 0.95, "dollars": 2.0}
+    assert (folder / "report.html").is_file()

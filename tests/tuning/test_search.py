@@ -1,10 +1,15 @@
 """Options to search: typed by the recipe's own options, with one line for each mistake."""
 
+from contextlib import closing
+from pathlib import Path
+
 import pytest
 
 from systolic.cli.main import main
 from systolic.cli.tune import tuning_of
 from systolic.core.errors import OptionError
+from systolic.session.tuning import Tuning
+from systolic.tuning.study import DEFINITION
 
 pytest.importorskip("optuna")
 
@@ -119,3 +124,53 @@ def test_a_wrong_line_is_refused_before_anything_is_written(
     (said,) = capsys.readouterr().err.splitlines()
     assert told in said
     assert list(tmp_path.iterdir()) == []
+
+
+def test_hyperband_knows_the_longest_trial() -> None:
+    def longest(*words: str) -> int:
+        given = ["digits", *words, "--evaluation.every=10", "--pruner=hyperband"]
+        return tuning_of(given)[0].pruning()._max_resource
+
+    assert longest("--search=steps=50,100,1000") == 1000
+    assert longest("--search=batch=16,32", "--search=steps=50..500") == 500
+    assert longest("--search=model=cnn,vit") == 800
+    assert longest("--search=model=cnn,vit", "--trial-steps=60") == 60
+
+
+RECIPE = """
+from dataclasses import replace
+from pathlib import Path
+
+import helper
+from systolic.recipes.lm import lm
+
+
+def job(path: Path, steps: int = 16):
+    return replace(lm(path=path, steps=steps), seed=helper.SEED)
+"""
+
+
+def test_a_study_of_other_files_is_not_continued(tmp_path: Path) -> None:
+    """What the recipe imports and the data count; a study of a version that noted neither goes on."""
+    recipe, helper, text = (tmp_path / name for name in ("recipe.py", "helper.py", "a.txt"))
+    recipe.write_text(RECIPE)
+    helper.write_text("SEED = 1\n")
+    text.write_text("some text\n" * 40)
+
+    def tuning() -> Tuning:
+        words = ("--search=steps=8,16", f"--path={text}", f"--study={tmp_path / 's'}")
+        return tuning_of([f"{recipe}:job", *words])[0]
+
+    with closing(tuning().open()) as shared:
+        kept = shared.study.user_attrs[DEFINITION]
+        assert "400 bytes" in kept["data"]["train"]
+        text.write_text("SOME TEXT\n" * 40)
+        with pytest.raises(OptionError, match="has the data train=1 files of 400 bytes"):
+            tuning().open()
+        helper.write_text("SEED = 2\n")
+        with pytest.raises(OptionError, match=r"has the modules helper\.py=.* with the same, or"):
+            tuning().open()
+        before = {name: one for name, one in kept.items() if name not in ("data", "modules")}
+        shared.study.set_user_attr(DEFINITION, before)
+        tuning().open().close()
+        assert set(shared.study.user_attrs[DEFINITION]) == set(kept)

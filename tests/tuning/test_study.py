@@ -23,7 +23,7 @@ from systolic.core.errors import DataError, OptionError
 from systolic.job import Mode
 from systolic.tuning import sampling
 from systolic.tuning.objective import Aim
-from systolic.tuning.results import importance, rows_of
+from systolic.tuning.results import ENOUGH, importance, rows_of
 from systolic.tuning.search import Searched
 from systolic.tuning.study import SharedStudy, address
 from systolic.tuning.worker import is_gone, this_worker
@@ -243,7 +243,9 @@ def test_the_same_options_matter_beside_a_second_objective(tmp_path: Path) -> No
     for aims in ((accuracy,), (accuracy, seconds)):
         where = address(None, tmp_path, f"s{len(aims)}")
         shared = SharedStudy(where, {}, [one.direction for one in aims])
-        for a, b in values:
+        for number, (a, b) in enumerate(values):
+            if number == ENOUGH - 1:
+                assert importance(shared, aims, 2) == {}
             good = 0.9 + 0.09 * (1 - abs(a - 0.5) * 2) - 0.6 * (b > 0.8)
             shared.study.add_trial(
                 create_trial(

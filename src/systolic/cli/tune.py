@@ -28,6 +28,7 @@ from systolic.tuning.sampling import Pruner, Sampler
 
 if TYPE_CHECKING:
     from systolic.session.tuning import Tuning
+    from systolic.tuning.results import StudyResult
     from systolic.tuning.search import Typed
 
 FORMS = """usage: systolic tune RECIPE --search OPTION=VALUES [--search ...] [options]
@@ -57,17 +58,17 @@ class TuneOptions:
         trials: Trials of the whole study; by default 20, of a grid every combination.
         sampler: How the next trial is chosen: tpe, random, grid or cmaes.
         pruner: What stops trials early by their evaluations: hyperband, median or none. By default median where the recipe evaluates during training and there is one objective.
-        objective: A metric of the validation, or seconds, dollars or parameters, as accuracy or max:top5; by default the recipe's own metric. Several, once for each, make a Pareto front.
+        objective: A metric of the validation, or seconds, dollars or parameters, as accuracy or max:top5; by default the recipe's own metric. Several, once for each, make a Pareto front; the first metric decides the best trial.
         trial_steps: Optimizer steps of each trial, in place of the recipe's; the command at the end trains the recipe's own.
         study: The study's folder; by default studies/NAME, where NAME stands for recipe, options and search.
         storage: Database that several machines share, as postgresql://user@host/tuning; by default an SQLite file in the study's folder.
         workers: Processes that run trials on this machine.
-        repeats: Seeds to train the best settings and the default ones with afterwards, to tell gain from luck.
+        repeats: Seeds to train the best settings and the default ones with afterwards, to tell gain from luck; beyond the budget.
         stale_after: Seconds without a sign of life after which another machine's trial is taken over.
         sampler_seed: Seed of the sampler.
         on: Slice to forecast each trial on: one that does not fit is refused, and its cost is known before it runs.
         quick: Forecast from the compiler's schedule: memory is exact, the time of ops estimated.
-        budget: Dollars for all trials on the slice of --on.
+        budget: Dollars for the steps of all trials on the slice of --on, as forecast; start-up, evaluations, checkpoints and --repeats are not counted.
         price: Which price of the catalogue: on-demand, spot or committed.
         json: Print the study as one JSON object on stdout.
     """
@@ -142,7 +143,6 @@ def tuning_of(args: Sequence[str]) -> "tuple[Tuning, Request[TuneOptions]]":
 
 def tune(tuning: "Tuning", asked: Request[TuneOptions], args: Sequence[str]) -> int:
     """Runs the search, shows it, and returns the exit code."""
-    from systolic.report.tune.page import write_page
     from systolic.report.tune.progress import StudyDisplay
     from systolic.report.tune.text import print_study
     from systolic.session.tuning_processes import (
@@ -167,7 +167,11 @@ def tune(tuning: "Tuning", asked: Request[TuneOptions], args: Sequence[str]) -> 
 
         search = processes(tuning)
         result = tuning.with_command(search.run(), asked.typed)
+        if result.best is not None and len(tuning.aims) == 1:
+            result = replace(result, examples=tuning.examples)
         interrupted, best = search.interrupted, result.best
+        # Before the repeats, which may fail.
+        page = _written(tuning, result)
         if options.repeats and best is not None and result.finished == result.total:
             again = tuning.repeating(search.shared, best.number, options.repeats)
             repeats = processes(again, REPEATS_OF, str(best.number))
@@ -175,14 +179,11 @@ def tune(tuning: "Tuning", asked: Request[TuneOptions], args: Sequence[str]) -> 
             told = repeated(result, repeats.run())
             interrupted = interrupted or repeats.interrupted
             result = replace(result, repeats=told.to_json())
+            page = _written(tuning, result)
         elif options.repeats and best is not None and not interrupted:
             view.tell(
                 f"--repeats is left out, since the search ended after {result.finished} of {result.total} trials; give --budget more to go on"
             )
-    if result.best is not None and len(tuning.aims) == 1:
-        result = replace(result, examples=tuning.examples)
-    write_json(tuning.folder / "study.json", result.to_json())
-    page = write_page(result, tuning.folder)
     if options.json:
         print_json({**result.to_json(), "report": str(page)})
     else:
@@ -192,6 +193,14 @@ def tune(tuning: "Tuning", asked: Request[TuneOptions], args: Sequence[str]) -> 
         print("systolic: interrupted; rerun to continue", file=sys.stderr)
         return INTERRUPTED
     return 0 if result.best is not None else 1
+
+
+def _written(tuning: "Tuning", result: "StudyResult") -> Path:
+    """Writes the answer into the study's folder; returns its page."""
+    from systolic.report.tune.page import write_page
+
+    write_json(tuning.folder / "study.json", result.to_json())
+    return write_page(result, tuning.folder)
 
 
 def _typed(asked: Request[TuneOptions]) -> "Typed":

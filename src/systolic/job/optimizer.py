@@ -46,7 +46,7 @@ class Optimizer:
     learning_rate: Annotated[float, POSITIVE] = 3e-4
     """Peak learning rate."""
     weight_decay: Annotated[float, NOT_NEGATIVE] = 0.1
-    """Decoupled decay of matrices; vectors, biases and norms are never decayed."""
+    """Decay of matrices, apart from the gradient; sgd and lars add it to the gradient, lamb to the update that it scales. Vectors, biases and norms are never decayed."""
     b1: Annotated[float | None, SHARE] = None
     """Decay of the first moment, or momentum of sgd and muon."""
     b2: Annotated[float | None, SHARE] = None
@@ -76,7 +76,7 @@ class OptimizerChange:
     learning_rate: float | None = None
     """Peak learning rate."""
     weight_decay: float | None = None
-    """Decoupled decay of matrices; vectors, biases and norms are never decayed."""
+    """Decay of matrices, apart from the gradient; sgd and lars add it to the gradient, lamb to the update that it scales. Vectors, biases and norms are never decayed."""
     b1: float | None = None
     """Decay of the first moment, or momentum of sgd and muon."""
     b2: float | None = None

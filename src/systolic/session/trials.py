@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from systolic.artifact.access import is_held
+from systolic.artifact.metrics import number
 from systolic.artifact.record import load_run
 from systolic.artifact.run import JOB
 from systolic.chips import slice
@@ -21,7 +22,7 @@ from systolic.core.errors import (
     is_out_of_memory,
 )
 from systolic.core.leave import remembered
-from systolic.job import Job, Split
+from systolic.job import Job, Precision, Split
 from systolic.planning.goal import HOUR, hourly
 from systolic.session.forecast import forecast_step
 from systolic.session.job_source import JobSource
@@ -29,6 +30,7 @@ from systolic.session.resuming import continue_run, opened
 from systolic.session.training import Audience, SessionOptions, TrainResult, start
 from systolic.session.tuning import Tuning
 from systolic.training.interrupt import end_training
+from systolic.training.machine import LocalDevices
 from systolic.tuning import sampling
 from systolic.tuning.objective import check_reported
 from systolic.tuning.study import SharedStudy
@@ -75,6 +77,7 @@ class TrialWorker:
         """
         failed: list[str] = []
         self._check_metrics()
+        self._check_precision()
         # Those that come between trainings, which have a handler of their own.
         with remembered(self._signals):
             while not self._signals:
@@ -114,6 +117,13 @@ class TrialWorker:
         reported = sorted(setup.jitted_evaluate.eval_shape(*setup.abstract_evaluation))
         check_reported(self.tuning.aims, reported)
 
+    def _check_precision(self) -> None:
+        """Checks that machines which share the study compute alike where the recipe leaves the precision to them."""
+        job, searched = self.tuning.job, [one.name for one in self.tuning.searched]
+        if job.precision is Precision.auto and "precision" not in searched:
+            own = job.precision.resolve(LocalDevices.here().platform)
+            self.shared.settle({"precision": own.value})
+
     def _is_busy(self, number: int) -> bool:
         """Whether a process trains a trial: a worker that was suspended is slow to send a heartbeat, and not gone."""
         return is_held(self.tuning.run(number))
@@ -143,6 +153,7 @@ class TrialWorker:
             if not shared.owns(record._trial_id, worker):
                 return self._give_up(number)
             if lost := self._lost(record):
+                self._note_taken(trial, source.job.steps)
                 shared.fail(trial, worker, lost)
                 return lost
             watcher = TrialWatcher(
@@ -158,6 +169,7 @@ class TrialWorker:
             try:
                 result = self._train(source, tuning.run(number), watcher)
             except SystolicError as error:
+                self._note_taken(trial, watcher.last)
                 if watcher.started:
                     shared.finish(trial, worker, None, f"failed: {error}")
                     return ""
@@ -166,6 +178,7 @@ class TrialWorker:
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
+                self._note_taken(trial, watcher.last)
                 return self._out_of_memory(trial)
             return self._judge(trial, result, watcher, known)
 
@@ -178,6 +191,18 @@ class TrialWorker:
         # None has trained here: others may have the memory.
         self.shared.fail(trial, this_worker(), reason)
         return reason
+
+    def _note_taken(self, trial: Any, last: int) -> None:
+        """Keeps what a failed trial has taken: its share of ``last`` steps is what it cost."""
+        if not self.shared.owns(trial._trial_id, this_worker()):
+            return
+        found: dict[str, Any] = {"share": 0.0}
+        with contextlib.suppress(SystolicError):  # it never was a run
+            run = load_run(self.tuning.run(trial.number))
+            # A bad step has no train record.
+            if steps := max(run.step, int(number(run.last.get("step")) or 0)):
+                found = {"share": min(steps / last, 1.0), "steps": steps, "seconds": run.seconds}
+        self.shared.note(trial._trial_id, **found)
 
     def _give_up(self, number: int) -> str:
         """Leaves a trial to the worker that has it now."""
@@ -275,21 +300,22 @@ class TrialWorker:
             StoppedTrialError: a signal ended it.
         """
         shared, worker = self.shared, this_worker()
-        summary = whole(result, resumed=watcher.resumed)
+        summary = whole(result)
         if not shared.owns(trial._trial_id, worker):
             return self._give_up(trial.number)
-        if watcher.reason:
-            share = summary["steps"] / watcher.last
-            shared.note(trial._trial_id, share=share)
-        elif summary["interrupted"]:
+        if summary["interrupted"] and not watcher.reason:
             shared.note(trial._trial_id, begun=(summary["steps"], 0))
             shared.release(trial._trial_id, this_worker())
             raise StoppedTrialError
-        shared.note(trial._trial_id, seconds=summary["seconds"], steps=summary["steps"])
+        share = summary["steps"] / watcher.last
+        taken = {name: summary[name] for name in ("seconds", "steps")}
+        shared.note(trial._trial_id, share=share, **taken)
         if watcher.reason:
             shared.finish(trial, worker, None, watcher.reason)
             return ""
         figures = {**known, **watcher.known}
+        if "dollars" in figures:
+            figures["dollars"] *= share
         values = [aim.of(summary, figures) for aim in self.tuning.aims]
         missing = [
             aim.name for aim, value in zip(self.tuning.aims, values, strict=True) if value is None
@@ -326,7 +352,6 @@ class TrialWatcher:
     taken: threading.Event = field(default_factory=threading.Event)
     owned: Callable[[], bool] = lambda: True
     started: bool = False
-    resumed: bool = False
     reason: str = ""
     """Why it was ended here; empty while it was not."""
     known: dict[str, float] = field(default_factory=dict)
@@ -334,7 +359,7 @@ class TrialWatcher:
     def see(self, record: Mapping[str, Any]) -> None:
         """See :class:`systolic.training.watch.Watcher`."""
         if record["kind"] == "start":
-            self.started, self.resumed = True, bool(record.get("resumed_from"))
+            self.started = True
             self.known["parameters"] = record["num_parameters"]
             self.note(parameters=record["num_parameters"])
         elif record["kind"] == "eval" and self.reports:
@@ -365,10 +390,8 @@ class TrialWatcher:
         """Nothing is open."""
 
 
-def whole(result: TrainResult, *, resumed: bool) -> Mapping[str, Any]:
-    """A run's summary with the time of all its sessions; the last one alone would be cheap where others were ended."""
-    if result.trained and not resumed:
-        return result.summary
+def whole(result: TrainResult) -> Mapping[str, Any]:
+    """A run's summary with the time of all its sessions, from its records: the last one alone would be cheap where others were ended."""
     run = load_run(result.run)
     time = {**result.summary["time"], "step": run.step_seconds}
     return {**result.summary, "seconds": run.seconds, "time": time}

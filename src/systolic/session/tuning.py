@@ -14,6 +14,7 @@ from systolic.artifact.run import JOB, job_fields
 from systolic.core.digest import digest
 from systolic.core.errors import OptionError, OutOfRangeError, SystolicError
 from systolic.core.ranges import dashed
+from systolic.data.fingerprint import contents_of
 from systolic.job import Job, Split
 from systolic.planning.objective import PriceTerm
 from systolic.recipes import Recipe
@@ -70,7 +71,16 @@ class Tuning:
     @property
     def definition(self) -> dict[str, Any]:
         """What makes it this study: a study of another definition is not continued."""
-        plain = {
+        data = {
+            split: f"{one.files} files of {one.bytes} bytes with digest {digest([one.names, one.digest], 8)}"
+            for split, one in contents_of(self.job.data).items()
+        }
+        return {**self.named, "data": data}
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """What its folder is named after: the definition without the contents of the data."""
+        plain: dict[str, Any] = {
             "recipe": self.recipe.target,
             "recipe file": digest(self.recipe.source.decode(errors="replace")),
             "options": {name: str(value) for name, value in flat(recipes.plain(self.base)).items()},
@@ -82,6 +92,11 @@ class Tuning:
             "slice": self.on or "",
             "repeats of": "" if self.repeats is None else str(self.repeats),
         }
+        if modules := self.recipe.modules:
+            plain["modules"] = {
+                name: digest(content.decode(errors="replace"), 8)
+                for name, content in modules.items()
+            }
         if self.on is not None:
             # Dollars of trials are compared and added up.
             plain |= {"price": self.price.value, "forecast": "quick" if self.quick else "full"}
@@ -211,7 +226,7 @@ class Tuning:
         made = replace(self, pruner=pruner or usual)
         if not named:
             plain = self.recipe.target.rpartition("/")[2].replace(".py", "").replace(":", "-")
-            made = replace(made, folder=STUDIES / f"{plain}-{digest(made.definition, 8)}")
+            made = replace(made, folder=STUDIES / f"{plain}-{digest(made.named, 8)}")
         made.check_bounds()
         assert made.address  # refuses a --storage that is none before anything is written
         return made
@@ -255,23 +270,35 @@ class Tuning:
 
         Raises: as :class:`~systolic.tuning.study.SharedStudy`.
         """
-        directions = [aim.direction for aim in self.aims]
+        definition, directions = self.definition, [aim.direction for aim in self.aims]
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise OptionError(
                 f"{self.folder} could not be made ({error.strerror}); give --study another folder"
             ) from error
-        return SharedStudy(self.address, self.definition, directions, self.stale_seconds)
+        return SharedStudy(self.address, definition, directions, self.stale_seconds)
 
     def pruning(self) -> Any:
         """Optuna's pruner for the runs' evaluations."""
         job = self.job
-        longest = job.steps
-        for one in self.searched:
-            if one.name == "steps":
-                longest = int(one.high if one.is_range else max(one.choices or ()))
+        longest = self.longest if self.pruner is Pruner.hyperband else job.steps
         return sampling.pruner(self.pruner, job.evaluation.every or longest, longest)
+
+    @cached_property
+    def longest(self) -> int:
+        """Steps of the longest trial: each option has the value that makes the most of them, one after another."""
+        steps, values = self.job.steps, {}
+        for one in self.searched:
+            for value in (one.choices or {"low": one.low, "high": one.high}).values():
+                tried = {**values, one.name: int(value) if one.whole else value}
+                try:
+                    made = self.source(tried).job.steps
+                except SystolicError:
+                    continue
+                if made > steps:
+                    steps, values = made, tried
+        return steps
 
 
 def _dotted(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Luck or gain: the best settings and the defaults, each trained with several seeds that no trial was chosen by."""
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +11,10 @@ from systolic.tuning.objective import Aim
 
 LUCK = 0.05
 """Probability of as large a difference between equal settings, below which it counts as a gain."""
+
+
+FEWEST = 4
+"""Seeds from which values without spread tell a gain: 2 of 70 ways to divide eight values are as far apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +37,11 @@ class Repeated:
         return len(self.best) == len(self.default) == self.seeds
 
     @property
+    def is_flat(self) -> bool:
+        """Whether no seed makes a difference."""
+        return len(set(self.best)) == len(set(self.default)) == 1
+
+    @property
     def gain(self) -> float:
         """Difference of the means, positive where the best settings are better."""
         difference = statistics.fmean(self.best) - statistics.fmean(self.default)
@@ -39,9 +49,9 @@ class Repeated:
 
     @property
     def chance(self) -> float:
-        """Probability of as large a difference between equal settings: Welch's t-test, two-sided."""
-        if statistics.stdev(self.best) == statistics.stdev(self.default) == 0:
-            return 1.0 if self.gain == 0 else 0.0
+        """Probability of as large a difference between equal settings: Welch's t-test, two-sided; a permutation test where it has no spread."""
+        if self.is_flat:
+            return 1.0 if self.gain == 0 else 2 / math.comb(2 * self.seeds, self.seeds)
         from scipy.stats import ttest_ind
 
         return float(ttest_ind(self.best, self.default, equal_var=False).pvalue)
@@ -56,6 +66,8 @@ class Repeated:
         of = (
             f"{abs(self.gain):.3g} in {self.aim.name} over {self.seeds} seeds each (p {chance:.2g})"
         )
+        if self.is_flat and self.gain and chance >= LUCK:
+            return f"no verdict: the difference to the default settings is {of}, and as many equal values are too few to tell a seed's luck; give --repeats {FEWEST}"
         if chance >= LUCK:
             return (
                 f"the difference to the default settings is {of}, no larger than the luck of a seed"

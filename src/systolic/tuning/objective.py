@@ -59,7 +59,8 @@ class Aim:
 def parse(given: Sequence[str], evaluation: Evaluation, *, priced: bool) -> tuple[Aim, ...]:
     """The objectives of ``--objective``; by default the recipe's own metric.
 
-    Whether the task reports another metric is known where a trial is set up.
+    Metrics come before costs, in whichever order they are given: the best trial is not just the cheapest. Whether the task reports
+    another metric is known where a trial is set up.
 
     Args:
         given: Each a metric or a cost, with ``min:`` or ``max:`` where the recipe doesn't say.
@@ -83,7 +84,7 @@ def parse(given: Sequence[str], evaluation: Evaluation, *, priced: bool) -> tupl
         raise OptionError(
             f"--objective {' '.join(aims)} is a cost alone, which the smallest model has; add --objective {evaluation.metric}"
         )
-    return tuple(aims.values())
+    return tuple(sorted(aims.values(), key=lambda aim: aim.is_cost))
 
 
 def check_reported(aims: Sequence[Aim], reported: Sequence[str]) -> None:

@@ -13,8 +13,8 @@ from systolic.tuning.objective import Aim
 from systolic.tuning.search import Searched
 from systolic.tuning.study import SharedStudy
 
-ENOUGH = 6
-"""Finished trials from which importances say something."""
+ENOUGH = 30
+"""Results from which importances say something: with 20, one search of ten puts an option without any effect first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,9 @@ class TrialRow:
     resumed: int = 0
     """Step of the checkpoint at which it was begun last."""
     seconds: float | None = None
+    """From its run's first record to its last, without the pauses between sessions."""
     dollars: float | None = None
+    """Forecast price of the steps that it made."""
     parameters: int | None = None
     run: str = ""
     """Its folder; empty where it never began."""
@@ -56,7 +58,7 @@ class StudyResult:
     searched: Sequence[Searched]
     aims: Sequence[Aim]
     importance: Mapping[str, float]
-    """Option to its share of what the first objective depends on; empty for too few trials."""
+    """Option to its weight in telling the best results from the others, of 1 in all; empty for too few results."""
     command: str = ""
     """Trains the best at full size; empty without a trial that has a result."""
     stopped: str = ""
@@ -195,7 +197,7 @@ def _state(one: Any) -> str:
 
 
 def importance(shared: SharedStudy, aims: Sequence[Aim], num_options: int) -> dict[str, float]:
-    """Share of each option in what the first objective depends on, by PED-ANOVA; empty where too few trials are done."""
+    """Weight of each option in telling the best tenth by the first objective from the others (PED-ANOVA); empty where too few trials are done."""
     states = optuna().trial.TrialState
     done = shared.study.get_trials(deepcopy=False, states=(states.COMPLETE,))
     if len(done) < ENOUGH or num_options < 2:

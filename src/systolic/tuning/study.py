@@ -21,6 +21,8 @@ from systolic.tuning.worker import is_gone
 
 DEFINITION = "systolic"
 """Attribute of a study: what it searches."""
+CONTENTS = ("recipe file", "modules", "data", "precision")
+"""Parts of a definition that no command says."""
 WORKER = "worker"
 """Attribute of a trial: the process that has it, or had it last."""
 GRANTED = "granted"
@@ -101,7 +103,7 @@ class SharedStudy:
         self.beat_seconds = max(stale_seconds // BEATS, 1)
         self._storage = _storage(where, self.beat_seconds, stale_seconds)
         self._study = self._open(directions)
-        self._settle(definition)
+        self.settle(definition)
 
     def _open(self, directions: Sequence[str]) -> Any:
         with _reported(self.where):
@@ -112,18 +114,22 @@ class SharedStudy:
                 load_if_exists=True,
             )
 
-    def _settle(self, definition: Mapping[str, Any]) -> None:
-        """Keeps the definition in a new study and compares it with that of an old one."""
-        kept = self._study.user_attrs.get(DEFINITION)
-        if kept is None:
-            self._study.set_user_attr(DEFINITION, dict(definition))
-            return
+    def settle(self, definition: Mapping[str, Any]) -> None:
+        """Compares what the study has of a definition, and keeps the rest: a study of an earlier version has less of it.
+
+        Raises:
+            OptionError: the study has something else.
+        """
+        kept = self._study.user_attrs.get(DEFINITION, {})
         for name, value in definition.items():
-            if kept.get(name) != value:
-                had, has = _different(kept.get(name), value)
+            if kept.get(name, value) != value:
+                had, has = _different(kept[name], value)
+                own = "the same" if name in CONTENTS else "its own command"
                 raise OptionError(
-                    f"the study {self.where.name} has the {name} {had}, not {has}; continue it with its own command, or give --study another folder"
+                    f"the study {self.where.name} has the {name} {had}, not {has}; continue it with {own}, or give --study another folder"
                 )
+        if set(definition) - set(kept):
+            self._study.set_user_attr(DEFINITION, {**kept, **definition})
 
     def close(self) -> None:
         """Closes the connections to the storage."""

@@ -130,7 +130,9 @@ def tiles(study: StudyResult) -> list[Tile]:
     found.append(Tile(label="time of all trials", value=figures.seconds(seconds)))
     spent = readings.spent(study)
     if spent is not None:
-        found.append(Tile(label="cost", value=readings.dollars(spent), small="as forecast"))
+        found.append(
+            Tile(label="cost", value=readings.dollars(spent), small="for steps alone, as forecast")
+        )
     return found
 
 

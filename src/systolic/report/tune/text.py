@@ -39,7 +39,8 @@ def lines(study: StudyResult) -> list[Text]:
         found.append(_row("time", f"{figures.seconds(seconds)} of all trials"))
     spent = readings.spent(study)
     if spent is not None:
-        found.append(_row("cost", f"{readings.dollars(spent)} on the slice, as forecast"))
+        cost = f"{readings.dollars(spent)} on the slice for steps alone, as forecast; start-up, evaluations and repeats are not counted"
+        found.append(_row("cost", cost))
     if study.command:
         found.append(_row("train it", study.command))
     return found
