@@ -16,8 +16,9 @@ from systolic.cli.launch_checks import trained
 from systolic.cli.main import VERBS, main
 from systolic.cli.target import planned_request
 from systolic.session import launching
+from systolic.session.clients import CLIENTS
 from systolic.session.launch_cost import cost
-from systolic.session.launched import CLIENTS, LOCAL, Launched, launches, stop
+from systolic.session.launched import LOCAL, Launched, launches, stop
 
 RECIPE = """
 from systolic.recipes.digits import digits

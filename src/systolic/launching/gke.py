@@ -33,6 +33,12 @@ CONTEXT = ClientDefault(
     otherwise="gcloud container clusters get-credentials CLUSTER sets one",
 )
 """The cluster that kubectl talks to by default."""
+NAMESPACE = ClientDefault(
+    what="namespace",
+    words=("kubectl", "config", "view", "--minify", "--output", "jsonpath={..namespace}"),
+    empty="default",
+)
+"""The namespace that the context has by default, which tools such as kubens change."""
 JOB = "slice"
 """Name of the replicated job: one job of it is one slice."""
 LONGEST_POD = 63
@@ -114,10 +120,15 @@ def prepare(launch: Launch) -> Prepared:
         logs=logs,
         follow=(*logs, "--follow"),
         stop=(("kubectl", "delete", kinds, *scope, "--selector", mine(launch)),),
-        asked=CONTEXT,
+        asked=asked(site),
         notes=_notes(launch),
         hosts=on.num_hosts,
     )
+
+
+def asked(site: Site) -> tuple[ClientDefault, ...]:
+    """What kubectl is asked for at submit: the cluster, and the namespace where it is not given."""
+    return (CONTEXT,) if site.namespace else (CONTEXT, NAMESPACE)
 
 
 def check_slice(launch: Launch) -> None:

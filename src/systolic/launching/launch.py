@@ -13,6 +13,8 @@ from systolic.core.units import duration
 
 HOUR = 3600.0
 REJOIN_SECONDS = 300
+GONE = 3
+"""Exit code of a script that ends a launch and has found that it has ended before."""
 CODE = "code"
 """Folder of the recipe's files, beside the others of a launch."""
 
@@ -207,14 +209,19 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClientDefault:
-    """What the platform's client takes by default and is fixed at submit, since the user may change it later."""
+    """What the platform's client takes by default and is fixed at submit, since the user may change it later.
+
+    Of several each is asked for with the options that those before it gave.
+    """
 
     what: str
     """Also the option that gives it to every command: ``--context=…``."""
     words: tuple[str, ...]
     """The command that prints it."""
-    otherwise: str
+    otherwise: str = ""
     """What the user does where it prints nothing."""
+    empty: str = ""
+    """What the client takes where it prints nothing; empty where that is a mistake."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -240,8 +247,8 @@ class Prepared:
     """Whether this package goes along: a wheel, requirements.txt and the recipe's files in ``code/``."""
     checks: tuple[tuple[str, ...], ...] = ()
     """Commands that refuse what is another's or still runs, and make room for what is submitted."""
-    asked: ClientDefault | None = None
-    """An option that all commands get at submit."""
+    asked: tuple[ClientDefault, ...] = ()
+    """Options that all commands get at submit."""
     in_place: bool = False
     """Whether what is submitted again replaces what runs, which goes on costing."""
     state: tuple[str, ...] = ()
@@ -251,7 +258,7 @@ class Prepared:
         """Plain values, without the files' contents."""
         return {
             "files": sorted(self.files),
-            "asked": None if self.asked is None else asdict(self.asked),
+            "asked": [asdict(one) for one in self.asked],
             "checks": [list(words) for words in self.checks],
             "submit": [list(words) for words in self.submit],
             "status": list(self.status),
