@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import time
 from collections.abc import Callable
@@ -49,7 +50,10 @@ def test_the_client_submits_reports_and_stops(
     run("status digits-v5e-16")
     assert "step 10" in run("logs digits-v5e-16")
     # It may have ended, which nobody here sees.
-    assert "  ≤ 0.0" in run("runs")
+    told = run("runs")
+    assert "  ≤ 0.0" in told
+    # As UTC is written.
+    assert re.search(r"submitted  \d{4}-\d\d-\d\dT[\d:]{8}Z  ", told)
     run("logs -f digits-v5e-16")
     assert "digits-v5e-16: stopped" in run("stop digits-v5e-16")
     calls = (clusters / "calls").read_text().splitlines()

@@ -8,10 +8,12 @@ the JobSet: https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2.
 
 import shlex
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import yaml
 
+from systolic.chips import Slice
 from systolic.core.errors import OptionError
 from systolic.launching.launch import ClientDefault, Launch, Prepared, Purchase, Site
 from systolic.launching.names import (
@@ -142,6 +144,29 @@ def check_slice(launch: Launch) -> None:
         raise OptionError(
             f"{on.name} is not in the TPU node pools of gke, which have v4, v5e, v5p, v6e and tpu7x; give one of those to --on"
         )
+    check_shape(on)
+
+
+def check_shape(on: Slice) -> None:
+    """Checks that GKE has a topology of the shape: those of named slices, and of three axes others that begin with the shortest.
+
+    Raises:
+        OptionError: it has none.
+    """
+    rule = on.chip.slice_rule
+    assert rule is not None
+    shapes = [rule.shape(count) for count in rule.named_chips()]
+    plain = tuple(sorted(on.topology))
+    if on.topology in shapes or (len(plain) == 3 and on.topology == plain):
+        return
+    near = (
+        plain
+        if plain in shapes or len(plain) == 3
+        else min(shapes, key=lambda one: abs(prod(one) - prod(plain)))
+    )
+    raise OptionError(
+        f"{on.name} has a shape of which gke has no topology; give {on.chip.name}:{'x'.join(map(str, near))}"
+    )
 
 
 def selectors(launch: Launch) -> dict[str, str]:

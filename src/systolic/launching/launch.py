@@ -78,6 +78,10 @@ class LaunchBill:
     """Of a server, for its most pods."""
     as_of: str = ""
     """Date of the price."""
+    region: str = ""
+    """That the price is of."""
+    zone: str = ""
+    """That the chips are in."""
     seconds: float | None = None
     """Of all steps; None without a plan or a forecast."""
     seconds_low: float | None = None
@@ -93,6 +97,17 @@ class LaunchBill:
             return None
         return self.usd_per_hour * seconds / HOUR
 
+    def whence(self) -> str:
+        """Region and date of the price; says so where it is another region than that of the chips."""
+        text = f"prices of {', '.join(filter(None, (self.region, self.as_of)))}"
+        asked = self.zone.rpartition("-")[0]
+        other = asked not in ("", self.region)
+        return (
+            f"{text}: the catalogue has none of {asked}, whose price may be another"
+            if other
+            else text
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return {
@@ -100,6 +115,7 @@ class LaunchBill:
             "usd_per_hour": self.usd_per_hour,
             "usd_per_hour_most": self.usd_per_hour_most,
             "price_as_of": self.as_of,
+            "price_region": self.region,
             "hours": None if self.seconds is None else self.seconds / HOUR,
             "usd": self.usd(self.seconds),
             "usd_low": self.usd(self.seconds_low),
@@ -117,7 +133,7 @@ class LaunchBill:
             price = f"no {self.purchase.value} price in the catalogue"
         else:
             price = f"${self.usd_per_hour:,.2f} an hour {self.purchase.value}"
-            price += f" (prices of {self.as_of})" if self.as_of else ""
+            price += f" ({self.whence()})" if self.as_of or self.region else ""
         if self.seconds is None:
             return f"{price}; the time is not known: give --plan plan.json or --quick"
         total = self.usd(self.seconds)

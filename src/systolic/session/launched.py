@@ -24,7 +24,7 @@ from systolic.session.clients import NEEDS, PYTHON, check_client
 
 RECORD, PROCESS, OUTPUT = "launch.json", "process.json", "submit.log"
 TIMES = "times.log"
-"""File that a script on this machine writes: ``up SECONDS`` when the machines are there, ``down SECONDS`` when they are gone."""
+"""File that a script on this machine writes: ``up SECONDS`` when the machines are there, with the number of slices where some may be left out, ``down SECONDS`` when they are gone."""
 ENDED = "ended"
 """File with the exit code of a script that has lasted as long as the training."""
 LOCAL = "local"

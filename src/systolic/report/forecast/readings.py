@@ -149,7 +149,7 @@ def money(forecast: Forecast) -> str:
     if bill.spot_usd_per_hour is not None:
         text += f", ${bill.spot_usd_per_hour:,.2f} spot"
     if bill.price_as_of:
-        text += f" ({bill.price_as_of})"
+        text += f" ({bill.price_region}, {bill.price_as_of})"
     name, scale = SCALES.get(forecast.unit, ("million calls", 1e6))
     if forecast.step_seconds:
         per = bill.usd_per(scale, forecast.units, forecast.step_seconds)
