@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from systolic.cli import runs
 from systolic.cli.main import main
 from systolic.session.launched import launches, phase
 from tests.launching.gcloud import ANSWERS, gcloud
@@ -238,6 +239,17 @@ def test_a_server_of_another_is_neither_replaced_nor_deleted(
     deployment.write_text("ffff0000")
     assert "gone already" in run("stop chat-v5e-8")
     assert deployment.exists()
+
+
+def test_the_bound_of_a_servers_cost_is_that_of_its_most_pods(
+    run: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(tmp_path, monkeypatch, "mine")
+    run(SERVE)
+    (used,) = json.loads(run("runs --json"))["runs"]
+    assert used["used_at_most"]
+    monkeypatch.setattr(runs, "now_of", lambda _: used | {"used_usd": 9.6, "used_usd_most": 38.4})
+    assert "  ≤ 38.40  " in run("runs")
 
 
 def test_a_server_that_was_applied_in_part_is_stopped(
