@@ -192,3 +192,27 @@ def test_every_sliceable_chip_lists_slices_that_parse() -> None:
             assert systolic.slice(made.name) == made
         if known.kind is ChipKind.edge:
             assert named_slices(known) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "zone", "usd", "region"),
+    [
+        ("v6e-8", "spot", "us-east5-b", 10.208, "us-east5"),
+        ("v5p-8", "spot", "us-east5-a", 5.2, "us-east5"),
+        ("v5e-16", "on_demand", "europe-west4-b", 24.96, "europe-west4"),
+        ("v6e-8", "on_demand", "asia-northeast1-b", 25.92, "asia-northeast1"),
+        # The same in all regions of a country.
+        ("v6e-8", "on_demand", "us-east5-b", 21.6, "us-east5"),
+        ("v5e-16", "on_demand", "", 19.2, "us-central1"),
+        ("v5e-16", "on_demand", "us-west9-a", 19.2, "us-central1"),
+        ("v2-32", "on_demand", "europe-west4-a", 24.0, "europe-west4"),
+        ("v2-8", "on_demand", "europe-west4-a", 4.95, "europe-west4"),
+    ],
+)
+def test_prices_are_those_of_the_region(
+    name: str, kind: str, zone: str, usd: float, region: str
+) -> None:
+    """Each as its source has it for the whole slice."""
+    found, of, _ = systolic.slice(name).rate(kind, zone)
+    assert (found, of) == (pytest.approx(usd), region)
+    assert systolic.slice("v2-32").usd_per_hour.on_demand == 24.0

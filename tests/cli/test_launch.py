@@ -16,8 +16,9 @@ from systolic.cli.launch_checks import trained
 from systolic.cli.main import VERBS, main
 from systolic.cli.target import planned_request
 from systolic.session import launching
+from systolic.session.clients import CLIENTS
 from systolic.session.launch_cost import cost
-from systolic.session.launched import CLIENTS, LOCAL, Launched, launches, stop
+from systolic.session.launched import LOCAL, Launched, launches, stop
 
 RECIPE = """
 from systolic.recipes.digits import digits
@@ -83,6 +84,11 @@ def test_files_bill_and_the_next_command_are_shown(capsys: pytest.CaptureFixture
     assert f"systolic {GKE} --on v5e-16 --spot --steps 30 --submit" in out
     assert "kubectl apply --filename jobset.yaml" in out
     assert launches() == []
+    assert "spot (prices of us-central1, 2026);" in out
+    zone = f"{TPU} --on v6e-8 --spot --zone"
+    assert "$10.21 an hour spot (prices of us-east5, 2026);" in run(f"{zone} us-east5-b", capsys)[0]
+    out, _ = run(f"{zone} us-west9-a", capsys)
+    assert "(prices of us-central1, 2026: the catalogue has none of us-west9, whose" in out
 
 
 def test_a_plan_gives_slice_settings_and_bill(capsys: pytest.CaptureFixture[str]) -> None:
@@ -354,6 +360,11 @@ def test_the_bill_after_counts_the_hours_that_machines_were_there(tmp_path: Path
     used = cost(tpus, 12600.0)
     assert used is not None
     assert used.hours == 1.5
+    # With one of two slices left out, half of the price.
+    (tmp_path / "times.log").write_text("up 3600 2\ndown 7200\nup 7200 1\n")
+    fewer = cost(made(via="tpu-vm", slice="2xv5e-16", commands={"detached": True}), 14400.0)
+    assert fewer is not None
+    assert fewer.usd == 20.0
     server = {"usd_per_hour": 9.6, "usd_per_hour_most": 38.4}
     of_pods = cost(made(bill=server, stopped="1970-01-01T02:00:00+00:00"), 9e9)
     assert of_pods is not None

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from systolic.cli import runs
 from systolic.cli.main import main
 from systolic.session.launched import launches, phase
 from tests.launching.gcloud import ANSWERS, gcloud
@@ -49,7 +51,10 @@ def test_the_client_submits_reports_and_stops(
     run("status digits-v5e-16")
     assert "step 10" in run("logs digits-v5e-16")
     # It may have ended, which nobody here sees.
-    assert "  ≤ 0.0" in run("runs")
+    told = run("runs")
+    assert "  ≤ 0.0" in told
+    # As UTC is written.
+    assert re.search(r"submitted  \d{4}-\d\d-\d\dT[\d:]{8}Z  ", told)
     run("logs -f digits-v5e-16")
     assert "digits-v5e-16: stopped" in run("stop digits-v5e-16")
     calls = (clusters / "calls").read_text().splitlines()
@@ -76,17 +81,108 @@ def test_the_same_command_continues_what_has_ended(
     jobset = clusters / "mine" / "jobset"
     run(GKE)
     first = jobset.read_text()
-    assert "runs or waits (--context=mine); systolic stop digits-v5e-16" in run(GKE, 1)
+    assert "runs or waits (--context=mine --namespace=default); systolic stop digits-v5e-16" in run(
+        GKE, 1
+    )
     jobset.write_text(f"{first}Failed")
     assert "JobSet digits-v5e-16 has ended; it is deleted" in run(GKE)
     # A new one of the same launch.
     assert jobset.read_text() == first
     (clusters / "current").write_text("other")
     told = run(GKE, 1)
-    assert "submitted with --context=mine, and now it would be --context=other; systolic" in told
+    assert (
+        "submitted with --context=mine --namespace=default, and now it would be --context=other "
+        in told
+    )
     run("stop digits-v5e-16")
     run(GKE)
     assert (clusters / "other" / "jobset").read_text() == first
+
+
+def test_a_launch_stays_in_the_namespace_that_it_was_submitted_in(
+    run: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clusters = stand_in(tmp_path, monkeypatch, "mine")
+    for line, kind, name in ((GKE, "jobset", "digits-v5e-16"), (SERVE, "deployment", "chat-v5e-8")):
+        (clusters / "mine" / "team-b").mkdir(exist_ok=True)
+        run(line)
+        # As kubens does.
+        (clusters / "namespace").write_text("team-b")
+        told = run(line, 1)
+        assert (
+            "mine --namespace=default, and now it would be --context=mine --namespace=team-b"
+            in told
+        )
+        assert f"{name}: stopped" in run(f"stop {name}")
+        assert not (clusters / "mine" / kind).exists()
+        run(line)
+        assert (clusters / "mine" / "team-b" / kind).exists()
+        (clusters / "namespace").unlink()
+        assert f"{name}: stopped" in run(f"stop {name}")
+        assert not (clusters / "mine" / "team-b" / kind).exists()
+
+
+SKY = """#!{python}
+import os, pathlib, sys
+place = pathlib.Path(__file__).parent
+words = sys.argv[1:]
+jobs = [line.split() for line in (place / "jobs").read_text().splitlines()]
+name = words[words.index("--name") + 1] if "--name" in words else ""
+if (place / "error").exists():
+    sys.exit("sky.exceptions.ClusterNotUpError: " + (place / "error").read_text())
+if words[:2] == ["jobs", "queue"]:
+    shown = [job for job in jobs if job[1] != "ended" or "--skip-finished" not in words]
+    print('[\\n' + ',\\n'.join('  {\\n    "job_id": 1,\\n    "job_name": "%s"\\n  }' % job[0] for job in shown) + '\\n]')
+elif words[:2] == ["jobs", "launch"]:
+    with (place / "jobs").open("a") as out:
+        out.write(name + " PENDING\\n")
+elif words[:2] == ["jobs", "cancel"]:
+    found = [job for job in jobs if job == [name, "PENDING"]]
+    if len(found) > 1:
+        print("\\x1b[31mMultiple running jobs found with name '%s'.\\nJob IDs: [2, 1]\\x1b[0m" % name)
+    elif found:
+        print("'%s' Job with ID 3 is scheduled to be cancelled." % name)
+    else:
+        print("No running job found with name '%s'." % name)
+"""
+"""Its answers are those of SkyPilot 0.14.1's own server and client, which ends with 0 except for errors."""
+
+
+def test_skypilots_job_is_this_launchs_and_is_stopped_only_where_skypilot_says_so(
+    run: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = executable(tmp_path / "bin" / "sky", SKY).parent
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    jobs = folder / "jobs"
+    # Somebody else's of that name.
+    jobs.write_text("digits-v5e-16 PENDING\n")
+    line = "launch digits --via skypilot --run gs://bucket/digits --on v5e-16 --submit"
+    # Where no job ever ran there is no controller to ask.
+    (folder / "error").write_text("No in-progress managed jobs.")
+    assert "jobs launch" in run(line, 1)
+    (folder / "error").unlink()
+    run(line)
+    (other, mine) = (job.split()[0] for job in jobs.read_text().splitlines())
+    assert mine.startswith(f"{other}-")
+    assert f"the managed job {mine} has not ended; systolic stop digits-v5e-16" in run(line, 1)
+    assert len(jobs.read_text().splitlines()) == 2
+    # Submitted by hand.
+    jobs.write_text(f"{mine} PENDING\n" * 2)
+    told = run("stop digits-v5e-16", 1)
+    assert "Multiple running jobs found with name" in told
+    assert "SkyPilot has cancelled nothing" in told
+    (folder / "error").write_text("No in-progress managed jobs.")
+    assert "SkyPilot has cancelled nothing" in run("stop digits-v5e-16", 1)
+    (folder / "error").unlink()
+    jobs.write_text(f"{other} PENDING\n")
+    assert "sky api info" in run("stop digits-v5e-16", 1)
+    assert state() == "submitted"
+    jobs.write_text(f"{mine} PENDING\n")
+    assert "digits-v5e-16: stopped" in run("stop digits-v5e-16")
+    assert state() == "stopped"
+    jobs.write_text(f"{mine} ended\n")
+    assert "digits-v5e-16: was gone already" in run("stop digits-v5e-16")
+    run(line)
 
 
 def test_a_stop_that_finds_nothing_says_so(
@@ -95,7 +191,9 @@ def test_a_stop_that_finds_nothing_says_so(
     clusters = stand_in(tmp_path, monkeypatch, "mine")
     run(GKE)
     (clusters / "mine" / "jobset").write_text("ffff0000,")
-    assert "was gone already: nothing of it is there (--context=mine)" in run("stop digits-v5e-16")
+    assert "was gone already: nothing of it is there (--context=mine --namespace=default)" in run(
+        "stop digits-v5e-16"
+    )
     assert (clusters / "mine" / "jobset").exists()
     run(SERVE)
     assert "chat-v5e-8: stopped" in run("stop chat-v5e-8")
@@ -105,7 +203,7 @@ def test_a_stop_that_finds_nothing_says_so(
     # Applied by hand, in a context that nobody wrote down.
     record = Path("launches/digits-v5e-16/launch.json")
     told = json.loads(record.read_text())
-    words = [[word for word in told["commands"]["stop"][0] if word != "--context=mine"]]
+    words = [told["commands"]["stop"][0][:-2]]
     told |= {"place": "", "stopped": None, "commands": {**told["commands"], "stop": words}}
     record.write_text(json.dumps(told))
     (clusters / "bin" / "kubectl").write_text("#!/bin/sh\necho No resources found\n")
@@ -122,7 +220,10 @@ def test_a_server_of_another_is_neither_replaced_nor_deleted(
         # By hand, without a label, or by a launch of another folder.
         for label in ("", "ffff0000"):
             other.write_text(label)
-            assert f"there is a {kind} chat-v5e-8 (--context=mine) that was not" in run(SERVE, 1)
+            assert (
+                f"there is a {kind} chat-v5e-8 (--context=mine --namespace=default) that was not"
+                in run(SERVE, 1)
+            )
             assert other.read_text() == label
         other.unlink()
     assert launches() == []
@@ -138,6 +239,17 @@ def test_a_server_of_another_is_neither_replaced_nor_deleted(
     deployment.write_text("ffff0000")
     assert "gone already" in run("stop chat-v5e-8")
     assert deployment.exists()
+
+
+def test_the_bound_of_a_servers_cost_is_that_of_its_most_pods(
+    run: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(tmp_path, monkeypatch, "mine")
+    run(SERVE)
+    (used,) = json.loads(run("runs --json"))["runs"]
+    assert used["used_at_most"]
+    monkeypatch.setattr(runs, "now_of", lambda _: used | {"used_usd": 9.6, "used_usd_most": 38.4})
+    assert "  ≤ 38.40  " in run("runs")
 
 
 def test_a_server_that_was_applied_in_part_is_stopped(

@@ -1,5 +1,6 @@
 """A stand-in for kubectl, with clusters that are folders: ``CLUSTERS/CONTEXT/jobset`` has the label and the conditions of the
-only JobSet, ``…/deployment`` and other kinds the label of an object. Its answers are those that kubectl 1.32.4 wrote for a server that gave Kubernetes' own.
+only JobSet, ``…/deployment`` and other kinds the label of an object; a namespace that has a folder in there has its own.
+``CLUSTERS/namespace`` is that of the contexts. Its answers are those that kubectl 1.32.4 wrote for a server that gave Kubernetes' own.
 """
 
 import os
@@ -18,13 +19,22 @@ with (clusters / "calls").open("a") as out:
 if words[0] == "config":
     if not (clusters / "current").exists():
         sys.exit("error: current-context is not set")
-    print((clusters / "current").read_text())
+    chosen = clusters / "namespace"
+    if words[1] == "view":
+        print(chosen.read_text() if chosen.exists() else "", end="")
+    else:
+        print((clusters / "current").read_text())
     sys.exit()
 if (clusters / "down").exists():
     sys.exit("The connection to the server 10.0.0.2 was refused - did you specify the right host or port?")
 (context,) = [word.partition("=")[2] for word in words if word.startswith("--context=")]
 if not (clusters / context).exists():
     sys.exit("Error in configuration: context was not found for specified context: " + context)
+given = [word.partition("=")[2] for word in words if word.startswith("--namespace=")]
+given += [words[words.index("--namespace") + 1]] if "--namespace" in words else []
+given += [(clusters / "namespace").read_text()] if (clusters / "namespace").exists() else []
+if given and (clusters / context / given[0]).is_dir():
+    context = context + "/" + given[0]
 jobset = clusters / context / "jobset"
 there = jobset.exists()
 # Where the cluster has no PodMonitoring.

@@ -296,3 +296,14 @@ def test_the_longest_name_fits_the_names_of_its_pods() -> None:
         prepare("gke", launch(on, name="a" * (63 - len(end))))
         with pytest.raises(OptionError, match="characters"):
             prepare("gke", launch(on, name="a" * (64 - len(end))))
+
+
+@pytest.mark.parametrize("on", ["v5e:8x4", "v6e:2x8", "v5p:8x4x4", "v4:8x4x4"])
+def test_shapes_that_no_node_pool_has_are_refused(on: str) -> None:
+    with pytest.raises(OptionError, match="gke has no topology; give v"):
+        prepare("gke", launch(on))
+
+
+@pytest.mark.parametrize("on", ["v5p:4x4x8", "v4:4x4x16", "v5p-8", "v4-16", "v6e-8"])
+def test_shapes_that_node_pools_have_are_taken(on: str) -> None:
+    assert prepare("gke", launch(on)).files

@@ -75,7 +75,13 @@ def test_skypilots_own_parser_takes_the_tasks() -> None:
     for text, one in zip(texts, parsed, strict=True):
         found = yaml.safe_load(text)
         ((name, count),) = found["resources"]["accelerators"].items()
-        assert one[:5] == ["lm", found["num_nodes"], name, count, found["resources"]["use_spot"]]
+        assert one[:5] == [
+            found["name"],
+            found["num_nodes"],
+            name,
+            count,
+            found["resources"]["use_spot"],
+        ]
     assert parsed[-1][5] == "us-west4-a"
 
 
@@ -151,9 +157,10 @@ def test_spot_zone_restarts_and_the_bucket() -> None:
 def test_files_say_what_made_them_and_the_script_passes_shellcheck(tmp_path: Path, on: str) -> None:
     files = made(on).files
     assert files["task.yaml"].startswith(HEADER)
-    assert files["run.sh"].split("\n", 1)[1].startswith(HEADER)
-    (tmp_path / "run.sh").write_text(files["run.sh"])
-    shellcheck(tmp_path / "run.sh")
+    for name in ("run.sh", "managed.sh"):
+        assert files[name].split("\n", 1)[1].startswith(HEADER)
+        (tmp_path / name).write_text(files[name])
+        shellcheck(tmp_path / name)
 
 
 TRAIN = """#!{python}

@@ -176,6 +176,12 @@ def test_a_preemption_costs_one_restart_however_long_it_lasts(tmp_path: Path) ->
     assert times(tmp_path) == ["up", "down", "up", "down"]
 
 
+def test_tpus_that_vanish_are_not_billed_while_new_ones_are_waited_for(tmp_path: Path) -> None:
+    done = run_script(tmp_path, "ABSENT ACTIVE ABSENT PROVISIONING ACTIVE", "255 0", restarts=1)
+    assert done.returncode == 0, done.stderr
+    assert times(tmp_path) == ["up", "down", "up", "down"]
+
+
 def test_after_a_loss_fewer_slices_are_asked_for(tmp_path: Path) -> None:
     lost = "ABSENT PROVISIONING ACTIVE SUSPENDED WAITING_FOR_RESOURCES WAITING_FOR_RESOURCES ACTIVE"
     fewer = {"on": "2xv5e-16", "min_slices": 1, "rejoin_seconds": 0}
@@ -188,6 +194,8 @@ def test_after_a_loss_fewer_slices_are_asked_for(tmp_path: Path) -> None:
     assert ["--node-count=2" in one for one in calls] == [True, True, False]
     assert "--node-id=lm" in calls[-1]
     assert "have not come back in 0 s; the run goes on with 1 of 2" in done.stdout
+    up = [line.split()[2:] for line in (tmp_path / "times.log").read_text().splitlines()]
+    assert [one for one in up if one] == [["2"], ["1"]]
     host = (tmp_path / "host.sh").read_text()
     assert "--for-devices 32 --run bucket/runs/lm" in host
 

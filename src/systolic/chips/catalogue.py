@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from systolic.chips.host import cpu
-from systolic.chips.record import Chip, ChipKind, Citation, Figure, Prices
+from systolic.chips.record import YOURS, Chip, ChipKind, Citation, Figure, Prices
 from systolic.chips.rule import Counts, Sizes, SliceRule
 from systolic.core.errors import NotFoundError, OptionError, nearest
 
@@ -159,6 +159,8 @@ def _figure(
         as_of=entry.get("as_of", cited[0].as_of),
         note=entry.get("note", ""),
         region=entry.get("region", ""),
+        by_region=tuple(entry.get("by_region", {}).items()),
+        in_pod=entry.get("in_pod"),
     )
 
 
@@ -259,7 +261,7 @@ def _user_figure(path: Path, field: str, entry: Any, units: dict[str, Any]) -> F
         value=value,
         unit=units[field]["unit"],
         text=units[field]["text"],
-        sources=(Citation(key="your file", text=f"your catalogue {path}", url="", as_of=as_of),),
+        sources=(Citation(key=YOURS, text=f"your catalogue {path}", url="", as_of=as_of),),
         as_of=as_of,
         note=str(table.get("note", "")),
         region=str(table.get("region", "")),

@@ -9,6 +9,9 @@ from typing import Any
 from systolic.chips.rule import SliceRule
 from systolic.core.errors import NotFoundError, nearest
 
+YOURS = "your file"
+"""Key of the citation of a user's catalogue."""
+
 
 class ChipKind(enum.Enum):
     """Kinds of accelerator."""
@@ -44,6 +47,26 @@ class Figure:
     as_of: str
     note: str = ""
     region: str = ""
+    by_region: tuple[tuple[str, float], ...] = ()
+    """Of a price: what other regions pay."""
+    in_pod: float | None = None
+    """Of a price: of a chip in a slice of several hosts."""
+
+    def rate(self, zone: str, *, pod: bool) -> tuple[Any, str]:
+        """The price in a zone, and the region that it is of, which is another where no source gives the zone's.
+
+        Args:
+            zone: Google Cloud's; empty for the figure's own region.
+            pod: Whether the chip is one of a slice of several hosts.
+        """
+        asked, listed = zone.rpartition("-")[0], dict(self.by_region)
+        own = asked in ("", self.region) or asked.startswith(f"{self.region}-")
+        # A user's own price holds wherever the chips are.
+        own = own or self.sources[0].key == YOURS
+        region = asked if asked and (own or asked in listed) else self.region
+        if pod and self.in_pod is not None:
+            return self.in_pod, region
+        return (self.value if own else listed.get(asked, self.value)), region
 
     def to_json(self) -> dict[str, Any]:
         """The figure as plain JSON values; a pair table becomes an object."""
@@ -56,7 +79,13 @@ class Figure:
             "source": [str(source) for source in self.sources],
             "as_of": self.as_of,
         }
-        return record | {k: v for k, v in (("note", self.note), ("region", self.region)) if v}
+        more = {
+            "note": self.note,
+            "region": self.region,
+            "by_region": dict(self.by_region),
+            "in_pod": self.in_pod,
+        }
+        return record | {name: value for name, value in more.items() if value}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

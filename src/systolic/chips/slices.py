@@ -3,7 +3,7 @@
 import difflib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NoReturn
 
@@ -17,6 +17,7 @@ _COUNTED = re.compile(r"(\d+)x(.+)", re.DOTALL)
 _NUMBERED = re.compile(r"(.+)-(\d+)", re.DOTALL)
 _SHAPED = re.compile(r"([^:]+):(\d+(?:x\d+)*)")
 _LONGEST_NAME = 80
+PRICE = "usd_per_chip_hour."
 _HELP = "systolic chips NAME lists a chip's slices"
 
 
@@ -48,7 +49,28 @@ class Slice:
     @property
     def usd_per_hour(self) -> Prices:
         """Price of all chips; each kind is ``None`` where the catalogue has none."""
-        return self.chip.usd_per_chip_hour.times(self.num_chips)
+        prices = self.chip.usd_per_chip_hour.times(self.num_chips)
+        pods = {
+            kind: self.rate(kind)[0]
+            for kind in prices.to_json()
+            if (found := self.chip.figures.get(f"{PRICE}{kind}")) is not None
+            and found.in_pod is not None
+        }
+        return replace(prices, **pods)
+
+    def rate(self, kind: str, zone: str = "") -> tuple[float | None, str, str]:
+        """Price of all chips in a zone: dollars an hour, the region that the price is of, and its date.
+
+        Args:
+            kind: ``on_demand``, ``spot`` or ``committed``.
+            zone: Google Cloud's; empty for the region that the catalogue has first.
+        """
+        found = self.chip.figures.get(f"{PRICE}{kind}")
+        if found is None:
+            return None, "", ""
+        pod = self.num_chips // self.num_slices > (self.chip.chips_per_host or 1)
+        usd, region = found.rate(zone, pod=pod)
+        return usd * self.num_chips, region, found.as_of
 
     @property
     def power_watts(self) -> float | None:

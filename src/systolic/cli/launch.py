@@ -315,9 +315,8 @@ def show(
 def following(record: "Launched", args: Sequence[str]) -> list[str]:
     """The next step, as a command."""
     if record.submitted is None:
-        asked = record.commands["asked"]
-        free = asked is not None and not record.place
-        place = f" --{asked['what']}={asked['what'].upper()}" if free else ""
+        asked = [] if record.place else record.commands["asked"]
+        place = "".join(f" --{one['what']}={one['what'].upper()}" for one in asked)
         commands = (*record.commands["checks"], *record.commands["submit"])
         words = [shlex.join(words) + place for words in commands]
         by_hand = " && ".join([f"cd {shlex.quote(record.folder)}", *words])

@@ -71,5 +71,5 @@ def _row(one: "Launched", now: dict[str, Any]) -> tuple[str, ...]:
         money[1] = f"≤ {money[1] if most is None else f'{most:,.2f}'}"
     elif most is not None:
         money[1] += f" to {most:,.2f}"
-    when = (one.submitted or "-").replace("+00:00", "")
+    when = (one.submitted or "-").replace("+00:00", "Z")
     return (one.name, one.via, one.slice, now["phase"], when, *money, one.run)

@@ -13,6 +13,7 @@ class Bill:
     spot_usd_per_hour: float | None
     committed_usd_per_hour: float | None
     price_as_of: str
+    price_region: str
     watts: float | None
     """All chips, hosts and cooling not counted."""
     watts_source: str
@@ -45,6 +46,7 @@ def bill_of(on: Slice) -> Bill:
         spot_usd_per_hour=prices.spot,
         committed_usd_per_hour=prices.committed,
         price_as_of=priced.as_of if priced else "",
+        price_region=priced.region if priced else "",
         watts=watts,
         pue=usual("data_centre")["pue"].value,
         watts_source=f"{kind}, {of.sources[0].text}" if of and of.sources else "",

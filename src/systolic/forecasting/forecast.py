@@ -234,6 +234,7 @@ class Forecast:
                 "spot": bill.spot_usd_per_hour,
                 "committed": bill.committed_usd_per_hour,
                 "as_of": bill.price_as_of,
+                "region": bill.price_region,
             },
             "power": {"watts": bill.watts, "source": bill.watts_source, "pue": bill.pue},
         }

@@ -6,6 +6,7 @@ started here, except by ``supervisor``, which runs and restarts the processes of
 
 from systolic.launching.launch import (
     CODE,
+    GONE,
     ClientDefault,
     Launch,
     LaunchBill,
@@ -18,6 +19,7 @@ from systolic.launching.platforms import PLATFORMS, prepare
 
 __all__ = [
     "CODE",
+    "GONE",
     "PLATFORMS",
     "ClientDefault",
     "Launch",

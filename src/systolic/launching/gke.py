@@ -8,10 +8,12 @@ the JobSet: https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2.
 
 import shlex
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import yaml
 
+from systolic.chips import Slice
 from systolic.core.errors import OptionError
 from systolic.launching.launch import ClientDefault, Launch, Prepared, Purchase, Site
 from systolic.launching.names import (
@@ -33,6 +35,12 @@ CONTEXT = ClientDefault(
     otherwise="gcloud container clusters get-credentials CLUSTER sets one",
 )
 """The cluster that kubectl talks to by default."""
+NAMESPACE = ClientDefault(
+    what="namespace",
+    words=("kubectl", "config", "view", "--minify", "--output", "jsonpath={..namespace}"),
+    empty="default",
+)
+"""The namespace that the context has by default, which tools such as kubens change."""
 JOB = "slice"
 """Name of the replicated job: one job of it is one slice."""
 LONGEST_POD = 63
@@ -114,10 +122,15 @@ def prepare(launch: Launch) -> Prepared:
         logs=logs,
         follow=(*logs, "--follow"),
         stop=(("kubectl", "delete", kinds, *scope, "--selector", mine(launch)),),
-        asked=CONTEXT,
+        asked=asked(site),
         notes=_notes(launch),
         hosts=on.num_hosts,
     )
+
+
+def asked(site: Site) -> tuple[ClientDefault, ...]:
+    """What kubectl is asked for at submit: the cluster, and the namespace where it is not given."""
+    return (CONTEXT,) if site.namespace else (CONTEXT, NAMESPACE)
 
 
 def check_slice(launch: Launch) -> None:
@@ -131,6 +144,29 @@ def check_slice(launch: Launch) -> None:
         raise OptionError(
             f"{on.name} is not in the TPU node pools of gke, which have v4, v5e, v5p, v6e and tpu7x; give one of those to --on"
         )
+    check_shape(on)
+
+
+def check_shape(on: Slice) -> None:
+    """Checks that GKE has a topology of the shape: those of named slices, and of three axes others that begin with the shortest.
+
+    Raises:
+        OptionError: it has none.
+    """
+    rule = on.chip.slice_rule
+    assert rule is not None
+    shapes = [rule.shape(count) for count in rule.named_chips()]
+    plain = tuple(sorted(on.topology))
+    if on.topology in shapes or (len(plain) == 3 and on.topology == plain):
+        return
+    near = (
+        plain
+        if plain in shapes or len(plain) == 3
+        else min(shapes, key=lambda one: abs(prod(one) - prod(plain)))
+    )
+    raise OptionError(
+        f"{on.name} has a shape of which gke has no topology; give {on.chip.name}:{'x'.join(map(str, near))}"
+    )
 
 
 def selectors(launch: Launch) -> dict[str, str]:

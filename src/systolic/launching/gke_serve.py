@@ -137,7 +137,7 @@ def prepare(launch: Launch, server: GkeServer) -> Prepared:
         stop=tuple(
             ("kubectl", "delete", each, *scope, "--selector", gke.mine(launch)) for each in apart
         ),
-        asked=gke.CONTEXT,
+        asked=gke.asked(launch.site),
         in_place=True,
         notes=_notes(launch, server),
         hosts=1,

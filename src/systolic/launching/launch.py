@@ -13,6 +13,8 @@ from systolic.core.units import duration
 
 HOUR = 3600.0
 REJOIN_SECONDS = 300
+GONE = 3
+"""Exit code of a script that ends a launch and has found that it has ended before."""
 CODE = "code"
 """Folder of the recipe's files, beside the others of a launch."""
 
@@ -76,6 +78,10 @@ class LaunchBill:
     """Of a server, for its most pods."""
     as_of: str = ""
     """Date of the price."""
+    region: str = ""
+    """That the price is of."""
+    zone: str = ""
+    """That the chips are in."""
     seconds: float | None = None
     """Of all steps; None without a plan or a forecast."""
     seconds_low: float | None = None
@@ -91,6 +97,17 @@ class LaunchBill:
             return None
         return self.usd_per_hour * seconds / HOUR
 
+    def whence(self) -> str:
+        """Region and date of the price; says so where it is another region than that of the chips."""
+        text = f"prices of {', '.join(filter(None, (self.region, self.as_of)))}"
+        asked = self.zone.rpartition("-")[0]
+        other = asked not in ("", self.region)
+        return (
+            f"{text}: the catalogue has none of {asked}, whose price may be another"
+            if other
+            else text
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return {
@@ -98,6 +115,7 @@ class LaunchBill:
             "usd_per_hour": self.usd_per_hour,
             "usd_per_hour_most": self.usd_per_hour_most,
             "price_as_of": self.as_of,
+            "price_region": self.region,
             "hours": None if self.seconds is None else self.seconds / HOUR,
             "usd": self.usd(self.seconds),
             "usd_low": self.usd(self.seconds_low),
@@ -115,7 +133,7 @@ class LaunchBill:
             price = f"no {self.purchase.value} price in the catalogue"
         else:
             price = f"${self.usd_per_hour:,.2f} an hour {self.purchase.value}"
-            price += f" (prices of {self.as_of})" if self.as_of else ""
+            price += f" ({self.whence()})" if self.as_of or self.region else ""
         if self.seconds is None:
             return f"{price}; the time is not known: give --plan plan.json or --quick"
         total = self.usd(self.seconds)
@@ -207,14 +225,19 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClientDefault:
-    """What the platform's client takes by default and is fixed at submit, since the user may change it later."""
+    """What the platform's client takes by default and is fixed at submit, since the user may change it later.
+
+    Of several each is asked for with the options that those before it gave.
+    """
 
     what: str
     """Also the option that gives it to every command: ``--context=…``."""
     words: tuple[str, ...]
     """The command that prints it."""
-    otherwise: str
+    otherwise: str = ""
     """What the user does where it prints nothing."""
+    empty: str = ""
+    """What the client takes where it prints nothing; empty where that is a mistake."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -240,8 +263,8 @@ class Prepared:
     """Whether this package goes along: a wheel, requirements.txt and the recipe's files in ``code/``."""
     checks: tuple[tuple[str, ...], ...] = ()
     """Commands that refuse what is another's or still runs, and make room for what is submitted."""
-    asked: ClientDefault | None = None
-    """An option that all commands get at submit."""
+    asked: tuple[ClientDefault, ...] = ()
+    """Options that all commands get at submit."""
     in_place: bool = False
     """Whether what is submitted again replaces what runs, which goes on costing."""
     state: tuple[str, ...] = ()
@@ -251,7 +274,7 @@ class Prepared:
         """Plain values, without the files' contents."""
         return {
             "files": sorted(self.files),
-            "asked": None if self.asked is None else asdict(self.asked),
+            "asked": [asdict(one) for one in self.asked],
             "checks": [list(words) for words in self.checks],
             "submit": [list(words) for words in self.submit],
             "status": list(self.status),

@@ -11,13 +11,13 @@ import yaml
 
 from systolic.chips import ChipKind
 from systolic.core.errors import OptionError
-from systolic.launching.launch import Launch, Prepared, Purchase
+from systolic.launching.launch import GONE, Launch, Prepared, Purchase
 from systolic.launching.names import check_name, check_shared, check_zone, in_bucket
 from systolic.launching.scripts import rendered
 from systolic.launching.tpu_vm import RUNTIMES, accelerator_type, num_hosts
 
 LONGEST = 40
-TASK, SCRIPT = "task.yaml", "run.sh"
+TASK, SCRIPT, JOB = "task.yaml", "run.sh", "managed.sh"
 AGAIN = 75
 """Exit code of ``run.sh`` after which SkyPilot starts the job again; it counts failures itself, so that a refused command is none."""
 BUCKETS = "/gcs"
@@ -60,23 +60,31 @@ def prepare(launch: Launch) -> Prepared:
         "again": AGAIN,
     }
     text = yaml.safe_dump(task(launch), sort_keys=False, width=1000)
-    name = ("--name", launch.name)
+    name = ("--name", job_name(launch))
+    owned = {"job": job_name(launch), "name": launch.name, "gone": GONE}
     return Prepared(
         files={
             TASK: launch.header() + text,
             SCRIPT: rendered(SCRIPT, launch.header(), fields),
+            JOB: rendered(JOB, launch.header(), owned),
         },
+        checks=(("bash", JOB, "check"),),
         submit=(("sky", "jobs", "launch", "--yes", "--detach-run", *name, TASK),),
         status=("sky", "jobs", "queue"),
         logs=("sky", "jobs", "logs", *name, "--no-follow"),
         follow=("sky", "jobs", "logs", *name),
-        stop=(("sky", "jobs", "cancel", "--yes", *name),),
+        stop=(("bash", JOB, "stop"),),
         notes=(
             f"the machines need access to {launch.run}; sky check shows the clouds that are ready",
         ),
         hosts=hosts,
         ships=True,
     )
+
+
+def job_name(launch: Launch) -> str:
+    """Name of the managed job: SkyPilot has no labels, and finds jobs of all users by their name."""
+    return f"{launch.name}-{launch.id}"
 
 
 def check_slice(launch: Launch) -> None:
@@ -103,7 +111,7 @@ def task(launch: Launch) -> dict[str, Any]:
     bucket, _ = in_bucket(launch.run)
     nodes = launch.on.num_hosts if launch.on.chip.kind is ChipKind.gpu else 1
     return {
-        "name": launch.name,
+        "name": job_name(launch),
         "resources": resources(launch),
         "num_nodes": nodes,
         "workdir": ".",

@@ -120,7 +120,7 @@ def prepare(launch: Launch) -> Prepared:
         notes=_notes(launch, hosts),
         hosts=hosts,
         ships=True,
-        asked=None if site.project else PROJECT,
+        asked=() if site.project else (PROJECT,),
     )
 
 

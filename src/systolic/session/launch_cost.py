@@ -67,7 +67,7 @@ def cost(launched: Launched, now: float) -> LaunchCost | None:
     times = launched.path / TIMES
     if launched.detached:
         text = times.read_text() if times.exists() else ""
-        hours = _up(text, begun, now) / HOUR
+        hours = _up(text, begun, now, _slices(launched.slice)) / HOUR
         return LaunchCost(hours=hours, usd_per_hour=price, since="with the machines there")
     end = now
     if launched.stopped is not None:
@@ -85,15 +85,21 @@ def cost(launched: Launched, now: float) -> LaunchCost | None:
     )
 
 
-def _up(text: str, begun: float, now: float) -> float:
-    """Seconds between each ``up`` and the ``down`` after it, of this submission."""
-    total, up = 0.0, None
+def _slices(name: str) -> int:
+    count, times, _ = name.partition("x")
+    return int(count) if times and count.isdigit() else 1
+
+
+def _up(text: str, begun: float, now: float, slices: int) -> float:
+    """Seconds between each ``up`` and the ``down`` after it, of this submission; those with fewer slices in part."""
+    total, up, share = 0.0, None, 1.0
     for line in text.splitlines():
-        what, _, seconds = line.partition(" ")
+        what, seconds, *there = (*line.split(" "), "")[:3]
         if not seconds.isdigit() or float(seconds) < begun - 1:
             continue
         if what == "up" and up is None:
             up = float(seconds)
+            share = int(there[0]) / slices if there[0].isdigit() else 1.0
         elif what == "down" and up is not None:
-            total, up = total + float(seconds) - up, None
-    return total if up is None else total + now - up
+            total, up = total + share * (float(seconds) - up), None
+    return total if up is None else total + share * (now - up)

@@ -18,27 +18,17 @@ import msgspec
 
 from systolic.core.errors import DataError, NotFoundError, RunError, TakenError, nearest
 from systolic.core.files import write_atomically, write_json
-from systolic.launching import Launch, LaunchBill, Prepared
+from systolic.launching import GONE, Launch, LaunchBill, Prepared
 from systolic.launching.supervisor import SAVE_SECONDS, STATE, identity, lives
+from systolic.session.clients import NEEDS, PYTHON, check_client
 
 RECORD, PROCESS, OUTPUT = "launch.json", "process.json", "submit.log"
 TIMES = "times.log"
-"""File that a script on this machine writes: ``up SECONDS`` when the machines are there, ``down SECONDS`` when they are gone."""
+"""File that a script on this machine writes: ``up SECONDS`` when the machines are there, with the number of slices where some may be left out, ``down SECONDS`` when they are gone."""
 ENDED = "ended"
 """File with the exit code of a script that has lasted as long as the training."""
 LOCAL = "local"
 POLL_SECONDS = 0.2
-PYTHON = "python"
-CLIENTS: Mapping[str, str] = {
-    "kubectl": "https://kubernetes.io/docs/tasks/tools",
-    "gcloud": "https://cloud.google.com/sdk/docs/install",
-    "docker": "https://docs.docker.com/engine/install",
-    "sky": "pip install 'skypilot[gcp]' in an environment of its own",
-    "sbatch": "run this where Slurm's commands are",
-}
-"""Client to where it is from."""
-NEEDS: Mapping[str, Sequence[str]] = {"tpu-vm": ("bash", "gcloud")}
-"""Platform to clients that its scripts call."""
 NOTHING = (
     "Error from server (NotFound): ",
     "No resources found",
@@ -67,7 +57,7 @@ class Launched:
     where: str = ""
     """Zone, project and namespace as they were given: elsewhere nothing of it is found."""
     place: str = ""
-    """Option that all commands got at submit: Google Cloud's project, or Kubernetes' context."""
+    """Options that all commands got at submit: Google Cloud's project, or Kubernetes' context and namespace."""
     stopped: str | None = None
     """Time in UTC at which ``systolic stop`` gave the machines back."""
     trouble: str = ""
@@ -116,7 +106,7 @@ def record(
         where=_where(launch),
     )
     before = _json(folder / RECORD)
-    if prepared.asked is not None and before.get("place") and not before.get("stopped"):
+    if prepared.asked and before.get("place") and not before.get("stopped"):
         made = _at(made, before["place"])
     if not before.get("submitted"):
         write_json(folder / RECORD, made.to_json())
@@ -181,7 +171,7 @@ def submit(launched: Launched) -> Launched:
     """
     first = (*launched.commands["submit"], *launched.commands["checks"])
     for client in (*(each[0] for each in first), *NEEDS.get(launched.via, ())):
-        _check_client(client)
+        check_client(client)
     made = _placed(launched)
     words = made.commands["submit"]
     for each in made.commands["checks"]:
@@ -210,31 +200,41 @@ def _placed(launched: Launched) -> Launched:
     Raises:
         RunError: the client has no such default.
     """
-    asked = launched.commands["asked"]
-    if asked is None:
-        return launched
-    done = subprocess.run(asked["words"], capture_output=True, text=True, check=False)
-    answer = done.stdout.strip()
-    if done.returncode or not answer:
-        why = (done.stderr.strip() or "no answer").splitlines()[-1]
-        raise RunError(
-            f"{shlex.join(asked['words'])} names no {asked['what']} ({why}); {asked['otherwise']}"
-        )
-    place = f"--{asked['what']}={answer}"
+    found: list[str] = []
+    for asked in launched.commands["asked"]:
+        found.append(f"--{asked['what']}={_answer(asked, found)}")
+    place = shlex.join(found)
     if launched.place not in ("", place):
         raise RunError(
             f"{launched.name} was submitted with {launched.place}, and now it would be {place}; systolic stop {launched.name} ends that one"
         )
-    return launched if launched.place else _at(launched, place)
+    return launched if launched.place or not place else _at(launched, place)
+
+
+def _answer(asked: Mapping[str, Any], found: Sequence[str]) -> str:
+    """What a client takes by default, with the options that are fixed already.
+
+    Raises:
+        RunError: it does not say so.
+    """
+    words = [*asked["words"], *found]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    answer = done.stdout.strip() or ("" if done.returncode else asked["empty"])
+    if done.returncode or not answer:
+        why = (done.stderr.strip() or "no answer").splitlines()[-1]
+        then = f"; {asked['otherwise']}" if asked["otherwise"] else ""
+        raise RunError(f"{shlex.join(words)} names no {asked['what']} ({why}){then}")
+    return answer
 
 
 def _at(launched: Launched, place: str) -> Launched:
-    """The launch with one more option in all commands."""
+    """The launch with more options in all commands."""
+    more = shlex.split(place)
     lists = {
-        name: [[*each, place] for each in launched.commands[name]]
+        name: [[*each, *more] for each in launched.commands[name]]
         for name in ("checks", "submit", "stop")
     }
-    single = {name: [*launched.commands[name], place] for name in ("status", "logs", "follow")}
+    single = {name: [*launched.commands[name], *more] for name in ("status", "logs", "follow")}
     return replace(launched, place=place, commands={**launched.commands, **lists, **single})
 
 
@@ -244,10 +244,15 @@ def call(launched: Launched, words: Sequence[str]) -> None:
     Raises:
         RunError: the client is missing, or fails.
     """
-    _check_client(words[0])
-    done = subprocess.run(_here(words), cwd=launched.path, stdout=sys.stderr, check=False)
-    if done.returncode:
-        raise _failed(launched, words, done.returncode)
+    check_client(words[0])
+    if code := _code(launched, words):
+        raise _failed(launched, words, code)
+
+
+def _code(launched: Launched, words: Sequence[str]) -> int:
+    return subprocess.run(
+        _here(words), cwd=launched.path, stdout=sys.stderr, check=False
+    ).returncode
 
 
 def _failed(launched: Launched, words: Sequence[str], code: int) -> RunError:
@@ -379,7 +384,7 @@ def show_logs(launched: Launched, *, follow: bool) -> None:
         RunError: the client is missing or fails.
     """
     words = launched.commands["follow" if follow else "logs"]
-    _check_client(words[0])
+    check_client(words[0])
     if subprocess.run(_here(words), cwd=launched.path, check=False).returncode:
         raise RunError(f"{shlex.join(words)} failed in {launched.folder}; its message is above")
 
@@ -398,26 +403,28 @@ def stop(launched: Launched) -> str:
         # It would ask for the machines again.
         os.killpg(_json(launched.path / PROCESS)["pid"], signal.SIGKILL)
     found = [_end(launched, words) for words in launched.commands["stop"]]
-    if not any(found) and not launched.place:
+    by_kubectl = launched.commands["stop"][0][0] == "kubectl"
+    if not any(found) and by_kubectl and not launched.place:
         raise RunError(
             f"kubectl finds nothing of {launched.name} in the context that it has now; kubectl config use-context CONTEXT chooses that of the launch"
         )
     _keep(replace(launched, stopped=_now()))
-    return (
-        "stopped" if any(found) else f"was gone already: nothing of it is there ({launched.place})"
-    )
+    where = f" ({launched.place})" if launched.place else ""
+    return "stopped" if any(found) else f"was gone already: nothing of it is there{where}"
 
 
 def _end(launched: Launched, words: Sequence[str]) -> bool:
-    """Runs a command that ends a launch; False where kubectl says that there is nothing to delete.
+    """Runs a command that ends a launch; False where there was nothing left to end.
 
     Raises:
         RunError: it fails otherwise.
     """
+    check_client(words[0])
     if words[0] != "kubectl":
-        call(launched, words)
-        return True
-    _check_client(words[0])
+        code = _code(launched, words)
+        if code not in (0, GONE):
+            raise _failed(launched, words, code)
+        return code == 0
     done = subprocess.run(words, cwd=launched.path, capture_output=True, text=True, check=False)
     sys.stderr.write(done.stdout + done.stderr)
     errors = [line for line in done.stderr.splitlines() if not line.startswith("Warning: ")]
@@ -455,14 +462,6 @@ def _here(words: Sequence[str]) -> list[str]:
 
 def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-
-
-def _check_client(client: str) -> None:
-    if client != PYTHON and shutil.which(client) is None:
-        where = CLIENTS.get(client, "install it")
-        raise RunError(
-            f"{client} is not installed on this machine, and submits this launch: {where}"
-        )
 
 
 def _read(folder: Path) -> Launched:

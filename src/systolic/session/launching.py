@@ -160,8 +160,8 @@ def bill(request: LaunchRequest, steps: int, step_seconds: float | None) -> Laun
     if request.via in OURS:
         return LaunchBill(purchase=purchase, usd_per_hour=None, instead=OURS[request.via])
     spot = purchase is Purchase.spot
-    price = on.usd_per_hour.spot if spot else on.usd_per_hour.on_demand
-    figure = on.chip.figures.get(f"usd_per_chip_hour.{'spot' if spot else 'on_demand'}")
+    zone = request.site.zone
+    price, region, as_of = on.rate("spot" if spot else "on_demand", zone)
     source, times = "", dict[str, float | None]()
     if chosen is not None and chosen.forecast:
         source, times = chosen.path, dict(chosen.forecast)
@@ -175,7 +175,9 @@ def bill(request: LaunchRequest, steps: int, step_seconds: float | None) -> Laun
     return LaunchBill(
         purchase=purchase,
         usd_per_hour=None if purchase is Purchase.reserved else price,
-        as_of=figure.as_of if figure is not None else "",
+        as_of=as_of,
+        region=region,
+        zone=zone,
         source=source,
         seconds=total("step_seconds"),
         seconds_low=total("step_seconds_low"),

@@ -63,7 +63,7 @@ def describe(
 def bill(launch: Launch, server: GkeServer) -> LaunchBill:
     """The price of an hour, for the fewest pods and the most."""
     spot = launch.purchase is Purchase.spot
-    price = launch.on.usd_per_hour.spot if spot else launch.on.usd_per_hour.on_demand
+    price, region, _ = launch.on.rate("spot" if spot else "on_demand")
     if price is None:
         text = f"no {launch.purchase.value} price in the catalogue"
     else:
@@ -71,9 +71,11 @@ def bill(launch: Launch, server: GkeServer) -> LaunchBill:
         text = f"{least} an hour {launch.purchase.value} for {server.replicas} pod{'s' if server.replicas > 1 else ''}"
         if server.most > server.replicas:
             text += f", the fewest, to {most} for {server.most}, the most"
+        text += f" (prices of {region})"
     return LaunchBill(
         purchase=launch.purchase,
         usd_per_hour=None if price is None else price * server.replicas,
+        region=region,
         usd_per_hour_most=None if price is None else price * server.most,
         instead=text,
     )

@@ -148,13 +148,12 @@ def money(forecast: Forecast) -> str:
     text = f"${bill.usd_per_hour:,.2f}/h on demand"
     if bill.spot_usd_per_hour is not None:
         text += f", ${bill.spot_usd_per_hour:,.2f} spot"
-    if bill.price_as_of:
-        text += f" ({bill.price_as_of})"
     name, scale = SCALES.get(forecast.unit, ("million calls", 1e6))
     if forecast.step_seconds:
         per = bill.usd_per(scale, forecast.units, forecast.step_seconds)
         text += f"; ${figure(per)} per {name}"
-    return text
+    # Last, since a narrow terminal cuts the line.
+    return f"{text} ({bill.price_region}, {bill.price_as_of})" if bill.price_as_of else text
 
 
 def energy(forecast: Forecast) -> str:

@@ -51,7 +51,8 @@ def lines(forecast: ServingForecast, width: int) -> list[Text]:
         shown.append(Text(f"no room for {many} at once: the others would wait in the queue"))
     price = forecast.bill.usd_per_hour
     if price is not None and forecast.points:
-        shown.append(Text(f"${price:.2f}/h on demand ({forecast.bill.price_as_of})"))
+        bill = forecast.bill
+        shown.append(Text(f"${price:.2f}/h on demand ({bill.price_region}, {bill.price_as_of})"))
     for note in forecast.notes[:NOTES]:
         for number, line in enumerate(textwrap.wrap(note, width - 6)):
             shown.append(Text(f"{'note' if not number else '':<6}{line}", style="dim"))
