@@ -207,7 +207,9 @@ def continue_run(
 
     fewer = fewer_devices(job, options, audience)
     job = job if fewer is None else fewer.job
-    setup = replace(set_up(job, flags=flags.compiler), expected=expected(source.chosen))
+    meant = None if fewer is None else fewer.meant.layout
+    setup = set_up(job, flags=flags.compiler)
+    setup = replace(setup, expected=expected(source.chosen), meant=meant)
     check_setup(setup, audience)
     setup = _begun(setup, directory, record, audience)
     kept = {"init_from": record.init_from, "start": record.start, "labels": record.labels}
