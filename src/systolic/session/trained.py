@@ -269,8 +269,7 @@ class TrainedModel:
         """
         from systolic.data.skipped_files import FILES
         from systolic.steps.programs import jit_evaluate
-        from systolic.training.evaluate import evaluate
-        from systolic.training.feed import evaluation_rows
+        from systolic.training.evaluate import evaluate, evaluation_rows
 
         check_arguments(TrainedModel.evaluate, {"batches": batches}, str)
         asked = split if split is None or isinstance(split, Split) else split_of(split)
