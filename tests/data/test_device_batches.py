@@ -25,7 +25,7 @@ def placed(epochs=None, ahead=2) -> DeviceBatches:
 
 def whole(batches) -> Blocks:
     """All of each batch, read by this process."""
-    return Blocks(DATA, ProcessShare(rows=4, count=1, blocks=(0,)), lambda block: batches)
+    return Blocks(DATA, ProcessShare(rows=4, count=1, blocks=(0,)), lambda share, block: batches)
 
 
 def test_batches_come_in_order_as_device_arrays_and_end():
@@ -78,3 +78,22 @@ def test_an_error_of_the_data_reaches_the_consumer_and_closing_ends_the_thread()
         next(batches)
     batches.close()
     assert not [t for t in threading.enumerate() if t.name == "systolic-feed"]
+
+
+def test_a_device_holds_parts_of_blocks(monkeypatch: pytest.MonkeyPatch):
+    """Three blocks of four rows over two devices of six: as where three of four processes are left."""
+
+    def read(share: ProcessShare, block: int):
+        return DATA.open(Read(split=Split.train, batch=4, shuffle=False, shard=block, shards=3))
+
+    def halves(shape, sharding, shard):
+        return np.concatenate([shard((slice(0, 6),)), shard((slice(6, 12),))])
+
+    monkeypatch.setattr(jax, "make_array_from_callback", halves)
+    blocks = Blocks(DATA, ProcessShare(rows=12, count=1, blocks=(0,)), read, 3)
+    sharding = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("data",)), PartitionSpec("data"))
+    with DeviceBatches(blocks, {"number": sharding, "mask": sharding}) as batches:
+        assert [next(batches)["number"].tolist() for _ in range(2)] == [
+            list(range(12)),
+            list(range(12, 24)),
+        ]

@@ -1,13 +1,16 @@
 """Blocks of a batch: the fewest that fit what processes hold, and positions that another number of them takes up."""
 
 import json
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from systolic.core.errors import DataError
 from systolic.data.arrays import Arrays
-from systolic.data.process_share import Blocks, ProcessShare, first_reader
-from systolic.job.data import Data, Read, Split
+from systolic.data.process_share import Blocks, FirstExamples, ProcessShare, first_reader
+from systolic.data.text.documents import Documents
+from systolic.job.data import MASK, Data, Read, Split
 
 DATA = Arrays.of(train={"number": list(range(24))})
 
@@ -37,13 +40,12 @@ def test_the_fewest_blocks_that_every_process_holds_whole(held, count, blocks):
     assert (share.count, share.blocks, share.block_rows) == (count, blocks, 48 // count)
 
 
-def opened(data: Data, count: int, *blocks: int, rows: int = 8) -> Blocks:
-    share = ProcessShare(rows=rows, count=count, blocks=blocks)
+def opened(data: Data, count: int, *blocks: int, rows: int = 8, begin: int = 1) -> Blocks:
+    def read(share: ProcessShare, block: int):
+        read = Read(split=Split.train, batch=share.block_rows, shard=block, shards=share.count)
+        return data.open(read)
 
-    def read(block: int):
-        return data.open(Read(split=Split.train, batch=share.block_rows, shard=block, shards=count))
-
-    return Blocks(data, share, read)
+    return Blocks(data, ProcessShare(rows=rows, count=count, blocks=blocks), read, begin)
 
 
 def numbers(batch) -> list[int]:
@@ -108,11 +110,102 @@ class Own(Arrays):
         return Reader()
 
 
-def test_positions_without_a_rule_are_taken_up_by_as_many_readers_only():
+def test_positions_without_a_rule_are_taken_up_by_no_more_processes():
     data = Own.of(train={"number": list(range(24))})
-    positions = [opened(data, 2, block).get_state() for block in (0, 1)]
+    pair = [opened(data, 2, block) for block in (0, 1)]
+    positions = [one.get_state() for one in pair]
     opened(data, 2, 1).set_states(positions)
     with pytest.raises(DataError, match="2 readers of Own data"):
         opened(data, 4, 1).set_states(positions)
-    with pytest.raises(DataError, match="2 readers of Own data"):
-        opened(data, 1, 0).set_states(positions)
+    alone = opened(data, 1, 0)
+    alone.set_states(positions)
+    assert numbers(next(alone)) == [n for one in pair for n in numbers(next(one))]
+
+
+@pytest.mark.parametrize(
+    ("count", "blocks", "into", "found"),
+    [
+        (1, (0,), 2, (0, 1)),
+        (1, (0,), 1, (0,)),
+        # Three of four processes are here: each holds a block and a part of another one or two.
+        (3, (0,), 4, (0, 1)),
+        (3, (1,), 4, (1, 2)),
+        (2, (1,), 4, (2, 3)),
+        # More processes than blocks, rows that don't divide, and more blocks than memory should hold.
+        (2, (1,), 1, None),
+        (1, (0,), 5, None),
+        (1, (0,), 24, None),
+    ],
+)
+def test_fewer_processes_read_the_blocks_of_more(count, blocks, into, found):
+    share = ProcessShare(rows=48, count=count, blocks=blocks).in_blocks(into)
+    assert (share and share.blocks) == found
+    assert share is None or share.block_rows * into == 48
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Documents:
+    """A corpus of a few windows, each line another one."""
+    for number in range(16):
+        lines = (f"{number} {line} {'x' * 60}\n" for line in range(100))
+        (tmp_path / f"{number:02d}.txt").write_text("".join(lines))
+    return Documents(path=tmp_path, sequence=32, validation_share=0, shuffle_windows=4)
+
+
+def rows_of(*batches: dict[int, dict[str, np.ndarray]]) -> np.ndarray:
+    """The batch that processes read together."""
+    parts = {block: part["tokens"] for batch in batches for block, part in batch.items()}
+    return np.concatenate([parts[block] for block in sorted(parts)])
+
+
+def test_one_process_reads_the_text_of_two(text: Documents):
+    """The same rows in every step: from the first, after a move in the middle, and back."""
+    pair = [opened(text, 2, block, rows=48) for block in (0, 1)]
+    wanted = []
+    for _ in range(90):
+        # As the older format and this one have them.
+        wanted.append(([one.get_state() for one in pair], rows_of(*(next(one) for one in pair))))
+    alone = opened(text, 1, 0, rows=48, begin=2)
+    for step, (_, rows) in enumerate(wanted[:3]):
+        np.testing.assert_array_equal(rows_of(next(alone)), rows, err_msg=str(step))
+    # Within a round of windows, and in the second epoch.
+    for step in (2, 31, 85):
+        moved = opened(text, 1, 0, rows=48)
+        moved.set_states(wanted[step][0])
+        assert moved.get_state() != wanted[step][0][0]
+        for _, rows in wanted[step : step + 3]:
+            np.testing.assert_array_equal(rows_of(next(moved)), rows)
+    assert text.epochs(first_reader(wanted[85][0][0])) > 1
+    back = [opened(text, 2, block, rows=48) for block in (0, 1)]
+    for one in back:
+        one.set_states([moved.get_state()])
+    np.testing.assert_array_equal(rows_of(*(next(one) for one in back)), wanted[88][1])
+    three = [opened(text, 3, block, rows=48) for block in range(3)]
+    for one in three:
+        one.set_states(wanted[31][0])
+    for one in (*pair, alone, moved, *back, *three):
+        one.close()
+
+
+def test_an_evaluation_ends_at_an_example_not_at_a_batch():
+    """Ten examples, in batches of 4 and of 6 and 2 blocks: a batch that holds none of them is not read."""
+    for rows, batches in ((4, 3), (6, 2)):
+        found, read = [], 0
+        for block in (0, 1):
+            share = ProcessShare(rows=rows, count=2, blocks=(block,))
+            one = DATA.open(
+                Read(
+                    split=Split.train,
+                    batch=rows // 2,
+                    shuffle=False,
+                    shard=block,
+                    shards=2,
+                    epochs=1,
+                )
+            )
+            for batch in (first := FirstExamples(one, share, block, 10)):
+                found += batch["number"][batch[MASK] > 0].tolist()
+                read += 1
+            first.close()
+        assert sorted(found) == list(range(10))
+        assert read == 2 * batches

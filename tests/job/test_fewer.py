@@ -47,14 +47,13 @@ def test_the_batch_stays(layout: Layout, devices: int, axes: dict[str, int], pas
     assert f"{devices} of 8 devices are here: batch {total} as before, passes a step" in made.text
 
 
-def test_evaluations_see_the_same_examples() -> None:
-    evaluation = Evaluation(every=10, batches=3, final_batches=0)
-    made = on_fewer(job(Layout(), Batch(total=16), evaluation=evaluation), 4, 2)
+def test_evaluations_stay() -> None:
+    """Their batches are those of the layout that was meant; three examples a device become two."""
+    evaluation = Evaluation(every=10, batches=1, final_batches=0)
+    made = on_fewer(job(Layout(accumulate=2), Batch(total=96), evaluation=evaluation), 3, 2)
     assert made is not None
-    # An evaluation's batch is that of a pass.
-    assert (made.job.layout.accumulate, made.job.evaluation.batches) == (2, 6)
-    assert made.job.evaluation.final_batches == 0
-    assert "passes a step 2 (was 1), fsdp 2 (was 4)" in made.text
+    assert "passes a step 3 (was 2), fsdp 2 (was 3)" in made.text
+    assert made.job.evaluation == made.meant.evaluation == evaluation
 
 
 def test_all_devices_change_nothing() -> None:

@@ -1,6 +1,7 @@
 """One of two processes of a job that have different data, as the arguments say; prints a JSON object a case.
 
-``FOLDER`` holds a text for each process, ``0/text.txt`` and ``1/text.txt``.
+``FOLDER`` holds a text for each process, ``0/text.txt`` and ``1/text.txt``, and tokenizers beside it: ``same``,
+``other`` ones, and ``marks`` of which the tokens around a text differ.
 """
 
 import json
@@ -17,6 +18,8 @@ from systolic.core.errors import SystolicError
 from systolic.data.arrays import Arrays
 from systolic.data.skipped_files import Skipped
 from systolic.data.text.documents import Documents
+from systolic.data.text.instructions import Instructions
+from systolic.data.text.packing import Packing
 from systolic.job import Data, Layout, Read, Split
 from systolic.training import hosts
 from systolic.training.evaluate import evaluate
@@ -76,6 +79,34 @@ def refusal(of: Any) -> str:
     return ""
 
 
+@dataclass(frozen=True)
+class Own(Untold):
+    """A user's data, with a path that is text and a value that has no plain form."""
+
+    where: str
+    change: Any
+
+
+def settings(mine: Path) -> dict[str, Data]:
+    """Data that differs in one setting, by its name."""
+    number = int(mine.name)
+    text = Documents(path=mine / "text.txt", tokenizer=mine / "other")
+    chat = Instructions(path=mine, tokenizer=mine, template="{{ text }}" * 20 + f" {number}")
+    return {
+        "data.field": replace(text, field=("text", "body")[number]),
+        "data.packing": replace(text, packing=tuple(Packing)[number]),
+        "data.validation": replace(text, validation=(None, mine)[number]),
+        "data.template": chat,
+        "data.type": (text, chat)[number],
+        "paths": text,
+        "own paths": Own(Split.train, where=str(mine), change=lambda: None),
+    }
+
+
+def tokenized(folder: Path, tokenizer: Path) -> Documents:
+    return Documents(path=folder / "0" / "text.txt", tokenizer=tokenizer)
+
+
 def told(folder: Path) -> dict[str, Any]:
     mine = folder / str(jax.process_index())
     arrays = {"train": tokens(EXAMPLES, 0), "validation": tokens(20, jax.process_index())}
@@ -92,6 +123,10 @@ def told(folder: Path) -> dict[str, Any]:
             job=replace(job, optimizer=replace(job.optimizer, learning_rate=(1 + process) / 10)),
         ),
         "flags": set_up(job, flags=["--xla_cpu_enable_fast_math=true"] * process),
+        **{
+            name: replace(setup, job=replace(job, data=data))
+            for name, data in settings(mine).items()
+        },
     }
 
     def train() -> None:
@@ -107,6 +142,9 @@ def told(folder: Path) -> dict[str, Any]:
     lines = Skipped()
     lines.note(["both", f"process {jax.process_index()}"])
     return {name: refusal(partial(require_same_job, one)) for name, one in others.items()} | {
+        "tokenizer": refusal(lambda: require_same_data(tokenized(folder, mine / "other"))),
+        "marks": refusal(lambda: require_same_data(tokenized(folder, mine / "marks"))),
+        "same tokenizer": refusal(lambda: require_same_data(tokenized(folder, mine / "same"))),
         "text": refusal(lambda: require_same_data(Documents(path=mine / "text.txt"))),
         "same text": refusal(lambda: require_same_data(Documents(path=folder / "0" / "text.txt"))),
         "gone": refusal(

@@ -1,10 +1,12 @@
 """Several processes that have different data find it out: before the first step, while they train, and in evaluations."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 from tests.training.children import environment, together
 from tests.training.test_kept import SIZES
@@ -17,8 +19,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for process, word in enumerate(("pulse", "beats")):
         (folder / str(process)).mkdir()
         (folder / str(process) / "text.txt").write_text(f"the array {word}\n" * 100)
+        tokenizer(folder / str(process) / "same", "pulse", "</s>")
+        tokenizer(folder / str(process) / "other", word, "</s>")
+        tokenizer(folder / str(process) / "marks", "pulse", ("<s>", "</s>")[process])
     (folder / "1" / "gone0.txt").write_text("here")
     return folder
+
+
+def tokenizer(folder: Path, word: str, end: str) -> None:
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator([f"the array {word}"] * 9, trainer)
+    folder.mkdir()
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +97,33 @@ def test_settings_are_compared_before_the_first_step(answers: list[dict[str, Any
         "flags is '' in process 0 and '--xla_cpu_enable_fast_math=true' in process 1"
         in told["flags"]
     )
+
+
+def test_settings_of_the_data_are_compared_and_its_paths_are_not(answers: list[dict[str, Any]]):
+    told = answers[0]
+    assert told["paths"] == told["own paths"] == ""
+    for name, values in {
+        "data.field": ("'text'", "'body'"),
+        "data.packing": ("'fit'", "'cut'"),
+        "data.validation": ("None", "'a path'"),
+        "data.template": ("…{ text }}{{ text }} 0'", "…{ text }}{{ text }} 1'"),
+    }.items():
+        assert told[name] == (
+            f"processes 0 and 1 were given different settings: {name} is {values[0]} in process 0 and {values[1]} in process 1; start every process with the same options and versions"
+        )
+    assert "settings: data." in told["data.type"]
+
+
+def test_tokenizers_are_compared(answers: list[dict[str, Any]]):
+    told = answers[0]
+    assert told["same tokenizer"] == ""
+    said = r"processes 0 and 1 have different tokenizers: (.*) in process 0, (.*) in process 1; give every process the same tokenizer.json and tokenizer_config.json"
+    for name, alike in (("tokenizer", False), ("marks", True)):
+        found = re.fullmatch(said, told[name])
+        assert found is not None, told[name]
+        mine, other = (each.split(", ") for each in found.groups())
+        assert (mine[0] == other[0]) is alike
+        assert (mine[1:] == other[1:]) is not alike
 
 
 @pytest.mark.slow

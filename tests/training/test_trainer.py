@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -12,8 +13,10 @@ import pytest
 from systolic.artifact import CheckpointStore, Run, weights
 from systolic.artifact.access import Access
 from systolic.core.errors import OptionError
-from systolic.job import Checkpoints, Evaluation, Guard, GuardRule, Mode, Schedule
+from systolic.job import Checkpoints, Evaluation, Guard, GuardRule, Layout, Mode, Schedule, Split
+from systolic.job.model import Mean
 from systolic.training.evaluate import Evaluator
+from systolic.training.interrupt import Interrupt
 from systolic.training.ledger import Ledger, Spent
 from systolic.training.meter import Meter
 from systolic.training.setup import set_up
@@ -287,3 +290,36 @@ def test_what_is_beside_the_metrics_is_of_whole_splits(monkeypatch: pytest.Monke
 
     assert baselines(2, None) == baselines(0, 3) == {}
     assert baselines(2, 0) == baselines(4, None) == {"gzip": 2.0}
+
+
+@pytest.mark.parametrize("batches", [1, 2, 0])
+def test_fewer_devices_evaluate_the_same_examples(batches: int):
+    """Passes of 16 in place of 24: the last batch is read in part, where an evaluation does not read all 60."""
+    rule, seen = Evaluation(batches=batches), []
+
+    class Program:
+        def wait(self, seconds: float) -> bool:
+            return True
+
+        def __call__(self, params: Any, model_state: Any, batch: dict[str, Any]) -> Any:
+            seen.extend(np.asarray(batch["x"])[np.asarray(batch["mask"]) > 0])
+            return {"loss": Mean(0.0, 1.0)}
+
+    def examples(passes: int, meant: Layout | None) -> np.ndarray:
+        job = tiny.job(batch=48, layout=Layout(accumulate=passes), evaluation=rule)
+        program: Any = Program()
+        evaluator = Evaluator(
+            setup=replace(set_up(job), meant=meant),
+            program=program,
+            ledger=Ledger(),
+            say=lambda *_, **__: None,
+            show=lambda _: None,
+        )
+        state: Any = SimpleNamespace(evaluated=None, model_state=None)
+        seen.clear()
+        evaluator(state, Split.validation, batches, Interrupt())
+        return np.stack(seen)
+
+    full = examples(2, None)
+    assert len(full) == (24 * batches or 60)
+    np.testing.assert_array_equal(examples(3, Layout(fsdp=3, accumulate=2)), full)

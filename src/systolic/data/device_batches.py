@@ -152,7 +152,7 @@ class DeviceBatches:
         arrays = {block: part[name] for block, part in parts.items()}
         first = next(iter(arrays.values()))
         rows = len(first)
-        if jax.process_count() > 1 and any(
+        if (jax.process_count() > 1 or share.count > 1) and any(
             len(array) != share.block_rows for array in arrays.values()
         ):
             told = ", ".join(str(len(array)) for array in arrays.values())
@@ -163,8 +163,12 @@ class DeviceBatches:
         def shard(index: Index | None) -> np.ndarray:
             assert index is not None
             start, stop, _ = index[0].indices(rows * share.count)
-            block = start // rows
-            return arrays[block][(slice(start - block * rows, stop - block * rows), *index[1:])]
+            parts = [
+                arrays[block][max(start - block * rows, 0) : stop - block * rows]
+                for block in range(start // rows, -(-stop // rows))
+            ]
+            whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
+            return whole[(slice(None), *index[1:])]
 
         shape = (rows * share.count, *first.shape[1:])
         return jax.make_array_from_callback(shape, self._shardings[name], shard)

@@ -2,22 +2,26 @@
 
 A global batch of ``rows`` is ``count`` equal contiguous blocks. Block ``b`` is what
 ``Read(batch=rows // count, shard=b, shards=count)`` gives, whichever process reads it, so processes
-whose devices hold the same rows read the same data.
+whose devices hold the same rows read the same data. Fewer processes read the blocks of more: each those that
+hold any of its rows.
 """
 
 import base64
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
 
 from systolic.core.errors import DataError
-from systolic.job.data import Batches, Data
+from systolic.job.data import MASK, Batches, Data
 
 _SEVERAL = b"blocks "
 """Prefix of a position of several blocks; the position of a whole batch is its reader's own."""
+
+MOST_PIECES = 16
+"""Most blocks that are read in place of one in order to go on exactly where more processes were: the mixed windows of each are in memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +59,21 @@ class ProcessShare:
         each = num_parts // count
         return cls(rows=rows, count=count, blocks=tuple(sorted({p // each for p in held[process]})))
 
+    def in_blocks(self, count: int) -> "ProcessShare | None":
+        """The rows of this share out of the smaller blocks of ``count``, some of which may hold rows of others, too.
+
+        ``None``, in all processes alike, if blocks are not smaller, the rows don't divide, or there are too many.
+        """
+        if not self.count <= count <= MOST_PIECES * self.count or self.rows % count:
+            return None
+        each, have = self.rows // count, self.block_rows
+        held = {
+            block
+            for own in self.blocks
+            for block in range(own * have // each, -(-(own + 1) * have // each))
+        }
+        return replace(self, count=count, blocks=tuple(sorted(held)))
+
 
 def _whole(parts: Set[int], each: int) -> bool:
     """Whether ``parts`` are whole blocks of ``each`` parts."""
@@ -66,15 +85,21 @@ class Blocks:
 
     Args:
         data: Source of the batches.
-        share: The blocks to read.
-        open_block: Opens the batches of one block, each with the rows of a block.
+        share: The rows to read, in the fewest blocks.
+        open_block: Opens the batches of one block of a share, each with the rows of a block.
+        count: Blocks of a batch to begin with where more processes would read it.
     """
 
     def __init__(
-        self, data: Data, share: ProcessShare, open_block: Callable[[int], Batches]
+        self,
+        data: Data,
+        share: ProcessShare,
+        open_block: Callable[[ProcessShare, int], Batches],
+        count: int = 1,
     ) -> None:
-        self._data, self.share = data, share
-        self._readers = {block: open_block(block) for block in share.blocks}
+        self._data, self._fewest, self._open = data, share, open_block
+        self.share = share.in_blocks(count) or share
+        self._readers = {block: open_block(self.share, block) for block in self.share.blocks}
 
     def __iter__(self) -> Iterator[dict[int, dict[str, np.ndarray]]]:
         return self
@@ -94,6 +119,10 @@ class Blocks:
     def set_states(self, states: Sequence[bytes]) -> None:
         """Moves to the position that the processes of a run saved, whatever their number.
 
+        Fewer processes read the blocks that were saved, so that batches hold the rows of a run that goes on with
+        all of them. Only where that is too many blocks a process, or more processes than blocks, does the data
+        choose one position for all.
+
         Args:
             states: Results of :meth:`get_state` in each process, in their order.
 
@@ -102,8 +131,10 @@ class Blocks:
                 saved with.
         """
         count, saved = _saved(states)
+        distinct = sorted(set(saved.values()))
+        if count != self.share.count and len(distinct) > 1:
+            self._read(self._fewest.in_blocks(count) or self._fewest)
         if count != self.share.count:
-            distinct = sorted(set(saved.values()))
             common = distinct[0] if len(distinct) == 1 else self._data.earliest(distinct)
             saved = dict.fromkeys(self.share.blocks, common)
         missing = [block for block in self.share.blocks if block not in saved]
@@ -118,6 +149,51 @@ class Blocks:
         """Closes all readers."""
         for reader in self._readers.values():
             reader.close()
+
+    def _read(self, share: ProcessShare) -> None:
+        """Reads a share in other blocks from now on."""
+        if share != self.share:
+            self.close()
+            self.share = share
+            self._readers = {block: self._open(share, block) for block in share.blocks}
+
+
+class FirstExamples:
+    """The first examples of a pass over a split: the last batch is padded, whatever its size.
+
+    Args:
+        batches: Of one block.
+        share: The blocks.
+        block: The number of the block.
+        examples: How many, over all blocks.
+    """
+
+    def __init__(self, batches: Batches, share: ProcessShare, block: int, examples: int) -> None:
+        self._batches, self._rows, self._examples = batches, share.rows, examples
+        self._next = block * share.block_rows
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        return self
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        left = self._examples - self._next
+        if left + self._next % self._rows <= 0:
+            raise StopIteration
+        self._next += self._rows
+        batch = next(self._batches)
+        return {**batch, MASK: np.where(np.arange(len(batch[MASK])) < left, batch[MASK], 0)}
+
+    def get_state(self) -> bytes:
+        """See :class:`~systolic.job.data.Batches`."""
+        return self._batches.get_state()
+
+    def set_state(self, state: bytes) -> None:
+        """Not of a part of a pass: nothing saves its position."""
+        raise NotImplementedError(f"a position in the first {self._examples} examples")
+
+    def close(self) -> None:
+        """See :class:`~systolic.job.data.Batches`."""
+        self._batches.close()
 
 
 def first_reader(state: bytes) -> bytes:

@@ -138,6 +138,15 @@ class Data(ABC):
         del split
         return None
 
+    def encoding(self) -> Sequence[str]:
+        """What makes numbers of the files besides the fields, with digests: a tokenizer; () if nothing does.
+
+        Raises:
+            NotFoundError: there is no such tokenizer.
+            DataError: it can't be read.
+        """
+        return ()
+
     def lasting(self) -> frozenset[str]:
         """Names of the fields that a resume may not change, because the position in the data depends on them."""
         return frozenset()

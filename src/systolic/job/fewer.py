@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from systolic.core.errors import LayoutError
-from systolic.job.job import Batch, Evaluation, Job
+from systolic.job.job import Batch, Job
 from systolic.job.layout import Axis, Layout
 
 
@@ -20,7 +20,7 @@ class Fewer:
 
 
 def on_fewer(job: Job, meant: int, num_devices: int, num_slices: int = 1) -> Fewer | None:
-    """The job with the same examples in every step and every evaluation; None where no device is missing.
+    """The job with the same batch in every step; None where no device is missing.
 
     The axis that crosses slices shrinks with the devices, or one at -1 does, or fsdp; passes grow so that no device
     has more examples at a time.
@@ -54,12 +54,7 @@ def on_fewer(job: Job, meant: int, num_devices: int, num_slices: int = 1) -> Few
     passes = f"{layout.accumulate} (was {full.accumulate})"
     return Fewer(
         meant=replace(job, layout=full, batch=Batch(total=total)),
-        job=replace(
-            job,
-            layout=layout,
-            batch=Batch(total=total),
-            evaluation=_same_examples(job.evaluation, full.accumulate, layout.accumulate),
-        ),
+        job=replace(job, layout=layout, batch=Batch(total=total)),
         text=f"{num_devices} of {meant} devices are here: batch {total} as before, passes a step {passes}, {changes}",
     )
 
@@ -79,18 +74,4 @@ def _shrunk(layout: Layout, full: Layout, num_devices: int) -> Layout:
             return layout
     raise LayoutError(
         f"layout {full.text} is for {full.num_devices} devices, and neither {crossing.value} nor fsdp shrinks to {num_devices}; start all of them, or give a layout for {num_devices}"
-    )
-
-
-def _same_examples(evaluation: Evaluation, before: int, now: int) -> Evaluation:
-    """As many examples in an evaluation, whose batches are those of a pass."""
-
-    def batches(count: int) -> int:
-        return -(-count * now // before)
-
-    final = evaluation.final_batches
-    return replace(
-        evaluation,
-        batches=batches(evaluation.batches),
-        final_batches=None if final is None else batches(final),
     )

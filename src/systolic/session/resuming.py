@@ -161,8 +161,7 @@ def continue_run(
         OptionError: an option that a run keeps has changed, or the run has more steps than the job.
         DataError: its data has changed.
     """
-    ledger = ledger or Ledger()
-    directory, record = run.directory, run.record
+    ledger, directory, record = ledger or Ledger(), run.directory, run.record
     resolved(options.flags or "", None)
     _check_executable(options)
     job = source.job
@@ -182,8 +181,9 @@ def continue_run(
     from systolic.training.setup import set_up
 
     fewer = fewer_devices(job, options, audience)
-    job = job if fewer is None else fewer.job
-    setup = replace(set_up(job, flags=flags.compiler), expected=expected(source.chosen))
+    setup = set_up(fewer.job if fewer else job, flags=flags.compiler)
+    meant = fewer.meant.layout if fewer else None
+    setup = replace(setup, expected=expected(source.chosen), meant=meant)
     check_setup(setup, audience)
     setup = _begun(setup, directory, record, audience)
     kept = {"init_from": record.init_from, "start": record.start, "labels": record.labels}

@@ -128,8 +128,14 @@ class Measure:
     def where(self) -> tuple[Any, ...]:
         """What losses depend on beside weights and data: dtype, platform, rows of a batch."""
         steps = self.model.setup.steps
-        rows = steps.batch_size // self.job.layout.accumulate
-        return steps.target.dtype, steps.target.platform, rows
+        return steps.target.dtype, steps.target.platform, self._rows
+
+    @property
+    def _rows(self) -> int:
+        """Examples of a batch."""
+        from systolic.training.feed import evaluation_rows
+
+        return evaluation_rows(self.job, self.model.setup.steps)
 
     def record(self, before: Metrics, step: int) -> EvaluationRecord:
         """The metrics as bundle.json has them, beside those of the same model before quantization."""
@@ -141,7 +147,7 @@ class Measure:
             on=self.split.value if self.data is None else self.data.name,
             metrics=finite_metrics(self.metrics),
             step=step,
-            batches=num_batches(self.job, steps, self.split, self.batches),
+            batches=num_batches(self.job, steps, self.split, self.batches * self._rows),
             of=whole,
             data=None if contents is None else contents.digest,
             before=finite_metrics(before),
@@ -156,7 +162,8 @@ class Measure:
 
         steps = self.model.setup.steps
         params, rest = weights.params, weights.model_state
-        return evaluate(self.job, steps, program, params, rest, self.split, self.batches)
+        examples = self.batches * self._rows
+        return evaluate(self.job, steps, program, params, rest, self.split, examples)
 
     def fewer(self, batches: int) -> "Measure":
         """The same over the first so many batches, if it reads more, beside a model in which nothing is rounded."""

@@ -269,7 +269,7 @@ class TrainedModel:
         """
         from systolic.data.skipped_files import FILES
         from systolic.steps.programs import jit_evaluate
-        from systolic.training.evaluate import evaluate
+        from systolic.training.evaluate import evaluate, evaluation_rows
 
         check_arguments(TrainedModel.evaluate, {"batches": batches}, str)
         asked = split if split is None or isinstance(split, Split) else split_of(split)
@@ -281,10 +281,10 @@ class TrainedModel:
             gone = str(error).partition("; ")[0]
             raise NotFoundError(f"{gone}; give {self.path} other data with --path") from error
         steps, weights = self.setup.steps, self.weights
-        program = jit_evaluate(steps)
+        program, examples = jit_evaluate(steps), batches * evaluation_rows(job, steps)
         found = {
             str(path or one.value): evaluate(
-                job, steps, program, weights.params, weights.model_state, one, batches
+                job, steps, program, weights.params, weights.model_state, one, examples
             )
             for one in chosen
         }

@@ -139,7 +139,8 @@ def start(
     flags = new_flags(options.flags or "", source.chosen)
     fewer = fewer_devices(source.job, options, audience)
     setup = set_up(source.job if fewer is None else fewer.job, flags=flags.compiler)
-    setup = replace(setup, expected=expected(source.chosen))
+    meant = None if fewer is None else fewer.meant.layout
+    setup = replace(setup, expected=expected(source.chosen), meant=meant)
     check_setup(setup, audience)
     setup, begun_with = with_initial(setup, init_from, audience)
     if begun_with is not None and setup.job.adapter:

@@ -1,6 +1,5 @@
 """Evaluation: the task's metrics over a split."""
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,7 @@ import jax
 from systolic.core.errors import DataError
 from systolic.job import Job, Split
 from systolic.steps.steps import StepFunctions
-from systolic.training.feed import evaluation
+from systolic.training.feed import evaluation, evaluation_rows
 from systolic.training.interrupt import Interrupt
 from systolic.training.ledger import Ledger, Spent
 from systolic.training.programs import CompiledStep
@@ -28,19 +27,20 @@ def never(done: int) -> bool:
     return False
 
 
-def num_batches(job: Job, steps: StepFunctions, split: Split, limit: int = 0) -> int | None:
-    """Batches of an evaluation that reads at most ``limit`` of them (0: all); ``None`` where that is unknown before reading."""
-    size = job.data.size(split)
+def num_batches(job: Job, steps: StepFunctions, split: Split, examples: int = 0) -> int | None:
+    """Batches of an evaluation that reads at most so many ``examples`` (0: all); ``None`` where that is unknown before reading."""
+    rows, size = evaluation_rows(job, steps), job.data.size(split)
+    asked = -(-examples // rows)
     if size is None:
-        return limit or None
-    whole = -(-size // (steps.batch_size // job.layout.accumulate))
-    return min(whole, limit) if limit else whole
+        return asked or None
+    whole = -(-size // rows)
+    return min(whole, asked) if asked else whole
 
 
-def reads_all(job: Job, steps: StepFunctions, split: Split, limit: int) -> bool:
-    """Whether ``limit`` batches (0: all) are known to be the whole split."""
-    whole = num_batches(job, steps, split)
-    return not limit or (whole is not None and whole <= limit)
+def reads_all(job: Job, split: Split, examples: int) -> bool:
+    """Whether ``examples`` (0: all) are known to be the whole split."""
+    size = job.data.size(split)
+    return not examples or (size is not None and size <= examples)
 
 
 def evaluate(
@@ -50,7 +50,7 @@ def evaluate(
     params: Any,
     model_state: Any,
     split: Split,
-    batches: int = 0,
+    examples: int = 0,
     halt: Callable[[int], bool] = never,
 ) -> dict[str, float]:
     """Means over a split, weighted exactly (by token or example), name to value.
@@ -62,18 +62,18 @@ def evaluate(
         params: Weights.
         model_state: Other variables.
         split: Part of the data to evaluate.
-        batches: Number of batches to read, from the first; 0 reads all.
+        examples: Number of examples to read, from the first; 0 reads all.
         halt: Called before each batch with the number of batches done; ends the evaluation on True.
 
     Raises:
         DataError: the split is empty, or processes read different data for it.
         HaltedError: ``halt`` returned True.
     """
-    feed = evaluation(job, steps, split)
+    feed = evaluation(job, steps, split, examples)
     total: Any = None
     same = SameBatches()
     try:
-        for done, batch in enumerate(itertools.islice(feed, batches or None)):
+        for done, batch in enumerate(feed):
             # Waits for the batch before last: the devices keep work for one batch, and an evaluation
             # that is halted ends after that one.
             if halt(max(done - 1, 0)):
@@ -117,10 +117,12 @@ class Evaluator:
     ) -> dict[str, float] | None:
         """Metrics of the first ``batches`` of a split (0: all); ``None`` where a signal ended it.
 
-        ``final`` marks the record of an evaluation at the end of a run.
+        ``batches`` are those of the layout that the job is meant for. ``final`` marks the record of an evaluation
+        at the end of a run.
         """
         job, steps, clock = self.setup.job, self.setup.steps, self.ledger.clock
-        start, asked, of = clock(), 0, num_batches(job, steps, split, batches)
+        examples = self._examples(batches)
+        start, asked, of = clock(), 0, num_batches(job, steps, split, examples)
 
         def halt(done: int) -> bool:
             nonlocal asked
@@ -134,7 +136,7 @@ class Evaluator:
                     return None
             arguments = (job, steps, self.program, state.evaluated, state.model_state)
             try:
-                metrics = evaluate(*arguments, split, batches, halt)
+                metrics = evaluate(*arguments, split, examples, halt)
             except HaltedError:
                 return None
         seconds = clock() - start
@@ -145,11 +147,11 @@ class Evaluator:
 
     def alike(self) -> bool:
         """Whether the last evaluation reads as many batches as those during training, so that their metrics compare."""
-        job, steps, rule = self.setup.job, self.setup.steps, self.setup.job.evaluation
-        split, limit = Split.validation, self._final_batches()
-        if not rule.every or job.data.size(split) == 0 or limit == rule.batches:
+        job, rule, split = self.setup.job, self.setup.job.evaluation, Split.validation
+        last, others = self._examples(self._final_batches()), self._examples(rule.batches)
+        if not rule.every or job.data.size(split) == 0 or last == others:
             return True
-        return reads_all(job, steps, split, limit) and reads_all(job, steps, split, rule.batches)
+        return reads_all(job, split, last) and reads_all(job, split, others)
 
     def ranking(self, state: Any, interrupt: Interrupt) -> dict[str, float] | None:
         """Validation metrics for ranking checkpoints, over the batches that evaluations during training read."""
@@ -171,9 +173,8 @@ class Evaluator:
 
     def baselines(self) -> dict[str, float]:
         """Baselines of the data; none if the last evaluation reads less than the full splits that they are of."""
-        job, steps = self.setup.job, self.setup.steps
-        limit = self._final_batches()
-        if not all(reads_all(job, steps, split, limit) for split in self._held_out()):
+        job, examples = self.setup.job, self._examples(self._final_batches())
+        if not all(reads_all(job, split, examples) for split in self._held_out()):
             return {}
         return dict(job.data.baselines())
 
@@ -184,3 +185,8 @@ class Evaluator:
     def _final_batches(self) -> int:
         rule = self.setup.job.evaluation
         return rule.batches if rule.final_batches is None else rule.final_batches
+
+    def _examples(self, batches: int) -> int:
+        """Examples in so many batches of an evaluation on all devices that the job is meant for."""
+        setup = self.setup
+        return batches * (setup.steps.batch_size // (setup.meant or setup.job.layout).accumulate)

@@ -24,7 +24,7 @@ from systolic.steps.programs import jit_evaluate, jit_train
 from systolic.steps.steps import StepFunctions
 from systolic.steps.target import MeshTarget
 from systolic.training.evaluate import evaluate
-from systolic.training.feed import training
+from systolic.training.feed import evaluation_rows, training
 from systolic.training.ledger import Ledger, Spent
 from systolic.training.machine import LocalDevices
 from systolic.training.programs import CompiledStep
@@ -244,9 +244,8 @@ class _Stage:
         if split is None:
             self.say("evaluation", "none: the data has no validation or test split")
             return {}
-        metrics = evaluate(
-            job, steps, jit_evaluate(steps), state.evaluated, state.model_state, split, batches=1
-        )
+        arguments = (job, steps, jit_evaluate(steps), state.evaluated, state.model_state)
+        metrics = evaluate(*arguments, split, evaluation_rows(job, steps))
         wanted = job.evaluation.metric
         if wanted not in metrics:
             raise RunError(

@@ -4,7 +4,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import version
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from systolic.core.errors import DataError, RunError, SystolicError
 from systolic.data.fingerprint import contents_of, difference
@@ -18,12 +21,16 @@ if TYPE_CHECKING:
 EVERY = 100
 """Batches between comparisons, which copy a process's part of the batch to the host."""
 
+_LONG = 80
+"""Characters of a value from which on a message shows only where it differs."""
+
 
 def require_same_job(setup: "Setup") -> None:
     """Checks before training that processes have the same settings; otherwise each would apply its own.
 
-    Every process calls it at the same point. It covers the job's fields except the paths of its data,
-    the compiler's flags and package versions, not the code of a recipe's file.
+    Every process calls it at the same point. It covers the job's fields, the compiler's flags and package
+    versions, not the code of a recipe's file. Paths of the data may differ: a ``Path``, or text that begins
+    with ``/`` or ``~``.
 
     Raises:
         RunError: they differ; names the first setting that differs, both values and the processes.
@@ -36,38 +43,70 @@ def require_same_job(setup: "Setup") -> None:
         for name in sorted(first.keys() | answer.keys()):
             # Compared as text, since NaN is not equal to itself.
             if json.dumps(first.get(name)) != json.dumps(answer.get(name)):
+                mine, other = _told(first.get(name), answer.get(name))
                 raise RunError(
-                    f"processes 0 and {process} were given different settings: {name} is {first.get(name)!r} in process 0 and {answer.get(name)!r} in process {process}; start every process with the same options and versions"
+                    f"processes 0 and {process} were given different settings: {name} is {mine} in process 0 and {other} in process {process}; start every process with the same options and versions"
                 )
 
 
 def _settings(setup: "Setup") -> dict[str, Any]:
     found: dict[str, Any] = {name: version(name) for name in ("systolic", "jax", "jaxlib")}
     found["flags"] = " ".join(setup.flags)
-    todo: list[tuple[str, Any]] = [("", setup.job.to_json())]
+    plain = setup.job.to_json()
+    # Each process may have its data in another place; contents are compared.
+    data = msgspec.to_builtins(setup.job.data, enc_hook=_kind, order="deterministic")
+    plain["data"] = {"type": type(setup.job.data).__name__, **data}
+    todo: list[tuple[str, Any]] = [("", plain)]
     while todo:
         name, value = todo.pop()
         if isinstance(value, Mapping):
             todo += [(f"{name}.{key}".lstrip("."), part) for key, part in value.items()]
-        elif not (name.startswith("data.") and isinstance(value, str | list)):
-            # Each process may have its data in another place; contents are compared.
+        elif name.startswith("data.") and isinstance(value, list):
+            todo += [(f"{name}.{number}", part) for number, part in enumerate(value)]
+            found[f"{name}.length"] = len(value)
+        elif name.startswith("data.") and isinstance(value, str) and value[:1] in ("/", "~"):
+            found[name] = "a path"
+        else:
             found[name] = value
     return found
+
+
+def _kind(value: Any) -> str:
+    """Stands for a value that has no plain form: a path differs between machines, and so does an object's text."""
+    return "a path" if isinstance(value, PurePath) else f"of {type(value).__qualname__}"
+
+
+def _told(first: Any, other: Any) -> tuple[str, str]:
+    """Both values as text, long ones from shortly before their first difference."""
+    texts = (repr(first), repr(other))
+    if max(map(len, texts)) <= _LONG:
+        return texts
+    pairs = enumerate(zip(*texts, strict=False))
+    same = next((at for at, (mine, its) in pairs if mine != its), min(map(len, texts)))
+    start = max(same - _LONG // 4, 0)
+    shown = [
+        ("…" if start else "")
+        + text[start : start + _LONG]
+        + ("…" if len(text) > start + _LONG else "")
+        for text in texts
+    ]
+    return shown[0], shown[1]
 
 
 def require_same_data(data: Data) -> None:
     """Checks before training that processes have the same data in every split.
 
-    Every process calls it at the same point. It covers the fingerprints of :mod:`systolic.data.fingerprint`
-    and the sizes of splits; data without a fingerprint is compared by batches only.
+    Every process calls it at the same point. It covers the fingerprints of :mod:`systolic.data.fingerprint`,
+    the tokenizer and the sizes of splits; data without a fingerprint is compared by batches only.
 
     Raises:
         DataError: they differ (names the data, the difference and the processes), or a process can't read it.
     """
     if not hosts.several():
         return
-    told: dict[str, Any] = {"error": "", "sizes": {}, "contents": {}}
+    told: dict[str, Any] = {"error": "", "sizes": {}, "contents": {}, "encoding": []}
     try:
+        told["encoding"] = data.encoding()
         told["sizes"] = {split.value: data.size(split) for split in Split}
         told["contents"] = {name: asdict(one) for name, one in contents_of(data).items()}
     except SystolicError as error:
@@ -78,6 +117,11 @@ def require_same_data(data: Data) -> None:
             raise DataError(f"{answer['error']} (in process {process})")
     first = answers[0]
     for process, answer in enumerate(answers):
+        if answer["encoding"] != first["encoding"]:
+            mine, other = (", ".join(each["encoding"]) or "none" for each in (first, answer))
+            raise DataError(
+                f"processes 0 and {process} have different tokenizers: {mine} in process 0, {other} in process {process}; give every process the same tokenizer.json and tokenizer_config.json"
+            )
         for split in Split:
             name = split.value
             what = _different(first["contents"].get(name), answer["contents"].get(name))

@@ -15,7 +15,7 @@ from systolic.aot.steps import described
 from systolic.artifact.weights import Weights
 from systolic.chips.flags import compile_options, name_of, resolved
 from systolic.core.errors import DataError, OptionError, nearest
-from systolic.job import Job, Read, Split, Target
+from systolic.job import Job, Layout, Read, Split, Target
 from systolic.job.data import MASK
 from systolic.steps.mesh import slices_of
 from systolic.steps.paged_sharding import paged_target
@@ -24,6 +24,7 @@ from systolic.steps.state import TrainState
 from systolic.steps.steps import StepFunctions, wide_copy
 from systolic.steps.target import MeshTarget
 from systolic.training.expected import Expected
+from systolic.training.feed import evaluation_rows
 from systolic.training.machine import LocalDevices
 from systolic.training.programs import compiled, never
 
@@ -42,6 +43,8 @@ class Setup:
     """Forecast of the train step on these devices."""
     initial: Weights | None = None
     """Initial weights, in place of random ones."""
+    meant: Layout | None = None
+    """Layout on all devices that the job is meant for; None where they are here."""
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -72,8 +75,8 @@ class Setup:
     @property
     def abstract_evaluation(self) -> tuple[Any, Any, Any]:
         """The eval step's arguments as ShapeDtypeStructs."""
-        state, passes = self.steps.abstract_state, self.job.layout.accumulate
-        batch = self.steps.abstract_batch(self.steps.batch_size // passes)
+        state = self.steps.abstract_state
+        batch = self.steps.abstract_batch(evaluation_rows(self.job, self.steps))
         return state.evaluated, state.model_state, batch
 
     def check_metric(self) -> None:

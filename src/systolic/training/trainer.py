@@ -169,7 +169,7 @@ class Trainer:
         require_same_job(self.setup)
         require_same_data(self.job.data)
         with self.roll_call, Interrupt() as interrupt:
-            feed = training(self.job, self.steps, self.workers)
+            feed = training(self.job, self.steps, self.workers, self.setup.meant)
             try:
                 state = self._begin(feed, resume, interrupt)
                 self._await_program(interrupt)

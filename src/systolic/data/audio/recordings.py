@@ -108,6 +108,10 @@ class Recordings(Data):
         """The tokenizer of the texts."""
         return Tokenizer(path=self.tokenizer)
 
+    def encoding(self) -> Sequence[str]:
+        """Of the tokenizer."""
+        return self.get_tokenizer().about()
+
     def with_tokenizer(self, path: Path) -> "Recordings":
         """The same data with the tokenizer in a folder."""
         return replace(self, tokenizer=path)

@@ -1,7 +1,7 @@
 """Base of all text sources: the fields of a row of tokens, and a tokenizer."""
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,10 @@ class TextData(Data):
     @abstractmethod
     def get_tokenizer(self) -> "Tokenizer":
         """The tokenizer of the rows; reads no text."""
+
+    def encoding(self) -> Sequence[str]:
+        """Of the tokenizer."""
+        return self.get_tokenizer().about()
 
     def with_tokenizer(self, path: Path) -> "TextData":
         """The same data with the tokenizer in a folder; unchanged if its tokenizer is fixed."""

@@ -104,6 +104,12 @@ class Tokenizer:
         """16 hex digits of the digest of the tokenizer's file; ``bytes`` for bytes."""
         return "bytes" if self.path is None else _load(self).digest
 
+    def about(self) -> tuple[str, ...]:
+        """The digest and the special tokens of rows: equal ones make the same rows of a text."""
+        ids = {"start": self.start, "end": self.end, "mask": self.mask}
+        marks = (f"{name} {number}" for name, number in ids.items() if number is not None)
+        return (self.digest(), *marks)
+
     def file(self) -> Path | None:
         """The ``tokenizer.json`` itself, None for bytes."""
         return None if self.path is None else _file(self.path)

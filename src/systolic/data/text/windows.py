@@ -242,7 +242,7 @@ class WindowBatches:
     def set_state(self, state: bytes) -> None:
         """Moves to a saved position.
 
-        Saved by another number of hosts, an endless stream continues from the window of the position,
+        Saved by another number of readers, an endless stream continues from the window of the position,
         which is the first that any of them had not finished: a few documents may come twice, none is
         left out.
 
