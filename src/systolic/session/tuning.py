@@ -75,6 +75,8 @@ class Tuning:
             split: f"{one.files} files of {one.bytes} bytes with digest {digest([one.names, one.digest], 8)}"
             for split, one in contents_of(self.job.data).items()
         }
+        if encoding := self.job.data.encoding():
+            data["encoding"] = " ".join(encoding)
         return {**self.named, "data": data}
 
     @property
