@@ -1,6 +1,7 @@
 """A run resumes with another number of devices, and in several processes."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from systolic.artifact import Run
 from tests.training.children import RECIPE, environment, finish, start, together
 from tests.training.sessions import losses
+from tests.training.test_kept import SIZES
 
 
 def assert_close(one: Path, other: Path) -> None:
@@ -108,3 +110,31 @@ def test_a_signal_to_one_process_stops_both_at_one_step(tmp_path: Path, moment: 
     assert json.loads(last[0])["steps"] == 16
     finish(start([RECIPE, "--run", str(tmp_path / "one"), "--json"], environment(cache, 4)))
     assert_close(tmp_path / "one", run)
+
+
+@pytest.mark.slow
+def test_one_process_trains_the_text_of_two(tmp_path: Path):
+    """With the rows of both from the first step, and from a checkpoint of both."""
+    text = tmp_path / "text"
+    text.mkdir()
+    for number in range(8):
+        lines = (f"{number} {line} {'x' * (line % 60)}\n" for line in range(200))
+        (text / f"{number}.txt").write_text("".join(lines))
+    recipe = ["lm", "--path", str(text), *SIZES]
+    environ, runs = environment(tmp_path / "cache"), tmp_path / "runs"
+
+    def train(args: list[str], run: str, count: int) -> None:
+        command = [*args, "--json"] if args[0] == "--resume" else [*args, "--run", str(runs / run)]
+        if count == 1:
+            finish(start([*command, "--for-devices", "2"], environ))
+        else:
+            together(["systolic", "train", *command], environ, count)
+
+    train(recipe, "two", 2)
+    train(recipe, "one", 1)
+    assert_close(runs / "two", runs / "one")
+    shutil.copytree(runs / "two", runs / "moved")
+    train(["--resume", str(runs / "two"), "--steps", "6"], "", 2)
+    train(["--resume", str(runs / "moved"), "--steps", "6"], "", 1)
+    assert_close(runs / "two", runs / "moved")
+    assert len(losses(runs / "moved")) == 6
