@@ -101,7 +101,9 @@ def _check_setup(line: str) -> None:
     try:
         shlex.split(line)
     except ValueError as error:
-        raise OptionError(f"setup is {line!r}, which a shell does not read ({error})") from error
+        raise OptionError(
+            f"setup is {line!r}, which a shell does not read ({error}); close its quotes, or put it into a file: --setup 'source setup.sh'"
+        ) from error
 
 
 def check_slice(launch: Launch) -> None:
