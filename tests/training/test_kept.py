@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from systolic.artifact import Run
+from systolic.artifact import Run, trust
 from systolic.cli.main import main
 from systolic.core.errors import RunError
 from systolic.recipes.folder import opened
@@ -89,6 +89,8 @@ BESIDE = {
 def homes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    # Whatever the machine sets, users' Python writes bytecode.
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
 
 
 def tokenizer(file: Path, text: str) -> None:
@@ -261,6 +263,7 @@ def test_code_that_others_can_change_is_executed_when_trusted(
 
     assert main(["eval", str(run), "--trust", "--json"]) == 0
     assert ran.exists()
+    assert not list(run.rglob("*.pyc")), "it would be other code, and nobody has read it"
     assert main(["eval", str(run), "--json"]) == 0, "it is remembered"
     (run / "recipe.py").write_text(mine)
     assert main(["eval", str(run), "--json"]) == 1, "it is other code now"
@@ -323,3 +326,22 @@ def test_a_start_that_was_killed_before_its_job_was_written_leaves_the_folder_fr
     with Run.create(tmp_path / "run", {"job": {"name": "a"}}, files={"recipe.py": b"two"}) as run:
         assert run.code() == {"recipe.py": b"two"}
         assert not run.tokenizer.exists()
+
+
+def test_what_two_processes_trust_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    open_to_all = tmp_path / "run"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    sources = [{"recipe.py": b"1"}, {"recipe.py": b"2"}, {"recipe.py": b"3"}]
+    (open_to_all / "recipe.py").touch()
+    trust.require(open_to_all, sources[0], trust=True)
+    # The third is trusted between another process's look at the list and its writing.
+    look = trust._remembered
+    monkeypatch.setattr(trust, "_remembered", lambda: (look(), asked.pop()())[0])
+    asked = [lambda: None, lambda: trust.require(open_to_all, sources[2], trust=True)]
+    trust.require(open_to_all, sources[1], trust=True)
+    monkeypatch.setattr(trust, "_remembered", look)
+    for source in sources:
+        trust.require(open_to_all, source, trust=False)
+    with pytest.raises(trust.TrustError):
+        trust.require(open_to_all, {"recipe.py": b"4"}, trust=False)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from systolic.core.errors import RunError
-from systolic.core.files import write_atomically
+from systolic.core.files import cure, write_atomically
 from systolic.core.owner import others_who_write
 
 
@@ -81,7 +81,15 @@ def _remembered() -> set[str]:
 
 
 def _remember(name: str, run: Path) -> None:
-    known = _remembered()
-    if name not in known:
-        before = _file().read_text() if known else ""
-        write_atomically(_file(), f"{before}{name} {run.absolute()}\n")
+    known, line = _remembered(), f"{name} {run.absolute()}\n"
+    if not known:
+        write_atomically(_file(), line)
+    elif name not in known:
+        try:
+            # Another process may add a line at the same time.
+            with _file().open("a") as file:
+                file.write(line)
+        except OSError as error:
+            raise RunError(
+                f"{_file()} could not be written ({error.strerror}); {cure(_file(), error)}"
+            ) from error

@@ -23,6 +23,7 @@ from systolic.core.errors import NotFoundError, OptionError, RunError, nearest
 from systolic.core.ranges import check_arguments, dashed
 from systolic.job import Job, Layout
 from systolic.job.layout import RENAMED
+from systolic.recipes.folder import bytecode
 from systolic.recipes.folder.imported import is_beside, modules
 from systolic.recipes.folder.opened import OpenedFiles
 
@@ -163,8 +164,9 @@ def from_file(path: Path, name: str, target: str, beside: Path | None = None) ->
             f"{path} is not a file; give the path of a Python file as path/to/file.py:function"
         )
     module_name = f"systolic_recipe_{path.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
+    loader = bytecode.Unwritten(module_name, str(path))
+    spec = importlib.util.spec_from_loader(module_name, loader)
+    if spec is None or path.suffix != ".py":
         raise NotFoundError(f"{path} cannot be imported as Python; give a file that ends in .py")
     folder = path.resolve().parent if beside is None else beside.resolve()
     _forget(folder)
@@ -176,7 +178,7 @@ def from_file(path: Path, name: str, target: str, beside: Path | None = None) ->
     source = path.read_bytes()
     sys.modules[module_name] = module
     before = set(sys.modules)
-    _import(spec.loader, module, path, folder)
+    _import(loader, module, path, folder)
     _travel(module, set(sys.modules) - before, folder)
     functions = {
         key: value
@@ -201,8 +203,7 @@ def from_file(path: Path, name: str, target: str, beside: Path | None = None) ->
 def _import(loader: Any, module: ModuleType, path: Path, folder: Path) -> None:
     """Executes a recipe's module with its folder first on ``sys.path``, then moves it last, for imports inside functions."""
     sys.path.insert(0, str(folder))
-    # Reading a run must not write bytecode into its folder.
-    wrote, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    bytecode.write_none(folder)
     try:
         loader.exec_module(module)
     except Exception as error:
@@ -212,7 +213,6 @@ def _import(loader: Any, module: ModuleType, path: Path, folder: Path) -> None:
         ) from error
     finally:
         sys.path.remove(str(folder))
-        sys.dont_write_bytecode = wrote
     # The newest recipe's folder comes before earlier ones, and all come after installed packages.
     if str(folder) in _folders:
         _folders.remove(str(folder))
