@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -328,20 +329,16 @@ def test_a_start_that_was_killed_before_its_job_was_written_leaves_the_folder_fr
         assert not run.tokenizer.exists()
 
 
-def test_what_two_processes_trust_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    open_to_all = tmp_path / "run"
-    open_to_all.mkdir()
-    open_to_all.chmod(0o777)
-    sources = [{"recipe.py": b"1"}, {"recipe.py": b"2"}, {"recipe.py": b"3"}]
-    (open_to_all / "recipe.py").touch()
-    trust.require(open_to_all, sources[0], trust=True)
-    # The third is trusted between another process's look at the list and its writing.
-    look = trust._remembered
-    monkeypatch.setattr(trust, "_remembered", lambda: (look(), asked.pop()())[0])
-    asked = [lambda: None, lambda: trust.require(open_to_all, sources[2], trust=True)]
-    trust.require(open_to_all, sources[1], trust=True)
-    monkeypatch.setattr(trust, "_remembered", look)
+def test_what_is_trusted_at_once_is_remembered(tmp_path: Path):
+    run = tmp_path / "run"
+    run.mkdir()
+    run.chmod(0o777)
+    (run / "recipe.py").touch()
+    sources = [{"recipe.py": str(number).encode()} for number in range(80)]
+    trust.require(run, sources[0], trust=True)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda source: trust.require(run, source, trust=True), sources))
     for source in sources:
-        trust.require(open_to_all, source, trust=False)
+        trust.require(run, source, trust=False)
     with pytest.raises(trust.TrustError):
-        trust.require(open_to_all, {"recipe.py": b"4"}, trust=False)
+        trust.require(run, {"recipe.py": b"other"}, trust=False)
