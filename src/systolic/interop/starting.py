@@ -92,7 +92,8 @@ def _owned(value: jax.Array, steps: StepFunctions) -> jax.Array:
     """An array in memory of JAX's own: XLA copies what it can't donate in each first step, all weights at once."""
     if steps.target.platform != "cpu":
         return value  # a transfer to the device has made it
-    return jnp.array(value, copy=True)
+    # Waited for, else reading goes on while the array that is copied lives.
+    return jax.block_until_ready(jnp.array(value, copy=True))
 
 
 def _like(steps: StepFunctions) -> tuple[dict[str, Any], list[str]]:
@@ -137,7 +138,8 @@ def _packed(source: Source, path: str, steps: StepFunctions) -> dict[str, jax.Ar
         # Waited for, else reading runs ahead of packing.
         made = pack(value)
         parts.append(jax.block_until_ready((made.codes, made.scales)))
-        del value, piece
+        del value, piece, made
+        trim()  # what threads of the packing have freed
 
     def joined(parts: list[tuple[jax.Array, ...]]) -> tuple[jax.Array, ...]:
         if not outer:
@@ -145,6 +147,7 @@ def _packed(source: Source, path: str, steps: StepFunctions) -> dict[str, jax.Ar
         return tuple(jnp.stack(each) for each in zip(*parts, strict=True))
 
     made = jax.jit(joined, out_shardings=(codes.sharding, scales.sharding))(parts)
+    jax.block_until_ready(made)
     trim()
     return dict(zip(names, made, strict=True))
 
