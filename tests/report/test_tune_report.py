@@ -1,12 +1,13 @@
 """A study in the terminal and on its page: what chance may have chosen, and how long the rest takes."""
 
+import io
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from systolic.job import Mode
 from systolic.report.tune.page import history, render
-from systolic.report.tune.progress import line, times
+from systolic.report.tune.progress import StudyDisplay, line, times
 from systolic.report.tune.text import lines
 from systolic.tuning.objective import Aim
 from systolic.tuning.results import StudyResult, TrialRow
@@ -77,6 +78,51 @@ def test_lines_say_what_is_left() -> None:
     assert "time      1 m 00 s of all trials" in told
     cost = "$3.00 on the slice for steps alone, as forecast; start-up, evaluations and repeats"
     assert any(cost in each for each in told)
+
+
+def test_the_best_of_a_long_front_come_first_and_the_rest_are_counted() -> None:
+    """Each has one right example more than the last and costs more; the same settings again are one."""
+    found = study(range(160, 175))
+    rows = [
+        replace(row, figures={**row.figures, "dollars": float(row.number)}) for row in found.rows
+    ]
+    rows.append(replace(rows[-1], number=15))
+    aims = [*found.aims, Aim(name="dollars", mode=Mode.min)]
+    found = replace(found, rows=rows, aims=aims, total=16)
+    assert [row.number for row in found.front] == list(range(14, -1, -1))
+    told = [one.plain for one in lines(found)]
+    assert "15 trials that no other beats in every objective" in told
+    (first,) = [place for place, each in enumerate(told) if each.startswith("front")]
+    assert told[first].startswith("front     trial 14: accuracy 97.2 %, dollars $14.00")
+    assert told[first + 12].strip() == "and 3 more, on the page"
+
+
+def test_the_same_settings_again_are_no_other_ones() -> None:
+    found = study((178, 178, 177, 100))
+    again = [replace(row, values={"batch": 16}) for row in found.rows[:2]]
+    assert replace(found, rows=[*again, *found.rows[2:]]).near == 1
+
+
+def test_what_is_left_is_of_the_search_alone() -> None:
+    """The repeats that follow have a clock of their own."""
+    told = io.StringIO()
+    with StudyDisplay(told, then="repeats", environ={}) as view:
+        found = study((160,))
+        view.see(replace(found, rows=()))
+        view.see(found)
+        assert told.getvalue().splitlines()[-1].endswith(" left before the repeats  <- best so far")
+        view.begin("repeats")
+        view.see(replace(found, rows=()))
+        view.see(found)
+        assert told.getvalue().splitlines()[-1].endswith(" left  <- best so far")
+
+
+def test_dollars_of_a_search_without_a_slice_are_not_known() -> None:
+    found = study()
+    assert found.to_json()["dollars"] == 3.0
+    unpriced = replace(found, rows=[replace(row, dollars=None) for row in found.rows])
+    assert unpriced.to_json()["dollars"] is None
+    assert not any("cost" in one.plain for one in lines(unpriced))
 
 
 def test_bad_results_stretch_no_axis() -> None:

@@ -24,7 +24,8 @@ from systolic.session.trials import BEGUN, TrialWatcher, TrialWorker
 from systolic.session.tuning import Tuning, with_values
 from systolic.session.tuning_processes import DEATHS, Processes
 from systolic.tuning import sampling
-from systolic.tuning.results import StudyResult, importance, rows_of
+from systolic.tuning.importance import importance
+from systolic.tuning.results import StudyResult, rows_of
 from systolic.tuning.worker import this_worker
 from tests.report.run.test_page import Page
 
@@ -48,7 +49,7 @@ def work(made: Tuning) -> StudyResult:
         total=made.trials,
         searched=made.searched,
         aims=made.aims,
-        importance=importance(shared, made.aims, len(made.searched)),
+        importance=importance(shared, made.aims, made.searched),
         stopped=worker.stopped,
     )
 
@@ -205,7 +206,9 @@ def test_a_stopped_trial_goes_on_where_it_was(
     (row,) = result.rows
     assert (result.stopped, row.state) == ("interrupted", "waiting")
     values = row.values
-    assert 0 < load_run(Path(row.run)).step < 16
+    before = load_run(Path(row.run))
+    assert 0 < before.step < 16
+    assert (row.step, row.seconds) == (before.step, before.seconds)
     # The batch that stopped it was read ahead, and is read again.
     monkeypatch.setattr("os.kill", lambda *_: None)
     result = work(made)

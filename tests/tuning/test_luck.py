@@ -24,28 +24,47 @@ from systolic.tuning.worker import this_worker
 ACCURACY, LOSS = Aim(name="accuracy", mode=Mode.max), Aim(name="loss", mode=Mode.min)
 
 
+def told(aim: Aim, best: Sequence[float], default: Sequence[float]) -> Repeated:
+    return Repeated(trial=3, seeds=len(best), aim=aim, best=best, default=default)
+
+
 def test_a_gain_is_told_from_luck() -> None:
-    clear = Repeated(
-        trial=3, seeds=3, aim=ACCURACY, best=(0.97, 0.98, 0.975), default=(0.9, 0.91, 0.905)
-    )
+    # By hand: gains 0.06, 0.08, 0.07 have mean 0.07 and deviation 0.01, so that t is 12.12 with 2 degrees of freedom.
+    clear = told(ACCURACY, (0.97, 0.98, 0.975), (0.91, 0.90, 0.905))
     assert clear.gain == pytest.approx(0.07)
+    assert clear.chance == pytest.approx(0.00674, abs=1e-5)
     assert "larger than the luck" in clear.sentence
-    noisy = Repeated(
-        trial=3, seeds=3, aim=ACCURACY, best=(0.97, 0.80, 0.9), default=(0.9, 0.91, 0.85)
-    )
-    assert "no larger than the luck" in noisy.sentence
-    worse = Repeated(trial=3, seeds=2, aim=LOSS, best=(2.0, 2.01), default=(1.0, 1.01))
+    assert clear.to_json()["best"]["mean"] == pytest.approx(0.975)
+    noisy = told(ACCURACY, (0.97, 0.80, 0.9), (0.9, 0.91, 0.85))
+    assert noisy.sentence.startswith("no verdict: the best settings are better")
+    assert "3 seeds cannot tell from luck (p 0.96); give --repeats 6 or more" in noisy.sentence
+    worse = told(LOSS, (2.0, 2.01, 2.02), (1.0, 1.02, 1.01))
     assert worse.gain == pytest.approx(-1.0)
     assert "the default settings are better" in worse.sentence
-    same = Repeated(trial=3, seeds=2, aim=LOSS, best=(1.0, 1.0), default=(1.0, 1.0))
+
+
+def test_both_settings_have_the_same_seeds() -> None:
+    """A seed moves both far more than the settings do; t is 7 by hand, and 0.29 without the pairs."""
+    paired = told(ACCURACY, (0.70, 0.80, 0.90), (0.68, 0.77, 0.88))
+    assert paired.chance == pytest.approx(0.0198, abs=1e-4)
+    assert "larger than the luck" in paired.sentence
+
+
+def test_the_same_difference_with_each_seed_is_judged_by_its_sign() -> None:
+    same = told(LOSS, (1.0, 1.0), (1.0, 1.0))
     assert (same.gain, same.chance) == (0.0, 1.0)
-    flat = Repeated(trial=3, seeds=2, aim=ACCURACY, best=(0.92, 0.92), default=(0.9, 0.9))
-    assert flat.chance == pytest.approx(1 / 3)  # of six ways to divide four values
-    assert flat.sentence.startswith("no verdict: the difference to the default settings is 0.02")
-    more = Repeated(trial=3, seeds=4, aim=ACCURACY, best=(0.92,) * 4, default=(0.9,) * 4)
-    assert more.chance == pytest.approx(2 / 70)
+    assert same.sentence == "the default settings do as well with each of 2 seeds"
+    # Equal shares of 179 examples but for rounding.
+    even = told(ACCURACY, (171 / 179, 173 / 179, 170 / 179), (170 / 179, 172 / 179, 169 / 179))
+    assert even.chance == 0.25
+    assert even.sentence.startswith("no verdict")
+    more = told(ACCURACY, (0.92,) * 6, (0.9,) * 6)
+    assert more.chance == pytest.approx(2 / 64)
     assert "larger than the luck" in more.sentence
-    assert clear.to_json()["best"]["mean"] == pytest.approx(0.975)
+    # As often better as worse: a spread, and no difference.
+    both = told(LOSS, (1.0, 1.2), (1.2, 1.0))
+    assert both.chance == pytest.approx(1.0)
+    assert both.sentence.startswith("no verdict")
 
 
 def results(*losses: float | None) -> StudyResult:

@@ -8,6 +8,7 @@ import sys
 import threading
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,15 @@ import pytest
 
 pytest.importorskip("optuna")
 
-from optuna.distributions import FloatDistribution
 from optuna.trial import create_trial
 
 from systolic.artifact.access import is_held
 from systolic.core.errors import DataError, OptionError
 from systolic.job import Mode
 from systolic.tuning import sampling
+from systolic.tuning.importance import ENOUGH, importance
 from systolic.tuning.objective import Aim
-from systolic.tuning.results import ENOUGH, importance, rows_of
+from systolic.tuning.results import rows_of
 from systolic.tuning.search import Searched
 from systolic.tuning.study import SharedStudy, address
 from systolic.tuning.worker import is_gone, this_worker
@@ -234,31 +235,112 @@ def test_every_sampler_draws_the_same_whichever_process_asks(
         assert sorted(drawn[0]) == [(i, k) for i in range(1, 5) for k in (1, 2)]
 
 
+def answered(
+    shared: SharedStudy,
+    aims: Sequence[Aim],
+    searched: Sequence[Searched],
+    settings: Sequence[Any],
+    values: Sequence[float],
+) -> dict[str, float]:
+    """What importance says of a study with these results, and after the last but one."""
+    found = []
+    for number, (each, value) in enumerate(zip(settings, values, strict=True)):
+        if number == len(settings) - 1:
+            found.append(importance(shared, aims, searched))
+        shared.study.add_trial(
+            create_trial(
+                params=dict(zip([one.name for one in searched], each, strict=True)),
+                distributions={one.name: one.distribution for one in searched},
+                values=[value, 1.0][: len(aims)],
+            )
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found.append(importance(shared, aims, searched))
+    assert found[0] == {}
+    return found[1]
+
+
 def test_the_same_options_matter_beside_a_second_objective(tmp_path: Path) -> None:
-    """One option decides how good the good trials are, the other how bad the bad ones: only the first matters to the best."""
+    """One option decides how good the good trials are, the other whether one is far worse than the others: only the first matters to the best."""
     chance, found = random.Random(0), []
     accuracy, seconds = Aim(name="accuracy", mode=Mode.max), Aim(name="seconds", mode=Mode.min)
-    values = [(chance.random(), chance.random()) for _ in range(40)]
-    space = {"a": FloatDistribution(0, 1), "b": FloatDistribution(0, 1)}
+    settings = [(chance.random(), chance.random()) for _ in range(ENOUGH)]
+    values = [0.9 + 0.09 * (1 - abs(a - 0.5) * 2) - 0.6 * (b > 0.85) for a, b in settings]
+    searched = [Searched(name=name, spec="0..1", low=0, high=1) for name in "ab"]
     for aims in ((accuracy,), (accuracy, seconds)):
         where = address(None, tmp_path, f"s{len(aims)}")
         shared = SharedStudy(where, {}, [one.direction for one in aims])
-        for number, (a, b) in enumerate(values):
-            if number == ENOUGH - 1:
-                assert importance(shared, aims, 2) == {}
-            good = 0.9 + 0.09 * (1 - abs(a - 0.5) * 2) - 0.6 * (b > 0.8)
-            shared.study.add_trial(
-                create_trial(
-                    params={"a": a, "b": b},
-                    distributions=space,
-                    values=[good, 1.0][: len(aims)],
-                )
-            )
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            found.append(importance(shared, aims, 2))
+        found.append(answered(shared, aims, searched, settings, values))
     assert found[0] == found[1]
     assert found[0]["a"] > found[0]["b"]
+    assert sum(found[0].values()) == pytest.approx(1)
+
+
+def test_the_same_settings_again_do_not_matter_more(tmp_path: Path) -> None:
+    """All settings of a search over choices, of which the first decides, and the good ones trained again and again."""
+    aim = Aim(name="loss", mode=Mode.min)
+    searched = [
+        Searched(name="a", spec="", choices={"1": 1, "2": 2, "3": 3}),
+        Searched(name="b", spec="", choices={"x": "x", "y": "y", "z": "z", "w": "w"}),
+    ]
+    every = [(a, b) for b in ("x", "y", "z", "w") for a in (3, 2, 1)]
+    noise = [0.003 * (7 * place % 5) for place in range(len(every))]
+    values = [0.1 * a + more for (a, _), more in zip(every, noise, strict=True)]
+    # The best one is drawn thirty times more.
+    settings = [*every[:-1], *[(1, "z")] * 30, every[-1]]
+    shared = SharedStudy(address(None, tmp_path, "s"), {}, ["minimize"])
+    found = answered(
+        shared, [aim], searched, settings, [*values[:-1], *[values[8]] * 30, values[-1]]
+    )
+    assert found["a"] > 0.9
+
+
+@pytest.mark.parametrize("name", [sampling.Sampler.tpe, sampling.Sampler.random])
+@pytest.mark.parametrize("kind", [sampling.Pruner.none, sampling.Pruner.hyperband])
+def test_no_settings_are_drawn_twice_while_there_are_others(
+    name: sampling.Sampler, kind: sampling.Pruner, tmp_path: Path
+) -> None:
+    """One of twelve settings is much better, which draws a sampler to it."""
+    searched = [LAYERS, Searched(name="width", spec="", low=0.1, high=0.3, step=0.1)]
+    assert sampling.check(name, searched, 1) == 12
+    shared, found = study(tmp_path), []
+    pruner = sampling.pruner(kind, 5, 40)
+    while (record := shared.claim(13, this_worker())) is not None:
+        sampler = sampling.build(name, searched, 3, record.number)
+        trial = shared.drawn(record, sampler, pruner)
+        found.append(tuple(one.suggest(trial) for one in searched))
+        best = found[-1] == found[0]
+        if record.number == 4:  # says nothing about its settings, which are free again
+            shared.fail(trial, this_worker(), "the disk is full")
+        else:
+            assert shared.finish(trial, this_worker(), [0.0 if best else 1.0], "")
+    told = [each for number, each in enumerate(found) if number != 4]
+    assert len(set(told)) == 12
+    assert found[4] in told
+    # One more than there are: any will do.
+    extra = shared.claim(14, this_worker())
+    trial = shared.drawn(extra, sampling.build(name, searched, 3, 13), pruner)
+    assert tuple(one.suggest(trial) for one in searched) in told
+
+
+def test_an_interrupted_trial_costs_what_it_made(tmp_path: Path) -> None:
+    shared = study(tmp_path)
+    record = shared.claim(2, this_worker())
+    shared.note(record._trial_id, dollars=4.0)
+    assert shared.grant(record, 4.0, 10.0, 2) == 10.0
+    other = shared.claim(2, "elsewhere/1/0")
+    # While it runs, the whole of it is spoken for.
+    assert shared.grant(other, 1.0, 10.0, 2) == 6.0
+    shared.note(record._trial_id, share=0.25, steps=5, seconds=3.0)
+    assert shared.release(record._trial_id, this_worker())
+    assert shared.grant(other, 1.0, 10.0, 2) == 9.0
+    aims = [Aim(name="loss", mode=Mode.min)]
+    row = rows_of(shared, 2, [LEARNED], aims, tmp_path)[0]
+    assert (row.state, row.dollars, row.seconds, row.step) == ("waiting", 1.0, 3.0, 5)
+    again = shared.claim(2, this_worker())
+    assert again.number == 0
+    assert shared.grant(other, 1.0, 10.0, 2) == 6.0
 
 
 def test_a_file_that_is_no_study_is_refused(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ class TuneOptions:
 
     Args:
         search: An option of the recipe with its values: optimizer.learning-rate=log:1e-4..1e-2, model.layers=4,6,8. Once for each option.
-        trials: Trials of the whole study; by default 20, of a grid every combination.
+        trials: Trials of the whole study; by default 20, of a grid every combination. No more than there are different settings: none is trained twice.
         sampler: How the next trial is chosen: tpe, random, grid or cmaes.
         pruner: What stops trials early by their evaluations: hyperband, median or none. By default median where the recipe evaluates during training and there is one objective.
         objective: A metric of the validation, or seconds, dollars or parameters, as accuracy or max:top5; by default the recipe's own metric. Several, once for each, make a Pareto front; the first metric decides the best trial.
@@ -153,7 +153,12 @@ def tune(tuning: "Tuning", asked: Request[TuneOptions], args: Sequence[str]) -> 
     )
 
     options = asked.verb
-    with StudyDisplay(sys.stderr) as view:
+    again = "repeats" if options.repeats else ""
+    with StudyDisplay(sys.stderr, then=again) as view:
+        if options.trials is not None and options.trials > tuning.trials:
+            view.tell(
+                f"the search has {tuning.trials} different settings, fewer than --trials {options.trials}; each is trained once"
+            )
 
         def processes(of: "Tuning", *words: str) -> Processes:
             return Processes(
@@ -173,9 +178,9 @@ def tune(tuning: "Tuning", asked: Request[TuneOptions], args: Sequence[str]) -> 
         # Before the repeats, which may fail.
         page = _written(tuning, result)
         if options.repeats and best is not None and result.finished == result.total:
-            again = tuning.repeating(search.shared, best.number, options.repeats)
-            repeats = processes(again, REPEATS_OF, str(best.number))
-            view.begin("repeats")
+            repeating = tuning.repeating(search.shared, best.number, options.repeats)
+            repeats = processes(repeating, REPEATS_OF, str(best.number))
+            view.begin(again)
             told = repeated(result, repeats.run())
             interrupted = interrupted or repeats.interrupted
             result = replace(result, repeats=told.to_json())

@@ -23,6 +23,13 @@ def gibibytes(num_bytes: float) -> str:
     return f"{num_bytes / GIB:.2f} GiB"
 
 
+def dollars(usd: float) -> str:
+    """Dollars as ``$1,040``, ``$12.30`` or ``$0.0042``: without cents from a hundred on, small ones with two digits."""
+    if usd >= 100:
+        return f"${usd:,.0f}"
+    return f"${usd:.2f}" if usd >= 0.1 or usd <= 0 else f"${usd:.2g}"
+
+
 def duration(seconds: float) -> str:
     """Seconds as ``340 ms``, ``12.3 s``, ``4 m 05 s``, ``3 h 20 m`` or ``2 d 4 h``."""
     if seconds < 0.9995:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from systolic.chips import Slice
 from systolic.core.errors import OptionError
-from systolic.core.units import duration
+from systolic.core.units import dollars, duration
 from systolic.forecasting.cost import bill_of
 from systolic.planning.objective import Objective, PriceTerm
 
@@ -100,11 +100,6 @@ class Goal:
             "budget_usd": self.budget_usd,
             "price": self.price.value,
         }
-
-
-def dollars(usd: float) -> str:
-    """``$1,040``; cents below a hundred dollars."""
-    return f"${usd:,.0f}" if usd >= 100 else f"${usd:.2f}"
 
 
 def hourly(on: Slice, price: PriceTerm) -> float | None:

@@ -22,6 +22,7 @@ from systolic.core.errors import (
     is_out_of_memory,
 )
 from systolic.core.leave import remembered
+from systolic.core.units import dollars
 from systolic.job import Job, Precision, Split
 from systolic.planning.goal import HOUR, hourly
 from systolic.session.forecast import forecast_step
@@ -277,7 +278,7 @@ class TrialWorker:
         left = self.shared.grant(record, known["dollars"], budget, self.tuning.trials)
         if known["dollars"] > left:
             raise OverBudgetError(
-                f"the next trial costs ${known['dollars']:,.2f} and ${max(left, 0):,.2f} of ${budget:,.2f} are left"
+                f"the next trial costs {dollars(known['dollars'])} and {dollars(max(left, 0))} of {dollars(budget)} are left"
             )
 
     def _train(self, source: JobSource, run: Path, watcher: "TrialWatcher") -> TrainResult:
@@ -303,12 +304,13 @@ class TrialWorker:
         summary = whole(result)
         if not shared.owns(trial._trial_id, worker):
             return self._give_up(trial.number)
-        if summary["interrupted"] and not watcher.reason:
-            shared.note(trial._trial_id, begun=(summary["steps"], 0))
-            shared.release(trial._trial_id, this_worker())
-            raise StoppedTrialError
         share = summary["steps"] / watcher.last
         taken = {name: summary[name] for name in ("seconds", "steps")}
+        if summary["interrupted"] and not watcher.reason:
+            # What it cost so far, which counts if it never goes on.
+            shared.note(trial._trial_id, begun=(summary["steps"], 0), share=share, **taken)
+            shared.release(trial._trial_id, this_worker())
+            raise StoppedTrialError
         shared.note(trial._trial_id, share=share, **taken)
         if watcher.reason:
             shared.finish(trial, worker, None, watcher.reason)

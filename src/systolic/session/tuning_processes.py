@@ -11,8 +11,9 @@ from pathlib import Path
 from systolic.core.errors import OptionError, RunError
 from systolic.core.leave import remembered
 from systolic.session.tuning import Tuning
+from systolic.tuning.importance import importance
 from systolic.tuning.luck import Repeated
-from systolic.tuning.results import StudyResult, importance, rows_of
+from systolic.tuning.results import StudyResult, rows_of
 from systolic.tuning.study import SharedStudy
 
 POLL_SECONDS = 0.2
@@ -61,13 +62,13 @@ class Processes:
             OptionError: a worker found that the command is wrong.
             RunError: a worker failed.
         """
-        before = self.result()
+        before = self.result(weighed=False)
         if before.finished > self.tuning.trials:
             self.tell(
                 f"{before.finished} trials of the study have ended, more than --trials {self.tuning.trials}; give a larger number to go on"
             )
         if before.finished >= before.total:
-            return before
+            return self.result()
         running: dict[int, subprocess.Popen[bytes]] = {}
         with remembered(self._asked):
             try:
@@ -80,8 +81,8 @@ class Processes:
                     each.wait()
         return self.result()
 
-    def result(self) -> StudyResult:
-        """What the study has now."""
+    def result(self, *, weighed: bool = True) -> StudyResult:
+        """What the study has now; the importance of its options takes a second."""
         tuning = self.tuning
         rows = rows_of(self.shared, tuning.trials, tuning.searched, tuning.aims, tuning.runs)
         return StudyResult(
@@ -91,7 +92,7 @@ class Processes:
             total=max(tuning.trials, len(rows)),
             searched=tuning.searched,
             aims=tuning.aims,
-            importance=importance(self.shared, tuning.aims, len(tuning.searched)),
+            importance=importance(self.shared, tuning.aims, tuning.searched) if weighed else {},
             stopped=self.stopped,
         )
 
@@ -130,7 +131,7 @@ class Processes:
         self._look()
 
     def _look(self) -> None:
-        found = self.result()
+        found = self.result(weighed=False)
         progress = found.finished + sum(row.step + row.resumed for row in found.rows)
         if progress > self._progress:
             self._progress, self._deaths = progress, 0

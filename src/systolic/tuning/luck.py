@@ -1,6 +1,5 @@
 """Luck or gain: the best settings and the defaults, each trained with several seeds that no trial was chosen by."""
 
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,8 +12,10 @@ LUCK = 0.05
 """Probability of as large a difference between equal settings, below which it counts as a gain."""
 
 
-FEWEST = 4
-"""Seeds from which values without spread tell a gain: 2 of 70 ways to divide eight values are as far apart."""
+FEWEST = 6
+"""Seeds from which the same difference with each tells a gain: it has one sign by chance in 2 of 64 cases."""
+SPREAD = 1e-9
+"""Spread of differences, as a share of the values, that is rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,7 @@ class Repeated:
     seeds: int
     """Of both settings."""
     best: Sequence[float]
+    """By seed, and so are those of the default settings."""
     default: Sequence[float]
     failure: str = ""
     """Why a seed has no result, of the first that has none."""
@@ -37,24 +39,36 @@ class Repeated:
         return len(self.best) == len(self.default) == self.seeds
 
     @property
-    def is_flat(self) -> bool:
+    def gains(self) -> list[float]:
+        """Difference with each seed, positive where the best settings are better."""
+        sign = -1 if self.aim.mode is Mode.min else 1
+        return [sign * (one - other) for one, other in zip(self.best, self.default, strict=True)]
+
+    @property
+    def is_even(self) -> bool:
+        """Whether each seed makes the same difference."""
+        values = [*self.best, *self.default]
+        return max(self.gains) - min(self.gains) <= SPREAD * max(map(abs, values))
+
+    @property
+    def is_same(self) -> bool:
         """Whether no seed makes a difference."""
-        return len(set(self.best)) == len(set(self.default)) == 1
+        values = [*self.best, *self.default]
+        return self.is_even and abs(self.gain) <= SPREAD * max(map(abs, values))
 
     @property
     def gain(self) -> float:
-        """Difference of the means, positive where the best settings are better."""
-        difference = statistics.fmean(self.best) - statistics.fmean(self.default)
-        return -difference if self.aim.mode is Mode.min else difference
+        """Mean of the differences."""
+        return statistics.fmean(self.gains)
 
     @property
     def chance(self) -> float:
-        """Probability of as large a difference between equal settings: Welch's t-test, two-sided; a permutation test where it has no spread."""
-        if self.is_flat:
-            return 1.0 if self.gain == 0 else 2 / math.comb(2 * self.seeds, self.seeds)
-        from scipy.stats import ttest_ind
+        """Probability of as large a difference between equal settings: paired t-test, two-sided, since both are trained with the same seeds; a test of signs where the differences have no spread."""
+        if self.is_even:
+            return 1.0 if self.is_same else 2.0 ** (1 - self.seeds)
+        from scipy.stats import ttest_rel
 
-        return float(ttest_ind(self.best, self.default, equal_var=False).pvalue)
+        return float(ttest_rel(self.best, self.default).pvalue)
 
     @property
     def sentence(self) -> str:
@@ -63,15 +77,14 @@ class Repeated:
             counts = [self.seeds - len(values) for values in (self.best, self.default)]
             return f"no verdict: {counts[0]} of {self.seeds} seeds of the best settings and {counts[1]} of the default ones have no result ({self.failure})"
         chance = self.chance
-        of = (
-            f"{abs(self.gain):.3g} in {self.aim.name} over {self.seeds} seeds each (p {chance:.2g})"
-        )
-        if self.is_flat and self.gain and chance >= LUCK:
-            return f"no verdict: the difference to the default settings is {of}, and as many equal values are too few to tell a seed's luck; give --repeats {FEWEST}"
+        of = f"{abs(self.gain):.3g} in {self.aim.name}"
+        if self.is_same:
+            return f"the default settings do as well with each of {self.seeds} seeds"
         if chance >= LUCK:
-            return (
-                f"the difference to the default settings is {of}, no larger than the luck of a seed"
-            )
+            more = f"; give --repeats {FEWEST} or more" if self.seeds < FEWEST else ""
+            side = "better" if self.gain > 0 else "worse"
+            return f"no verdict: the best settings are {side} than the default ones by {of}, which {self.seeds} seeds cannot tell from luck (p {chance:.2g}){more}"
+        of += f" over the same {self.seeds} seeds (p {chance:.2g})"
         if self.gain < 0:
             return f"the default settings are better by {of}: the best trial was lucky"
         return f"the gain over the default settings is {of}, larger than the luck of a seed"

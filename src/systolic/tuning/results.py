@@ -1,20 +1,15 @@
-"""Results of a study: its trials as rows, the best of them, and which option mattered."""
+"""Results of a study: its trials as rows, and the best of them."""
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from systolic.job import Mode
-from systolic.tuning.engine import optuna, settled
 from systolic.tuning.objective import Aim
 from systolic.tuning.search import Searched
 from systolic.tuning.study import SharedStudy
-
-ENOUGH = 30
-"""Results from which importances say something: with 20, one search of ten puts an option without any effect first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +53,7 @@ class StudyResult:
     searched: Sequence[Searched]
     aims: Sequence[Aim]
     importance: Mapping[str, float]
-    """Option to its weight in telling the best results from the others, of 1 in all; empty for too few results."""
+    """Option to its share in the spread of the results, of 1 in all; empty for too few results."""
     command: str = ""
     """Trains the best at full size; empty without a trial that has a result."""
     stopped: str = ""
@@ -74,19 +69,27 @@ class StudyResult:
         return [row for row in self.rows if row.is_done]
 
     @property
+    def different(self) -> list[TrialRow]:
+        """Trials with a result, of equal settings the earliest."""
+        found: dict[tuple[Any, ...], TrialRow] = {}
+        for row in self.done:
+            found.setdefault(tuple(sorted(row.values.items())) or (row.number,), row)
+        return list(found.values())
+
+    @property
     def finished(self) -> int:
         """Trials that have ended in any way."""
         return sum(row.state not in ("running", "waiting") for row in self.rows)
 
     @property
     def front(self) -> list[TrialRow]:
-        """Trials that no other beats in every objective, by the first one; of one objective the best."""
-        done = self.done
+        """Trials that no other beats in every objective, the best by the first one first, and of equal settings the earliest; of one objective the best."""
+        done = self.different
         if len(self.aims) == 1:
             return [best] if (best := self.best) is not None else []
         kept = [row for row in done if not any(self._beats(other, row) for other in done)]
-        name = self.aims[0].name
-        return sorted(kept, key=lambda row: row.figures[name])
+        name, is_max = self.aims[0].name, self.aims[0].mode is Mode.max
+        return sorted(kept, key=lambda row: row.figures[name], reverse=is_max)
 
     @property
     def best(self) -> TrialRow | None:
@@ -99,14 +102,20 @@ class StudyResult:
 
     @property
     def near(self) -> int:
-        """Trials beside the best one whose result is within one example of its."""
+        """Other settings than the best whose result is within one example of its."""
         best, name = self.best, self.aims[0].name
         if best is None or not self.examples:
             return 0
         # More than one, since the shares are rounded.
         most = 1.5 / self.examples
-        gaps = [abs(row.figures[name] - best.figures[name]) for row in self.done]
+        gaps = [abs(row.figures[name] - best.figures[name]) for row in self.different]
         return sum(gap < most for gap in gaps) - 1
+
+    @property
+    def dollars(self) -> float | None:
+        """Forecast price of all steps that were made; None where no trial has one."""
+        known = [row.dollars for row in self.rows if row.dollars is not None]
+        return sum(known) if known else None
 
     def best_so_far(self) -> list[tuple[int, float]]:
         """(trial, best value until then) by the first objective, for each trial that has a result."""
@@ -137,7 +146,7 @@ class StudyResult:
             "best": None if best is None else asdict(best),
             "front": [row.number for row in self.front],
             "importance": dict(self.importance),
-            "dollars": sum(row.dollars or 0.0 for row in self.rows),
+            "dollars": self.dollars,
             "command": self.command or None,
             "stopped": self.stopped or None,
             "repeats": self.repeats,
@@ -166,7 +175,8 @@ def _row(one: Any, searched: Sequence[Searched], aims: Sequence[Aim], folder: Pa
         figures = {aim.name: value for aim, value in zip(aims, one.values, strict=True)}
     elif last and math.isfinite(one.intermediate_values[last]):
         figures = {aims[0].name: one.intermediate_values[last]}
-    share = kept.get("share", 1.0)
+    # What was made before it was interrupted; while it runs, as far as it may come.
+    share = 1.0 if one.state.name == "RUNNING" else kept.get("share", 1.0)
     dollars, run = kept.get("dollars"), folder / f"{one.number:04d}"
     return TrialRow(
         number=one.number,
@@ -174,7 +184,7 @@ def _row(one: Any, searched: Sequence[Searched], aims: Sequence[Aim], folder: Pa
         values=values,
         figures=figures,
         reason=kept.get("reason", ""),
-        step=kept.get("steps", last),
+        step=max(kept.get("steps", 0), last),
         resumed=kept.get("begun", (0, 0))[0],
         seconds=kept.get("seconds"),
         dollars=None if dollars is None or _never_ran(one) else dollars * share,
@@ -184,7 +194,8 @@ def _row(one: Any, searched: Sequence[Searched], aims: Sequence[Aim], folder: Pa
 
 
 def _never_ran(one: Any) -> bool:
-    return one.state.name == "WAITING" or one.user_attrs.get("reason", "").startswith("refused")
+    waits = one.state.name == "WAITING" and "share" not in one.user_attrs
+    return waits or one.user_attrs.get("reason", "").startswith("refused")
 
 
 def _state(one: Any) -> str:
@@ -194,21 +205,3 @@ def _state(one: Any) -> str:
         return first if first in ("refused", "failed") else "stopped early"
     names = {"COMPLETE": "done", "FAIL": "failed", "RUNNING": "running", "WAITING": "waiting"}
     return names[one.state.name]
-
-
-def importance(shared: SharedStudy, aims: Sequence[Aim], num_options: int) -> dict[str, float]:
-    """Weight of each option in telling the best tenth by the first objective from the others (PED-ANOVA); empty where too few trials are done."""
-    states = optuna().trial.TrialState
-    done = shared.study.get_trials(deepcopy=False, states=(states.COMPLETE,))
-    if len(done) < ENOUGH or num_options < 2:
-        return {}
-    # The evaluator takes the lower values of a target for the better ones.
-    sign = 1 if aims[0].mode is Mode.min else -1
-    if len({one.values[0] for one in done}) < 2:
-        return {}
-    with settled(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        found = optuna().importance.get_param_importances(
-            shared.study, target=lambda trial: sign * trial.values[0]
-        )
-    return {name: float(share) for name, share in found.items() if math.isfinite(share)}

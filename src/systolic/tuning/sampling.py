@@ -1,16 +1,20 @@
 """Samplers and pruners by name: Optuna's own."""
 
 import enum
-from collections.abc import Sequence
+import math
+import random
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from systolic.core.digest import digest
 from systolic.core.errors import OptionError
 from systolic.tuning.engine import optuna, settled
-from systolic.tuning.search import Searched
+from systolic.tuning.search import Searched, combinations
 
 STARTS = 5
 """Trials that are never stopped early by the median."""
+DRAWS = 16
+"""Times that settings are drawn which another trial has, before they are drawn at random."""
 REDUCTION = 3
 """Hyperband: one of so many trials goes on from a rung."""
 
@@ -36,16 +40,13 @@ class Pruner(enum.Enum):
 
 
 def check(sampler: Sampler, searched: Sequence[Searched], num_aims: int) -> int | None:
-    """Checks a sampler against the search; the number of combinations of a grid, else None.
+    """Checks a sampler against the search; the most trials that it has different settings for, None for no limit.
 
     Raises:
         OptionError: the sampler does not take such a search.
     """
     if sampler is Sampler.grid:
-        total = 1
-        for one in searched:
-            total *= len(one.grid())
-        return total
+        return math.prod(len(one.grid()) for one in searched)
     if sampler is Sampler.cmaes:
         if num_aims > 1:
             raise OptionError("--sampler cmaes takes one objective; use tpe, or leave one out")
@@ -53,7 +54,8 @@ def check(sampler: Sampler, searched: Sequence[Searched], num_aims: int) -> int 
             raise OptionError(
                 "--sampler cmaes takes two ranges of numbers or more; use tpe, or search another range"
             )
-    return None
+        return None
+    return combinations(searched)
 
 
 def build(sampler: Sampler, searched: Sequence[Searched], seed: int, number: int) -> Any:
@@ -66,7 +68,10 @@ def build(sampler: Sampler, searched: Sequence[Searched], seed: int, number: int
         number: Of the trial: two processes must not draw the same.
     """
     with settled():
-        return RoundingSampler(_built(sampler, searched, seed, number), searched)
+        made = _built(sampler, searched, seed, number)
+        if sampler in (Sampler.tpe, Sampler.random) and combinations(searched):
+            return DistinctSampler(made, searched, random.Random(f"{seed} {number}"))
+        return RoundingSampler(made, searched)
 
 
 def _built(sampler: Sampler, searched: Sequence[Searched], seed: int, number: int) -> Any:
@@ -111,6 +116,62 @@ class RoundingSampler:
 
     def _as_trained(self, name: str, value: Any) -> Any:
         return self._options[name].shown(value) if name in self._options else value
+
+
+class DistinctSampler(RoundingSampler):
+    """Sampler of a finite search that draws no settings twice: the same job again tells nothing.
+
+    All options are drawn together, again where another trial has the same, and at random where the sampler knows no others.
+    Two processes that draw at the same moment may draw the same.
+
+    Args:
+        sampler: Optuna's.
+        searched: The options, each with its number of values.
+        source: Of settings at random.
+    """
+
+    def __init__(self, sampler: Any, searched: Sequence[Searched], source: random.Random) -> None:
+        super().__init__(sampler, searched)
+        self._source = source
+        self._inner_space = sampler.infer_relative_search_space
+        self.infer_relative_search_space = self._space
+
+    def _space(self, _study: Any, _trial: Any) -> dict[str, Any]:
+        return {name: one.distribution for name, one in self._options.items()}
+
+    def sample_relative(self, study: Any, trial: Any, space: Any) -> dict[str, Any]:
+        """Settings that no other trial has, as long as there are any."""
+        tried = self._tried(study, trial.number)
+        total = combinations(list(self._options.values())) or 0
+        own = self._inner_space(study, trial)
+        for _ in range(DRAWS):
+            drawn = super().sample_relative(study, trial, own)
+            for name, distribution in space.items():
+                if name not in drawn:
+                    drawn[name] = self.sample_independent(study, trial, name, distribution)
+            if len(tried) >= total or self._key(drawn) not in tried:
+                return drawn
+        while True:
+            drawn = {
+                name: one.at(self._source.randrange(one.count or 1))
+                for name, one in self._options.items()
+            }
+            if self._key(drawn) not in tried:
+                return drawn
+
+    def _tried(self, study: Any, number: int) -> set[tuple[Any, ...]]:
+        """Settings of other trials but those that ended for a reason that says nothing about them."""
+        fail = optuna().trial.TrialState.FAIL
+        return {
+            self._key(one.params)
+            # Not the study's own, which under Hyperband are those of one bracket.
+            for one in study._storage.get_all_trials(study._study_id, deepcopy=False)
+            if one.number != number and one.state is not fail
+            if set(self._options) <= set(one.params)
+        }
+
+    def _key(self, settings: Mapping[str, Any]) -> tuple[Any, ...]:
+        return tuple(one.shown(settings[name]) for name, one in self._options.items())
 
 
 def pruner(name: Pruner, every: int, steps: int) -> Any:

@@ -11,6 +11,7 @@ from decimal import Decimal
 from typing import Any
 
 from systolic.core.errors import OptionError
+from systolic.tuning.engine import optuna
 
 FORMS = "a range as 1..8, 128..512:64 or log:1e-4..1e-2, or choices as 4,6,8"
 DIGITS = 4
@@ -57,6 +58,17 @@ class Searched:
             for word, value in self.choices.items()
         )
 
+    @property
+    def distribution(self) -> Any:
+        """As Optuna has it."""
+        kinds = optuna().distributions
+        if self.choices is not None:
+            return kinds.CategoricalDistribution(list(self.words))
+        if self.whole:
+            low, high = int(self.low), int(self.high)
+            return kinds.IntDistribution(low, high, step=int(self.step or 1), log=self.log)
+        return kinds.FloatDistribution(self.low, self.high, step=self.step, log=self.log)
+
     def suggest(self, trial: Any) -> Any:
         """The option's value in a trial; Optuna draws it once and keeps it."""
         if self.choices is not None:
@@ -99,6 +111,21 @@ class Searched:
         values = [self.low + step * place for place in range(count)]
         return [int(value) if self.whole else self.rounded(value) for value in values]
 
+    @property
+    def count(self) -> int | None:
+        """Number of its values; None for a range without steps."""
+        if self.choices is not None:
+            return len(self.choices)
+        if self.whole and self.step is None:
+            return int(self.high) - int(self.low) + 1
+        return None if self.step is None else len(self.grid())
+
+    def at(self, place: int) -> Value:
+        """The value at a place among :attr:`count`."""
+        if self.whole and self.step is None:
+            return int(self.low) + place
+        return self.grid()[place]
+
     def place(self, value: Any) -> float:
         """Where a value lies between the first (0) and the last (1) of this option."""
         if self.choices is not None:
@@ -120,6 +147,13 @@ class Searched:
 def _places(value: float) -> int:
     """Digits after the point at which a number has :data:`DIGITS` of them."""
     return DIGITS - 1 - math.floor(math.log10(abs(value))) if value else 0
+
+
+def combinations(searched: Sequence[Searched]) -> int | None:
+    """Number of different settings; None where an option is a range without steps, or nothing is searched."""
+    counts = [one.count for one in searched]
+    known = [count for count in counts if count is not None]
+    return math.prod(known) if known and len(known) == len(counts) else None
 
 
 def parse(given: Sequence[str], typed: Typed) -> list[Searched]:

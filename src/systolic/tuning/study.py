@@ -300,10 +300,13 @@ def _keep(connection: Any, trial_id: int, key: str, value: Any) -> None:
 
 
 def _spent(one: Any) -> float:
-    """Dollars of a trial that has ended, or that runs and was let begin."""
-    kept = one.user_attrs
-    begun = one.state.name == "RUNNING" and (GRANTED in kept or "begun" in kept)
-    return kept.get("dollars", 0.0) * kept.get("share", 1.0) * (one.state.is_finished() or begun)
+    """Dollars of a trial: of the steps that it made, and of all while it runs and was let begin."""
+    kept, state = one.user_attrs, one.state.name
+    if state == "RUNNING":
+        share = float(GRANTED in kept or "begun" in kept)
+    else:
+        share = kept.get("share", 0.0 if state == "WAITING" else 1.0)
+    return kept.get("dollars", 0.0) * share
 
 
 def _storage(where: StudyAddress, beat_seconds: int, stale_seconds: int) -> Any:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from systolic.core.units import GIB, duration, si
+from systolic.core.units import GIB, dollars, duration, si
 from systolic.job import Layout
 from systolic.planning.candidate import Candidate
-from systolic.planning.goal import days, dollars
+from systolic.planning.goal import days
 from systolic.planning.objective import Objective, PriceTerm
 from systolic.planning.plan import CompileDepth, Plan, SearchStop, Trial, reason_of
 from systolic.planning.space import RefusalRule, Refused

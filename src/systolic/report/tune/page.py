@@ -1,18 +1,18 @@
 """HTML page of a study: best so far, importance of each option, parallel coordinates, every trial with its run."""
 
 import os
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from systolic.core.files import write_atomically
-from systolic.job import Mode
+from systolic.core.units import dollars
 from systolic.report import curves, figures
 from systolic.report.curves import PlotAxis
 from systolic.report.pages import Tile, fill
 from systolic.report.tune import readings
+from systolic.tuning.importance import usual
 from systolic.tuning.objective import Aim
 from systolic.tuning.results import StudyResult, TrialRow
 from systolic.tuning.search import Searched
@@ -20,10 +20,6 @@ from systolic.tuning.search import Searched
 NAME = "report.html"
 PAD = 0.06
 """Margin of an axis of values beyond the outermost, as a share."""
-FENCE = 1.5
-"""Quartile distances beyond the quartiles after which a result stretches no axis."""
-FEWEST = 8
-"""Results from which there are such."""
 MOST_ROWS = 500
 """Rows of the table; the last ones are kept."""
 TONES = 5
@@ -99,8 +95,7 @@ def render(study: StudyResult, folder: Path) -> str:
         "label": figures.label,
         # An objective has a column of its own.
         "timed": all(aim.name != "seconds" for aim in study.aims),
-        "priced": readings.spent(study) is not None
-        and all(aim.name != "dollars" for aim in study.aims),
+        "priced": study.dollars is not None and all(aim.name != "dollars" for aim in study.aims),
         "rows": [_table_row(study, row, folder) for row in study.rows[-MOST_ROWS:]],
         "hidden": max(len(study.rows) - MOST_ROWS, 0),
     }
@@ -128,10 +123,9 @@ def tiles(study: StudyResult) -> list[Tile]:
     )
     seconds = sum(row.seconds or 0.0 for row in study.rows)
     found.append(Tile(label="time of all trials", value=figures.seconds(seconds)))
-    spent = readings.spent(study)
-    if spent is not None:
+    if study.dollars is not None:
         found.append(
-            Tile(label="cost", value=readings.dollars(spent), small="for steps alone, as forecast")
+            Tile(label="cost", value=dollars(study.dollars), small="for steps alone, as forecast")
         )
     return found
 
@@ -161,17 +155,6 @@ def history(study: StudyResult) -> TrialChart | None:
         y_name=figures.label(aim.name),
         beyond=sum(not y.low <= value <= y.high for value in done),
     )
-
-
-def usual(values: Sequence[float], mode: Mode) -> list[float]:
-    """Values without those far worse than the others: beyond Tukey's fence, 1.5 quartile distances from the worse quartile."""
-    if len(values) < FEWEST:
-        return list(values)
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    reach = FENCE * (high - low)
-    if mode is Mode.max:
-        return [value for value in values if value >= low - reach]
-    return [value for value in values if value <= high + reach]
 
 
 def front(study: StudyResult) -> list[TrialChart]:
@@ -289,7 +272,7 @@ def _table_row(study: StudyResult, row: TrialRow, folder: Path) -> dict[str, Any
         ],
         "figures": [readings.figure(aim.name, row.figures.get(aim.name)) for aim in study.aims],
         "seconds": figures.seconds(row.seconds),
-        "dollars": figures.MISSING if row.dollars is None else readings.dollars(row.dollars),
+        "dollars": figures.MISSING if row.dollars is None else dollars(row.dollars),
         "link": report if row.run and (folder / report).is_file() else "",
         "run": inside,
     }

@@ -22,13 +22,25 @@ BAR = 24
 
 
 class StudyDisplay(LiveArea):
-    """Context that shows a search; its :meth:`see` takes what the study has."""
+    """Context that shows a search; its :meth:`see` takes what the study has.
+
+    Args:
+        stream: Where it is drawn.
+        then: Another study that follows, whose time is not part of what is left.
+        environ: Variables that say what the stream is; this process's own by default.
+        width: Columns; the terminal's by default.
+    """
 
     def __init__(
-        self, stream: TextIO, *, environ: Mapping[str, str] | None = None, width: int | None = None
+        self,
+        stream: TextIO,
+        *,
+        then: str = "",
+        environ: Mapping[str, str] | None = None,
+        width: int | None = None,
     ) -> None:
         super().__init__(stream, environ=environ, width=width)
-        self._stream, self._began = stream, time.monotonic()
+        self._stream, self._began, self._then = stream, time.monotonic(), then
         self._told: set[int] | None = None
         self._before = 0
 
@@ -39,7 +51,8 @@ class StudyDisplay(LiveArea):
             self._told, self._before = set(ended), len(ended)
             if ended:
                 terminal.say(self._stream, f"{study.name} goes on: {readings.counted(study)}")
-        spent = times(study, time.monotonic() - self._began, len(ended) - self._before)
+        seconds = time.monotonic() - self._began
+        spent = times(study, seconds, len(ended) - self._before, self._then)
         if self.drawn:
             self.draw(drawing(study, spent))
             return
@@ -49,7 +62,7 @@ class StudyDisplay(LiveArea):
 
     def begin(self, what: str) -> None:
         """Shows another study from now on."""
-        self._told = None
+        self._told, self._began, self._then = None, time.monotonic(), ""
         if not self.drawn:
             terminal.say(self._stream, what)
 
@@ -58,12 +71,13 @@ class StudyDisplay(LiveArea):
         print(f"systolic: {text}", file=sys.stderr, flush=True)
 
 
-def times(study: StudyResult, seconds: float, ended: int) -> str:
-    """Time since the start, and what is left at the pace of the trials that have ended since: ``3 m 05 s, about 14 m left``."""
+def times(study: StudyResult, seconds: float, ended: int, then: str = "") -> str:
+    """Time since the start, and what is left at the pace of the trials that have ended since: ``3 m 05 s, about 14 m left before the repeats``."""
     left = study.total - study.finished
     if not ended or left < 1:
         return duration(seconds)
-    return f"{duration(seconds)}, about {duration(seconds / ended * left)} left"
+    before = f" before the {then}" if then else ""
+    return f"{duration(seconds)}, about {duration(seconds / ended * left)} left{before}"
 
 
 def line(study: StudyResult, row: TrialRow, spent: str) -> str:

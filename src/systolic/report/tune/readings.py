@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from typing import Any
 
-from systolic.core.units import si
+from systolic.core.units import dollars, si
 from systolic.report import figures
 from systolic.report.verdict import Tone, Verdict
 from systolic.tuning.results import StudyResult, TrialRow
@@ -29,11 +29,6 @@ def figure(name: str, value: float | None) -> str:
     if name == "parameters":
         return si(value)
     return figures.metric(name, value)
-
-
-def dollars(value: float) -> str:
-    """Dollars, small ones with the digits that they need."""
-    return f"${value:,.2f}" if value >= 1 or not value else f"${value:.2g}"
 
 
 def objectives(study: StudyResult, row: TrialRow) -> str:
@@ -83,12 +78,6 @@ def luck(study: StudyResult) -> str:
         return ""
     others = figures.plural(study.near, "other")
     return f"within one example of {others}, of {study.examples} in the validation; --repeats 5 tells gain from luck"
-
-
-def spent(study: StudyResult) -> float | None:
-    """Dollars of all trials on the slice; None without a forecast."""
-    known = [row.dollars for row in study.rows if row.dollars is not None]
-    return sum(known) if known else None
 
 
 def value_text(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from rich.text import Text
 
+from systolic.core.units import dollars
 from systolic.report import figures
 from systolic.report.printing import print_lines
 from systolic.report.tune import readings
@@ -29,6 +30,8 @@ def lines(study: StudyResult) -> list[Text]:
                 f"trial {row.number}: {readings.objectives(study, row)}; {readings.settings(row)}"
             )
             found.append(_row("" if place else "front", text))
+        if len(study.front) > FRONT:
+            found.append(_row("", f"and {len(study.front) - FRONT} more, on the page"))
     if study.importance:
         shares = (f"{name} {figures.percent(one)}" for name, one in study.importance.items())
         found.append(_row("matters", ", ".join(shares)))
@@ -37,9 +40,8 @@ def lines(study: StudyResult) -> list[Text]:
     seconds = sum(row.seconds or 0.0 for row in study.rows)
     if seconds:
         found.append(_row("time", f"{figures.seconds(seconds)} of all trials"))
-    spent = readings.spent(study)
-    if spent is not None:
-        cost = f"{readings.dollars(spent)} on the slice for steps alone, as forecast; start-up, evaluations and repeats are not counted"
+    if study.dollars is not None:
+        cost = f"{dollars(study.dollars)} on the slice for steps alone, as forecast; start-up, evaluations and repeats are not counted"
         found.append(_row("cost", cost))
     if study.command:
         found.append(_row("train it", study.command))
