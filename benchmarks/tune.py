@@ -21,11 +21,13 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+RATE_AND_DECAY = [
+    "--search=optimizer.learning-rate=log:1e-5..1e-1",
+    "--search=optimizer.weight-decay=log:1e-3..1",
+]
 SEARCH = {
-    "digits": [
-        "--search=optimizer.learning-rate=log:1e-5..1e-1",
-        "--search=optimizer.weight-decay=log:1e-3..1",
-    ],
+    "digits": RATE_AND_DECAY,
+    "digits-loss": RATE_AND_DECAY,
     "bytes": [
         "--search=optimizer.learning-rate=log:1e-4..3e-1",
         "--search=optimizer.adam-learning-rate=log:1e-5..1e-1",
@@ -33,16 +35,22 @@ SEARCH = {
 }
 WORDS = {
     "digits": ["--steps=150", "--evaluation.every=30"],
+    "digits-loss": ["--steps=150", "--evaluation.every=30", "--objective=loss"],
     "bytes": [
         *("--steps=40", "--evaluation.every=10", "--evaluation.batches=8", "--batch=8"),
         *("--model.layers=1", "--model.d-model=64", "--model.d-ff=128", "--model.heads=1"),
         *("--model.kv-heads=1", "--model.ngrams=0", "--evaluation.final-batches=8"),
     ],
 }
-TRIALS = {"digits": 12, "bytes": 10}
+TRIALS = {"digits": 12, "digits-loss": 40, "bytes": 10}
 ENDED = ("done", "stopped early")
 KILLS, WORKERS, COMMANDS = 10, 4, 2
 """A command has no more workers than the machine has cores."""
+
+
+def searched(name: str) -> list[str]:
+    """Words of a search; its recipe is the name before the first dash."""
+    return [name.partition("-")[0], *WORDS[name], *SEARCH[name]]
 
 
 def tuned(recipe: str, way: str, seed: int, folder: Path) -> dict[str, Any]:
@@ -51,7 +59,7 @@ def tuned(recipe: str, way: str, seed: int, folder: Path) -> dict[str, Any]:
     from systolic.session import trials
     from systolic.tuning.results import rows_of
 
-    line = [recipe, *WORDS[recipe], *SEARCH[recipe], f"--study={folder}", f"--sampler-seed={seed}"]
+    line = [*searched(recipe), f"--study={folder}", f"--sampler-seed={seed}"]
     line += [f"--trials={TRIALS[recipe]}", f"--sampler={'random' if way == 'random' else 'tpe'}"]
     line += ["--pruner=none"] if way == "random" else ["--pruner=median"]
     tuning, training, reporting = tuning_of(line)[0], [], []
@@ -92,7 +100,7 @@ def by_hand(recipe: str, seed: int, folder: Path) -> dict[str, Any]:
 
     from systolic.cli.tune import tuning_of
 
-    tuning = tuning_of([recipe, *WORDS[recipe], *SEARCH[recipe], f"--study={folder / 'x'}"])[0]
+    tuning = tuning_of([*searched(recipe), f"--study={folder / 'x'}"])[0]
     aim, training = tuning.aims[0], []
     from systolic.session.training import Audience, SessionOptions, start
 
@@ -145,7 +153,7 @@ def kills(recipe: str, out: Path, seed: int) -> None:
     chance, killed = random.Random(seed), 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "s"
-        line = [sys.executable, "-m", "systolic", "tune", recipe, *WORDS[recipe], *SEARCH[recipe]]
+        line = [sys.executable, "-m", "systolic", "tune", *searched(recipe)]
         line += ["--checkpoints.every=10", f"--study={folder}", f"--trials={TRIALS[recipe]}"]
         began = time.perf_counter()
         said = [Path(name) / f"{number}.txt" for number in range(COMMANDS)]
