@@ -67,8 +67,13 @@ def tuned(recipe: str, way: str, seed: int, folder: Path) -> dict[str, Any]:
     trials.TrialWatcher.see = timed(trials.TrialWatcher.see, reporting)
     began = time.perf_counter()
     with closing(tuning.open()) as shared:
+        worker = trials.TrialWorker(tuning=tuning, shared=shared)
+        # Once in a process: imports, JAX's start, and the shapes of an evaluation.
+        worker._check_metrics()
+        worker._check_precision()
         opened = time.perf_counter() - began
-        trials.TrialWorker(tuning=tuning, shared=shared).work()
+        trials.TrialWorker._check_metrics = lambda _: None
+        worker.work()
         rows = rows_of(shared, tuning.trials, tuning.searched, tuning.aims, tuning.runs)
     seconds = time.perf_counter() - began
     name = tuning.aims[0].name

@@ -256,11 +256,12 @@ class SharedStudy:
     # Results
 
     def note(self, trial_id: int, **values: Any) -> None:
-        """Keeps attributes of a trial that runs."""
-        # Another worker may have taken it over and ended it.
-        with contextlib.suppress(optuna().exceptions.UpdateFinishedTrialError):
-            for name, value in values.items():
-                self._storage.set_trial_user_attr(trial_id, name, value)
+        """Keeps attributes of a trial that runs, in one transaction; another worker may have taken it over and ended it."""
+        there = "SELECT 1 FROM trials WHERE trial_id=:trial AND state IN ('RUNNING', 'WAITING')"
+        with self._storage.engine.begin() as connection:
+            if connection.execute(sqlalchemy().text(there), {"trial": trial_id}).all():
+                for name, value in values.items():
+                    _keep(connection, trial_id, name, value)
 
     def finish(self, trial: Any, worker: str, values: Sequence[float] | None, reason: str) -> bool:
         """Ends a trial once, with its values, or stopped early without them; False where it is no longer this worker's."""
