@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import resource
 import shutil
 from collections.abc import Sequence
 from contextlib import closing
@@ -194,6 +195,27 @@ def test_a_trial_that_is_stopped_early_is_an_interrupted_run(
     watcher.see(record | {"step": 8, "metrics": {"loss": 1.0}})  # it ends by itself
     watcher.see(record | {"step": 6, "split": "test", "metrics": {"loss": 1.0}})
     assert judge.reported == []
+
+
+def test_a_trial_that_a_full_disk_stops_waits_and_goes_on(tmp_path: Path) -> None:
+    """Files end at 400 kB: the study still fits, a checkpoint doesn't."""
+    folder, before = tmp_path / "study", resource.getrlimit(resource.RLIMIT_FSIZE)
+    made = tuning(folder, RATES, "--trials=2", "--width=65536")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, before[1]))
+    try:
+        with pytest.raises(RunError) as caught:
+            work(made)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert str(caught.value) == (
+        f"trial 0 could not be saved (File too large) and waits; free space in {folder} and rerun: it goes on"
+    )
+    shared = made.open()
+    (row,) = rows_of(shared, 2, made.searched, made.aims, made.runs)
+    assert row.state == "waiting"
+    again = work(made)
+    assert [one.state for one in again.rows] == ["done", "done"]
+    assert again.rows[0].values == row.values
 
 
 def test_a_stopped_trial_goes_on_where_it_was(

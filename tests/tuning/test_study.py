@@ -3,12 +3,14 @@
 import os
 import random
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
 import warnings
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ pytest.importorskip("optuna")
 from optuna.trial import create_trial
 
 from systolic.artifact.access import is_held
-from systolic.core.errors import DataError, OptionError
+from systolic.core.errors import DataError, OptionError, RunError
 from systolic.job import Mode
 from systolic.tuning import sampling
 from systolic.tuning.importance import ENOUGH, importance
@@ -345,8 +347,58 @@ def test_an_interrupted_trial_costs_what_it_made(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_study_is_refused(tmp_path: Path) -> None:
     (tmp_path / "study.db").write_text("a text that is long enough to be no database at all\n" * 90)
-    with pytest.raises(DataError, match="holds no study"):
+    with pytest.raises(DataError, match=r"is damaged .file is not a database"):
         study(tmp_path)
+
+
+def test_a_file_of_another_program_is_refused_and_left_alone(tmp_path: Path) -> None:
+    file = tmp_path / "study.db"
+    with closing(sqlite3.connect(file)) as connection:
+        connection.execute("CREATE TABLE bank (account)")
+        connection.commit()
+    before = file.read_bytes()
+    with pytest.raises(DataError, match=r"has tables of another program .bank.; restore it"):
+        study(tmp_path)
+    assert file.read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["study.db"]
+
+
+def test_a_study_whose_pages_are_damaged_is_told(tmp_path: Path) -> None:
+    study(tmp_path).close()
+    file = tmp_path / "study.db"
+    damaged = bytearray(file.read_bytes())
+    damaged[4096 * 3 : 4096 * 12] = b"\xff" * 4096 * 9
+    file.write_bytes(damaged)
+    with pytest.raises(DataError, match=r"is damaged .*malformed"):
+        study(tmp_path)
+
+
+def filled(folder: Path) -> None:
+    """A study that grows to 5 MB."""
+    with closing(study(folder)) as shared, shared.reported():
+        for number in range(100):
+            record = shared.claim(100, this_worker())
+            shared.note(record._trial_id, text="x" * 1000 * number)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a small disk")
+def test_a_full_disk_is_told_and_the_study_goes_on(tmp_path: Path) -> None:
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=160k", "none", tmp_path], capture_output=True
+    )
+    if made.returncode:
+        pytest.skip(f"no disk can be mounted here: {made.stderr.decode().strip()}")
+    try:
+        with pytest.raises(RunError, match=r"disk is full.; free space and rerun"):
+            filled(tmp_path)
+        subprocess.run(["mount", "-o", "remount,size=10m", tmp_path], check=True)
+        shared = study(tmp_path)
+        trials = shared.trials(100)
+        assert [one.number for one in trials] == list(range(len(trials)))
+        assert shared.claim(100, this_worker()) is not None
+        shared.close()
+    finally:
+        subprocess.run(["umount", "--lazy", tmp_path], check=True)
 
 
 def test_a_study_of_something_else_is_refused(tmp_path: Path) -> None:

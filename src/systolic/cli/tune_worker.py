@@ -22,7 +22,8 @@ def work(words: list[str]) -> int:
             tuning = tuning.repeating(searched, number, asked.verb.repeats)
     with closing(tuning.open()) as shared:
         worker = TrialWorker(tuning=tuning, shared=shared, tell=print)
-        worker.work()
+        with shared.reported():
+            worker.work()
     if not worker.stopped:
         return 0
     print(f"{LINE}{worker.stopped}", file=sys.stderr)

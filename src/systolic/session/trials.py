@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from systolic.artifact import failure
 from systolic.artifact.access import is_held
 from systolic.artifact.metrics import number
 from systolic.artifact.record import load_run
@@ -98,7 +99,9 @@ class TrialWorker:
                     self.stopped = str(over)
                     return
                 except BaseException:
-                    self.shared.release(record._trial_id, this_worker())
+                    # Where that fails, on a full disk, the next command sees that this process is gone.
+                    with contextlib.suppress(Exception):
+                        self.shared.release(record._trial_id, this_worker())
                     raise
                 failed = [*failed, reason] if reason else []
                 if len(failed) >= FAILURES:
@@ -170,6 +173,10 @@ class TrialWorker:
             try:
                 result = self._train(source, tuning.run(number), watcher)
             except SystolicError as error:
+                if failure.is_full(error):
+                    raise RunError(
+                        f"trial {number} could not be saved ({failure.reason(error)}) and waits; free space in {tuning.folder} and rerun: it goes on"
+                    ) from error
                 self._note_taken(trial, watcher.last)
                 if watcher.started:
                     shared.finish(trial, worker, None, f"failed: {error}")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from systolic.core.errors import OptionError, RunError
+from systolic.core.files import cure
 from systolic.core.leave import remembered
 from systolic.session.tuning import Tuning
 from systolic.tuning.importance import importance
@@ -98,8 +99,14 @@ class Processes:
 
     def _start(self, number: int) -> subprocess.Popen[bytes]:
         log = self._log(number)
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as out:
+        try:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            out = log.open("ab")
+        except OSError as error:
+            raise RunError(
+                f"{log} could not be written ({error.strerror}); {cure(log, error)}"
+            ) from error
+        with out:
             # A group of its own: Ctrl-C reaches this process, which asks the workers to stop.
             return subprocess.Popen(
                 self.command,

@@ -34,6 +34,11 @@ _OWNED = (
     "(SELECT value_json FROM trial_user_attributes WHERE trial_id=:trial AND key=:key), '\"\"')"
 )
 """Whether a trial runs in a worker; the name "" stands for none."""
+OWN = {"studies", "alembic_version", "version_info"}
+"""Tables that a file of Optuna has from its first moment on."""
+DAMAGED = ("malformed", "not a database")
+"""Words of SQLite on a damaged file."""
+_ELSE = "restore it from a copy, or give --study another folder (and --storage, where it is given, another database)"
 BEATS = 4
 """Heartbeats in the time after which a trial without any is taken over."""
 
@@ -135,6 +140,15 @@ class SharedStudy:
         """Closes the connections to the storage."""
         self._storage.remove_session()
         self._storage.engine.dispose()
+
+    def reported(self) -> contextlib.AbstractContextManager[None]:
+        """Context that reports in one line a storage that can't be reached or written.
+
+        Raises:
+            RunError: the storage can't be reached or written.
+            DataError: it is damaged.
+        """
+        return _reported(self.where)
 
     @property
     def study(self) -> Any:
@@ -316,7 +330,8 @@ def _storage(where: StudyAddress, beat_seconds: int, stale_seconds: int) -> Any:
     if where.url.startswith("sqlite"):
         arguments = {"connect_args": {"timeout": BUSY_SECONDS}}
     times = {"heartbeat_interval": beat_seconds, "grace_period": stale_seconds}
-    with _reported(where), settled():
+    with _driven(where), _reported(where), settled():
+        _check_own(where)
         try:
             storage = made(where.url, engine_kwargs=arguments, **times)
         except (sqlalchemy().exc.ProgrammingError, sqlalchemy().exc.IntegrityError):
@@ -336,8 +351,8 @@ def _log_ahead(connection: Any, _: Any) -> None:
 
 
 @contextlib.contextmanager
-def _reported(where: StudyAddress) -> Generator[None]:
-    """Reports in one line a storage that can't be reached or that is no study's."""
+def _driven(where: StudyAddress) -> Generator[None]:
+    """Reports in one line a driver that is missing."""
     try:
         yield
     except ImportError as error:
@@ -348,16 +363,51 @@ def _reported(where: StudyAddress) -> Generator[None]:
         raise OptionError(
             f"the storage {where.shown} needs the Python package {driver}, which is not installed; install it, or use postgresql or sqlite"
         ) from error
-    except (sqlalchemy().exc.OperationalError, optuna().exceptions.StorageInternalError) as error:
+
+
+@contextlib.contextmanager
+def _reported(where: StudyAddress) -> Generator[None]:
+    """Reports in one line a storage that can't be reached or written, or that is no study's."""
+    try:
+        yield
+    except (sqlalchemy().exc.DatabaseError, optuna().exceptions.StorageInternalError) as error:
         cause = error.__cause__ or error
         reason = (str(cause).splitlines() or [type(cause).__name__])[0]
-        raise RunError(
-            f"the storage {where.shown} does not answer ({reason}); start the database, or check --storage"
-        ) from error
-    except sqlalchemy().exc.DatabaseError as error:
+        if any(words in reason for words in DAMAGED):
+            raise DataError(f"the storage {where.shown} is damaged ({reason}); {_ELSE}") from error
+        if "disk is full" in reason:
+            raise RunError(
+                f"the storage {where.shown} could not be written ({reason}); free space and rerun: the study goes on"
+            ) from error
+        if isinstance(
+            cause, sqlalchemy().exc.OperationalError | optuna().exceptions.StorageInternalError
+        ):
+            raise RunError(
+                f"the storage {where.shown} does not answer ({reason}); start the database, or check --storage"
+            ) from error
         raise DataError(
-            f"the storage {where.shown} holds no study of this version of Optuna; restore it from a copy, or give --study another folder (and --storage, where it is given, another database)"
+            f"the storage {where.shown} holds no study of this version of Optuna; {_ELSE}"
         ) from error
+
+
+def _check_own(where: StudyAddress) -> None:
+    """Checks that a file is not another program's: its tables would be mixed with those of studies.
+
+    Raises:
+        DataError: it is.
+    """
+    database = sqlalchemy().engine.make_url(where.url).database
+    if not where.url.startswith("sqlite") or not database or not Path(database).is_file():
+        return
+    engine = sqlalchemy().create_engine(where.url)
+    try:
+        tables = sqlalchemy().inspect(engine).get_table_names()
+    finally:
+        engine.dispose()
+    if tables and not OWN & set(tables):
+        raise DataError(
+            f"the storage {where.shown} has tables of another program ({', '.join(tables[:3])}); {_ELSE}"
+        )
 
 
 def _different(had: Any, has: Any) -> tuple[str, str]:
