@@ -170,7 +170,6 @@ from pathlib import Path
 from systolic.tuning import sampling
 from systolic.tuning.study import SharedStudy, address
 from systolic.tuning.worker import this_worker
-from systolic.tuning.worker import this_worker
 
 shared = SharedStudy(address(sys.argv[1], Path(), "claims"), {}, ["minimize"], 4)
 while (record := shared.claim(int(sys.argv[2]), this_worker())) is not None:
@@ -180,6 +179,58 @@ while (record := shared.claim(int(sys.argv[2]), this_worker())) is not None:
     assert shared.finish(trial, this_worker(), [1.0], "")
     print(record.number, flush=True)
 """
+
+
+OPENS = """
+import sys
+from pathlib import Path
+from systolic.tuning.engine import optuna, sqlalchemy
+from systolic.tuning.study import SharedStudy, address
+
+optuna(), sqlalchemy()
+print("ready", flush=True)
+sys.stdin.readline()
+for number in range(5):
+    folder = Path(sys.argv[1]) / str(number)
+    storage = sys.argv[2] if len(sys.argv) > 2 else None
+    storage = storage and storage.replace("/postgres?", f"/study{number}?")
+    SharedStudy(address(storage, folder, "s"), {"recipe": "r"}, ["minimize"]).close()
+"""
+
+
+def open_together(folder: Path, *storage: str) -> None:
+    """Four processes make five studies, each all at once."""
+    for number in range(5):
+        (folder / str(number)).mkdir()
+    line = [sys.executable, "-c", OPENS, folder, *storage]
+    pipe = subprocess.PIPE
+    running = [
+        subprocess.Popen(line, stdin=pipe, stdout=pipe, stderr=pipe, text=True) for _ in range(4)
+    ]
+    for each in running:
+        assert each.stdout is not None
+        assert each.stdout.readline() == "ready\n"
+    for each in running:
+        assert each.stdin is not None
+        each.stdin.write("go\n")
+        each.stdin.flush()
+    told = [each.communicate()[1] for each in running]
+    assert [each.returncode for each in running] == [0] * 4, told
+
+
+@pytest.mark.slow
+def test_processes_that_make_a_study_at_once_all_get_it(tmp_path: Path) -> None:
+    open_together(tmp_path)
+
+
+@pytest.mark.slow
+def test_processes_that_make_tables_at_once_all_get_them(database: str, tmp_path: Path) -> None:
+    import psycopg
+
+    with psycopg.connect(database, autocommit=True) as connection:
+        for number in range(5):
+            connection.execute(f"CREATE DATABASE study{number}")
+    open_together(tmp_path, database)
 
 
 @pytest.mark.slow

@@ -36,6 +36,10 @@ _OWNED = (
 """Whether a trial runs in a worker; the name "" stands for none."""
 OWN = {"studies", "alembic_version", "version_info"}
 """Tables that a file of Optuna has from its first moment on."""
+MAKING = ("already exists", "UNIQUE constraint", "duplicate key", "no such table", "does not exist")
+"""Words of databases on tables that another process makes at this moment."""
+OPENED = 10
+"""Times that a storage is opened while another process makes its tables."""
 DAMAGED = ("malformed", "not a database")
 """Words of SQLite on a damaged file."""
 _ELSE = "restore it from a copy, or give --study another folder (and --storage, where it is given, another database)"
@@ -332,12 +336,15 @@ def _storage(where: StudyAddress, beat_seconds: int, stale_seconds: int) -> Any:
     times = {"heartbeat_interval": beat_seconds, "grace_period": stale_seconds}
     with _driven(where), _reported(where), settled():
         _check_own(where)
-        try:
-            storage = made(where.url, engine_kwargs=arguments, **times)
-        except (sqlalchemy().exc.ProgrammingError, sqlalchemy().exc.IntegrityError):
-            # Another process made the tables at this moment.
-            time.sleep(1.0)
-            storage = made(where.url, engine_kwargs=arguments, **times)
+        for tries in reversed(range(OPENED)):
+            try:
+                storage = made(where.url, engine_kwargs=arguments, **times)
+                break
+            except sqlalchemy().exc.DatabaseError as error:
+                # Another process makes the tables at this moment.
+                if not tries or not any(words in str(error) for words in MAKING):
+                    raise
+                time.sleep(0.5)
         if where.url.startswith("sqlite"):
             sqlalchemy().event.listen(storage.engine, "connect", _log_ahead)
             storage.engine.dispose()
