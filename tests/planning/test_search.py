@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from systolic.chips import slice
 from systolic.core.errors import RunError
 from systolic.core.origin import Origin
 from systolic.forecasting import Forecast
@@ -180,6 +181,11 @@ def test_the_json_has_the_published_names() -> None:
     times = [one["total"]["seconds"] for one in plain["candidates"]]
     assert times == sorted(times)
     assert plain["best"] == plain["candidates"][0]
+    for one in plain["candidates"]:
+        usd, region, as_of = slice(one["slice"]).rate("on_demand")
+        total = one["total"]
+        assert (total["price_region"], total["price_as_of"]) == (region, as_of) != ("", "")
+        assert total["usd"] == pytest.approx(usd * total["seconds"] / 3600)
     assert {"slice", "layout", "reason"} <= set(plain["rejected"][0])
 
 

@@ -118,8 +118,15 @@ def test_what_is_left_is_of_the_search_alone() -> None:
 
 
 def test_dollars_of_a_search_without_a_slice_are_not_known() -> None:
-    found = study()
-    assert found.to_json()["dollars"] == 3.0
+    found = replace(study(), price_region="us-central1", price_as_of="2026")
+    plain = found.to_json()
+    assert [plain[name] for name in ("dollars", "price_region", "price_as_of")] == [
+        3.0,
+        "us-central1",
+        "2026",
+    ]
+    (cost,) = [one.plain for one in lines(found) if one.plain.startswith("cost")]
+    assert cost.startswith("cost      $3.00 (us-central1, 2026) on the slice for steps alone")
     unpriced = replace(found, rows=[replace(row, dollars=None) for row in found.rows])
     assert unpriced.to_json()["dollars"] is None
     assert not any("cost" in one.plain for one in lines(unpriced))

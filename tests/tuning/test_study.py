@@ -43,12 +43,13 @@ def test_each_trial_is_claimed_once_whoever_asks(tmp_path: Path) -> None:
     study(tmp_path)
     claimed: list[int] = []
 
-    def work(name: str) -> None:
-        shared = study(tmp_path)
+    def work(name: str, shared: SharedStudy) -> None:
         while (record := shared.claim(10, name)) is not None:
             claimed.append(record.number)
 
-    threads = [threading.Thread(target=work, args=(f"elsewhere/{i}/0",)) for i in range(3)]
+    # Opened here, since a thread's filter of warnings is the other ones' too.
+    opened = [(f"elsewhere/{i}/0", study(tmp_path)) for i in range(3)]
+    threads = [threading.Thread(target=work, args=each) for each in opened]
     for each in threads:
         each.start()
     for each in threads:
@@ -184,10 +185,11 @@ def test_two_that_ask_for_the_last_dollars_do_not_both_go_without(tmp_path: Path
         shared.note(one._trial_id, dollars=3.0)
     left: list[float] = []
 
-    def ask(record: Any) -> None:
-        left.append(study(tmp_path).grant(record, 3.0, 5.0, 2))
+    def ask(own: SharedStudy, record: Any) -> None:
+        left.append(own.grant(record, 3.0, 5.0, 2))
 
-    threads = [threading.Thread(target=ask, args=(one,)) for one in records]
+    # Opened here, since a thread's filter of warnings is the other one's too.
+    threads = [threading.Thread(target=ask, args=(study(tmp_path), one)) for one in records]
     for each in threads:
         each.start()
     for each in threads:

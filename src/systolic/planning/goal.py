@@ -104,12 +104,13 @@ class Goal:
 
 def hourly(on: Slice, price: PriceTerm) -> float | None:
     """Dollars an hour of a whole slice."""
-    prices = on.usd_per_hour
-    return {
-        PriceTerm.on_demand: prices.on_demand,
-        PriceTerm.spot: prices.spot,
-        PriceTerm.committed: prices.committed,
-    }[price]
+    return on.rate(price.name)[0]
+
+
+def priced(on: Slice, price: PriceTerm) -> dict[str, str]:
+    """What the price of a slice is of: ``price_region`` and ``price_as_of``, empty where it has none."""
+    _, region, as_of = on.rate(price.name)
+    return {"price_region": region, "price_as_of": as_of}
 
 
 def front(points: Sequence[tuple[float, float]]) -> list[int]:

@@ -12,7 +12,7 @@ from systolic.forecasting.forecast import COSTS
 from systolic.planning.analytic import Analysis
 from systolic.planning.candidate import Candidate
 from systolic.planning.facts import Facts
-from systolic.planning.goal import Goal, Total, front
+from systolic.planning.goal import Goal, Total, front, priced
 from systolic.planning.objective import Objective
 from systolic.planning.space import RefusalRule, Refused
 
@@ -155,6 +155,7 @@ class Plan:
                 "steps": trial.total.steps,
                 "seconds": trial.total.seconds,
                 "usd": trial.total.usd,
+                **priced(trial.candidate.on, self.goal.price),
                 "kwh": trial.total.kwh,
             },
             "pareto": id(trial) in front,

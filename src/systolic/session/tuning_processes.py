@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from systolic.chips import slice
 from systolic.core.errors import OptionError, RunError
 from systolic.core.files import cure
 from systolic.core.leave import remembered
+from systolic.planning.goal import priced
 from systolic.session.tuning import Tuning
 from systolic.tuning.importance import importance
 from systolic.tuning.luck import Repeated
@@ -85,6 +87,7 @@ class Processes:
     def result(self, *, weighed: bool = True) -> StudyResult:
         """What the study has now; the importance of its options takes a second."""
         tuning = self.tuning
+        of = {} if tuning.on is None else priced(slice(tuning.on), tuning.price)
         rows = rows_of(self.shared, tuning.trials, tuning.searched, tuning.aims, tuning.runs)
         return StudyResult(
             name=tuning.address.name,
@@ -95,6 +98,8 @@ class Processes:
             aims=tuning.aims,
             importance=importance(self.shared, tuning.aims, tuning.searched) if weighed else {},
             stopped=self.stopped,
+            price_region=of.get("price_region", ""),
+            price_as_of=of.get("price_as_of", ""),
         )
 
     def _start(self, number: int) -> subprocess.Popen[bytes]:

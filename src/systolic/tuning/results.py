@@ -60,6 +60,9 @@ class StudyResult:
     """Why it ended before all trials were done."""
     repeats: Mapping[str, Any] | None = None
     """Best and default settings with several seeds."""
+    price_region: str = ""
+    """Of the dollars; empty without a slice or a price."""
+    price_as_of: str = ""
     examples: int | None = None
     """Validation examples that the first objective is the share of right ones of; None where it is something else."""
 
@@ -112,6 +115,11 @@ class StudyResult:
         return sum(gap < most for gap in gaps) - 1
 
     @property
+    def price(self) -> str:
+        """What the price is of: ``us-central1, 2026``."""
+        return ", ".join(filter(None, (self.price_region, self.price_as_of)))
+
+    @property
     def dollars(self) -> float | None:
         """Forecast price of all steps that were made; None where no trial has one."""
         known = [row.dollars for row in self.rows if row.dollars is not None]
@@ -147,6 +155,8 @@ class StudyResult:
             "front": [row.number for row in self.front],
             "importance": dict(self.importance),
             "dollars": self.dollars,
+            "price_region": self.price_region or None,
+            "price_as_of": self.price_as_of or None,
             "command": self.command or None,
             "stopped": self.stopped or None,
             "repeats": self.repeats,

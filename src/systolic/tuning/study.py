@@ -275,9 +275,10 @@ class SharedStudy:
 
     def note(self, trial_id: int, **values: Any) -> None:
         """Keeps attributes of a trial that runs, in one transaction; another worker may have taken it over and ended it."""
-        there = "SELECT 1 FROM trials WHERE trial_id=:trial AND state IN ('RUNNING', 'WAITING')"
+        # Changes nothing, and others wait: a transaction that begins by reading could not write after another's.
+        there = "UPDATE trials SET state=state WHERE trial_id=:trial AND state IN ('RUNNING', 'WAITING')"
         with self._storage.engine.begin() as connection:
-            if connection.execute(sqlalchemy().text(there), {"trial": trial_id}).all():
+            if connection.execute(sqlalchemy().text(there), {"trial": trial_id}).rowcount:
                 for name, value in values.items():
                     _keep(connection, trial_id, name, value)
 

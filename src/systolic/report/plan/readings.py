@@ -9,7 +9,7 @@ from pathlib import Path
 from systolic.core.units import GIB, dollars, duration, si
 from systolic.job import Layout
 from systolic.planning.candidate import Candidate
-from systolic.planning.goal import days
+from systolic.planning.goal import days, priced
 from systolic.planning.objective import Objective, PriceTerm
 from systolic.planning.plan import CompileDepth, Plan, SearchStop, Trial, reason_of
 from systolic.planning.space import RefusalRule, Refused
@@ -123,7 +123,8 @@ def verdict(plan: Plan) -> Verdict:
     assert best.total is not None
     parts = [days(best.total.seconds)]
     if best.total.usd is not None:
-        parts.append(money(best.total.usd))
+        of = ", ".join(filter(None, priced(best.candidate.on, plan.goal.price).values()))
+        parts.append(f"{money(best.total.usd)} ({of})" if of else money(best.total.usd))
     if best.forecast is not None and best.forecast.mfu is not None:
         parts.append(f"{figures.percent(best.forecast.mfu)} MFU")
     parts.append(memory(best))

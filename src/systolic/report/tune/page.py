@@ -125,7 +125,11 @@ def tiles(study: StudyResult) -> list[Tile]:
     found.append(Tile(label="time of all trials", value=figures.seconds(seconds)))
     if study.dollars is not None:
         found.append(
-            Tile(label="cost", value=dollars(study.dollars), small="for steps alone, as forecast")
+            Tile(
+                label="cost",
+                value=dollars(study.dollars),
+                small=", ".join(filter(None, ("for steps alone, as forecast", study.price))),
+            )
         )
     return found
 

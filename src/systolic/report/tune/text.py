@@ -41,7 +41,8 @@ def lines(study: StudyResult) -> list[Text]:
     if seconds:
         found.append(_row("time", f"{figures.seconds(seconds)} of all trials"))
     if study.dollars is not None:
-        cost = f"{dollars(study.dollars)} on the slice for steps alone, as forecast; start-up, evaluations and repeats are not counted"
+        of = f" ({study.price})" if study.price else ""
+        cost = f"{dollars(study.dollars)}{of} on the slice for steps alone, as forecast; start-up, evaluations and repeats are not counted"
         found.append(_row("cost", cost))
     if study.command:
         found.append(_row("train it", study.command))
