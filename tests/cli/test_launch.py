@@ -111,6 +111,26 @@ def test_a_plan_gives_slice_settings_and_bill(capsys: pytest.CaptureFixture[str]
     assert "plan.json has a candidate for v5e-16" in run(f"{line} --on v5e-8", capsys, 2)[1]
 
 
+def test_words_of_train_are_held_against_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    """The plan is of 7200 steps of 2 s."""
+    Path("plan.json").write_text(json.dumps(PLAN))
+    line = "launch lm --plan plan.json --via gke --image r/s:1 --run gs://bucket/lm --json"
+    refused = run(f"{line} --train='--batch 128'", capsys, 2)[1]
+    assert "the batch is what plan.json decides; leave its option out" in refused
+    refused = run(f"{line} --train='--flags=--xla_c=1'", capsys, 2)[1]
+    assert "the flags are what plan.json decides" in refused
+    assert not Path("launches").exists()
+    for words, hours, told in (
+        ("--steps 3600", 2.0, ""),
+        ("--optimizer.learning-rate 1e-4", 4.0, ""),
+        ("--workers 2", 4.0, ""),
+        ("--model.layers 2", None, "not the one that plan.json forecast"),
+    ):
+        out, err = run(f"{line} --train='{words}'", capsys)
+        assert json.loads(out)["bill"]["hours"] == hours
+        assert told in err
+
+
 def test_what_the_launch_runs_is_what_train_reads() -> None:
     Path("plan.json").write_text(json.dumps(PLAN))
     words = ["--plan", "plan.json", "--via", "local", "--sequence", "128"]

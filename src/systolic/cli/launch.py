@@ -141,7 +141,7 @@ def run(args: Sequence[str]) -> int:
 
 def launch(asked: Request[LaunchOptions], args: Sequence[str]) -> int:
     """Writes, shows and with ``--submit`` starts a launch; returns the exit code."""
-    from systolic.cli.launch_checks import check_platform, trained
+    from systolic.cli.launch_checks import check_platform, trained, under_plan
     from systolic.launching import prepare
     from systolic.session import launched, launching
 
@@ -152,6 +152,7 @@ def launch(asked: Request[LaunchOptions], args: Sequence[str]) -> int:
     prepared = prepare(options.via, made)
     check_platform(options)
     job = trained(request, made)
+    request = under_plan(request, made, job, warn)
     prepared = replace(prepared, notes=(*prepared.notes, *launching.notes(request)))
     record, shown = finish(
         made,

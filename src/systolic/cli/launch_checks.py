@@ -1,6 +1,7 @@
 """What a launch refuses before anything is written: a command that its machines would refuse, and options of other platforms."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from systolic.cli.parse import asks_help
@@ -83,6 +84,39 @@ def trained(request: "LaunchRequest", made: "Launch") -> "Job":
     job.check_effects()
     check_sizes(request, asked, job)
     return job
+
+
+def under_plan(
+    request: "LaunchRequest", made: "Launch", job: "Job", warn: Callable[[str], None]
+) -> "LaunchRequest":
+    """The request, whose plan has no forecast where words of ``--train`` make another step.
+
+    Args:
+        request: What is launched.
+        made: The launch of it.
+        job: With the words of ``--train``.
+        warn: Called where the forecast is of another step than the one that is trained.
+
+    Raises:
+        OptionError: a word of ``--train`` contradicts what the plan decides.
+    """
+    from systolic.session.planned import kept_choice
+
+    chosen = request.chosen
+    if chosen is None or not request.train:
+        return request
+    words = made.options[: len(made.options) - len(request.train)]
+    before = request_for(request.recipe, words, "train", TrainOptions, {})
+    kept = kept_choice(chosen, before.job, job, steps_given=True, warn=warn)
+    flags = request_for(request.recipe, made.options, "train", TrainOptions, {}).verb.flags
+    if flags != before.verb.flags:
+        if chosen.flags:
+            raise OptionError(
+                f"the flags are what {chosen.path} decides; leave --flags out of --train, or plan again with them"
+            )
+        warn(f"{chosen.path} forecast a step without these flags, so there is no time in the bill")
+        kept = replace(kept, forecast={})
+    return replace(request, chosen=kept)
 
 
 def check_sizes(request: "LaunchRequest", asked: Request[TrainOptions], job: "Job") -> None:

@@ -194,7 +194,7 @@ def _file(target: str) -> tuple[Path, str]:
 
 
 def _same_step(before: Job, now: Job) -> bool:
-    """Whether the train steps of two jobs compute the same; data may differ where its shapes don't."""
-    parts = ("model", "task", "optimizer")
-    same = all(getattr(before, part) == getattr(now, part) for part in parts)
+    """Whether the train steps of two jobs compute the same; data may differ where its shapes don't, and the learning rate is an input."""
+    rate = replace(before.optimizer, learning_rate=now.optimizer.learning_rate)
+    same = rate == now.optimizer and (before.model, before.task) == (now.model, now.task)
     return same and before.data.fields() == now.data.fields()
