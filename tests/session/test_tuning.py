@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import resource
 import shutil
 from collections.abc import Sequence
 from contextlib import closing
@@ -197,27 +196,6 @@ def test_a_trial_that_is_stopped_early_is_an_interrupted_run(
     assert judge.reported == []
 
 
-def test_a_trial_that_a_full_disk_stops_waits_and_goes_on(tmp_path: Path) -> None:
-    """Files end at 400 kB: the study still fits, a checkpoint doesn't."""
-    folder, before = tmp_path / "study", resource.getrlimit(resource.RLIMIT_FSIZE)
-    made = tuning(folder, RATES, "--trials=2", "--width=65536")
-    resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, before[1]))
-    try:
-        with pytest.raises(RunError) as caught:
-            work(made)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert str(caught.value) == (
-        f"trial 0 could not be saved (File too large) and waits; free space in {folder} and rerun: it goes on"
-    )
-    shared = made.open()
-    (row,) = rows_of(shared, 2, made.searched, made.aims, made.runs)
-    assert row.state == "waiting"
-    again = work(made)
-    assert [one.state for one in again.rows] == ["done", "done"]
-    assert again.rows[0].values == row.values
-
-
 def test_a_stopped_trial_goes_on_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,21 +288,6 @@ def test_the_page_fits_wide_and_narrow_windows(tmp_path: Path) -> None:
         assert page.url.endswith("trials/0000/report.html")
         browser.close()
     assert problems == []
-
-
-def test_an_unknown_metric_is_told_before_any_trial(tmp_path: Path) -> None:
-    made = tuning(tmp_path / "study", RATES, "--objective=max:acuracy")
-    with pytest.raises(OptionError, match="did you mean accuracy"):
-        work(made)
-    assert not (tmp_path / "study" / "trials").exists()
-
-
-def test_machines_that_compute_otherwise_share_no_study(tmp_path: Path) -> None:
-    made = tuning(tmp_path / "study", RATES)
-    with closing(made.open()) as shared:
-        shared.settle({"precision": "bf16"})
-    with pytest.raises(OptionError, match="has the precision bf16, not f32"):
-        work(made)
 
 
 def test_values_of_one_record_change_together() -> None:

@@ -42,6 +42,7 @@ WAIT_SECONDS = 1.0
 """Interval of asking for a trial where the last ones are other workers'."""
 BEGUN = 5
 """Times that a trial is begun at one checkpoint, each ended by the end of its process, before it is given up."""
+BATCH = "batch-per-device"
 FAILURES = 3
 """Trials in a row without a result after which a worker stops."""
 
@@ -80,6 +81,7 @@ class TrialWorker:
         failed: list[str] = []
         self._check_metrics()
         self._check_precision()
+        self._check_batch()
         # Those that come between trainings, which have a handler of their own.
         with remembered(self._signals):
             while not self._signals:
@@ -127,6 +129,25 @@ class TrialWorker:
         if job.precision is Precision.auto and "precision" not in searched:
             own = job.precision.resolve(LocalDevices.here().platform)
             self.shared.settle({"precision": own.value})
+
+    def _check_batch(self) -> None:
+        """Checks that a batch per device is the same one on all machines of the study and on the slice of its forecast.
+
+        Raises:
+            OptionError: their numbers of devices differ.
+        """
+        tuning = self.tuning
+        if tuning.job.batch.per_device is None and BATCH not in (
+            one.name for one in tuning.searched
+        ):
+            return
+        here = len(LocalDevices.here().devices)
+        there = here if tuning.on is None else slice(tuning.on).num_devices
+        if there != here:
+            raise OptionError(
+                f"the batch is per device, of which {tuning.on} has {there} and this machine {here}, so that trials would train with another batch than they are forecast with; give --batch, or leave out --on"
+            )
+        self.shared.settle({"devices": here})
 
     def _is_busy(self, number: int) -> bool:
         """Whether a process trains a trial: a worker that was suspended is slow to send a heartbeat, and not gone."""

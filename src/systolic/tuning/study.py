@@ -21,7 +21,7 @@ from systolic.tuning.worker import is_gone
 
 DEFINITION = "systolic"
 """Attribute of a study: what it searches."""
-CONTENTS = ("recipe file", "modules", "data", "precision")
+CONTENTS = ("recipe file", "modules", "data", "precision", "devices")
 """Parts of a definition that no command says."""
 WORKER = "worker"
 """Attribute of a trial: the process that has it, or had it last."""

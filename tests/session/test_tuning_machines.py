@@ -1,0 +1,70 @@
+"""What a search needs of its machine: devices, precision and room on the disk."""
+
+import resource
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("optuna")
+
+from systolic.core.errors import OptionError, RunError
+from systolic.tuning.results import rows_of
+from tests.session.test_tuning import RATES, tuning, work
+
+
+def test_an_unknown_metric_is_told_before_any_trial(tmp_path: Path) -> None:
+    made = tuning(tmp_path / "study", RATES, "--objective=max:acuracy")
+    with pytest.raises(OptionError, match="did you mean accuracy"):
+        work(made)
+    assert not (tmp_path / "study" / "trials").exists()
+
+
+def test_machines_that_compute_otherwise_share_no_study(tmp_path: Path) -> None:
+    made = tuning(tmp_path / "study", RATES)
+    with closing(made.open()) as shared:
+        shared.settle({"precision": "bf16"})
+    with pytest.raises(OptionError, match="has the precision bf16, not f32"):
+        work(made)
+
+
+def test_a_batch_per_device_is_the_slices_own(tmp_path: Path) -> None:
+    """This process has another number of devices than the slice: the price would be of another batch."""
+    rates = "--search=optimizer.learning-rate=log:1e-4..1e-2"
+    for words in ([rates, "--batch-per-device=8"], ["--search=batch-per-device=8,16"]):
+        made = tuning(tmp_path / str(len(words)), *words, "--on=v5e-16", recipe="digits")
+        with pytest.raises(OptionError, match="of which v5e-16 has 16 and this machine"):
+            work(made)
+        assert not made.runs.exists()
+
+
+def test_machines_with_other_devices_share_no_batch_per_device(tmp_path: Path) -> None:
+    words = ["--search=optimizer.learning-rate=log:1e-4..1e-2", "--batch-per-device=8"]
+    made = tuning(tmp_path / "study", *words, recipe="digits")
+    with closing(made.open()) as shared:
+        shared.settle({"devices": 1000})
+    with pytest.raises(
+        OptionError, match=r"has the devices 1000, not .*; continue it with the same"
+    ):
+        work(made)
+
+
+def test_a_trial_that_a_full_disk_stops_waits_and_goes_on(tmp_path: Path) -> None:
+    """Files end at 400 kB: the study still fits, a checkpoint doesn't."""
+    folder, before = tmp_path / "study", resource.getrlimit(resource.RLIMIT_FSIZE)
+    made = tuning(folder, RATES, "--trials=2", "--width=65536")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, before[1]))
+    try:
+        with pytest.raises(RunError) as caught:
+            work(made)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert str(caught.value) == (
+        f"trial 0 could not be saved (File too large) and waits; free space in {folder} and rerun: it goes on"
+    )
+    shared = made.open()
+    (row,) = rows_of(shared, 2, made.searched, made.aims, made.runs)
+    assert row.state == "waiting"
+    again = work(made)
+    assert [one.state for one in again.rows] == ["done", "done"]
+    assert again.rows[0].values == row.values
