@@ -5,6 +5,7 @@ import os
 import shlex
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -389,6 +390,20 @@ def test_the_bill_after_counts_the_hours_that_machines_were_there(tmp_path: Path
     of_pods = cost(made(bill=server, stopped="1970-01-01T02:00:00+00:00"), 9e9)
     assert of_pods is not None
     assert of_pods.text().startswith("$9.60 to $38.40 used: 1.00 h from submit to stop at $9.60 to")
+    # Given again: an hour with another slice, then two hours.
+    before = {"slice": "v5e-8", "bill": {"usd_per_hour": 5.0}, "stopped": None}
+    times = {"submitted": "1970-01-01T00:00:00+00:00", "until": "1970-01-01T01:00:00+00:00"}
+    again = cost(made(earlier=[{**before, **times}]), 3 * 3600.0)
+    assert again is not None
+    assert again.usd == 1.0 * 5.0 + 2.0 * 10.0
+    plain = again.to_json()
+    assert (plain["used_hours"], plain["used_usd"], plain["used_submissions"]) == (3.0, 25.0, 2)
+    assert "at $10.00, and 1.00 h in 1 submission before; an estimate" in again.text()
+    # A script's log has all submissions: 10 s of the first, an hour of the second.
+    (tmp_path / "times.log").write_text("up 10\ndown 20\nup 3600\ndown 7200\n")
+    both = cost(replace(tpus, earlier=[{**before, **times}]), 12600.0)
+    assert both is not None
+    assert both.usd == pytest.approx(10 / 3600 * 5.0 + 10.0)
     assert cost(made(via=LOCAL), 9e9) is None
     assert cost(made(bill={"usd_per_hour": None}), 9e9) is None
 

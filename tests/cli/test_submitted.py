@@ -97,6 +97,8 @@ def test_the_same_command_continues_what_has_ended(
     run("stop digits-v5e-16")
     run(GKE)
     assert (clusters / "other" / "jobset").read_text() == first
+    # What the first two used is not forgotten; a refused one is none.
+    assert "h in 2 submissions before; an estimate" in run("status digits-v5e-16")
 
 
 def test_a_launch_stays_in_the_namespace_that_it_was_submitted_in(

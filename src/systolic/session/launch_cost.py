@@ -1,9 +1,11 @@
 """The bill after a launch: hours that its machines were there, and what they cost at the catalogue's price. An estimate."""
 
 import datetime
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from systolic.report.figures import plural
 from systolic.session.launched import LOCAL, TIMES, Launched
 
 HOUR = 3600.0
@@ -23,25 +25,36 @@ class LaunchCost:
     usd_per_hour_most: float | None = None
     """Of a server for its most pods: how many there were is not seen here either."""
 
+    earlier: Sequence["LaunchCost"] = ()
+    """Of submissions before."""
+
     @property
     def usd(self) -> float:
-        """Hours at their price."""
-        return self.hours * self.usd_per_hour
+        """Hours at their price, of all submissions."""
+        return self.hours * self.usd_per_hour + sum(one.usd for one in self.earlier)
 
     @property
     def usd_most(self) -> float | None:
         """As :attr:`usd`, for the most pods."""
         most = self.usd_per_hour_most
-        return None if most is None else self.hours * most
+        if most is None:
+            return None
+        return self.hours * most + sum(one.usd_most or one.usd for one in self.earlier)
+
+    @property
+    def hours_in_all(self) -> float:
+        """Of all submissions."""
+        return self.hours + sum(one.hours for one in self.earlier)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return {
-            "used_hours": self.hours,
+            "used_hours": self.hours_in_all,
             "used_usd": self.usd,
             "used_usd_most": self.usd_most,
             "used_since": self.since,
-            "used_at_most": self.at_most,
+            "used_at_most": self.at_most or any(one.at_most for one in self.earlier),
+            "used_submissions": 1 + len(self.earlier),
         }
 
     def text(self) -> str:
@@ -50,28 +63,48 @@ class LaunchCost:
         if self.usd_most is not None:
             used += f" to ${self.usd_most:,.2f}"
             price += f" to ${self.usd_per_hour_most:,.2f} an hour, for the fewest pods and the most"
-        return f"{used} used: {self.hours:,.2f} h {self.since} at {price}; an estimate, the invoice counts"
+        before = ""
+        if self.earlier:
+            hours = self.hours_in_all - self.hours
+            before = f", and {hours:,.2f} h in {plural(len(self.earlier), 'submission')} before"
+        return f"{used} used: {self.hours:,.2f} h {self.since} at {price}{before}; an estimate, the invoice counts"
 
 
 def cost(launched: Launched, now: float) -> LaunchCost | None:
-    """What a launch has used; None where it rents nothing, at no price of the catalogue, or where its folder is gone.
+    """What a launch has used, in all of its submissions; None where it rents nothing, at no price of the catalogue, or where its folder is gone.
 
     Args:
         launched: The launch.
         now: Seconds since 1970.
     """
-    price = launched.bill["usd_per_hour"]
-    if launched.trouble or launched.via == LOCAL or price is None or launched.submitted is None:
+    if launched.trouble or launched.via == LOCAL or launched.submitted is None:
         return None
-    begun = datetime.datetime.fromisoformat(launched.submitted).timestamp()
+    found = _of_one(launched, now)
+    if found is None:
+        return None
+    names = {"slice": str, "bill": dict, "submitted": str}
+    before = []
+    for each in launched.earlier:
+        if not all(isinstance(each.get(name), kind) for name, kind in names.items()):
+            continue  # of another version
+        given = {name: each.get(name) for name in (*names, "stopped")}
+        one = _of_one(replace(launched, **given), _seconds(each["until"]))
+        before += [] if one is None else [one]
+    return replace(found, earlier=before)
+
+
+def _of_one(launched: Launched, now: float) -> LaunchCost | None:
+    """What one submission has used until ``now``."""
+    price = launched.bill["usd_per_hour"]
+    if price is None or launched.submitted is None:
+        return None
+    begun = _seconds(launched.submitted)
     times = launched.path / TIMES
     if launched.detached:
         text = times.read_text() if times.exists() else ""
         hours = _up(text, begun, now, _slices(launched.slice)) / HOUR
         return LaunchCost(hours=hours, usd_per_hour=price, since="with the machines there")
-    end = now
-    if launched.stopped is not None:
-        end = datetime.datetime.fromisoformat(launched.stopped).timestamp()
+    end = now if launched.stopped is None else _seconds(launched.stopped)
     since = (
         "from submit to stop" if launched.stopped else "since it was submitted, if it still runs"
     )
@@ -85,17 +118,22 @@ def cost(launched: Launched, now: float) -> LaunchCost | None:
     )
 
 
+def _seconds(time: str) -> float:
+    """Seconds since 1970 of a time in UTC."""
+    return datetime.datetime.fromisoformat(time).timestamp()
+
+
 def _slices(name: str) -> int:
     count, times, _ = name.partition("x")
     return int(count) if times and count.isdigit() else 1
 
 
 def _up(text: str, begun: float, now: float, slices: int) -> float:
-    """Seconds between each ``up`` and the ``down`` after it, of this submission; those with fewer slices in part."""
+    """Seconds between each ``up`` and the ``down`` after it, of the submission from ``begun`` to ``now``; those with fewer slices in part."""
     total, up, share = 0.0, None, 1.0
     for line in text.splitlines():
         what, seconds, *there = (*line.split(" "), "")[:3]
-        if not seconds.isdigit() or float(seconds) < begun - 1:
+        if not seconds.isdigit() or not begun - 1 <= float(seconds) <= now:
             continue
         if what == "up" and up is None:
             up = float(seconds)

@@ -27,6 +27,8 @@ TIMES = "times.log"
 """File that a script on this machine writes: ``up SECONDS`` when the machines are there, with the number of slices where some may be left out, ``down SECONDS`` when they are gone."""
 ENDED = "ended"
 """File with the exit code of a script that has lasted as long as the training."""
+SUBMISSION = ("slice", "bill", "submitted", "stopped")
+"""Fields of a submission that its cost is counted from."""
 LOCAL = "local"
 POLL_SECONDS = 0.2
 NOTHING = (
@@ -60,6 +62,8 @@ class Launched:
     """Options that all commands got at submit: Google Cloud's project, or Kubernetes' context and namespace."""
     stopped: str | None = None
     """Time in UTC at which ``systolic stop`` gave the machines back."""
+    earlier: Sequence[Mapping[str, Any]] = ()
+    """Submissions before this one, each with ``slice``, ``bill``, ``submitted``, ``stopped`` and ``until``, the time of the next one."""
     trouble: str = ""
     """Why this is what the list of launches has of it, in place of the record in its folder."""
 
@@ -178,7 +182,13 @@ def submit(launched: Launched) -> Launched:
         call(made, each)
     before = _json(made.path / RECORD)
     runs = made.commands["in_place"] and not before.get("stopped")
-    made = replace(made, submitted=(before.get("submitted") if runs else None) or _now())
+    now = _now()
+    earlier = list(before.get("earlier", ()))
+    if before.get("submitted") and not runs:
+        earlier.append({**{name: before.get(name) for name in SUBMISSION}, "until": now})
+    made = replace(
+        made, submitted=(before.get("submitted") if runs else None) or now, earlier=earlier
+    )
     # Before it starts: a launch that only half started must be found, to be stopped.
     _keep(made)
     for each in words[:-1] if made.detached else words:
