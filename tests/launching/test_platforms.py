@@ -66,3 +66,21 @@ def test_options_that_change_nothing_are_said() -> None:
     )
     assert "changes nothing" not in notes("tpu-vm", zone="us-west4-a", project="my-project")
     assert "--zone changes nothing through local" in notes("local", zone="us-west4-a")
+
+
+@pytest.mark.parametrize("via", ["tpu-vm", "gke", "skypilot"])
+def test_a_zone_is_checked_alike_on_all_platforms_of_google(via: str) -> None:
+    def notes(zone: str, **fields: Any) -> str:
+        described = launch(site=Site(zone=zone), **{**SHARED.get(via, {}), **fields})
+        return "\n".join(prepare(via, described).notes)
+
+    told = "us-east5-b may have no v5e: Google's list of zones has it in us-west4-a"
+    assert told in notes("us-east5-b")
+    for zone in ("us-west4-a", "europe-west4-a"):
+        assert "may have no" not in notes(zone)
+    for zone, why in (
+        ("uscentral1", "zone is 'uscentral1'; it takes one like us-east5-b"),
+        ("us-west4", "zone is us-west4, which is a region"),
+    ):
+        with pytest.raises(OptionError, match=why):
+            notes(zone)

@@ -342,3 +342,10 @@ def test_what_is_trusted_at_once_is_remembered(tmp_path: Path):
         trust.require(run, source, trust=False)
     with pytest.raises(trust.TrustError):
         trust.require(run, {"recipe.py": b"other"}, trust=False)
+
+
+def test_a_list_that_can_not_be_written_says_what_names_its_folder(tmp_path: Path):
+    (tmp_path / "config").write_text("a file")
+    with pytest.raises(RunError, match=r"trusted could not be .* with XDG_CONFIG_HOME$") as caught:
+        trust.require(tmp_path, {"recipe.py": b"own"}, trust=True)
+    assert "\n" not in str(caught.value)

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from systolic.core.errors import RunError
+from systolic.core.errors import RunError, SystolicError
 from systolic.core.files import cure, write_atomically
 from systolic.core.owner import others_who_write
 
@@ -83,7 +83,10 @@ def _remembered() -> set[str]:
 def _remember(name: str, run: Path) -> None:
     known, line = _remembered(), f"{name} {run.absolute()}\n"
     if not known:
-        write_atomically(_file(), line)
+        try:
+            write_atomically(_file(), line)
+        except SystolicError as error:
+            raise RunError(f"{error} with XDG_CONFIG_HOME") from error
     elif name not in known:
         try:
             # Another process may add a line at the same time.
@@ -91,5 +94,5 @@ def _remember(name: str, run: Path) -> None:
                 file.write(line)
         except OSError as error:
             raise RunError(
-                f"{_file()} could not be written ({error.strerror}); {cure(_file(), error)}"
+                f"{_file()} could not be written ({error.strerror}); {cure(_file(), error)} with XDG_CONFIG_HOME"
             ) from error

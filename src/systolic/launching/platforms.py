@@ -7,7 +7,7 @@ from operator import attrgetter
 from systolic.core.errors import OptionError, nearest
 from systolic.launching import docker, gke, local, skypilot, slurm, tpu_vm
 from systolic.launching.launch import Launch, Prepared, Site
-from systolic.launching.names import refuse_secrets
+from systolic.launching.names import check_zone, refuse_secrets
 
 PLATFORMS: Mapping[str, Callable[[Launch], Prepared]] = {
     "local": local.prepare,
@@ -43,8 +43,12 @@ def prepare(via: str, launch: Launch) -> Prepared:
             f"via is {via!r}{nearest(via, PLATFORMS)}; it takes {', '.join(PLATFORMS)}"
         )
     check_fewer(via, launch)
+    if launch.site.zone and "zone" in READS[via]:
+        check_zone(launch.site.zone)
     refuse_secrets((*launch.options, *launch.made_by, launch.run, launch.slurm.setup))
     prepared = PLATFORMS[via](launch)
+    if "zone" in READS[via]:
+        prepared = replace(prepared, notes=(*tpu_vm.zone_notes(launch), *prepared.notes))
     unread = [each.name for each in fields(Site) if each.name not in READS[via]]
     given = [f"--{name.replace('_', '-')}" for name in unread if attrgetter(name)(launch.site)]
     if not given:

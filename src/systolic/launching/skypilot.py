@@ -12,7 +12,7 @@ import yaml
 from systolic.chips import ChipKind
 from systolic.core.errors import OptionError
 from systolic.launching.launch import GONE, Launch, Prepared, Purchase
-from systolic.launching.names import check_name, check_shared, check_zone, in_bucket
+from systolic.launching.names import check_name, check_shared, in_bucket
 from systolic.launching.scripts import rendered
 from systolic.launching.tpu_vm import RUNTIMES, accelerator_type, num_hosts
 
@@ -42,8 +42,6 @@ def prepare(launch: Launch) -> Prepared:
     """
     check_slice(launch)
     check_name(launch.name, LONGEST, "a managed job")
-    if launch.site.zone:
-        check_zone(launch.site.zone)
     if launch.purchase is Purchase.reserved:
         raise OptionError(
             "skypilot takes reservations from its own configuration (~/.sky/config.yaml); leave out --reserved"

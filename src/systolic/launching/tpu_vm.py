@@ -15,7 +15,6 @@ from systolic.launching.names import (
     check_service_account,
     check_shared,
     check_word,
-    check_zone,
     in_bucket,
 )
 from systolic.launching.scripts import rendered
@@ -79,7 +78,6 @@ def prepare(launch: Launch) -> Prepared:
         raise OptionError(
             f"tpu-vm needs a zone; add --zone {ZONES[launch.on.chip.name][0]}: gcloud compute tpus locations list shows them"
         )
-    check_zone(site.zone)
     check_project(site.project)
     check_word(site.network, "network")
     check_service_account(site.service_account)
@@ -205,13 +203,17 @@ def _scope(launch: Launch) -> str:
     return shlex.join(flags)
 
 
+def zone_notes(launch: Launch) -> tuple[str, ...]:
+    """Whether a zone in the United States may lack the chip; of other continents nothing is known here."""
+    zone, chip = launch.site.zone, launch.on.chip.name
+    known, reserved = ZONES.get(chip, ()), launch.purchase is Purchase.reserved
+    if reserved or not known or not zone.startswith("us-") or zone in known:
+        return ()
+    return (f"{zone} may have no {chip}: Google's list of zones has it in {', '.join(known)}",)
+
+
 def _notes(launch: Launch, hosts: int) -> tuple[str, ...]:
     notes = []
-    zone, zones = launch.site.zone, ZONES[launch.on.chip.name]
-    if zone.startswith("us-") and zone not in zones and launch.purchase is not Purchase.reserved:
-        notes.append(
-            f"{zone} may have no {launch.on.chip.name}: Google's list of zones has it in {', '.join(zones)}"
-        )
     if hosts != launch.on.num_hosts:
         notes.append(
             f"Cloud TPU gives the {launch.on.num_chips // launch.on.num_slices} chips of a slice as one machine"
