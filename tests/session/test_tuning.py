@@ -196,6 +196,25 @@ def test_a_trial_that_is_stopped_early_is_an_interrupted_run(
     assert judge.reported == []
 
 
+@pytest.mark.parametrize(
+    ("words", "trials"),
+    [
+        (["--search=batch=8,16,32"], 3),
+        (["--search=batch=8,16,32", "--trials=2"], 2),
+        (["--search=batch=8..256"], 20),
+        (["--search=batch=8..256", "--trials=300"], 249),
+        (["--search=batch=8..256:8", "--sampler=grid"], 32),
+        ([RATES], 20),
+        ([RATES, "--trials=300"], 300),
+    ],
+    ids=str,
+)
+def test_there_are_no_more_trials_than_settings(
+    words: Sequence[str], trials: int, tmp_path: Path
+) -> None:
+    assert tuning(tmp_path / "study", *words).trials == trials
+
+
 def test_a_stopped_trial_goes_on_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

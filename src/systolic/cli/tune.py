@@ -121,6 +121,7 @@ def tuning_of(args: Sequence[str]) -> "tuple[Tuning, Request[TuneOptions]]":
     _check_given(asked, [one.name for one in searched])
     aims = objective.parse(options.objective, asked.job.evaluation, priced=options.on is not None)
     size = sampling.check(options.sampler, searched, len(aims))
+    usual = TRIALS if options.sampler is not Sampler.grid or size is None else size
     made = Tuning(
         recipe=asked.recipe,
         options=asked.options,
@@ -128,7 +129,7 @@ def tuning_of(args: Sequence[str]) -> "tuple[Tuning, Request[TuneOptions]]":
         aims=aims,
         folder=options.study or Path(),
         storage=options.storage,
-        trials=min(options.trials or size or TRIALS, size or sys.maxsize),
+        trials=min(options.trials or usual, size or sys.maxsize),
         sampler=options.sampler,
         seed=options.sampler_seed,
         steps=options.trial_steps,
