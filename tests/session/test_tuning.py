@@ -5,6 +5,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -283,14 +284,17 @@ def test_the_page_fits_wide_and_narrow_windows(tmp_path: Path) -> None:
     words += ["--search=evaluation.every=4,8", RATES, "--search=scale=0.5..1.0"]
     folder = tmp_path / "study"
     made = tuning(folder, *words, "--trials=4", "--sampler=random", "--objective=max:accuracy")
-    page_file = write_page(made.with_command(work(made), []), folder)
+    # As of a longer search.
+    weights = {one.name: 1 / len(made.searched) for one in made.searched}
+    found = replace(work(made), importance=weights)
+    page_file = write_page(made.with_command(found, []), folder)
     problems: list[str] = []
     with sync_playwright() as played:
         browser = played.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         page = browser.new_page()
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.on("console", lambda said: problems.append(said.text))
-        for width in (1200, 390):
+        for width in (1200, 390, 320):
             page.set_viewport_size({"width": width, "height": 900})
             page.goto(page_file.as_uri())
             assert page.evaluate("document.documentElement.scrollWidth") == width

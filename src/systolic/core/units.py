@@ -1,5 +1,7 @@
 """Formats numbers for people. GB means 1e9 bytes, GiB 2**30; time is in seconds unless the name says otherwise."""
 
+import math
+
 GIB = 2**30
 MIB = 2**20
 
@@ -27,7 +29,9 @@ def dollars(usd: float) -> str:
     """Dollars as ``$1,040``, ``$12.30`` or ``$0.0042``: without cents from a hundred on, small ones with two digits."""
     if usd >= 100:
         return f"${usd:,.0f}"
-    return f"${usd:.2f}" if usd >= 0.1 or usd <= 0 else f"${usd:.2g}"
+    if usd >= 0.1 or usd <= 0:
+        return f"${usd:.2f}"
+    return f"${usd:.{1 - math.floor(math.log10(usd))}f}"
 
 
 def duration(seconds: float) -> str:
