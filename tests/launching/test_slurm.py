@@ -127,9 +127,12 @@ sys.exit(int(os.environ.get("CODE", "0")))
 """
 SCANCEL = (
     CALLS
-    + """kill -TERM "$(cat "$(dirname "$CALLS")/srun.pid")"
+    + """pid="$(cat "$(dirname "$CALLS")/srun.pid")"
+kill -TERM "$pid"
+while grep -qs '^State:[[:space:]]*[^Z]' "/proc/$pid/status"; do sleep 0.02; done
 """
 )
+"""Returns when the training has ended, so that its end is always seen with the signal."""
 
 
 def start(folder: Path, **environ: str) -> subprocess.Popen[bytes]:
