@@ -173,3 +173,26 @@ def test_a_failed_write_without_a_trace_is_not_told_twice():
     full = 'RESOURCE_EXHAUSTED: Error writing local file "1.orbax-checkpoint-tmp/params.orbax-checkpoint-tmp/manifest.ocdbt"'
     assert not quiet._failures(record(full))
     assert quiet._failures(record("of somebody else"))
+
+
+UNSTARTED = """
+import gc, sys
+from systolic.artifact.quiet import hush
+from orbax.checkpoint._src.serialization.serialization import async_serialize_from_host
+hush()
+async def mine():
+    pass
+for one in (async_serialize_from_host(None, {}), mine()):
+    del one
+gc.collect()
+"""
+
+
+@pytest.mark.parametrize("words", [[], ["-W", "error"]], ids=["told", "errors"])
+def test_a_write_that_never_began_is_not_told(words: list[str]):
+    """The first failure closes the loop before the other arrays' writes begin."""
+    done = subprocess.run(
+        [sys.executable, *words, "-c", UNSTARTED], text=True, capture_output=True, timeout=120
+    )
+    assert "async_serialize" not in done.stderr
+    assert done.stderr.count("'mine' was never awaited") == 1

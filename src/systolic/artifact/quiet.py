@@ -3,9 +3,11 @@
 import logging
 import os
 import sys
-from types import TracebackType
+import warnings
+from types import CoroutineType, TracebackType
 
 _ORBAX = f"{os.sep}orbax{os.sep}"
+_UNSTARTED = "coroutine 'async_serialize"
 _installed = False
 
 
@@ -14,7 +16,7 @@ def hush() -> None:
 
     When a disk fills up, every array of a checkpoint fails. Orbax raises the first failure and closes
     its event loop; the others are logged as tasks whose exception nobody retrieved, whenever they are
-    collected, or meet a closed loop in TensorStore's threads.
+    collected, or meet a closed loop in TensorStore's threads, or were never begun.
     """
     global _installed
     if _installed:
@@ -22,14 +24,23 @@ def hush() -> None:
     _installed = True
     logging.getLogger("absl").addFilter(_progress)
     logging.getLogger("asyncio").addFilter(_failures)
+    warnings.filterwarnings("ignore", message=_UNSTARTED, category=RuntimeWarning)
     before = sys.unraisablehook
 
     def hook(report: "sys.UnraisableHookArgs") -> None:
-        if isinstance(report.exc_value, RuntimeError) and "loop is closed" in str(report.exc_value):
-            return
-        before(report)
+        if not _of_a_closed_loop(report):
+            before(report)
 
     sys.unraisablehook = hook
+
+
+def _of_a_closed_loop(report: "sys.UnraisableHookArgs") -> bool:
+    error = report.exc_value
+    if isinstance(error, RuntimeWarning):  # Where warnings are errors.
+        return isinstance(report.object, CoroutineType) and _ORBAX in (
+            report.object.cr_code.co_filename
+        )
+    return isinstance(error, RuntimeError) and "loop is closed" in str(error)
 
 
 def _progress(record: logging.LogRecord) -> bool:
