@@ -1,10 +1,16 @@
-"""A real object store server for tests: moto's, which speaks S3."""
+"""A real object store server for tests: moto's, which speaks S3, or another one that is running.
+
+``SYSTOLIC_TEST_S3=http://KEY:SECRET@127.0.0.1:7480`` names the other one, such as Ceph's gateway (Debian's ``radosgw``), which
+unlike moto checks signatures. Buckets of the tests are emptied there.
+"""
 
 import importlib.util
+import os
 import socket
 import subprocess
 import sys
 import time
+import urllib.parse
 import urllib.request
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -19,6 +25,9 @@ def s3_server(bucket: str) -> Generator[dict[str, str]]:
     """A server with a bucket; the variables by which it is found."""
     if importlib.util.find_spec("moto") is None:
         pytest.skip("moto is not installed")
+    if given := os.environ.get("SYSTOLIC_TEST_S3"):
+        yield _emptied(given, bucket)
+        return
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -45,3 +54,26 @@ def s3_server(bucket: str) -> Generator[dict[str, str]]:
     finally:
         server.kill()
         server.wait()
+
+
+def _emptied(address: str, bucket: str) -> dict[str, str]:
+    """An empty bucket of a server that runs already; the variables by which it is found."""
+    import boto3  # comes with moto
+
+    parts = urllib.parse.urlsplit(address)
+    url = f"{parts.scheme}://{parts.hostname}:{parts.port}"
+    found = {
+        "AWS_ENDPOINT_URL": url,
+        "AWS_ACCESS_KEY_ID": parts.username or "",
+        "AWS_SECRET_ACCESS_KEY": parts.password or "",
+    }
+    made = boto3.resource(
+        "s3",
+        endpoint_url=url,
+        aws_access_key_id=parts.username,
+        aws_secret_access_key=parts.password,
+        region_name="us-east-1",
+    ).Bucket(bucket)
+    made.create()
+    made.objects.delete()
+    return found
