@@ -57,8 +57,13 @@ def test_evaluations_stay() -> None:
 
 
 def test_all_devices_change_nothing() -> None:
-    for devices in (8, 16):
-        assert on_fewer(job(Layout(), Batch(total=16)), 8, devices) is None
+    assert on_fewer(job(Layout(), Batch(total=16)), 8, 8) is None
+
+
+def test_more_devices_are_refused() -> None:
+    """A batch per device would be another batch than the one that is meant."""
+    with pytest.raises(LayoutError, match="for-devices is 8 and 16 devices are available"):
+        on_fewer(job(Layout(), Batch(per_device=2)), 8, 16)
 
 
 @pytest.mark.parametrize(

@@ -349,3 +349,32 @@ def test_a_list_that_can_not_be_written_says_what_names_its_folder(tmp_path: Pat
     with pytest.raises(RunError, match=r"trusted could not be .* with XDG_CONFIG_HOME$") as caught:
         trust.require(tmp_path, {"recipe.py": b"own"}, trust=True)
     assert "\n" not in str(caught.value)
+
+
+def test_a_run_continues_with_the_recipe_that_began_it_alone(
+    trained: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    code = recipe(tmp_path / "code").parent
+    before = (run / "job.json").read_bytes()
+
+    def refused(*command: str) -> str:
+        capsys.readouterr()
+        assert main(["train", *command, "--run", str(run), "--continue", "--json"]) == 2
+        assert (run / "job.json").read_bytes() == before
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.endswith(f"continue it as it is: systolic train --resume {run}")
+        return line
+
+    mine = str(code / "mine.py")
+    assert f"began with {trained / 'code' / 'mine.py'}, not with digits" in refused("digits")
+    assert "did not begin with the weights of" in refused(mine, "--init-from", str(run))
+    helper = next(name for name in BESIDE if name.endswith(".py") and name != "not_imported.py")
+    (code / helper).write_text((code / helper).read_text() + "# another version\n")
+    assert f"began with other code in {helper}, of which it keeps a copy" in refused(mine)
+    (code / helper).write_text(BESIDE[helper])
+    # In another folder it is the same recipe; flags reach the run.
+    words = ["train", mine, "--run", str(run), "--continue", "--json", "--steps", "3"]
+    assert main([*words, "--flags=--xla_cpu_enable_fast_math=true"]) == 0
+    record = json.loads((run / "job.json").read_bytes())
+    assert record["flags"]["given"] == "--xla_cpu_enable_fast_math=true"
+    assert record["options"]["steps"] == 3

@@ -201,18 +201,33 @@ def begun(run: Path | None) -> bool:
 
 
 def again(asked: Request[TrainOptions], ledger: "Ledger") -> int:
-    """Continues the run with the options that are given; returns the exit code."""
+    """Continues the run with the options that are given; returns the exit code.
+
+    Raises:
+        OptionError: the run began with another recipe, plan or start than the command has.
+    """
     options = asked.verb
     args = ["--resume", str(options.run), *asked.typed]
-    for name in ("workers", "diagnose", "profile", "log_every", "for_devices"):
+    for name in ("workers", "diagnose", "profile", "log_every", "for_devices", "executable"):
         value = vars(options)[name]
         if value is not None:
             args += [f"--{dashed(name)}", str(value)]
-    return resume([*args, *(["--json"] if options.json else [])], ledger)
+    if options.flags:
+        args.append(f"--flags={options.flags}")
+    return resume([*args, *(["--json"] if options.json else [])], ledger, asked)
 
 
-def resume(args: Sequence[str], ledger: "Ledger") -> int:
-    """Continues a run; returns the exit code."""
+def resume(
+    args: Sequence[str], ledger: "Ledger", begun_by: Request[TrainOptions] | None = None
+) -> int:
+    """Continues a run; returns the exit code.
+
+    Args:
+        args: ``--resume RUN`` and options.
+        ledger: Opened when the command started.
+        begun_by: The command of ``--continue``, which has to be the one that the run began with.
+    """
+    from systolic.session.resume_checks import check_begun
     from systolic.session.resuming import continue_run, opened
 
     # The run's recipe says which options follow, and it takes these to open the run.
@@ -220,6 +235,9 @@ def resume(args: Sequence[str], ledger: "Ledger") -> int:
     own = ResumeOptions(**given)
     join(own)
     with opened(own.resume, trust=own.trust) as run:
+        if begun_by is not None:
+            init_from = begun_by.verb.init_from
+            check_begun(run.directory, run.record, begun_by.recipe, begun_by.chosen, init_from)
         target = shlex.join(["--resume", str(own.resume)])
         asked = request_for(run.recipe, args, "train", ResumeOptions, run.saved, target=target)
         result = continue_run(

@@ -32,9 +32,13 @@ def on_fewer(job: Job, meant: int, num_devices: int, num_slices: int = 1) -> Few
         num_slices: Slices that they are in.
 
     Raises:
-        LayoutError: no axis shrinks to a whole number, or the batch does not divide.
+        LayoutError: there are more devices than ``meant``, no axis shrinks to a whole number, or the batch does not divide.
     """
-    if num_devices >= meant:
+    if num_devices > meant:
+        raise LayoutError(
+            f"for-devices is {meant} and {num_devices} devices are available; give --for-devices {num_devices}, or leave it out"
+        )
+    if num_devices == meant:
         return None
     full = job.layout.on(meant)
     total = job.batch.resolve(full)

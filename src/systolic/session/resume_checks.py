@@ -3,15 +3,18 @@
 import json
 import shlex
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from systolic.artifact import manifest
+from systolic.artifact.chosen import Chosen
 from systolic.artifact.job_record import JobRecord
 from systolic.artifact.run import Run
 from systolic.core.errors import DataError, OptionError, SystolicError
 from systolic.data.fingerprint import contents_of, difference
 from systolic.job import Job, Split
 from systolic.job.data import Contents
+from systolic.recipes import Recipe, split
 from systolic.session.command_line import plain_words, typed
 
 Result = TypeVar("Result")
@@ -52,6 +55,63 @@ def check_resume(
                 f"the {split.value} data of {run.path} has changed since it was trained: {where} has {what}; restore it, or train a new run that begins with init-from {shlex.quote(str(run.path))}"
             )
     return now
+
+
+def check_begun(
+    run: Run, record: JobRecord, recipe: Recipe, chosen: Chosen | None, init_from: Path | None
+) -> None:
+    """Refuses to continue a run by a command that would have begun another one, in all processes of the job.
+
+    Args:
+        run: The run.
+        record: Its job.json.
+        recipe: The command's recipe: a run keeps the code that it began with.
+        chosen: What the command's plan decides; None without a plan.
+        init_from: The command's ``--init-from``.
+
+    Raises:
+        OptionError: the recipe, its code, the plan or the start differs from the run's.
+    """
+
+    def check() -> None:
+        if difference := _other_start(run, record, recipe, chosen, init_from):
+            raise OptionError(
+                f"{difference}; give another --run, or continue it as it is: systolic train --resume {shlex.quote(str(run.path))}"
+            )
+
+    agreed(check)
+
+
+def _other_start(
+    run: Run, record: JobRecord, recipe: Recipe, chosen: Chosen | None, init_from: Path | None
+) -> str:
+    """How a command differs from the one that began a run, or nothing."""
+    began = "a Job" if record.recipe is None else record.recipe
+    if recipe.file is None or record.recipe is None or not run.recipe.is_file():
+        if recipe.target != record.recipe:
+            return f"{run.path} began with {began}, not with {recipe.target}"
+    elif split(recipe.target)[1] != split(record.recipe)[1]:
+        return f"{run.path} began with the function of {began}, not with {recipe.target}"
+    elif changed := _changed_code(run, recipe):
+        return f"{run.path} began with other code in {', '.join(changed)}, of which it keeps a copy"
+    settings, planned = ({} if one is None else one.settings for one in (chosen, record.plan))
+    if chosen is not None and dict(settings) != dict(planned):
+        return f"{run.path} began without the settings of {chosen.path}"
+    if init_from is not None and record.init_from is None:
+        return f"{run.path} did not begin with the weights of {init_from}"
+    return ""
+
+
+def _changed_code(run: Run, recipe: Recipe) -> list[str]:
+    """Files of a recipe that are not those that the run keeps."""
+    assert recipe.file is not None
+    now = {recipe.file.name: (run.recipe, recipe.source)}
+    now |= {name: (run.modules / name, content) for name, content in recipe.modules.items()}
+    return [
+        name
+        for name, (kept, content) in now.items()
+        if not kept.is_file() or kept.read_bytes() != content
+    ]
 
 
 def too_few(steps: int, run: Run, newest: int) -> str:
