@@ -45,6 +45,16 @@ def test_what_is_a_default_is_not_typed() -> None:
     ]
 
 
+def test_a_default_that_was_typed_stays() -> None:
+    """A run that continues may have another value than the default."""
+    words = ["--steps", "1000", "--seed", "3", "--model.no-tie-embeddings", "--precision=auto"]
+    given = request("lm", [*words, "--on", "v5e-4"], "forecast", ForecastOptions)
+    made = option_words(LM.function, given.options, typed=given.names)
+    assert shlex.join(made) == shlex.join(
+        ["--model.no-tie-embeddings", "--steps", "1000", "--precision", "auto", "--seed", "3"]
+    )
+
+
 def test_settings_take_the_place_of_what_was_given() -> None:
     options = asked("--layout.fsdp", "8", "--batch-per-device", "2", "--steps", "7").options
     settings = {"layout.fsdp": 4, "layout.remat": "full", "batch": 16, "layout.tensor": 1}

@@ -225,6 +225,7 @@ def request_of(asked: Request[LaunchOptions], args: Sequence[str]) -> "LaunchReq
         on=slice(on),
         via=options.via,
         made_by=("systolic", "launch", *(word for word in args if word != "--submit")),
+        typed=asked.names,
         chosen=asked.chosen,
         train=words("train", options.train),
         name=options.name,

@@ -49,10 +49,15 @@ class Request(Generic[Options]):
 
         return under_plan(self.recipe(self.options), self.chosen)
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Options of the recipe that were typed, without the dashes before them: ``steps``, ``layout.fsdp``."""
+        words = (word[2:].partition("=")[0] for word in self.typed if word.startswith("--"))
+        return frozenset(map(dashed, words))
+
     def gives(self, option: str) -> bool:
         """Whether an option of the recipe was typed: ``steps``, ``layout.fsdp``."""
-        names = (word[2:].partition("=")[0] for word in self.typed if word.startswith("--"))
-        return dashed(option) in {dashed(name) for name in names}
+        return dashed(option) in self.names
 
 
 def first(args: Sequence[str], verb: str, what: str) -> tuple[str, list[str]]:

@@ -5,8 +5,13 @@ import re
 from collections.abc import Iterable
 from pathlib import PurePosixPath
 
+from systolic.core.digest import digest
 from systolic.core.errors import OptionError
 
+NAME_LENGTH = 40
+"""Most characters of a name that is made for a launch."""
+_CUT = 6
+"""Hexadecimal digits at the end of a name that is cut: two that begin alike are two names."""
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _PROJECT = re.compile(r"([a-z0-9.-]+:)?[a-z][-a-z0-9]{4,28}[a-z0-9]")
@@ -49,12 +54,15 @@ def check_name(name: str, longest: int, why: str) -> None:
         )
 
 
-def fitting(name: str, longest: int = 40) -> str:
-    """A name that the platforms take, made of any text."""
+def fitting(name: str, longest: int = NAME_LENGTH) -> str:
+    """A name that the platforms take, made of any text; one that is cut ends in a digest of the whole."""
     plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     if not plain or not plain[0].isalpha():
         plain = f"job-{plain}".strip("-")
-    return plain[:longest].strip("-")
+    if len(plain) <= longest:
+        return plain
+    end = digest(name, _CUT)
+    return f"{plain[: max(longest - len(end) - 1, 0)].strip('-')}-{end}".strip("-")
 
 
 def check_project(project: str) -> None:

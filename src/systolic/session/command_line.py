@@ -3,7 +3,7 @@
 import enum
 import inspect
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -14,14 +14,17 @@ def option_words(
     function: Callable[..., Any],
     values: Mapping[str, Any],
     settings: Mapping[str, Any] | None = None,
+    typed: Collection[str] = (),
 ) -> list[str]:
-    """Words that give a recipe, or a verb's class of options, these values: what differs from the defaults.
+    """Words that give a recipe, or a verb's class of options, these values: what was typed or differs from the defaults.
 
     Args:
         function: Its parameters, and the fields of the dataclasses among them, are the options.
         values: Arguments of ``function``; those that are left out have their defaults.
         settings: Values by dotted name (``layout.fsdp``) that take the place of those in ``values``; a
             ``batch`` takes the place of a batch per device, too.
+        typed: Options as they were typed, without dashes before them (``model.no-tie-embeddings``): these are
+            given even at their defaults, which a run that continues may not have.
     """
     parameters = inspect.signature(function).parameters
     defaults = _flat({n: p.default for n, p in parameters.items() if p.default is not p.empty})
@@ -32,7 +35,8 @@ def option_words(
             given.pop("batch_per_device", None)
     found: list[str] = []
     for name, value in given.items():
-        if name not in defaults or _words(value) != _words(defaults[name]):
+        is_typed = not {dashed(name), _negated(name)}.isdisjoint(typed)
+        if is_typed or name not in defaults or _words(value) != _words(defaults[name]):
             found += _option(name, value)
     return found
 
@@ -53,12 +57,17 @@ def _option(name: str, value: Any) -> list[str]:
     """An option as one or more words; a text that begins with a dash follows an equals sign."""
     option = f"--{dashed(name)}"
     if isinstance(value, bool):
-        part, dot, last = dashed(name).rpartition(".")
-        return [option if value else f"--{part}{dot}no-{last}"]
+        return [option if value else f"--{_negated(name)}"]
     words = _words(value)
     if (isinstance(value, str) and value.startswith("-")) or value == "":
         return [f"{option}={value}"]
     return [option, *words]
+
+
+def _negated(name: str) -> str:
+    """Name that switches an option off: ``model.no-tie-embeddings``."""
+    part, dot, last = dashed(name).rpartition(".")
+    return f"{part}{dot}no-{last}"
 
 
 def typed(name: str, value: Any) -> str:

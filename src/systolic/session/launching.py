@@ -13,7 +13,7 @@ from systolic.chips import Slice
 from systolic.core.errors import DataError, OptionError
 from systolic.core.files import write_atomically
 from systolic.launching import CODE, Launch, LaunchBill, Prepared, Purchase, Site, SlurmOptions
-from systolic.launching.names import fitting, is_bucket
+from systolic.launching.names import NAME_LENGTH, fitting, is_bucket
 from systolic.recipes import Recipe
 from systolic.session.command_line import option_words
 from systolic.session.docker.lock import lock, python
@@ -55,6 +55,8 @@ class LaunchRequest:
     via: str
     made_by: Sequence[str]
     """The command line, for the files' headers."""
+    typed: frozenset[str] = frozenset()
+    """Options of the recipe that were typed, as in ``option_words``."""
     chosen: "Chosen | None" = None
     """What a plan decided of the job."""
     train: Sequence[str] = ()
@@ -92,7 +94,7 @@ def describe(request: LaunchRequest) -> Launch:
     paths = _paths(request)
     if request.via in ELSEWHERE and target in paths:
         target = os.path.abspath(target)
-    name = request.name or fitting(f"{_stem(recipe)}-{_counted(on)}")
+    name = request.name or _default_name(recipe, on)
     run = request.run or f"runs/{name}"
     if here and not is_bucket(run):
         run = os.path.abspath(run)
@@ -234,11 +236,11 @@ def _words(request: LaunchRequest) -> list[str]:
     if request.via in ELSEWHERE:
         options |= {n: v.absolute() for n, v in options.items() if isinstance(v, Path)}
     if chosen is None:
-        return option_words(function, options)
+        return option_words(function, options, typed=request.typed)
     settings = dict(chosen.settings)
     if chosen.steps and "steps" in inspect.signature(function).parameters:
         options["steps"] = chosen.steps
-    words = option_words(function, options, settings)
+    words = option_words(function, options, settings, request.typed)
     return [*words, *([f"--flags={' '.join(chosen.flags)}"] if chosen.flags else [])]
 
 
@@ -260,8 +262,17 @@ def _counted(on: Slice) -> str:
     return f"1x{on.name}" if on.platform != "tpu" and on.num_devices == 1 else on.name
 
 
+def _default_name(recipe: Recipe, on: Slice) -> str:
+    """A launch's name where none is given: the recipe, its function where that is not ``job``, and the slice in full."""
+    counted = _counted(on)
+    return fitting(f"{fitting(_stem(recipe), NAME_LENGTH - len(counted) - 1)}-{counted}")
+
+
 def _stem(recipe: Recipe) -> str:
-    return recipe.target if recipe.file is None else recipe.file.stem
+    if recipe.file is None:
+        return recipe.target
+    function = recipes.split(recipe.target)[1]
+    return recipe.file.stem if function == "job" else f"{recipe.file.stem}-{function}"
 
 
 def _version() -> str:
