@@ -1,12 +1,12 @@
-"""Best value against trials: `systolic tune` with TPE and pruning, with random search, and Optuna used by hand with our trainer.
+"""Best value over trials: ``systolic tune`` with TPE and pruning, with random search, and Optuna called directly with our trainer.
 
     python benchmarks/tune.py run digits tpe out.jsonl      # one study; a line of JSON is appended
     python benchmarks/tune.py kills digits out.jsonl        # 4 workers of two commands, killed at random
     python benchmarks/tune.py table out.jsonl
 
-By hand is what a user of Optuna writes: ``study.optimize`` with ``systolic.train`` in the objective, TPE, no pruning.
-All trials run one after another in one process, with the same search, steps and evaluations. Times are of the wall clock;
-the time beside the trainings is that of drawing, claiming, reporting and ending, without the study's opening, which comes once.
+The direct use (``hand``) is ``study.optimize`` with ``systolic.train`` in the objective, TPE, no pruning. All trials run one
+after another in one process, with the same search, steps and evaluations. Times are wall-clock times. The overhead per trial is
+drawing, claiming, reporting and ending; opening the study, done once, is listed separately.
 """
 
 import json
@@ -45,16 +45,16 @@ WORDS = {
 TRIALS = {"digits": 12, "digits-loss": 40, "bytes": 10}
 ENDED = ("done", "stopped early")
 KILLS, WORKERS, COMMANDS = 10, 4, 2
-"""A command has no more workers than the machine has cores."""
+"""Several commands, since one has at most as many workers as the machine has cores."""
 
 
 def searched(name: str) -> list[str]:
-    """Words of a search; its recipe is the name before the first dash."""
+    """Arguments of a search; its recipe is the part of the name before the first dash."""
     return [name.partition("-")[0], *WORDS[name], *SEARCH[name]]
 
 
 def tuned(recipe: str, way: str, seed: int, folder: Path) -> dict[str, Any]:
-    """A study of ours; the time of the trainings and of all else."""
+    """Runs a study with ``systolic tune``'s worker; returns its values and times."""
     from systolic.cli.tune import tuning_of
     from systolic.session import trials
     from systolic.tuning.results import rows_of
@@ -68,7 +68,7 @@ def tuned(recipe: str, way: str, seed: int, folder: Path) -> dict[str, Any]:
     began = time.perf_counter()
     with closing(tuning.open()) as shared:
         worker = trials.TrialWorker(tuning=tuning, shared=shared)
-        # Once in a process: imports, JAX's start, and the shapes of an evaluation.
+        # Once per process: imports, JAX's start-up, and the shapes of an evaluation.
         worker._check_metrics()
         worker._check_precision()
         opened = time.perf_counter() - began
@@ -87,7 +87,7 @@ def tuned(recipe: str, way: str, seed: int, folder: Path) -> dict[str, Any]:
 
 
 def timed(function: Any, seconds: list[float]) -> Any:
-    """The function, which appends its time."""
+    """Wraps the function to append its time to ``seconds``."""
 
     def wrapped(*arguments: Any) -> Any:
         began = time.perf_counter()
@@ -100,7 +100,7 @@ def timed(function: Any, seconds: list[float]) -> Any:
 
 
 def by_hand(recipe: str, seed: int, folder: Path) -> dict[str, Any]:
-    """What a user of Optuna writes."""
+    """Runs a study with Optuna's own ``optimize``; returns its values and times."""
     import optuna
 
     from systolic.cli.tune import tuning_of
@@ -150,7 +150,7 @@ def run(recipe: str, way: str, out: Path, seed: int) -> None:
 
 
 def kills(recipe: str, out: Path, seed: int) -> None:
-    """Kills workers at random, and counts trials that are missing and steps that a run has twice or lacks."""
+    """Kills workers at random; counts missing trials and runs with repeated or missing steps."""
     import psutil
 
     from systolic.artifact.record import load_run
@@ -169,7 +169,7 @@ def kills(recipe: str, out: Path, seed: int) -> None:
                 searches.append(subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=file))
         while any(search.poll() is None for search in searches):
             time.sleep(chance.uniform(4, 16))
-            # Only after the first trial has begun: a study whose workers all die before is given up.
+            # Only after the first checkpoint: a study whose workers all die before is given up.
             if killed < KILLS and [*folder.glob("trials/*/checkpoints/[0-9]*")]:
                 running = [psutil.Process(one.pid) for one in searches if one.poll() is None]
                 workers = [worker for one in running for worker in one.children()]
@@ -201,7 +201,7 @@ def kills(recipe: str, out: Path, seed: int) -> None:
 
 
 def table(path: Path) -> None:
-    """The best value after so many trials and seconds, and the time beside the trainings."""
+    """Prints the best value after N trials, and the overhead per trial."""
     for line in path.read_text().splitlines():
         one = json.loads(line)
         if one["way"] == "kills":
@@ -220,7 +220,7 @@ def table(path: Path) -> None:
             f"{one['recipe']:<7}{one['way']:<7}seed {one['seed']}  best after",
             *(f"{n}: {best[n - 1]:.4f}" for n in (3, 6, 9, 12) if n <= len(best)),
             f" {one['seconds']:.0f} s, median training {statistics.median(one['training']):.1f} s,"
-            f" beside it {beside / count * 1e3:.0f} ms a trial ({beside / one['seconds']:.1%}),"
+            f" overhead {beside / count * 1e3:.0f} ms per trial ({beside / one['seconds']:.1%}),"
             f" {one['opening']:.1f} s once;"
             f" {sum(v is None for v in one['values'])} of {len(one['values'])} ended early",
         )

@@ -1,9 +1,8 @@
-"""Best learning rate over widths, with a base width (muP) and without: ``python benchmarks/width_transfer.py ROWS [SEEDS] [SECONDS]``.
+"""Best learning rate by width, with and without muP: ``python benchmarks/width_transfer.py ROWS [SEEDS] [SECONDS]``.
 
-The recipe ``lm`` on the bytes of the standard library at widths of 64 to 512, all else the same. Rows are appended to ROWS
-(JSON lines), and what is there is not computed again: a call ends after SECONDS and another goes on. A program is compiled
-once for all learning rates of a width. ``python benchmarks/width_transfer.py --draw ROWS PICTURE.svg`` prints the tables
-and draws the losses.
+Trains the recipe ``lm`` on the bytes of the standard library at widths of 64 to 512, all else equal. Rows are appended to ROWS
+(JSON lines) and not computed again: a call ends after SECONDS, and the next continues. Each width compiles once for all
+learning rates. ``python benchmarks/width_transfer.py --draw ROWS PICTURE.svg`` prints the tables and draws the losses.
 """
 
 import json
@@ -29,16 +28,16 @@ from systolic.steps.target import MeshTarget
 
 WIDTHS = (64, 128, 256, 512)
 RATES = tuple(range(-11, -3))
-"""Logarithms to base 2."""
+"""Learning rates as logarithms to base 2."""
 STEPS, BATCH, SEQUENCE, HEAD, EVALUATED = 100, 8, 64, 32, 8
 
 Key = tuple[int, bool, int, int]
-"""Width, whether it has a base, seed, logarithm of the rate."""
+"""Width, whether muP is on, seed, logarithm of the rate to base 2."""
 Losses = Mapping[tuple[int, bool], Mapping[int, list[float]]]
 
 
 class RatedSteps(StepFunctions):
-    """Steps of a job with a learning rate of 1, times one that is an argument: all of AdamW's update grows with it."""
+    """Steps of a job with a learning rate of 1, with updates times a rate that is an argument: AdamW's update is linear in it."""
 
     rate: Any = 1.0
 
@@ -69,7 +68,7 @@ def job_of(width: int, mup: bool) -> Job:
 
 
 class Trial:
-    """The programs of a width, and its batches."""
+    """Compiled programs of a width."""
 
     def __init__(self, width: int, mup: bool) -> None:
         self.job = job_of(width, mup)
@@ -87,7 +86,7 @@ class Trial:
         return self.steps.evaluate(state.params, state.model_state, batch)["loss"]
 
     def loss(self, seed: int, rate: float) -> float:
-        """Of validation text after all steps; infinity where training diverged."""
+        """Validation loss after all steps; infinity if training diverged."""
         read = Read(split=Split.train, batch=BATCH, seed=seed)
         source = self.job.data.open(read)
         state = self.init(jax.random.key(seed))
@@ -103,7 +102,7 @@ class Trial:
 
 
 def keys(seeds: int) -> list[Key]:
-    """At the base width both parametrisations are one."""
+    """Keys of all rows; at the base width both parametrisations are the same."""
     return [
         (width, mup, seed, rate)
         for seed in range(seeds)
@@ -150,7 +149,7 @@ def losses_of(rows: Sequence[Mapping[str, Any]]) -> Losses:
 
 
 def best(of: Mapping[int, list[float]]) -> tuple[int, float]:
-    """The rate with the least mean loss, and that loss."""
+    """The rate with the lowest mean loss, and that loss."""
     rate = min(of, key=lambda one: statistics.mean(of[one]))
     return rate, statistics.mean(of[rate])
 
@@ -159,7 +158,9 @@ def table(losses: Losses, mup: bool) -> str:
     base, _ = best(losses[WIDTHS[0], mup])
     rates = sorted({rate for of in losses.values() for rate in of})
     head = " | ".join(f"2^{rate}" for rate in rates)
-    made = [f"| width | {head} | best | loss at the rate of {WIDTHS[0]} less the best |"]
+    made = [
+        f"| width | {head} | best | loss at the best rate of width {WIDTHS[0]} minus the lowest |"
+    ]
     made.append("|---" * (len(rates) + 3) + "|")
     for width in WIDTHS:
         if not (of := losses[width, mup]):
@@ -178,7 +179,7 @@ PANELS = {False: "standard parametrisation", True: f"muP, base width {WIDTHS[0]}
 
 
 def drawn(losses: Losses) -> str:
-    """Losses against rates, a line for each width with its best rate marked; a panel for each parametrisation."""
+    """SVG of losses over rates: a line per width with its best rate marked, a panel per parametrisation."""
     values = [statistics.mean(one) for of in losses.values() for one in of.values()]
     low = math.floor(min(values) / TICK) * TICK
     top = math.ceil(min(max(one for one in values if math.isfinite(one)), low + 1.5) / TICK) * TICK

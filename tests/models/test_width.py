@@ -197,10 +197,13 @@ def test_heads_that_grow_are_scaled_by_their_width() -> None:
     ("given", "says"),
     [
         ({"mup": {"base_head_dim": 8}}, "model.mup.base-head-dim is 8 but model.mup.base-width"),
-        ({"mup": {"base_width": 8}, "latent": Latent(kv_lora_rank=8)}, "model.latent has no rule"),
+        (
+            {"mup": {"base_width": 8}, "latent": Latent(kv_lora_rank=8)},
+            "muP has no rule for model.latent",
+        ),
         (
             {"mup": {"base_width": 8, "base_head_dim": 8}, "query_pre_attn_scalar": 9.0},
-            "both set the scale of attention's products",
+            "both set the scale of attention logits",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""A study in the terminal and on its page: what chance may have chosen, and how long the rest takes."""
+"""A study in the terminal and on its page: near ties of the best trial, time left, Pareto front, costs."""
 
 import io
 from collections.abc import Sequence
@@ -14,11 +14,9 @@ from systolic.tuning.results import StudyResult, TrialRow
 from systolic.tuning.search import Searched
 
 RIGHT = (178, 160, 177, 177, 178, 176)
-"""Of 179 examples, by trial; as a search over the recipe digits had."""
-
-
+"""Correct ones of 179 examples by trial, from a search over the recipe digits."""
 DRAWN = (179, 178, 176, 176, 176, 177, 176, 169, 177, 129, 177, 26)
-"""The same of twelve trials at random."""
+"""The same for twelve random trials."""
 
 
 def study(counts: Sequence[int] = RIGHT) -> StudyResult:
@@ -45,7 +43,7 @@ def study(counts: Sequence[int] = RIGHT) -> StudyResult:
     )
 
 
-HINT = "within one example of 3 others, of 179 in the validation; --repeats 5 tells gain from luck"
+HINT = "tied with 3 other settings to within one of 179 validation examples; --repeats 5 tells gain from luck"
 
 
 def test_a_best_that_others_equal_is_told() -> None:
@@ -75,13 +73,13 @@ def test_lines_say_what_is_left() -> None:
     assert line(found, found.rows[0], spent).endswith(f"batch 16; {spent}  <- best so far")
     assert times(replace(found, total=6), 60.0, 3) == "1 m 00 s"
     told = [one.plain for one in lines(found)]
-    assert "time      1 m 00 s of all trials" in told
-    cost = "$3.00 on the slice for steps alone, as forecast; start-up, evaluations and repeats"
+    assert "time      1 m 00 s for all trials" in told
+    cost = "$3.00 forecast for training steps on the slice; start-up, evaluations and repeats"
     assert any(cost in each for each in told)
 
 
 def test_the_best_of_a_long_front_come_first_and_the_rest_are_counted() -> None:
-    """Each has one right example more than the last and costs more; the same settings again are one."""
+    """Each trial is right on one more example than the one before and costs more; repeated settings count once."""
     found = study(range(160, 175))
     rows = [
         replace(row, figures={**row.figures, "dollars": float(row.number)}) for row in found.rows
@@ -91,7 +89,7 @@ def test_the_best_of_a_long_front_come_first_and_the_rest_are_counted() -> None:
     found = replace(found, rows=rows, aims=aims, total=16)
     assert [row.number for row in found.front] == list(range(14, -1, -1))
     told = [one.plain for one in lines(found)]
-    assert "15 trials that no other beats in every objective" in told
+    assert "15 trials on the Pareto front" in told
     (first,) = [place for place, each in enumerate(told) if each.startswith("front")]
     assert told[first].startswith("front     trial 14: accuracy 97.2 %, dollars $14.00")
     assert told[first + 12].strip() == "and 3 more, on the page"
@@ -104,7 +102,7 @@ def test_the_same_settings_again_are_no_other_ones() -> None:
 
 
 def test_what_is_left_is_of_the_search_alone() -> None:
-    """The repeats that follow have a clock of their own."""
+    """The repeats that follow have their own clock."""
     told = io.StringIO()
     with StudyDisplay(told, then="repeats", environ={}) as view:
         found = study((160,))
@@ -126,7 +124,9 @@ def test_dollars_of_a_search_without_a_slice_are_not_known() -> None:
         "2026",
     ]
     (cost,) = [one.plain for one in lines(found) if one.plain.startswith("cost")]
-    assert cost.startswith("cost      $3.00 (us-central1, 2026) on the slice for steps alone")
+    assert cost.startswith(
+        "cost      $3.00 (us-central1, 2026) forecast for training steps on the slice"
+    )
     unpriced = replace(found, rows=[replace(row, dollars=None) for row in found.rows])
     assert unpriced.to_json()["dollars"] is None
     assert not any("cost" in one.plain for one in lines(unpriced))
@@ -142,6 +142,6 @@ def test_bad_results_stretch_no_axis() -> None:
     assert chart.y.high > 1
     assert chart.beyond == 3
     assert [dot.bottom for dot in chart.dots if dot.bottom == 0] == [0, 0, 0]
-    assert "3 results far from the others on the edge" in render(found, Path())
+    assert "3 outliers drawn on the edge" in render(found, Path())
     losses = replace(found, aims=[Aim(name="accuracy", mode=Mode.min)])
-    assert history(losses).beyond == 0  # the best is never cut
+    assert history(losses).beyond == 0  # the best is always within the axis

@@ -73,7 +73,7 @@ def test_trials_are_runs_and_the_same_command_goes_on(
         run = load_run(Path(row.run))
         assert run.job["options"]["learning_rate"] == row.values["learning-rate"]
         assert run.summary is not None
-        # A rate is an input of the step that both trials run.
+        # The learning rate is an input of the step that both trials share.
         assert max(record["learning_rate"] for record in run.train) == pytest.approx(
             row.values["learning-rate"]
         )
@@ -92,14 +92,14 @@ def test_trials_are_runs_and_the_same_command_goes_on(
     links = [value for name, value in page.attributes if name == "href"]
     assert links == ["trials/0000/report.html", "trials/0001/report.html"]
     assert all((folder / link).is_file() for link in links)
-    assert "time run" in page.text  # no column of costs, which nothing has
-    # A smaller total takes no trial from the study, and there is nothing to run.
+    assert "time run" in page.text  # no cost column, since no trial has a cost
+    # A smaller total drops no trial of the study, and nothing runs.
     assert main(["tune", RECIPE, *words, "--trials=1", f"--study={folder}", "--json"]) == 0
     told = capsys.readouterr()
     study = json.loads(told.out)
     assert (study["finished"], study["total"], study["best"]["number"]) == (2, 2, best.number)
     assert json.loads((folder / "study.json").read_text())["trials"] == study["trials"]
-    assert "2 trials of the study have ended, more than --trials 1" in told.err
+    assert "--trials is 1, and 2 trials of the study have ended" in told.err
     assert not (folder / "workers").exists()
     _of_another_study(folder, words)
     with pytest.raises(OptionError, match=r"has the search .* not learning-rate=log:1e-3..1e-1"):
@@ -111,7 +111,7 @@ def test_trials_are_runs_and_the_same_command_goes_on(
 
 
 def _of_another_study(folder: Path, words: Sequence[str]) -> None:
-    """Runs whose database is lost are not taken for those of a new one, which draws other values; equal ones are."""
+    """Runs of a lost database are refused if the new database draws other values, and used if it draws the same."""
     copy = folder.with_name("copy")
     shutil.copytree(folder, copy)
     (copy / "study.db").write_bytes(b"")
@@ -145,7 +145,7 @@ def test_a_bad_trial_is_ended_early_and_another_refused_or_diverged(
     assert states == {"1.0": "done", "nan": "failed"}
     (row,) = [row for row in result.rows if row.state == "failed"]
     assert "the loss of step 3 is not a number" in row.reason
-    # It made 3 of 16 steps.
+    # 3 of 16 steps ran.
     assert (row.step, row.seconds) == (3, load_run(Path(row.run)).seconds)
     assert result.done[0].dollars is not None
     assert row.dollars == pytest.approx(result.done[0].dollars * 3 / 16)
@@ -158,7 +158,7 @@ def test_a_bad_trial_is_ended_early_and_another_refused_or_diverged(
 
 
 class Judge:
-    """Stands for Optuna's trial: ends every trial at its first evaluation."""
+    """Stands in for Optuna's trial: prunes at the first evaluation."""
 
     def __init__(self) -> None:
         self.reported: list[tuple[float, int]] = []
@@ -192,7 +192,7 @@ def test_a_trial_that_is_stopped_early_is_an_interrupted_run(
     )
     record: dict[str, Any] = {"kind": "eval", "split": "validation", "final": False}
     watcher.see(record | {"step": 4, "metrics": {"loss": 1.0}})  # reported before a resume
-    watcher.see(record | {"step": 8, "metrics": {"loss": 1.0}})  # it ends by itself
+    watcher.see(record | {"step": 8, "metrics": {"loss": 1.0}})  # the last step
     watcher.see(record | {"step": 6, "split": "test", "metrics": {"loss": 1.0}})
     assert judge.reported == []
 
@@ -219,7 +219,7 @@ def test_there_are_no_more_trials_than_settings(
 def test_a_stopped_trial_goes_on_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The recipe stops its own process, as Ctrl-C does; the trial waits with its values and its run."""
+    """The recipe interrupts its own process, as Ctrl-C does; the trial waits with its values and its run."""
     folder = tmp_path / "study"
     words = [RATES, "--trials=1", "--halt-at", "7", "--objective=loss", "--objective=seconds"]
     result = work(made := tuning(folder, *words))
@@ -229,7 +229,7 @@ def test_a_stopped_trial_goes_on_where_it_was(
     before = load_run(Path(row.run))
     assert 0 < before.step < 16
     assert (row.step, row.seconds) == (before.step, before.seconds)
-    # The batch that stopped it was read ahead, and is read again.
+    # The batch that interrupted it was prefetched, and is read again.
     monkeypatch.setattr("os.kill", lambda *_: None)
     result = work(made)
     (row,) = result.rows
@@ -237,7 +237,7 @@ def test_a_stopped_trial_goes_on_where_it_was(
     run = load_run(Path(row.run))
     assert run.num_sessions == 2
     assert [record["step"] for record in run.train] == list(range(1, 17))
-    # Its cost is that of both sessions.
+    # Its time is that of both sessions.
     assert row.seconds == run.seconds
     records = run.path / "metrics.jsonl"
     *lines, end = records.read_text().splitlines(keepends=True)
@@ -249,7 +249,7 @@ def test_a_stopped_trial_goes_on_where_it_was(
     )
     assert first > 0
     assert row.figures["seconds"] == pytest.approx(first + last)
-    # A session that was killed has no record of its end.
+    # A killed session has no final record.
     records.write_text("".join(lines))
     assert load_run(run.path).step_seconds > first
 
@@ -272,7 +272,7 @@ def test_several_objectives_make_a_front(tmp_path: Path) -> None:
     assert result.best in result.front
     text = Page(render(result, made.folder)).text
     assert text.count("Loss against parameters") == text.count("Loss against accuracy") == 1
-    assert "stopped early, its last evaluation" not in text
+    assert "stopped early (last evaluation)" not in text
 
 
 @pytest.mark.slow
@@ -284,7 +284,7 @@ def test_the_page_fits_wide_and_narrow_windows(tmp_path: Path) -> None:
     words += ["--search=evaluation.every=4,8", RATES, "--search=scale=0.5..1.0"]
     folder = tmp_path / "study"
     made = tuning(folder, *words, "--trials=4", "--sampler=random", "--objective=max:accuracy")
-    # As of a longer search.
+    # As in a longer search.
     weights = {one.name: 1 / len(made.searched) for one in made.searched}
     found = replace(work(made), importance=weights)
     page_file = write_page(made.with_command(found, []), folder)
@@ -298,7 +298,7 @@ def test_the_page_fits_wide_and_narrow_windows(tmp_path: Path) -> None:
             page.set_viewport_size({"width": width, "height": 900})
             page.goto(page_file.as_uri())
             assert page.evaluate("document.documentElement.scrollWidth") == width
-            # All axes have room for their names, beside each other; the card scrolls.
+            # The names of the axes don't overlap; the card scrolls.
             boxes = [each.bounding_box() for each in page.locator(".parallel em").all()]
             assert len(boxes) == 7
             for left, right in itertools.pairwise(boxes):
@@ -323,7 +323,7 @@ def test_values_of_one_record_change_together() -> None:
 
 
 class Forecasts:
-    """Stands for the compiler: a step takes a second; a wide model does not fit."""
+    """Stands in for the compiler: a step takes a second; a wide model does not fit."""
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
@@ -353,9 +353,11 @@ def test_a_forecast_refuses_what_does_not_fit_and_a_budget_ends_the_study(
     assert len(result.done) == 1
     assert result.done[0].dollars == pytest.approx(trial)
     assert all(row.values["width"] == 64 and row.dollars is None for row in refused)
-    assert all("does not fit v5e-4 (16.0 GiB a device, 32.0 GiB" in row.reason for row in refused)
+    assert all(
+        "does not fit v5e-4 (32.0 GiB per device needed, 16.0 GiB" in row.reason for row in refused
+    )
     assert "the next trial costs" in result.stopped
-    # Learning rates share a compile: the forecast sees one of them.
+    # Learning rates share one compile: the forecast gets only one of them.
     assert len({job.optimizer.learning_rate for job in asked.asked}) == 1
     more = tuning(tmp_path / "study", *words, "--on=v5e-4", f"--budget={trial * 2.5}")
     result = work(more)
@@ -365,7 +367,7 @@ def test_a_forecast_refuses_what_does_not_fit_and_a_budget_ends_the_study(
 def test_a_budget_that_has_nothing_left_costs_no_trial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A trial that was claimed and never began has not lost its process."""
+    """A trial that was claimed and never started does not count as one whose process died."""
     monkeypatch.setattr("systolic.session.trials.forecast_step", Forecasts())
     words = ["--search=learning-rate=0.01,0.02", "--sampler=grid", "--trials=1", "--on=v5e-4"]
     for _ in range(BEGUN + 1):
@@ -387,7 +389,7 @@ def test_a_batch_that_does_not_divide_the_slice_is_refused(tmp_path: Path) -> No
 def test_a_worker_whose_trial_was_taken_over_leaves_it_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another machine has the trial and ends it while this one trains; the run here ends, the study keeps the other's."""
+    """Another machine takes the trial over and ends it while this one trains; the run here ends, and the study keeps the other's result."""
     made = tuning(tmp_path / "study", RATES, "--trials=1", "--evaluation.every=4")
     shared, told = made.open(), []
     see = TrialWatcher.see
@@ -411,14 +413,14 @@ def test_a_worker_whose_trial_was_taken_over_leaves_it_alone(
     summary = load_run(made.run(0)).summary
     assert summary is not None
     assert summary["steps"] == 8
-    assert "trial 0 gave no sign of life and was taken over" in told[0]
+    assert "trial 0 sent no heartbeats and was taken over" in told[0]
 
 
 @pytest.mark.parametrize("gets_on", [2, 0])
 def test_workers_that_die_are_started_again_while_a_trial_gets_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gets_on: int
 ) -> None:
-    """Each of these workers is killed; so often a trial has a later checkpoint than before."""
+    """Every worker is killed; the trial has a later checkpoint this many times."""
     monkeypatch.setattr(tuning_processes, "SEE_SECONDS", 0.0)
     monkeypatch.setattr(tuning_processes, "POLL_SECONDS", 0.01)
     made, told = tuning(tmp_path / "study", RATES, "--trials=1"), []
@@ -437,7 +439,7 @@ def test_workers_that_die_are_started_again_while_a_trial_gets_on(
             see=see,
             tell=told.append,
         )
-        with pytest.raises(RunError, match="while no trial got on, the last by SIGKILL"):
+        with pytest.raises(RunError, match=r"without progress \(last: SIGKILL\)"):
             processes.run()
     assert len(told) >= DEATHS * (gets_on + 1)
     assert len(told) < DEATHS * (gets_on + 2)
@@ -446,7 +448,7 @@ def test_workers_that_die_are_started_again_while_a_trial_gets_on(
 def test_memory_that_others_have_is_not_the_settings_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first trials have no memory: the worker stops, and no sampler is told of it."""
+    """The first trials run out of memory: the worker stops, and samplers do not learn from them."""
 
     def full(*_: Any) -> None:
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1024 bytes")

@@ -1,4 +1,4 @@
-"""What a search needs of its machine: devices, precision and room on the disk."""
+"""What a search checks of its machine: devices, precision and disk space."""
 
 import resource
 from contextlib import closing
@@ -29,11 +29,11 @@ def test_machines_that_compute_otherwise_share_no_study(tmp_path: Path) -> None:
 
 
 def test_a_batch_per_device_is_the_slices_own(tmp_path: Path) -> None:
-    """This process has another number of devices than the slice: the price would be of another batch."""
+    """This process and the slice differ in their number of devices: the price would be for another batch."""
     rates = "--search=optimizer.learning-rate=log:1e-4..1e-2"
     for words in ([rates, "--batch-per-device=8"], ["--search=batch-per-device=8,16"]):
         made = tuning(tmp_path / str(len(words)), *words, "--on=v5e-16", recipe="digits")
-        with pytest.raises(OptionError, match="of which v5e-16 has 16 and this machine"):
+        with pytest.raises(OptionError, match="v5e-16 has 16 devices and this machine"):
             work(made)
         assert not made.runs.exists()
 
@@ -50,7 +50,7 @@ def test_machines_with_other_devices_share_no_batch_per_device(tmp_path: Path) -
 
 
 def test_a_trial_that_a_full_disk_stops_waits_and_goes_on(tmp_path: Path) -> None:
-    """Files end at 400 kB: the study still fits, a checkpoint doesn't."""
+    """Files are limited to 400 kB: the study fits, a checkpoint doesn't."""
     folder, before = tmp_path / "study", resource.getrlimit(resource.RLIMIT_FSIZE)
     made = tuning(folder, RATES, "--trials=2", "--width=65536")
     resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, before[1]))
@@ -60,7 +60,7 @@ def test_a_trial_that_a_full_disk_stops_waits_and_goes_on(tmp_path: Path) -> Non
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert str(caught.value) == (
-        f"trial 0 could not be saved (File too large) and waits; free space in {folder} and rerun: it goes on"
+        f"trial 0 could not be saved (File too large); free space in {folder} and rerun to continue it"
     )
     shared = made.open()
     (row,) = rows_of(shared, 2, made.searched, made.aims, made.runs)

@@ -1,4 +1,4 @@
-"""Searches by several processes that are killed, over SQLite and over PostgreSQL: no trial is lost, none runs twice."""
+"""Searches by several processes that are killed, over SQLite and PostgreSQL: no trial is lost or runs twice."""
 
 import json
 import os
@@ -43,12 +43,12 @@ def workers(of: "subprocess.Popen[bytes]") -> list[psutil.Process]:
 
 
 def ended(folder: Path) -> int:
-    """Runs with a summary."""
+    """Number of runs with a summary."""
     return len([*folder.glob("trials/*/summary.json")])
 
 
 def check(rows: list[dict[str, Any]]) -> None:
-    """Each trial once, and each run whole: every step on record, once."""
+    """Checks that each trial is listed once and each run has every step once."""
     assert [row["number"] for row in rows] == list(range(TRIALS))
     assert {row["state"] for row in rows} <= {"done", "stopped early"}, rows
     assert Counter(row["run"] for row in rows).most_common(1)[0][1] == 1
@@ -106,7 +106,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_worker_that_was_suspended_goes_on_with_its_trial(tmp_path: Path) -> None:
-    """A laptop that slept: heartbeats are missing, and another worker leaves the trial to the process that trains it."""
+    """A suspended laptop: heartbeats are missing, and another worker leaves the trial to the process that trains it."""
     folder = tmp_path / "study"
     words = ["--trials=1", f"--steps={STEPS * 20}", "--pruner=none", "--evaluation.every=0"]
     words.append("--checkpoints.every=0")
@@ -139,7 +139,7 @@ def postgresql_bin() -> Path | None:
 
 @pytest.fixture
 def database() -> Iterator[str]:
-    """A server of PostgreSQL's own, on a socket."""
+    """URL of a new PostgreSQL server on a socket."""
     pytest.importorskip("psycopg")
     tools = postgresql_bin()
     if tools is None:
@@ -199,7 +199,7 @@ for number in range(5):
 
 
 def open_together(folder: Path, *storage: str) -> None:
-    """Four processes make five studies, each all at once."""
+    """Four processes create each of five studies at the same time."""
     for number in range(5):
         (folder / str(number)).mkdir()
     line = [sys.executable, "-c", OPENS, folder, *storage]
@@ -245,7 +245,7 @@ def test_processes_share_a_study_in_postgresql(database: str, tmp_path: Path) ->
     printed.append(running[0].communicate()[0].split())
     counted = Counter([*first, *(int(word) for words in printed for word in words)])
     assert max(counted.values()) == 1
-    # What the killed process ended and did not print is in the database.
+    # Trials that the killed process ended without printing are in the database.
     assert set(range(24)) - set(counted) <= {max(first) + i for i in range(1, 24)}
     with closing(SharedStudy(address(database, Path(), "claims"), {}, ["minimize"])) as shared:
         assert {trial.state.name for trial in shared.trials(24)} == {"COMPLETE"}

@@ -1,4 +1,4 @@
-"""Luck or gain: what several seeds say of the best settings and the defaults."""
+"""Luck or gain: the best and the default settings compared over several seeds."""
 
 import json
 from collections.abc import Sequence
@@ -33,35 +33,37 @@ def test_a_gain_is_told_from_luck() -> None:
     clear = told(ACCURACY, (0.97, 0.98, 0.975), (0.91, 0.90, 0.905))
     assert clear.gain == pytest.approx(0.07)
     assert clear.chance == pytest.approx(0.00674, abs=1e-5)
-    assert "larger than the luck" in clear.sentence
+    assert "larger than the variation" in clear.sentence
     assert clear.to_json()["best"]["mean"] == pytest.approx(0.975)
     noisy = told(ACCURACY, (0.97, 0.80, 0.9), (0.9, 0.91, 0.85))
     assert noisy.sentence.startswith("no verdict: the best settings are better")
-    assert "3 seeds cannot tell from luck (p 0.96); give --repeats 6 or more" in noisy.sentence
+    assert "not significant with 3 seeds (p 0.96); use --repeats 6 or more" in noisy.sentence
     worse = told(LOSS, (2.0, 2.01, 2.02), (1.0, 1.02, 1.01))
     assert worse.gain == pytest.approx(-1.0)
     assert "the default settings are better" in worse.sentence
 
 
 def test_both_settings_have_the_same_seeds() -> None:
-    """A seed moves both far more than the settings do; t is 7 by hand, and 0.29 without the pairs."""
+    """Seeds make a larger difference than settings; t is 7 by hand, and 0.29 for an unpaired test."""
     paired = told(ACCURACY, (0.70, 0.80, 0.90), (0.68, 0.77, 0.88))
     assert paired.chance == pytest.approx(0.0198, abs=1e-4)
-    assert "larger than the luck" in paired.sentence
+    assert "larger than the variation" in paired.sentence
 
 
 def test_the_same_difference_with_each_seed_is_judged_by_its_sign() -> None:
     same = told(LOSS, (1.0, 1.0), (1.0, 1.0))
     assert (same.gain, same.chance) == (0.0, 1.0)
-    assert same.sentence == "the default settings do as well with each of 2 seeds"
-    # Equal shares of 179 examples but for rounding.
+    assert (
+        same.sentence == "no gain: the default settings have the same result with each of 2 seeds"
+    )
+    # Differences of one example in 179, equal up to rounding.
     even = told(ACCURACY, (171 / 179, 173 / 179, 170 / 179), (170 / 179, 172 / 179, 169 / 179))
     assert even.chance == 0.25
     assert even.sentence.startswith("no verdict")
     more = told(ACCURACY, (0.92,) * 6, (0.9,) * 6)
     assert more.chance == pytest.approx(2 / 64)
-    assert "larger than the luck" in more.sentence
-    # As often better as worse: a spread, and no difference.
+    assert "larger than the variation" in more.sentence
+    # As often better as worse: the mean difference is 0.
     both = told(LOSS, (1.0, 1.2), (1.2, 1.0))
     assert both.chance == pytest.approx(1.0)
     assert both.sentence.startswith("no verdict")
@@ -102,7 +104,7 @@ def test_seeds_that_failed_are_told_and_leave_no_verdict(tmp_path: Path) -> None
 
 
 def ended(words: Sequence[str], *values: Sequence[float]) -> None:
-    """The first trials of a study, with these results."""
+    """Ends the first trials of a study with these results."""
     made = tuning_of(words)[0]
     with closing(made.open()) as shared:
         for each in values:
@@ -122,14 +124,14 @@ def test_repeats_that_are_left_out_are_told(
     ended(words, [0.9])
     monkeypatch.setattr(Processes, "run", Processes.result)
     assert main(["tune", *words]) == 0
-    told = "--repeats is left out, since the search ended after 1 of 2 trials"
+    told = "--repeats is skipped, since the search ended after 1 of 2 trials"
     assert told in capsys.readouterr().err
 
 
 def test_repeats_judge_by_a_metric_and_cost_no_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A cost is given first, and repeats have none; they fail, and the search is written."""
+    """A cost is the first objective, and repeats ignore it; they fail, and the search's results are still written."""
     folder = tmp_path / "s"
     words = ["digits", "--search=batch=16,32", "--sampler=grid", f"--study={folder}", "--on=v5e-1"]
     words += ["--objective=dollars", "--objective=accuracy", "--repeats=2"]

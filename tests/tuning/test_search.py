@@ -1,4 +1,4 @@
-"""Options to search: typed by the recipe's own options, with one line for each mistake."""
+"""Options to search: types come from the recipe's options; each mistake is one line."""
 
 from contextlib import closing
 from pathlib import Path
@@ -63,12 +63,12 @@ WRONG = {
     "optimizer.lr=1,2": "did you mean optimizer.learning-rate?",
     "optimizer.learning-rate=1..inf": "a range needs finite numbers",
     "optimizer.learning-rate=nan..1": "a range needs finite numbers",
-    "optimizer.learning-rate=lgo:1e-4..1e-2": "a range of logarithms is log:LOW..HIGH",
+    "optimizer.learning-rate=lgo:1e-4..1e-2": "a logarithmic range is log:LOW..HIGH",
     "batch=-32..64": "--search batch=-32..64: --batch is -32; it must be at least 1",
     "batch=1..9999999999999999999999": "it must be at most",
     "optimizer.learning-rate=-1..0.1": "learning-rate is -1.0; it must be",
     "evaluation.every=-1..10": "evaluation.every is -1; it must be",
-    "batch=16..64:100": "steps of 100, and the range is 48 wide",
+    "batch=16..64:100": "a step of 100, and the range is 48 wide",
     "learning-rate=1,2": "did you mean optimizer.learning-rate?",
     "batch": "it takes an option with a range",
     "batch=": "it takes an option with a range",
@@ -76,10 +76,10 @@ WRONG = {
     "batch=a,b": "takes a whole number",
     "batch=8..4": "begins at 8 and ends at 4; give the smaller one first",
     "batch=4..8:0": "it takes a whole number above 0",
-    "batch=log:4..8:2": "steps of a logarithm",
+    "batch=log:4..8:2": "a step in a logarithmic range",
     "batch=4": "has one value",
     "batch=4,4": "a value twice",
-    "optimizer.learning-rate=log:0..1": "logarithms need more than 0",
+    "optimizer.learning-rate=log:0..1": "a logarithmic range must begin above 0",
     "optimizer.learning-rate=log:1,2": "it takes log:LOW..HIGH",
     "model=cnn..vit": "list its values with commas",
     "model=cnn,vitt": "it takes cnn or vit",
@@ -96,20 +96,20 @@ def test_a_wrong_range_is_told_in_one_line(word: str, told: str) -> None:
 
 
 LINES = {
-    "digits": "needs what to search",
-    "digits --search batch=8,16 --batch 8": "--batch is given and searched",
+    "digits": "needs an option to search",
+    "digits --search batch=8,16 --batch 8": "--batch is both given and searched",
     "digits --search batch=8,16 --search batch=4,8": "twice",
     "digits --search batch=8,16 --budget 5": "add --on v5e-4",
     "digits --search batch=8,16 --budget 0 --on v5e-1": "above 0",
     "digits --search batch=8,16 --on v9-1": "v9",
     "digits --search batch=8,16 --objective accurcy": "did you mean accuracy?",
-    "digits --search batch=8,16 --objective seconds": "is a cost alone",
+    "digits --search batch=8,16 --objective seconds": "has only costs",
     "digits --search batch=8,16 --objective dollars --objective accuracy": "needs a slice",
     "digits --search batch=8,16 --sampler cmaes": "two ranges",
     "digits --search optimizer.clip=0..1 --sampler grid": "a grid needs values",
     "digits --search batch=8,16 --objective accuracy --objective seconds --pruner median": "one objective",
     "bytes --search batch=8,16 --pruner hyperband": "add --evaluation.every 50",
-    "digits --search batch=8,16 --storage nowhere": "no address of a database",
+    "digits --search batch=8,16 --storage nowhere": "is not a database URL",
     "digits --search batch=8,16 --storage nosuch://host/db": "does not know",
     "digits --search batch=8,16 --trials 0": "at least 1",
 }
@@ -151,7 +151,7 @@ def job(path: Path, steps: int = 16):
 
 
 def test_a_study_of_other_files_is_not_continued(tmp_path: Path) -> None:
-    """What the recipe imports and the data count; a study of a version that noted neither goes on."""
+    """Imported modules and the data are part of the definition; a study of a version that stored neither is continued."""
     recipe, helper, text = (tmp_path / name for name in ("recipe.py", "helper.py", "a.txt"))
     recipe.write_text(RECIPE)
     helper.write_text("SEED = 1\n")
@@ -168,7 +168,9 @@ def test_a_study_of_other_files_is_not_continued(tmp_path: Path) -> None:
         with pytest.raises(OptionError, match="has the data train=1 files of 400 bytes"):
             tuning().open()
         helper.write_text("SEED = 2\n")
-        with pytest.raises(OptionError, match=r"has the modules helper\.py=.* with the same, or"):
+        with pytest.raises(
+            OptionError, match=r"has the modules helper\.py=.* with the same modules, or"
+        ):
             tuning().open()
         before = {name: one for name, one in kept.items() if name not in ("data", "modules")}
         shared.study.set_user_attr(DEFINITION, before)

@@ -1,4 +1,4 @@
-"""The study that processes share: claims, releases, heartbeats."""
+"""The study shared by processes: claims, releases, heartbeats."""
 
 import os
 import random
@@ -47,7 +47,7 @@ def test_each_trial_is_claimed_once_whoever_asks(tmp_path: Path) -> None:
         while (record := shared.claim(10, name)) is not None:
             claimed.append(record.number)
 
-    # Opened here, since a thread's filter of warnings is the other ones' too.
+    # Opened here, since threads share the filter of warnings.
     opened = [(f"elsewhere/{i}/0", study(tmp_path)) for i in range(3)]
     threads = [threading.Thread(target=work, args=each) for each in opened]
     for each in threads:
@@ -66,14 +66,14 @@ def test_a_trial_whose_process_is_gone_waits_with_its_values(tmp_path: Path) -> 
     record = shared.claim(2, name)
     trial = shared.drawn(record, sampling.build(sampling.Sampler.tpe, [LEARNED], 0, 0), None)
     value = LEARNED.suggest(trial)
-    # The sampler learns from the number that is trained with, and not from the one before it was rounded.
+    # The sampler learns from the rounded number, which is trained with.
     assert shared.trials(2)[0].params == {"rate": value}
     child.communicate()
     again = shared.claim(2, this_worker())
     assert again.number == record.number == 0
     sampler = sampling.build(sampling.Sampler.random, [LEARNED], 7, 0)
     assert LEARNED.suggest(shared.drawn(again, sampler, None)) == value
-    # Its first worker was only slow: what it says now does not count.
+    # The first worker was only slow: its result no longer counts.
     assert not shared.finish(trial, name, [1.0], "")
     assert shared.finish(trial, this_worker(), [2.0], "")
     assert shared.trials(2)[0].values == [2.0]
@@ -96,7 +96,7 @@ def test_a_worker_elsewhere_is_gone_without_heartbeats(tmp_path: Path) -> None:
 def test_two_that_find_a_worker_gone_do_not_both_get_its_trial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second has the trial between the look of the first at its worker and the release."""
+    """The second claims the trial after the first has found its worker dead and before it releases it."""
     first, second = study(tmp_path), study(tmp_path)
     assert first.claim(1, "elsewhere/1/0").number == 0
     taken: list[Any] = []
@@ -131,7 +131,7 @@ shared.note(record._trial_id, owned=shared.owns(record._trial_id, this_worker())
 
 
 def child(folder: Path, *before: str) -> subprocess.Popen[str]:
-    """A process that has the study's trial and its run until it is told to go on."""
+    """A process that holds the study's trial and its run until it reads a line."""
     line = [*before, sys.executable, "-c", CHILD, str(folder)]
     return subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -143,7 +143,7 @@ def made_stale(shared: SharedStudy) -> None:
 
 
 def test_a_worker_that_was_suspended_keeps_the_trial_that_it_trains(tmp_path: Path) -> None:
-    """It sends no heartbeats for long, and its process holds the run."""
+    """It has sent no heartbeats for a long time, and its process holds the run's lock."""
     shared, run = study(tmp_path), tmp_path / "run"
     with child(tmp_path) as other:
         assert other.stdout is not None
@@ -154,17 +154,17 @@ def test_a_worker_that_was_suspended_keeps_the_trial_that_it_trains(tmp_path: Pa
         assert (before.state.name, before.user_attrs) == ("RUNNING", {"worker": name})
         other.communicate("\n")
     assert shared.trials(1)[0].user_attrs["owned"]
-    # Now it has ended, and the next one gets the trial.
+    # It has ended, and the next worker gets the trial.
     assert shared.claim(1, this_worker(), lambda _: is_held(run)).number == 0
 
 
 def test_a_worker_that_sees_other_processes_is_not_gone(tmp_path: Path) -> None:
-    """Two containers of a machine have its name and numbers of processes of their own."""
+    """Two containers can share a machine's name and have their own process ids."""
     alone = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
     try:
         subprocess.run([*alone, "true"], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
-        pytest.skip("this system has no namespaces for its users")
+        pytest.skip("user namespaces are not available")
     with child(tmp_path, *alone) as other:
         assert other.stdout is not None
         name = other.stdout.readline().strip()
@@ -178,7 +178,7 @@ def test_a_worker_that_sees_other_processes_is_not_gone(tmp_path: Path) -> None:
 
 
 def test_two_that_ask_for_the_last_dollars_do_not_both_go_without(tmp_path: Path) -> None:
-    """Both have noted what their trial costs before either asks; one gets it."""
+    """Both have stored their trial's cost before either asks; one gets the dollars."""
     shared = study(tmp_path)
     records = [shared.claim(2, f"elsewhere/{number}/0") for number in range(2)]
     for one in records:
@@ -188,7 +188,7 @@ def test_two_that_ask_for_the_last_dollars_do_not_both_go_without(tmp_path: Path
     def ask(own: SharedStudy, record: Any) -> None:
         left.append(own.grant(record, 3.0, 5.0, 2))
 
-    # Opened here, since a thread's filter of warnings is the other one's too.
+    # Opened here, since threads share the filter of warnings.
     threads = [threading.Thread(target=ask, args=(study(tmp_path), one)) for one in records]
     for each in threads:
         each.start()
@@ -205,7 +205,7 @@ def test_a_result_that_is_not_a_number_is_a_failure(tmp_path: Path) -> None:
     (row,) = rows_of(shared, 1, [], [Aim(name="loss", mode=Mode.min)], tmp_path)
     assert (row.state, row.reason.partition(":")[2]) == (
         "failed",
-        " a value that it is judged by is not a number",
+        " the value of an objective is not finite",
     )
 
 
@@ -246,7 +246,7 @@ def answered(
     settings: Sequence[Any],
     values: Sequence[float],
 ) -> dict[str, float]:
-    """What importance says of a study with these results, and after the last but one."""
+    """Importances of a study with these results; checks that there are none before the last."""
     found = []
     for number, (each, value) in enumerate(zip(settings, values, strict=True)):
         if number == len(settings) - 1:
@@ -266,7 +266,7 @@ def answered(
 
 
 def test_the_same_options_matter_beside_a_second_objective(tmp_path: Path) -> None:
-    """One option decides how good the good trials are, the other whether one is far worse than the others: only the first matters to the best."""
+    """One option ranks the good trials, the other makes outliers: only the first matters for the best."""
     chance, found = random.Random(0), []
     accuracy, seconds = Aim(name="accuracy", mode=Mode.max), Aim(name="seconds", mode=Mode.min)
     settings = [(chance.random(), chance.random()) for _ in range(ENOUGH)]
@@ -282,7 +282,7 @@ def test_the_same_options_matter_beside_a_second_objective(tmp_path: Path) -> No
 
 
 def test_the_same_settings_again_do_not_matter_more(tmp_path: Path) -> None:
-    """All settings of a search over choices, of which the first decides, and the good ones trained again and again."""
+    """All settings of a search over choices, the first of which decides, with the best trained many times."""
     aim = Aim(name="loss", mode=Mode.min)
     searched = [
         Searched(name="a", spec="", choices={"1": 1, "2": 2, "3": 3}),
@@ -291,7 +291,7 @@ def test_the_same_settings_again_do_not_matter_more(tmp_path: Path) -> None:
     every = [(a, b) for b in ("x", "y", "z", "w") for a in (3, 2, 1)]
     noise = [0.003 * (7 * place % 5) for place in range(len(every))]
     values = [0.1 * a + more for (a, _), more in zip(every, noise, strict=True)]
-    # The best one is drawn thirty times more.
+    # The best setting is drawn thirty more times.
     settings = [*every[:-1], *[(1, "z")] * 30, every[-1]]
     shared = SharedStudy(address(None, tmp_path, "s"), {}, ["minimize"])
     found = answered(
@@ -305,7 +305,7 @@ def test_the_same_settings_again_do_not_matter_more(tmp_path: Path) -> None:
 def test_no_settings_are_drawn_twice_while_there_are_others(
     name: sampling.Sampler, kind: sampling.Pruner, tmp_path: Path
 ) -> None:
-    """One of twelve settings is much better, which draws a sampler to it."""
+    """One of twelve settings is much better, which attracts a sampler."""
     searched = [LAYERS, Searched(name="width", spec="", low=0.1, high=0.3, step=0.1)]
     assert sampling.check(name, searched, 1) == 12
     shared, found = study(tmp_path), []
@@ -315,14 +315,14 @@ def test_no_settings_are_drawn_twice_while_there_are_others(
         trial = shared.drawn(record, sampler, pruner)
         found.append(tuple(one.suggest(trial) for one in searched))
         best = found[-1] == found[0]
-        if record.number == 4:  # says nothing about its settings, which are free again
+        if record.number == 4:  # unrelated to its settings, which may be drawn again
             shared.fail(trial, this_worker(), "the disk is full")
         else:
             assert shared.finish(trial, this_worker(), [0.0 if best else 1.0], "")
     told = [each for number, each in enumerate(found) if number != 4]
     assert len(set(told)) == 12
     assert found[4] in told
-    # One more than there are: any will do.
+    # One more than there are settings: a repeat.
     extra = shared.claim(14, this_worker())
     trial = shared.drawn(extra, sampling.build(name, searched, 3, 13), pruner)
     assert tuple(one.suggest(trial) for one in searched) in told
@@ -334,7 +334,7 @@ def test_an_interrupted_trial_costs_what_it_made(tmp_path: Path) -> None:
     shared.note(record._trial_id, dollars=4.0)
     assert shared.grant(record, 4.0, 10.0, 2) == 10.0
     other = shared.claim(2, "elsewhere/1/0")
-    # While it runs, the whole of it is spoken for.
+    # While it runs, its full cost is reserved.
     assert shared.grant(other, 1.0, 10.0, 2) == 6.0
     shared.note(record._trial_id, share=0.25, steps=5, seconds=3.0)
     assert shared.release(record._trial_id, this_worker())
@@ -383,13 +383,13 @@ def filled(folder: Path) -> None:
             shared.note(record._trial_id, text="x" * 1000 * number)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a small disk")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
 def test_a_full_disk_is_told_and_the_study_goes_on(tmp_path: Path) -> None:
     made = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=160k", "none", tmp_path], capture_output=True
     )
     if made.returncode:
-        pytest.skip(f"no disk can be mounted here: {made.stderr.decode().strip()}")
+        pytest.skip(f"tmpfs can't be mounted: {made.stderr.decode().strip()}")
     try:
         with pytest.raises(RunError, match=r"disk is full.; free space and rerun"):
             filled(tmp_path)

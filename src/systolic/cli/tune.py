@@ -33,20 +33,20 @@ if TYPE_CHECKING:
 
 FORMS = """usage: systolic tune RECIPE --search OPTION=VALUES [--search ...] [options]
 
-RECIPE is a name that systolic recipes lists, or path/to/file.py:function; its options that follow hold for
-every trial. VALUES are a range as 1..8, 128..512:64 or log:1e-4..1e-2, or choices as 4,6,8, of the option's type.
-Every trial is a run that systolic train --resume, eval and explain take. Rerun to continue where Ctrl-C or a
-kill ended the study; with a larger --trials it goes on. The same command on other machines, with one
---storage, shares the work.
+RECIPE is a name that systolic recipes lists, or path/to/file.py:function; its options apply to every trial.
+VALUES are a range such as 1..8, 128..512:64 or log:1e-4..1e-2, or choices such as 4,6,8, of the option's type.
+Every trial is a run that systolic train --resume, eval and explain take. Rerun to continue after Ctrl-C or a
+kill; a larger --trials extends the study. To share a study, run the same command on several machines, with one
+--storage.
 
 Exits with 1 when no trial has a result. systolic tune RECIPE --help shows the recipe's options."""
 
-SEARCH = Required("what to search; add --search optimizer.learning-rate=log:1e-4..1e-2")
+SEARCH = Required("an option to search; add --search optimizer.learning-rate=log:1e-4..1e-2")
 TRIALS = 20
 STALE = Range(least=4)
 SEEDS = Range(least=2, only=(0,))
 REPEATS_OF = "--repeats-of"
-"""Word before a worker's others: it repeats the trial of the number that follows."""
+"""First argument of a worker that repeats a trial; the trial's number follows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,21 +54,21 @@ class TuneOptions:
     """Options of a search.
 
     Args:
-        search: An option of the recipe with its values: optimizer.learning-rate=log:1e-4..1e-2, model.layers=4,6,8. Once for each option.
-        trials: Trials of the whole study; by default 20, of a grid every combination. No more than there are different settings: none is trained twice.
+        search: Option of the recipe and its values: optimizer.learning-rate=log:1e-4..1e-2, model.layers=4,6,8. Repeat it for more options.
+        trials: Total trials of the study; by default 20, or every combination of a grid. At most the number of distinct settings, since none is trained twice.
         sampler: How the next trial is chosen: tpe, random, grid or cmaes.
-        pruner: What stops trials early by their evaluations: hyperband, median or none. By default median where the recipe evaluates during training and there is one objective.
-        objective: A metric of the validation, or seconds, dollars or parameters, as accuracy or max:top5; by default the recipe's own metric. Several, once for each, make a Pareto front; the first metric decides the best trial.
-        trial_steps: Optimizer steps of each trial, in place of the recipe's; the command at the end trains the recipe's own.
-        study: The study's folder; by default studies/NAME, where NAME stands for recipe, options and search.
-        storage: Database that several machines share, as postgresql://user@host/tuning; by default an SQLite file in the study's folder.
-        workers: Processes that run trials on this machine.
-        repeats: Seeds to train the best settings and the default ones with afterwards, to tell gain from luck; beyond the budget.
-        stale_after: Seconds without a sign of life after which another machine's trial is taken over.
+        pruner: How trials are stopped early by their evaluations: hyperband, median or none. By default median, if the recipe evaluates during training and there is one objective.
+        objective: Validation metric, such as accuracy or max:top5, or seconds, dollars or parameters; by default the recipe's own metric. Repeat it for a Pareto front, whose best trial is the best by the first metric.
+        trial_steps: Optimizer steps of each trial, in place of the recipe's; the final command trains the recipe's own number.
+        study: Folder of the study; by default studies/NAME, with a NAME derived from the recipe, its options and the search.
+        storage: Database shared by several machines, such as postgresql://user@host/tuning; by default an SQLite file in the study's folder.
+        workers: Worker processes on this machine.
+        repeats: Seeds to train the best and the default settings with after the search, to tell gain from luck; not included in --budget.
+        stale_after: Seconds without a heartbeat after which another machine's trial is taken over.
         sampler_seed: Seed of the sampler.
-        on: Slice to forecast each trial on: one that does not fit is refused, and its cost is known before it runs.
+        on: Slice to forecast each trial on, before it runs: trials that do not fit are refused, and costs are known.
         quick: Forecast from the compiler's schedule: memory is exact, the time of ops estimated.
-        budget: Dollars for the steps of all trials on the slice of --on, as forecast; start-up, evaluations, checkpoints and --repeats are not counted.
+        budget: Upper bound in dollars on the forecast cost of all trials' steps on --on; start-up, evaluations, checkpoints and --repeats are not included.
         price: Which price of the catalogue: on-demand, spot or committed.
         json: Print the study as one JSON object on stdout.
     """
@@ -101,7 +101,7 @@ def run(args: Sequence[str]) -> int:
 
 
 def tuning_of(args: Sequence[str]) -> "tuple[Tuning, Request[TuneOptions]]":
-    """The search that a command's words name, checked; nothing is written.
+    """Parses and checks a search; writes nothing.
 
     Raises:
         OptionError: an option is unknown, of another type, or without effect.
@@ -143,7 +143,7 @@ def tuning_of(args: Sequence[str]) -> "tuple[Tuning, Request[TuneOptions]]":
 
 
 def tune(tuning: "Tuning", asked: Request[TuneOptions], args: Sequence[str]) -> int:
-    """Runs the search, shows it, and returns the exit code."""
+    """Runs the search, prints its results, and returns the exit code."""
     from systolic.report.tune.progress import StudyDisplay
     from systolic.report.tune.text import print_study
     from systolic.session.tuning_processes import (
@@ -158,7 +158,7 @@ def tune(tuning: "Tuning", asked: Request[TuneOptions], args: Sequence[str]) -> 
     with StudyDisplay(sys.stderr, then=again) as view:
         if options.trials is not None and options.trials > tuning.trials:
             view.tell(
-                f"the search has {tuning.trials} different settings, fewer than --trials {options.trials}; each is trained once"
+                f"--trials is {options.trials}, and the search has {tuning.trials} distinct settings; each is trained once"
             )
 
         def processes(of: "Tuning", *words: str) -> Processes:
@@ -176,7 +176,7 @@ def tune(tuning: "Tuning", asked: Request[TuneOptions], args: Sequence[str]) -> 
         if result.best is not None and len(tuning.aims) == 1:
             result = replace(result, examples=tuning.examples)
         interrupted, best = search.interrupted, result.best
-        # Before the repeats, which may fail.
+        # Written before the repeats, which may fail.
         page = _written(tuning, result)
         if options.repeats and best is not None and result.finished == result.total:
             repeating = tuning.repeating(search.shared, best.number, options.repeats)
@@ -188,7 +188,7 @@ def tune(tuning: "Tuning", asked: Request[TuneOptions], args: Sequence[str]) -> 
             page = _written(tuning, result)
         elif options.repeats and best is not None and not interrupted:
             view.tell(
-                f"--repeats is left out, since the search ended after {result.finished} of {result.total} trials; give --budget more to go on"
+                f"--repeats is skipped, since the search ended after {result.finished} of {result.total} trials; raise --budget and rerun"
             )
     if options.json:
         print_json({**result.to_json(), "report": str(page)})
@@ -202,7 +202,7 @@ def tune(tuning: "Tuning", asked: Request[TuneOptions], args: Sequence[str]) -> 
 
 
 def _written(tuning: "Tuning", result: "StudyResult") -> Path:
-    """Writes the answer into the study's folder; returns its page."""
+    """Writes the results into the study's folder; returns the path of the page."""
     from systolic.report.tune.page import write_page
 
     write_json(tuning.folder / "study.json", result.to_json())
@@ -210,7 +210,7 @@ def _written(tuning: "Tuning", result: "StudyResult") -> Path:
 
 
 def _typed(asked: Request[TuneOptions]) -> "Typed":
-    """Reads a word as an option of the recipe takes it."""
+    """A parser of values of the recipe's options."""
     function, target = asked.recipe.function, asked.recipe.target
     hints = option_hints(function)
 
@@ -219,7 +219,7 @@ def _typed(asked: Request[TuneOptions]) -> "Typed":
         if option not in hints:
             known = [each.removeprefix("--") for each in option_names(function)]
             raise OptionError(
-                f"--search names {name}, and {target} has no such option{nearest_option(name, known)}; systolic recipes {target} lists them"
+                f"--search names {name}, which is no option of {target}{nearest_option(name, known)}; systolic recipes {target} lists its options"
             )
         return read_value(hints[option], word, f"--search {name}")
 
@@ -229,25 +229,25 @@ def _typed(asked: Request[TuneOptions]) -> "Typed":
 def _check_given(asked: Request[TuneOptions], names: Sequence[str]) -> None:
     for name in names:
         if asked.gives(name):
-            raise OptionError(f"--{name} is given and searched; leave one of them out")
+            raise OptionError(f"--{name} is both given and searched; leave one out")
     if asked.verb.repeats and "seed" not in asked.options:
         raise OptionError(
-            f"--repeats needs an option seed, which {asked.recipe.target} does not have; add one to the recipe, or leave it out"
+            f"--repeats needs an option seed, which {asked.recipe.target} does not have; add it to the recipe, or leave --repeats out"
         )
     if asked.verb.repeats and "seed" in names:
-        raise OptionError("--repeats needs the seed, which is searched; leave one of them out")
+        raise OptionError("--repeats sets the seed, which is also searched; leave one out")
     if "steps" in names and asked.verb.trial_steps is not None:
-        raise OptionError("--trial-steps is given and steps are searched; leave one of them out")
+        raise OptionError("--trial-steps is given and steps is searched; leave one out")
     if asked.verb.trial_steps is not None and "steps" not in {
         dashed(name) for name in inspect.signature(asked.recipe.function).parameters
     }:
         raise OptionError(
-            f"--trial-steps needs an option steps, which {asked.recipe.target} does not have; leave it out"
+            f"--trial-steps needs an option steps, which {asked.recipe.target} does not have; leave --trial-steps out"
         )
 
 
 def _check_together(options: TuneOptions) -> None:
-    """Refuses options of the forecast without a slice."""
+    """Refuses forecast options without a slice."""
     given = {
         "--quick": options.quick,
         "--budget": options.budget is not None,
@@ -255,7 +255,7 @@ def _check_together(options: TuneOptions) -> None:
     }
     for name, is_given in given.items():
         if is_given and options.on is None:
-            raise OptionError(f"{name} is of the forecast, and no slice is given; add --on v5e-4")
+            raise OptionError(f"{name} needs a forecast, and no slice is given; add --on v5e-4")
     if options.on is not None:
         from systolic.chips import slice
 

@@ -1,4 +1,4 @@
-"""``python -m systolic.cli.tune_worker RECIPE [options]``: runs trials of the study that these words name, until none is left."""
+"""``python -m systolic.cli.tune_worker RECIPE [options]``: runs trials of the study that the arguments define, until none is left."""
 
 import os
 import sys
@@ -11,7 +11,7 @@ from systolic.core.machine import end_with
 
 
 def work(words: list[str]) -> int:
-    """Runs trials; returns the exit code: 3 where it stopped for the reason on its last line."""
+    """Runs trials; returns the exit code: 3 if it stopped early, with the reason on the last line."""
     from systolic.session.trials import TrialWorker
     from systolic.session.tuning_processes import INTERRUPTED, LINE, STOPPED
 

@@ -1,4 +1,4 @@
-"""Trials of a search in this process, one after another: claimed, forecast, trained as ordinary runs, judged."""
+"""Runs trials of a search in this process, one after another: claims, forecasts, trains and judges them."""
 
 import contextlib
 import shutil
@@ -39,41 +39,41 @@ from systolic.tuning.study import SharedStudy
 from systolic.tuning.worker import this_worker
 
 WAIT_SECONDS = 1.0
-"""Interval of asking for a trial where the last ones are other workers'."""
+"""Interval between claims while the remaining trials are other workers'."""
 BEGUN = 5
-"""Times that a trial is begun at one checkpoint, each ended by the end of its process, before it is given up."""
+"""Starts of a trial from the same checkpoint, each ended by the death of its process, before it is given up."""
 BATCH = "batch-per-device"
 FAILURES = 3
 """Trials in a row without a result after which a worker stops."""
 
 
 class StoppedTrialError(Exception):
-    """A signal ended the training of a trial, which is saved."""
+    """A signal ended a trial's training; its run is saved."""
 
 
 class OverBudgetError(Exception):
-    """The trial would cost more than is left."""
+    """The trial would cost more than is left of the budget."""
 
 
 @dataclass(kw_only=True)
 class TrialWorker:
-    """A process's work on a study.
+    """Runs trials of a study in this process.
 
     Args:
         tuning: The search.
         shared: Its study.
-        tell: Called with each line that a user should read.
+        tell: Called with each line for the user.
     """
 
     tuning: Tuning
     shared: SharedStudy
     tell: Callable[[str], None] = lambda _: None
     stopped: str = ""
-    """Why it stopped before the study was done."""
+    """Why the worker stopped before the study was done."""
     _signals: list[int] = field(default_factory=list, init=False)
 
     def work(self) -> None:
-        """Runs trials until all are done, a signal comes, or the budget is spent.
+        """Runs trials until all are done, a signal arrives, or the budget is spent.
 
         Raises:
             RunError: several trials in a row had no result.
@@ -82,7 +82,7 @@ class TrialWorker:
         self._check_metrics()
         self._check_precision()
         self._check_batch()
-        # Those that come between trainings, which have a handler of their own.
+        # Signals between trainings; a training has its own handler.
         with remembered(self._signals):
             while not self._signals:
                 record = self.shared.claim(self.tuning.trials, this_worker(), self._is_busy)
@@ -101,19 +101,19 @@ class TrialWorker:
                     self.stopped = str(over)
                     return
                 except BaseException:
-                    # Where that fails, on a full disk, the next command sees that this process is gone.
+                    # If this fails, on a full disk, the next command sees that this process has ended.
                     with contextlib.suppress(Exception):
                         self.shared.release(record._trial_id, this_worker())
                     raise
                 failed = [*failed, reason] if reason else []
                 if len(failed) >= FAILURES:
                     raise RunError(
-                        f"{FAILURES} trials in a row had no result, the last since {failed[-1]}; their runs are in {self.tuning.runs}"
+                        f"{FAILURES} trials in a row had no result, the last one: {failed[-1]}; their runs are in {self.tuning.runs}"
                     )
             self.stopped = "interrupted"
 
     def _check_metrics(self) -> None:
-        """Checks metrics that the recipe does not judge its checkpoints by, before any trial."""
+        """Checks before any trial that objectives other than the recipe's own metric are reported."""
         own = self.tuning.job.evaluation.metric
         if all(aim.is_cost or aim.name == own for aim in self.tuning.aims):
             return
@@ -124,14 +124,14 @@ class TrialWorker:
         check_reported(self.tuning.aims, reported)
 
     def _check_precision(self) -> None:
-        """Checks that machines which share the study compute alike where the recipe leaves the precision to them."""
+        """Checks that all machines of the study resolve precision auto to the same one."""
         job, searched = self.tuning.job, [one.name for one in self.tuning.searched]
         if job.precision is Precision.auto and "precision" not in searched:
             own = job.precision.resolve(LocalDevices.here().platform)
             self.shared.settle({"precision": own.value})
 
     def _check_batch(self) -> None:
-        """Checks that a batch per device is the same one on all machines of the study and on the slice of its forecast.
+        """Checks that a batch per device makes the same batch on all machines of the study and on the forecast's slice.
 
         Raises:
             OptionError: their numbers of devices differ.
@@ -145,12 +145,12 @@ class TrialWorker:
         there = here if tuning.on is None else slice(tuning.on).num_devices
         if there != here:
             raise OptionError(
-                f"the batch is per device, of which {tuning.on} has {there} and this machine {here}, so that trials would train with another batch than they are forecast with; give --batch, or leave out --on"
+                f"the batch is per device, and {tuning.on} has {there} devices and this machine {here}, so that the forecast would be for another batch; give --batch, or leave out --on"
             )
         self.shared.settle({"devices": here})
 
     def _is_busy(self, number: int) -> bool:
-        """Whether a process trains a trial: a worker that was suspended is slow to send a heartbeat, and not gone."""
+        """Whether a process is training a trial: a suspended worker sends no heartbeats, and is not dead."""
         return is_held(self.tuning.run(number))
 
     def _others_run(self) -> bool:
@@ -160,7 +160,7 @@ class TrialWorker:
         return bool(running)
 
     def _attempt(self, record: Any) -> str:
-        """Runs a claimed trial; returns why it has no result, or nothing."""
+        """Runs a claimed trial; returns why it has no result, or an empty string."""
         tuning, shared, worker = self.tuning, self.shared, this_worker()
         number = record.number
         with beating(shared, record._trial_id, worker) as taken:
@@ -196,7 +196,7 @@ class TrialWorker:
             except SystolicError as error:
                 if failure.is_full(error):
                     raise RunError(
-                        f"trial {number} could not be saved ({failure.reason(error)}) and waits; free space in {tuning.folder} and rerun: it goes on"
+                        f"trial {number} could not be saved ({failure.reason(error)}); free space in {tuning.folder} and rerun to continue it"
                     ) from error
                 self._note_taken(trial, watcher.last)
                 if watcher.started:
@@ -212,21 +212,21 @@ class TrialWorker:
             return self._judge(trial, result, watcher, known)
 
     def _out_of_memory(self, trial: Any) -> str:
-        """Ends a trial that the devices had too little memory for; why it says nothing of its values, or nothing."""
+        """Ends a trial that ran out of device memory; returns the reason if it is not attributed to the settings, or an empty string."""
         reason = "out of memory on this machine's devices"
         if any("steps" in one.user_attrs for one in self.shared.trials(self.tuning.trials)):
             self.shared.finish(trial, this_worker(), None, f"failed: {reason}")
             return ""
-        # None has trained here: others may have the memory.
+        # No trial has trained yet: other processes may hold the memory.
         self.shared.fail(trial, this_worker(), reason)
         return reason
 
     def _note_taken(self, trial: Any, last: int) -> None:
-        """Keeps what a failed trial has taken: its share of ``last`` steps is what it cost."""
+        """Stores the steps and the time of a failed trial; it costs its share of ``last`` steps."""
         if not self.shared.owns(trial._trial_id, this_worker()):
             return
         found: dict[str, Any] = {"share": 0.0}
-        with contextlib.suppress(SystolicError):  # it never was a run
+        with contextlib.suppress(SystolicError):  # it has no run
             run = load_run(self.tuning.run(trial.number))
             # A bad step has no train record.
             if steps := max(run.step, int(number(run.last.get("step")) or 0)):
@@ -234,14 +234,14 @@ class TrialWorker:
         self.shared.note(trial._trial_id, **found)
 
     def _give_up(self, number: int) -> str:
-        """Leaves a trial to the worker that has it now."""
+        """Leaves a trial to the worker that has taken it over."""
         self.tell(
-            f"trial {number} gave no sign of life and was taken over; what it did here does not count"
+            f"trial {number} sent no heartbeats and was taken over by another worker; its result here does not count"
         )
         return ""
 
     def _lost(self, record: Any) -> str:
-        """Why a trial is given up, or nothing: its process ended again and again at the same checkpoint."""
+        """Why a trial is given up (its process died repeatedly after the same checkpoint), or an empty string."""
         steps = (self.tuning.run(record.number) / "checkpoints").glob("[0-9]*")
         at = max((int(path.name) for path in steps if path.name.isdigit()), default=0)
         before, times = record.user_attrs.get("begun", (at, 0))
@@ -250,11 +250,11 @@ class TrialWorker:
         if times <= BEGUN:
             return ""
         return (
-            f"its process ended {BEGUN} times after step {at}; see {self.tuning.folder / 'workers'}"
+            f"its process died {BEGUN} times after step {at}; see {self.tuning.folder / 'workers'}"
         )
 
     def _source(self, values: Mapping[str, Any]) -> tuple[str, JobSource]:
-        """Why the recipe refuses these values, or nothing, and what the trial's job is made from."""
+        """Why the recipe refuses these values, or an empty string, and the source of the trial's job."""
         try:
             source = self.tuning.source(values)
             source.job.check_effects()
@@ -263,15 +263,15 @@ class TrialWorker:
         return "", source
 
     def _forecast(self, record: Any, job: Job, known: dict[str, Any]) -> str:
-        """Why a trial is not begun on the slice, or nothing; its dollars are noted.
+        """Forecasts a trial on the slice and stores its dollars; returns why it is refused, or an empty string.
 
         Raises:
-            OverBudgetError: it would cost more than is left.
+            OverBudgetError: it would cost more than is left of the budget.
         """
         tuning = self.tuning
         assert tuning.on is not None
         if "dollars" not in known:
-            # A rate or a seed changes no step's time: one compile serves all trials of a shape.
+            # Learning rate and seed do not change a step's time: trials that differ only in these share one compile.
             alike = replace(job.optimizer, learning_rate=tuning.job.optimizer.learning_rate)
             on = slice(tuning.on)
             try:
@@ -282,8 +282,13 @@ class TrialWorker:
                 return f"refused: {error}"
             if not made.fits:
                 need = (made.rejected or {}).get("need_bytes")
-                more = f", {need / 2**30:.1f} GiB a device needed" if need else ""
-                return f"refused: does not fit {tuning.on} ({made.capacity_bytes / 2**30:.1f} GiB a device{more})"
+                has = f"{made.capacity_bytes / 2**30:.1f} GiB"
+                memory = (
+                    f"{need / 2**30:.1f} GiB per device needed, {has} available"
+                    if need
+                    else f"{has} per device available"
+                )
+                return f"refused: does not fit {tuning.on} ({memory})"
             seconds, price = made.step_seconds, hourly(on, tuning.price)
             known["forecast_seconds"] = None if seconds is None else seconds * job.steps
             if seconds is not None and price is not None:
@@ -301,32 +306,32 @@ class TrialWorker:
             return
         if "dollars" not in known:
             raise OptionError(
-                f"--budget is ${budget:g} and {self.tuning.on} has no price or no forecast of the step's time; leave it out"
+                f"--budget is ${budget:g}, and {self.tuning.on} has no price or no forecast of the step's time; leave --budget out"
             )
         left = self.shared.grant(record, known["dollars"], budget, self.tuning.trials)
         if known["dollars"] > left:
             raise OverBudgetError(
-                f"the next trial costs {dollars(known['dollars'])} and {dollars(max(left, 0))} of {dollars(budget)} are left"
+                f"the next trial costs {dollars(known['dollars'])}, and {dollars(max(left, 0))} of {dollars(budget)} is left; raise --budget to continue"
             )
 
     def _train(self, source: JobSource, run: Path, watcher: "TrialWatcher") -> TrainResult:
-        """Trains a trial's run, from its newest checkpoint where it has begun."""
+        """Trains a trial's run, or continues it from its newest checkpoint."""
         options = SessionOptions(diagnose=0)
         audience = Audience(watchers=(watcher,))
         if (run / JOB).is_file():
             with opened(run) as before:
                 return continue_run(before, before.source(source.options), options, audience)
         if run.exists():
-            shutil.rmtree(run)  # a kill came before it was a run
+            shutil.rmtree(run)  # killed before the run was complete enough to continue
         return start(source, options, audience, run=run)
 
     def _judge(
         self, trial: Any, result: TrainResult, watcher: "TrialWatcher", known: Mapping[str, Any]
     ) -> str:
-        """Ends a trial by its run's summary; returns why it has no result, or nothing.
+        """Ends a trial with its run's summary; returns why it has no result, or an empty string.
 
         Raises:
-            StoppedTrialError: a signal ended it.
+            StoppedTrialError: a signal ended the training.
         """
         shared, worker = self.shared, this_worker()
         summary = whole(result)
@@ -335,7 +340,7 @@ class TrialWorker:
         share = summary["steps"] / watcher.last
         taken = {name: summary[name] for name in ("seconds", "steps")}
         if summary["interrupted"] and not watcher.reason:
-            # What it cost so far, which counts if it never goes on.
+            # The cost so far, which counts if the trial is never continued.
             shared.note(trial._trial_id, begun=(summary["steps"], 0), share=share, **taken)
             shared.release(trial._trial_id, this_worker())
             raise StoppedTrialError
@@ -351,7 +356,7 @@ class TrialWorker:
             aim.name for aim, value in zip(self.tuning.aims, values, strict=True) if value is None
         ]
         if missing:
-            reason = f"its run has no {missing[0]} of the validation split"
+            reason = f"its run has no {missing[0]} on the validation split"
             shared.fail(trial, worker, reason)
             return reason
         shared.finish(trial, worker, [float(value) for value in values if value is not None], "")
@@ -360,17 +365,17 @@ class TrialWorker:
 
 @dataclass(kw_only=True)
 class TrialWatcher:
-    """Watcher of a trial's run: reports its evaluations, and ends it early where the pruner says so.
+    """Watcher of a trial's run: reports its evaluations, and ends it when the pruner stops the trial.
 
     Args:
-        trial: Optuna's.
+        trial: Optuna's trial.
         seen: Steps that were reported before the run was resumed.
-        reports: Whether the study has a single objective; with several Optuna prunes none.
+        reports: Whether to report: only with a single objective, since Optuna does not prune with several.
         last: Steps of the job.
-        metric: That trials are judged by.
-        note: Keeps figures of the trial.
-        taken: Set when another worker has the trial, which ends the run here.
-        owned: Whether the trial is still this worker's, from the study.
+        metric: Metric to report.
+        note: Stores attributes of the trial.
+        taken: Set when another worker has taken the trial over, which ends the run here.
+        owned: Whether the trial is still this worker's in the study.
     """
 
     trial: Any
@@ -383,7 +388,7 @@ class TrialWatcher:
     owned: Callable[[], bool] = lambda: True
     started: bool = False
     reason: str = ""
-    """Why it was ended here; empty while it was not."""
+    """Why the run was ended here; empty if it was not."""
     known: dict[str, float] = field(default_factory=dict)
 
     def see(self, record: Mapping[str, Any]) -> None:
@@ -413,15 +418,15 @@ class TrialWatcher:
     def _end(self, reason: str) -> None:
         if not self.reason:
             self.reason = reason
-            # The run saves, and can be continued.
+            # The run saves a checkpoint and can be continued.
             end_training()
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Nothing to close."""
 
 
 def whole(result: TrainResult) -> Mapping[str, Any]:
-    """A run's summary with the time of all its sessions, from its records: the last one alone would be cheap where others were ended."""
+    """A run's summary with the time of all its sessions, from its records; the summary alone has that of the last session."""
     run = load_run(result.run)
     time = {**result.summary["time"], "step": run.step_seconds}
     return {**result.summary, "seconds": run.seconds, "time": time}
@@ -429,12 +434,12 @@ def whole(result: TrainResult) -> Mapping[str, Any]:
 
 @contextlib.contextmanager
 def beating(shared: SharedStudy, trial_id: int, worker: str) -> Generator[threading.Event]:
-    """Sends heartbeats of a trial while it runs; the event is set when another worker has it."""
+    """Sends a trial's heartbeats during the block; the event is set when another worker has taken the trial over."""
     over, taken = threading.Event(), threading.Event()
 
     def beat() -> None:
         while not over.wait(shared.beat_seconds) and not taken.is_set():
-            # A database that is away for a moment must not end the training.
+            # A short outage of the database must not end the training.
             with contextlib.suppress(Exception):
                 if shared.owns(trial_id, worker):
                     shared.beat(trial_id)

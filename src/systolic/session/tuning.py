@@ -1,4 +1,4 @@
-"""A search over a recipe's options: its record, and the job of each of its trials."""
+"""A search over a recipe's options: its definition, and the job of each trial."""
 
 import json
 import shlex
@@ -29,12 +29,12 @@ from systolic.tuning.search import Searched
 from systolic.tuning.study import SharedStudy, StudyAddress, address
 
 STUDIES = Path("studies")
-"""Folder of studies."""
+"""Default folder for studies."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Repeats:
-    """Trials that train the best settings and the defaults with other seeds, in turn."""
+    """Trials that alternate between the best and the default settings, with new seeds."""
 
     of: int
     """Number of the best trial."""
@@ -44,22 +44,22 @@ class Repeats:
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """A search over a recipe's options, and how its trials are run."""
+    """A search over a recipe's options, and how its trials run."""
 
     recipe: Recipe
     options: Mapping[str, Any]
-    """Of all trials, by parameter."""
+    """Options of all trials, by parameter."""
     searched: Sequence[Searched]
     aims: Sequence[Aim]
     folder: Path
     storage: str | None
-    """StudyAddress of a database; None for a file in the folder."""
+    """URL of a database; None for a file in the folder."""
     trials: int
     sampler: Sampler = Sampler.tpe
     pruner: Pruner = Pruner.none
     seed: int = 0
     steps: int | None = None
-    """Of a trial, in place of the recipe's."""
+    """Steps of a trial, in place of the recipe's."""
     on: str | None = None
     """Slice that the trials are forecast on."""
     quick: bool = False
@@ -70,7 +70,7 @@ class Tuning:
 
     @property
     def definition(self) -> dict[str, Any]:
-        """What makes it this study: a study of another definition is not continued."""
+        """Definition of the study; a study with another definition is not continued."""
         data = {
             split: f"{one.files} files of {one.bytes} bytes with digest {digest([one.names, one.digest], 8)}"
             for split, one in contents_of(self.job.data).items()
@@ -81,7 +81,7 @@ class Tuning:
 
     @property
     def named(self) -> dict[str, Any]:
-        """What its folder is named after: the definition without the contents of the data."""
+        """The definition without the contents of the data, from which the folder's name is derived."""
         plain: dict[str, Any] = {
             "recipe": self.recipe.target,
             "recipe file": digest(self.recipe.source.decode(errors="replace")),
@@ -100,43 +100,43 @@ class Tuning:
                 for name, content in modules.items()
             }
         if self.on is not None:
-            # Dollars of trials are compared and added up.
+            # Trials' dollars are compared and summed, so they need one price and one kind of forecast.
             plain |= {"price": self.price.value, "forecast": "quick" if self.quick else "full"}
         return json.loads(json.dumps(plain))
 
     @cached_property
     def base(self) -> dict[str, Any]:
-        """Options of a trial that has the defaults of what is searched."""
+        """Options of a trial, with the defaults of searched options."""
         given = {} if self.steps is None else {"steps": self.steps}
         return with_values(self.options, given)
 
     @cached_property
     def job(self) -> Job:
-        """The job with the defaults of what is searched."""
+        """The job with the defaults of searched options."""
         return self.recipe(self.base)
 
     @property
     def examples(self) -> int | None:
-        """Validation examples that the first objective is the share of right ones of; None where it is something else."""
+        """Number of validation examples if the first objective is the share of correct ones; None otherwise."""
         job, rule = self.job, self.job.evaluation
         batches = rule.batches if rule.final_batches is None else rule.final_batches
         is_share = self.aims[0].name == "accuracy" and "label" in job.data.fields()
         return job.data.size(Split.validation) if is_share and not batches else None
 
     def source(self, values: Mapping[str, Any]) -> JobSource:
-        """What the job of a trial is made from."""
+        """Source of a trial's job."""
         options = with_values(self.base, values)
         return JobSource(recipe=self.recipe, options=paths.absolute(options))
 
     def check_run(self, number: int, options: Mapping[str, Any]) -> None:
-        """Checks that a run that lies in a trial's place is the trial's: that of another database is not.
+        """Checks that an existing run in a trial's folder is the trial's, not one from another database.
 
         Args:
-            number: Of the trial.
-            options: Of its job.
+            number: Number of the trial.
+            options: Options of its job.
 
         Raises:
-            OptionError: the run was trained with other values of what is searched.
+            OptionError: the run was trained with other values of searched options.
         """
         file = self.run(number) / JOB
         if not file.is_file():
@@ -144,7 +144,7 @@ class Tuning:
         try:
             before = _dotted(job_fields(file.read_bytes()).get("options", {}))
         except (OSError, ValueError):
-            return  # what resumes it says that it is damaged
+            return  # resuming the run reports the damage
         now = _dotted(json.loads(json.dumps(recipes.plain(options))))
         again = () if self.repeats is None else (*self.repeats.values, "seed")
         parts = tuple(f"{name}." for name in (*(one.name for one in self.searched), *again))
@@ -155,34 +155,34 @@ class Tuning:
                 ", ".join(f"{name} {one.get(name)}" for name in changed) for one in (before, now)
             )
             raise OptionError(
-                f"{file.parent} was trained with {had}, and trial {number} of the study in {self.address.shown} has {has}: the run is of another study; give --study another folder, or --storage the database that the run belongs to"
+                f"{file.parent} was trained with {had}, and trial {number} of the study in {self.address.shown} has {has}: the run belongs to another study; give --study another folder, or --storage the run's own database"
             )
 
     def run(self, number: int) -> Path:
-        """The folder of a trial's run."""
+        """Folder of a trial's run."""
         return self.runs / f"{number:04d}"
 
     @property
     def runs(self) -> Path:
-        """The folder of all runs."""
+        """Folder of all runs."""
         if self.repeats is None:
             return self.folder / "trials"
         return self.folder / "repeats" / f"{self.repeats.of:04d}"
 
     def values(self, trial: Any) -> dict[str, Any]:
-        """Settings of a trial: drawn, or those that are repeated."""
+        """Settings of a trial: drawn, or repeated."""
         if self.repeats is None:
             return {one.name: one.suggest(trial) for one in self.searched}
         settings = self.repeats.values if trial.number % 2 == 0 else {}
         return {**settings, "seed": self.base["seed"] + 1 + trial.number // 2}
 
     def repeating(self, shared: SharedStudy, number: int, seeds: int) -> "Tuning":
-        """The trials that tell the luck of a trial's seed from the gain of its settings.
+        """The search whose trials repeat the best and the default settings with new seeds.
 
         Args:
             shared: The study.
-            number: Of its best trial.
-            seeds: For the best settings, and for the defaults.
+            number: Number of its best trial.
+            seeds: Seeds for each of the two settings.
         """
         kept = next(one for one in shared.trials(self.trials) if one.number == number).params
         values = {one.name: one.typed(kept[one.name]) for one in self.searched}
@@ -200,19 +200,19 @@ class Tuning:
 
     @property
     def address(self) -> StudyAddress:
-        """Where the study is kept."""
+        """Address of the study."""
         again = "" if self.repeats is None else f"-repeats-{self.repeats.of}"
         return address(self.storage, self.folder, f"{self.folder.name}{again}")
 
     def settled(self, pruner: Pruner | None, *, named: bool) -> "Tuning":
-        """The search with a pruner that its recipe takes, and with a folder.
+        """The search with its pruner and folder chosen and its options checked.
 
         Args:
-            pruner: As asked for; None takes the median where it can.
-            named: Whether the folder is given; by default its name is of the definition.
+            pruner: The requested pruner; None chooses the median if the recipe evaluates during training and there is one objective.
+            named: Whether the folder is given; otherwise its name is derived from the definition.
 
         Raises:
-            OptionError: the pruner has nothing to judge trials by.
+            OptionError: there is no evaluation to prune by, or more than one objective; or another option is wrong.
         """
         rule, job = self.job.evaluation, self.job
         evaluates = 0 < rule.every < job.steps
@@ -230,16 +230,16 @@ class Tuning:
             plain = self.recipe.target.rpartition("/")[2].replace(".py", "").replace(":", "-")
             made = replace(made, folder=STUDIES / f"{plain}-{digest(made.named, 8)}")
         made.check_bounds()
-        assert made.address  # refuses a --storage that is none before anything is written
+        assert made.address  # refuses a wrong --storage before anything is written
         return made
 
     def check_bounds(self) -> None:
-        """Checks that the ends of the ranges are numbers that their options take.
+        """Checks that options accept the bounds of their ranges.
 
-        What an end is refused for beside another option's default is left to the trials.
+        Bounds that are refused only in combination with another option's default are left to the trials.
 
         Raises:
-            OptionError: an option does not take an end of its range.
+            OptionError: an option does not accept a bound of its range.
         """
         for one in self.searched:
             for end in (one.low, one.high) if one.is_range else ():
@@ -251,11 +251,11 @@ class Tuning:
                     continue
 
     def with_command(self, result: StudyResult, words: Sequence[str]) -> StudyResult:
-        """A result with the command that trains its best trial's settings at full size.
+        """Adds the command that trains the best settings at full size to a result.
 
         Args:
-            result: Of this study.
-            words: Options of the recipe as they were typed.
+            result: Result of this study.
+            words: Options of the recipe, as typed.
         """
         best = result.best
         if best is None:
@@ -268,16 +268,16 @@ class Tuning:
         return shlex.split(typed(name, value))
 
     def open(self) -> SharedStudy:
-        """The study in its storage; its folder is made.
+        """Opens or creates the study and its folder.
 
-        Raises: as :class:`~systolic.tuning.study.SharedStudy`.
+        Raises the errors of :class:`~systolic.tuning.study.SharedStudy`; OptionError if the folder can't be created.
         """
         definition, directions = self.definition, [aim.direction for aim in self.aims]
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise OptionError(
-                f"{self.folder} could not be made ({error.strerror}); give --study another folder"
+                f"{self.folder} could not be created ({error.strerror}); give --study another folder"
             ) from error
         return SharedStudy(self.address, definition, directions, self.stale_seconds)
 
@@ -289,7 +289,7 @@ class Tuning:
 
     @cached_property
     def longest(self) -> int:
-        """Steps of the longest trial: each option has the value that makes the most of them, one after another."""
+        """Steps of the longest trial, found by maximising over each option in turn."""
         steps, values = self.job.steps, {}
         for one in self.searched:
             for value in (one.choices or {"low": one.low, "high": one.high}).values():
@@ -304,15 +304,15 @@ class Tuning:
 
 
 def _dotted(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Plain options by the names that are typed: ``optimizer.learning-rate``."""
+    """Options by dotted name as typed: ``optimizer.learning-rate``."""
     return {".".join(map(dashed, name.split("."))): one for name, one in flat(options).items()}
 
 
 def with_values(options: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Options with other values by dotted name, ``model.layers`` or ``model.d-ff``; fields of one record change together.
+    """Replaces options by dotted name (``model.layers``, ``model.d-ff``); fields of one record change together.
 
     Raises:
-        OptionError: there is no such option, or a record refuses its values.
+        OptionError: an option does not exist, or a record refuses its values.
     """
     changes: dict[str, Any] = {}
     for name, value in values.items():

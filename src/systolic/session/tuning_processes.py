@@ -1,4 +1,4 @@
-"""The processes of a search on this machine: started, watched, started again after a kill, stopped together."""
+"""Worker processes of a search on this machine: started, watched, restarted after a kill, stopped together."""
 
 import signal
 import subprocess
@@ -21,13 +21,13 @@ from systolic.tuning.study import SharedStudy
 
 POLL_SECONDS = 0.2
 SEE_SECONDS = 1.0
-"""Interval between looks at the study."""
+"""Interval between reads of the study."""
 ASK_SECONDS = 2.0
-"""Interval at which workers are asked to stop, until they have: one may begin a trial as it is asked."""
+"""Interval between stop signals to workers, repeated because a worker may be starting a trial."""
 DEATHS = 3
-"""Ends in a row, for each worker, between which no trial has evaluated, saved or ended, after which none is started again."""
+"""Deaths per worker without progress (an evaluation, a checkpoint or the end of a trial) after which no worker is restarted."""
 STOPPED = 3
-"""Exit code of a worker that stopped for a reason on its last line."""
+"""Exit code of a worker that stopped early; its last line has the reason."""
 INTERRUPTED = 130
 LINE = "systolic: "
 
@@ -39,10 +39,10 @@ class Processes:
     Args:
         tuning: The search.
         shared: Its study.
-        command: What a worker runs.
-        count: How many.
-        see: Called with what the study has so far.
-        tell: Called with each line that a user should read.
+        command: Command of a worker.
+        count: Number of workers.
+        see: Called with the results so far.
+        tell: Called with each line for the user.
     """
 
     tuning: Tuning
@@ -59,16 +59,16 @@ class Processes:
     _deaths: int = field(default=0, init=False)
 
     def run(self) -> StudyResult:
-        """Runs until all workers have ended; returns what the study has then. No worker starts where no trial is left.
+        """Runs workers until all have ended and returns the results. Starts none if no trial is left.
 
         Raises:
-            OptionError: a worker found that the command is wrong.
+            OptionError: a worker rejected the command.
             RunError: a worker failed.
         """
         before = self.result(weighed=False)
         if before.finished > self.tuning.trials:
             self.tell(
-                f"{before.finished} trials of the study have ended, more than --trials {self.tuning.trials}; give a larger number to go on"
+                f"--trials is {self.tuning.trials}, and {before.finished} trials of the study have ended; give a larger number to extend it"
             )
         if before.finished >= before.total:
             return self.result()
@@ -85,7 +85,7 @@ class Processes:
         return self.result()
 
     def result(self, *, weighed: bool = True) -> StudyResult:
-        """What the study has now; the importance of its options takes a second."""
+        """Results of the study so far; ``weighed`` adds the importance of options, which takes a second."""
         tuning = self.tuning
         of = {} if tuning.on is None else priced(slice(tuning.on), tuning.price)
         rows = rows_of(self.shared, tuning.trials, tuning.searched, tuning.aims, tuning.runs)
@@ -112,7 +112,7 @@ class Processes:
                 f"{log} could not be written ({error.strerror}); {cure(log, error)}"
             ) from error
         with out:
-            # A group of its own: Ctrl-C reaches this process, which asks the workers to stop.
+            # In its own session: Ctrl-C reaches only this process, which then stops the workers.
             return subprocess.Popen(
                 self.command,
                 stdout=out,
@@ -161,8 +161,8 @@ class Processes:
         """Handles the end of a worker.
 
         Raises:
-            OptionError: it found that the command is wrong.
-            RunError: it failed, or was killed again and again while no trial got on.
+            OptionError: the worker rejected the command.
+            RunError: it failed, or workers died repeatedly without progress.
         """
         if code == 0 or code == INTERRUPTED or self._asked:
             return
@@ -176,18 +176,18 @@ class Processes:
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         if self._deaths > DEATHS * self.count:
             raise RunError(
-                f"workers ended {self._deaths} times while no trial got on, the last by {how}; see {self._log(number)}"
+                f"workers died {self._deaths} times without progress (last: {how}); see {self._log(number)}"
             )
-        self.tell(f"worker {number} ended by {how}; its trial goes on in a new process")
+        self.tell(f"worker {number} died ({how}); a new process continues its trial")
         running[number] = self._start(number)
 
 
 def repeated(best: StudyResult, repeats: StudyResult) -> Repeated:
-    """What several seeds say of the best settings and the defaults.
+    """Compares the best and the default settings over several seeds.
 
     Args:
-        best: The search.
-        repeats: Trials of the best settings and of the defaults in turn.
+        best: Results of the search.
+        repeats: Results of the trials that alternate between the best and the default settings.
     """
     assert best.best is not None
     aim, values = best.aims[0], ([], [])
@@ -201,17 +201,17 @@ def repeated(best: StudyResult, repeats: StudyResult) -> Repeated:
         seeds=repeats.total // 2,
         best=values[0],
         default=values[1],
-        failure=told[0] if told else "they have not ended; rerun to continue",
+        failure=told[0] if told else "not ended; rerun to continue",
     )
 
 
 def last_line(log: Path) -> str:
-    """The last message of a worker, or its last line."""
+    """A worker's last message, or otherwise the last line of its log."""
     lines = log.read_text(errors="replace").splitlines()
     told = [line.removeprefix(LINE) for line in lines if line.startswith(LINE)]
-    return (told or lines or ["it said nothing"])[-1]
+    return (told or lines or ["it printed nothing"])[-1]
 
 
 def worker_command(words: Sequence[str], module: str) -> list[str]:
-    """The command of a worker: this command's own words, in another module."""
+    """Command of a worker: this command's arguments, with another module."""
     return [sys.executable, "-m", module, *words]

@@ -79,8 +79,8 @@ def build(
     ``rates`` may be traced arrays; by default they are the optimizer's own numbers. What its state is made of
     depends on the optimizer alone.
 
-    ``factors`` are of the updates of single parameters, see :meth:`systolic.job.Model.update_factor`. Decay is added
-    after them: a matrix that moves less forgets no slower (but for those of muon that have a factor).
+    ``factors`` scale the updates of parameters, see :meth:`systolic.job.Model.update_factor`. Weight decay is added
+    afterwards and is not scaled, except with muon.
     """
     sized, rates = scaled_updates(factors or {}), rates or UpdateRates.of(value)
     matrices = {name: is_matrix(dims) for name, dims in axes.items()}
@@ -122,7 +122,7 @@ def build(
 
 
 def scaled_updates(factors: Mapping[str, float]) -> list[optax.GradientTransformation]:
-    """Multiplies the updates of parameters by their factors; nothing where all are 1, so that the state is that of the plain rule."""
+    """Multiplies updates by the factors of their parameters; empty if all are 1, so that the state is the plain rule's."""
     if all(factor == 1 for factor in factors.values()):
         return []
 

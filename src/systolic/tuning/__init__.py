@@ -1,1 +1,1 @@
-"""Search over the options of a recipe: what is searched, by what it is judged, and the study that several processes share."""
+"""Search over a recipe's options: the search space, the objectives, and the study that processes share."""

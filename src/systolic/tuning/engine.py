@@ -1,4 +1,4 @@
-"""Optuna and SQLAlchemy, imported where a study is opened."""
+"""Optuna and SQLAlchemy, imported when a study is opened."""
 
 import contextlib
 import warnings
@@ -12,7 +12,7 @@ from systolic.core.errors import MissingExtraError
 
 @cache
 def optuna() -> Any:
-    """The package, whose own messages are off.
+    """Optuna, with its own logging off.
 
     Raises:
         MissingExtraError: it is not installed.
@@ -27,12 +27,12 @@ def optuna() -> Any:
 
 @contextlib.contextmanager
 def settled() -> Generator[None]:
-    """Without Optuna's warnings that parts which are used here may change in a later version; the version is bounded."""
+    """Suppresses Optuna's warnings about experimental features; its version is pinned by an upper bound."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna().exceptions.ExperimentalWarning)
         yield
 
 
 def sqlalchemy() -> Any:
-    """The package beneath Optuna's storage."""
+    """SQLAlchemy, which Optuna's storage uses."""
     return import_module("sqlalchemy")

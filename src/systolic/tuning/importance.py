@@ -1,4 +1,4 @@
-"""Which options of a search mattered."""
+"""Importance of the options of a search."""
 
 import math
 import statistics
@@ -12,20 +12,20 @@ from systolic.tuning.search import Searched, combinations
 from systolic.tuning.study import SharedStudy
 
 ENOUGH = 30
-"""Results of different settings from which importances say something, where not all settings have one."""
+"""Fewest distinct settings with a result for importances, unless the search has fewer settings."""
 FENCE = 1.5
-"""Quartile distances beyond the worse quartile after which a result is far worse than the others."""
+"""Interquartile ranges beyond the worse quartile after which a result is an outlier."""
 FEWEST = 8
-"""Results from which there are such."""
+"""Fewest results in which outliers are identified."""
 
 
 def importance(
     shared: SharedStudy, aims: Sequence[Aim], searched: Sequence[Searched]
 ) -> dict[str, float]:
-    """Share of each option in the spread of the first objective, of 1 in all: functional ANOVA by a random forest (Hutter et al. 2014).
+    """Share of each option in the variance of the first objective: functional ANOVA by a random forest (Hutter et al. 2014).
 
-    Settings that were trained twice count once, and results far worse than the others, which :func:`usual` leaves out, do not.
-    Empty where too few settings have a result.
+    Shares sum to 1. Each distinct setting counts once, and outliers (see :func:`usual`) are left out.
+    Empty if too few settings have a result.
     """
     states = optuna().trial.TrialState
     done = shared.study.get_trials(deepcopy=False, states=(states.COMPLETE,))
@@ -39,7 +39,7 @@ def importance(
     low, high = min(kept), max(kept)
     with settled(), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        # In memory, and in the order of the trials: the same study gives the same answer.
+        # In memory and in trial order, so that the same study gives the same importances.
         own = optuna().create_study(directions=[aim.direction for aim in aims])
         own.add_trials([one for one in reversed(different) if low <= one.values[0] <= high])
         found = optuna().importance.get_param_importances(
@@ -51,7 +51,7 @@ def importance(
 
 
 def usual(values: Sequence[float], mode: Mode) -> list[float]:
-    """Values without those far worse than the others: beyond Tukey's fence, 1.5 quartile distances from the worse quartile."""
+    """Values without outliers, which are more than 1.5 interquartile ranges worse than the worse quartile (Tukey's fence)."""
     if len(values) < FEWEST:
         return list(values)
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")

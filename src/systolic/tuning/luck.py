@@ -1,4 +1,4 @@
-"""Luck or gain: the best settings and the defaults, each trained with several seeds that no trial was chosen by."""
+"""Luck or gain: the best and the default settings, each trained with several seeds that the search did not use."""
 
 import statistics
 from collections.abc import Sequence
@@ -9,61 +9,60 @@ from systolic.job import Mode
 from systolic.tuning.objective import Aim
 
 LUCK = 0.05
-"""Probability of as large a difference between equal settings, below which it counts as a gain."""
-
-
+"""Significance level: a difference with a smaller p value counts as a gain."""
 FEWEST = 6
-"""Seeds from which the same difference with each tells a gain: it has one sign by chance in 2 of 64 cases."""
+"""Fewest seeds whose equal differences are significant: all signs agree by chance in 2 of 64 cases."""
 SPREAD = 1e-9
-"""Spread of differences, as a share of the values, that is rounding."""
+"""Spread of differences, relative to the values, that is attributed to rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Repeated:
-    """Values of the first objective over seeds."""
+    """Results of the best and the default settings over seeds, by the first objective."""
 
     trial: int
-    """Number of the trial whose settings are the best."""
+    """Number of the best trial."""
     aim: Aim
     seeds: int
-    """Of both settings."""
+    """Number of seeds that each of the two settings is trained with."""
     best: Sequence[float]
-    """By seed, and so are those of the default settings."""
+    """Values of the best settings, by seed."""
     default: Sequence[float]
+    """Values of the default settings, by seed."""
     failure: str = ""
-    """Why a seed has no result, of the first that has none."""
+    """Why the first seed without a result has none."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether every seed has a result: the others alone would tell of the lucky ones."""
+        """Whether every seed has a result; without the failed ones, the comparison would favour lucky seeds."""
         return len(self.best) == len(self.default) == self.seeds
 
     @property
     def gains(self) -> list[float]:
-        """Difference with each seed, positive where the best settings are better."""
+        """Differences by seed, positive where the best settings are better."""
         sign = -1 if self.aim.mode is Mode.min else 1
         return [sign * (one - other) for one, other in zip(self.best, self.default, strict=True)]
 
     @property
     def is_even(self) -> bool:
-        """Whether each seed makes the same difference."""
+        """Whether the difference is the same for every seed."""
         values = [*self.best, *self.default]
         return max(self.gains) - min(self.gains) <= SPREAD * max(map(abs, values))
 
     @property
     def is_same(self) -> bool:
-        """Whether no seed makes a difference."""
+        """Whether the difference is zero for every seed."""
         values = [*self.best, *self.default]
         return self.is_even and abs(self.gain) <= SPREAD * max(map(abs, values))
 
     @property
     def gain(self) -> float:
-        """Mean of the differences."""
+        """Mean difference."""
         return statistics.fmean(self.gains)
 
     @property
     def chance(self) -> float:
-        """Probability of as large a difference between equal settings: paired t-test, two-sided, since both are trained with the same seeds; a test of signs where the differences have no spread."""
+        """p value of the difference: two-sided t-test, paired since both settings use the same seeds; a sign test if all differences are equal."""
         if self.is_even:
             return 1.0 if self.is_same else 2.0 ** (1 - self.seeds)
         from scipy.stats import ttest_rel
@@ -72,22 +71,24 @@ class Repeated:
 
     @property
     def sentence(self) -> str:
-        """Whether the gain over the default settings is larger than the luck of a seed."""
+        """Verdict: whether the gain over the default settings is larger than the variation between seeds."""
         if not self.is_whole:
             counts = [self.seeds - len(values) for values in (self.best, self.default)]
             return f"no verdict: {counts[0]} of {self.seeds} seeds of the best settings and {counts[1]} of the default ones have no result ({self.failure})"
         chance = self.chance
         of = f"{abs(self.gain):.3g} in {self.aim.name}"
         if self.is_same:
-            return f"the default settings do as well with each of {self.seeds} seeds"
+            return f"no gain: the default settings have the same result with each of {self.seeds} seeds"
         if chance >= LUCK:
-            more = f"; give --repeats {FEWEST} or more" if self.seeds < FEWEST else ""
+            more = f"; use --repeats {FEWEST} or more" if self.seeds < FEWEST else ""
             side = "better" if self.gain > 0 else "worse"
-            return f"no verdict: the best settings are {side} than the default ones by {of}, which {self.seeds} seeds cannot tell from luck (p {chance:.2g}){more}"
+            return f"no verdict: the best settings are {side} than the default ones by {of}, not significant with {self.seeds} seeds (p {chance:.2g}){more}"
         of += f" over the same {self.seeds} seeds (p {chance:.2g})"
         if self.gain < 0:
             return f"the default settings are better by {of}: the best trial was lucky"
-        return f"the gain over the default settings is {of}, larger than the luck of a seed"
+        return (
+            f"the gain over the default settings is {of}, larger than the variation between seeds"
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""

@@ -1,4 +1,4 @@
-"""What trials are judged by: a metric of the recipe's validation, or what a trial costs."""
+"""Objectives that trials are judged by: a validation metric of the recipe, or a cost of the trial."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ COSTS: Mapping[str, str] = {
     "dollars": "forecast price of a trial on --on",
     "parameters": "size of the model",
 }
-"""Names of objectives that are no metric."""
+"""Objectives that are costs, not metrics, with what they measure."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Aim:
-    """A figure of a trial that is made small or large."""
+    """An objective: a figure of a trial to minimise or maximise."""
 
     name: str
     mode: Mode
@@ -34,7 +34,7 @@ class Aim:
 
     @property
     def direction(self) -> str:
-        """As Optuna has it."""
+        """Optuna's name of the direction."""
         return "minimize" if self.mode is Mode.min else "maximize"
 
     def better(self, value: float, than: float) -> bool:
@@ -42,11 +42,11 @@ class Aim:
         return value < than if self.mode is Mode.min else value > than
 
     def of(self, summary: Mapping[str, Any], known: Mapping[str, float]) -> float | None:
-        """The figure of a trial; None where the trial has none.
+        """The objective's value in a trial; None if the trial has none.
 
         Args:
-            summary: Of the trial's run.
-            known: Dollars and parameters of the trial.
+            summary: Summary of the trial's run.
+            known: Dollars and parameters of the trial, by name.
         """
         if self.name == "seconds":
             return float(summary["time"]["step"])
@@ -57,24 +57,24 @@ class Aim:
 
 
 def parse(given: Sequence[str], evaluation: Evaluation, *, priced: bool) -> tuple[Aim, ...]:
-    """The objectives of ``--objective``; by default the recipe's own metric.
+    """Parses ``--objective``; the default is the recipe's own metric.
 
-    Metrics come before costs, in whichever order they are given: the best trial is not just the cheapest. Whether the task reports
-    another metric is known where a trial is set up.
+    Metrics come before costs, in whichever order they are given, so that the best trial is not just the cheapest. Whether
+    the task reports the metrics is checked later, see :func:`check_reported`.
 
     Args:
-        given: Each a metric or a cost, with ``min:`` or ``max:`` where the recipe doesn't say.
-        evaluation: The recipe's, with its metric and direction.
-        priced: Whether a slice is given, so that there are dollars.
+        given: Metrics or costs, with ``min:`` or ``max:`` where the recipe does not define the direction.
+        evaluation: The recipe's evaluation, with its metric and direction.
+        priced: Whether a slice is given, so that dollars are known.
 
     Raises:
-        OptionError: a name is given twice or alone among costs, its direction is not known, or dollars have no slice.
+        OptionError: a name is given twice, all are costs, a direction is unknown, or dollars are given without a slice.
     """
     aims: dict[str, Aim] = {}
     for text in given or (evaluation.metric,):
         direction, colon, name = text.rpartition(":")
         if name in aims:
-            raise OptionError(f"--objective has {name} twice; give each once")
+            raise OptionError(f"--objective names {name} twice; give it once")
         if name == "dollars" and not priced:
             raise OptionError("--objective dollars needs a slice; add --on v5e-4")
         aims[name] = Aim(
@@ -82,16 +82,16 @@ def parse(given: Sequence[str], evaluation: Evaluation, *, priced: bool) -> tupl
         )
     if all(aim.is_cost for aim in aims.values()):
         raise OptionError(
-            f"--objective {' '.join(aims)} is a cost alone, which the smallest model has; add --objective {evaluation.metric}"
+            f"--objective {' '.join(aims)} has only costs, which favour the smallest model; add --objective {evaluation.metric}"
         )
     return tuple(sorted(aims.values(), key=lambda aim: aim.is_cost))
 
 
 def check_reported(aims: Sequence[Aim], reported: Sequence[str]) -> None:
-    """Checks that a task reports the metrics that its trials are judged by.
+    """Checks that the task reports the metrics that trials are judged by.
 
     Raises:
-        OptionError: it does not; names what it reports.
+        OptionError: a metric is not reported; the message lists those that are.
     """
     for aim in aims:
         if not aim.is_cost and aim.name not in reported:

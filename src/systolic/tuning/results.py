@@ -1,4 +1,4 @@
-"""Results of a study: its trials as rows, and the best of them."""
+"""Results of a study: its trials as rows, and the best ones."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,27 +14,27 @@ from systolic.tuning.study import SharedStudy
 
 @dataclass(frozen=True, kw_only=True)
 class TrialRow:
-    """A trial as it is shown."""
+    """A trial as it is reported."""
 
     number: int
     state: str
     """``done``, ``stopped early``, ``refused``, ``diverged``, ``failed``, ``running`` or ``waiting``."""
     values: Mapping[str, Any]
-    """Option to value, as typed."""
+    """Option to value, as typed on the command line."""
     figures: Mapping[str, float]
-    """Objective to value; of a trial that was stopped early its last evaluation."""
+    """Objective to value; the last evaluation if the trial has no result."""
     reason: str = ""
     step: int = 0
-    """Of its last evaluation, or its end."""
+    """Step of its last evaluation, or its last step."""
     resumed: int = 0
-    """Step of the checkpoint at which it was begun last."""
+    """Step of the checkpoint that it was last started from."""
     seconds: float | None = None
-    """From its run's first record to its last, without the pauses between sessions."""
+    """Time from its run's first record to the last, without pauses between sessions."""
     dollars: float | None = None
-    """Forecast price of the steps that it made."""
+    """Forecast price of the steps that ran."""
     parameters: int | None = None
     run: str = ""
-    """Its folder; empty where it never began."""
+    """Folder of its run; empty if it never started."""
 
     @property
     def is_done(self) -> bool:
@@ -44,7 +44,7 @@ class TrialRow:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyResult:
-    """All that a study has found so far."""
+    """Results of a study so far."""
 
     name: str
     recipe: str
@@ -53,18 +53,18 @@ class StudyResult:
     searched: Sequence[Searched]
     aims: Sequence[Aim]
     importance: Mapping[str, float]
-    """Option to its share in the spread of the results, of 1 in all; empty for too few results."""
+    """Option to its share in the variance of the results, summing to 1; empty for too few results."""
     command: str = ""
-    """Trains the best at full size; empty without a trial that has a result."""
+    """Command that trains the best settings at full size; empty without a result."""
     stopped: str = ""
-    """Why it ended before all trials were done."""
+    """Why the study ended before all trials were done."""
     repeats: Mapping[str, Any] | None = None
-    """Best and default settings with several seeds."""
+    """Comparison of the best and the default settings over several seeds."""
     price_region: str = ""
-    """Of the dollars; empty without a slice or a price."""
+    """Region of the price; empty without a slice or a price."""
     price_as_of: str = ""
     examples: int | None = None
-    """Validation examples that the first objective is the share of right ones of; None where it is something else."""
+    """Number of validation examples if the first objective is the share of correct ones; None otherwise."""
 
     @property
     def done(self) -> list[TrialRow]:
@@ -73,7 +73,7 @@ class StudyResult:
 
     @property
     def different(self) -> list[TrialRow]:
-        """Trials with a result, of equal settings the earliest."""
+        """Trials with a result, the earliest of each distinct setting."""
         found: dict[tuple[Any, ...], TrialRow] = {}
         for row in self.done:
             found.setdefault(tuple(sorted(row.values.items())) or (row.number,), row)
@@ -81,12 +81,12 @@ class StudyResult:
 
     @property
     def finished(self) -> int:
-        """Trials that have ended in any way."""
+        """Number of trials that have ended, with or without a result."""
         return sum(row.state not in ("running", "waiting") for row in self.rows)
 
     @property
     def front(self) -> list[TrialRow]:
-        """Trials that no other beats in every objective, the best by the first one first, and of equal settings the earliest; of one objective the best."""
+        """Pareto front, best by the first objective first, with the earliest of equal settings; with one objective, the best trial."""
         done = self.different
         if len(self.aims) == 1:
             return [best] if (best := self.best) is not None else []
@@ -96,7 +96,7 @@ class StudyResult:
 
     @property
     def best(self) -> TrialRow | None:
-        """The best trial by the first objective; the earlier of equals."""
+        """Best trial by the first objective; the earliest of equal ones."""
         aim, best = self.aims[0], None
         for row in self.done:
             if best is None or aim.better(row.figures[aim.name], best.figures[aim.name]):
@@ -105,28 +105,28 @@ class StudyResult:
 
     @property
     def near(self) -> int:
-        """Other settings than the best whose result is within one example of its."""
+        """Number of other settings whose result is within one example of the best."""
         best, name = self.best, self.aims[0].name
         if best is None or not self.examples:
             return 0
-        # More than one, since the shares are rounded.
+        # Between one and two examples, since the shares are rounded.
         most = 1.5 / self.examples
         gaps = [abs(row.figures[name] - best.figures[name]) for row in self.different]
         return sum(gap < most for gap in gaps) - 1
 
     @property
     def price(self) -> str:
-        """What the price is of: ``us-central1, 2026``."""
+        """Region and date of the price: ``us-central1, 2026``."""
         return ", ".join(filter(None, (self.price_region, self.price_as_of)))
 
     @property
     def dollars(self) -> float | None:
-        """Forecast price of all steps that were made; None where no trial has one."""
+        """Forecast price of all steps that ran; None if no trial has one."""
         known = [row.dollars for row in self.rows if row.dollars is not None]
         return sum(known) if known else None
 
     def best_so_far(self) -> list[tuple[int, float]]:
-        """(trial, best value until then) by the first objective, for each trial that has a result."""
+        """(trial, best value so far) by the first objective, for each trial with a result."""
         aim, found = self.aims[0], []
         for row in self.done:
             value = row.figures[aim.name]
@@ -170,7 +170,7 @@ def rows_of(
     aims: Sequence[Aim],
     folder: Path,
 ) -> list[TrialRow]:
-    """The study's trials, by number."""
+    """Rows of the study's trials, by number."""
     return [_row(one, searched, aims, folder) for one in shared.trials(total)]
 
 
@@ -185,7 +185,7 @@ def _row(one: Any, searched: Sequence[Searched], aims: Sequence[Aim], folder: Pa
         figures = {aim.name: value for aim, value in zip(aims, one.values, strict=True)}
     elif last and math.isfinite(one.intermediate_values[last]):
         figures = {aims[0].name: one.intermediate_values[last]}
-    # What was made before it was interrupted; while it runs, as far as it may come.
+    # The share of steps that ran; a running trial counts in full.
     share = 1.0 if one.state.name == "RUNNING" else kept.get("share", 1.0)
     dollars, run = kept.get("dollars"), folder / f"{one.number:04d}"
     return TrialRow(

@@ -1,4 +1,4 @@
-"""Samplers and pruners by name: Optuna's own."""
+"""Optuna's samplers and pruners, by name."""
 
 import enum
 import math
@@ -12,18 +12,18 @@ from systolic.tuning.engine import optuna, settled
 from systolic.tuning.search import Searched, combinations
 
 STARTS = 5
-"""Trials that are never stopped early by the median."""
+"""Trials that end before the median pruner stops any."""
 DRAWS = 16
-"""Times that settings are drawn which another trial has, before they are drawn at random."""
+"""Draws of settings that another trial has, before they are drawn at random."""
 REDUCTION = 3
-"""Hyperband: one of so many trials goes on from a rung."""
+"""Reduction factor of Hyperband: one of this many trials is promoted from a rung."""
 
 
 class Sampler(enum.Enum):
     """How the next trial is chosen."""
 
     tpe = "tpe"
-    """Tree-structured Parzen estimator: near what was good, away from what was bad."""
+    """Tree-structured Parzen estimator: draws near good settings, away from bad ones."""
     random = "random"
     grid = "grid"
     """Every combination once."""
@@ -32,7 +32,7 @@ class Sampler(enum.Enum):
 
 
 class Pruner(enum.Enum):
-    """Which trials are stopped early, by the run's own evaluations."""
+    """How trials are stopped early by the evaluations of their runs."""
 
     hyperband = "hyperband"
     median = "median"
@@ -40,32 +40,34 @@ class Pruner(enum.Enum):
 
 
 def check(sampler: Sampler, searched: Sequence[Searched], num_aims: int) -> int | None:
-    """Checks a sampler against the search; the most trials that it has different settings for, None for no limit.
+    """Checks a sampler against the search; returns the number of distinct settings, None for no limit on trials.
 
     Raises:
-        OptionError: the sampler does not take such a search.
+        OptionError: the sampler does not support the search.
     """
     if sampler is Sampler.grid:
         return math.prod(len(one.grid()) for one in searched)
     if sampler is Sampler.cmaes:
         if num_aims > 1:
-            raise OptionError("--sampler cmaes takes one objective; use tpe, or leave one out")
+            raise OptionError(
+                f"--sampler cmaes takes one objective, and {num_aims} are given; use tpe, or give one"
+            )
         if sum(one.is_range for one in searched) < 2:
             raise OptionError(
-                "--sampler cmaes takes two ranges of numbers or more; use tpe, or search another range"
+                "--sampler cmaes needs at least two ranges of numbers; use tpe, or search another range"
             )
         return None
     return combinations(searched)
 
 
 def build(sampler: Sampler, searched: Sequence[Searched], seed: int, number: int) -> Any:
-    """Optuna's sampler for one trial, the same whichever process draws it.
+    """Optuna's sampler for one trial, which draws the same in every process.
 
     Args:
         sampler: Its name.
         searched: The options.
-        seed: Of the study.
-        number: Of the trial: two processes must not draw the same.
+        seed: Seed of the study.
+        number: Number of the trial, so that different trials draw differently.
     """
     with settled():
         made = _built(sampler, searched, seed, number)
@@ -90,7 +92,7 @@ def _built(sampler: Sampler, searched: Sequence[Searched], seed: int, number: in
 
 
 class RoundingSampler:
-    """Optuna's sampler, whose numbers are those that the trials train with.
+    """Optuna's sampler, with drawn numbers rounded to those that trials train with.
 
     Args:
         sampler: Optuna's.
@@ -105,12 +107,12 @@ class RoundingSampler:
         self.reseed_rng = sampler.reseed_rng
 
     def sample_relative(self, study: Any, trial: Any, space: Any) -> dict[str, Any]:
-        """Values that are drawn together."""
+        """Values of the options that are drawn jointly."""
         drawn = self._sampler.sample_relative(study, trial, space)
         return {name: self._as_trained(name, value) for name, value in drawn.items()}
 
     def sample_independent(self, study: Any, trial: Any, name: str, distribution: Any) -> Any:
-        """The value of one option."""
+        """Value of one option."""
         drawn = self._sampler.sample_independent(study, trial, name, distribution)
         return self._as_trained(name, drawn)
 
@@ -119,15 +121,15 @@ class RoundingSampler:
 
 
 class DistinctSampler(RoundingSampler):
-    """Sampler of a finite search that draws no settings twice: the same job again tells nothing.
+    """Sampler of a finite search that draws no settings twice, since the same job gives the same result.
 
-    All options are drawn together, again where another trial has the same, and at random where the sampler knows no others.
+    All options are drawn jointly: again if another trial has the same settings, and at random after :data:`DRAWS` draws.
     Two processes that draw at the same moment may draw the same.
 
     Args:
         sampler: Optuna's.
         searched: The options, each with its number of values.
-        source: Of settings at random.
+        source: Source of random settings.
     """
 
     def __init__(self, sampler: Any, searched: Sequence[Searched], source: random.Random) -> None:
@@ -140,7 +142,7 @@ class DistinctSampler(RoundingSampler):
         return {name: one.distribution for name, one in self._options.items()}
 
     def sample_relative(self, study: Any, trial: Any, space: Any) -> dict[str, Any]:
-        """Settings that no other trial has, as long as there are any."""
+        """Settings that no other trial has, while any are left."""
         tried = self._tried(study, trial.number)
         total = combinations(list(self._options.values())) or 0
         own = self._inner_space(study, trial)
@@ -160,11 +162,11 @@ class DistinctSampler(RoundingSampler):
                 return drawn
 
     def _tried(self, study: Any, number: int) -> set[tuple[Any, ...]]:
-        """Settings of other trials but those that ended for a reason that says nothing about them."""
+        """Settings of other trials, except those that failed for reasons unrelated to their settings."""
         fail = optuna().trial.TrialState.FAIL
         return {
             self._key(one.params)
-            # Not the study's own, which under Hyperband are those of one bracket.
+            # Not study.get_trials, which under Hyperband returns those of one bracket.
             for one in study._storage.get_all_trials(study._study_id, deepcopy=False)
             if one.number != number and one.state is not fail
             if set(self._options) <= set(one.params)
@@ -180,7 +182,7 @@ def pruner(name: Pruner, every: int, steps: int) -> Any:
     Args:
         name: Its name.
         every: Steps between evaluations.
-        steps: Of the longest trial.
+        steps: Steps of the longest trial.
     """
     kinds = optuna().pruners
     match name:

@@ -1,7 +1,7 @@
-"""What is searched: an option of the recipe with its range or its choices, as ``--search`` names it.
+"""Search space: options of the recipe with a range or choices, as ``--search`` gives them.
 
-``log:1e-4..1e-2`` is a range of logarithms, ``0..0.3`` a range, ``128..512:64`` one in steps, ``4,6,8`` a list of choices.
-The option's own type says whether a range is of whole numbers.
+``log:1e-4..1e-2`` is a logarithmic range, ``0..0.3`` a range, ``128..512:64`` a range with a step, ``4,6,8`` a list of choices.
+A range is of integers if the option takes integers.
 """
 
 import math
@@ -13,45 +13,45 @@ from typing import Any
 from systolic.core.errors import OptionError
 from systolic.tuning.engine import optuna
 
-FORMS = "a range as 1..8, 128..512:64 or log:1e-4..1e-2, or choices as 4,6,8"
+FORMS = "a range such as 1..8, 128..512:64 or log:1e-4..1e-2, or choices such as 4,6,8"
 DIGITS = 4
-"""Digits of a number that is drawn from a range, and of the range's width, so that a command with it is read."""
+"""Significant digits that numbers drawn from a range keep, of the number and of the range's width, so that commands stay short."""
 
 Typed = Callable[[str, str], Any]
-"""Value of an option from its word; raises OptionError."""
+"""Parses the text of an option's value; raises OptionError."""
 Value = str | int | float | bool | None
-"""A choice as the study keeps it: a number, or the word as it is typed."""
+"""A choice as the study stores it: a number or boolean, or otherwise the text as typed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Searched:
-    """An option that is searched; either ``choices``, or a range from ``low`` to ``high``."""
+    """A searched option with either ``choices`` or a range from ``low`` to ``high``."""
 
     name: str
-    """As it is typed, without dashes before it: ``optimizer.learning-rate``."""
+    """Name as typed, without leading dashes: ``optimizer.learning-rate``."""
     spec: str
-    """As it was given after the equals sign."""
+    """Text after the equals sign."""
     low: float = 0.0
     high: float = 0.0
     step: float | None = None
     log: bool = False
     whole: bool = False
     choices: Mapping[str, Any] | None = None
-    """Word to value."""
+    """Choice as typed, to value."""
 
     @property
     def is_range(self) -> bool:
-        """Whether numbers are drawn from a range."""
+        """Whether values are numbers of a range."""
         return self.choices is None
 
     @property
     def text(self) -> str:
-        """As it was given: ``model.layers=4,6,8``."""
+        """The option as given: ``model.layers=4,6,8``."""
         return f"{self.name}={self.spec}"
 
     @property
     def words(self) -> tuple[Value, ...]:
-        """Choices as the study keeps them."""
+        """Choices as the study stores them."""
         assert self.choices is not None
         return tuple(
             value if type(value) in (int, float, bool) else word
@@ -60,7 +60,7 @@ class Searched:
 
     @property
     def distribution(self) -> Any:
-        """As Optuna has it."""
+        """Optuna's distribution."""
         kinds = optuna().distributions
         if self.choices is not None:
             return kinds.CategoricalDistribution(list(self.words))
@@ -70,7 +70,7 @@ class Searched:
         return kinds.FloatDistribution(self.low, self.high, step=self.step, log=self.log)
 
     def suggest(self, trial: Any) -> Any:
-        """The option's value in a trial; Optuna draws it once and keeps it."""
+        """Value in a trial; Optuna draws it once and stores it."""
         if self.choices is not None:
             return self.typed(trial.suggest_categorical(self.name, list(self.words)))
         if self.whole:
@@ -81,13 +81,13 @@ class Searched:
         )
 
     def typed(self, kept: Value) -> Any:
-        """The option's value from what the study keeps of it."""
+        """Value for the recipe from the value that the study stores."""
         if self.choices is not None:
             return list(self.choices.values())[self.words.index(kept)]
         return self.shown(kept)
 
     def rounded(self, value: float) -> float:
-        """A number of the range with few digits, within its bounds; of a range in steps the nearest of them."""
+        """A number rounded to few digits within the range, or to the nearest step of a range with steps."""
         if self.step is not None:
             first, step = (Decimal(str(each)) for each in (self.low, self.step))
             return float(first + round((value - self.low) / self.step) * step)
@@ -95,16 +95,16 @@ class Searched:
         return min(max(round(value, places), self.low), self.high)
 
     def grid(self) -> Sequence[Value]:
-        """All values, for a search of every one.
+        """All values, for a grid.
 
         Raises:
-            OptionError: the range has no steps.
+            OptionError: the range has no step.
         """
         if self.choices is not None:
             return self.words
         if self.log or (not self.whole and self.step is None):
             raise OptionError(
-                f"--search {self.text} is a range without steps, and a grid needs values; list them as {self.name}=a,b,c or give a step as a..b:step"
+                f"--search {self.text} is a range without a step, and a grid needs values; list them as {self.name}=a,b,c, or give a step as a..b:step"
             )
         step = self.step or 1
         count = math.floor((self.high - self.low) / step + 1e-9) + 1
@@ -113,7 +113,7 @@ class Searched:
 
     @property
     def count(self) -> int | None:
-        """Number of its values; None for a range without steps."""
+        """Number of values; None for a continuous range."""
         if self.choices is not None:
             return len(self.choices)
         if self.whole and self.step is None:
@@ -121,13 +121,13 @@ class Searched:
         return None if self.step is None else len(self.grid())
 
     def at(self, place: int) -> Value:
-        """The value at a place among :attr:`count`."""
+        """Value at an index below :attr:`count`."""
         if self.whole and self.step is None:
             return int(self.low) + place
         return self.grid()[place]
 
     def place(self, value: Any) -> float:
-        """Where a value lies between the first (0) and the last (1) of this option."""
+        """Position of a value between the first (0) and the last (1)."""
         if self.choices is not None:
             kept = list(self.words)
             return kept.index(value) / max(len(kept) - 1, 1)
@@ -138,30 +138,30 @@ class Searched:
         return (value - self.low) / (self.high - self.low)
 
     def shown(self, value: Any) -> Any:
-        """A value of the study as the trial's run has it."""
+        """Value that a trial trains with, from the value that the study stores."""
         if self.is_range and not self.whole:
             return self.rounded(value)
         return value
 
 
 def _places(value: float) -> int:
-    """Digits after the point at which a number has :data:`DIGITS` of them."""
+    """Decimal places that leave a number :data:`DIGITS` significant digits."""
     return DIGITS - 1 - math.floor(math.log10(abs(value))) if value else 0
 
 
 def combinations(searched: Sequence[Searched]) -> int | None:
-    """Number of different settings; None where an option is a range without steps, or nothing is searched."""
+    """Number of distinct settings; None if an option has a continuous range, or nothing is searched."""
     counts = [one.count for one in searched]
     known = [count for count in counts if count is not None]
     return math.prod(known) if known and len(known) == len(counts) else None
 
 
 def parse(given: Sequence[str], typed: Typed) -> list[Searched]:
-    """The options of ``--search``.
+    """Parses the options of ``--search``.
 
     Args:
-        given: Each as ``NAME=SPEC``.
-        typed: Reads a value as the recipe's option takes it.
+        given: Options, each as ``NAME=SPEC``.
+        typed: Parses a value as the recipe's option does.
 
     Raises:
         OptionError: an option is unknown or given twice, or its values are not of its type.
@@ -175,7 +175,7 @@ def parse(given: Sequence[str], typed: Typed) -> list[Searched]:
                 f"--search is {text!r}; it takes an option with {FORMS}: --search optimizer.learning-rate=log:1e-4..1e-2"
             )
         if name in found:
-            raise OptionError(f"--search has {name} twice; give all of its values once")
+            raise OptionError(f"--search names {name} twice; give all of its values in one")
         found[name] = _searched(name, spec, typed)
     return list(found.values())
 
@@ -190,7 +190,7 @@ def _searched(name: str, spec: str, typed: Typed) -> Searched:
     before, colon, _ = body.partition("..")[0].partition(":")
     if colon:
         raise OptionError(
-            f"--search {name}={spec} begins with {before}:; a range of logarithms is log:LOW..HIGH"
+            f"--search {name}={spec} begins with {before}:; a logarithmic range is log:LOW..HIGH"
         )
     bounds, colon, by = body.partition(":")
     low_word, _, high_word = bounds.partition("..")
@@ -204,14 +204,16 @@ def _searched(name: str, spec: str, typed: Typed) -> Searched:
     low, high = ends
     if not -math.inf < high - low < math.inf:
         raise OptionError(
-            f"--search {name}={spec} goes from {low:g} to {high:g}; a range needs finite numbers"
+            f"--search {name}={spec} has the bounds {low:g} and {high:g}; a range needs finite numbers"
         )
     if not low < high:
         raise OptionError(
             f"--search {name}={spec} begins at {low:g} and ends at {high:g}; give the smaller one first"
         )
     if log and low <= 0:
-        raise OptionError(f"--search {name}={spec} begins at {low:g}; logarithms need more than 0")
+        raise OptionError(
+            f"--search {name}={spec} begins at {low:g}; a logarithmic range must begin above 0"
+        )
     return Searched(
         name=name,
         spec=spec,
@@ -226,7 +228,7 @@ def _searched(name: str, spec: str, typed: Typed) -> Searched:
 def _step(name: str, spec: str, by: str, width: float, *, whole: bool, log: bool) -> float:
     if log:
         raise OptionError(
-            f"--search {name}={spec} has steps of a logarithm; list the values with commas, or leave :{by} out"
+            f"--search {name}={spec} has a step in a logarithmic range; list the values with commas, or leave :{by} out"
         )
     try:
         step = int(by) if whole else float(by)
@@ -237,7 +239,7 @@ def _step(name: str, spec: str, by: str, width: float, *, whole: bool, log: bool
         raise OptionError(f"--search {name}={spec} has the step {by!r}; it takes {what} above 0")
     if step > width:
         raise OptionError(
-            f"--search {name}={spec} has steps of {by}, and the range is {width:g} wide; give a smaller one"
+            f"--search {name}={spec} has a step of {by}, and the range is {width:g} wide; give a smaller step"
         )
     return step
 
@@ -247,5 +249,7 @@ def _choices(name: str, spec: str, typed: Typed) -> Searched:
     if len(set(words)) < len(words):
         raise OptionError(f"--search {name}={spec} has a value twice; give each once")
     if len(words) < 2:
-        raise OptionError(f"--search {name}={spec} has one value; give {FORMS}, or --{name} {spec}")
+        raise OptionError(
+            f"--search {name}={spec} has one value; give {FORMS}, or set --{name} {spec}"
+        )
     return Searched(name=name, spec=spec, choices={word: typed(name, word) for word in words})

@@ -1,8 +1,8 @@
-"""The study that several processes share: trials of one search in Optuna's storage, each claimed by one worker at a time.
+"""A study shared by several processes: trials of one search in Optuna's storage, each claimed by one worker at a time.
 
-A trial is a row of the storage. It waits, it runs while its worker sends heartbeats, and it ends once. Moves between
-waiting and running are single statements that compare before they set, so that no trial is claimed twice; one whose
-worker is gone waits again with its values and its run, so that none is lost.
+A trial is a row of the storage that waits, runs while its worker sends heartbeats, and ends once. It moves between
+waiting and running by single compare-and-set statements, so that no trial is claimed twice. A trial whose worker
+died waits again with its values and its run, so that none is lost.
 """
 
 import contextlib
@@ -20,51 +20,51 @@ from systolic.tuning.engine import optuna, settled, sqlalchemy
 from systolic.tuning.worker import is_gone
 
 DEFINITION = "systolic"
-"""Attribute of a study: what it searches."""
+"""Study attribute: the definition of the search."""
 CONTENTS = ("recipe file", "modules", "data", "precision", "devices")
-"""Parts of a definition that no command says."""
+"""Parts of a definition that are not in the command."""
 WORKER = "worker"
-"""Attribute of a trial: the process that has it, or had it last."""
+"""Trial attribute: the worker that has it, or had it last."""
 GRANTED = "granted"
-"""Attribute of a trial: the budget has its dollars."""
+"""Trial attribute: its dollars are reserved in the budget."""
 BUSY_SECONDS = 60
-"""Longest wait for another process's write to an SQLite file."""
+"""Timeout for another process's write to an SQLite file."""
 _OWNED = (
     "trial_id=:trial AND state='RUNNING' AND :worker = COALESCE("
     "(SELECT value_json FROM trial_user_attributes WHERE trial_id=:trial AND key=:key), '\"\"')"
 )
-"""Whether a trial runs in a worker; the name "" stands for none."""
+"""SQL condition: the trial is running in the worker; the name "" stands for no worker."""
 OWN = {"studies", "alembic_version", "version_info"}
-"""Tables that a file of Optuna has from its first moment on."""
+"""Tables of which a file of Optuna always has one."""
 MAKING = ("already exists", "UNIQUE constraint", "duplicate key", "no such table", "does not exist")
-"""Words of databases on tables that another process makes at this moment."""
+"""Database errors while another process creates the tables."""
 OPENED = 10
-"""Times that a storage is opened while another process makes its tables."""
+"""Attempts to open a storage while another process creates its tables."""
 DAMAGED = ("malformed", "not a database")
-"""Words of SQLite on a damaged file."""
-_ELSE = "restore it from a copy, or give --study another folder (and --storage, where it is given, another database)"
+"""SQLite errors for a damaged file."""
+_ELSE = "restore it from a backup, or give --study another folder (and --storage, if given, another database)"
 BEATS = 4
-"""Heartbeats in the time after which a trial without any is taken over."""
+"""Heartbeats within the time after which a trial without any is taken over."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StudyAddress:
-    """Where a study is kept."""
+    """Storage and name of a study."""
 
     url: str
     name: str
 
     @property
     def shown(self) -> str:
-        """The address without a password."""
+        """The URL without its password."""
         return sqlalchemy().engine.make_url(self.url).render_as_string(hide_password=True)
 
 
 def address(storage: str | None, folder: Path, name: str) -> StudyAddress:
-    """The address of ``--storage``; by default an SQLite file in the study's folder.
+    """Parses ``--storage``; the default is an SQLite file in the study's folder.
 
     Raises:
-        OptionError: it is no address of a database.
+        OptionError: it is not a database URL.
     """
     optuna()
     if storage is None:
@@ -81,22 +81,22 @@ def address(storage: str | None, folder: Path, name: str) -> StudyAddress:
         ) from error
     except sqlalchemy().exc.ArgumentError as error:
         raise OptionError(
-            "--storage is no address of a database; it takes one such as postgresql://user@host/tuning or sqlite:///study.db"
+            "--storage is not a database URL; it takes one such as postgresql://user@host/tuning or sqlite:///study.db"
         ) from error
     return StudyAddress(url=storage, name=name)
 
 
 class SharedStudy:
-    """A study in its storage, opened or made.
+    """A study in its storage, opened or created.
 
     Args:
         where: Its address.
-        definition: What it searches, plain values; a study of another is refused.
-        directions: Of its objectives, as Optuna has them.
-        stale_seconds: Time without a heartbeat after which a trial's worker counts as gone.
+        definition: Definition of the search, JSON values; a study with another one is refused.
+        directions: Optuna's directions of the objectives.
+        stale_seconds: Seconds without a heartbeat after which a trial's worker counts as dead.
 
     Raises:
-        OptionError: the storage has a study of this name that searches something else.
+        OptionError: the storage has a study of this name with another definition.
         RunError: the storage can't be reached.
         MissingExtraError: its driver is not installed.
     """
@@ -124,16 +124,16 @@ class SharedStudy:
             )
 
     def settle(self, definition: Mapping[str, Any]) -> None:
-        """Compares what the study has of a definition, and keeps the rest: a study of an earlier version has less of it.
+        """Checks a definition against the stored one; parts that the study lacks are added, since earlier versions stored fewer.
 
         Raises:
-            OptionError: the study has something else.
+            OptionError: a part differs.
         """
         kept = self._study.user_attrs.get(DEFINITION, {})
         for name, value in definition.items():
             if kept.get(name, value) != value:
                 had, has = _different(kept[name], value)
-                own = "the same" if name in CONTENTS else "its own command"
+                own = f"the same {name}" if name in CONTENTS else "its own command"
                 raise OptionError(
                     f"the study {self.where.name} has the {name} {had}, not {has}; continue it with {own}, or give --study another folder"
                 )
@@ -146,11 +146,11 @@ class SharedStudy:
         self._storage.engine.dispose()
 
     def reported(self) -> contextlib.AbstractContextManager[None]:
-        """Context that reports in one line a storage that can't be reached or written.
+        """Context that turns errors of the storage into one-line messages.
 
         Raises:
             RunError: the storage can't be reached or written.
-            DataError: it is damaged.
+            DataError: it is damaged, or holds no study.
         """
         return _reported(self.where)
 
@@ -160,7 +160,7 @@ class SharedStudy:
         return self._study
 
     def trials(self, total: int) -> list[Any]:
-        """Optuna's records of the study's trials: the first ``total``, and later ones that have ended under a larger total."""
+        """Optuna's records of the study's trials: the first ``total``, and those beyond that ended under a larger total."""
         with _reported(self.where):
             found = self._study.get_trials(deepcopy=False)
         return [one for one in found if one.number < total or one.state.is_finished()]
@@ -170,14 +170,14 @@ class SharedStudy:
     def claim(
         self, total: int, worker: str, is_busy: Callable[[int], bool] = lambda _: False
     ) -> Any:
-        """The next of ``total`` trials, which now is this worker's: Optuna's record; None where none waits.
+        """Claims the next waiting trial for a worker and returns Optuna's record; None if none waits.
 
-        Trials whose worker is gone wait again first. Fewer trials than ``total`` are filled up.
+        Trials whose worker died are released first. Missing trials are created, up to ``total``.
 
         Args:
-            total: Trials of the study.
-            worker: Who asks.
-            is_busy: Whether a trial of this number is being trained, whatever its heartbeats say; it is left alone.
+            total: Number of trials of the study.
+            worker: Name of the claiming worker.
+            is_busy: Whether the trial of this number is being trained; it is then left alone, even without heartbeats.
         """
         waiting = optuna().trial.TrialState.WAITING
         while True:
@@ -189,9 +189,9 @@ class SharedStudy:
             ]
             if not ids and len(trials) < total:
                 new = optuna().create_trial(state=waiting)
-                # Through Optuna's cache of the study, which has to know a trial before it draws its values.
+                # Through Optuna's cached storage, which must know a trial before it draws its values.
                 ids = [self._study._storage.create_new_trial(self._study._study_id, new)]
-                # A process that does the same at this moment makes one too many, which waits for a larger total.
+                # Two processes at once may create one too many, which waits for a larger total.
                 if self._storage.get_trial(ids[0]).number >= total:
                     continue
             for each in ids:
@@ -201,13 +201,13 @@ class SharedStudy:
                 return None
 
     def drawn(self, record: Any, sampler: Any, pruner: Any) -> Any:
-        """A claimed trial as Optuna's own, to draw values for and to report to."""
+        """A claimed trial as an Optuna trial, which draws values and takes reports."""
         self._study.sampler, self._study.pruner = sampler, pruner
         return optuna().trial.Trial(self._study, record._trial_id)
 
     def _take(self, trial_id: int, worker: str) -> bool:
-        """Moves a trial from waiting to running; False where another process was faster."""
-        # Before the move, since a trial without a heartbeat would never be found stale.
+        """Moves a trial from waiting to running; False if another process was faster."""
+        # Before the move, since a running trial without any heartbeat is never considered stale.
         self.beat(trial_id)
         text = sqlalchemy().text
         with self._storage.engine.begin() as connection:
@@ -218,16 +218,16 @@ class SharedStudy:
                 {"trial": trial_id, "now": datetime.datetime.now()},
             ).rowcount
             if moved:
-                # In one transaction with the move: no process sees it run under the name of its last worker.
+                # In the same transaction, so that no process sees it running under its last worker's name.
                 _keep(connection, trial_id, WORKER, worker)
         return bool(moved)
 
     def beat(self, trial_id: int) -> None:
-        """Records that the trial's worker lives."""
+        """Records a heartbeat of the trial's worker."""
         self._storage.record_heartbeat(trial_id)
 
     def owns(self, trial_id: int, worker: str) -> bool:
-        """Whether a running trial is still this worker's."""
+        """Whether a trial is running and is still this worker's."""
         with self._storage.engine.connect() as connection:
             query = f"SELECT 1 FROM trials WHERE {_OWNED}"
             return bool(
@@ -235,14 +235,14 @@ class SharedStudy:
             )
 
     def release(self, trial_id: int, worker: str) -> bool:
-        """Moves a trial whose worker stops, or has ended, from running to waiting; not one that another has claimed since."""
+        """Moves a trial from running back to waiting; False if it is no longer this worker's."""
         with self._storage.engine.begin() as connection:
             change = f"UPDATE trials SET state='WAITING' WHERE {_OWNED}"
             made = connection.execute(sqlalchemy().text(change), _named(trial_id, worker))
             return bool(made.rowcount)
 
     def _release_gone(self, trials: Sequence[Any], is_busy: Callable[[int], bool]) -> list[Any]:
-        """Releases trials whose worker has ended: a process of this machine that is not there, or one without heartbeats."""
+        """Releases trials whose worker died: a process of this machine that has ended, or a worker without heartbeats."""
         running = [one for one in trials if one.state is optuna().trial.TrialState.RUNNING]
         if not running:
             return []
@@ -257,12 +257,12 @@ class SharedStudy:
         return found
 
     def grant(self, record: Any, dollars: float, budget_usd: float, total: int) -> float:
-        """Lets a trial begin that costs no more than is left; returns what is left without it.
+        """Reserves a trial's dollars if the budget covers them; returns the dollars left without this trial.
 
-        One process after another, so that of two that ask for the last dollars one gets them.
+        Processes take turns, so that of two that ask for the last dollars only one gets them.
         """
         with self._storage.engine.begin() as connection:
-            # Changes nothing, and makes others wait here until the end of the block.
+            # A no-op write that takes the lock: other processes wait here until the block ends.
             alone = "UPDATE studies SET study_name=study_name WHERE study_id=:study"
             connection.execute(sqlalchemy().text(alone), {"study": self._study._study_id})
             others = [one for one in self.trials(total) if one.number != record.number]
@@ -274,8 +274,8 @@ class SharedStudy:
     # Results
 
     def note(self, trial_id: int, **values: Any) -> None:
-        """Keeps attributes of a trial that runs, in one transaction; another worker may have taken it over and ended it."""
-        # Changes nothing, and others wait: a transaction that begins by reading could not write after another's.
+        """Stores attributes of a trial in one transaction; does nothing if another worker has taken it over and ended it."""
+        # A no-op write that takes the lock: a transaction that reads first could not write after another's write.
         there = "UPDATE trials SET state=state WHERE trial_id=:trial AND state IN ('RUNNING', 'WAITING')"
         with self._storage.engine.begin() as connection:
             if connection.execute(sqlalchemy().text(there), {"trial": trial_id}).rowcount:
@@ -283,23 +283,23 @@ class SharedStudy:
                     _keep(connection, trial_id, name, value)
 
     def finish(self, trial: Any, worker: str, values: Sequence[float] | None, reason: str) -> bool:
-        """Ends a trial once, with its values, or stopped early without them; False where it is no longer this worker's."""
+        """Ends a trial once: complete with its values, or pruned for a reason; False if it is no longer this worker's."""
         if not self.owns(trial._trial_id, worker):
             return False
         states = optuna().trial.TrialState
         finite = values is not None and all(math.isfinite(value) for value in values)
         if values is not None and not finite:
-            reason = "failed: a value that it is judged by is not a number"
+            reason = "failed: the value of an objective is not finite"
         if reason:
             self.note(trial._trial_id, reason=reason)
         state = states.COMPLETE if finite and not reason else states.PRUNED
-        # After the last point of a grid Optuna stops its own loop, and there is none.
+        # After the last point of a grid, Optuna stops its optimize loop, which is not used here.
         with contextlib.suppress(RuntimeError):
             self._study.tell(trial, values if state is states.COMPLETE else None, state=state)
         return True
 
     def fail(self, trial: Any, worker: str, reason: str) -> None:
-        """Ends a trial that has no result, for a reason that says nothing about its values."""
+        """Ends a trial without a result, for a reason unrelated to its values."""
         if self.owns(trial._trial_id, worker):
             self.note(trial._trial_id, reason=reason)
             self._study.tell(trial, state=optuna().trial.TrialState.FAIL)
@@ -310,7 +310,7 @@ def _named(trial_id: int, worker: str) -> dict[str, Any]:
 
 
 def _keep(connection: Any, trial_id: int, key: str, value: Any) -> None:
-    """Keeps an attribute of a trial in a transaction of its caller."""
+    """Stores an attribute of a trial within the caller's transaction."""
     for statement in (
         "DELETE FROM trial_user_attributes WHERE trial_id=:trial AND key=:key",
         "INSERT INTO trial_user_attributes (trial_id, key, value_json) VALUES (:trial, :key, :value)",
@@ -320,7 +320,7 @@ def _keep(connection: Any, trial_id: int, key: str, value: Any) -> None:
 
 
 def _spent(one: Any) -> float:
-    """Dollars of a trial: of the steps that it made, and of all while it runs and was let begin."""
+    """Dollars that a trial takes from the budget: for the steps that ran; for all steps while it runs, once they are reserved."""
     kept, state = one.user_attrs, one.state.name
     if state == "RUNNING":
         share = float(GRANTED in kept or "begun" in kept)
@@ -342,7 +342,7 @@ def _storage(where: StudyAddress, beat_seconds: int, stale_seconds: int) -> Any:
                 storage = made(where.url, engine_kwargs=arguments, **times)
                 break
             except sqlalchemy().exc.DatabaseError as error:
-                # Another process makes the tables at this moment.
+                # Another process is creating the tables.
                 if not tries or not any(words in str(error) for words in MAKING):
                     raise
                 time.sleep(0.5)
@@ -353,14 +353,14 @@ def _storage(where: StudyAddress, beat_seconds: int, stale_seconds: int) -> Any:
 
 
 def _log_ahead(connection: Any, _: Any) -> None:
-    """Lets readers read while a trial writes, and a write wait for no disk: only a power cut can lose the last ones."""
+    """Turns on write-ahead logging, without a sync per write: readers don't wait for writers, and only a power failure can lose the last writes."""
     connection.execute("PRAGMA journal_mode=WAL")
     connection.execute("PRAGMA synchronous=NORMAL")
 
 
 @contextlib.contextmanager
 def _driven(where: StudyAddress) -> Generator[None]:
-    """Reports in one line a driver that is missing."""
+    """Reports a missing driver in one line."""
     try:
         yield
     except ImportError as error:
@@ -375,7 +375,7 @@ def _driven(where: StudyAddress) -> Generator[None]:
 
 @contextlib.contextmanager
 def _reported(where: StudyAddress) -> Generator[None]:
-    """Reports in one line a storage that can't be reached or written, or that is no study's."""
+    """Reports a storage that can't be reached or written, is damaged, or holds no study, in one line."""
     try:
         yield
     except (sqlalchemy().exc.DatabaseError, optuna().exceptions.StorageInternalError) as error:
@@ -385,7 +385,7 @@ def _reported(where: StudyAddress) -> Generator[None]:
             raise DataError(f"the storage {where.shown} is damaged ({reason}); {_ELSE}") from error
         if "disk is full" in reason:
             raise RunError(
-                f"the storage {where.shown} could not be written ({reason}); free space and rerun: the study goes on"
+                f"the storage {where.shown} could not be written ({reason}); free space and rerun to continue the study"
             ) from error
         if isinstance(
             cause, sqlalchemy().exc.OperationalError | optuna().exceptions.StorageInternalError
@@ -399,10 +399,10 @@ def _reported(where: StudyAddress) -> Generator[None]:
 
 
 def _check_own(where: StudyAddress) -> None:
-    """Checks that a file is not another program's: its tables would be mixed with those of studies.
+    """Checks that an SQLite file is not another program's, whose tables would be mixed with Optuna's.
 
     Raises:
-        DataError: it is.
+        DataError: the file is another program's.
     """
     database = sqlalchemy().engine.make_url(where.url).database
     if not where.url.startswith("sqlite") or not database or not Path(database).is_file():
@@ -419,7 +419,7 @@ def _check_own(where: StudyAddress) -> None:
 
 
 def _different(had: Any, has: Any) -> tuple[str, str]:
-    """Two values as text; of mappings the entries that differ."""
+    """Two values as text; for mappings, the entries that differ."""
     if isinstance(had, Mapping) and isinstance(has, Mapping):
         names = [name for name in {**had, **has} if had.get(name) != has.get(name)]
         both = [" ".join(f"{name}={one.get(name)}" for name in names) for one in (had, has)]

@@ -1,4 +1,4 @@
-"""Names of processes that run trials, by which others see whether one has ended."""
+"""Names of worker processes, from which others tell whether a worker has ended."""
 
 import os
 import socket
@@ -10,12 +10,12 @@ import psutil
 
 
 def this_worker() -> str:
-    """A name for this process that no other has, on any machine."""
+    """Name of this process, unique across machines."""
     return _name(os.getpid())
 
 
 def is_gone(worker: str) -> bool:
-    """Whether a worker was a process that this one could see, and has ended."""
+    """Whether a worker has ended; False for a worker of another machine or container."""
     there, _, rest = worker.rpartition("/")[0].rpartition("/")
     if there != _here() or not rest.isdigit():
         return False
@@ -28,16 +28,16 @@ def is_gone(worker: str) -> bool:
 
 
 def _name(pid: int) -> str:
-    """Machine, process and its start, which tells it from a later one of the same number."""
+    """Machine, process id and start time, which tells apart processes that reuse an id."""
     return f"{_here()}/{pid}/{psutil.Process(pid).create_time():.2f}"
 
 
 @cache
 def _here() -> str:
-    """Machine since its start, and numbers of processes: containers have one name and one kernel and other numbers."""
+    """Host name, boot id and PID namespace; containers can share the first two, and have their own process ids."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         numbers = os.readlink("/proc/self/ns/pid")
-    except OSError:  # not Linux, where nothing hides processes
+    except OSError:  # not Linux: no PID namespaces
         boot, numbers = f"{uuid.getnode():x}", "all"
     return f"{socket.gethostname()}/{boot}/{numbers}"

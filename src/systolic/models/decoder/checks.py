@@ -174,30 +174,30 @@ def check_latent(config: "Decoder") -> None:
 
 
 def check_mup(config: "Decoder") -> None:
-    """Checks that all of a decoder has a rule for growing with its width.
+    """Checks that muP has rules for all parts of a decoder.
 
     Raises:
-        OptionError: something has none.
+        OptionError: it has none for a part.
     """
     if not config.mup:
         return
     if config.latent:
         raise OptionError(
-            "model.mup.base-width is set and model.latent has no rule for growing with d-model; leave one of them out"
+            "model.mup.base-width is set, and muP has no rule for model.latent; leave one out"
         )
     if config.mup.base_head_dim and config.query_pre_attn_scalar:
         raise OptionError(
-            f"model.mup.base-head-dim {config.mup.base_head_dim} and model.query-pre-attn-scalar {config.query_pre_attn_scalar:g} both set the scale of attention's products; leave one out"
+            f"model.mup.base-head-dim {config.mup.base_head_dim} and model.query-pre-attn-scalar {config.query_pre_attn_scalar:g} both set the scale of attention logits; leave one out"
         )
 
 
 def check_rule(config: "Decoder", kind: OptimizerKind) -> None:
-    """Checks an update rule.
+    """Checks that muP supports an update rule.
 
     Raises:
-        OptionError: it has no factors for other widths.
+        OptionError: it does not.
     """
     if config.mup and kind not in RULES:
         raise OptionError(
-            f"model.mup.base-width is set and optimizer.kind is {kind.value}, whose learning rates are not known to carry over between widths; use {', '.join(rule.value for rule in RULES)}"
+            f"model.mup.base-width is set and optimizer.kind is {kind.value}, whose learning rates are not known to transfer between widths; use {', '.join(rule.value for rule in RULES)}"
         )

@@ -278,17 +278,17 @@ class Decoder(Model):
 
     @property
     def table_width(self) -> int:
-        """Width whose inverse root is the first deviation of embeddings."""
+        """Width whose inverse square root is the standard deviation of initial embeddings."""
         return self.mup.base_width or self.d_model
 
     @property
     def shrinkage(self) -> float:
-        """Base width over the width: factor of the updates of matrices whose inputs grow with it; 1 in the standard parametrisation."""
+        """Base width divided by the width: update factor of matrices whose fan-in grows with the width; 1 in the standard parametrisation."""
         return self.table_width / self.d_model
 
     @property
     def output_factor(self) -> float:
-        """Factor of what the output matrix reads; an untied one has smaller updates instead."""
+        """Factor of the output matrix's inputs if it is tied; an untied one has smaller updates instead."""
         return self.shrinkage if self.tie_embeddings else 1.0
 
     @property
@@ -342,13 +342,13 @@ class Decoder(Model):
             )
 
     def check_optimizer(self, kind: OptimizerKind) -> None:
-        """Checks that the rule's updates can follow the width, where it has a base."""
+        """Checks that the update rule supports muP, if the decoder has a base width."""
         from systolic.models.decoder.checks import check_rule
 
         check_rule(self, kind)
 
     def update_factor(self, path: str, kind: OptimizerKind) -> float:
-        """Below 1 for matrices whose inputs have grown above the base width."""
+        """Factor of updates: below 1 for matrices whose fan-in is larger than at the base width."""
         from systolic.models.decoder.width import update_factor
 
         return update_factor(self, path, kind)

@@ -114,21 +114,21 @@ class Router:
 
 @dataclass(frozen=True, kw_only=True)
 class Mup:
-    """Maximal update parametrisation (muP; Tensor Programs V, Yang et al. 2022): the best learning rate stays where it is as d-model grows.
+    """Maximal update parametrisation (muP; Tensor Programs V, Yang et al. 2022): the best learning rate stays the same as d-model grows.
 
     Raises:
         OptionError: a size outside its range.
     """
 
     base_width: Annotated[int, WIDTH] = 0
-    """d-model for which learning rates are chosen: there nothing changes, at another d-model the weights begin and move as they do there. 0 for the standard parametrisation."""
+    """d-model that learning rates were tuned for: at another d-model, initial weights and updates are rescaled to match. 0 for the standard parametrisation."""
     base_head_dim: Annotated[int, Range(least=0, most=2**14), MUP] = 0
-    """head-dim beside base-width, where heads grow and their number does not; 0 where head-dim stays."""
+    """head-dim at base-width, if heads grow with d-model instead of their number; 0 if head-dim is fixed."""
 
     def __post_init__(self) -> None:
         check(self, "model.mup")
         check_needs(self, "model.mup")
 
     def __bool__(self) -> bool:
-        """Whether the width has a base."""
+        """Whether a base width is set."""
         return self.base_width > 0

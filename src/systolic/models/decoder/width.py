@@ -1,14 +1,14 @@
-"""How a decoder's parameters move when its width is not the one that learning rates were chosen for (muP).
+"""Maximal update parametrisation (muP): learning rates tuned at one width of a decoder hold at others.
 
-Tensor Programs V (Yang et al. 2022), Table 8, for rules like Adam's, whose updates don't depend on the size of gradients:
+Tensor Programs V (Yang et al. 2022), Table 8, for rules such as Adam, whose updates don't depend on the scale of gradients:
 
-- Matrices whose inputs grow with the width sum as many more terms, so that their updates shrink by as much.
-- Embeddings, norms and biases keep theirs: what they read does not grow.
-- What reads the stream for a fixed number of outputs (the output matrix, a router) begins smaller besides: its first
-  values must not outweigh what it learns.
-- Products of queries and keys are divided by the width of a head, not by its root, where heads are what grows.
+- Updates of matrices whose fan-in grows with the width are divided by the growth, since their outputs sum more terms.
+- Updates of embeddings, norms and biases stay: their inputs do not grow.
+- Matrices from the residual stream to a fixed number of outputs (the output matrix, a router) also start smaller, so that
+  their initial values do not outweigh what they learn.
+- If head-dim grows, attention logits are divided by head-dim instead of its square root.
 
-All widths (d-ff, heads or head-dim) are taken to grow by the factor of d-model.
+All widths (d-ff, heads or head-dim) are assumed to grow by the same factor as d-model.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,13 +21,13 @@ from systolic.job import OptimizerKind
 from systolic.models.decoder.config import STANDARD, Decoder, NormKind
 
 GROWING = ("query", "key", "value", "out", "gate", "up", "down", "router", "unembedding")
-"""Last names of the matrices whose inputs grow with the width."""
+"""Names (last parts of paths) of the matrices whose fan-in grows with the width."""
 NGRAMS = "ngrams"
-"""Whose output matrix reads the rows of its tables, which don't grow."""
+"""Module whose output matrix reads rows of its tables, a fan-in that does not grow."""
 
 
 def update_factor(config: Decoder, path: str, kind: OptimizerKind) -> float:
-    """Factor of a rule's updates of the parameter at a path."""
+    """Factor of the update rule's updates for the parameter at a path."""
     from systolic.models.adapters import A, B
 
     *home, name = path.split("/")
@@ -40,12 +40,12 @@ def update_factor(config: Decoder, path: str, kind: OptimizerKind) -> float:
         return 1.0
     if kind is not OptimizerKind.muon or name == "unembedding":
         return config.shrinkage
-    # An orthogonal update grows what it reads by the root of the width, and what it makes as well where that grows.
+    # An orthogonal update's output grows with the root of the fan-in: as it should if the fan-out grows too.
     return config.shrinkage**0.5 if adapter or name == "router" else 1.0
 
 
 class StandardWeights(Mapping[str, Any]):
-    """Weights of a decoder with a base width as those of :func:`standard`, each made when it is asked for."""
+    """Weights of a decoder with muP converted to those of :func:`standard`, each on access."""
 
     def __init__(self, model: Decoder, weights: Mapping[str, Any]) -> None:
         self._weights, self._changes = weights, _changes(model)
@@ -65,7 +65,7 @@ class StandardWeights(Mapping[str, Any]):
 
 
 def standard(model: Decoder) -> Decoder:
-    """The decoder in the standard parametrisation that computes the same with :class:`StandardWeights`."""
+    """Equivalent decoder in the standard parametrisation, for :class:`StandardWeights`."""
     if not model.mup:
         return model
     scale = model.embedding_factor if model.tie_embeddings else 1.0
@@ -73,7 +73,7 @@ def standard(model: Decoder) -> Decoder:
 
 
 def _changes(model: Decoder) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
-    """What takes a weight to its standard form, by path."""
+    """Conversions of weights to the standard parametrisation, by path."""
     found: dict[str, Callable[[np.ndarray], np.ndarray]] = {}
 
     def scaled(path: str, factor: float, offset: float = 0.0) -> None:

@@ -1,4 +1,4 @@
-"""HTML page of a study: best so far, importance of each option, parallel coordinates, every trial with its run."""
+"""HTML page of a study: best value so far, importance of each option, parallel coordinates, every trial with its run."""
 
 import os
 from collections.abc import Sequence
@@ -19,16 +19,16 @@ from systolic.tuning.search import Searched
 
 NAME = "report.html"
 PAD = 0.06
-"""Margin of an axis of values beyond the outermost, as a share."""
+"""Margin of a value axis beyond the outermost values, as a share of their range."""
 MOST_ROWS = 500
-"""Rows of the table; the last ones are kept."""
+"""Most rows of the table; the last trials are kept."""
 TONES = 5
-"""Colours of lines, from the best fifth to the worst."""
+"""Number of line colours, from the best fifth to the worst."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialDot:
-    """A trial on a chart, in per cent of its size."""
+    """A trial on a chart; positions in per cent of the chart's size."""
 
     left: float
     bottom: float
@@ -44,11 +44,11 @@ class TrialChart:
     y: PlotAxis
     dots: Sequence[TrialDot]
     line: str
-    """SVG path of the best so far, or of the front."""
+    """SVG path of the best value so far, or of the Pareto front."""
     x_name: str
     y_name: str
     beyond: int = 0
-    """Results that lie beyond the axis and are drawn on its edge."""
+    """Number of results beyond the axis, drawn on its edge."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +56,7 @@ class Coordinates:
     """Parallel coordinates: an axis for each option and for the first objective, a line for each trial."""
 
     axes: Sequence[tuple[float, str, str, str, str]]
-    """Per cent from the left, name, its last word where no other option has it, lowest and highest label."""
+    """Per cent from the left, name, short name (the last part if unique), lowest and highest label."""
     lines: Sequence[tuple[str, str, str]]
     """SVG path, class, text."""
 
@@ -73,7 +73,7 @@ def write_page(study: StudyResult, folder: Path) -> Path:
 
 
 def render(study: StudyResult, folder: Path) -> str:
-    """The page as text."""
+    """The page's HTML."""
     verdict = readings.verdict(study)
     hint = "" if study.repeats else readings.luck(study)
     page = {
@@ -93,7 +93,7 @@ def render(study: StudyResult, folder: Path) -> str:
         "names": [one.name for one in study.searched],
         "aims": [aim.name for aim in study.aims],
         "label": figures.label,
-        # An objective has a column of its own.
+        # Objectives have columns of their own.
         "timed": all(aim.name != "seconds" for aim in study.aims),
         "priced": study.dollars is not None and all(aim.name != "dollars" for aim in study.aims),
         "rows": [_table_row(study, row, folder) for row in study.rows[-MOST_ROWS:]],
@@ -103,7 +103,7 @@ def render(study: StudyResult, folder: Path) -> str:
 
 
 def tiles(study: StudyResult) -> list[Tile]:
-    """The best trial's figures and the study's cost."""
+    """Tiles of the best trial's figures and of the study's cost."""
     best, found = study.best, []
     if best is not None:
         found = [
@@ -128,14 +128,14 @@ def tiles(study: StudyResult) -> list[Tile]:
             Tile(
                 label="cost",
                 value=dollars(study.dollars),
-                small=", ".join(filter(None, ("for steps alone, as forecast", study.price))),
+                small=", ".join(filter(None, ("forecast, training steps only", study.price))),
             )
         )
     return found
 
 
 def history(study: StudyResult) -> TrialChart | None:
-    """Values of the first objective over trials, with the best so far; None without a result."""
+    """Values of the first objective over trials, with the best value so far; None without a result."""
     aim = study.aims[0]
     shown = [row for row in study.rows if aim.name in row.figures]
     so_far = study.best_so_far()
@@ -162,7 +162,7 @@ def history(study: StudyResult) -> TrialChart | None:
 
 
 def front(study: StudyResult) -> list[TrialChart]:
-    """The first objective against each other one, with the front."""
+    """The first objective against each of the others, with the Pareto front."""
     first, found = study.aims[0], []
     for aim in study.aims[1:]:
         points = [(row.figures[aim.name], row.figures[first.name], row) for row in study.done]
@@ -186,7 +186,7 @@ def front(study: StudyResult) -> list[TrialChart]:
 
 
 def coordinates(study: StudyResult) -> Coordinates | None:
-    """Every trial with a result as a line over all options; None for fewer than two."""
+    """A line over all options for each trial with a result; None for fewer than two."""
     aim, done = study.aims[0], study.done
     if len(done) < 2:
         return None
@@ -249,7 +249,7 @@ def _axis(name: str, values: Sequence[float]) -> PlotAxis:
 def _dot(study: StudyResult, row: TrialRow, x: float, y: float) -> TrialDot:
     best = study.front
     css = "best" if any(row is one for one in best) else "good" if row.is_done else "broken"
-    # Values far beyond those of results lie on the edge.
+    # Values beyond the axis are drawn on its edge.
     return TrialDot(
         left=round(x * 100, 2),
         bottom=round(min(max(y, 0.0), 1.0) * 100, 2),

@@ -1,4 +1,4 @@
-"""Progress of a search on stderr: redrawn on a terminal, otherwise a line for each trial that ends."""
+"""Progress of a search on stderr: redrawn on a terminal, otherwise a line for each ended trial."""
 
 import sys
 import time
@@ -17,17 +17,17 @@ from systolic.report.tune import readings
 from systolic.tuning.results import StudyResult, TrialRow
 
 RUNNING = 6
-"""Most running trials that are named."""
+"""Most running trials that are listed."""
 BAR = 24
 
 
 class StudyDisplay(LiveArea):
-    """Context that shows a search; its :meth:`see` takes what the study has.
+    """Context that shows a search; :meth:`see` takes its results so far.
 
     Args:
-        stream: Where it is drawn.
-        then: Another study that follows, whose time is not part of what is left.
-        environ: Variables that say what the stream is; this process's own by default.
+        stream: Stream to draw on.
+        then: Name of a study that follows, whose time is not included in the time left.
+        environ: Environment variables that describe the stream; this process's by default.
         width: Columns; the terminal's by default.
     """
 
@@ -50,7 +50,7 @@ class StudyDisplay(LiveArea):
         if self._told is None:
             self._told, self._before = set(ended), len(ended)
             if ended:
-                terminal.say(self._stream, f"{study.name} goes on: {readings.counted(study)}")
+                terminal.say(self._stream, f"{study.name} continues: {readings.counted(study)}")
         seconds = time.monotonic() - self._began
         spent = times(study, seconds, len(ended) - self._before, self._then)
         if self.drawn:
@@ -61,18 +61,18 @@ class StudyDisplay(LiveArea):
         self._told |= set(ended)
 
     def begin(self, what: str) -> None:
-        """Shows another study from now on."""
+        """Switches to another study."""
         self._told, self._began, self._then = None, time.monotonic(), ""
         if not self.drawn:
             terminal.say(self._stream, what)
 
     def tell(self, text: str) -> None:
-        """Prints a line that stays, above what is redrawn."""
+        """Prints a line that stays above the redrawn area."""
         print(f"systolic: {text}", file=sys.stderr, flush=True)
 
 
 def times(study: StudyResult, seconds: float, ended: int, then: str = "") -> str:
-    """Time since the start, and what is left at the pace of the trials that have ended since: ``3 m 05 s, about 14 m left before the repeats``."""
+    """Time since the start, and the time left at the rate of trials ended since: ``3 m 05 s, about 14 m left before the repeats``."""
     left = study.total - study.finished
     if not ended or left < 1:
         return duration(seconds)
@@ -81,7 +81,7 @@ def times(study: StudyResult, seconds: float, ended: int, then: str = "") -> str
 
 
 def line(study: StudyResult, row: TrialRow, spent: str) -> str:
-    """Line of a trial that has ended: ``[ 7/40] trial 6: accuracy 98.6 %; optimizer.learning-rate 0.003; 3 m 05 s``."""
+    """Line of an ended trial: ``[ 7/40] trial 6: accuracy 98.6 %; optimizer.learning-rate 0.003; 3 m 05 s``."""
     width = len(str(study.total))
     text = readings.objectives(study, row) if row.is_done else row.reason or row.state
     best = "  <- best so far" if row is study.best else ""

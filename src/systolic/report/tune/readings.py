@@ -1,4 +1,4 @@
-"""What a study's figures are called, the same in the terminal and on the page."""
+"""Texts for a study's figures, shared by the terminal and the page."""
 
 import math
 from collections import Counter
@@ -10,11 +10,11 @@ from systolic.report.verdict import Tone, Verdict
 from systolic.tuning.results import StudyResult, TrialRow
 
 STATES = ("done", "stopped early", "refused", "failed", "running", "waiting")
-"""States of a trial in the order in which they are counted."""
+"""States of a trial, in the order in which their counts are listed."""
 
 
 def settings(row: TrialRow) -> str:
-    """Values of a trial: ``optimizer.learning-rate 0.003, model.layers 6``."""
+    """Settings of a trial: ``optimizer.learning-rate 0.003, model.layers 6``."""
     return ", ".join(f"{name} {value_text(value)}" for name, value in row.values.items())
 
 
@@ -41,21 +41,19 @@ def objectives(study: StudyResult, row: TrialRow) -> str:
 
 
 def counted(study: StudyResult) -> str:
-    """``30 done, 9 stopped early, 1 refused``."""
+    """Trials by state: ``30 done, 9 stopped early, 1 refused``."""
     states = Counter(row.state for row in study.rows)
     return ", ".join(f"{states[name]} {name}" for name in STATES if states[name])
 
 
 def verdict(study: StudyResult) -> Verdict:
-    """A word and a sentence on how far the study is."""
+    """Status of the study: a word and a sentence."""
     best = study.best
     if best is None:
         return Verdict(word="no result", sentence=_reason(study), tone=Tone.bad)
     found = f"best: {objectives(study, best)} with {settings(best)} (trial {best.number})"
     if len(study.front) > 1:
-        found = (
-            f"{figures.plural(len(study.front), 'trial')} that no other beats in every objective"
-        )
+        found = f"{figures.plural(len(study.front), 'trial')} on the Pareto front"
     if study.finished < study.total:
         why = f"; {study.stopped}" if study.stopped else ""
         word = f"{study.finished} of {study.total} trials"
@@ -66,22 +64,22 @@ def verdict(study: StudyResult) -> Verdict:
 def _reason(study: StudyResult) -> str:
     told = [row.reason for row in study.rows if row.reason]
     return study.stopped or (
-        f"{counted(study)}; the last: {told[-1]}" if told else "no trial has ended"
+        f"{counted(study)}; the last one: {told[-1]}" if told else "no trial has ended"
     )
 
 
 def luck(study: StudyResult) -> str:
-    """What several seeds say of the best trial, or that the next one is as good; empty where neither is known."""
+    """Verdict of the repeats, or how many other settings are as good as the best; empty if neither is known."""
     if study.repeats is not None:
         return study.repeats["sentence"]
     if study.best is None or not study.near:
         return ""
-    others = figures.plural(study.near, "other")
-    return f"within one example of {others}, of {study.examples} in the validation; --repeats 5 tells gain from luck"
+    others = figures.plural(study.near, "other setting")
+    return f"tied with {others} to within one of {study.examples} validation examples; --repeats 5 tells gain from luck"
 
 
 def value_text(value: Any) -> str:
-    """A searched value as it is typed."""
+    """A searched value as typed."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:.12g}" if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""A study in the terminal."""
+"""Results of a study in the terminal."""
 
 from rich.text import Text
 
@@ -11,16 +11,16 @@ from systolic.tuning.results import StudyResult
 
 WIDEST = 160
 FRONT = 12
-"""Most trials of a front that are listed."""
+"""Most trials of the Pareto front that are listed."""
 
 
 def print_study(study: StudyResult) -> None:
-    """Prints what a study has found, and the command that trains the best at full size."""
+    """Prints a study's results and the command that trains the best settings at full size."""
     print_lines(lambda _: lines(study), WIDEST)
 
 
 def lines(study: StudyResult) -> list[Text]:
-    """The screen."""
+    """Lines of the results."""
     verdict = readings.verdict(study)
     head = Text(f"{study.recipe}: ", style="bold").append(verdict.word, COLOURS[verdict.tone])
     found = [head, Text(verdict.sentence), _row("trials", readings.counted(study))]
@@ -39,10 +39,10 @@ def lines(study: StudyResult) -> list[Text]:
         found.append(_row("luck", luck))
     seconds = sum(row.seconds or 0.0 for row in study.rows)
     if seconds:
-        found.append(_row("time", f"{figures.seconds(seconds)} of all trials"))
+        found.append(_row("time", f"{figures.seconds(seconds)} for all trials"))
     if study.dollars is not None:
         of = f" ({study.price})" if study.price else ""
-        cost = f"{dollars(study.dollars)}{of} on the slice for steps alone, as forecast; start-up, evaluations and repeats are not counted"
+        cost = f"{dollars(study.dollars)}{of} forecast for training steps on the slice; start-up, evaluations and repeats are not included"
         found.append(_row("cost", cost))
     if study.command:
         found.append(_row("train it", study.command))
