@@ -120,12 +120,32 @@ def _of_another_study(folder: Path, words: Sequence[str]) -> None:
         row.figures for row in work(tuning(folder, *words, "--trials=2")).rows
     ]
     storage = f"--storage=sqlite:///{copy / 'new.db'}"
+    # Values that are not searched, with the same draws.
+    moved = folder.with_name("moved")
+    shutil.copytree(folder, moved)
+    scaled = tuning(moved, *words, "--trials=2", "--batch=8")
+    with pytest.raises(OptionError, match=r"trials has runs of a study with the options"):
+        work(scaled)
+    (moved / "trials.json").unlink()
+    with pytest.raises(OptionError, match=r"0000 was trained with batch 16, and trial 0"):
+        work(scaled)
     other = tuning(copy, *words, "--trials=2", "--sampler-seed=5", storage)
+    with pytest.raises(OptionError, match="the sampler seed 0, not 5"):
+        work(other)
+    (copy / "trials.json").unlink()
     with pytest.raises(OptionError) as error:
         work(other)
     assert "0000 was trained with learning-rate" in str(error.value)
     assert "give --study another folder" in str(error.value)
     assert other.open().trials(2)[0].state.name != "COMPLETE"
+
+
+def test_a_warmup_that_the_recipe_would_shorten_is_refused(tmp_path: Path) -> None:
+    """The trial would be one of another warm-up than it says."""
+    words = ["--search=schedule.warmup=3,30", "--sampler=grid", "--trial-steps=20"]
+    with pytest.raises(OptionError, match="warmup 30 is the recipe's default, which 20 steps shor"):
+        tuning(tmp_path, *words, recipe="digits").source({"schedule.warmup": 30})
+    assert tuning(tmp_path, *words, recipe="digits").source({"schedule.warmup": 3}).job.schedule
 
 
 def test_a_bad_trial_is_ended_early_and_another_refused_or_diverged(

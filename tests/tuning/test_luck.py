@@ -98,6 +98,9 @@ def test_seeds_that_failed_are_told_and_leave_no_verdict(tmp_path: Path) -> None
     plain = json.loads(json.dumps(told.to_json()))
     assert (plain["gain"], plain["p"], plain["best"]["values"]) == (None, None, [0.5, 0.51])
     assert told.sentence in render(replace(found, repeats=plain), tmp_path)
+    # A smaller --repeats after one that was interrupted within a pair.
+    odd = repeated(found, results(0.5, 0.6, 0.52, 0.61, 0.51, 0.62, 0.53))
+    assert (odd.seeds, len(odd.best), len(odd.default), odd.is_whole) == (3, 3, 3, True)
     none = repeated(found, results(None, None, None, None))
     assert "2 of 2 seeds of the best settings and 2 of" in none.sentence
     assert none.to_json()["best"]["mean"] is None

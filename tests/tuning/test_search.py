@@ -79,6 +79,7 @@ WRONG = {
     "batch=log:4..8:2": "a step in a logarithmic range",
     "batch=4": "has one value",
     "batch=4,4": "a value twice",
+    "optimizer.learning-rate=1e-3,0.001": "a value twice",
     "optimizer.learning-rate=log:0..1": "a logarithmic range must begin above 0",
     "optimizer.learning-rate=log:1,2": "it takes log:LOW..HIGH",
     "model=cnn..vit": "list its values with commas",
@@ -174,5 +175,6 @@ def test_a_study_of_other_files_is_not_continued(tmp_path: Path) -> None:
             tuning().open()
         before = {name: one for name, one in kept.items() if name not in ("data", "modules")}
         shared.study.set_user_attr(DEFINITION, before)
+        (tmp_path / "s" / "trials.json").unlink()
         tuning().open().close()
         assert set(shared.study.user_attrs[DEFINITION]) == set(kept)

@@ -186,7 +186,7 @@ def test_two_that_ask_for_the_last_dollars_do_not_both_go_without(tmp_path: Path
     left: list[float] = []
 
     def ask(own: SharedStudy, record: Any) -> None:
-        left.append(own.grant(record, 3.0, 5.0, 2))
+        left.append(own.grant(record, 3.0, 5.0))
 
     # Opened here, since threads share the filter of warnings.
     threads = [threading.Thread(target=ask, args=(study(tmp_path), one)) for one in records]
@@ -332,19 +332,50 @@ def test_an_interrupted_trial_costs_what_it_made(tmp_path: Path) -> None:
     shared = study(tmp_path)
     record = shared.claim(2, this_worker())
     shared.note(record._trial_id, dollars=4.0)
-    assert shared.grant(record, 4.0, 10.0, 2) == 10.0
+    assert shared.grant(record, 4.0, 10.0) == 10.0
     other = shared.claim(2, "elsewhere/1/0")
     # While it runs, its full cost is reserved.
-    assert shared.grant(other, 1.0, 10.0, 2) == 6.0
+    assert shared.grant(other, 1.0, 10.0) == 6.0
     shared.note(record._trial_id, share=0.25, steps=5, seconds=3.0)
     assert shared.release(record._trial_id, this_worker())
-    assert shared.grant(other, 1.0, 10.0, 2) == 9.0
+    assert shared.grant(other, 1.0, 10.0) == 9.0
     aims = [Aim(name="loss", mode=Mode.min)]
     row = rows_of(shared, 2, [LEARNED], aims, tmp_path)[0]
     assert (row.state, row.dollars, row.seconds, row.step) == ("waiting", 1.0, 3.0, 5)
     again = shared.claim(2, this_worker())
     assert again.number == 0
-    assert shared.grant(other, 1.0, 10.0, 2) == 6.0
+    assert shared.grant(other, 1.0, 10.0) == 6.0
+
+
+def test_a_killed_trial_keeps_its_dollars_whatever_the_total(tmp_path: Path) -> None:
+    """It could not note its steps, so all of them count until it ends."""
+    shared = study(tmp_path)
+    record = shared.claim(3, "elsewhere/1/0")
+    shared.note(record._trial_id, dollars=4.0, begun=(0, 1))
+    assert shared.release(record._trial_id, "elsewhere/1/0")
+    other = shared.claim(3, this_worker())
+    assert other.number == 0
+    third = shared.claim(3, this_worker())
+    assert shared.release(other._trial_id, this_worker())
+    assert shared.grant(third, 1.0, 10.0) == 6.0
+    aims = [Aim(name="loss", mode=Mode.min)]
+    assert rows_of(shared, 3, [LEARNED], aims, tmp_path)[0].dollars == 4.0
+
+
+def test_runs_beside_another_database_keep_their_study(tmp_path: Path) -> None:
+    def opened(name: str, **definition: str) -> SharedStudy:
+        where = address(f"sqlite:///{tmp_path / name}", tmp_path, "s")
+        return SharedStudy(where, definition, ["minimize"], runs=tmp_path / "trials")
+
+    opened("a.db", recipe="r", options="1").settle({"precision": "f32"})
+    opened("b.db", recipe="r", options="1")
+    with pytest.raises(OptionError, match=r"trials has runs of a study with the options 1, not 2"):
+        opened("c.db", recipe="r", options="2")
+    with pytest.raises(OptionError, match="the precision f32, not bf16"):
+        opened("b.db", recipe="r", options="1").settle({"precision": "bf16"})
+    (tmp_path / "trials.json").write_text("{")
+    with pytest.raises(DataError, match=r"trials.json is damaged .*; remove it if"):
+        opened("a.db", recipe="r", options="1")
 
 
 def test_a_file_that_is_no_study_is_refused(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from systolic import recipes
 from systolic.artifact import manifest
 from systolic.artifact.chosen import Chosen
 from systolic.artifact.job_record import JobRecord
@@ -14,7 +15,7 @@ from systolic.core.errors import DataError, OptionError, SystolicError
 from systolic.data.fingerprint import contents_of, difference
 from systolic.job import Job, Split
 from systolic.job.data import Contents
-from systolic.recipes import Recipe, split
+from systolic.recipes import Recipe
 from systolic.session.command_line import plain_words, typed
 
 Result = TypeVar("Result")
@@ -90,7 +91,7 @@ def _other_start(
     if recipe.file is None or record.recipe is None or not run.recipe.is_file():
         if recipe.target != record.recipe:
             return f"{run.path} began with {began}, not with {recipe.target}"
-    elif split(recipe.target)[1] != split(record.recipe)[1]:
+    elif recipes.split(recipe.target)[1] != recipes.split(record.recipe)[1]:
         return f"{run.path} began with the function of {began}, not with {recipe.target}"
     elif changed := _changed_code(run, recipe):
         return f"{run.path} began with other code in {', '.join(changed)}, of which it keeps a copy"

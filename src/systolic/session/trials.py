@@ -308,7 +308,7 @@ class TrialWorker:
             raise OptionError(
                 f"--budget is ${budget:g}, and {self.tuning.on} has no price or no forecast of the step's time; leave --budget out"
             )
-        left = self.shared.grant(record, known["dollars"], budget, self.tuning.trials)
+        left = self.shared.grant(record, known["dollars"], budget)
         if known["dollars"] > left:
             raise OverBudgetError(
                 f"the next trial costs {dollars(known['dollars'])}, and {dollars(max(left, 0))} of {dollars(budget)} is left; raise --budget to continue"

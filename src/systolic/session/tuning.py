@@ -16,6 +16,7 @@ from systolic.core.errors import OptionError, OutOfRangeError, SystolicError
 from systolic.core.ranges import dashed
 from systolic.data.fingerprint import contents_of
 from systolic.job import Job, Split
+from systolic.job.optimizer import Shortened
 from systolic.planning.objective import PriceTerm
 from systolic.recipes import Recipe
 from systolic.session.command_line import typed
@@ -28,6 +29,7 @@ from systolic.tuning.sampling import Pruner, Sampler
 from systolic.tuning.search import Searched
 from systolic.tuning.study import SharedStudy, StudyAddress, address
 
+WARMUP = "schedule.warmup"
 STUDIES = Path("studies")
 """Default folder for studies."""
 
@@ -126,7 +128,13 @@ class Tuning:
     def source(self, values: Mapping[str, Any]) -> JobSource:
         """Source of a trial's job."""
         options = with_values(self.base, values)
-        return JobSource(recipe=self.recipe, options=paths.absolute(options))
+        found = JobSource(recipe=self.recipe, options=paths.absolute(options))
+        schedule = found.job.schedule
+        if WARMUP in values and isinstance(schedule, Shortened):
+            raise OptionError(
+                f"{WARMUP} {schedule.own} is the recipe's default, which {found.job.steps} steps shorten to {schedule.warmup}; search another value near it"
+            )
+        return found
 
     def check_run(self, number: int, options: Mapping[str, Any]) -> None:
         """Checks that an existing run in a trial's folder is the trial's, not one from another database.
@@ -136,7 +144,7 @@ class Tuning:
             options: Options of its job.
 
         Raises:
-            OptionError: the run was trained with other values of searched options.
+            OptionError: the run was trained with other options.
         """
         file = self.run(number) / JOB
         if not file.is_file():
@@ -146,10 +154,12 @@ class Tuning:
         except (OSError, ValueError):
             return  # resuming the run reports the damage
         now = _dotted(json.loads(json.dumps(recipes.plain(options))))
-        again = () if self.repeats is None else (*self.repeats.values, "seed")
-        parts = tuple(f"{name}." for name in (*(one.name for one in self.searched), *again))
-        names = [name for name in now if f"{name}.".startswith(parts)]
-        changed = [name for name in names if str(now[name]) != str(before.get(name))]
+        kept = {dashed(name) for name, value in options.items() if _is_rewritten(name, value)}
+        changed = [
+            name
+            for name, value in now.items()
+            if name not in kept and str(value) != str(before.get(name))
+        ]
         if changed:
             had, has = (
                 ", ".join(f"{name} {one.get(name)}" for name in changed) for one in (before, now)
@@ -279,7 +289,7 @@ class Tuning:
             raise OptionError(
                 f"{self.folder} could not be created ({error.strerror}); give --study another folder"
             ) from error
-        return SharedStudy(self.address, definition, directions, self.stale_seconds)
+        return SharedStudy(self.address, definition, directions, self.stale_seconds, self.runs)
 
     def pruning(self) -> Any:
         """Optuna's pruner for the runs' evaluations."""
@@ -306,6 +316,13 @@ class Tuning:
 def _dotted(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options by dotted name as typed: ``optimizer.learning-rate``."""
     return {".".join(map(dashed, name.split("."))): one for name, one in flat(options).items()}
+
+
+def _is_rewritten(name: str, value: Any) -> bool:
+    """Whether a run keeps an option in a form of its own: paths, and what data and text settle where it is None."""
+    parts = value if isinstance(value, tuple | list) else (value,)
+    settled = value is None and name in ("tokenizer", "classes")
+    return settled or any(isinstance(part, Path) for part in parts)
 
 
 def with_values(options: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

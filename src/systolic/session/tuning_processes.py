@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from systolic.chips import slice
@@ -89,7 +89,7 @@ class Processes:
         tuning = self.tuning
         of = {} if tuning.on is None else priced(slice(tuning.on), tuning.price)
         rows = rows_of(self.shared, tuning.trials, tuning.searched, tuning.aims, tuning.runs)
-        return StudyResult(
+        found = StudyResult(
             name=tuning.address.name,
             recipe=tuning.recipe.target,
             rows=rows,
@@ -101,6 +101,8 @@ class Processes:
             price_region=of.get("price_region", ""),
             price_as_of=of.get("price_as_of", ""),
         )
+        # A trial that ended early may have left the budget for the last ones.
+        return found if found.finished < found.total else replace(found, stopped="")
 
     def _start(self, number: int) -> subprocess.Popen[bytes]:
         log = self._log(number)
@@ -191,14 +193,18 @@ def repeated(best: StudyResult, repeats: StudyResult) -> Repeated:
     """
     assert best.best is not None
     aim, values = best.aims[0], ([], [])
-    for row in repeats.done:
-        values[row.number % 2].append(row.figures[aim.name])
-    missing = [row for row in repeats.rows if not row.is_done]
+    seeds = repeats.total // 2
+    # One of a pair may have ended under a larger --repeats.
+    rows = [row for row in repeats.rows if row.number < 2 * seeds]
+    for row in rows:
+        if row.is_done:
+            values[row.number % 2].append(row.figures[aim.name])
+    missing = [row for row in rows if not row.is_done]
     told = [f"trial {row.number}: {row.reason}" for row in missing if row.reason]
     return Repeated(
         trial=best.best.number,
         aim=aim,
-        seeds=repeats.total // 2,
+        seeds=seeds,
         best=values[0],
         default=values[1],
         failure=told[0] if told else "not ended; rerun to continue",

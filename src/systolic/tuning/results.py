@@ -204,7 +204,7 @@ def _row(one: Any, searched: Sequence[Searched], aims: Sequence[Aim], folder: Pa
 
 
 def _never_ran(one: Any) -> bool:
-    waits = one.state.name == "WAITING" and "share" not in one.user_attrs
+    waits = one.state.name == "WAITING" and not {"share", "begun"} & set(one.user_attrs)
     return waits or one.user_attrs.get("reason", "").startswith("refused")
 
 

@@ -246,10 +246,12 @@ def _step(name: str, spec: str, by: str, width: float, *, whole: bool, log: bool
 
 def _choices(name: str, spec: str, typed: Typed) -> Searched:
     words = spec.split(",")
-    if len(set(words)) < len(words):
+    choices = {word: typed(name, word) for word in words}
+    # Equal in value too: 1e-3 and 0.001 are one setting.
+    if len({repr(value) for value in choices.values()}) < len(words):
         raise OptionError(f"--search {name}={spec} has a value twice; give each once")
     if len(words) < 2:
         raise OptionError(
             f"--search {name}={spec} has one value; give {FORMS}, or set --{name} {spec}"
         )
-    return Searched(name=name, spec=spec, choices={word: typed(name, word) for word in words})
+    return Searched(name=name, spec=spec, choices=choices)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from systolic.core.errors import DataError, MissingExtraError, OptionError, RunError
+from systolic.core.files import write_json
 from systolic.tuning.engine import optuna, settled, sqlalchemy
 from systolic.tuning.worker import is_gone
 
@@ -94,9 +95,11 @@ class SharedStudy:
         definition: Definition of the search, JSON values; a study with another one is refused.
         directions: Optuna's directions of the objectives.
         stale_seconds: Seconds without a heartbeat after which a trial's worker counts as dead.
+        runs: Folder of the trials' runs. A file beside it (``trials.json``) also keeps the definition: another database does not make
+            them another study's.
 
     Raises:
-        OptionError: the storage has a study of this name with another definition.
+        OptionError: the storage has a study of this name with another definition, or the folder has runs of one.
         RunError: the storage can't be reached.
         MissingExtraError: its driver is not installed.
     """
@@ -107,8 +110,10 @@ class SharedStudy:
         definition: Mapping[str, Any],
         directions: Sequence[str],
         stale_seconds: int = 120,
+        runs: Path | None = None,
     ) -> None:
         self.where = where
+        self._kept = None if runs is None else runs.with_suffix(".json")
         self.beat_seconds = max(stale_seconds // BEATS, 1)
         self._storage = _storage(where, self.beat_seconds, stale_seconds)
         self._study = self._open(directions)
@@ -130,15 +135,16 @@ class SharedStudy:
             OptionError: a part differs.
         """
         kept = self._study.user_attrs.get(DEFINITION, {})
-        for name, value in definition.items():
-            if kept.get(name, value) != value:
-                had, has = _different(kept[name], value)
-                own = f"the same {name}" if name in CONTENTS else "its own command"
-                raise OptionError(
-                    f"the study {self.where.name} has the {name} {had}, not {has}; continue it with {own}, or give --study another folder"
-                )
+        _compare(f"the study {self.where.name} has", kept, definition)
         if set(definition) - set(kept):
             self._study.set_user_attr(DEFINITION, {**kept, **definition})
+        if self._kept is None:
+            return
+        beside = _beside(self._kept)
+        folder = self._kept.with_suffix("")
+        _compare(f"{folder} has runs of a study with", beside, definition)
+        if set(definition) - set(beside):
+            write_json(self._kept, {**beside, **definition})
 
     def close(self) -> None:
         """Closes the connections to the storage."""
@@ -256,7 +262,7 @@ class SharedStudy:
                 found.append(one)
         return found
 
-    def grant(self, record: Any, dollars: float, budget_usd: float, total: int) -> float:
+    def grant(self, record: Any, dollars: float, budget_usd: float) -> float:
         """Reserves a trial's dollars if the budget covers them; returns the dollars left without this trial.
 
         Processes take turns, so that of two that ask for the last dollars only one gets them.
@@ -265,7 +271,9 @@ class SharedStudy:
             # A no-op write that takes the lock: other processes wait here until the block ends.
             alone = "UPDATE studies SET study_name=study_name WHERE study_id=:study"
             connection.execute(sqlalchemy().text(alone), {"study": self._study._study_id})
-            others = [one for one in self.trials(total) if one.number != record.number]
+            with _reported(self.where):
+                trials = self._study.get_trials(deepcopy=False)
+            others = [one for one in trials if one.number != record.number]
             left = budget_usd - sum(map(_spent, others))
             if dollars <= left:
                 _keep(connection, record._trial_id, GRANTED, True)
@@ -305,6 +313,37 @@ class SharedStudy:
             self._study.tell(trial, state=optuna().trial.TrialState.FAIL)
 
 
+def _beside(file: Path) -> dict[str, Any]:
+    """The definition that a folder of runs keeps, empty if it keeps none.
+
+    Raises:
+        DataError: the file is damaged.
+    """
+    if not file.is_file():
+        return {}
+    try:
+        return dict(json.loads(file.read_text()))
+    except (ValueError, TypeError, OSError) as error:
+        raise DataError(
+            f"{file} is damaged ({error}); remove it if the runs beside it are this study's, or give --study another folder"
+        ) from error
+
+
+def _compare(of: str, kept: Mapping[str, Any], definition: Mapping[str, Any]) -> None:
+    """Compares parts of a definition with those that are kept.
+
+    Raises:
+        OptionError: a part differs.
+    """
+    for name, value in definition.items():
+        if kept.get(name, value) != value:
+            had, has = _different(kept[name], value)
+            own = f"the same {name}" if name in CONTENTS else "its own command"
+            raise OptionError(
+                f"{of} the {name} {had}, not {has}; continue it with {own}, or give --study another folder"
+            )
+
+
 def _named(trial_id: int, worker: str) -> dict[str, Any]:
     return {"trial": trial_id, "key": WORKER, "worker": json.dumps(worker)}
 
@@ -325,7 +364,9 @@ def _spent(one: Any) -> float:
     if state == "RUNNING":
         share = float(GRANTED in kept or "begun" in kept)
     else:
-        share = kept.get("share", 0.0 if state == "WAITING" else 1.0)
+        # A killed trial could not note its steps.
+        waits = state == "WAITING" and "begun" not in kept
+        share = kept.get("share", 0.0 if waits else 1.0)
     return kept.get("dollars", 0.0) * share
 
 
