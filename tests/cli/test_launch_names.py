@@ -1,7 +1,6 @@
 """Names of launches, and the options that their commands give."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,10 +9,9 @@ from tests.cli.test_launch import RECIPE, run
 
 
 @pytest.fixture(autouse=True)
-def _apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.chdir(tmp_path)
-    yield
 
 
 @pytest.mark.parametrize("on", ["cpu", "1xcpu", "8xcpu"])

@@ -207,6 +207,26 @@ def test_factors_of_a_base_width_go_into_the_weights(tmp_path: Path, kind: str) 
     assert config_of(model, made.config) == made.config
 
 
+def test_the_gain_of_a_norm_that_adds_one_survives_bfloat16() -> None:
+    """The last norm's scale lies near -1, where bfloat16 has steps of 2**-8, with a gain of about an eighth."""
+    model = Decoder(vocab=64, **LARGE, mup=Mup(base_width=4), **GEMMA)
+    params = tiny.steps(tiny.job(model=model, layout=tiny.ONE_DEVICE)).network.params
+    draw, half = np.random.default_rng(0), jax.numpy.bfloat16
+    weights = {
+        path: draw.normal(0.5, 0.2, shape.shape).astype(half) for path, shape in params.items()
+    }
+    made = outgoing_model(model, weights, {})
+    found = {
+        spec.name: (spec.dtype, next(made.pieces(spec.name)).astype(np.float32))
+        for spec in made.specs
+    }
+    dtype, written = found["model.norm.weight"]
+    gain = (1 + weights["norm/scale"].astype(np.float32)) / 8
+    assert dtype == np.float32
+    np.testing.assert_allclose(1 + written, gain, rtol=1e-5)
+    assert found["model.layers.0.input_layernorm.weight"][0] == half
+
+
 def test_a_gguf_file_becomes_a_folder(tmp_path: Path) -> None:
     model = folders.llama(rms_norm_eps=1e-5)
     file = write(tmp_path / "small.gguf", model, KINDS.F32)

@@ -45,17 +45,24 @@ def update_factor(config: Decoder, path: str, kind: OptimizerKind) -> float:
 
 
 class StandardWeights(Mapping[str, Any]):
-    """Weights of a decoder with muP converted to those of :func:`standard`, each on access."""
+    """Weights of a decoder with muP converted to those of :func:`standard`, each on access.
+
+    Arrays keep their dtype, but for scales of norms that add one: near -1, where a small factor puts them, bfloat16 would round the
+    gain by some percent, so these are float32.
+    """
 
     def __init__(self, model: Decoder, weights: Mapping[str, Any]) -> None:
         self._weights, self._changes = weights, _changes(model)
+        self._offset = model.norm is NormKind.rms_offset
 
     def __getitem__(self, path: str) -> Any:
         array = self._weights[path]
         if path not in self._changes:
             return array
         given = np.asarray(array)
-        return self._changes[path](given.astype(np.float32)).astype(given.dtype)
+        changed = self._changes[path](given.astype(np.float32))
+        offset = self._offset and path.endswith("norm/scale")
+        return changed if offset else changed.astype(given.dtype)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)
