@@ -1,13 +1,13 @@
-"""Several processes of one job on this machine: throughput against one process, and what a kill costs.
+"""Multi-process training on this machine: throughput relative to one process, and the cost of a kill.
 
     python benchmarks/processes.py FOLDER [--steps 60] [--part throughput|kills|left-out] [--json FILE]
 
 Throughput: the recipe `bytes` with the same global batch in one process with one device, one with two devices, and two
 with one device each (fsdp 2), from the summary's steady rate. Kills: two processes under the supervisor of
-`systolic launch --via local`; one is killed with SIGKILL in the middle between two checkpoints, first the second process,
-then the first; then, in another run, the second one as a slice that is left out at once. Counted are the seconds to
-the end of the first step after it, what the survivor says, and the steps that were trained again. The load of the machine
-is that of its last minute before each part.
+`systolic launch --via local`; one is killed with SIGKILL halfway between two checkpoints: first process 1, then
+process 0; then, in another run, process 1 as a slice that is left out at once. Reported are the seconds to the end of
+the first step after the kill, the survivor's messages, and the number of steps repeated. The machine's load is the
+one-minute average before each part.
 """
 
 import argparse
@@ -23,13 +23,13 @@ from typing import Any
 SAVE = 20
 SIZES = "--sequence 64 --batch 16 --model.layers 2 --evaluation.batches 1 --evaluation.final-batches 1 --checkpoints.every 20 --log-every 1"
 NARROW = "--model.d-model 64 --model.d-ff 128 --model.heads 2 --model.kv-heads 2"
-"""Where steps are only counted."""
+"""Model size for runs whose steps are only counted."""
 PATIENCE_SECONDS = 600
-"""For the next step after a kill."""
+"""Timeout for the next step after a kill."""
 
 
 def records(run: Path, kind: str) -> list[dict[str, Any]]:
-    """Of a run that another process writes."""
+    """Records of a run that another process is writing."""
     path = run / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     found = [json.loads(line) for line in lines if line.endswith("\n")]
@@ -39,7 +39,7 @@ def records(run: Path, kind: str) -> list[dict[str, Any]]:
 def launch(
     folder: Path, steps: int, processes: int, devices: int, more: str = "", *, fewer: bool = False
 ) -> "subprocess.Popen[bytes]":
-    """Processes under the supervisor; with ``fewer`` each is a slice that is left out when it is killed."""
+    """Starts processes under the supervisor; with ``fewer``, each is a slice that is left out once killed."""
     folder.mkdir(parents=True)
     run = ["--steps", str(steps), "--run", str(folder / "run"), "--continue"]
     run += ["--for-devices", str(processes * devices)] if fewer else []
@@ -60,7 +60,7 @@ def launch(
 
 
 def throughput(folder: Path, steps: int) -> list[dict[str, Any]]:
-    """Of each number of processes and devices."""
+    """Throughput for each number of processes and devices."""
     rows = []
     for processes, devices in ((1, 1), (1, 2), (2, 1)):
         load = os.getloadavg()[0]
@@ -84,7 +84,7 @@ def throughput(folder: Path, steps: int) -> list[dict[str, Any]]:
 def kills(
     folder: Path, name: str, numbers: tuple[int, ...], *, fewer: bool = False
 ) -> list[dict[str, Any]]:
-    """One of each process in turn."""
+    """Kills the given processes in turn; one row per kill."""
     load = os.getloadavg()[0]
     where, rows = folder / name, []
     supervisor = launch(where, 100 * SAVE, 2, 1, NARROW, fewer=fewer)
@@ -130,7 +130,7 @@ def kills(
 
 
 def next_step(run: Path, count: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The start of a run's session of that number, and the first step after it."""
+    """Start record of the run's ``count``-th session, and the record of its first step."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < deadline:
         starts = records(run, "start")
@@ -142,7 +142,7 @@ def next_step(run: Path, count: int) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def main() -> None:
-    """Prints and keeps the rows."""
+    """Prints the results and writes them to ``--json``."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=60)

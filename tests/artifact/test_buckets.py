@@ -1,4 +1,4 @@
-"""Runs in a bucket of a real server: what is sent, what is brought, what is complete."""
+"""Runs in a bucket of a real server: uploads, downloads, and complete checkpoints."""
 
 import json
 import re
@@ -40,19 +40,19 @@ def machine(server: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 class Machines:
-    """Machines that share a bucket and nothing else."""
+    """Machines that share only a bucket."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.monkeypatch = folder, monkeypatch
         self.url = f"s3://runs/{folder.name}"
 
     def __call__(self, name: str) -> None:
-        """Goes on another machine."""
+        """Switches to another machine."""
         self.monkeypatch.setenv("SYSTOLIC_CACHE", str(self.folder / name))
 
 
 def save(run: Run, step: int, content: bytes = b"first") -> None:
-    """A checkpoint with one array file."""
+    """Writes a checkpoint with one array file."""
     folder = run.checkpoints / str(step)
     (folder / "params").mkdir(parents=True)
     (folder / "params" / "array").write_bytes(content * 1000)
@@ -88,7 +88,7 @@ def test_a_run_goes_on_on_another_machine(machine: Machines) -> None:
         held = manifest.read(second)
         manifest.verify(second, held, {"params"})
         assert (second / "_CHECKPOINT_METADATA").exists()
-        # Retention drops the first, whose arrays this machine never had.
+        # Retention deletes the first, whose arrays were never downloaded here.
         for file in sorted(first.rglob("*"), reverse=True):
             file.unlink()
         first.rmdir()
@@ -99,7 +99,7 @@ def test_a_run_goes_on_on_another_machine(machine: Machines) -> None:
     assert "checkpoints/2/params/array" in found
     with Run.open(machine.url) as run:
         assert [record["loss"] for record in run.records()] == [2.5, 1.5]
-        # The copy of the first checkpoint that was here is gone, too.
+        # The local copy of the first checkpoint is deleted, too.
         assert sorted(path.name for path in run.checkpoints.iterdir()) == ["2"]
 
 
@@ -117,7 +117,7 @@ def test_arrays_of_another_checkpoint_of_the_step_are_not_taken(machine: Machine
     step = pull(machine.url) / "checkpoints" / "1"
     buckets.complete(step)
     assert (step / "params" / "array").read_bytes() == b"other" * 1000
-    # A kill leaves a lock that nobody holds.
+    # A kill leaves a lock file that no process holds.
     (step.parent.parent / ".lock").touch()
     machine("b")
     with Run.open(machine.url, access=Access.write) as run:
@@ -136,7 +136,7 @@ def test_a_checkpoint_counts_when_its_manifest_is_there(machine: Machines) -> No
     sender(run).send()
     assert "checkpoints/1/manifest.json" in names(machine.url)
     assert not [name for name in names(machine.url) if "tmp" in name or "lock" in name]
-    # The machine is gone without a word.
+    # The machine disappears.
     machine("b")
     with Run.open(machine.url) as seen:
         assert [path.name for path in seen.checkpoints.iterdir()] == ["1"]
@@ -183,7 +183,7 @@ os.kill(os.getpid(), 9)
 
 
 def killed(machine: Machines) -> Path:
-    """The copy of a run whose writer was killed with a checkpoint that never reached the bucket."""
+    """Copy of a run whose writer was killed before it uploaded a checkpoint."""
     machine("a")
     done = subprocess.run([sys.executable, "-c", KILLED, machine.url], cwd=ROOT)
     assert done.returncode == -signal.SIGKILL
@@ -201,7 +201,7 @@ def test_what_a_killed_writer_left_is_sent(
     copy = killed(machine)
     if access is Access.read:
         pull(machine.url, print)
-        assert "with the checkpoints of steps [2]" in capsys.readouterr().out
+        assert "(checkpoints of steps [2])" in capsys.readouterr().out
     else:
         Run.open(machine.url, access=access).close()
     assert "checkpoints/2/params/array" in names(machine.url)
@@ -239,7 +239,7 @@ def test_what_cannot_be_sent_stays(machine: Machines, monkeypatch: pytest.Monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(Objects, "write", refuse)
-        with pytest.raises(RunError, match=r"never reached it.*refuses access"):
+        with pytest.raises(RunError, match=r"never uploaded.*refuses access"):
             pull(machine.url)
         assert (copy / "checkpoints" / "2" / "params" / "array").exists()
     pull(machine.url)
@@ -270,7 +270,7 @@ def test_a_bucket_that_takes_nothing_is_said_once(
             time.sleep(0.01)
     assert len(heard) == 2
     assert "refuses access" in heard[0]
-    assert "has all again" in heard[1]
+    assert "is up to date again" in heard[1]
 
 
 def test_a_run_that_is_there_is_not_begun_again(machine: Machines) -> None:
@@ -279,7 +279,7 @@ def test_a_run_that_is_there_is_not_begun_again(machine: Machines) -> None:
     machine("b")
     with pytest.raises(TakenError, match="--resume s3://runs/"):
         Run.create(machine.url, JOB)
-    with pytest.raises(NotFoundError, match="holds nothing"):
+    with pytest.raises(NotFoundError, match="is empty or does not exist"):
         Run.open(f"{machine.url}-other")
 
 
@@ -403,7 +403,7 @@ def test_processes_of_a_machine_copy_once(machine: Machines, tmp_path: Path) -> 
 
 
 def test_a_bucket_that_is_not_there_is_one_line(machine: Machines) -> None:
-    with pytest.raises(NotFoundError, match="there is no bucket elsewhere"):
+    with pytest.raises(NotFoundError, match="bucket elsewhere does not exist"):
         pull("s3://elsewhere/run")
 
 
@@ -432,7 +432,7 @@ def test_a_whole_bucket_is_no_folder(path: str) -> None:
 
 @pytest.mark.parametrize("path", ["s4://runs/x", Path("S3://runs/x"), "hdfs://runs/x"])
 def test_other_storage_is_no_folder_here(path: Path | str) -> None:
-    with pytest.raises(OptionError, match="://runs/x is in no storage that is known; give s3"):
+    with pytest.raises(OptionError, match="://runs/x has an unsupported scheme; give s3"):
         in_bucket(path)
 
 

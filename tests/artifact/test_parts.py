@@ -1,4 +1,4 @@
-"""Checkpoints of which several hosts have parts, in a bucket of a real server: whole there or not at all."""
+"""Checkpoints in parts on several hosts, in a bucket of a real server: complete there or absent."""
 
 import json
 import shutil
@@ -35,7 +35,7 @@ def server() -> Iterator[dict[str, str]]:
 def machine(server: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machines:
     for name, value in server.items():
         monkeypatch.setenv(name, value)
-    # Only the tests send.
+    # Only the tests upload.
     monkeypatch.setattr(sending, "LOOK_SECONDS", 1e6)
     return Machines(tmp_path, monkeypatch)
 
@@ -45,7 +45,7 @@ def part(index: int, session: str = "now", leaders: tuple[int, ...] = (0, 1)) ->
 
 
 def begun(machine: Machines, session: str = "now") -> tuple[Run, Run]:
-    """The run as two hosts have it."""
+    """A run opened by two hosts."""
     machine("a")
     first = Run.create(machine.url, JOB, part=part(0, session))
     machine("b")
@@ -53,7 +53,7 @@ def begun(machine: Machines, session: str = "now") -> tuple[Run, Run]:
 
 
 def save_part(run: Run, step: int, content: bytes = b"x") -> None:
-    """What Orbax writes of a checkpoint on one host: the process's database, and files of the same names on all."""
+    """Writes what Orbax writes on one host: the process's database, and files that have the same names on all hosts."""
     assert run.part is not None
     index = run.part.index
     folder = run.checkpoints / str(step)
@@ -69,7 +69,7 @@ def save_part(run: Run, step: int, content: bytes = b"x") -> None:
 
 
 def content(run: Path, step: int) -> dict[bytes, bytes]:
-    """What a reader finds in the database of a checkpoint."""
+    """Contents of a checkpoint's database, as a reader sees it."""
     folder = run / "checkpoints" / str(step)
     buckets.complete(folder)
     manifest.verify(folder, manifest.read(folder), {"params", "_extra"})
@@ -85,7 +85,7 @@ def test_parts_become_one_checkpoint(machine: Machines) -> None:
     sender(first).send()
     there = names(machine.url)
     assert "checkpoints/3/params/ocdbt.process_0/manifest.ocdbt" in there
-    assert "checkpoints/3/manifest.json" not in there, "the other host's part is not there"
+    assert "checkpoints/3/manifest.json" not in there, "the other host's part is missing"
     first.append({"kind": "train", "step": 3})
     sender(other).send()
     sender(first).send()
@@ -102,7 +102,7 @@ def test_parts_become_one_checkpoint(machine: Machines) -> None:
         assert held.metrics == {"loss": 2.0}
         assert {"_extra/process_0.json", "_extra/process_1.json"} <= {*held.files}
 
-    # An evaluation of it comes later, and it is dropped later still.
+    # It is evaluated later, and deleted after that.
     rate(first.checkpoints / "3", {"loss": 1.0}, first.part)
     sender(first).send()
     rated = manifest.read(buckets.pull(machine.url) / "checkpoints" / "3")
@@ -124,14 +124,16 @@ def test_a_checkpoint_that_one_host_never_sent_is_not_there(machine: Machines) -
     save_part(other, 2)
     sender(first).send()
     first.append({"kind": "train", "step": 2})
-    # Both are gone without a word; the other host had said its part.
+    # Both are killed after the other host noted its part.
     sender(other).send()
     crash(first, other)
     machine("a")
     with Run.open(machine.url, access=Access.write, part=part(0)) as first:
         assert [path.name for path in first.checkpoints.iterdir()] == ["1"]
         assert not [name for name in names(machine.url) if name.startswith("checkpoints/2/")]
-        assert [record["step"] for record in first.records()] == [2], "what was not sent, now is"
+        assert [record["step"] for record in first.records()] == [2], (
+            "files left behind are uploaded"
+        )
         machine("b")
         with Run.open(machine.url, part=part(1)) as other:
             assert content(other.path, 1) == {b"w/0": b"x" * 5000, b"w/1": b"x" * 5000}
@@ -156,7 +158,7 @@ def test_a_store_writes_its_part_and_reads_the_whole(machine: Machines) -> None:
         assert store.steps() == [1]
         store.rate(1, {"loss": 3.0})
         with CheckpointStore(first.checkpoints, access=Access.read) as reader:
-            assert reader.steps() == [], "to others it is none yet"
+            assert reader.steps() == [], "incomplete checkpoints are hidden from readers"
         sender(first).send()
         store.rate(1, {"loss": 2.0})
     first.close()
@@ -170,14 +172,14 @@ def test_a_store_writes_its_part_and_reads_the_whole(machine: Machines) -> None:
         assert (restored.step, restored.metrics) == (1, {"loss": 2.0})
         assert [extra.get("position") for extra in restored.extras] == [5, None]
         assert np.array_equal(restored.state["params"]["w"], state["params"]["w"])
-        # One that is complete in the bucket is not written again.
+        # A checkpoint that is complete in the bucket is not written again.
         assert not store.save(1, state, metrics={"loss": 1.0})
     with CheckpointStore(buckets.pull(machine.url) / "checkpoints", access=Access.read) as store:
         assert store.metrics(1) == {"loss": 1.0}
 
 
 def crash(*runs: Run) -> None:
-    """The processes of runs are gone, as far as bucket and copies are concerned."""
+    """Simulates a kill of the runs' processes."""
     for run in runs:
         run._sender = None
         run.close()
@@ -235,7 +237,9 @@ def test_the_end_waits_for_the_parts_of_others(
     monkeypatch.setattr(sending, "LOOK_SECONDS", 0.01)
     with monkeypatch.context() as patch:
         patch.setattr(sending, "PATIENCE_SECONDS", 0.05)
-        with pytest.raises(RunError, match=r"lacks parts of the checkpoint of step 1.*before"):
+        with pytest.raises(
+            RunError, match=r"lacks parts of the checkpoint of step 1.*previous checkpoint"
+        ):
             first.close()
     machine("a")
     first = Run.open(machine.url, access=Access.write, part=part(0))
@@ -312,7 +316,7 @@ def test_a_checkpoint_that_goes_before_it_is_sent_is_said_once(
         shutil.rmtree(first.checkpoints / str(step))
     sender(first).send()
     assert len(heard) == 1
-    assert "step 1 made room" in heard[0]
+    assert "step 1 was deleted for newer ones" in heard[0]
     other.close()
     first.close()
 
@@ -326,7 +330,7 @@ def test_a_checkpoint_that_the_bucket_lost_a_part_of_is_damaged(machine: Machine
     assert folder is not None
     Objects(folder).delete("checkpoints/1/_extra/process_1.json")
     machine("c")
-    with pytest.raises(manifest.DamagedError, match=r"process_1\.json went"):
+    with pytest.raises(manifest.DamagedError, match=r"process_1\.json was deleted"):
         buckets.complete(buckets.pull(machine.url) / "checkpoints" / "1")
 
 

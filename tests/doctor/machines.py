@@ -1,4 +1,4 @@
-"""Machines as they are met: a healthy TPU VM and GPU host, to be spoilt by the tests."""
+"""Healthy machines (TPU VM, GPU host, laptop), to which the tests add problems."""
 
 from dataclasses import replace
 from typing import Any
@@ -93,11 +93,11 @@ LAPTOP = Machine(
 
 
 def with_package(machine: Machine, name: str, version: str | None) -> Machine:
-    """The machine with that package at that version, or without it."""
+    """The machine with a package at a version, or without it."""
     rows = [row for row in machine.packages if row[0] != name]
     return replace(machine, packages=(*rows, *([(name, version)] if version else [])))
 
 
 def with_variables(machine: Machine, **variables: str) -> Machine:
-    """The machine with those environment variables."""
+    """The machine with the given environment variables."""
     return replace(machine, environment=tuple(variables.items()))

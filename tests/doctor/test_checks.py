@@ -1,4 +1,4 @@
-"""Each fault of a machine is found, named, and comes with the line that fixes it."""
+"""Each problem of a machine is found and named, with a one-line fix."""
 
 import dataclasses
 
@@ -73,7 +73,7 @@ FAILURES = [
         "TPU VM on the CPU because of a holder",
         replace(TPU_VM, measured=ON_CPU, holders=(HOLDER,)),
         "devices",
-        "end process 4242, then try again",
+        "stop process 4242, then try again",
     ),
     (
         "GPU host on the CPU",
@@ -130,7 +130,7 @@ FAILURES = [
         "devices",
         "restart the machine",
     ),
-    ("hangs", replace(TPU_VM, measured=HUNG), "devices", "on one host of several"),
+    ("hangs", replace(TPU_VM, measured=HUNG), "devices", "on a multi-host slice"),
     ("hangs on a laptop", replace(LAPTOP, measured=HUNG), "devices", "--limit-seconds"),
     ("aborts", replace(TPU_VM, measured=ABORTED), "devices", "import jax"),
     ("raises", replace(TPU_VM, measured=RAISED), "devices", "import jax"),
@@ -180,8 +180,8 @@ WARNINGS = [
         "jax[tpu]==0.10.2",
     ),
     ("huge pages", replace(TPU_VM, transparent_hugepages=False), "huge pages", "echo always"),
-    ("slow matmul", replace(TPU_VM, measured=SLOW), "bf16 matmul", "who else uses"),
-    ("little memory", replace(LAPTOP, memory_free_bytes=10**9), "memory", "end other programs"),
+    ("slow matmul", replace(TPU_VM, measured=SLOW), "bf16 matmul", "which processes use"),
+    ("little memory", replace(LAPTOP, memory_free_bytes=10**9), "memory", "stop other programs"),
     ("taken GPU", replace(GPU_HOST, nvidia=FULL_GPU), "GPU memory", "nvidia-smi"),
     ("little disk", replace(LAPTOP, disk_free_bytes=(("/", 2 * 2**30),)), "disk", "free some"),
     (
@@ -269,7 +269,7 @@ def test_shares_of_the_peak_are_per_device() -> None:
     ironwood = replace(ON_V5E, device_kind="TPU7x", num_local_devices=8, bf16_flops_per_second=9e14)
     texts = {f.name: f.text for f in examine(replace(TPU_VM, measured=ironwood))}
     assert "78% of the peak of 1.15" in texts["bf16 matmul"]
-    assert texts["devices"] == "JAX shows 8 x TPU7x"
+    assert texts["devices"] == "JAX sees 8 x TPU7x"
     unknown = replace(ON_H200, device_kind="NVIDIA Sample")
     assert "peak" not in {f.name: f.text for f in examine(replace(GPU_HOST, measured=unknown))}
 
@@ -281,7 +281,7 @@ def test_hidden_chips_on_request_are_no_failure() -> None:
 
 
 def test_a_finding_without_a_mend_is_refused() -> None:
-    with pytest.raises(ValueError, match="not what to do"):
+    with pytest.raises(ValueError, match="has no fix"):
         Finding(name="x", status=Status.failed, text="broken")
     with pytest.raises(ValueError, match="more than one line"):
         Finding(name="x", status=Status.ok, text="a\nb")

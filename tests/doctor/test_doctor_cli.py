@@ -1,4 +1,4 @@
-"""``systolic doctor``: verdict first, one screen, an exit code, JSON."""
+"""``systolic doctor``: the verdict first, one screen, exit code, JSON."""
 
 import io
 import json

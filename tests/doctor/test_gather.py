@@ -1,4 +1,4 @@
-"""Reading a machine: from a made-up root folder, and from this one."""
+"""Reading a machine: from a synthetic root folder, and this machine."""
 
 import os
 from pathlib import Path

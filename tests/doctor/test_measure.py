@@ -1,4 +1,4 @@
-"""The measuring child: what it brings back, and what its death means."""
+"""The measuring child process: its results and its failures."""
 
 import sys
 

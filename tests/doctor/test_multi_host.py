@@ -1,4 +1,4 @@
-"""``systolic doctor --multi-host`` in real processes, and its judgement of reports that differ."""
+"""``systolic doctor --multi-host`` in real processes, and its findings from reports that differ."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from tests.doctor.machines import LAPTOP, TPU_VM, with_package, with_variables
 
 
 def doctors(count: int, come: int, data: list[Path], wait: str = "60") -> list[dict[str, Any]]:
-    """What each of the processes that come answers."""
+    """JSON output of each process that connects."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -50,14 +50,14 @@ def test_two_hosts_with_other_data_are_told_apart(tmp_path: Path) -> None:
         (folder / "train.txt").write_text(f"text {number}")
     answers = doctors(2, 2, folders)
     for answer in answers:
-        assert of(answer, "hosts")[0]["text"] == "2 processes on 1 host met"
+        assert of(answer, "hosts")[0]["text"] == "2 processes on 1 host connected"
         assert of(answer, "network")[0]["status"] == "ok"
         [wrong] = of(answer, "data")
         assert wrong["status"] == "failed"
         host = socket.gethostname()
         assert (
             wrong["text"]
-            == f"process 1 on {host} has other data than process 0 on {host}: train.txt is of another size or content"
+            == f"process 1 on {host} has different data from process 0 on {host}: train.txt differs in size or content"
         )
         assert not of(answer, "versions")
         assert answer["fit"] is False
@@ -67,7 +67,7 @@ def test_two_hosts_with_other_data_are_told_apart(tmp_path: Path) -> None:
 def test_four_hosts_that_are_alike(tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_text("text")
     for answer in doctors(4, 4, [tmp_path] * 4):
-        assert of(answer, "hosts")[0]["text"] == "4 processes on 1 host met"
+        assert of(answer, "hosts")[0]["text"] == "4 processes on 1 host connected"
         assert of(answer, "data")[0]["status"] == "ok"
 
 
@@ -75,12 +75,12 @@ def test_a_host_that_never_comes_is_named() -> None:
     [answer] = doctors(2, 1, [], wait="0.5")
     [finding] = of(answer, "hosts")
     assert finding["status"] == "failed"
-    assert "process 1 did not come within" in finding["text"]
+    assert finding["text"].startswith("process 1 did not connect to ")
 
 
 def test_alone_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--multi-host", "--no-measure"]) == 2
-    assert "this process is on its own" in capsys.readouterr().err
+    assert "no other processes found" in capsys.readouterr().err
 
 
 def reports(*facts: dict[str, Any], ahead: float = 0.0) -> list[HostReport]:
@@ -145,7 +145,7 @@ def test_a_host_that_others_do_not_reach_is_named() -> None:
     [found] = judge_links(
         reports({"unreached": {"1": "10.0.0.3:4000 (timed out)"}}, {"unreached": {}})
     )
-    assert found.text == "process 0 on a does not reach process 1 on b at 10.0.0.3:4000 (timed out)"
+    assert found.text == "process 0 on a cannot reach process 1 on b at 10.0.0.3:4000 (timed out)"
 
 
 def test_data_of_which_a_sample_is_compared_says_so(tmp_path: Path) -> None:
@@ -153,14 +153,14 @@ def test_data_of_which_a_sample_is_compared_says_so(tmp_path: Path) -> None:
     with path.open("wb") as file:
         file.truncate(1 << 27)
     told = report(TPU_VM, path)["data"]
-    assert "134217728 bytes; names, sizes and 64 MiB of the contents are" in told
+    assert "134217728 bytes; digest of names, sizes and 64 MiB of the contents: " in told
     path.write_text("small")
-    assert "; names, sizes and contents are" in report(TPU_VM, path)["data"]
+    assert "; digest of names, sizes and contents: " in report(TPU_VM, path)["data"]
 
 
 def test_data_that_is_on_no_host_is_not_fine(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    for path, text in (("gone", "is not there"), ("empty", "no files")):
+    for path, text in (("gone", "does not exist"), ("empty", "no files")):
         facts = report(TPU_VM, tmp_path / path)
         found = [f for f in judge(reports(facts, facts)) if f.name == "data"]
         assert [one.status for one in found] == [Status.failed] * 2
@@ -175,7 +175,7 @@ def test_a_file_that_one_host_lacks_is_named(tmp_path: Path) -> None:
             (tmp_path / folder / name).write_text("text")
     facts = [report(TPU_VM, tmp_path / folder) for folder in ("one", "one", "other")]
     [found] = [f for f in judge(reports(*facts)) if f.status is Status.failed]
-    assert found.text == "process 2 on c has other data than process 0 on a: c is not there"
+    assert found.text == "process 2 on c has different data from process 0 on a: c is missing"
 
 
 @pytest.mark.parametrize("words", ["--coordinator h:1", "--data x", "--processes 2"])
@@ -183,4 +183,4 @@ def test_options_of_several_hosts_need_multi_host(
     words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["doctor", "--no-measure", *words.split()]) == 2
-    assert "is for several hosts; add --multi-host" in capsys.readouterr().err
+    assert "applies only with --multi-host; add it" in capsys.readouterr().err

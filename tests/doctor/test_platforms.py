@@ -1,4 +1,4 @@
-"""Platforms as they describe themselves, recorded: what the doctor calls them, and what it says is missing."""
+"""Recorded environments of platforms: the detected kind, and findings about missing parts."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,7 @@ KINDS = {
 
 
 def met(name: str, root: Path, **changed: str) -> Machine:
-    """A recorded platform as ``gather`` sees it, with variables changed; "" takes one away."""
+    """A recorded platform as ``gather`` reads it, with variables changed; "" removes one."""
     for file in RECORDED[name].get("files", []):
         (root / file).parent.mkdir(parents=True, exist_ok=True)
         (root / file).touch()
@@ -58,12 +58,12 @@ def test_nothing_is_missing_where_it_was_recorded(name: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("name", "changed", "finding", "words"),
     [
-        ("slurm-batch", {}, "Slurm", "has 2 tasks and this process is none of them"),
-        ("slurm", {"SLURM_JOB_GPUS": "0,1"}, "Slurm", "was given GPUs, and none"),
+        ("slurm-batch", {}, "Slurm", "has 2 tasks, but this process is not one of them"),
+        ("slurm", {"SLURM_JOB_GPUS": "0,1"}, "Slurm", "was allocated GPUs, but none"),
         ("gke-one-host", {}, "slice's hosts", "has 8 chips and this pod sees 4"),
         ("gke", {"MEGASCALE_SLICE_ID": ""}, "slices", "MEGASCALE_SLICE_ID is not"),
-        ("skypilot", {}, "SkyPilot", "asked for 8 GPUs a node and this node shows 0"),
-        ("mpich", {}, "peers", "not where the first one is"),
+        ("skypilot", {}, "SkyPilot", "requested 8 GPUs per node, but this node shows 0"),
+        ("mpich", {}, "peers", "but no coordinator"),
     ],
 )
 def test_what_is_missing(
@@ -86,7 +86,7 @@ def test_a_node_with_its_gpus_has_nothing_missing(tmp_path: Path) -> None:
 
 def test_one_of_several_is_told(tmp_path: Path) -> None:
     texts = [finding.text for finding in platform(met("gke", tmp_path))]
-    assert any(text.startswith("process 3 of 4, by GKE") for text in texts)
+    assert any(text.startswith("process 3 of 4 (from GKE)") for text in texts)
 
 
 def test_nothing_secret_is_read(tmp_path: Path) -> None:

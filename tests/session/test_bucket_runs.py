@@ -1,4 +1,4 @@
-"""Training into a bucket of a real server: killed, continued and used on other machines, which share nothing else."""
+"""Training into a bucket of a real server: killed, continued and used on machines that share only the bucket."""
 
 import json
 import signal
@@ -74,7 +74,7 @@ TWO = [
     *("systolic", "train", RECIPE, "--json"),
     *("--checkpoints.every", "300", "--evaluation.every", "600", "--log-every", "10"),
 ]
-"""Steps are short, and checkpoints so long apart that they reach the bucket."""
+"""Steps are short; checkpoints are far enough apart to be uploaded."""
 
 
 @pytest.mark.slow
@@ -85,7 +85,7 @@ def test_hosts_that_share_nothing_are_killed_and_go_on(
         return [environment(tmp_path / cache) for cache in caches]
 
     def killed_after(step: int, index: int, *caches: str) -> None:
-        """Ends one of the hosts when the bucket has a checkpoint of a later step."""
+        """Kills one of the hosts once the bucket has a checkpoint of a later step."""
         command = [*TWO, "--steps", "1800", "--run", URL, "--continue"]
         processes = start_together(command, hosts(*caches))
         while not any(found > step for found in complete()):
@@ -115,7 +115,7 @@ def test_hosts_that_share_nothing_are_killed_and_go_on(
         first = complete()[-1]
         killed_after(first, 0, "a", "b")
         second = complete()[-1]
-        # The next first process is another machine, and the one of before is the second.
+        # Process 0 is now on another machine, and the previous one runs process 1.
         finish_together(
             start_together([*TWO, "--steps", "1800", "--run", URL, "--continue"], hosts("c", "a"))
         )
@@ -129,7 +129,7 @@ def test_hosts_that_share_nothing_are_killed_and_go_on(
         there = objects.names("checkpoints/")
         assert {name.split("/")[1] for name in there} == {str(step) for step in complete()}
 
-        # One machine with as many devices has all of it.
+        # One machine with as many devices reads the whole checkpoint.
         more = [*TWO[2:], "--steps", "1810", "--run", URL, "--continue"]
         finish(start(more, environment(tmp_path / "d", 2)))
         assert json.loads(said("eval", environment(tmp_path / "e")))
@@ -161,7 +161,7 @@ def test_processes_of_one_machine_share_the_copy(tmp_path: Path, monkeypatch: py
         words = ["systolic", "train", RECIPE, "--run", URL, "--continue", "--json"]
         told = together([*words, "--steps", "8"], environment(tmp_path / "a"), 2)
         assert json.loads(told[0])["steps"] == 8
-        # Both have written arrays of the checkpoint, and another machine goes on from all of them.
+        # Both wrote arrays of the checkpoint; another machine resumes from all of them.
         finish(start([*words[2:], "--steps", "12"], environment(tmp_path / "b", 2)))
         copy = tmp_path / "b" / "systolic" / "buckets" / "s3" / "runs" / "tiny"
         lines = [json.loads(line) for line in (copy / "metrics.jsonl").read_text().splitlines()]

@@ -182,7 +182,7 @@ def test_models_that_read_different_things_are_not_compared(tmp_path: Path) -> N
     data = OutsidePictures(preparation=Preparation(side=16), channels=1)
     model: Any = one.model
     other = replace(one, model=replace(model, pixels=pixels), data=data)
-    assert "pictures of different sizes, [8, 8, 1] and [16, 16, 1]" in shared_inputs(one, other)
+    assert "images have different sizes, [8, 8, 1] and [16, 16, 1]" in shared_inputs(one, other)
     found = shared_inputs(one, one)
     assert not isinstance(found, str)
     assert found[0]["image"].shape == (4, 8, 8, 1)

@@ -59,7 +59,7 @@ def test_other_contents_of_the_same_size(
     size = sum(f.stat().st_size for f in ([where] if where.is_file() else where.iterdir()))
     assert refused(home, capsys) == (
         1,
-        f"the {split} data of {run} has changed since it was trained: {where} has as many bytes ({size}) with other contents, compared whole; restore it, or train a new run that begins with init-from {run}",
+        f"the {split} data of {run} has changed since it was trained: {where} has as many bytes ({size}) with other contents, compared whole; restore it, or train a new run with init-from {run}",
     )
 
 
@@ -78,7 +78,7 @@ def test_moved_data_is_the_same(home: Path, capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        (("--seed", "7"), "--seed 7 (was 0) can't change in RUN, which keeps what it began with;"),
+        (("--seed", "7"), "--seed 7 (was 0) can't change in RUN; leave that option out"),
         (("--model.layers", "2"), "--model.layers 2 (was 1) can't change in RUN"),
         (("--sequence", "64"), "--sequence 64 (was 32) can't change in RUN"),
         (("--model.qk-norm",), "--model.qk-norm (was no) can't change in RUN"),
@@ -86,7 +86,7 @@ def test_moved_data_is_the_same(home: Path, capsys: pytest.CaptureFixture[str]):
         (("--dtypes.moments", "bf16"), "--dtypes.moments bf16 (was f32) can't change in RUN"),
         (
             ("--model.latent.kv-lora-rank", "8", "--model.latent.v-head-dim", "16"),
-            "--model.latent.kv-lora-rank 8 (was 0), --model.latent.v-head-dim 16 (was 128) can't change in RUN, which keeps what it began with; leave these options out, or train a new run",
+            "--model.latent.kv-lora-rank 8 (was 0), --model.latent.v-head-dim 16 (was 128) can't change in RUN; leave these options out, or train a new run",
         ),
         (
             ("--steps", "2"),

@@ -1,4 +1,4 @@
-"""Whether a process is one of several of a job, from its environment alone."""
+"""Detection of multi-process jobs from the environment, and collectives in a single process."""
 
 import pytest
 

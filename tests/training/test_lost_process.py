@@ -1,4 +1,4 @@
-"""Processes of a job are killed; the launch starts all again, and the run loses at most what came after a checkpoint."""
+"""Killed processes of a job: the launch restarts all, and the run loses at most the steps since a checkpoint."""
 
 import json
 import os
@@ -34,7 +34,7 @@ if down.exists() and os.environ.get("JAX_PROCESS_ID") == "1":
     os.kill(os.getpid(), 9)
 os.execv(sys.executable, [sys.executable, "-m", *sys.argv[2:]])
 """
-"""A host as a process: it runs the command unless it is down."""
+"""Host simulated by a process, which runs the command unless the host is down."""
 OPTIONS = [
     RECIPE,
     "--checkpoints.every",
@@ -47,7 +47,7 @@ OPTIONS = [
 
 
 def launched(folder: Path, run: Path, steps: int) -> "subprocess.Popen[bytes]":
-    """Two processes under the supervisor of ``--via local``."""
+    """Starts two processes under the supervisor of ``--via local``."""
     folder.mkdir()
     command = [
         "systolic",
@@ -96,10 +96,10 @@ def test_a_kill_costs_one_interval_at_most_and_fewer_processes_go_on(tmp_path: P
             time.sleep(0.05)
     assert supervisor.wait() == 0
     resumed = [record["resumed_from"] for record in Run.open(cut).records("start")]
-    # Steps whose metrics were still on the devices when the process died have no record.
+    # Steps whose metrics were still on the devices at the kill have no record.
     for at, complete, back in zip(reached, kept, resumed[1:], strict=True):
-        assert back >= complete, "no complete checkpoint is passed over"
-        # One that is being written when the process dies is no checkpoint yet, and the next waits for it.
+        assert back >= complete, "every complete checkpoint is used"
+        # A checkpoint still being written at the kill is lost, and the next one waits for it.
         being_written = at // EVERY * EVERY > complete
         assert 0 <= at - back <= (2 if being_written else 1) * EVERY + 10, (reached, kept, resumed)
     assert losses(whole) == losses(cut)
@@ -107,9 +107,9 @@ def test_a_kill_costs_one_interval_at_most_and_fewer_processes_go_on(tmp_path: P
     log = (tmp_path / "b" / LOGS / "0.log").read_text()
     assert "process 1 was killed by SIGKILL" in log
     assert "process 0 was killed by SIGKILL" in log
-    assert "is dead or out of reach since step" in log
+    assert "is dead or unreachable (last heartbeat at step" in log
 
-    # A slice is lost for good: what is left goes on.
+    # One process is lost for good; the other continues.
     more = ["--resume", str(cut), "--steps", str(STEPS + EVERY), "--json"]
     finish(start(more, environment(tmp_path / "cache")))
     last = list(Run.open(cut).records("start"))[-1]
@@ -118,7 +118,7 @@ def test_a_kill_costs_one_interval_at_most_and_fewer_processes_go_on(tmp_path: P
 
 
 def on_two_slices(folder: Path, run: Path, steps: int) -> "subprocess.Popen[bytes]":
-    """What ``systolic launch --on 2xv5e-1 --via local --min-slices 1`` starts, with hosts that can be down."""
+    """Starts what ``systolic launch --on 2xv5e-1 --via local --min-slices 1`` does, with hosts that can be down."""
     folder.mkdir(exist_ok=True)
     made = Launch(
         name="tiny",
@@ -161,14 +161,14 @@ def test_a_run_goes_on_without_a_slice_that_does_not_come_back(tmp_path: Path):
     assert (first["num_devices"], second["num_devices"]) == (2, 1)
     assert 50 <= second["resumed_from"] < steps
     assert (first["batch"], second["batch"]) == (16, 16)
-    # The same rows in every step: a sum over passes adds in another order than one over devices.
+    # The rows of each step are the same, but sums over passes and over devices differ in order.
     assert sorted(losses(cut)) == list(range(1, steps + 1))
     for step, values in losses(whole).items():
         assert losses(cut)[step] == pytest.approx(values, rel=1e-4), step
     for key, values in evaluations(whole).items():
         assert evaluations(cut)[key] == pytest.approx(values, rel=1e-4), key
 
-    # The host is back, and the launch is given again.
+    # The host is back, and the launch is rerun.
     (folder / "down").unlink()
     assert on_two_slices(folder, cut, steps + 10).wait() == 0
     last = list(Run.open(cut).records("start"))[-1]

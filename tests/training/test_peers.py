@@ -1,4 +1,4 @@
-"""A process finds its peers from what the platforms set, as it was recorded on them."""
+"""Detection of peers from environments recorded on each platform."""
 
 import http.server
 import json
@@ -18,7 +18,7 @@ RECORDED = json.loads((Path(__file__).parents[1] / "recorded" / "platforms.json"
 
 @pytest.fixture
 def met(tmp_path: Path, request: Any) -> Generator[tuple[dict[str, str], Path]]:
-    """Environment and root of a recorded platform, whose metadata a server has."""
+    """Environment and root folder of a recorded platform, with its metadata behind a local server."""
     recorded = RECORDED[request.param]
     for name in recorded.get("files", []):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -138,7 +138,7 @@ COMPLETE = {peers.ADDRESS: "10.0.0.2:1234", peers.COUNT: "4", peers.INDEX: "3"}
         ({peers.INDEX: "4"}, "process is 4 of 4"),
         ({peers.COUNT: "four"}, "'four'"),
         ({peers.ADDRESS: "10.0.0.2"}, "HOST:PORT"),
-        ({peers.ADDRESS: "10.0.0.2:99999"}, "a port of 1 to 65535"),
+        ({peers.ADDRESS: "10.0.0.2:99999"}, "a port from 1 to 65535"),
     ],
 )
 def test_a_wrong_description_is_refused(changed: dict[str, str], message: str):

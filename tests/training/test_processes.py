@@ -1,4 +1,4 @@
-"""Several processes read what their devices hold: the rows, the part of the sequence, and the losses of one process."""
+"""Multi-process training: each process reads its devices' rows and part of the sequence; losses equal one process's."""
 
 import json
 from pathlib import Path
@@ -11,19 +11,19 @@ from tests.training.hosts_child import CASES
 
 ONE_SLICE = [name for name in CASES if not name.startswith("v5e-16")]
 TOLERANCE = 2e-5
-"""Relative, after three steps in float32: sums over devices are added in another order."""
+"""Relative tolerance after three float32 steps, since sums over devices differ in order."""
 
 
 def run(
     what: str, names: list[str], cache: Path, count: int, num_devices: int
 ) -> list[dict[str, dict[str, Any]]]:
-    """Of each process: case to result."""
+    """Result of each case, for each process."""
     told = together(
         ["tests.training.hosts_child", what, *names],
         environment(cache, num_devices // count),
         count,
     )
-    # Gloo prints a line or two beside ours.
+    # Gloo prints a line or two as well.
     lines = [[line for line in out.splitlines() if line.startswith("{")] for out in told]
     return [{(one := json.loads(line))["name"]: one for line in each} for each in lines]
 

@@ -262,7 +262,7 @@ def test_a_second_ctrl_c_leaves_at_once(tmp_path: Path, whole: Whole, monkeypatc
     finally:
         signal.signal(signal.SIGINT, before)
     told = capfd.readouterr().err
-    assert told.index("stopping after this step") < told.index("left at once")
+    assert told.index("stopping after this step") < told.index("exited at once")
     assert not (tmp_path / "summary.json").exists()
     assert max(losses(tmp_path)) == 5
 

@@ -1,4 +1,4 @@
-"""Processes that say what they do: who is late, and who is dead."""
+"""Heartbeats of processes: late and dead ones are reported."""
 
 import json
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ class Store:
 
 
 class Job:
-    """Two processes at one store."""
+    """Two processes with one store."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.clock, self.store = Clock(), Store()
@@ -57,7 +57,7 @@ class Job:
         return made
 
     def sleep(self, seconds: float) -> None:
-        """The first process goes on, the second is dead."""
+        """Process 0 continues, process 1 is dead."""
         self.clock.now += seconds
         self.calls[0].say()
 
@@ -108,7 +108,9 @@ def test_all_that_compile_are_not_late(job: Job):
 def test_an_error_of_a_collective_names_the_dead(job: Job):
     for call in job.calls:
         call.say()
-    with pytest.raises(RunError, match=r"process 1 on \S+ is dead or out of reach since step 58"):
+    with pytest.raises(
+        RunError, match=r"process 1 on \S+ is dead or unreachable \(last heartbeat at step 58\)"
+    ):
         job.calls[0].__exit__(None, jax.errors.JaxRuntimeError("Connection closed by peer"), None)
     assert [name for name, _ in job.told] == ["lost"]
     assert leave._at_once

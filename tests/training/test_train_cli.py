@@ -67,13 +67,13 @@ def test_from_start_over_an_interruption_to_the_end(
     out, err = capsys.readouterr()
     assert json.loads(out) == Run.open(run).read_summary()
     assert err == (
-        f"systolic: {run} is finished at step 16; give --steps a larger number to continue, or use it: systolic eval {run}\n"
+        f"systolic: {run} is finished at step 16; give a larger --steps to continue, or use the run: systolic eval {run}\n"
     )
 
     assert main(["train", "--resume", str(run), "--scale", "2.0", "--json"]) == 0
     _, err = capsys.readouterr()
     assert err.startswith(
-        f"systolic: {run} is finished at step 16, so --scale 2.0 (was 1.0) is ignored; give --steps"
+        f"systolic: {run} is finished at step 16, so --scale 2.0 (was 1.0) is ignored; give a larger --steps"
     )
     assert main(["train", "--resume", str(run), "--steps", "20", "--json"]) == 0
     out, err = capsys.readouterr()

@@ -1,8 +1,8 @@
-"""Runs, Bundles and data in buckets (``s3://``, ``gs://``), by way of copies here.
+"""Runs, Bundles and data in buckets (``s3://``, ``gs://``), through local copies.
 
-A copy is below ``cache_home()/buckets`` and follows the bucket: what is read is brought up to date first, and what a
-run writes is sent while it trains. Of a run's checkpoints only the manifests come at once; arrays come when one is
-read. A checkpoint is complete in the bucket when its manifest is there, which is sent last and goes first.
+Copies are below ``cache_home()/buckets``. A copy is updated before it is read, and a run's files are uploaded while it
+trains. A run's checkpoints are downloaded lazily: manifests at once, arrays when the checkpoint is read. A checkpoint
+in the bucket is complete if its manifest exists: the manifest is uploaded last and deleted first.
 """
 
 import json
@@ -31,22 +31,22 @@ RUN = "job.json"
 
 
 def _quietly(text: str) -> None:
-    """Says nothing; the default of ``tell``."""
+    """Ignores messages; the default of ``tell``."""
 
 
 def pull(path: Path | str, tell: room.Tell = _quietly) -> Path:
-    """The copy of what a path in a bucket names, brought up to date; a path here is returned as it is.
+    """Updates and returns the local copy of a path in a bucket; a local path is returned unchanged.
 
-    A run that a process here is writing is newer in its copy, which then stays as it is. Of several processes
-    of a machine one copies and the others wait.
+    The copy of a run that a process on this machine is writing is newer than the bucket and stays unchanged. Only one
+    process of a machine downloads; the others wait for it.
 
     Args:
-        path: The path.
-        tell: Called with the size of what is copied, and where another process is waited for.
+        path: Local path, or path in a bucket.
+        tell: Called with the size of the download, and before waiting for another process.
 
     Raises:
-        NotFoundError: there is nothing.
-        RunError: the bucket does not answer, or refuses, or the disk has no room.
+        NotFoundError: nothing exists at the path.
+        RunError: the bucket does not answer or refuses access, or the disk has no room.
     """
     folder = in_bucket(path)
     if folder is None:
@@ -73,7 +73,7 @@ def _pulled(objects: Objects, tell: room.Tell) -> Path:
 
 
 def has(folder: Path, name: str) -> bool:
-    """Whether a folder, in a bucket or here, holds a file."""
+    """Whether a folder, local or in a bucket, contains a file."""
     remote = in_bucket(folder)
     if remote is None:
         return (folder / name).is_file()
@@ -81,21 +81,21 @@ def has(folder: Path, name: str) -> bool:
 
 
 def bring(objects: Objects, tell: room.Tell = _quietly, *, sends: bool = True) -> None:
-    """Makes a copy what the bucket holds, but for the arrays of checkpoints; what was never sent goes there first.
+    """Updates a copy from the bucket, except the arrays of checkpoints; first uploads files that never were.
 
     Args:
-        objects: The folder's.
-        tell: Called with what is sent, and with the size of what is copied.
-        sends: False where another process writes the run now, so that what was never sent is set aside.
+        objects: Objects of the folder.
+        tell: Called with the files uploaded, and with the size of the download.
+        sends: False if another process writes the run now; files never uploaded are then moved to another folder.
 
     Raises:
-        NotFoundError: there is nothing.
-        RunError: the disk has no room, or what was never sent cannot be sent.
+        NotFoundError: the folder is empty or doesn't exist.
+        RunError: the disk has no room, or the upload failed.
     """
     send_rest(objects, tell, sends=sends)
     names = objects.names()
     if not names:
-        raise NotFoundError(f"{objects.folder.url} holds nothing; check the path")
+        raise NotFoundError(f"{objects.folder.url} is empty or does not exist; check the path")
     copy = objects.folder.copy
     wanted = [name for name in names if not is_array(name)]
     steps = {name.split("/")[1] for name in wanted if is_manifest(name)}
@@ -107,20 +107,20 @@ def bring(objects: Objects, tell: room.Tell = _quietly, *, sends: bool = True) -
             (copy / file).unlink()
     manifests = {step: copy / CHECKPOINTS / step / manifest.NAME for step in steps}
     before = {step: _content(file) for step, file in manifests.items()}
-    # Of a run only small files come.
+    # For a run, only small files are downloaded.
     _download(objects, wanted, None if RUN in wanted else tell)
     for step, file in manifests.items():
-        if before[step] != _content(file):  # Arrays that are here are of another checkpoint.
+        if before[step] != _content(file):  # Local arrays belong to another checkpoint.
             for array in files_of(file.parent):
                 if array != manifest.NAME:
                     (file.parent / array).unlink()
 
 
 def complete(step: Path) -> None:
-    """Brings the arrays of a checkpoint whose run is a copy; nothing for other folders.
+    """Downloads the arrays of a checkpoint in a copy; does nothing for other folders.
 
     Raises:
-        DamagedError: the bucket lacks some.
+        DamagedError: arrays are missing in the bucket.
     """
     folder = origin(step)
     if folder is None or not step.is_relative_to(copies().resolve()):
@@ -151,13 +151,13 @@ def _complete(step: Path, run: BucketFolder) -> None:
 
 
 def again(path: Path) -> Path:
-    """The path, fetched once more where it was a copy that is gone."""
+    """Returns the path; downloads it again if it is a copy that no longer exists."""
     folder = None if path.exists() else origin(path)
     return path if folder is None else pull(folder.url)
 
 
 def _download(objects: Objects, names: Sequence[str], tell: room.Tell | None = None) -> None:
-    """Copies objects that are not here, or changed; with ``tell`` their size is asked for and said before."""
+    """Downloads objects that are missing here or have changed; with ``tell``, checks and reports their size first."""
     copy = objects.folder.copy
     record = copy.with_name(f".{copy.name}.versions.json")
     known: dict[str, str] = {}
@@ -171,7 +171,9 @@ def _download(objects: Objects, names: Sequence[str], tell: room.Tell | None = N
         file = copy / name
         found = objects.read(name, known.get(name, "") if file.exists() else "")
         if found is None:
-            raise NotFoundError(f"{objects.folder.url}/{name} went while it was read; try again")
+            raise NotFoundError(
+                f"{objects.folder.url}/{name} was deleted while it was being read; try again"
+            )
         content, version = found
         if not file.exists() or not version or known.get(name) != version:
             room.require(objects.folder.url, len(content), copy.parent)

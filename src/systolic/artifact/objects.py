@@ -1,4 +1,4 @@
-"""Objects of buckets (``s3://``, ``gs://``) by way of TensorStore, and where their copies here are."""
+"""Objects in buckets (``s3://``, ``gs://``) through TensorStore, and the paths of their local copies."""
 
 import os
 import re
@@ -19,35 +19,35 @@ _DATABASE = {
     "max_decoded_node_bytes": 100_000_000,
     "manifest_kind": "single",
 }
-"""How Orbax configures a checkpoint's database (0.12.8): one root node with descriptions of arrays, no chunks."""
+"""Configuration that Orbax 0.12.8 uses for a checkpoint's database: one root node with array metadata, no chunks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketFolder:
-    """A folder in a bucket, or an object."""
+    """Folder or object in a bucket."""
 
     scheme: str
     bucket: str
     key: str
-    """Without slashes at its ends."""
+    """Key without leading and trailing slashes."""
 
     @property
     def url(self) -> str:
-        """As the user gives it."""
+        """URL, as a user would give it."""
         return f"{self.scheme}://{self.bucket}/{self.key}".rstrip("/")
 
     @property
     def copy(self) -> Path:
-        """Where its copy is."""
+        """Path of its local copy."""
         return copies() / self.scheme / self.bucket / self.key
 
 
 def in_bucket(path: Path | str) -> BucketFolder | None:
-    """What a path in a bucket names, also where ``Path`` has taken one of its slashes; None for a path here.
+    """Parses a path in a bucket, even if ``Path`` has removed one of its slashes; None for a local path.
 
     Raises:
-        NotFoundError: it names nothing within the bucket.
-        OptionError: it is of another kind of storage.
+        NotFoundError: the path has no key.
+        OptionError: the scheme is not supported.
     """
     matched = _URL.fullmatch(str(path))
     if matched is None:
@@ -55,7 +55,7 @@ def in_bucket(path: Path | str) -> BucketFolder | None:
     scheme, bucket, key = matched.groups()
     if scheme not in SCHEMES:
         raise OptionError(
-            f"{scheme}://{bucket}/{key} is in no storage that is known; give s3://BUCKET/FOLDER or gs://BUCKET/FOLDER, or mount it and give its folder"
+            f"{scheme}://{bucket}/{key} has an unsupported scheme; give s3://BUCKET/FOLDER or gs://BUCKET/FOLDER, or mount the storage and give a local folder"
         )
     parts = [part for part in key.split("/") if part not in ("", ".")]
     if not parts or ".." in parts:
@@ -66,7 +66,7 @@ def in_bucket(path: Path | str) -> BucketFolder | None:
 
 
 def origin(path: Path) -> BucketFolder | None:
-    """What a copy is of, wherever its cache was; None for other paths."""
+    """Bucket folder that a local copy belongs to, in any cache folder; None for other paths."""
     parts = path.parts
     at = [n for n, part in enumerate(parts[:-3]) if part == COPIES and parts[n + 1] in SCHEMES]
     if not at:
@@ -76,7 +76,7 @@ def origin(path: Path) -> BucketFolder | None:
 
 
 class Objects:
-    """Objects below a folder in a bucket, by their names in it."""
+    """Objects below a folder in a bucket, by relative name."""
 
     def __init__(self, folder: BucketFolder) -> None:
         self.folder = folder
@@ -84,20 +84,20 @@ class Objects:
 
         self._range: Any = tensorstore.KvStore.KeyRange
         spec = _spec(folder)
-        # Databases are merged without a copy of their values where all are opened with one context.
+        # With one context for all databases, merging doesn't copy values.
         self._context: Any = tensorstore.Context(spec.pop("context"))
         self._spec = spec
         self._store = self._do(lambda: tensorstore.KvStore.open(spec, context=self._context))
 
     def names(self, below: str = "") -> list[str]:
-        """Names of the objects, sorted."""
+        """Sorted names of the objects with the prefix ``below``."""
         keys = self._range(f"/{below}", f"/{below}\U0010ffff")
         listed = self._do(lambda: self._store.list(keys))
         found = sorted(name.decode().removeprefix("/") for name in listed)
         return [name for name in found if name.startswith(below)]
 
     def read(self, name: str, known: str = "") -> tuple[bytes, str] | None:
-        """Content and version of an object, None without one; the content is empty where the version is ``known``."""
+        """Content and version of an object, or None; the content is empty if the version is still ``known``."""
         options = {"if_not_equal": bytes.fromhex(known)} if known else {}
         found = self._do(lambda: self._store.read(_key(name), **options))
         if found.state == "missing":
@@ -105,18 +105,18 @@ class Objects:
         same = found.state == "unspecified"
         if same:
             return b"", known
-        # Emulators of Google's storage give no version.
+        # Emulators of Google Cloud Storage provide no version.
         version = found.stamp.generation
         return found.value, version.hex() if any(version) else ""
 
     def exists(self, name: str) -> bool:
-        """Whether there is such an object."""
+        """Whether the object exists."""
         nothing = slice(0, 0)
         found = self._do(lambda: self._store.read(_key(name), byte_range=nothing))
         return found.state != "missing"
 
     def reaches(self, name: str, num_bytes: int) -> bool:
-        """Whether an object has so many bytes."""
+        """Whether an object has at least ``num_bytes`` bytes."""
         last = slice(num_bytes - 1, num_bytes)
         try:
             return self._store.read(_key(name), byte_range=last).result().state != "missing"
@@ -126,15 +126,15 @@ class Objects:
             raise _told(self.folder, str(error)) from error
 
     def write(self, name: str, content: bytes) -> None:
-        """Writes an object, whole."""
+        """Writes an object."""
         self._do(lambda: self._store.write(_key(name), content))
 
     def delete(self, name: str) -> None:
-        """Deletes an object, if it is there."""
+        """Deletes an object if it exists."""
         self._do(lambda: self._store.write(_key(name), None))
 
     def merge(self, below: str, parts: Sequence[str]) -> None:
-        """Makes a database (TensorStore's OCDBT) of those in ``parts``, which are below it; it refers to their files."""
+        """Merges the OCDBT databases ``parts``, which are below ``below``, into one there that refers to their files."""
         import tensorstore
 
         def opened(name: str, **options: Any) -> Any:
@@ -158,7 +158,7 @@ class Objects:
 
 
 def copies() -> Path:
-    """Folder of all copies."""
+    """Folder of all local copies."""
     return cache_home() / COPIES
 
 
@@ -167,7 +167,7 @@ def _key(name: str) -> str:
 
 
 def _spec(folder: BucketFolder) -> dict[str, Any]:
-    """TensorStore's description of the folder; its own variables and files give credentials."""
+    """TensorStore spec of the folder; credentials come from the standard variables and files."""
     if folder.scheme == "gs":
         retries = {"gcs_request_retries": {"max_retries": _RETRIES}}
         return {"driver": "gcs", "bucket": folder.bucket, "path": folder.key, "context": retries}
@@ -180,17 +180,17 @@ def _spec(folder: BucketFolder) -> dict[str, Any]:
     elif region:
         spec["aws_region"] = region
     if "AWS_ACCESS_KEY_ID" in os.environ:
-        # Without this it looks at files first and complains of each that is not there.
+        # Otherwise TensorStore tries credential files first and warns about each missing one.
         spec["aws_credentials"] = {"type": "environment"}
     return spec
 
 
 def _told(folder: BucketFolder, reason: str) -> RunError | NotFoundError:
-    """A store's error on one line."""
+    """One-line error for a failure of the store."""
     first = reason.splitlines()[0].partition(" [")[0][:200] if reason else "no reason"
     if "NoSuchBucket" in reason or ("NOT_FOUND" in reason and "bucket" in reason.lower()):
         return NotFoundError(
-            f"there is no bucket {folder.bucket}, or not for you; make it, or check the name"
+            f"bucket {folder.bucket} does not exist or is not accessible; create it, or check the name"
         )
     if any(word in reason for word in ("PERMISSION_DENIED", "UNAUTHENTICATED", "AccessDenied")):
         how = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or ~/.aws/credentials"

@@ -1,8 +1,8 @@
-"""Checkpoints of a run in a bucket that several hosts write without a folder in common.
+"""Checkpoints in a bucket that several hosts write without a shared folder.
 
-Each host has a copy of the run, and in it its part of every checkpoint, with a manifest of that part (``part.json``). It sends
-the part's files, and then says so in the bucket. When all have, the first process makes of the parts one
-checkpoint there and writes its manifest. So a checkpoint in the bucket is there as a whole or not at all, whichever host ends when.
+Each host has a copy of the run with its part of every checkpoint, and a manifest of that part (``part.json``). It
+uploads the part's files, then a note of them. When all hosts have, process 0 merges the parts into one checkpoint in
+the bucket and writes its manifest. So a checkpoint in the bucket is complete or absent, whenever a host dies.
 """
 
 import json
@@ -18,11 +18,11 @@ from systolic.artifact.objects import Objects
 
 CHECKPOINTS = "checkpoints"
 _SAID = "parts"
-"""Folder in a checkpoint of the bucket where hosts say what they have sent."""
+"""Folder in a checkpoint of the bucket where hosts note the files they have uploaded."""
 _OF_PROCESS = re.compile(r"(^|[/.])process_\d+(\.json)?(/|$)")
-"""Names that no other process writes."""
+"""Pattern of names that only one process writes."""
 _DATABASE = re.compile(r"([^/]+)/(ocdbt\.process_\d+)/")
-"""An item of a checkpoint, and the database in it that a process has written."""
+"""Item of a checkpoint, and the database in it that one process has written."""
 
 Files = Mapping[str, tuple[int, int]]
 """Size in bytes and CRC-32 by name in a checkpoint."""
@@ -30,30 +30,30 @@ Files = Mapping[str, tuple[int, int]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """What a process holds of a run whose processes have several copies."""
+    """Part that a process holds of a run with several copies."""
 
     index: int
-    """Of this process."""
+    """Index of this process."""
     leaders: tuple[int, ...]
-    """By process: the first one with the same copy."""
+    """For each process, the first process with the same copy."""
     session: str
-    """Text of this session, the same in all processes, which tells its parts from those of one before."""
+    """Identifier of this session, the same in all processes; distinguishes its parts from those of earlier ones."""
     lock: threading.Lock = field(default_factory=threading.Lock, compare=False)
-    """Held while a manifest of the copy is changed."""
+    """Held while a manifest of the copy is modified."""
 
     @property
     def leader(self) -> int:
-        """The first process with this copy, which looks after it."""
+        """First process with this copy, which manages it."""
         return self.leaders[self.index]
 
     @property
     def leads(self) -> bool:
-        """Whether that is this process."""
+        """Whether this process is the leader."""
         return self.leader == self.index
 
     @property
     def members(self) -> list[int]:
-        """The processes with this copy."""
+        """Processes with this copy."""
         return [index for index, leader in enumerate(self.leaders) if leader == self.leader]
 
     @property
@@ -63,7 +63,7 @@ class Part:
 
 
 def rate(folder: Path, metrics: Mapping[str, float], part: Part | None) -> None:
-    """Replaces the metrics in the manifest of a checkpoint, or of a host's part of it."""
+    """Replaces the metrics in the manifest of a checkpoint, or of a host's part."""
     with nullcontext() if part is None else part.lock:
         name = manifests.NAME if manifests.is_at(folder) else manifests.PART
         held = manifests.read(folder, (name,))
@@ -71,13 +71,13 @@ def rate(folder: Path, metrics: Mapping[str, float], part: Part | None) -> None:
 
 
 class HostParts:
-    """The parts of checkpoints in the copy of one host, and in the first process also those that the others have sent.
+    """Parts of checkpoints in the copy of one host; in process 0 also those that the other hosts have uploaded.
 
     Args:
-        objects: The run's.
-        part: Of this host.
-        send: Sends files of the copy by name; raises FileNotFoundError where one went meanwhile.
-        there: Names in the bucket, to which those are added that are not from this copy.
+        objects: Objects of the run.
+        part: Part of this host.
+        send: Uploads files of the copy by name; raises FileNotFoundError if one was deleted meanwhile.
+        there: Names in the bucket; updated with files that are not from this copy.
     """
 
     def __init__(
@@ -95,23 +95,23 @@ class HostParts:
 
     @property
     def news(self) -> int:
-        """Grows when something of another host has come."""
+        """Counter that grows when files of other hosts arrive."""
         return len(self._seen)
 
     def open_steps(self) -> list[int]:
-        """Steps whose part is not sent or, in the first process, whose checkpoint is not complete in the bucket."""
+        """Steps whose part is not uploaded or, in process 0, whose checkpoint is not complete in the bucket."""
         folders = self._folder.glob(f"[0-9]*/{manifests.PART}")
         steps = sorted(int(file.parent.name) for file in folders if file.parent.name.isdigit())
         return steps if self._part.index == 0 else [n for n in steps if n not in self._sent]
 
     def advance(self) -> None:
-        """Sends what is new, and in the first process completes what can be.
+        """Uploads new parts; in process 0 also completes checkpoints whose parts have all arrived.
 
         Raises:
-            RunError: the bucket does not take it.
+            RunError: the bucket does not answer or refuses access.
         """
         for step in self.open_steps():
-            # Retention may drop it meanwhile, here as in the other copies.
+            # Retention may delete the checkpoint meanwhile, in this copy and in the others.
             with suppress(FileNotFoundError, manifests.DamagedError):
                 mine = manifests.read(self._folder / str(step), (manifests.PART,)).files
                 if self._part.index == 0:
@@ -121,7 +121,7 @@ class HostParts:
                     self._say(step, mine)
 
     def _say(self, step: int, mine: Files) -> None:
-        """Sends what no other host has, and says so."""
+        """Uploads the files that only this host has, then a note of them."""
         mine = {name: file for name, file in mine.items() if _OF_PROCESS.search(name)}
         self._send([f"{CHECKPOINTS}/{step}/{name}" for name in mine])
         said = {"session": self._part.session, "files": mine}
@@ -129,7 +129,7 @@ class HostParts:
         self._sent.add(step)
 
     def _complete(self, step: int, mine: Files) -> None:
-        """Makes one checkpoint of the parts of all hosts, when all have said theirs."""
+        """Merges the parts of all hosts into one checkpoint once all have been noted."""
         folder, below = self._folder / str(step), f"{CHECKPOINTS}/{step}/"
         there = set(self._objects.names(below))
         said = self._said.setdefault(step, {})
@@ -160,7 +160,7 @@ class HostParts:
             self._said[step][leader] = files
 
     def _merge(self, below: str, files: Files) -> Files:
-        """Makes one database of those of all processes, which it refers to; its own files."""
+        """Merges the databases of all processes into one that refers to them; returns the files of the merged one."""
         databases: dict[str, list[str]] = {}
         for item, database in sorted({m.groups() for n in files if (m := _DATABASE.match(n))}):
             databases.setdefault(item, []).append(f"{below}{item}/{database}")
@@ -168,7 +168,7 @@ class HostParts:
         for item, parts in databases.items():
             own = (f"{below}{item}/d/", f"{below}{item}/manifest.ocdbt")
             for left in self._objects.names(f"{below}{item}/"):
-                if left.startswith(own):  # A merge before has failed.
+                if left.startswith(own):  # Left by a failed merge.
                     self._objects.delete(left)
             self._objects.merge(f"{below}{item}", parts)
             for name in self._objects.names(f"{below}{item}/"):

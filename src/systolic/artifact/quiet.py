@@ -1,4 +1,4 @@
-"""Silences the log messages around a failed save: the run reports it in one line."""
+"""Suppresses log messages around a failed save, which the run reports in one line."""
 
 import logging
 import os
@@ -12,11 +12,11 @@ _installed = False
 
 
 def hush() -> None:
-    """Drops messages of Orbax and its event loops about saves, until the process ends.
+    """Suppresses messages of Orbax and its event loops about saves for the rest of the process.
 
     When a disk fills up, every array of a checkpoint fails. Orbax raises the first failure and closes
-    its event loop; the others are logged as tasks whose exception nobody retrieved, whenever they are
-    collected, or meet a closed loop in TensorStore's threads, or were never begun.
+    its event loop. The other failures are logged as unretrieved task exceptions when they are
+    collected, hit the closed loop in TensorStore's threads, or are coroutines that were never awaited.
     """
     global _installed
     if _installed:
@@ -36,7 +36,7 @@ def hush() -> None:
 
 def _of_a_closed_loop(report: "sys.UnraisableHookArgs") -> bool:
     error = report.exc_value
-    if isinstance(error, RuntimeWarning):  # Where warnings are errors.
+    if isinstance(error, RuntimeWarning):  # If warnings are errors.
         return isinstance(report.object, CoroutineType) and _ORBAX in (
             report.object.cr_code.co_filename
         )
@@ -44,14 +44,14 @@ def _of_a_closed_loop(report: "sys.UnraisableHookArgs") -> bool:
 
 
 def _progress(record: logging.LogRecord) -> bool:
-    """Drops messages of a library: failures surface as one error, and the run reports progress."""
+    """Log filter that drops Orbax's messages: failures surface as one error, and the run reports progress."""
     return _ORBAX not in record.pathname
 
 
 def _failures(record: logging.LogRecord) -> bool:
-    """Whether a message of asyncio is not about a task of Orbax."""
+    """Log filter that drops asyncio's messages about Orbax tasks."""
     error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
-    if ".orbax-checkpoint-tmp" in str(error):  # TensorStore's own failures have no trace.
+    if ".orbax-checkpoint-tmp" in str(error):  # TensorStore's failures have no traceback.
         return False
     trace: TracebackType | None = None if error is None else error.__traceback__
     while trace is not None:

@@ -1,4 +1,4 @@
-"""Sending what a run writes into its copy to its bucket, also what a killed writer left unsent."""
+"""Uploads of a run's local copy to its bucket, including files that a killed writer left behind."""
 
 import hashlib
 import json
@@ -20,17 +20,17 @@ from systolic.core.errors import RunError
 from systolic.core.files import write_json
 
 RECORDS = "metrics.jsonl"
-"""File that every session of a run adds to."""
+"""File that every session of a run appends to."""
 SEND_SECONDS = 10.0
-"""Between two sendings of what a run has written."""
+"""Interval between uploads of a run's files."""
 LOOK_SECONDS = 1.0
-"""Between two looks for a new checkpoint, which is sent at once."""
+"""Interval between checks for a new checkpoint, which is uploaded at once."""
 PATIENCE_SECONDS = 600.0
-"""At the end, for parts of checkpoints that other hosts send, after the last that came."""
+"""Timeout at the end for parts of checkpoints from other hosts, since the last that arrived."""
 _TRANSFERS = 8
 
 Stamp = tuple[int, int]
-"""Size in bytes and time of the last change."""
+"""Size in bytes and modification time."""
 
 
 def _say(text: str) -> None:
@@ -39,20 +39,20 @@ def _say(text: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SentRecord:
-    """What a writer has sent, kept beside its copy until it has sent all."""
+    """Record of the files that a writer has uploaded, kept next to its copy until all are uploaded."""
 
     files: Mapping[str, Stamp]
     records: str
-    """SHA-256 of the bucket's ``metrics.jsonl``, empty without one."""
+    """SHA-256 of the bucket's ``metrics.jsonl``; empty if it has none."""
 
     def write(self, copy: Path) -> None:
-        """Keeps it."""
+        """Writes the record next to the copy."""
         value = {"files": {n: list(stamp) for n, stamp in self.files.items()}}
         write_json(_record(copy), value | {"records": self.records})
 
     @classmethod
     def read(cls, copy: Path) -> "SentRecord | None":
-        """That of a copy whose last writer did not end well."""
+        """Reads the record of a copy whose last writer was killed or failed; None without one."""
         try:
             value = json.loads(_record(copy).read_text())
             files = {name: (size, changed) for name, (size, changed) in value["files"].items()}
@@ -71,7 +71,10 @@ def _records(objects: Objects) -> tuple[str, bytes]:
 
 
 def _is_ours(objects: Objects, sent: SentRecord) -> bool:
-    """Whether nobody else has written the run since: a kill may come between sending its records and noting it."""
+    """Whether no other writer has changed the run since.
+
+    A kill between uploading the records and noting it leaves a bucket whose records are a prefix of the copy's.
+    """
     digest, content = _records(objects)
     records = objects.folder.copy / RECORDS
     goes_on = bool(content) and records.exists() and records.read_bytes().startswith(content)
@@ -79,13 +82,13 @@ def _is_ours(objects: Objects, sent: SentRecord) -> bool:
 
 
 def send_rest(objects: Objects, tell: room.Tell, *, sends: bool = True) -> None:
-    """Sends what a writer that was killed, or whose bucket did not answer, has left in a copy.
+    """Uploads files that a writer left in a copy because it was killed or its bucket was unreachable.
 
-    Where the run has gone on elsewhere since, and unless ``sends``, that is set aside. A part of a checkpoint that other
-    hosts have parts of is neither.
+    Moves them to another folder instead if the run has since continued elsewhere, or if ``sends`` is false. Parts of
+    checkpoints whose other parts are on other hosts are neither uploaded nor moved.
 
     Raises:
-        RunError: it cannot be sent; the copy stays as it is.
+        RunError: the upload failed; the copy is unchanged.
     """
     copy = objects.folder.copy
     sent = SentRecord.read(copy)
@@ -98,25 +101,23 @@ def send_rest(objects: Objects, tell: room.Tell, *, sends: bool = True) -> None:
     if unsent and not (sends and _is_ours(objects, sent)):
         aside = _aside(copy)
         tell(
-            f"{objects.folder.url} has gone on elsewhere since {len(unsent)} files were written here that never reached it; they are kept in {aside}"
+            f"{len(unsent)} files written on this machine were never uploaded to {objects.folder.url}, and the run has since continued elsewhere; they are kept in {aside}"
         )
     elif unsent:
         try:
             Sender(objects, sent.files).send(deletes=False)
         except RunError as error:
             raise RunError(
-                f"{copy} holds {len(unsent)} files of {objects.folder.url} that never reached it, and they cannot be sent now ({error}); try again, or give the folder itself"
+                f"{copy} has {len(unsent)} files that were never uploaded to {objects.folder.url}, and uploading them failed ({error}); try again, or give the local folder instead"
             ) from error
         steps = sorted(int(name.split("/")[1]) for name in unsent if is_manifest(name))
-        which = f", with the checkpoints of steps {steps}" if steps else ""
-        tell(
-            f"sent {len(unsent)} files{which}, which were written here and not yet in {objects.folder.url}"
-        )
+        which = f" (checkpoints of steps {steps})" if steps else ""
+        tell(f"uploaded {len(unsent)} files{which} that were missing from {objects.folder.url}")
     _record(copy).unlink(missing_ok=True)
 
 
 def _aside(copy: Path) -> Path:
-    """Moves a copy's content, but for its lock, to a folder beside it."""
+    """Moves the contents of a copy, except its lock, to a sibling folder."""
     numbers = iter(range(1, sys.maxsize))
     aside = next(
         p for n in numbers if not (p := copy.with_name(f"{copy.name}.unsent-{n}")).exists()
@@ -129,16 +130,17 @@ def _aside(copy: Path) -> Path:
 
 
 class Sender:
-    """Sends what a run writes into its copy to the bucket, in the background.
+    """Uploads a run's local copy to its bucket in the background.
 
     Args:
-        objects: The run's.
-        sent: Files of the copy that are in the bucket as they were then; by default all that it has by these names.
-        tell: Called when the bucket does not take them any more, and when it does again.
-        part: Where other hosts write parts of the checkpoints; then only the first process sends anything else.
+        objects: Objects of the run.
+        sent: Files already uploaded, with their stamps; by default every file of the copy that the bucket has by name.
+        tell: Called when uploads start to fail, and when they succeed again.
+        part: Part of this process, if other hosts write parts of the checkpoints; then only process 0 uploads the
+            other files.
 
     Raises:
-        RunError: the bucket refuses.
+        RunError: the bucket refuses access.
     """
 
     def __init__(
@@ -163,20 +165,20 @@ class Sender:
         self._keep()
         self._sending = threading.Lock()
         self._waiting: set[str] | None = set()
-        """Steps whose checkpoint the bucket does not have yet; None when it was said that one was dropped before."""
+        """Steps whose checkpoint is not uploaded yet; None once a checkpoint deleted before its upload was reported."""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="systolic-sender", daemon=True)
 
     def start(self) -> None:
-        """Sends what is there, then goes on in the background."""
+        """Uploads the existing files, then starts the background thread."""
         self.send()
         self._thread.start()
 
     def close(self, *, waits: bool = True) -> None:
-        """Sends the rest, and ``waits`` for that of other hosts.
+        """Uploads the remaining files; with ``waits`` also waits for the parts of other hosts.
 
         Raises:
-            RunError: it could not be sent; the copy is whole.
+            RunError: the upload failed, or parts of other hosts are missing; the copy is complete.
         """
         self._ended.set()
         if self._thread.ident is not None:
@@ -185,7 +187,7 @@ class Sender:
             self.send()
         except RunError as error:
             raise RunError(
-                f"{self._copy} is whole, and its last changes did not reach {self._objects.folder.url} ({error}); the next command here that reads or continues it sends them"
+                f"the last changes to {self._copy} were not uploaded to {self._objects.folder.url} ({error}); the copy is complete, and the next command on this machine that reads or continues the run uploads them"
             ) from error
         if self._writes:
             if waits:
@@ -199,19 +201,19 @@ class Sender:
                 news, since = self._parts.news, time.monotonic()
             if time.monotonic() - since > PATIENCE_SECONDS:
                 raise RunError(
-                    f"{self._objects.folder.url} lacks parts of the checkpoint of step {left[-1]}: nothing came from other hosts for {PATIENCE_SECONDS:.0f} s; it goes on from the checkpoint before"
+                    f"{self._objects.folder.url} lacks parts of the checkpoint of step {left[-1]}: other hosts uploaded nothing for {PATIENCE_SECONDS:.0f} s; rerun to continue from the previous checkpoint"
                 )
             time.sleep(LOOK_SECONDS)
             self.send()
 
     def send(self, *, deletes: bool = True) -> None:
-        """Sends what changed and deletes what is gone, unless ``deletes`` is false."""
+        """Uploads changed files and, unless ``deletes`` is false, deletes objects whose file is gone."""
         with self._sending:
             self._note_dropped()
             self._send_new(deletes)
 
     def _note_dropped(self) -> None:
-        """Says once that a checkpoint went before it was sent: where all do, the bucket never has a new one."""
+        """Reports once that a checkpoint was deleted before its upload; if all are, the bucket never gets a new one."""
         if self._waiting is None or not self._writes:
             return
         sent = {name.split("/")[1] for name in self._sent if is_manifest(name)}
@@ -221,7 +223,7 @@ class Sender:
         if dropped:
             self._waiting = None
             self._tell(
-                f"the checkpoint of step {dropped[0]} made room for later ones before {self._objects.folder.url} had all of it; save more seldom (--checkpoints.every) or keep more (--checkpoints.keep-last)"
+                f"the checkpoint of step {dropped[0]} was deleted for newer ones before it was uploaded to {self._objects.folder.url}; save less often (--checkpoints.every) or keep more (--checkpoints.keep-last)"
             )
 
     def _send_new(self, deletes: bool) -> None:
@@ -229,7 +231,7 @@ class Sender:
             self._parts.advance()
         if not self._writes:
             return
-        # A step's records are written before its checkpoint, so files are listed first and logs sent after arrays.
+        # A step's records are written before its checkpoint: list files first, upload logs after arrays.
         local = files_of(self._copy)
         whole = _whole(local)
         changed = [name for name in local if self._sent.get(name) != stamp_of(self._copy / name)]
@@ -237,7 +239,7 @@ class Sender:
         manifests = [name for name in changed if is_manifest(name)]
         others = [n for n in changed if not is_array(n) and not is_manifest(n)]
         absent = self._there - set(local)
-        # Arrays of a step that was not needed here stay there as long as its manifest.
+        # Arrays of a step that were never downloaded here stay in the bucket as long as its manifest.
         gone = [n for n in absent if not (is_array(n) and n.split("/")[1] in whole)]
         try:
             for names in (arrays, others, manifests):
@@ -259,14 +261,14 @@ class Sender:
 
     def _upload(self, names: Sequence[str]) -> None:
         def one(name: str) -> None:
-            # A checkpoint may go meanwhile; its manifest then does, too.
+            # A checkpoint may be deleted meanwhile, together with its manifest.
             with suppress(FileNotFoundError):
                 self._send_one(name)
 
         in_parallel(one, names)
 
     def _upload_all(self, names: Sequence[str]) -> None:
-        """Sends what is not yet there; raises FileNotFoundError where one is gone."""
+        """Uploads files that are not up to date in the bucket; raises FileNotFoundError if one is gone."""
         stamps = {name: stamp_of(self._copy / name) for name in names}
         new = [n for n, stamp in stamps.items() if stamp is None or self._sent.get(n) != stamp]
         in_parallel(self._send_one, new)
@@ -286,15 +288,15 @@ class Sender:
             if time.monotonic() - sent > SEND_SECONDS or self._has_new_checkpoint():
                 try:
                     self.send()
-                except RunError as error:  # It is tried again.
+                except RunError as error:  # Retried in the next round.
                     if not failed:
                         self._tell(
-                            f"{error}; until it does, what is written is in {self._copy} alone"
+                            f"{error}; until uploads succeed, new files are only in {self._copy}"
                         )
                     failed = True
                 else:
                     if failed:
-                        self._tell(f"{self._objects.folder.url} has all again")
+                        self._tell(f"{self._objects.folder.url} is up to date again")
                     failed = False
                 sent = time.monotonic()
 
@@ -308,19 +310,19 @@ class Sender:
 
 
 def _whole(local: Sequence[str]) -> set[str]:
-    """Steps whose manifest is here."""
+    """Steps whose manifest is in the copy."""
     return {name.split("/")[1] for name in local if is_manifest(name)}
 
 
 def in_parallel(work: Callable[[str], None], names: Iterable[str]) -> None:
-    """Several transfers at a time."""
+    """Runs transfers concurrently."""
     with ThreadPoolExecutor(_TRANSFERS) as pool:
         for _ in pool.map(work, names):
             pass
 
 
 def files_of(copy: Path) -> list[str]:
-    """Names of files in a copy that belong to the bucket: no lock, nothing half written."""
+    """Names of the files in a copy to upload: no lock, no unfinished files."""
     found = []
     for folder, folders, files in os.walk(copy):
         unfinished = (".orbax-checkpoint-tmp", *replace.FOLDERS)
@@ -331,7 +333,7 @@ def files_of(copy: Path) -> list[str]:
 
 
 def stamp_of(file: Path) -> tuple[int, int] | None:
-    """Size in bytes and time of the last change; None without the file."""
+    """Size in bytes and modification time of a file; None if it doesn't exist."""
     try:
         stat = file.stat()
     except FileNotFoundError:
@@ -340,10 +342,10 @@ def stamp_of(file: Path) -> tuple[int, int] | None:
 
 
 def is_array(name: str) -> bool:
-    """Whether a file of a run is in a checkpoint, and not its manifest."""
+    """Whether a file of a run belongs to a checkpoint and is not its manifest."""
     return re.match(rf"{CHECKPOINTS}/\d+/", name) is not None and not is_manifest(name)
 
 
 def is_manifest(name: str) -> bool:
-    """Whether a file of a run says what a checkpoint holds."""
+    """Whether a file of a run is the manifest of a checkpoint."""
     return re.fullmatch(rf"{CHECKPOINTS}/\d+/{manifest.NAME}", name) is not None

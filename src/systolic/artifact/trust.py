@@ -1,7 +1,7 @@
-"""Check that a run's code may be executed: it is the user's own, or the user has trusted it once.
+"""Check that a run's code may be executed: it belongs to the user, or the user has trusted it before.
 
-A run keeps a copy of a recipe's file, which is Python. Who may write a run decides what it does, so
-a run of somebody else is read by the user first and then trusted by the digest of its code.
+A run contains a copy of its recipe's Python file, which anyone with write access can change. The
+code of a run that others can write is therefore executed only after the user has trusted its digest.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from systolic.core.owner import others_who_write
 
 
 class TrustError(RunError):
-    """Code that is neither the user's own nor trusted."""
+    """Raised for code that neither belongs to the user nor is trusted."""
 
 
 def config_home() -> Path:
@@ -28,8 +28,8 @@ def require(run: Path, code: Mapping[str, bytes], *, trust: bool) -> None:
 
     Args:
         run: The run's directory.
-        code: Path in the run to content of each Python file that would be executed.
-        trust: The user trusts this code, now and later: its digest is remembered.
+        code: Contents of each Python file that would be executed, by path in the run.
+        trust: The user trusts this code; its digest is remembered.
 
     Raises:
         TrustError: a file, or a folder above it, belongs to another user or can be written by
@@ -44,12 +44,12 @@ def require(run: Path, code: Mapping[str, bytes], *, trust: bool) -> None:
     reason = foreign([run, *(run / part for part in _with_folders(code))])
     if reason and name not in _remembered():
         raise TrustError(
-            f"{reason}, and its recipe would be executed as you; read {run / min(code)} and the modules beside it, then add --trust, which is remembered for this code"
+            f"{reason}, and its recipe would run with your permissions; read {run / min(code)} and the modules beside it, then add --trust, which is remembered for this code"
         )
 
 
 def foreign(paths: list[Path]) -> str:
-    """Reason why files and folders are not safely the user's own; "" if they are."""
+    """Reason why others could have written the files and folders; "" if none could."""
     return next((reason for path in paths if (reason := others_who_write(path))), "")
 
 
@@ -63,7 +63,7 @@ def digest(code: Mapping[str, bytes]) -> str:
 
 
 def _with_folders(code: Mapping[str, bytes]) -> list[Path]:
-    """The files and the folders between them and the run."""
+    """Paths of the files and of the folders between them and the run."""
     found = {Path(name) for name in code}
     return sorted(found | {parent for name in found for parent in name.parents} - {Path(".")})
 
@@ -89,7 +89,7 @@ def _remember(name: str, run: Path) -> None:
             raise RunError(f"{error} with XDG_CONFIG_HOME") from error
     elif name not in known:
         try:
-            # Another process may add a line at the same time.
+            # Append, since another process may add a line at the same time.
             with _file().open("a") as file:
                 file.write(line)
         except OSError as error:

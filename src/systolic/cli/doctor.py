@@ -1,4 +1,4 @@
-"""``systolic doctor``: the verdict first, then what to fix, then the facts."""
+"""``systolic doctor``: prints the verdict first, then problems with their fixes, then facts."""
 
 import json
 import os
@@ -36,20 +36,20 @@ STYLES = {
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
-    """Checks this machine: versions, devices, who holds the TPU, measured peaks.
+    """Checks this machine: versions, devices, processes that hold the TPU, measured peak rates.
 
-    Exits with 1 when a check failed; warnings are allowed.
+    Exit code 1 if a check failed; warnings don't count.
 
     Args:
         json: Print one JSON object.
-        no_measure: Do not start JAX: nothing is measured and no device is touched.
-        limit_seconds: Seconds that JAX may take to start and measure.
-        multi_host: Meet the other processes of the job, in all of which this runs, and check that they reach each other, with clocks, versions and data alike.
-        data: With --multi-host: a file or folder that should be the same on all hosts.
-        wait_seconds: With --multi-host: seconds to wait for the others.
-        coordinator: With --multi-host: HOST:PORT of the first process, where Cloud TPU, GKE, Slurm or MPI don't tell it.
-        processes: How many processes there are, with --coordinator.
-        process: Number of this one, from 0.
+        no_measure: Don't start JAX: no measurements, and no device is opened.
+        limit_seconds: Time limit in seconds for JAX to start and measure.
+        multi_host: Run in every process of the job: check connections between hosts, and compare clocks, versions and data.
+        data: With --multi-host: file or folder that must be the same on all hosts.
+        wait_seconds: With --multi-host: seconds to wait for the other processes.
+        coordinator: With --multi-host: HOST:PORT of process 0, where Cloud TPU, GKE, Slurm or MPI doesn't provide it.
+        processes: With --coordinator: number of processes.
+        process: With --coordinator: index of this process, from 0.
     """
 
     json: bool = False
@@ -64,14 +64,14 @@ class DoctorOptions:
 
 
 def run(args: Sequence[str]) -> int:
-    """The verb."""
+    """Runs ``systolic doctor``; returns the exit code."""
     options = parse(DoctorOptions, args, "systolic doctor")
     if not options.multi_host:
         check_alone(options)
     else:
         hosts.describe(options.coordinator, options.processes, options.process)
     machine = gather()
-    # On a slice no device answers before all hosts ask for theirs, so they meet first.
+    # On a multi-host slice no device responds until all hosts open theirs, so hosts connect first.
     shared = others(options, machine) if options.multi_host else []
     if not options.no_measure and machine.version("jax") is not None:
         machine = replace(machine, measured=measure(machine, options.limit_seconds))
@@ -84,15 +84,15 @@ def run(args: Sequence[str]) -> int:
 
 
 def check_alone(options: DoctorOptions) -> None:
-    """Refuses options that only mean something to several processes.
+    """Checks that no option of ``--multi-host`` is given without it.
 
     Raises:
-        OptionError: one is given.
+        OptionError: an option is given.
     """
     for name in ("data", "wait_seconds", "coordinator", "processes", "process"):
         if vars(options)[name] != vars(DoctorOptions())[name]:
             raise OptionError(
-                f"--{dashed(name)} is for several hosts; add --multi-host, or leave it out"
+                f"--{dashed(name)} applies only with --multi-host; add it, or leave --{dashed(name)} out"
             )
 
 
@@ -100,19 +100,19 @@ def others(options: DoctorOptions, machine: Machine) -> list[Finding]:
     """Findings about all processes of the job.
 
     Raises:
-        OptionError: this process is on its own.
+        OptionError: no multi-process job is described.
     """
     place = peers.find(os.environ)
     if place is None:
         raise OptionError(
-            "this process is on its own: no Cloud TPU, GKE, SkyPilot, Slurm or MPI names it any others; give --coordinator HOST:PORT --processes N --process I in each"
+            "no other processes found: neither Cloud TPU, GKE, SkyPilot, Slurm nor MPI describes a multi-process job; give --coordinator HOST:PORT --processes N --process I in every process"
         )
     tell = lambda text: print(f"systolic: {text}", file=sys.stderr, flush=True)  # noqa: E731
     return examine_hosts(place, machine, options.data, options.wait_seconds, tell)
 
 
 def record(machine: Machine, findings: list[Finding]) -> dict[str, Any]:
-    """The JSON object of ``systolic doctor --json``."""
+    """JSON object of ``systolic doctor --json``."""
     return {
         "verdict": verdict(findings),
         "fit": all(finding.status is not Status.failed for finding in findings),
@@ -122,7 +122,7 @@ def record(machine: Machine, findings: list[Finding]) -> dict[str, Any]:
 
 
 def verdict(findings: list[Finding]) -> str:
-    """One line: how many checks failed, and the loudest of them."""
+    """Verdict on one line, with the number of failed checks and warnings."""
     count = {status: sum(f.status is status for f in findings) for status in Status}
     warnings = f"{count[Status.warning]} warning{'s' if count[Status.warning] != 1 else ''}"
     if count[Status.failed]:
@@ -133,7 +133,7 @@ def verdict(findings: list[Finding]) -> str:
 
 
 def show(machine: Machine, findings: list[Finding], console: Console) -> None:
-    """The screen."""
+    """Prints the findings and the facts."""
     worst = max((f.status for f in findings), key=list(Status).index, default=Status.ok)
     style = STYLES[Status.ok] if worst is Status.note else STYLES[worst]
     console.print(Text(verdict(findings), style=f"bold {style}"))
@@ -158,7 +158,7 @@ def show(machine: Machine, findings: list[Finding], console: Console) -> None:
 
 
 def facts(machine: Machine) -> dict[str, str]:
-    """What this machine is, in a few lines."""
+    """Summary of the machine, by row label."""
     hardware = [machine.accelerators] if machine.accelerators else []
     if machine.nvidia is not None:
         hardware += [*machine.nvidia.names[:1], f"driver {machine.nvidia.driver or '?'}"]

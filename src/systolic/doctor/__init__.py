@@ -1,8 +1,8 @@
-"""Checks whether this machine is fit to train on, with a fix for each fault.
+"""Checks whether this machine is fit for training, with a fix for each problem.
 
-``gather`` reads a :class:`Machine` from the system, ``measure`` lets JAX run in a child process,
-``examine`` turns the record into findings with pure functions, so that any machine can be examined
-from its record.
+``gather`` reads a :class:`Machine` from the system, ``measure`` runs JAX in a child process, and
+``examine`` turns the record into findings with pure functions, so any machine can be examined from
+its record.
 """
 
 from systolic.doctor.checks import Finding, Status, examine

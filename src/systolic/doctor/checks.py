@@ -1,4 +1,4 @@
-"""Judges a machine: pure functions from its record to findings."""
+"""Checks of a machine: pure functions from its record to findings."""
 
 from collections.abc import Callable
 
@@ -15,16 +15,16 @@ __all__ = ["Finding", "Status", "examine"]
 
 OLDEST_PYTHON = "3.11"
 CUDA_DRIVERS = {"jax-cuda12-plugin": "525", "jax-cuda13-plugin": "580"}
-"""Oldest NVIDIA driver each plugin runs on. Source: JAX's installation guide."""
+"""Minimum NVIDIA driver version of each plugin. Source: JAX's installation guide."""
 LITTLE_MEMORY_BYTES, LITTLE_DISK_BYTES, NO_DISK_BYTES = 2 * GIB, 5 * GIB, GIB // 2
 LITTLE_SHARED_MEMORY_BYTES = 512 * 2**20
 FALLEN_BACK = "JAX HAS FALLEN BACK TO THE CPU"
 POOR_SHARE = 0.5
-"""A large bf16 matmul reaches 80 to 95 % of a chip's peak when nothing is wrong."""
+"""Fraction of the peak below which a warning is given; a large bf16 matmul normally reaches 80 to 95 %."""
 
 
 def examine(machine: Machine) -> list[Finding]:
-    """Findings of all checks, in the order in which to fix them."""
+    """Findings of all checks, in the order to fix them."""
     checks: tuple[Callable[[Machine], list[Finding]], ...] = (
         python,
         packages,
@@ -53,7 +53,7 @@ def python(machine: Machine) -> list[Finding]:
 
 
 def packages(machine: Machine) -> list[Finding]:
-    """Checks that jax is installed, and that versions are those that systolic and jax require."""
+    """Checks that jax is installed, and that package versions satisfy what systolic and jax require."""
     if machine.version("jax") is None or machine.version("jaxlib") is None:
         missing = "jax" if machine.version("jax") is None else "jaxlib"
         extra = f"[{_extra(machine)}]" if machine.accelerators else ""
@@ -62,23 +62,23 @@ def packages(machine: Machine) -> list[Finding]:
     for want in machine.wanted:
         have = machine.version(want.package)
         if have is None:
-            text = f"{want.package}, which {want.by} needs, is not installed"
+            text = f"{want.package}, required by {want.by}, is not installed"
             rows.append(failed("packages", text, f"pip install '{want.package}{want.specifier}'"))
             continue
         if _fits(have, want.specifier):
             continue
-        text = f"{want.package} {have} is installed, but {want.by} wants {want.specifier}"
+        text = f"{want.package} {have} is installed, but {want.by} requires {want.specifier}"
         fix = f"pip install -U '{want.package}{want.specifier}'"
         if want.package == "libtpu":
             fix = f"pip install -U 'jax[tpu]=={machine.version('jax')}'"
         if want.package == "libtpu" and not machine.tpu_chips:
-            rows.append(warned("packages", f"{text} (it compiles for TPUs here)", fix))
+            rows.append(warned("packages", f"{text} (used here only to compile for TPUs)", fix))
         else:
             rows.append(failed("packages", text, fix))
     if machine.version("libtpu") and machine.version("libtpu-nightly"):
         fix = "pip uninstall -y libtpu-nightly"
         rows.append(warned("packages", "libtpu and libtpu-nightly are both installed", fix))
-    return rows or [fine("packages", "installed versions fit together")]
+    return rows or [fine("packages", "installed versions are compatible")]
 
 
 def tpu_software(machine: Machine) -> list[Finding]:
@@ -91,12 +91,12 @@ def tpu_software(machine: Machine) -> list[Finding]:
 
 
 def gpu_software(machine: Machine) -> list[Finding]:
-    """Checks that a machine with a GPU has a working driver and a plugin of JAX that match."""
+    """Checks that a machine with a GPU has a working driver and a matching JAX plugin."""
     if machine.nvidia is None:
         return []
     driver = machine.nvidia.driver
     if driver is None:
-        text = f"{machine.accelerators} on the bus, but the driver does not answer"
+        text = f"{machine.accelerators} on the PCI bus, but the driver does not respond"
         return [failed("driver", text, "install or reload NVIDIA's driver until nvidia-smi works")]
     plugins = [name for name in CUDA_DRIVERS if machine.version(name)]
     if not plugins:
@@ -105,7 +105,7 @@ def gpu_software(machine: Machine) -> list[Finding]:
         return [failed("driver", text, f"pip install -U 'jax[{_extra(machine)}]{jax}'")]
     oldest = min((CUDA_DRIVERS[name] for name in plugins), key=Version)
     if not _at_least(driver, oldest):
-        text = f"NVIDIA driver {driver} is older than {oldest}, which {plugins[0]} needs"
+        text = f"NVIDIA driver {driver} is older than {oldest}, which {plugins[0]} requires"
         fix = f"update the driver to {oldest} or newer"
         if plugins == ["jax-cuda13-plugin"] and _at_least(
             driver, CUDA_DRIVERS["jax-cuda12-plugin"]
@@ -116,7 +116,7 @@ def gpu_software(machine: Machine) -> list[Finding]:
 
 
 def tensorflow(machine: Machine) -> list[Finding]:
-    """Checks for TensorFlow's full package, which takes the TPU when it is imported first."""
+    """Checks for the full TensorFlow package, which takes the TPU if it is imported first."""
     if not machine.tpu_chips:
         return []
     for name in ("tensorflow", "tensorflow-tpu"):
@@ -161,7 +161,7 @@ def lock_file(machine: Machine) -> list[Finding]:
 
 
 def devices(machine: Machine) -> list[Finding]:
-    """Checks that JAX starts and shows the devices of the hardware."""
+    """Checks that JAX starts and sees the devices of the hardware."""
     found = machine.measured
     if found is None or machine.version("jax") is None:
         return []
@@ -174,24 +174,24 @@ def devices(machine: Machine) -> list[Finding]:
             text = "this notebook has no accelerator"
             return [warned("devices", text, "choose a TPU or GPU in the notebook's settings")]
         shown = f"{found.num_devices} CPU device{'s' if found.num_devices > 1 else ''}"
-        return [noted("devices", f"JAX shows {shown}; there is no TPU or GPU here")]
+        return [noted("devices", f"JAX sees {shown}; no TPU or GPU found")]
     expected = _expected_devices(machine, found)
     shown = f"{found.num_local_devices} x {found.device_kind}"
     if expected is not None and found.num_local_devices != expected:
         hidden = [n for n, _ in machine.environment if "VISIBLE" in n or "PROCESS_BOUNDS" in n]
-        text = f"JAX shows {shown}, the machine has {expected}"
+        text = f"JAX sees {shown}, but the machine has {expected}"
         if hidden:
-            return [noted("devices", f"{text}, as {hidden[0]} asks")]
+            return [noted("devices", f"{text} ({hidden[0]} is set)")]
         return [
             failed(
                 "devices", text, "restart the machine; if that does not help, report it as broken"
             )
         ]
-    return [fine("devices", f"JAX shows {shown}")]
+    return [fine("devices", f"JAX sees {shown}")]
 
 
 def rates(machine: Machine) -> list[Finding]:
-    """Checks that the device reaches a fair share of its peak in the catalogue."""
+    """Checks that measured rates are close enough to the peak rates in the catalogue."""
     found = machine.measured
     if not isinstance(found, Measured):
         return []
@@ -211,7 +211,7 @@ def rates(machine: Machine) -> list[Finding]:
             continue
         text += f", {rate / peak:.0%} of the peak of {si(peak, unit, digits=4)}"
         if rate / peak < POOR_SHARE:
-            fix = "see who else uses the device (nvidia-smi, tpu-info), then run this again"
+            fix = "check which processes use the device (nvidia-smi, tpu-info), then rerun"
             findings.append(warned(name, text, fix))
         else:
             findings.append(fine(name, text))
@@ -223,7 +223,7 @@ def memory(machine: Machine) -> list[Finding]:
     rows = []
     text = f"{machine.memory_free_bytes / GIB:.1f} of {machine.memory_bytes / GIB:.1f} GiB free"
     if machine.memory_free_bytes < LITTLE_MEMORY_BYTES:
-        rows.append(warned("memory", text, "end other programs: ps aux --sort=-rss | head"))
+        rows.append(warned("memory", text, "stop other programs: ps aux --sort=-rss | head"))
     else:
         rows.append(fine("memory", text))
     gpu = machine.nvidia
@@ -231,9 +231,7 @@ def memory(machine: Machine) -> list[Finding]:
         share = gpu.used_bytes / gpu.memory_bytes
         text = f"{share:.0%} of the first GPU's {gpu.memory_bytes / GIB:.0f} GiB are in use"
         if share > 0.1:
-            rows.append(
-                warned("GPU memory", text, "run nvidia-smi to see by which process, and end it")
-            )
+            rows.append(warned("GPU memory", text, "find the process with nvidia-smi and stop it"))
     return rows
 
 
@@ -256,7 +254,7 @@ def disk(machine: Machine) -> list[Finding]:
 
 
 def hugepages(machine: Machine) -> list[Finding]:
-    """Checks for transparent huge pages, with which TPU hosts start and transfer faster."""
+    """Checks that transparent huge pages are on, which speeds up start and transfers on TPU hosts."""
     if not machine.tpu_chips or machine.transparent_hugepages in (None, True):
         return []
     fix = 'sudo sh -c "echo always > /sys/kernel/mm/transparent_hugepage/enabled"'
@@ -264,13 +262,13 @@ def hugepages(machine: Machine) -> list[Finding]:
 
 
 def _fallback(machine: Machine, found: Measured) -> Finding:
-    text = f"{FALLEN_BACK}: the machine has {machine.accelerators}, JAX uses none"
+    text = f"{FALLEN_BACK}: the machine has {machine.accelerators}, but JAX uses none"
     if forced := flags.forces_cpu(machine):
         return failed("devices", f"{text} ({forced} is set)", f"unset {forced.split('=')[0]}")
     if found.complaint:
         text += f" ({found.complaint})"
     if machine.holders:
-        return failed("devices", text, f"end process {machine.holders[0].pid}, then try again")
+        return failed("devices", text, f"stop process {machine.holders[0].pid}, then try again")
     fix = f"pip install -U 'jax[{_extra(machine)}]=={machine.version('jax')}'"
     return failed("devices", text, fix)
 
@@ -280,20 +278,20 @@ def _death(machine: Machine, found: Unmeasured) -> Finding:
     if found.death is Death.timed_out:
         text = f"JAX did not start and measure within {found.seconds:.0f} s{said}"
         if machine.holders:
-            return failed("devices", text, f"end process {machine.holders[0].pid}, then try again")
+            return failed("devices", text, f"stop process {machine.holders[0].pid}, then try again")
         if machine.tpu_chips:
-            fix = "on one host of several, run this on all at once; alone: --limit-seconds 600"
+            fix = "on a multi-host slice, run this on all hosts at once; on a single host: --limit-seconds 600"
             return failed("devices", text, fix)
         return failed("devices", text, "systolic doctor --limit-seconds 600")
-    how = f"died with signal {-(found.exit_code or 0)}"
+    how = f"was killed by signal {-(found.exit_code or 0)}"
     if found.death is Death.failed:
-        how = f"ended with exit code {found.exit_code}"
-    fix = "fix what is named above, then run: python -c 'import jax; print(jax.devices())'"
+        how = f"exited with code {found.exit_code}"
+    fix = "fix the error above, then run: python -c 'import jax; print(jax.devices())'"
     return failed("devices", f"JAX {how}{said}", fix)
 
 
 def _expected_devices(machine: Machine, found: Measured) -> int | None:
-    """Devices that the hardware should show on this host; ``None`` when that is unknown."""
+    """Number of devices expected on this host; ``None`` if unknown."""
     if found.platform == "tpu" and machine.tpu_chips:
         known = by_device_kind(found.device_kind)
         if known is None and machine.tpu_kind is not None:
@@ -306,7 +304,7 @@ def _expected_devices(machine: Machine, found: Measured) -> int | None:
 
 
 def _peak(known: Chip | None, what: str) -> float | None:
-    """Peak of one device: its part of the chip's."""
+    """Peak rate of one device: its share of the chip's."""
     if known is None or known.devices_per_chip is None:
         return None
     peak = known.peak_bf16_flops_per_second if what == "bf16" else known.hbm_bytes_per_second
@@ -314,7 +312,7 @@ def _peak(known: Chip | None, what: str) -> float | None:
 
 
 def _extra(machine: Machine) -> str:
-    """The extra of the package jax for this machine's accelerator."""
+    """Extra of the jax package for this machine's accelerator."""
     if machine.tpu_chips:
         return "tpu"
     driver = machine.nvidia.driver if machine.nvidia is not None else None

@@ -1,6 +1,6 @@
-"""Runs in a process of its own: imports JAX, measures one device, prints one JSON line.
+"""Child process that imports JAX, measures one device and prints one JSON line.
 
-A device that is held elsewhere can hang this process or abort it; its parent expects both.
+A device held by another process can make this one hang or abort; the parent handles both.
 """
 
 import json
@@ -10,14 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 _ENOUGH_SECONDS = 0.05
-"""A timed call this long is far above the cost of starting it."""
+"""Minimum duration of a timed call, far above the dispatch overhead."""
 _LARGEST_MATMUL = 16384
 _ACCELERATOR_COPY_BYTES, _CPU_COPY_BYTES = 2**30, 2**27
 _REPEATS = 5
 
 
 def main() -> None:
-    """Prints what JAX sees and reaches on its first device."""
+    """Prints the devices that JAX sees, and the rates of the first."""
     import jax
 
     device = jax.devices()[0]
@@ -37,9 +37,9 @@ def main() -> None:
 
 
 def matmul_rate(dtype: str, size: int) -> float | None:
-    """FLOP/s of a square matmul, grown until one call takes long enough to be timed.
+    """FLOP/s of a square matmul, whose size grows until one call is long enough to time.
 
-    f32 multiplies in f32 (highest precision), which TPUs and newer GPUs do not do by default.
+    f32 uses highest precision, which is not the default on TPUs and newer GPUs.
     """
     import jax
     import jax.numpy as jnp
@@ -51,7 +51,7 @@ def matmul_rate(dtype: str, size: int) -> float | None:
         try:
             a = jnp.full((size, size), 0.5, dtype)
             seconds = _best_seconds(lambda a=a: multiply(a, a))
-        except RuntimeError:  # out of memory: the rate at the size before stands
+        except RuntimeError:  # out of memory: keep the rate of the previous size
             return rate
         rate = 2 * size**3 / seconds
         if seconds >= _ENOUGH_SECONDS or size >= _LARGEST_MATMUL:
@@ -62,7 +62,7 @@ def matmul_rate(dtype: str, size: int) -> float | None:
 def copy_rate(num_bytes: int) -> float | None:
     """Bytes read plus bytes written per second when an array is negated in place.
 
-    In place, because fresh memory on a CPU costs page faults that no training step pays.
+    In place, because newly allocated memory on a CPU costs page faults that a training step doesn't have.
     """
     import jax
     import jax.numpy as jnp
@@ -82,7 +82,7 @@ def copy_rate(num_bytes: int) -> float | None:
 
 
 def _best_seconds(call: Callable[[], Any]) -> float:
-    """The least time of a few calls, the first (which compiles) not counted."""
+    """Minimum time of a few calls, without the first one, which compiles."""
     call().block_until_ready()
     times = []
     for _ in range(_REPEATS):

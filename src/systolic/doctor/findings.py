@@ -1,11 +1,11 @@
-"""A finding: what was checked, its state, and the command that fixes it."""
+"""Findings: the name of a check, its status, and the command that fixes the problem."""
 
 import enum
 from dataclasses import dataclass
 
 
 class Status(enum.Enum):
-    """From good to bad; only ``failed`` makes the exit code 1."""
+    """Status of a check, from good to bad; only ``failed`` makes the exit code 1."""
 
     ok = "ok"
     note = "note"
@@ -15,7 +15,7 @@ class Status(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """Outcome of one check. A warning or a failure has one line that fixes it."""
+    """Outcome of one check. A warning or a failure has a one-line fix."""
 
     name: str
     status: Status
@@ -24,9 +24,9 @@ class Finding:
 
     def __post_init__(self) -> None:
         if self.status in (Status.warning, Status.failed) and not self.fix:
-            raise ValueError(f"the finding {self.name} says what is wrong but not what to do")
+            raise ValueError(f"finding {self.name} has no fix")
         if "\n" in self.text + self.fix:
-            raise ValueError(f"the finding {self.name} has more than one line")
+            raise ValueError(f"finding {self.name} has more than one line")
 
     def to_json(self) -> dict[str, str]:
         """The finding as a plain object."""
@@ -35,30 +35,30 @@ class Finding:
             "status": self.status.value,
             "text": self.text,
             "fix": self.fix,
-            "mend": self.fix,  # The earlier name, kept for one version.
+            "mend": self.fix,  # Earlier name, kept for one version.
         }
 
 
 def fine(name: str, text: str) -> Finding:
-    """A check that passed."""
+    """Finding of a check that passed."""
     return Finding(name=name, status=Status.ok, text=_one_line(text))
 
 
 def noted(name: str, text: str) -> Finding:
-    """A fact worth knowing, neither good nor bad."""
+    """Finding that is neither good nor bad."""
     return Finding(name=name, status=Status.note, text=_one_line(text))
 
 
 def warned(name: str, text: str, fix: str) -> Finding:
-    """Something that works at a cost."""
+    """Finding about something that works, but at a cost."""
     return Finding(name=name, status=Status.warning, text=_one_line(text), fix=fix)
 
 
 def failed(name: str, text: str, fix: str) -> Finding:
-    """Something that does not work until it is fixed."""
+    """Finding about something that does not work until it is fixed."""
     return Finding(name=name, status=Status.failed, text=_one_line(text), fix=fix)
 
 
 def _one_line(text: str) -> str:
-    """Text without the line breaks that a variable or a message of a program may have."""
+    """Replaces line breaks, which variables and messages of programs may contain."""
     return " ".join(text.split())

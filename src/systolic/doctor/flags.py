@@ -1,4 +1,4 @@
-"""Environment variables and compiler flags that are known to cause trouble."""
+"""Environment variables and compiler flags that are known to cause problems."""
 
 from systolic.doctor.findings import Finding, Status, failed, noted, warned
 from systolic.doctor.machine import Machine
@@ -35,13 +35,13 @@ def _compiler_flags(machine: Machine) -> list[Finding]:
         rows.append(failed("XLA_FLAGS", text, "write each flag as --xla_…"))
     tpu_flags = [flag.split("=")[0] for flag in flags.split() if flag.startswith("--xla_tpu_")]
     if tpu_flags:
-        text = f"{tpu_flags[0]} is in XLA_FLAGS, where JAX aborts on it as unknown"
+        text = f"{tpu_flags[0]} is in XLA_FLAGS, where JAX aborts on it as an unknown flag"
         rows.append(failed("XLA_FLAGS", text, "move the --xla_tpu_* flags to LIBTPU_INIT_ARGS"))
     if "--xla_dump_to" in flags:
-        text = "XLA_FLAGS dumps every compiled program to disk, which is slow and fills it"
+        text = "XLA_FLAGS dumps every compiled program to disk, which is slow and fills the disk"
         rows.append(warned("XLA_FLAGS", text, "drop --xla_dump_to when done debugging"))
     if _FORCED in flags or machine.variable("JAX_NUM_CPU_DEVICES"):
-        rows.append(noted("virtual devices", "the CPU shows as several virtual devices on request"))
+        rows.append(noted("virtual devices", "the CPU is split into virtual devices, as requested"))
     return rows
 
 
@@ -49,7 +49,7 @@ def _jax_variables(machine: Machine) -> list[Finding]:
     rows = []
     slow = {
         "JAX_DISABLE_JIT": "nothing is compiled: training is 100 times slower",
-        "JAX_DEBUG_NANS": "every operation waits and is checked",
+        "JAX_DEBUG_NANS": "every operation is checked synchronously",
         "JAX_ENABLE_X64": "64-bit numbers double the memory; TPUs emulate them",
     }
     for name, effect in slow.items():
@@ -95,7 +95,7 @@ def _gpu_variables(machine: Machine) -> list[Finding]:
         text = f"CUDA_VISIBLE_DEVICES={visible!r} hides every GPU"
         rows.append(failed("CUDA_VISIBLE_DEVICES", text, "unset CUDA_VISIBLE_DEVICES"))
     if "cuda" in (machine.variable("LD_LIBRARY_PATH") or "").lower():
-        text = "LD_LIBRARY_PATH names a CUDA, which JAX then loads instead of its own"
+        text = "LD_LIBRARY_PATH contains a CUDA installation, which JAX loads instead of its own"
         rows.append(warned("LD_LIBRARY_PATH", text, "unset LD_LIBRARY_PATH"))
     allocator = (machine.variable("XLA_PYTHON_CLIENT_ALLOCATOR") or "").lower()
     if allocator == "platform":
@@ -110,7 +110,7 @@ def _gpu_variables(machine: Machine) -> list[Finding]:
 
 
 def forces_cpu(machine: Machine) -> str:
-    """The setting that tells JAX to use the CPU, or nothing."""
+    """Setting that makes JAX use the CPU; empty without one."""
     for name in ("JAX_PLATFORMS", "JAX_PLATFORM_NAME"):
         value = machine.variable(name)
         if value and value.split(",")[0].strip().lower() == "cpu":

@@ -1,4 +1,4 @@
-"""Reads the machine: files below a root (so that a copied /proc will do), packages, environment."""
+"""Reads the machine: files below a root (which may be a copy of /proc and others), packages, environment."""
 
 import getpass
 import os
@@ -42,7 +42,7 @@ TELLING = (
     *("MEGASCALE_COORDINATOR_ADDRESS", "TPU_ACCELERATOR_TYPE", "TPU_TOPOLOGY"),
     *("TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID"),
 )
-"""Variables by which platforms describe a place, one by one, since others of theirs are secret."""
+"""Variables that describe the platform, listed one by one because others are secret."""
 TPU_PCI_DEVICES = {
     "0x0027": "v3",
     "0x005e": "v4",
@@ -59,7 +59,7 @@ _LONGEST_COMMAND = 60
 
 
 def gather(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> Machine:
-    """The machine as it is, without importing JAX and without touching a device."""
+    """Reads the machine without importing JAX or opening a device."""
     chips, kind = tpus(root, environment)
     nvidia = nvidia_gpus(root)
     paths = tpu_paths(root) if chips else ()
@@ -99,7 +99,7 @@ def gather(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) 
 
 
 def place(environment: Mapping[str, str], tpu_chips: int, nvidia: Nvidia | None) -> MachineKind:
-    """Notebooks, clusters and SkyPilot by the variables they set, else by the hardware."""
+    """Kind of machine: notebooks, clusters and SkyPilot by their variables, others by hardware."""
     if "COLAB_RELEASE_TAG" in environment or "COLAB_GPU" in environment:
         return MachineKind.colab
     if "KAGGLE_KERNEL_RUN_TYPE" in environment:
@@ -117,18 +117,18 @@ def place(environment: Mapping[str, str], tpu_chips: int, nvidia: Nvidia | None)
 
 
 def job(root: Path, environment: Mapping[str, str]) -> tuple[str, str]:
-    """This process among those of its job in words, or why that is not known."""
+    """Place of this process in its job as text, and the reason if it could not be determined."""
     try:
         found = find(environment, root)
     except SystolicError as error:
         return "", str(error)
     if found is None:
         return "", ""
-    return f"{found.name(found.index)} of {found.count}, by {found.by}", ""
+    return f"{found.name(found.index)} of {found.count} (from {found.by})", ""
 
 
 def installed(names: Iterable[str]) -> tuple[tuple[str, str], ...]:
-    """Versions of those packages that are installed."""
+    """Versions of the packages that are installed."""
     rows = []
     for name in names:
         try:
@@ -139,7 +139,7 @@ def installed(names: Iterable[str]) -> tuple[tuple[str, str], ...]:
 
 
 def wanted(versions: Mapping[str, str]) -> tuple[VersionBound, ...]:
-    """What systolic and jax themselves say must fit together."""
+    """Version bounds that systolic and jax declare for their dependencies."""
     rows = []
     extras = {"libtpu": "tpu", "jax-cuda12-plugin": "cuda12", "jax-cuda13-plugin": "cuda13"}
     for by in ("systolic", "jax"):
@@ -162,10 +162,9 @@ def wanted(versions: Mapping[str, str]) -> tuple[VersionBound, ...]:
 
 
 def tpus(root: Path, environment: Mapping[str, str]) -> tuple[int, str | None]:
-    """TPU chips on the PCI bus, or by their device files in a container that hides the bus.
+    """Number and kind of TPU chips, from the PCI bus, or from device files in a container that hides it.
 
-    /dev/vfio may hold any device that is passed through, so it counts only where the container
-    was told that it is on a TPU.
+    /dev/vfio may contain any passed-through device, so it counts only if TPU_ACCELERATOR_TYPE is set.
     """
     ids = [device for vendor, device in _pci(root) if vendor == _GOOGLE]
     kinds = [TPU_PCI_DEVICES[device] for device in ids if device in TPU_PCI_DEVICES]
@@ -178,13 +177,13 @@ def tpus(root: Path, environment: Mapping[str, str]) -> tuple[int, str | None]:
 
 
 def tpu_paths(root: Path) -> tuple[str, ...]:
-    """The device files a process opens to use a TPU."""
+    """Device files that a process opens to use a TPU."""
     accel = sorted(map(str, (root / "dev").glob("accel[0-9]*")))
     return tuple(accel or sorted(map(str, (root / "dev/vfio").glob("[0-9]*"))))
 
 
 def nvidia_gpus(root: Path) -> Nvidia | None:
-    """NVIDIA GPUs: asked of nvidia-smi, else counted under /proc and on the PCI bus."""
+    """NVIDIA GPUs, from nvidia-smi, else from /proc, /dev or the PCI bus."""
     answer = _smi() if root == Path("/") else []
     if answer:
         first = answer[0]
@@ -204,7 +203,7 @@ def nvidia_gpus(root: Path) -> Nvidia | None:
 
 
 def holders(root: Path, paths: Iterable[str]) -> tuple[tuple[Holder, ...], int]:
-    """Processes with one of ``paths`` open, and how many processes could not be looked into."""
+    """Processes with one of ``paths`` open, and the number of processes that could not be inspected."""
     sought, found, unseen = set(paths), [], 0
     for process in sorted((root / "proc").glob("[0-9]*"), key=lambda p: int(p.name)):
         if int(process.name) == os.getpid():
@@ -214,7 +213,7 @@ def holders(root: Path, paths: Iterable[str]) -> tuple[tuple[Holder, ...], int]:
         except PermissionError:
             unseen += 1
             continue
-        except OSError:  # it ended meanwhile
+        except OSError:  # the process has ended
             continue
         held = sorted(sought.intersection(map(_target, links)))
         if held:
@@ -230,14 +229,14 @@ def holders(root: Path, paths: Iterable[str]) -> tuple[tuple[Holder, ...], int]:
 
 
 def lock_file(path: Path) -> LockFile | None:
-    """libtpu's lock file, if it exists."""
+    """Reads libtpu's lock file, if it exists."""
     if not path.exists():
         return None
     return LockFile(path=str(path), owner=_owner(path), opens=os.access(path, os.R_OK | os.W_OK))
 
 
 def free_disk(folders: Iterable[Path]) -> tuple[tuple[str, int], ...]:
-    """Free bytes of the folders that exist, one row a file system."""
+    """Free bytes of the folders that exist, one row per file system."""
     rows, seen = [], set()
     for folder in folders:
         try:
@@ -251,7 +250,7 @@ def free_disk(folders: Iterable[Path]) -> tuple[tuple[str, int], ...]:
 
 
 def hugepages(root: Path) -> bool | None:
-    """Whether transparent huge pages are always on; ``None`` where the kernel does not say."""
+    """Whether transparent huge pages are always on; ``None`` if the kernel doesn't report it."""
     try:
         return "[always]" in (root / "sys/kernel/mm/transparent_hugepage/enabled").read_text()
     except OSError:
@@ -272,7 +271,7 @@ def _pci(root: Path, *, display_only: bool = False) -> list[tuple[str, str]]:
 
 
 def _smi() -> list[list[str]]:
-    """One row a GPU: name, driver, MiB, MiB used; empty when nvidia-smi is absent or fails."""
+    """One row per GPU: name, driver, total MiB, used MiB; empty if nvidia-smi is missing or fails."""
     query = "name,driver_version,memory.total,memory.used"
     command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
     try:
@@ -290,7 +289,7 @@ def _mebibytes(text: str) -> int | None:
 
 
 def _driver(path: Path) -> str | None:
-    """The version in ``NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.82.07  …``."""
+    """Version from ``NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.82.07  …``."""
     try:
         words = path.read_text().split()
     except OSError:

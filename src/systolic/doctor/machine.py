@@ -1,4 +1,4 @@
-"""What was found on a machine: plain values, no judgement."""
+"""Record of a machine: plain values without judgement."""
 
 import enum
 from dataclasses import asdict, dataclass
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class MachineKind(enum.Enum):
-    """What kind of machine this is."""
+    """Kind of machine or platform."""
 
     cloud_tpu_vm = "Cloud TPU VM"
     colab = "Colab"
@@ -21,7 +21,7 @@ class MachineKind(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holder:
-    """A process that has a TPU device or the lock file open."""
+    """Process that has a TPU device or the lock file open."""
 
     pid: int
     command: str
@@ -31,7 +31,7 @@ class Holder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LockFile:
-    """libtpu's lock file. ``opens``: this user may open it for writing."""
+    """libtpu's lock file. ``opens``: whether this user may open it for writing."""
 
     path: str
     owner: str
@@ -40,19 +40,19 @@ class LockFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Nvidia:
-    """NVIDIA GPUs as the system sees them. ``driver`` is ``None`` when it does not answer."""
+    """NVIDIA GPUs of the machine. ``driver`` is ``None`` if it does not respond."""
 
     num_gpus: int
     driver: str | None = None
     names: tuple[str, ...] = ()
     memory_bytes: int | None = None
-    """Of the first GPU."""
+    """Memory of the first GPU."""
     used_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VersionBound:
-    """A version that an installed package asks of another, as a specifier (``>=0.10.2,<0.13``)."""
+    """Version of a package that another one requires, as a specifier (``>=0.10.2,<0.13``)."""
 
     package: str
     specifier: str
@@ -60,7 +60,7 @@ class VersionBound:
 
 
 class Death(enum.Enum):
-    """How the measuring process ended without a result."""
+    """How the measuring process ended if it had no result."""
 
     timed_out = "timed out"
     killed = "killed"
@@ -69,25 +69,25 @@ class Death(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """What JAX saw and did in a child process. Rates are those of one device."""
+    """Devices that JAX saw in the child process, and the rates of one device."""
 
     platform: str
     device_kind: str
     num_devices: int
     num_local_devices: int
     seconds: float
-    """From the start of the process to the result, compiling included."""
+    """Time from the start of the process to the result, including compilation."""
     bf16_flops_per_second: float | None = None
     f32_flops_per_second: float | None = None
     copy_bytes_per_second: float | None = None
     """Bytes read plus bytes written."""
     complaint: str = ""
-    """The last line of what JAX said on stderr, if anything."""
+    """Last line that JAX printed to stderr, if any."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unmeasured:
-    """Why there is no measurement."""
+    """Reason for a missing measurement."""
 
     death: Death
     seconds: float
@@ -97,18 +97,18 @@ class Unmeasured:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """One machine. Everything :func:`systolic.doctor.examine` judges by."""
+    """Record of one machine: the input of :func:`systolic.doctor.examine`."""
 
     place: MachineKind
     system: str
     python: str
     user: str
     packages: tuple[tuple[str, str], ...] = ()
-    """(name, version) of the installed packages that matter here."""
+    """(name, version) of the relevant installed packages."""
     wanted: tuple[VersionBound, ...] = ()
     tpu_chips: int = 0
     tpu_kind: str | None = None
-    """Name in the catalogue, from the PCI device id; ``None`` when unknown."""
+    """Name in the catalogue, from the PCI device id; ``None`` if unknown."""
     tpu_paths: tuple[str, ...] = ()
     holders: tuple[Holder, ...] = ()
     unseen_processes: int = 0
@@ -117,11 +117,11 @@ class Machine:
     nvidia: Nvidia | None = None
     environment: tuple[tuple[str, str], ...] = ()
     platform: tuple[tuple[str, str], ...] = ()
-    """Variables by which the platform describes this place; none of them is secret."""
+    """Variables that describe the platform; none of them is secret."""
     peers: str = ""
-    """This process among those of its job, in words; empty for one on its own."""
+    """Index and number of processes of its job, as text; empty for a single process."""
     peers_error: str = ""
-    """Why the peers are not known although there are some."""
+    """Reason why the place in a multi-process job could not be determined."""
     cpu: str = ""
     num_cpus: int = 0
     memory_bytes: int = 0
@@ -130,23 +130,23 @@ class Machine:
     """Free bytes by folder: the working folder, the temporary folder, /dev/shm."""
     transparent_hugepages: bool | None = None
     measured: Measured | Unmeasured | None = None
-    """``None``: not asked for."""
+    """``None`` if not requested."""
 
     def version(self, package: str) -> str | None:
-        """The installed version of a package, or ``None``."""
+        """Installed version of a package, or ``None``."""
         return dict(self.packages).get(package)
 
     def variable(self, name: str) -> str | None:
-        """An environment variable, or ``None``."""
+        """Value of an environment variable, or ``None``."""
         return dict(self.environment).get(name)
 
     def told(self, name: str) -> str:
-        """A variable of the platform; empty where it is not set."""
+        """Value of a variable of the platform; empty if not set."""
         return dict(self.platform).get(name, "")
 
     @property
     def accelerators(self) -> str:
-        """What accelerators the hardware has, in words; empty for none."""
+        """Accelerators of the machine as text; empty if it has none."""
         if self.tpu_chips:
             return f"{self.tpu_chips} TPU chip{'s' if self.tpu_chips > 1 else ''}"
         if self.nvidia is not None:

@@ -1,4 +1,4 @@
-"""Lets JAX run in a child process with a time limit; its death is a value, not an exception."""
+"""Runs JAX in a child process with a time limit; its failure is a value, not an exception."""
 
 import json
 import os
@@ -28,8 +28,8 @@ def measure(
 ) -> Outcome:
     """Runs the measuring child on this machine and reads its result.
 
-    The child gets the environment as it is, so that what it meets is what training would meet.
-    Without a TPU, libtpu is told not to query a metadata server and not to lock.
+    The child gets the unchanged environment, so it has the same problems as training.
+    Without a TPU, variables keep libtpu from querying a metadata server and from locking.
     """
     quiet = (
         {} if machine.tpu_chips else {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
@@ -42,7 +42,7 @@ def measure(
 
 
 def outcome(code: int | None, out: str, err: str, seconds: float) -> Outcome:
-    """What the child's exit code (``None``: it had to be killed) and output mean."""
+    """Interprets the child's exit code (``None`` if it was killed after the time limit) and output."""
     complaint = last_line(err)
     if code is None:
         return Unmeasured(death=Death.timed_out, seconds=seconds, complaint=complaint)
@@ -58,7 +58,7 @@ def outcome(code: int | None, out: str, err: str, seconds: float) -> Outcome:
 
 
 def last_line(text: str) -> str:
-    """The last informative line, without the logger's prefix."""
+    """Last informative line, without the logger's prefix."""
     lines = [line for line in text.splitlines() if line.strip() and not _NOISE.match(line)]
     said = _LOG_PREFIX.sub("", lines[-1]).strip() if lines else ""
     return said if len(said) <= _LONGEST_COMPLAINT else said[: _LONGEST_COMPLAINT - 1] + "…"
@@ -71,7 +71,7 @@ def _run(
     err: IO[bytes],
     limit_seconds: float,
 ) -> int | None:
-    """The exit code, or ``None`` after the whole process group had to be killed."""
+    """Exit code of the child, or ``None`` if the time limit passed and its process group was killed."""
     try:
         child = subprocess.Popen(
             command,

@@ -1,4 +1,4 @@
-"""Whether the hosts of a job see each other and are alike: what each reports, and what the reports say together."""
+"""Checks across the hosts of a job: connections between them, and equal clocks, versions, flags and data."""
 
 import socket
 import threading
@@ -17,15 +17,15 @@ from systolic.training.peers import Member
 
 WAIT_SECONDS = 60.0
 SKEW_SECONDS = 1.0
-"""Difference of clocks that is told: logs and events are put in order by them."""
+"""Clock offset above which a warning is given; logs and events are ordered by time."""
 _CONNECT_SECONDS = 5.0
 _ALL_PAIRS = 32
-"""Most processes that all try each other; of more, each tries those at distances of powers of 2."""
+"""Largest job in which every pair is tried; in larger ones, each process tries those at distances 2**n."""
 _NAMES = ("systolic", "python", "jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint")
 _ABSENT = ("unreadable", "no files")
-"""How a host's report of its data begins where it has none."""
+"""Prefixes of a host's data report if it has no data."""
 _NAMED_FILES = 1000
-"""Most files of which each is reported."""
+"""Maximum number of files that are reported one by one."""
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION")
 
 
@@ -36,14 +36,14 @@ def examine_hosts(
     seconds: float = WAIT_SECONDS,
     tell: Callable[[str], None] = lambda text: None,
 ) -> list[Finding]:
-    """Meets the other processes and judges what all say; the same findings in each that came.
+    """Exchanges reports with the other processes and compares them; the findings are the same in all that connect.
 
     Args:
-        place: This process among them.
-        machine: This one.
-        data: File or folder that should be the same everywhere.
-        seconds: To wait for the others.
-        tell: Called now and then with who is missing.
+        place: Place of this process in the job.
+        machine: Record of this machine.
+        data: File or folder that must be the same on all hosts.
+        seconds: Timeout for the other processes.
+        tell: Called periodically with a line that names the missing processes.
     """
     try:
         with _listener() as listener:
@@ -53,12 +53,12 @@ def examine_hosts(
             links = meet(place, {"unreached": unreached}, seconds, tell)
     except RunError as error:
         text, _, fix = str(error).partition("; ")
-        return [failed("hosts", text, fix or "see that the same command runs in all")]
+        return [failed("hosts", text, fix or "run the same command in every process")]
     return [*judge(reports), *judge_links(links)]
 
 
 def report(machine: Machine, data: Path | None) -> dict[str, Any]:
-    """What this host says of itself."""
+    """Facts that this host reports."""
     versions = {name: machine.version(name) for name in _NAMES} | {"python": machine.python}
     flags = {name: machine.variable(name) for name in _FLAGS}
     return {
@@ -74,7 +74,7 @@ def judge(reports: Sequence[HostReport]) -> list[Finding]:
     """Findings from the reports of all processes."""
     hosts = {report.host for report in reports}
     plural = "s" if len(hosts) > 1 else ""
-    rows = [fine("hosts", f"{len(reports)} processes on {len(hosts)} host{plural} met")]
+    rows = [fine("hosts", f"{len(reports)} processes on {len(hosts)} host{plural} connected")]
     rows += _clocks(reports)
     for name in _NAMES:
         fix = f"install the same {name} on all hosts"
@@ -82,7 +82,7 @@ def judge(reports: Sequence[HostReport]) -> list[Finding]:
     fix = "give all hosts the same devices, or train on those that have them"
     rows += [failed("devices", text, fix) for text in _others(reports, "chips", "")]
     for name in _FLAGS:
-        fix = f"set {name} alike in all, or in none"
+        fix = f"set {name} to the same value in all processes, or in none"
         rows += [warned("flags", text, fix) for text in _others(reports, name, name)]
     if any(report.facts["data"] is not None for report in reports):
         rows += _of_data(reports)
@@ -96,10 +96,12 @@ def _of_data(reports: Sequence[HostReport]) -> list[Finding]:
         return [failed("data", f"{one.name}: {one.facts['data']}", fix) for one in absent]
     (usual, most), *rest = differing(reports, "data").items()
     if not rest:
-        return [fine("data", f"all have {usual}")]
+        return [fine("data", f"same on all hosts: {usual}")]
     return [
         failed(
-            "data", f"{one.name} has other data than {most[0].name}: {_differ(one, most[0])}", fix
+            "data",
+            f"{one.name} has different data from {most[0].name}: {_differ(one, most[0])}",
+            fix,
         )
         for _, those in rest
         for one in those
@@ -107,30 +109,30 @@ def _of_data(reports: Sequence[HostReport]) -> list[Finding]:
 
 
 def _differ(one: HostReport, other: HostReport) -> str:
-    """The first file that differs between two hosts; of many files what is known of all."""
+    """First file that differs between two hosts; the overall digests if there are too many files to list."""
     mine, theirs = one.facts.get("files", {}), other.facts.get("files", {})
     names = sorted(n for n in {*mine, *theirs} if mine.get(n) != theirs.get(n))
     if not names:
-        return f"{one.facts['data']} there, {other.facts['data']} here"
+        return f"{one.facts['data']} instead of {other.facts['data']}"
     name = names[0]
     how = (
-        "not there"
+        "is missing"
         if name not in mine
-        else "only there"
+        else "is extra"
         if name not in theirs
-        else "of another size or content"
+        else "differs in size or content"
     )
-    return f"{name} is {how}" + (f", and {len(names) - 1} more files" if names[1:] else "")
+    return f"{name} {how}" + (f", and {len(names) - 1} more files" if names[1:] else "")
 
 
 def judge_links(reports: Sequence[HostReport]) -> list[Finding]:
-    """Findings from which process reached which."""
+    """Findings about connections between processes."""
     names = {report.index: report.name for report in reports}
     rows = [
         failed(
             "network",
-            f"{report.name} does not reach {names[int(index)]} at {where}",
-            "open all ports between the hosts of the job: collectives choose theirs",
+            f"{report.name} cannot reach {names[int(index)]} at {where}",
+            "open all ports between the hosts of the job: collectives use arbitrary ports",
         )
         for report in reports
         for index, where in report.facts["unreached"].items()
@@ -150,7 +152,7 @@ def _clocks(reports: Sequence[HostReport]) -> list[Finding]:
 
 
 def _others(reports: Sequence[HostReport], fact: str, called: str) -> list[str]:
-    """A line for each process that differs from most."""
+    """One line for each process that differs from the majority."""
     (usual, most), *rest = differing(reports, fact).items()
     name = f"{called} " if called else ""
     return [
@@ -161,9 +163,9 @@ def _others(reports: Sequence[HostReport], fact: str, called: str) -> list[str]:
 
 
 def _data(path: Path) -> str:
-    """Files with a digest of their names and contents, without the folder's own path."""
+    """Number, size and digest of the files; independent of the folder's path."""
     if not path.exists():
-        return f"{_ABSENT[0]} ({path} is not there)"
+        return f"{_ABSENT[0]} ({path} does not exist)"
     try:
         root, files = _files(path)
         found = of_files(root, files)
@@ -174,11 +176,11 @@ def _data(path: Path) -> str:
     plural = "s" if found.files > 1 else ""
     some = found.bytes > SAMPLE_BYTES
     of = f"{SAMPLE_BYTES >> 20} MiB of the contents" if some else "contents"
-    return f"{found.files} file{plural}, {found.bytes} bytes; names, sizes and {of} are {found.names}-{found.digest}"
+    return f"{found.files} file{plural}, {found.bytes} bytes; digest of names, sizes and {of}: {found.names}-{found.digest}"
 
 
 def _marks(path: Path) -> dict[str, str]:
-    """Size and digest of each file by its name, the size alone where reading all would take long; none of too many files."""
+    """Size and digest of each file by name; sizes only for large data, nothing for too many files."""
     try:
         root, files = _files(path)
         if len(files) > _NAMED_FILES:
@@ -198,20 +200,20 @@ def _marks(path: Path) -> dict[str, str]:
 
 
 def _files(path: Path) -> tuple[Path, list[Path]]:
-    """The folder that names are relative to, and the files."""
+    """Folder that names are relative to, and the files."""
     if not path.is_dir():
         return path.parent, [path]
     return path, sorted(file for file in path.rglob("*") if file.is_file())
 
 
 def _listener() -> socket.socket:
-    """A socket at which others see whether they reach this host."""
+    """Socket to which the other hosts connect to check that they can reach this one."""
     dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
     listener = socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=1024)
 
     def answer() -> None:
-        with suppress(OSError):  # It is closed when all is done.
+        with suppress(OSError):  # The listener was closed.
             while True:
                 listener.accept()[0].close()
 
@@ -220,7 +222,7 @@ def _listener() -> socket.socket:
 
 
 def _try(place: Member, reports: Sequence[HostReport]) -> dict[int, str]:
-    """Processes that this one does not reach, with where it tried."""
+    """Processes that this one cannot reach, with the address that it tried."""
     count = len(reports)
     steps = range(1, count) if count <= _ALL_PAIRS else [2**n for n in range(count.bit_length())]
     found = {}

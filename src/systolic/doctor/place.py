@@ -1,4 +1,4 @@
-"""What is missing for training on each platform."""
+"""Checks for each platform."""
 
 import math
 import re
@@ -11,7 +11,7 @@ _SLICES = ("MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID", "MEGASCALE_COORDINATOR_
 
 
 def platform(machine: Machine) -> list[Finding]:
-    """Findings about the platform and the job that this process is part of."""
+    """Findings about the platform and about this process's job."""
     checks: dict[MachineKind, Callable[[Machine], list[Finding]]] = {
         MachineKind.gke: _gke,
         MachineKind.colab: _colab,
@@ -24,11 +24,13 @@ def platform(machine: Machine) -> list[Finding]:
 
 def _peers(machine: Machine) -> list[Finding]:
     if machine.peers_error:
-        text = f"this is one of several processes, and {machine.peers_error.partition(';')[0]}"
+        text = (
+            f"this process belongs to a multi-process job: {machine.peers_error.partition(';')[0]}"
+        )
         fix = machine.peers_error.partition(";")[2].strip() or "see systolic train --help"
         return [failed("peers", text, fix)]
     if machine.peers:
-        text = f"{machine.peers}; systolic doctor --multi-host, run in all, checks that they meet"
+        text = f"{machine.peers}; run systolic doctor --multi-host in all processes to check their connections"
         return [noted("peers", text)]
     return []
 
@@ -40,26 +42,26 @@ def _gke(machine: Machine) -> list[Finding]:
         rows.append(
             failed(
                 "TPU request",
-                f"the pod is told of {kind} and has no TPU devices",
-                "ask for google.com/tpu in the container's resources.limits, as many as a host of the slice has chips",
+                f"the pod's environment names {kind}, but the pod has no TPU devices",
+                "request google.com/tpu in the container's resources.limits, as many as each host of the slice has chips",
             )
         )
     hosts = [host for host in machine.told("TPU_WORKER_HOSTNAMES").split(",") if host]
     chips = _chips(machine.told("TPU_TOPOLOGY"))
     if machine.tpu_chips and len(hosts) <= 1 and chips > machine.tpu_chips:
-        text = f"the slice has {chips} chips and this pod sees {machine.tpu_chips}, but GKE named it no other hosts"
-        fix = "make the pods with a JobSet, or an Indexed Job with a headless service as subdomain: systolic launch --via gke writes one"
+        text = f"the slice has {chips} chips and this pod sees {machine.tpu_chips}, but TPU_WORKER_HOSTNAMES lists no other hosts"
+        fix = "create the pods with a JobSet, or an Indexed Job with a headless service as subdomain: systolic launch --via gke writes one"
         rows.append(failed("slice's hosts", text, fix))
     some = [name for name in _SLICES if machine.told(name)]
     if some and len(some) < len(_SLICES):
         missing = ", ".join(name for name in _SLICES if name not in some)
-        fix = "add the annotation alpha.jobset.sigs.k8s.io/exclusive-topology and a JobSet of several slices: systolic launch --via gke writes one"
-        rows.append(failed("slices", f"{some[0]} is set and {missing} is not", fix))
+        fix = "use a multi-slice JobSet with the annotation alpha.jobset.sigs.k8s.io/exclusive-topology: systolic launch --via gke writes one"
+        rows.append(failed("slices", f"{some[0]} is set, but {missing} is not", fix))
     return rows or [fine("GKE", "the pod has the devices and hosts of its slice")]
 
 
 def _chips(topology: str) -> int:
-    """Chips of a topology such as 2x4; 0 where it is not told."""
+    """Number of chips of a topology such as 2x4; 0 if unknown."""
     sides = topology.split("x")
     return math.prod(map(int, sides)) if re.fullmatch(r"\d+(x\d+)*", topology) else 0
 
@@ -69,7 +71,7 @@ def _colab(machine: Machine) -> list[Finding]:
     return [
         noted(
             "Colab",
-            "files are lost when the machine is taken back; mount Google Drive and train with --run /content/drive/MyDrive/runs/NAME",
+            "files are lost when the VM is reclaimed; mount Google Drive and train with --run /content/drive/MyDrive/runs/NAME",
         )
     ]
 
@@ -85,8 +87,8 @@ def _skypilot(machine: Machine) -> list[Finding]:
     gpus = machine.told("SKYPILOT_NUM_GPUS_PER_NODE")
     seen = 0 if machine.nvidia is None else machine.nvidia.num_gpus
     if gpus.isdigit() and int(gpus) > seen and not machine.tpu_chips:
-        text = f"the task asked for {gpus} GPUs a node and this node shows {seen}"
-        rows.append(failed("SkyPilot", text, "nvidia-smi; then sky down and sky launch again"))
+        text = f"the task requested {gpus} GPUs per node, but this node shows {seen}"
+        rows.append(failed("SkyPilot", text, "run nvidia-smi; then sky down and sky launch again"))
     if machine.told("SKYPILOT_NUM_NODES") not in ("", "1"):
         rows.append(
             noted(
@@ -101,10 +103,16 @@ def _slurm(machine: Machine) -> list[Finding]:
     rows = []
     tasks = machine.told("SLURM_NTASKS")
     if tasks not in ("", "1") and not machine.told("SLURM_STEP_NUM_TASKS"):
-        text = f"the job has {tasks} tasks and this process is none of them: it would train alone"
+        text = (
+            f"the job has {tasks} tasks, but this process is not one of them: it would train alone"
+        )
         rows.append(warned("Slurm", text, "start it with srun: srun systolic train ..."))
     gpus = machine.told("SLURM_JOB_GPUS") or machine.told("SLURM_GPUS_ON_NODE")
     if gpus and machine.nvidia is None:
-        text = "the job was given GPUs, and none is to be seen here"
-        rows.append(failed("Slurm", text, "nvidia-smi; if it fails, tell the cluster's operators"))
+        text = "the job was allocated GPUs, but none is visible here"
+        rows.append(
+            failed(
+                "Slurm", text, "run nvidia-smi; if it fails, contact the cluster's administrators"
+            )
+        )
     return rows or [fine("Slurm", "this process is a task of its step")]

@@ -1,4 +1,4 @@
-"""Outputs of two models on the same inputs, compared."""
+"""Comparison of the outputs of two models on the same inputs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -26,26 +26,26 @@ Named = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """Differences of the second model's outputs from the first one's."""
+    """Differences between the outputs of two models."""
 
     rows: int
     positions: int
-    """Vectors of outputs: positions of texts, pictures …"""
+    """Number of output vectors: positions of texts, images …"""
     max_abs: float
     mean_abs: float
     max_relative: float
-    """Largest difference over the largest magnitude of the first one's outputs."""
+    """Largest difference relative to the largest magnitude of the first model's outputs."""
     same_best: float | None
-    """Share of positions at which the same output is the largest; ``None`` for vectors."""
+    """Fraction of positions with the same argmax; ``None`` for embeddings."""
     best: str | None
-    """What the largest output is: ``greedy token``, ``class`` …; ``None`` for vectors."""
+    """Meaning of the argmax: ``greedy token``, ``class`` …; ``None`` for embeddings."""
     inputs: str
-    """What both read."""
+    """Description of the inputs."""
     cosine: Cosine | None = None
-    """Of vectors."""
+    """Cosine similarity of embeddings."""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """The record as plain values."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ class Agreement:
 
 
 def agreement(a: "TrainedModel", b: "TrainedModel") -> Agreement | str:
-    """How far two models answer the same to the same inputs; a reason, on one line, where there is no such thing."""
+    """Compares the outputs of two models on the same inputs; a one-line reason if they can't be compared."""
     if isinstance(a.job.data, Sentences) and isinstance(b.job.data, Sentences):
         texts = PASSAGE.splitlines()
         ours, theirs = ({"embedding": _embeddings(model, texts)} for model in (b, a))
@@ -68,31 +68,31 @@ def agreement(a: "TrainedModel", b: "TrainedModel") -> Agreement | str:
         best, (ours, theirs, told) = _best(a.job), found
     shapes = [{name: one.shape for name, one in side.items()} for side in (theirs, ours)]
     if shapes[0] != shapes[1]:
-        return f"their outputs have the shapes {_told(shapes[0])} and {_told(shapes[1])}"
+        return f"their outputs have different shapes, {_told(shapes[0])} and {_told(shapes[1])}"
     return _compared(ours, theirs, best, told)
 
 
 def _embeddings(model: "TrainedModel", texts: Sequence[str]) -> np.ndarray:
-    """float32[texts, width], as a user gets them."""
+    """Embeddings float32[texts, width], as ``predict`` returns them."""
     return np.asarray([one["embedding"] for one in model.predict(texts)], np.float32)
 
 
 def _outputs_of_both(a: "TrainedModel", b: "TrainedModel") -> tuple[Named, Named, str] | str:
-    """Outputs of the second model and of the first, and what both read; a reason where they read different things."""
+    """Outputs of the second and the first model and a description of the inputs; a reason if inputs differ."""
     found = shared_inputs(a.job, b.job)
     if isinstance(found, str):
         return found
     inputs, told = found
     ours, theirs = (_outputs(model, inputs) for model in (b, a))
     if _is_text(a.job):
-        # Rows of padding at the end of a vocabulary belong to no token.
+        # A vocabulary may be padded at its end.
         size = min(ours["outputs"].shape[-1], theirs["outputs"].shape[-1])
         ours, theirs = ({"outputs": one["outputs"][..., :size]} for one in (ours, theirs))
     return ours, theirs, told
 
 
 def shared_inputs(a: Job, b: Job) -> tuple[dict[str, np.ndarray], str] | str:
-    """Inputs for both models and what they are; a reason where they read different things."""
+    """Inputs for both models and their description; a reason if the models take different inputs."""
     fields = [job.data.fields() for job in (a, b)]
     if _is_text(a) and _is_text(b):
         return _texts(a, b)
@@ -103,14 +103,14 @@ def shared_inputs(a: Job, b: Job) -> tuple[dict[str, np.ndarray], str] | str:
     if all("image" in one for one in fields):
         shapes = [tuple(one["image"].shape) for one in fields]
         if shapes[0] != shapes[1]:
-            return f"they read pictures of different sizes, {list(shapes[0])} and {list(shapes[1])}"
+            return f"their images have different sizes, {list(shapes[0])} and {list(shapes[1])}"
         made = np.random.default_rng(0).integers(0, 256, (ROWS, *shapes[0])).astype(np.uint8)
-        return {"image": made}, f"{ROWS} pictures of random bytes"
-    return f"no inputs are known that a {type(a.model).__name__} and a {type(b.model).__name__} of these tasks both read"
+        return {"image": made}, f"{ROWS} images of random bytes"
+    return f"no common inputs are known for a {type(a.model).__name__} and a {type(b.model).__name__} with these tasks"
 
 
 def _best(job: Job) -> str | None:
-    """What the largest output chooses; ``None`` where outputs are vectors."""
+    """Meaning of the argmax; ``None`` if outputs are embeddings."""
     if isinstance(job.model, Encoder):
         return "token" if job.model.head else None
     return "greedy token" if isinstance(job.model, Decoder | Whisper) else "class"
@@ -123,7 +123,7 @@ def _is_text(job: Job) -> bool:
 def _texts(a: Job, b: Job) -> tuple[dict[str, np.ndarray], str] | str:
     tokenizers = [_tokenizer(job) for job in (a, b)]
     if None not in tokenizers and len({one.digest() for one in tokenizers if one}) > 1:
-        return "they have different tokenizers, so that their outputs belong to different tokens"
+        return "their tokenizers differ, so their outputs are for different tokens"
     models: list[Any] = [a.model, b.model]
     vocab = min(model.vocab for model in models)
     tokens = min(TOKENS, *(_positions(model) for model in models))
@@ -150,7 +150,7 @@ def _tokenizer(job: Job) -> Tokenizer | None:
 
 def _speech(a: Whisper, b: Whisper) -> tuple[dict[str, np.ndarray], str] | str:
     if (a.frames, a.mels, a.vocab) != (b.frames, b.mels, b.vocab):
-        return "they read spectrograms of different sizes, or write different tokens"
+        return "their spectrogram sizes or vocabularies differ"
     random = np.random.default_rng(0)
     tokens = min(TOKENS, a.positions, b.positions)
     return {
@@ -161,7 +161,7 @@ def _speech(a: Whisper, b: Whisper) -> tuple[dict[str, np.ndarray], str] | str:
 
 def _arrays(a: InputFiles, b: InputFiles) -> tuple[dict[str, np.ndarray], str] | str:
     if (a.inputs, a.repeated) != (b.inputs, b.repeated):
-        return "they take different arrays"
+        return "their input arrays differ"
     rows = int(np.lcm(a.together, b.together))
     rows *= -(-ROWS // rows)
     random = np.random.default_rng(0)

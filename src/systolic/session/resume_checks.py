@@ -1,4 +1,4 @@
-"""Checks before a run resumes that its own files decide: before jax is imported and anything is compiled."""
+"""Checks on a run's files before it resumes, before JAX is imported and anything is compiled."""
 
 import json
 import shlex
@@ -24,16 +24,16 @@ Result = TypeVar("Result")
 def check_resume(
     run: Run, record: JobRecord, job: Job, options: Mapping[str, Any]
 ) -> dict[str, Contents]:
-    """Refuses a job that a run can't resume with; returns what tells the job's data from other data, by split.
+    """Checks that a run can resume with a job; returns the fingerprint of the job's data by split.
 
     Args:
         run: The run.
-        record: Its job.json.
-        job: The job that resumes it.
+        record: The run's job.json.
+        job: The job to resume with.
         options: The recipe's options that made the job, as plain values.
 
     Raises:
-        OptionError: an option that a run keeps has changed, or the run has more steps than the job.
+        OptionError: an option that is fixed for a run has changed, or the run has more steps than the job.
         DataError: the run's data has changed, or can't be read.
     """
     plain = json.loads(json.dumps(job.to_json()))
@@ -46,14 +46,14 @@ def check_resume(
         old, new = record.data.get(split.value), now.get(split.value)
         if old is None:
             continue
-        # Held-out data from elsewhere may be asked for: what was learned so far does not come from it.
+        # Held-out data may be replaced: the model was not trained on it.
         if split is not Split.train and (new is None or new.where != old.where):
             continue
-        what = "nothing there" if new is None else difference(old, new)
+        what = "no data" if new is None else difference(old, new)
         if what is not None:
             where = old.where if new is None else new.where
             raise DataError(
-                f"the {split.value} data of {run.path} has changed since it was trained: {where} has {what}; restore it, or train a new run that begins with init-from {shlex.quote(str(run.path))}"
+                f"the {split.value} data of {run.path} has changed since it was trained: {where} has {what}; restore it, or train a new run with init-from {shlex.quote(str(run.path))}"
             )
     return now
 
@@ -116,15 +116,15 @@ def _changed_code(run: Run, recipe: Recipe) -> list[str]:
 
 
 def too_few(steps: int, run: Run, newest: int) -> str:
-    """The message where a job has fewer steps than its run."""
+    """Message for a job with fewer steps than its run."""
     return f"steps is {steps}, but {run.path} has a checkpoint of step {newest}; give --steps {newest} or more"
 
 
 def agreed(check: Callable[[], Result]) -> Result:
-    """The result of a check that all processes of a job make; what one of them refuses, all refuse.
+    """Runs a check in all processes of a job; fails in all if it fails in one. Collective.
 
     Raises:
-        SystolicError: the check of a process raised it.
+        SystolicError: the check raised it in a process.
     """
     from systolic.training import hosts
 
@@ -166,7 +166,7 @@ def _same_settings(
     }
     old = {"seed": before["seed"]}
     for part, names in kept.items():
-        # An earlier version's run lacks parts and fields.
+        # Runs of earlier versions lack some parts and fields.
         known = {name: before[part][name] for name in names if name in before.get(part, {})}
         old |= flat(known, f"{part}.")
     new = flat(now)
@@ -178,12 +178,12 @@ def _same_settings(
     if changed:
         them = "that option" if len(changed) == 1 else "these options"
         raise OptionError(
-            f"{', '.join(changed)} can't change in {run.path}, which keeps what it began with; leave {them} out, or train a new run"
+            f"{', '.join(changed)} can't change in {run.path}; leave {them} out, or train a new run"
         )
 
 
 def _option(name: str, value: Any, options: Mapping[str, Any]) -> str:
-    """A setting of a job as the option that sets it, where a recipe has one of its name; else the setting's own name."""
+    """Setting of a job as a command-line option if the recipe has one of that name, else by its own name."""
     last = name.rpartition(".")[2]
     for option in (name, last):
         if option in options and options[option] == value:

@@ -1,4 +1,4 @@
-"""A run that resumes: opened, checked against what is asked for, and trained on."""
+"""Resuming a run: open it, check it against the given options, and continue training."""
 
 import json
 from collections.abc import Generator, Mapping, Sequence
@@ -46,17 +46,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedRun:
-    """A run that is open to be trained on, and what it was made from."""
+    """A run opened for training, and its origin."""
 
     directory: Run
     record: JobRecord
     recipe: Recipe
     saved: Mapping[str, Any]
-    """The recipe's options as the run was trained last."""
+    """The recipe's options of the run's last session."""
     types: Mapping[str, str] | None = None
-    """Of a Job that no recipe made; see :class:`systolic.session.job_source.JobSource`."""
+    """Types of a Job without a recipe; see :class:`systolic.session.job_source.JobSource`."""
     gives_job: bool = False
-    """Whether the caller gave the Job, which then may differ from the run's own."""
+    """Whether the caller gave the Job, which may then differ from the run's."""
 
     @property
     def path(self) -> Path:
@@ -64,13 +64,13 @@ class OpenedRun:
         return self.directory.path
 
     def source(self, options: Mapping[str, Any]) -> JobSource:
-        """What the job that resumes is made from.
+        """Source of the job to resume with.
 
         Args:
-            options: All of the recipe's.
+            options: All options of the recipe.
 
         Raises:
-            OptionError: an option is of another type.
+            OptionError: an option has the wrong type.
         """
         options = paths.absolute(recipes.converted(self.recipe, options))
         changed = {name for name, value in options.items() if value != self.saved.get(name)}
@@ -82,12 +82,12 @@ class OpenedRun:
         )
 
     def changes(self, source: JobSource) -> list[str]:
-        """The options that differ from the run's own, as ``--steps 20 (was 10)``; fields of a given Job by their names."""
+        """Options that differ from the run's, as ``--steps 20 (was 10)``; fields of a given Job by name."""
         after, before = flat(recipes.plain(source.options)), flat(recipes.plain(self.saved))
         found = [
             f"{typed(name, value)} (was {plain_words(before[name])})"
             for name, value in after.items()
-            if name in before and str(value) != str(before[name])  # a NaN is one as before
+            if name in before and str(value) != str(before[name])  # NaN is unequal to itself
         ]
         if not self.gives_job:
             return found
@@ -105,17 +105,17 @@ class OpenedRun:
 
 @contextmanager
 def opened(path: Path, *, trust: bool = False, job: Job | None = None) -> Generator[OpenedRun]:
-    """A run, open for writing in the first process of its job; joins the other processes, if there are any.
+    """Opens a run, for writing in process 0 of its job; joins the other processes, if any.
 
     Args:
         path: The run's directory.
-        trust: Execute its recipe although it is another user's.
-        job: Of a run that was made from a Job: the Job, in place of what the run keeps of it.
+        trust: Execute its recipe even if it belongs to another user.
+        job: For a run made from a Job: the Job, instead of the run's record of it.
 
     Raises:
-        NotFoundError: it is no run.
-        RunError: another process writes to it, or what it was made from is not there or has changed.
-        OptionError: a job is given and the run was made from a recipe.
+        NotFoundError: the path is not a run.
+        RunError: another process writes to it, or its recipe or Job is missing or has changed.
+        OptionError: a job is given, but the run was made from a recipe.
     """
     from systolic.training import hosts
 
@@ -147,19 +147,19 @@ def continue_run(
     on: Slice | None = None,
     ledger: Ledger | None = None,
 ) -> TrainResult:
-    """Trains a run on from its newest intact checkpoint.
+    """Continues training a run from its newest intact checkpoint.
 
     Args:
         run: The run.
-        source: What its job is made from now.
-        options: How the session runs; what is None is as the run was started.
+        source: Source of its job for this session.
+        options: Options of the session; None means the value that the run was started with.
         audience: Receives records and warnings.
-        on: The slice that the local devices are expected to be.
-        ledger: Opened when the caller started, so that start-up counts.
+        on: Slice that the local devices are expected to form.
+        ledger: Opened when the caller started, so that start-up time counts.
 
     Raises:
-        OptionError: an option that a run keeps has changed, or the run has more steps than the job.
-        DataError: its data has changed.
+        OptionError: an option that is fixed for a run has changed, or the run has more steps than the job.
+        DataError: the run's data has changed.
     """
     ledger, directory, record = ledger or Ledger(), run.directory, run.record
     resolved(options.flags or "", None)
@@ -201,13 +201,13 @@ def continue_run(
 
 
 def _check_executable(options: SessionOptions) -> None:
-    """Before anything is compiled for the run."""
+    """Checks that the executable exists, before anything is compiled."""
     if options.executable is not None and not options.executable.exists():
         raise NotFoundError(f"{options.executable} does not exist; check the path")
 
 
 def _begun(setup: "Setup", directory: Run, record: JobRecord, audience: Audience) -> "Setup":
-    """A set-up with what the run began with, as far as its checkpoints don't hold it."""
+    """Adds the run's initial weights to a set-up, as far as its checkpoints don't contain them."""
     fresh = not any(directory.checkpoints.glob("[0-9]*"))
     if record.init_from is not None and fresh:
         return with_initial(setup, record.init_from, audience)[0]
@@ -219,10 +219,10 @@ def _begun(setup: "Setup", directory: Run, record: JobRecord, audience: Audience
 def _as_it_was(
     run: OpenedRun, summary: Mapping[str, Any], ignored: Sequence[str], audience: Audience
 ) -> TrainResult:
-    """The result of a run that has nothing left to do."""
+    """Result of a run that is already finished."""
     them = f", so {', '.join(ignored)} is ignored" if ignored else ""
     audience.warn(
-        f"{run.path} is finished at step {summary['steps']}{them}; give --steps a larger number to continue, or use it: {summary['next']}"
+        f"{run.path} is finished at step {summary['steps']}{them}; give a larger --steps to continue, or use the run: {summary['next']}"
     )
     return TrainResult(
         run=run.path, summary=summary, trained=False, warnings=tuple(audience.warnings)
@@ -230,7 +230,7 @@ def _as_it_was(
 
 
 def as_recorded(options: SessionOptions, record: JobRecord) -> SessionOptions:
-    """Options of which those that are left out are as the run was started."""
+    """Fills in omitted options with those that the run was started with."""
     return replace(
         options,
         log_every=record.log_every if options.log_every is None else options.log_every,
@@ -241,7 +241,7 @@ def as_recorded(options: SessionOptions, record: JobRecord) -> SessionOptions:
 def continued(
     run: OpenedRun, source: JobSource, options: SessionOptions, flags: RunFlags
 ) -> tuple[Job, JobRecord]:
-    """The job that resumes and its job.json: on other devices, with the batch that it started with."""
+    """The job to resume with and its job.json; keeps the run's global batch on different devices."""
     job = source.job
     spread = {name for name, value in source.options.items() if value != run.saved.get(name)}
     same_batch = not any("batch" in name or name == "layout" for name in spread)
@@ -254,9 +254,9 @@ def continued(
 
 
 def finished(directory: Run, job: Job, *, changed: bool) -> dict[str, Any] | None:
-    """The summary of a run that has nothing left to do; ``None`` for one that has.
+    """Summary of a finished run; ``None`` if the run has steps left.
 
-    A run whose summary is damaged continues from its checkpoint, which writes the summary anew.
+    A run with a damaged summary continues from its checkpoint, which rewrites the summary.
     """
     try:
         summary = directory.read_summary()
@@ -270,12 +270,12 @@ def finished(directory: Run, job: Job, *, changed: bool) -> dict[str, Any] | Non
 
 
 def _is_same(job: Job, record: JobRecord) -> bool:
-    """Whether a job is the recorded one on any devices."""
+    """Whether a job equals the recorded one, apart from its layout."""
     return {**_plain(job, record), "layout": None} == {**record.job, "layout": None}
 
 
 def _plain(job: Job, record: JobRecord) -> dict[str, Any]:
-    """A job as job.json would have it; a batch per device is a total where the record's is."""
+    """Job in the form of job.json; a per-device batch becomes a total if the record has a total."""
     if job.batch.per_device is not None and record.job["batch"]["total"] is not None:
         total = job.batch.resolve(replace(job.layout, **record.layout))
         job = replace(job, batch=Batch(total=total))
@@ -284,5 +284,5 @@ def _plain(job: Job, record: JobRecord) -> dict[str, Any]:
 
 
 def _how(record: JobRecord) -> tuple[Any, ...]:
-    """Entries of job.json beside the job; a session that changes one writes job.json anew."""
+    """Entries of job.json besides the job; a session that changes one rewrites job.json."""
     return record.flags, record.data, record.log_every, record.diagnose

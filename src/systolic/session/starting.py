@@ -1,4 +1,4 @@
-"""The model that a job begins with, opened for a session of training or use."""
+"""Initial weights of a job from an existing model."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 def with_start(
     setup: "Setup", run: Path | None = None, record: JobRecord | None = None
 ) -> "tuple[Setup, Mapping[str, str | None] | None]":
-    """A set-up that begins with the weights of its job's start, and where these are from; unchanged without a start.
+    """Adds the weights of the job's start to a set-up, and returns their origin; unchanged without a start.
 
     Args:
         setup: The job on this machine.
-        run: A run that has begun before.
-        record: Its job.json: the start must be the same.
+        run: A run that was started before.
+        record: The run's job.json; its start must be the same.
 
     Raises:
-        NotFoundError: there are no weights at the start any more.
-        RunError: they are others.
+        NotFoundError: the weights of the start no longer exist.
+        RunError: the weights of the start have changed.
     """
     start = setup.job.start
     if start is None:
@@ -38,7 +38,7 @@ def with_start(
         if run is None or record is None or record.start is None:
             raise
         raise NotFoundError(
-            f"{run} has no copy of the frozen weights that it trains beside, and {record.start['path']} is gone; put the model back there"
+            f"{run} has no copy of the frozen weights of its base model, and {record.start['path']} no longer exists; restore the model there"
         ) from error
     if run is not None and record is not None and record.start is not None:
         origin.require(record.start, run)
@@ -46,7 +46,7 @@ def with_start(
 
 
 def with_frozen(weights: "Weights", setup: "Setup", run: Path, record: JobRecord) -> "Weights":
-    """The weights of a checkpoint with the frozen ones that it leaves out; as they are where nothing is frozen.
+    """Adds the frozen weights to those of a checkpoint, which omits them; unchanged if nothing is frozen.
 
     Raises: as :func:`with_start`.
     """

@@ -1,4 +1,4 @@
-"""A run that the processes of a job make or open together: the first one writes it, and each has its files."""
+"""Runs of multi-process jobs: process 0 creates or opens the run for writing, the others read it."""
 
 import json
 import uuid
@@ -12,17 +12,17 @@ from systolic.core.errors import RunError, SystolicError
 
 
 def open_together(path: Path | None, begin: Callable[[Part | None], Run], verb: str) -> Run:
-    """A run, open for writing in the first process of the job and for reading in the others.
+    """Opens a run for writing in process 0 and for reading in the others. Collective.
 
-    A run in a bucket has a copy wherever processes have a cache of their own, and each copy one process that sends its part.
+    A run in a bucket has one local copy per cache folder; one process per copy uploads its part.
 
     Args:
-        path: Of the run, as the user gave it.
-        begin: Makes or opens the run in the first process.
-        verb: What ``begin`` does, for messages.
+        path: Path of the run, as given by the user.
+        begin: Creates or opens the run in process 0.
+        verb: Verb for messages about ``begin``.
 
     Raises:
-        RunError: another process could not.
+        RunError: another process failed to open it.
     """
     from systolic.training import hosts
 
@@ -38,7 +38,7 @@ def open_together(path: Path | None, begin: Callable[[Part | None], Run], verb: 
             raise
     shared = hosts.share("" if run is None else str(run.path))
     if not shared:
-        raise RunError(f"the first process could not {verb} the run; see its message")
+        raise RunError(f"process 0 could not {verb} the run; see its error message")
     if part is None:
         return run or Run.open(shared if path is None or in_bucket(path) else path)
     failed = ""
@@ -56,7 +56,7 @@ def open_together(path: Path | None, begin: Callable[[Part | None], Run], verb: 
 
 
 def share_of(path: Path | None) -> Part | None:
-    """What this process holds of a run in a bucket that has several copies; None where all see the same folder."""
+    """Part that this process holds of a run in a bucket; None if all processes share one local copy."""
     from systolic.training import hosts
 
     if not hosts.several() or path is None or in_bucket(path) is None:
@@ -69,7 +69,7 @@ def share_of(path: Path | None) -> Part | None:
 
 
 def seen_by(folder: Path, exchange: Callable[[str], list[str]]) -> list[int]:
-    """By process: the first one that sees the same folder."""
+    """For each process, the first process that shares its folder. Collective."""
     folder.mkdir(parents=True, exist_ok=True)
     mine = folder / f".seen-{uuid.uuid4().hex}"
     mine.touch()

@@ -1,4 +1,4 @@
-"""Forecast of the train step, to show beside the measurement."""
+"""Forecast of the train step, shown next to the measurement."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Expected:
-    """The forecast of a train step; seconds."""
+    """Forecast of a train step; times in seconds."""
 
     slice: str
     step_seconds: float
@@ -15,14 +15,14 @@ class Expected:
     mfu: float | None = None
 
     def beside(self, measured: float) -> dict[str, float]:
-        """Values of a train record: the forecast, and the ratio of the measured step to it."""
+        """Fields of a train record: the forecast, and the ratio of the measured step to it."""
         return {
             "forecast_step_seconds": self.step_seconds,
             "forecast_ratio": measured / self.step_seconds,
         }
 
     def against(self, measured: float | None) -> dict[str, Any]:
-        """Values of the summary; a session without steps has measured nothing."""
+        """Fields of the summary; ``measured`` is None for a session without steps."""
         low, high = self.low, self.high
         within = None
         if measured is not None and low is not None and high is not None:

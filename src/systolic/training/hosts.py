@@ -1,8 +1,8 @@
-"""Several processes that train one job: joining, agreeing, and choosing the writer.
+"""Multi-process jobs: joining the job, collective decisions, and which process writes.
 
-Each process reads its part of the data and computes on its own devices; the first one writes the
-run's files, and all of them write checkpoints. Functions that exchange something must be called by
-every process in the same order, otherwise they deadlock.
+Each process reads its part of the data and computes on its own devices; process 0 writes the run's
+files, and all processes write checkpoints. Functions that communicate are collective: every process
+must call them in the same order, otherwise they deadlock.
 """
 
 import json
@@ -19,16 +19,16 @@ from systolic.training import meeting
 from systolic.training import peers as finding
 
 TEXT_BYTES = 4096
-"""Most bytes of a text that the first process shares."""
+"""Size limit of a text for :func:`share`."""
 
 
 def belongs(environ: Mapping[str, str]) -> bool:
-    """Whether this process is one of several of the same job; see :mod:`systolic.training.peers`."""
+    """Whether this process belongs to a multi-process job; see :mod:`systolic.training.peers`."""
     return finding.belongs(environ)
 
 
 def describe(coordinator: str | None, processes: int | None, process: int | None) -> None:
-    """Tells this process its job as options have it, which come before what its environment says."""
+    """Sets the job's environment variables from options, which take precedence over the environment."""
     given = {finding.ADDRESS: coordinator, finding.COUNT: processes, finding.INDEX: process}
     os.environ |= {name: str(value) for name, value in given.items() if value is not None}
 
@@ -37,8 +37,8 @@ def join(environ: Mapping[str, str] = os.environ) -> bool:
     """Connects the processes of the job, before any other use of JAX; returns False for a single process.
 
     Raises:
-        OptionError: the description of the job has a part missing.
-        RunError: the other processes were not reached.
+        OptionError: the description of the job is incomplete.
+        RunError: the other processes could not be reached.
     """
     if not belongs(environ):
         return False
@@ -57,7 +57,7 @@ def join(environ: Mapping[str, str] = os.environ) -> bool:
         if others:
             version, where = others[0]
             raise RunError(
-                f"{where[0].name} has {what} {version}, and {first[1][0].name} has {first[0]}; install the same version on all hosts"
+                f"{where[0].name} has {what} {version}, but {first[1][0].name} has {first[0]}; install the same version on all hosts"
             )
     try:
         jax.distributed.initialize(
@@ -70,7 +70,7 @@ def join(environ: Mapping[str, str] = os.environ) -> bool:
     except (RuntimeError, ValueError, TypeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise RunError(
-            f"{place.name(place.index)} of {place.count}, as {place.by} has it, could not join its job at {place.coordinator} ({reason}); see systolic doctor --multi-host in each"
+            f"{place.name(place.index)} of {place.count} (from {place.by}) could not join its job at {place.coordinator} ({reason}); run systolic doctor --multi-host in every process"
         ) from error
     return True
 
@@ -80,29 +80,29 @@ def _tell(text: str) -> None:
 
 
 def joined() -> bool:
-    """Whether this process has joined others; imports nothing where it runs alone."""
+    """Whether this process has joined a multi-process job; imports nothing in a single process."""
     return belongs(os.environ) and several()
 
 
 def is_first() -> bool:
-    """Whether this process writes the run's files."""
+    """Whether this is process 0, which writes the run's files."""
     import jax
 
     return jax.process_index() == 0
 
 
 def several() -> bool:
-    """Whether there is more than one process."""
+    """Whether the job has more than one process."""
     import jax
 
     return jax.process_count() > 1
 
 
 def share(text: str) -> str:
-    """The first process's text, in every process.
+    """Broadcasts the text of process 0 to every process.
 
     Raises:
-        RunError: it is longer than ``TEXT_BYTES``.
+        RunError: the text is longer than ``TEXT_BYTES``.
     """
     if not several():
         return text
@@ -121,7 +121,7 @@ def share(text: str) -> str:
 
 
 def agree(flag: bool, seconds: float) -> tuple[bool, float]:
-    """Whether ``flag`` is set in any process, and the longest ``seconds`` of all."""
+    """Whether ``flag`` is set in any process, and the maximum of ``seconds`` over all."""
     if not several():
         return flag, seconds
     import numpy as np
@@ -142,7 +142,7 @@ def any_of(flag: bool) -> bool:
 
 
 def exchange(text: str) -> list[str]:
-    """Texts of all processes, in the order of the processes."""
+    """Gathers the texts of all processes, in process order."""
     if not several():
         return [text]
     import numpy as np
@@ -159,17 +159,17 @@ def exchange(text: str) -> list[str]:
 
 
 def peers() -> Peers:
-    """Index of this process among those of its job."""
+    """Index of this process, and the number of processes of its job."""
     import jax
 
     return Peers(index=jax.process_index(), count=jax.process_count(), exchange=exchange)
 
 
 def require_same(batch: Mapping[str, Any]) -> None:
-    """Checks that processes that hold the same part of a batch have the same contents.
+    """Checks that processes that hold the same part of a batch have the same data for it.
 
     Raises:
-        DataError: they differ; names the array, the rows and the processes.
+        DataError: the data differs; names the array, the rows and the processes.
     """
     if not several():
         return
@@ -191,7 +191,7 @@ def require_same(batch: Mapping[str, Any]) -> None:
 
 
 def share_lines(lines: Skipped) -> list[str]:
-    """New messages of all processes since the last call, each once, in every process."""
+    """New messages of all processes since the last call, without duplicates, in every process."""
     mine = lines.take()
     if not several():
         return mine
@@ -201,7 +201,7 @@ def share_lines(lines: Skipped) -> list[str]:
 
 
 def gather(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Global arrays as numpy arrays, whole in every process."""
+    """Global arrays as full numpy arrays in every process."""
     import jax
     import numpy as np
 

@@ -1,4 +1,7 @@
-"""Interrupts: SIGTERM and Ctrl-C make the loop save and stop; a second Ctrl-C ends a command at once and raises in Python."""
+"""Signal handling: SIGTERM or Ctrl-C makes the loop save and stop.
+
+A second Ctrl-C exits at once in a command, and raises KeyboardInterrupt in a Python program.
+"""
 
 import os
 import signal
@@ -11,14 +14,14 @@ from systolic.core.leave import raise_lost_interrupt
 from systolic.training import hosts
 
 AGREE = 8
-"""Most steps or batches between two agreements of several processes on whether to stop."""
+"""Maximum number of steps or batches between two collective checks for a stop."""
 
 AGREE_SECONDS = 2.0
-"""Longest interval between agreements where steps or batches are slow."""
+"""Maximum interval between the checks when steps or batches are slow."""
 
 
 class Interrupt:
-    """Context that catches signals and remembers that the process was asked to stop."""
+    """Context that handles signals and records a request to stop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.signal: signal.Signals | None = None
@@ -26,7 +29,7 @@ class Interrupt:
         self._told = False
         """All processes have agreed to stop."""
         self._ended = False
-        """The program ended the training; a signal that comes after it is meant for the program."""
+        """The program ended the training; a later signal is for the program."""
         self._late: signal.Signals | None = None
         self._asked_at: float | None = None
         self._calls, self._interval = 0, 1
@@ -37,7 +40,7 @@ class Interrupt:
         for number in (signal.SIGINT, signal.SIGTERM):
             try:
                 self._before[number] = signal.signal(number, self._ask)
-            except ValueError:  # Not the main thread, so signals are not ours to handle.
+            except ValueError:  # Only the main thread can handle signals.
                 continue
         _open.append(self)
         return self
@@ -55,25 +58,25 @@ class Interrupt:
             os.kill(os.getpid(), self._late)
 
     def end(self) -> None:
-        """Makes the loop save and stop as a signal does, without a word."""
+        """Makes the loop save and stop as a signal does, without a message."""
         self._ended = self.signal is None
         self.signal = self.signal or signal.SIGTERM
 
     def alone(self) -> bool:
-        """Whether a job of a single process was asked to stop; it may do so at any point."""
+        """Whether a single-process job should stop; valid at any point."""
         return self.signal is not None and not hosts.several()
 
     def agreed(self) -> bool:
-        """Whether any process of the job was asked to stop; all must call it at the same point."""
+        """Whether any process of the job was asked to stop. Collective."""
         self._ask_all(AGREE_SECONDS)
-        self._asked_at = None  # The next calls may have another pace.
+        self._asked_at = None  # The interval of later calls may differ.
         return self._told
 
     def soon(self) -> bool:
-        """Whether to stop before the next step or batch, the same answer in every process.
+        """Whether to stop before the next step or batch; the same answer in every process.
 
-        All call it before each one. They agree every :data:`AGREE` calls, or every :data:`AGREE_SECONDS`
-        at the pace of the slowest; in between it returns False.
+        Every process calls it before each step or batch. It communicates every :data:`AGREE` calls, or about every
+        :data:`AGREE_SECONDS` if the slowest process takes longer, and otherwise returns False.
         """
         if not hosts.several():
             return self.signal is not None
@@ -84,7 +87,7 @@ class Interrupt:
         return self._told
 
     def _ask_all(self, pace: float) -> None:
-        """Agrees with all processes, unless they have; ``pace`` is this process's seconds between calls."""
+        """Communicates with all processes unless a stop is agreed; ``pace`` is this process's seconds between calls."""
         if self._told:
             return
         self._told, slowest = hosts.agree(self.signal is not None, pace)
@@ -98,19 +101,19 @@ class Interrupt:
         if self._ended:
             self._ended, self._late = False, signal.Signals(number)
             return
-        # Written to the descriptor, since a handler may run in the middle of a print.
+        # Written to the descriptor, since a handler may interrupt a print.
         if self.signal is not None and number == signal.SIGINT:
             if self._before.get(signal.SIGINT) is signal.default_int_handler:
-                raise KeyboardInterrupt  # A Python program or a notebook must not be ended.
-            os.write(2, b"\nsystolic: left at once; what came after the last checkpoint is lost\n")
-            # An exception would wait for the running step. Checkpoints are complete or absent.
+                raise KeyboardInterrupt  # Don't kill a Python program or a notebook.
+            os.write(2, b"\nsystolic: exited at once; steps since the last checkpoint are lost\n")
+            # An exception would wait for the running step. Exiting is safe: checkpoints are atomic.
             os._exit(130)
         self.signal = signal.Signals(number)
-        os.write(2, b"\nsystolic: stopping after this step to save; Ctrl-C again leaves at once\n")
+        os.write(2, b"\nsystolic: stopping after this step to save; Ctrl-C again exits at once\n")
 
 
 def end_training() -> None:
-    """Makes the training that runs in this process save and stop; a signal that comes meanwhile reaches the caller's handler."""
+    """Makes the training in this process save and stop; signals that arrive meanwhile reach the caller's handler."""
     for each in _open:
         each.end()
 

@@ -1,7 +1,8 @@
-"""Meeting of the processes of a job before JAX connects them: who is missing, and how what they report differs.
+"""Rendezvous of the processes of a job before JAX connects them: names missing processes and compares reports.
 
-JAX ends a process that waits in vain with a stack trace that names nobody. So the first process listens at the
-coordinator's address, the others report to it, and each gets the reports of all; then the port is free for JAX.
+When JAX times out, it ends the process with a stack trace that doesn't name the missing processes. So process 0 first
+listens on the coordinator's address, the others report to it, and each receives all reports; then the port is free
+for JAX.
 """
 
 import contextlib
@@ -16,16 +17,16 @@ from systolic.core.errors import RunError
 from systolic.training.peers import Member
 
 MEET_SECONDS = 300.0
-"""As long as JAX waits."""
+"""Timeout of the rendezvous, the same as that of JAX."""
 TELL_SECONDS = 20.0
-"""Between two lines on who is still missing."""
+"""Interval between messages about missing processes."""
 AGAIN_SECONDS = 0.2
 _ANSWER_SECONDS = 10.0
 _GREETING = "systolic meeting 1"
 
 
 class _Stream(Protocol):
-    """A socket as a file."""
+    """File object of a socket."""
 
     def readline(self) -> bytes: ...
     def write(self, data: bytes, /) -> int: ...
@@ -34,22 +35,22 @@ class _Stream(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostReport:
-    """What one process said of itself."""
+    """Report of one process about itself."""
 
     index: int
     host: str
     facts: Mapping[str, Any]
-    """Of the caller: versions, data …"""
+    """Facts from the caller: versions, data …"""
     address: str = ""
-    """From which the first process saw it come; empty for the first."""
+    """Address of the process as seen by process 0; empty for process 0."""
     ahead_seconds: float = 0.0
-    """Of its clock, against the first process's."""
+    """Offset of its clock from that of process 0."""
     error_seconds: float = 0.0
-    """Of that, at most: half of what the question took on its way and back."""
+    """Upper bound of the offset's error: half of the round-trip time."""
 
     @property
     def name(self) -> str:
-        """The process for a message."""
+        """Name of the process for messages."""
         return f"process {self.index} on {self.host}"
 
 
@@ -59,16 +60,17 @@ def meet(
     seconds: float = MEET_SECONDS,
     tell: Callable[[str], None] = lambda text: None,
 ) -> list[HostReport]:
-    """Reports of all processes, in their order, in each of them.
+    """Gathers the reports of all processes, in process order, in each of them.
 
     Args:
-        place: This process.
-        facts: What it reports, as JSON values.
-        seconds: To wait for the others.
-        tell: Called now and then with a line on who is missing.
+        place: Place of this process.
+        facts: Facts to report, as JSON values.
+        seconds: Timeout for the other processes.
+        tell: Called periodically with a line that names the missing processes.
 
     Raises:
-        RunError: a process did not come, or came twice; the same line in all that did.
+        RunError: a process did not connect, or two have the same index; the same message in every process that
+            connected.
     """
     mine = {
         "greeting": _GREETING,
@@ -88,7 +90,7 @@ def meet(
 
 
 class _Guests:
-    """The first process's side: connections of the others, by their index."""
+    """Server side in process 0: connections of the other processes by index."""
 
     def __init__(self, place: Member, mine: Mapping[str, Any]) -> None:
         self._place, self._mine = place, mine
@@ -103,7 +105,7 @@ class _Guests:
             self._server = self._stack.enter_context(_server(port))
         except OSError as error:
             raise RunError(
-                f"port {port} of this host, where the other processes should meet it, is taken ({error.strerror}); end the process that holds it, or give another --coordinator HOST:PORT in all"
+                f"port {port} of this host, to which the other processes connect, is in use ({error.strerror}); stop the process that uses it, or give another --coordinator HOST:PORT in every process"
             ) from error
         return self
 
@@ -111,12 +113,12 @@ class _Guests:
         self._stack.close()
 
     def gather(self, seconds: float, tell: Callable[[str], None]) -> dict[str, Any]:
-        """Waits for all and answers all."""
+        """Waits for all processes and answers each."""
         start = told = time.monotonic()
         while not self._error and len(self._came) < self._place.count - 1:
             now = time.monotonic()
             if now - start > seconds:
-                self._error = f"{self._missing()} did not come within {seconds:.0f} s to {self._place.coordinator}; see whether it runs, reaches that address, and was given the same one"
+                self._error = f"{self._missing()} did not connect to {self._place.coordinator} within {seconds:.0f} s; check that it runs, can reach that address, and was given the same one"
                 break
             if now - told > TELL_SECONDS:
                 told = now
@@ -144,7 +146,7 @@ class _Guests:
         return ", ".join(named) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "")
 
     def _welcome(self, connection: socket.socket) -> None:
-        """Takes a report; whatever is no report is a stranger's and left alone."""
+        """Reads the report of a connection; ignores connections that send anything else."""
         connection.settimeout(_ANSWER_SECONDS)
         stream = self._stack.enter_context(connection.makefile("rwb"))
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -154,16 +156,16 @@ class _Guests:
             index, host, count = said["index"], said["host"], said["count"]
             before = self._came.get(index)
             if count != self._place.count:
-                self._error = f"process {index} on {host} was told of {count} processes, and process 0 on {self._mine['host']} of {self._place.count}; tell all the same"
+                self._error = f"process {index} on {host} expects {count} processes, but process 0 on {self._mine['host']} expects {self._place.count}; give every process the same number"
             elif before is not None and not _left(before[1]):
-                self._error = f"process {index} came twice, from {before[0]['host']} and {host}; give each process its own number"
+                self._error = f"process index {index} is used twice, on {before[0]['host']} and on {host}; give each process its own index"
             elif not 0 < index < count:
-                self._error = f"process {index} came from {host}, and {self._mine['host']} has that number; give each process its own"
+                self._error = f"process index {index} is used on {host} and on {self._mine['host']}; give each process its own index"
             self._came[index] = (said | {"address": connection.getpeername()[0]}, stream)
             self._streams.append(stream)
 
     def _timed(self, index: int) -> dict[str, Any]:
-        """A report with the difference of its clock."""
+        """Report of a process, with the offset of its clock."""
         said, stream = self._came[index]
         report = {name: said[name] for name in ("index", "host", "facts", "address")}
         try:
@@ -180,7 +182,7 @@ class _Guests:
 
 
 def _report_to_first(place: Member, mine: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-    """Reports to the first process, as soon as it is there, and returns its answer."""
+    """Reports to process 0 as soon as it listens, and returns its answer."""
     host, _, port = place.coordinator.rpartition(":")
     address = (host.strip("[]"), int(port))
     deadline = time.monotonic() + seconds
@@ -190,7 +192,7 @@ def _report_to_first(place: Member, mine: Mapping[str, Any], seconds: float) -> 
             with socket.create_connection(
                 address, timeout=min(left, _ANSWER_SECONDS)
             ) as connection:
-                # The first one says who is missing a little later than this one would give up.
+                # Process 0 reports missing processes slightly after this one's deadline.
                 connection.settimeout(left + _ANSWER_SECONDS)
                 with connection.makefile("rwb") as stream:
                     _write(stream, mine)
@@ -203,12 +205,12 @@ def _report_to_first(place: Member, mine: Mapping[str, Any], seconds: float) -> 
             why = str(error)
         time.sleep(AGAIN_SECONDS)
     return {
-        "error": f"{place.name(0)} was not reached from {place.name(place.index)} at {place.coordinator} within {seconds:.0f} s ({why or 'it closed the connection'}); see whether it runs, and whether its port is open to this host"
+        "error": f"{place.name(place.index)} could not reach {place.name(0)} at {place.coordinator} within {seconds:.0f} s ({why or 'it closed the connection'}); check that it runs and that its port is open to this host"
     }
 
 
 def differing(reports: Sequence[HostReport], what: str) -> dict[str, list[HostReport]]:
-    """Reports by the value of a fact, the most frequent first."""
+    """Reports grouped by the value of a fact, the most frequent value first."""
     found: dict[str, list[HostReport]] = {}
     for report in reports:
         value = report.facts.get(what)
@@ -223,7 +225,7 @@ def _server(port: int) -> socket.socket:
 
 
 def _left(stream: _Stream) -> bool:
-    """Whether the other side has closed the connection: a process that was started again."""
+    """Whether the peer has closed the connection, as when its process was restarted."""
     try:
         _write(stream, {"time": True})
         return not stream.readline()

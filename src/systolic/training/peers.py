@@ -1,7 +1,7 @@
-"""Finding the processes of a job: an explicit coordinator, a TPU slice of several hosts, SkyPilot, Slurm or MPI.
+"""Detection of the processes of a job: an explicit coordinator, a multi-host TPU slice, SkyPilot, Slurm or MPI.
 
-Each look reads what its platform sets. JAX would find most of them too; it asks in another order, tells nobody what
-it found, and does not know Open MPI 5 or MPICH.
+Each detector reads what its platform sets. JAX detects most of them too, but in another order, without reporting the
+result, and without support for Open MPI 5 and MPICH.
 """
 
 import re
@@ -17,7 +17,7 @@ from systolic.core.errors import OptionError
 
 ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 PORT = 8476
-"""Where the first process is reached, as far as nothing else says so."""
+"""Default port of the coordinator, where the platform doesn't define one."""
 PORTS = 65535
 _EPHEMERAL, _PORTS = 61440, 4096
 _METADATA_SECONDS = 5.0
@@ -26,36 +26,36 @@ _ROOT = Path("/")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Member:
-    """This process among those of its job."""
+    """Place of this process in its job."""
 
     by: str
-    """What told it: ``Slurm``, ``Cloud TPU`` …"""
+    """Source of the description: ``Slurm``, ``Cloud TPU`` …"""
     count: int
     index: int
     coordinator: str
-    """``HOST:PORT`` of the first process; empty where the platform does not say."""
+    """``HOST:PORT`` of process 0; empty if the platform doesn't provide it."""
     hosts: tuple[str, ...] = ()
-    """Host of each process, as far as the platform lists them."""
+    """Host of each process; empty if the platform doesn't list them."""
     local: int | None = None
-    """Member among the processes of this host, where each takes one GPU."""
+    """Index among the processes of this host, where each process uses one GPU."""
 
     def name(self, index: int) -> str:
-        """A process, with its host where it is known."""
+        """Name of a process for messages, with its host if known."""
         if len(self.hosts) == self.count:
             return f"process {index} on {self.hosts[index]}"
         return f"process {index}"
 
 
 def find(environ: Mapping[str, str], root: Path = _ROOT) -> Member | None:
-    """This process among its peers; None for a process on its own.
+    """Place of this process in its job; None for a single process.
 
     Args:
-        environ: Its environment.
-        root: Of the files of devices.
+        environ: Environment of the process.
+        root: Root folder of the device files.
 
     Raises:
-        OptionError: a part of an explicit description is missing or wrong, or the platform does not say where the
-            first process is, or leaves out what this process is among several.
+        OptionError: an explicit description is incomplete or invalid, or the platform describes a multi-process job
+            without the coordinator or this process's index.
     """
     if COUNT in environ or INDEX in environ:
         return _explicit(environ)
@@ -69,7 +69,7 @@ def find(environ: Mapping[str, str], root: Path = _ROOT) -> Member | None:
         _check_whole(environ)
     if found is not None and not found.coordinator:
         raise OptionError(
-            f"{found.by} says that this is process {found.index} of {found.count}, and not where the first one is; give --coordinator HOST:PORT of it in every process"
+            f"{found.by} describes process {found.index} of {found.count} but no coordinator; give --coordinator HOST:PORT of process 0 in every process"
         )
     return found
 
@@ -81,11 +81,11 @@ _COUNTS = {
     "OMPI_COMM_WORLD_SIZE": ("OMPI_COMM_WORLD_RANK",),
     "PMI_SIZE": ("PMI_RANK",),
 }
-"""Variables that count processes or slices, each with those that say which of them this is."""
+"""Variables with a number of processes or slices, each with the variables that identify this one."""
 
 
 def belongs(environ: Mapping[str, str], root: Path = _ROOT) -> bool:
-    """Whether this process is one of several of the same job, complete as its description may be or not."""
+    """Whether this process belongs to a multi-process job, even if its description is incomplete."""
     return (
         ADDRESS in environ
         or _number(environ, COUNT) > 1
@@ -97,17 +97,17 @@ def belongs(environ: Mapping[str, str], root: Path = _ROOT) -> bool:
 
 
 def _check_whole(environ: Mapping[str, str]) -> None:
-    """Checks that a process which nothing places is not one of several, where each would train alone."""
+    """Checks that a process that no detector placed is not one of several, each of which would train alone."""
     many = {name: environ[name] for name in _COUNTS if _number(environ, name) > 1}
     parts = {name: _COUNTS[name] for name in many}
     if len(hosts := _pod_hosts(environ)) > 1:
-        many["TPU_WORKER_HOSTNAMES"] = f"a list of {len(hosts)}"
+        many["TPU_WORKER_HOSTNAMES"] = f"a list of {len(hosts)} hosts"
         parts["TPU_WORKER_HOSTNAMES"] = ("TPU_WORKER_ID",)
     for name, value in many.items():
         missing = next((part for part in parts[name] if not environ.get(part, "").strip()), None)
         if missing is not None:
             raise OptionError(
-                f"{name} is {value}, and {missing} is not set, so that this process does not know which of them it is; set it, give --coordinator HOST:PORT --processes N --process I in every process, or unset {name} to train alone"
+                f"{name} is {value}, and {missing} is not set, so this process's index in the job is unknown; set it, give --coordinator HOST:PORT --processes N --process I in every process, or unset {name} to train alone"
             )
 
 
@@ -117,11 +117,11 @@ def _explicit(environ: Mapping[str, str]) -> Member:
         raise OptionError(_missing(missing[0]))
     wrong = next((name for name in (COUNT, INDEX) if not environ[name].isdigit()), None)
     if wrong is not None:
-        raise OptionError(f"{wrong} is {environ[wrong]!r}, which is no number of processes")
+        raise OptionError(f"{wrong} is {environ[wrong]!r}; give a non-negative integer")
     count, index = int(environ[COUNT]), int(environ[INDEX])
     if index >= count:
         raise OptionError(
-            f"process is {index} of {count} processes, which count from 0; give {count - 1} or less"
+            f"process is {index} of {count}, but indices start at 0; give {count - 1} or less"
         )
     return Member(
         by="an explicit coordinator",
@@ -139,13 +139,13 @@ def _address(text: str) -> str:
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) <= PORTS:
         raise OptionError(
-            f"the coordinator is {text!r}; give HOST:PORT of the first process, with a port of 1 to {PORTS}, such as 10.0.0.2:{PORT}"
+            f"coordinator is {text!r}; give HOST:PORT of process 0 with a port from 1 to {PORTS}, such as 10.0.0.2:{PORT}"
         )
     return text
 
 
 def _gke(environ: Mapping[str, str], root: Path) -> Member | None:
-    """A pod of a TPU slice, as GKE and images with the same variables describe it."""
+    """Pod of a TPU slice, from the variables of GKE (and of images that set the same ones)."""
     del root
     hosts = _pod_hosts(environ)
     slices = max(_number(environ, "MEGASCALE_NUM_SLICES"), 1)
@@ -157,20 +157,20 @@ def _gke(environ: Mapping[str, str], root: Path) -> Member | None:
 
 
 def _pod_hosts(environ: Mapping[str, str]) -> list[str]:
-    """Hosts of this slice; an address may have its port."""
+    """Hosts of this slice, without ports."""
     told = environ.get("TPU_PROCESS_ADDRESSES") or environ.get("TPU_WORKER_HOSTNAMES") or ""
     return [_host(part.strip()) for part in told.split(",") if part.strip()]
 
 
 def _host(text: str) -> str:
-    """``HOST`` of ``HOST[:PORT]``; an address of version 6 comes in brackets."""
+    """``HOST`` of ``HOST[:PORT]``; IPv6 addresses are returned in brackets."""
     if text.startswith("["):
         return text.partition("]")[0] + "]"
     return f"[{text}]" if text.count(":") > 1 else text.partition(":")[0]
 
 
 def _cloud_tpu(environ: Mapping[str, str], root: Path) -> Member | None:
-    """A machine of Cloud TPU, by its metadata server."""
+    """Cloud TPU VM, from its metadata server."""
     chips = any((root / path).exists() for path in ("dev/accel0", "dev/vfio/0"))
     if not chips or "TPU_SKIP_MDS_QUERY" in environ or _pod_hosts(environ):
         return None
@@ -181,14 +181,14 @@ def _cloud_tpu(environ: Mapping[str, str], root: Path) -> Member | None:
         return None
     lines = (line.partition(":") for line in _attribute(server, "tpu-env").splitlines())
     told = {name.strip(): value.strip().strip("'\"") for name, _, value in lines}
-    # A list of hosts, or of NAME:ID:ADDRESS.
+    # Entries are HOST or NAME:ID:ADDRESS.
     hosts = [endpoint.rpartition(":")[2] for endpoint in endpoints.split(",")]
     place = _in_slices(told, hosts, int(worker))
     return place if place.count > 1 else None
 
 
 def _in_slices(told: Mapping[str, str], hosts: list[str], worker: int) -> Member:
-    """Member of a worker whose slice may be one of several."""
+    """Place of a worker in a job of one or more slices."""
     slices = max(_number(told, "MEGASCALE_NUM_SLICES"), 1)
     first = told.get("MEGASCALE_COORDINATOR_ADDRESS", "") if slices > 1 else hosts[0]
     return Member(
@@ -202,7 +202,7 @@ def _in_slices(told: Mapping[str, str], hosts: list[str], worker: int) -> Member
 
 @cache
 def _attribute(server: str, name: str) -> str:
-    """An attribute of this machine; empty without a metadata server or such an attribute."""
+    """Metadata attribute of this VM; empty if the server or the attribute doesn't exist."""
     request = urllib.request.Request(
         f"http://{server}/computeMetadata/v1/instance/attributes/{name}",
         headers={"Metadata-Flavor": "Google"},
@@ -215,7 +215,7 @@ def _attribute(server: str, name: str) -> str:
 
 
 def _skypilot(environ: Mapping[str, str], root: Path) -> Member | None:
-    """A node of a task, where nothing more special is known of it."""
+    """Node of a SkyPilot task; tried after the detectors of TPU platforms."""
     del root
     hosts = environ.get("SKYPILOT_NODE_IPS", "").split()
     index = environ.get("SKYPILOT_NODE_RANK", "")
@@ -231,13 +231,13 @@ def _skypilot(environ: Mapping[str, str], root: Path) -> Member | None:
 
 
 def _slurm(environ: Mapping[str, str], root: Path) -> Member | None:
-    """A task of a step, which srun starts; the batch script itself is alone."""
+    """Task of a Slurm job step, started by srun; the batch script itself is a single process."""
     del root
     count, index = _number(environ, "SLURM_STEP_NUM_TASKS"), environ.get("SLURM_PROCID", "")
     nodes = slurm_hosts(environ.get("SLURM_STEP_NODELIST", ""))
     if count < 2 or not index.isdigit() or not nodes:
         return None
-    # As JAX chooses it, so that other programs of a job are met there.
+    # The port that JAX chooses, so that other programs of the job use the same one.
     port = _EPHEMERAL + _number(environ, "SLURM_JOB_ID") % _PORTS
     return Member(
         by="Slurm",
@@ -281,7 +281,7 @@ def _open_mpi(environ: Mapping[str, str], root: Path) -> Member | None:
     count, index = _number(environ, "OMPI_COMM_WORLD_SIZE"), environ.get("OMPI_COMM_WORLD_RANK", "")
     if count < 2 or not index.isdigit():
         return None
-    # Of version 4 the launcher's address; of version 5 prterun-HOST-PID@JOB.
+    # Open MPI 4 sets the launcher's address; Open MPI 5 sets prterun-HOST-PID@JOB.
     launcher = environ.get("OMPI_MCA_orte_hnp_uri", "")
     space = environ.get("PMIX_NAMESPACE", "")
     told = re.search(r"tcp6?://\[?([^,:\]]+)", launcher) or re.match(
@@ -301,7 +301,7 @@ def _open_mpi(environ: Mapping[str, str], root: Path) -> Member | None:
 
 
 def _mpich(environ: Mapping[str, str], root: Path) -> Member | None:
-    """MPICH, Intel MPI and others with its process manager, which tells no address."""
+    """MPICH, Intel MPI and others with the same process manager, which provides no address."""
     del root
     count, index = _number(environ, "PMI_SIZE"), environ.get("PMI_RANK", "")
     if count < 2 or not index.isdigit():

@@ -1,7 +1,7 @@
-"""Which process of a job is late or dead: each says every second what it does, and the first one listens.
+"""Liveness of the processes of a job: each sends a heartbeat every second, and process 0 reports late and dead ones.
 
-A collective waits for the slowest process without a word, and an error in one names an address at best. What is said
-goes through the key-value store of the job's coordinator, so that it arrives while devices wait.
+A collective waits silently for the slowest process, and its errors name an address at best. Heartbeats go through the
+key-value store of the job's coordinator, so they arrive while devices wait.
 """
 
 import json
@@ -22,11 +22,11 @@ from systolic.training.ledger import Ledger, Spent
 
 BEAT_SECONDS = 1.0
 LATE_SECONDS = 30.0
-"""For which one process may read, save or compile while others wait for it, before it is named."""
+"""Time that a process may read, save or compile while others wait for it, before it is reported as late."""
 SILENT_SECONDS = 3.0
-"""After an error of a collective, a process that says nothing for so long is dead."""
+"""Heartbeat timeout after an error of a collective."""
 DEAD_SECONDS = 60.0
-"""A process that says nothing for so long is dead; no error of a collective is needed."""
+"""Heartbeat timeout without an error of a collective."""
 FOLDER = "systolic/roll"
 DOES = {
     Spent.data_wait: "reading data",
@@ -39,39 +39,39 @@ DOES = {
 
 
 class KeyValues(Protocol):
-    """The part of JAX's client of the coordinator that is needed."""
+    """Methods used of JAX's coordinator client."""
 
     def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
         """Sets a key for all processes."""
         ...
 
     def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
-        """Keys below a folder with their values."""
+        """Returns the keys below a folder with their values."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Beat:
-    """What a process said last."""
+    """Latest heartbeat of a process."""
 
     index: int
     host: str
     number: int
-    """Of the beat."""
+    """Sequence number of the heartbeat."""
     step: int
     kind: str
-    """Value of what its time goes to."""
+    """Value of the current :class:`Spent`."""
     seconds: float
-    """For which it has done that."""
+    """Time spent in it so far."""
 
     @property
     def name(self) -> str:
-        """The process for a message."""
+        """Name of the process for messages."""
         return f"process {self.index} on {self.host}"
 
 
 def late(beats: Mapping[int, Beat]) -> list[Beat]:
-    """Processes that do something on their own while another one waits in a step."""
+    """Processes that do local work while another one waits in a step."""
     waits = any(
         beat.kind == Spent.step.value and beat.seconds >= LATE_SECONDS / 2
         for beat in beats.values()
@@ -85,15 +85,15 @@ def late(beats: Mapping[int, Beat]) -> list[Beat]:
 
 
 class RollCall:
-    """Context in which this process says what it does; does nothing in a job of one process.
+    """Context in which this process sends heartbeats; does nothing in a single-process job.
 
-    On the way out, an error of a collective becomes one that names the process that is dead.
+    On exit, an error of a collective is replaced by one that names the dead process.
 
     Args:
-        ledger: What the time goes to.
-        step: Steps so far.
-        warn: Called from a thread of the first process with the name and the text of an event: ``late`` or ``lost``.
-        client: The store, by default JAX's.
+        ledger: Records what the process spends its time on.
+        step: Returns the number of steps so far.
+        warn: Called from a thread of process 0 with the name and the text of an event: ``late`` or ``lost``.
+        client: Returns the key-value store, by default JAX's.
         clock: Monotonic seconds.
     """
 
@@ -111,7 +111,7 @@ class RollCall:
         self._ended = threading.Event()
         self._number = 0
         self._heard: dict[int, tuple[Beat, float]] = {}
-        """Last new beat of each process, and when it came."""
+        """Latest heartbeat of each process, and when it arrived."""
         self._told: set[tuple[int, str, int]] = set()
 
     def __enter__(self) -> Self:
@@ -134,7 +134,7 @@ class RollCall:
             self._ended.set()
 
     def say(self) -> None:
-        """Tells the others what this process does."""
+        """Sends a heartbeat."""
         kind, seconds = self._ledger.doing()
         self._number += 1
         mine = {
@@ -148,7 +148,7 @@ class RollCall:
             self._client.key_value_set(f"{FOLDER}/{self._index}", json.dumps(mine), True)
 
     def listen(self) -> dict[int, float]:
-        """Seconds since each process last said something new."""
+        """Reads the heartbeats; returns the seconds since each process's latest."""
         now = self._clock()
         for key, text in self._client.key_value_dir_get(FOLDER) if self._client else []:
             index = int(key.rpartition("/")[2])
@@ -158,7 +158,7 @@ class RollCall:
         return {index: now - when for index, (_, when) in self._heard.items()}
 
     def dead(self, seconds: float) -> list[Beat]:
-        """Other processes that have said nothing for so long."""
+        """Other processes without a heartbeat for at least ``seconds``."""
         return [
             self._heard[index][0]
             for index, silent in self.listen().items()
@@ -171,7 +171,7 @@ class RollCall:
                 self.say()
                 if self._index == 0:
                     self._judge()
-            except RuntimeError:  # The coordinator is gone, and its client ends this process.
+            except RuntimeError:  # The coordinator is gone; its client ends this process.
                 return
 
     def _judge(self) -> None:
@@ -180,7 +180,7 @@ class RollCall:
             text = _lost(dead)
             self._warn("lost", text)
             print(f"systolic: {text}", file=sys.stderr, flush=True)
-            # The main thread waits in a collective that will never end.
+            # The main thread waits in a collective that never completes.
             os._exit(RunError.exit_code)
         for beat in late({index: beat for index, (beat, _) in self._heard.items()}):
             told = (beat.index, beat.kind, beat.step)
@@ -189,11 +189,11 @@ class RollCall:
                 does = DOES[Spent(beat.kind)]
                 self._warn(
                     "late",
-                    f"{beat.name} has been {does} for {beat.seconds:.0f} s at step {beat.step}, and the others wait for it",
+                    f"{beat.name} has been {does} for {beat.seconds:.0f} s at step {beat.step}; the other processes wait for it",
                 )
 
     def _blame(self, error: Exception) -> None:
-        """Raises an error that names the dead in place of one of a collective."""
+        """Replaces an error of a collective by one that names the dead processes."""
         if isinstance(error, SystolicError) or not _of_a_collective(error):
             return
         try:
@@ -208,9 +208,9 @@ class RollCall:
         text = _lost(dead)
         if self._index == 0:
             self._warn("lost", text)
-            # The store ends with this process, and the others are about to read it.
+            # The store goes away with this process, and the others still read it.
             time.sleep(BEAT_SECONDS)
-        # JAX would wait for the dead process before it ends this one.
+        # Otherwise JAX would wait for the dead process at exit.
         leave_at_once()
         raise RunError(text) from error
 
@@ -218,7 +218,7 @@ class RollCall:
 def _lost(dead: list[Beat]) -> str:
     who = ", ".join(beat.name for beat in dead)
     it = "it" if len(dead) == 1 else "them"
-    return f"{who} is dead or out of reach since step {max(beat.step for beat in dead)}; start all processes again, with {it} or on fewer devices: with --resume RUN or --continue they go on from the last checkpoint"
+    return f"{who} is dead or unreachable (last heartbeat at step {max(beat.step for beat in dead)}); restart all processes, with {it} or on fewer devices: --resume RUN or --continue resumes from the last checkpoint"
 
 
 def _of_a_collective(error: Exception) -> bool:
@@ -228,10 +228,10 @@ def _of_a_collective(error: Exception) -> bool:
 
 
 def _client() -> Any:
-    """JAX's client of the coordinator; None for a process on its own."""
+    """JAX's coordinator client; None in a single process."""
     if not hosts.joined():
         return None
-    # No public function stores values for other processes; Orbax takes the same way.
+    # No public API stores values for other processes; Orbax uses the same client.
     from jax._src import distributed
 
     return distributed.global_state.client

@@ -19,21 +19,20 @@ if TYPE_CHECKING:
     from systolic.training.setup import Setup
 
 EVERY = 100
-"""Batches between comparisons, which copy a process's part of the batch to the host."""
+"""Batches between comparisons, each of which copies this process's part of the batch to the host."""
 
 _LONG = 80
-"""Characters of a value from which on a message shows only where it differs."""
+"""Length in characters above which a message shows only the part of a value that differs."""
 
 
 def require_same_job(setup: "Setup") -> None:
-    """Checks before training that processes have the same settings; otherwise each would apply its own.
+    """Checks before training that all processes have the same settings.
 
-    Every process calls it at the same point. It covers the job's fields, the compiler's flags and package
-    versions, not the code of a recipe's file. Paths of the data may differ: a ``Path``, or text that begins
-    with ``/`` or ``~``.
+    Collective. Covers the job's fields, the compiler's flags and package versions, but not the code of a recipe file.
+    Paths of the data (a ``Path``, or text that begins with ``/`` or ``~``) may differ.
 
     Raises:
-        RunError: they differ; names the first setting that differs, both values and the processes.
+        RunError: settings differ; names the first setting that differs, both values and the processes.
     """
     if not hosts.several():
         return
@@ -53,7 +52,7 @@ def _settings(setup: "Setup") -> dict[str, Any]:
     found: dict[str, Any] = {name: version(name) for name in ("systolic", "jax", "jaxlib")}
     found["flags"] = " ".join(setup.flags)
     plain = setup.job.to_json()
-    # Each process may have its data in another place; contents are compared.
+    # Data may be at different paths in each process; its contents are compared instead.
     data = msgspec.to_builtins(setup.job.data, enc_hook=_kind, order="deterministic")
     plain["data"] = {"type": type(setup.job.data).__name__, **data}
     todo: list[tuple[str, Any]] = [("", plain)]
@@ -72,12 +71,12 @@ def _settings(setup: "Setup") -> dict[str, Any]:
 
 
 def _kind(value: Any) -> str:
-    """Stands for a value that has no plain form: a path differs between machines, and so does an object's text."""
+    """Placeholder for a value without a plain form: paths, and the repr of objects, differ between machines."""
     return "a path" if isinstance(value, PurePath) else f"of {type(value).__qualname__}"
 
 
 def _told(first: Any, other: Any) -> tuple[str, str]:
-    """Both values as text, long ones from shortly before their first difference."""
+    """Both values as text; long ones start shortly before their first difference."""
     texts = (repr(first), repr(other))
     if max(map(len, texts)) <= _LONG:
         return texts
@@ -96,11 +95,11 @@ def _told(first: Any, other: Any) -> tuple[str, str]:
 def require_same_data(data: Data) -> None:
     """Checks before training that processes have the same data in every split.
 
-    Every process calls it at the same point. It covers the fingerprints of :mod:`systolic.data.fingerprint`,
-    the tokenizer and the sizes of splits; data without a fingerprint is compared by batches only.
+    Collective. Covers the fingerprints of :mod:`systolic.data.fingerprint`, the tokenizer and the sizes of splits;
+    data without a fingerprint is compared by batches only.
 
     Raises:
-        DataError: they differ (names the data, the difference and the processes), or a process can't read it.
+        DataError: the data differs (names the data, the difference and the processes), or a process can't read it.
     """
     if not hosts.several():
         return
@@ -136,22 +135,22 @@ def require_same_data(data: Data) -> None:
 
 def _different(first: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> str | None:
     if first is None or other is None:
-        return None if first == other else "other files"
+        return None if first == other else "different files"
     told = difference(Contents(**first), Contents(**other))
     return told and told.replace("before", "in process 0")
 
 
 class SameBatches:
-    """Compares the parts that processes share, of the first batch and of each ``every`` batches after it.
+    """Compares the parts of a batch that several processes hold, in the first batch and every ``every`` batches after.
 
-    Every process calls it for the same batches.
+    Collective: every process checks the same batches.
     """
 
     def __init__(self, every: int = EVERY) -> None:
         self._every, self._seen = every, 0
 
     def check(self, batch: Mapping[str, Any]) -> None:
-        """Checks a batch, if it is due.
+        """Checks a batch if a comparison is due.
 
         Raises:
             DataError: see :func:`systolic.training.hosts.require_same`.
