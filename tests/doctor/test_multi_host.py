@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,11 @@ def test_clocks() -> None:
     assert found.text == "the clock of process 1 on b is 35.0 s behind that of process 0 on a"
     [found] = [f for f in judge(reports(SAME, SAME, ahead=0.5)) if f.name == "clocks"]
     assert found.status is Status.note
+    # Each within a second of the first one, and 1.8 s apart.
+    three = reports(SAME, SAME, SAME, ahead=-0.9)
+    three[1] = replace(three[1], ahead_seconds=0.9)
+    [found] = [f for f in judge(three) if f.name == "clocks"]
+    assert found.text == "the clock of process 1 on b is 1.8 s ahead of that of process 2 on c"
 
 
 def test_a_host_that_others_do_not_reach_is_named() -> None:

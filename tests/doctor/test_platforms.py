@@ -58,7 +58,13 @@ def test_nothing_is_missing_where_it_was_recorded(name: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("name", "changed", "finding", "words"),
     [
-        ("slurm-batch", {}, "Slurm", "has 2 tasks, but this process is not one of them"),
+        ("slurm-batch", {}, "Slurm", "has 2 tasks, but this process is no task of a step"),
+        (
+            "slurm-batch",
+            {"SLURM_NTASKS": "", "SLURM_JOB_NUM_NODES": "2"},
+            "Slurm",
+            "has 2 nodes, but this process is no task",
+        ),
         ("slurm", {"SLURM_JOB_GPUS": "0,1"}, "Slurm", "was allocated GPUs, but none"),
         ("gke-one-host", {}, "slice's hosts", "has 8 chips and this pod sees 4"),
         ("gke", {"MEGASCALE_SLICE_ID": ""}, "slices", "MEGASCALE_SLICE_ID is not"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from systolic.core.errors import OptionError
+from systolic.core.errors import OptionError, RunError
 from systolic.training import peers
 from systolic.training.peers import Member, find, slurm_hosts
 
@@ -45,6 +45,18 @@ def met(tmp_path: Path, request: Any) -> Generator[tuple[dict[str, str], Path]]:
         )
         server.shutdown()
     peers._attribute.cache_clear()
+
+
+@pytest.mark.parametrize("met", ["cloud-tpu"], indirect=True)
+def test_a_metadata_server_that_fails_is_not_taken_for_a_single_host(
+    met: tuple[dict[str, str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environ, root = met
+    monkeypatch.setattr(peers.time, "sleep", lambda _: None)
+    with pytest.raises(RunError, match=r"does not answer .*refused"):
+        find(environ | {"GCE_METADATA_IP": "127.0.0.1:1"}, root)
+    # Outside Google Cloud the server has no address, and other devices have such files.
+    assert find(environ | {"GCE_METADATA_IP": "metadata.invalid"}, root) is None
 
 
 def told(place: Member) -> tuple[str, int, int, str]:

@@ -143,7 +143,7 @@ def test_silence_is_death_without_an_error(job: Job, monkeypatch: pytest.MonkeyP
     job.clock.now = roll_call.DEAD_SECONDS
     job.calls[0].say()
     job.calls[0]._judge()
-    assert codes == [1]
+    assert codes == [75]
     assert job.told[0][0] == "lost"
 
 

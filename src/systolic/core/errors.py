@@ -44,6 +44,13 @@ class RunError(SystolicError):
     """A run that cannot continue: damaged, diverged, or failed to save."""
 
 
+class LostError(RunError):
+    """Another process of the job died or is out of reach; this one can go on when all are started again."""
+
+    exit_code = 75
+    """EX_TEMPFAIL of sysexits.h, so that a cluster can tell the survivors of a lost host from a training that failed."""
+
+
 class TakenError(RunError):
     """A folder for a new run that is not empty."""
 

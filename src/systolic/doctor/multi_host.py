@@ -141,13 +141,23 @@ def judge_links(reports: Sequence[HostReport]) -> list[Finding]:
 
 
 def _clocks(reports: Sequence[HostReport]) -> list[Finding]:
-    rows = []
-    for each in reports:
-        if abs(each.ahead_seconds) - each.error_seconds > SKEW_SECONDS:
-            way = "ahead of" if each.ahead_seconds > 0 else "behind"
-            text = f"the clock of {each.name} is {abs(each.ahead_seconds):.1f} s {way} that of {reports[0].name}"
-            rows.append(warned("clocks", text, "sudo timedatectl set-ntp true"))
-    most = max(abs(each.ahead_seconds) for each in reports)
+    """Clock offsets against the middle one, and of the two that differ most: each may be close to the middle."""
+
+    def distance(one: HostReport) -> float:
+        return sum(abs(one.ahead_seconds - each.ahead_seconds) for each in reports)
+
+    def offset(one: HostReport, other: HostReport) -> list[Finding]:
+        seconds = one.ahead_seconds - other.ahead_seconds
+        if abs(seconds) - one.error_seconds - other.error_seconds <= SKEW_SECONDS:
+            return []
+        way = "ahead of" if seconds > 0 else "behind"
+        text = f"the clock of {one.name} is {abs(seconds):.1f} s {way} that of {other.name}"
+        return [warned("clocks", text, "sudo timedatectl set-ntp true")]
+
+    middle = min(reports, key=distance)
+    ahead, behind = (choose(reports, key=lambda one: one.ahead_seconds) for choose in (max, min))
+    most = ahead.ahead_seconds - behind.ahead_seconds
+    rows = [row for one in reports for row in offset(one, middle)] or offset(ahead, behind)
     return rows or [noted("clocks", f"within {most * 1e3:.0f} ms")]
 
 

@@ -101,11 +101,12 @@ def _skypilot(machine: Machine) -> list[Finding]:
 
 def _slurm(machine: Machine) -> list[Finding]:
     rows = []
-    tasks = machine.told("SLURM_NTASKS")
-    if tasks not in ("", "1") and not machine.told("SLURM_STEP_NUM_TASKS"):
-        text = (
-            f"the job has {tasks} tasks, but this process is not one of them: it would train alone"
-        )
+    # sbatch --nodes without --ntasks sets the number of nodes alone.
+    sizes = {"tasks": machine.told("SLURM_NTASKS"), "nodes": machine.told("SLURM_JOB_NUM_NODES")}
+    many = [f"{count} {what}" for what, count in sizes.items() if count not in ("", "1")]
+    in_step = bool(machine.told("SLURM_STEP_NUM_TASKS"))
+    if many and not in_step:
+        text = f"the job has {many[0]}, but this process is no task of a step: it would train alone"
         rows.append(warned("Slurm", text, "start it with srun: srun systolic train ..."))
     gpus = machine.told("SLURM_JOB_GPUS") or machine.told("SLURM_GPUS_ON_NODE")
     if gpus and machine.nvidia is None:
@@ -115,4 +116,5 @@ def _slurm(machine: Machine) -> list[Finding]:
                 "Slurm", text, "run nvidia-smi; if it fails, contact the cluster's administrators"
             )
         )
-    return rows or [fine("Slurm", "this process is a task of its step")]
+    place = "is a task of its step" if in_step else "is the job's only one"
+    return rows or [fine("Slurm", f"this process {place}")]

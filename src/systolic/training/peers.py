@@ -5,6 +5,8 @@ result, and without support for Open MPI 5 and MPICH.
 """
 
 import re
+import socket
+import time
 import urllib.error
 import urllib.request
 import zlib
@@ -13,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from systolic.core.errors import OptionError
+from systolic.core.errors import OptionError, RunError
 
 ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 PORT = 8476
@@ -21,6 +23,8 @@ PORT = 8476
 PORTS = 65535
 _EPHEMERAL, _PORTS = 61440, 4096
 _METADATA_SECONDS = 5.0
+_METADATA_TRIES = 3
+_ABSENT = 404
 _ROOT = Path("/")
 
 
@@ -56,6 +60,7 @@ def find(environ: Mapping[str, str], root: Path = _ROOT) -> Member | None:
     Raises:
         OptionError: an explicit description is incomplete or invalid, or the platform describes a multi-process job
             without the coordinator or this process's index.
+        RunError: the metadata server of a Cloud TPU VM doesn't answer.
     """
     if COUNT in environ or INDEX in environ:
         return _explicit(environ)
@@ -202,16 +207,33 @@ def _in_slices(told: Mapping[str, str], hosts: list[str], worker: int) -> Member
 
 @cache
 def _attribute(server: str, name: str) -> str:
-    """Metadata attribute of this VM; empty if the server or the attribute doesn't exist."""
+    """Metadata attribute of this VM; empty if it doesn't exist, or outside Google Cloud, where the server has no address.
+
+    Raises:
+        RunError: the server doesn't answer: a host that took that for "alone" would train a copy of its own.
+    """
     request = urllib.request.Request(
         f"http://{server}/computeMetadata/v1/instance/attributes/{name}",
         headers={"Metadata-Flavor": "Google"},
     )
-    try:
-        with urllib.request.urlopen(request, timeout=_METADATA_SECONDS) as answer:
-            return answer.read().decode().strip()
-    except (OSError, urllib.error.URLError):
-        return ""
+    why = ""
+    for tries in range(_METADATA_TRIES):
+        time.sleep(tries)
+        try:
+            with urllib.request.urlopen(request, timeout=_METADATA_SECONDS) as answer:
+                return answer.read().decode().strip()
+        except urllib.error.HTTPError as error:
+            if error.code == _ABSENT:
+                return ""
+            why = str(error)
+        except OSError as error:
+            reason = error.reason if isinstance(error, urllib.error.URLError) else error
+            if isinstance(reason, socket.gaierror):
+                return ""
+            why = str(reason)
+    raise RunError(
+        f"this machine has TPU chips, and its metadata server {server} does not answer ({why}), so its place among the hosts of the slice is unknown; try again, or set TPU_SKIP_MDS_QUERY=1 to train on this host alone"
+    )
 
 
 def _skypilot(environ: Mapping[str, str], root: Path) -> Member | None:

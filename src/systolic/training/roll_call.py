@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from systolic.core.errors import RunError, SystolicError
+from systolic.core.errors import LostError, SystolicError
 from systolic.core.leave import leave_at_once
 from systolic.training import hosts
 from systolic.training.ledger import Ledger, Spent
@@ -181,7 +181,7 @@ class RollCall:
             self._warn("lost", text)
             print(f"systolic: {text}", file=sys.stderr, flush=True)
             # The main thread waits in a collective that never completes.
-            os._exit(RunError.exit_code)
+            os._exit(LostError.exit_code)
         for beat in late({index: beat for index, (beat, _) in self._heard.items()}):
             told = (beat.index, beat.kind, beat.step)
             if told not in self._told:
@@ -212,7 +212,7 @@ class RollCall:
             time.sleep(BEAT_SECONDS)
         # Otherwise JAX would wait for the dead process at exit.
         leave_at_once()
-        raise RunError(text) from error
+        raise LostError(text) from error
 
 
 def _lost(dead: list[Beat]) -> str:
