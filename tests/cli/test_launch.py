@@ -1,4 +1,4 @@
-"""``systolic launch`` and what follows it, as a user types it."""
+"""``systolic launch``, ``status``, ``logs`` and ``stop`` as command lines."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def _apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.chdir(tmp_path)
     yield
-    # A test that failed halfway would leave processes that train for days.
+    # A test that fails halfway would leave processes that train for days.
     for one in launches():
         if one.via == LOCAL and one.alive():
             stop(one)
@@ -89,7 +89,7 @@ def test_files_bill_and_the_next_command_are_shown(capsys: pytest.CaptureFixture
     zone = f"{TPU} --on v6e-8 --spot --zone"
     assert "$10.21 an hour spot (prices of us-east5, 2026);" in run(f"{zone} us-east5-b", capsys)[0]
     out, _ = run(f"{zone} us-west9-a", capsys)
-    assert "(prices of us-central1, 2026: the catalogue has none of us-west9, whose" in out
+    assert "(prices of us-central1, 2026; the catalogue has none for us-west9, where" in out
 
 
 def test_a_plan_gives_slice_settings_and_bill(capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,13 +113,13 @@ def test_a_plan_gives_slice_settings_and_bill(capsys: pytest.CaptureFixture[str]
 
 
 def test_words_of_train_are_held_against_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    """The plan is of 7200 steps of 2 s."""
+    """The plan has 7200 steps of 2 s."""
     Path("plan.json").write_text(json.dumps(PLAN))
     line = "launch lm --plan plan.json --via gke --image r/s:1 --run gs://bucket/lm --json"
     refused = run(f"{line} --train='--batch 128'", capsys, 2)[1]
     assert "the batch is what plan.json decides; leave its option out" in refused
     refused = run(f"{line} --train='--flags=--xla_c=1'", capsys, 2)[1]
-    assert "the flags are what plan.json decides" in refused
+    assert "the flags are set by plan.json" in refused
     assert not Path("launches").exists()
     for words, hours, told in (
         ("--steps 3600", 2.0, ""),
@@ -197,7 +197,7 @@ def test_only_restarts_after_a_preemption_are_more_with_spot() -> None:
         return launching.describe(request_of(asked, words)).restarts
 
     slice_ = ("--on", "v5e-16")
-    # Kubernetes and SkyPilot start again after a preemption without counting.
+    # Kubernetes and SkyPilot do not count restarts after a preemption.
     assert restarts("--via", "gke", *slice_) == restarts("--via", "skypilot", *slice_) == 10
     assert restarts("--via", "tpu-vm", *slice_) == 100
     assert restarts("--via", "tpu-vm", *slice_, "--restarts", "3") == 3
@@ -220,14 +220,14 @@ def test_no_recipe_has_an_option_that_launch_needs() -> None:
         ("launch digits --on v5e-16 --via gek", "did you mean gke"),
         (f"{GKE} --on v5e-16 --spot --reserved", "--spot and --reserved exclude each other"),
         (f"{GKE} --on v5e-16 --sopt", "did you mean --spot"),
-        (f"""{GKE} --on v5e-16 --train '"'""", "a shell does not read"),
-        (f"{GKE} --on v5e-16 --time 1:00:00", "--time means nothing to gke; leave it out"),
+        (f"""{GKE} --on v5e-16 --train '"'""", "which is not valid shell"),
+        (f"{GKE} --on v5e-16 --time 1:00:00", "--time is not used by gke; leave it out"),
         (f"{GKE} --on v5e-16 --candidate 4", "no plan is given"),
         (f"{GKE} --on v5e-16 --project mine-1", "or choose --via tpu-vm"),
-        ("launch digits --on 2xcpu --via local --zone us-west4-a", "--zone means nothing to local"),
-        ("launch digits --on 2xcpu --via local --spot", "--spot means nothing to local"),
-        ("launch digits --on 2xcpu --via local --quick", "--quick means nothing to local"),
-        ("launch digits --on 8xcpu --via docker --image r/s:1", "--image means nothing to docker"),
+        ("launch digits --on 2xcpu --via local --zone us-west4-a", "--zone is not used by local"),
+        ("launch digits --on 2xcpu --via local --spot", "--spot is not used by local"),
+        ("launch digits --on 2xcpu --via local --quick", "--quick is not used by local"),
+        ("launch digits --on 8xcpu --via docker --image r/s:1", "--image is not used by docker"),
         ("launch digits --on 8xh100 --via slurm --time 0:00:00", "--time 24:00:00"),
         (f"{GKE} --on v5e-16 --claim c --run /data/lm", "give --run /runs/FOLDER"),
         (f"{GKE} --on v5e-16 --claim c --run /runs", "give --run /runs/FOLDER"),
@@ -236,7 +236,7 @@ def test_no_recipe_has_an_option_that_launch_needs() -> None:
         (f"{GKE} --on v5e-16 --train='--wokers 4'", "did you mean --workers"),
         (f"{GKE} --on v5e-16 --train='--workers -1'", "workers"),
         (f"{GKE} --on v5e-16 --train='--run x'", "train has --run, which the launch sets"),
-        (f"{GKE} --on v5e-16 --train=--help", "train asks for help"),
+        (f"{GKE} --on v5e-16 --train=--help", "train has --help"),
         (f"{GKE} --on v5e-16 --batch 7", "batch of 7 does not divide by 16"),
         (f"{GKE} --on v5e-16 --train='--batch 7'", "batch of 7 does not divide by 16"),
         (f"{TPU} --on v5e-16 --zone us-west4-a --batch 7", "batch of 7 does not divide by 16"),
@@ -249,19 +249,22 @@ def test_no_recipe_has_an_option_that_launch_needs() -> None:
         (f"{GKE} --on v5e-16 --restarts -1", "restarts"),
         (f"{GKE} --on v5e-16 --plan none.json", "none.json"),
         ("launch digits --on 8xcpu --processes 3 --via local", "does not divide the 8 devices"),
-        ("launch digits --on v5e-256 --via local", "64 hosts and local starts 16"),
-        ("launch digits --on 8xh100 --via local", "is of GPUs"),
+        (
+            "launch digits --on v5e-256 --via local",
+            "takes 64 processes, but local starts at most 16",
+        ),
+        ("launch digits --on 8xh100 --via local", "8xh100 has GPUs"),
         ("launch digits --on cpu --via local --run gs://bucket/x", "local trains into a folder"),
         ("launch digits --on v5e-16 --via gke --run gs://bucket/x", "--image is not given"),
         (f"{GKE} --on 2xv5e-16 --min-slices 1", 'fewer in --on and --train="--for-devices 32"'),
         ("launch digits --on v5e-16 --via local --min-slices 1", "v5e-16 has one slice"),
-        ("launch digits --on 2xv5e-4 --via local --min-slices 2", "2xv5e-4 has 2 slices, so that"),
+        ("launch digits --on 2xv5e-4 --via local --min-slices 2", "2xv5e-4 has 2 slices, so none"),
         (
             "launch digits --on 2xv5e-4 --via local --min-slices 1 --processes 1",
             "give a multiple of 2",
         ),
         ("launch digits --on 2xv5e-4 --via local --rejoin-seconds 9", "add --min-slices"),
-        (f"{GKE} --on 8xh100", "8xh100 is not in the TPU node pools of gke"),
+        (f"{GKE} --on 8xh100", "8xh100 has no TPU node pools in gke"),
         (f"{GKE} --on v5e-16 --name {'a' * 50}", "has 50 characters"),
         (f"{GKE} --on v5e-16 --namespace Mine", "namespace is 'Mine'"),
         (f"{GKE} --on v5e-16 --project x --setup 'TOKEN=hf_{'a' * 34}'", "looks like a key"),
@@ -271,22 +274,22 @@ def test_no_recipe_has_an_option_that_launch_needs() -> None:
         (f"{TPU} --on tpu7x-8 --zone us-central1-c", "--via gke"),
         (f"{TPU} --on v5e-16 --zone us-west4-a --project My_Project", "project is 'My_Project'"),
         ("launch digits --on v5e-16 --via tpu-vm --zone us-west4-a", "gs://BUCKET/FOLDER"),
-        ("launch digits --on v5e-16 --via slurm", "v5e-16 is not of GPUs"),
+        ("launch digits --on v5e-16 --via slurm", "v5e-16 has no GPUs"),
         ("launch digits --on 8xh100 --via slurm --time soon", "--time 24:00:00"),
         ("launch digits --on 8xh100 --via slurm --spot", "slurm rents no chips"),
-        ("launch digits --on 8xh100 --via slurm --sbatch long", "it takes options with ="),
+        ("launch digits --on 8xh100 --via slurm --sbatch long", "it takes options as --name=value"),
         ("launch digits --on 16xh100 --via docker", "16xh100 has 2 hosts"),
         ("launch digits --on 2xv5e-16 --via skypilot --run gs://bucket/x", "--via gke or tpu-vm"),
         ("launch digits --on 8xh100 --via skypilot", "lost with the machine"),
         ("launch serve", "needs a Bundle"),
         ("launch serve gs://bucket/chat --on v5e-8 --image r/s:1", "add --via gke"),
-        ("launch serve nowhere --via gke --image r/s:1", "nowhere is no Bundle"),
-        (f"{SERVE} --on v5e-16", "v5e-16 has 4 hosts, and a server runs on one"),
+        ("launch serve nowhere --via gke --image r/s:1", "nowhere is not a Bundle"),
+        (f"{SERVE} --on v5e-16", "v5e-16 has 4 hosts, but a server runs on one"),
         (f"{SERVE} --variant knative", "it takes deployment or kserve"),
         (f"{SERVE} --serve='--contxt 8'", "did you mean --context"),
         (f"{SERVE} --serve='--port 80'", "serve has --port, which the launch sets"),
         (f"{SERVE} --max-replicas 0", "max-replicas"),
-        (f"{SERVE} --serve 'sk-{'a' * 30}'", "which is no option"),
+        (f"{SERVE} --serve 'sk-{'a' * 30}'", "which is not an option"),
         ("status nope", "there is no launch 'nope'"),
         ("logs nope", "systolic runs lists them"),
         ("stop nope", "there is no launch"),
@@ -327,7 +330,7 @@ def test_a_server_on_a_cluster_is_written_with_its_price(
     out, _ = run(line, capsys)
     text = Path("launches/chat-v5e-8/serve.yaml").read_text()
     assert text.startswith("# Made by: systolic launch serve gs://bucket/chat --via gke")
-    assert "$9.60 an hour on-demand for 1 pod, the fewest, to $38.40 for 4, the most" in out
+    assert "$9.60 an hour on-demand for 1 pod (minimum) to $38.40 for 4 (maximum)" in out
     assert "systolic serve chat=/gcs/bucket/chat --host 0.0.0.0" in out
     assert "\nbundle   gs://bucket/chat\n" in out
     assert "- --context\n" in text
@@ -361,18 +364,18 @@ def test_the_bill_after_counts_the_hours_that_machines_were_there(tmp_path: Path
     now = cost(made(), 3 * 3600.0)
     assert now is not None
     assert (now.hours, now.usd) == (2.0, 20.0)
-    assert "2.00 h since it was submitted, if it still runs at $10.00; an estimate" in now.text()
+    assert "2.00 h since submission, if still running at $10.00; an estimate" in now.text()
     assert now.at_most
     ended = cost(made(stopped="1970-01-01T02:30:00+00:00"), 9 * 3600.0)
     assert ended is not None
     assert (ended.hours, ended.since, ended.at_most) == (1.5, "from submit to stop", False)
     tpus = made(via="tpu-vm", commands={"detached": True})
-    # Those of an earlier launch do not count, nor the time between a preemption and the next machines.
+    # Neither an earlier launch nor the time between a preemption and the next machines counts.
     (tmp_path / "times.log").write_text("up 10\ndown 20\nup 3600\ndown 7200\ndown 7300\nup 10800\n")
     used = cost(tpus, 12600.0)
     assert used is not None
     assert used.hours == 1.5
-    # With one of two slices left out, half of the price.
+    # With one of two slices dropped, half the price.
     (tmp_path / "times.log").write_text("up 3600 2\ndown 7200\nup 7200 1\n")
     fewer = cost(made(via="tpu-vm", slice="2xv5e-16", commands={"detached": True}), 14400.0)
     assert fewer is not None
@@ -381,7 +384,7 @@ def test_the_bill_after_counts_the_hours_that_machines_were_there(tmp_path: Path
     of_pods = cost(made(bill=server, stopped="1970-01-01T02:00:00+00:00"), 9e9)
     assert of_pods is not None
     assert of_pods.text().startswith("$9.60 to $38.40 used: 1.00 h from submit to stop at $9.60 to")
-    # Given again: an hour with another slice, then two hours.
+    # Launched again: an hour with another slice, then two hours.
     before = {"slice": "v5e-8", "bill": {"usd_per_hour": 5.0}, "stopped": None}
     times = {"submitted": "1970-01-01T00:00:00+00:00", "until": "1970-01-01T01:00:00+00:00"}
     again = cost(made(earlier=[{**before, **times}]), 3 * 3600.0)
@@ -389,8 +392,8 @@ def test_the_bill_after_counts_the_hours_that_machines_were_there(tmp_path: Path
     assert again.usd == 1.0 * 5.0 + 2.0 * 10.0
     plain = again.to_json()
     assert (plain["used_hours"], plain["used_usd"], plain["used_submissions"]) == (3.0, 25.0, 2)
-    assert "at $10.00, and 1.00 h in 1 submission before; an estimate" in again.text()
-    # A script's log has all submissions: 10 s of the first, an hour of the second.
+    assert "at $10.00, and 1.00 h in 1 earlier submission; an estimate" in again.text()
+    # The script's log has all submissions: 10 s of the first, an hour of the second.
     (tmp_path / "times.log").write_text("up 10\ndown 20\nup 3600\ndown 7200\n")
     both = cost(replace(tpus, earlier=[{**before, **times}]), 12600.0)
     assert both is not None
@@ -410,7 +413,7 @@ def state(name: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_local_launch_that_cannot_train_says_why(capsys: pytest.CaptureFixture[str]) -> None:
-    """The whole way with real processes, of which the first sees at once that its folder is taken."""
+    """End to end with real processes; the first finds at once that its folder is not empty."""
     Path("runs/taken").mkdir(parents=True)
     Path("runs/taken/something").touch()
     line = "launch digits --on cpu --via local --name taken --submit"
@@ -424,7 +427,7 @@ def test_a_local_launch_that_cannot_train_says_why(capsys: pytest.CaptureFixture
     assert "--submit continues it" in run("status taken", capsys)[0]
     assert "not running (failed)" in run("stop taken", capsys)[0]
     assert "taken  local  cpu    failed" in run("runs", capsys)[0]
-    # Started again, the state that the first supervisor left is not that of the second.
+    # After a second start, the state file of the first supervisor is not used.
     run(line, capsys)
     told = json.loads((Path("launches/taken/process.json")).read_text())
     (first,) = json.loads(run("runs --json", capsys)[0])["runs"]
@@ -436,7 +439,7 @@ def test_a_local_launch_that_cannot_train_says_why(capsys: pytest.CaptureFixture
 def test_a_killed_process_costs_at_most_a_checkpoint_interval(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Two processes train; one is killed, all start again; a stop saves, and the same command continues."""
+    """Two processes train; one is killed and all restart; a stop saves, and the same command continues."""
     root = Path(__file__).parents[2]
     recipe = root / "tests" / "training" / "tiny.py"
     line = f"launch {recipe}:job --on 4xcpu --processes 2 --via local --name two --checkpoints.every 20 --steps 100000 --submit"

@@ -1,4 +1,4 @@
-"""The list of launches, and folders that were moved, damaged or hold something else."""
+"""List of launches, and folders that were moved, are damaged or hold something else."""
 
 import json
 import shlex
@@ -28,7 +28,7 @@ def run(line: str, capsys: pytest.CaptureFixture[str], code: int = 0) -> tuple[s
 
 
 def listed(name: str, **fields: Any) -> Path:
-    """A launch of local that has ended, as it lies on disk; its folder."""
+    """Writes a local launch that has ended; returns its folder."""
     folder = Path("launches") / name
     made: dict[str, Any] = {
         "name": name,
@@ -55,13 +55,13 @@ def test_a_launch_whose_folder_is_gone_stays_in_the_list(
     Path("launches").rename("moved")
     out, err = run("runs", capsys)
     assert "far   tpu-vm  2xcpu  unknown  2026-01-01T01:00:00" in out
-    assert f"far: its folder {Path('launches/far').absolute()} is gone" in err
+    assert f"far: its folder {Path('launches/far').absolute()} is missing" in err
     assert "'--train=--workers 4'" in run("status far", capsys, 1)[0]
-    assert "is gone" in run("stop far", capsys, 1)[1]
-    assert "is gone" in run("logs far", capsys, 1)[1]
-    # Its folder, where it is now, puts it right.
+    assert "is missing" in run("stop far", capsys, 1)[1]
+    assert "is missing" in run("logs far", capsys, 1)[1]
+    # Its new folder repairs the entry.
     run("status moved/far", capsys)
-    assert "is gone" not in run("runs", capsys)[1]
+    assert "is missing" not in run("runs", capsys)[1]
     assert launches()[0].path == Path("moved/far").absolute()
 
 
@@ -73,12 +73,12 @@ def test_files_of_one_folder_are_of_one_launch(capsys: pytest.CaptureFixture[str
     Path("my sources").mkdir()
     Path("my sources/model.py").touch()
     told = run(f"{GKE} --on v5e-16 --out 'my sources'", capsys, 2)[1]
-    assert "my sources has files that no launch has made" in told
+    assert "my sources has files that are not from a launch" in told
 
 
 def test_logs_of_a_process_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
     listed("two", commands={"detached": True, "hosts": 2})
-    assert "process is 5, and two has 2 here" in run("logs two --process 5", capsys, 2)[1]
+    assert "process is 5, but two has 2 here" in run("logs two --process 5", capsys, 2)[1]
 
 
 def test_a_damaged_record_is_said(capsys: pytest.CaptureFixture[str]) -> None:

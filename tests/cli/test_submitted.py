@@ -1,4 +1,4 @@
-"""What was submitted, and where: its state, its logs and its end, with stand-ins for kubectl and gcloud."""
+"""Submitted launches: state, logs and stop, with stand-ins for kubectl and gcloud."""
 
 import json
 import os
@@ -46,14 +46,14 @@ def test_the_client_submits_reports_and_stops(
 ) -> None:
     clusters = stand_in(tmp_path, monkeypatch, "mine", "other")
     run(f"{GKE} --namespace ml")
-    # Another cluster is the default one now.
+    # Another cluster is now the default.
     (clusters / "current").write_text("other")
     run("status digits-v5e-16")
     assert "step 10" in run("logs digits-v5e-16")
-    # It may have ended, which nobody here sees.
+    # It may have ended, which this machine does not see.
     told = run("runs")
     assert "  ≤ 0.0" in told
-    # As UTC is written.
+    # In the notation of UTC.
     assert re.search(r"submitted  \d{4}-\d\d-\d\dT[\d:]{8}Z  ", told)
     run("logs -f digits-v5e-16")
     assert "digits-v5e-16: stopped" in run("stop digits-v5e-16")
@@ -81,24 +81,22 @@ def test_the_same_command_continues_what_has_ended(
     jobset = clusters / "mine" / "jobset"
     run(GKE)
     first = jobset.read_text()
-    assert "runs or waits (--context=mine --namespace=default); systolic stop digits-v5e-16" in run(
-        GKE, 1
-    )
+    assert "is running or pending (--context=mine --namespace=default); stop it with" in run(GKE, 1)
     jobset.write_text(f"{first}Failed")
-    assert "JobSet digits-v5e-16 has ended; it is deleted" in run(GKE)
+    assert "JobSet digits-v5e-16 has ended; deleting it" in run(GKE)
     # A new one of the same launch.
     assert jobset.read_text() == first
     (clusters / "current").write_text("other")
     told = run(GKE, 1)
     assert (
-        "submitted with --context=mine --namespace=default, and now it would be --context=other "
+        "submitted with --context=mine --namespace=default, but the defaults are now --context=other "
         in told
     )
     run("stop digits-v5e-16")
     run(GKE)
     assert (clusters / "other" / "jobset").read_text() == first
-    # What the first two used is not forgotten; a refused one is none.
-    assert "h in 2 submissions before; an estimate" in run("status digits-v5e-16")
+    # The cost of the first two is kept; a refused submission has none.
+    assert "h in 2 earlier submissions; an estimate" in run("status digits-v5e-16")
 
 
 def test_a_launch_stays_in_the_namespace_that_it_was_submitted_in(
@@ -112,7 +110,7 @@ def test_a_launch_stays_in_the_namespace_that_it_was_submitted_in(
         (clusters / "namespace").write_text("team-b")
         told = run(line, 1)
         assert (
-            "mine --namespace=default, and now it would be --context=mine --namespace=team-b"
+            "mine --namespace=default, but the defaults are now --context=mine --namespace=team-b"
             in told
         )
         assert f"{name}: stopped" in run(f"stop {name}")
@@ -147,7 +145,7 @@ elif words[:2] == ["jobs", "cancel"]:
     else:
         print("No running job found with name '%s'." % name)
 """
-"""Its answers are those of SkyPilot 0.14.1's own server and client, which ends with 0 except for errors."""
+"""Stand-in with the answers of SkyPilot 0.14.1's server and client, which exits with 0 except for errors."""
 
 
 def test_skypilots_job_is_this_launchs_and_is_stopped_only_where_skypilot_says_so(
@@ -156,17 +154,20 @@ def test_skypilots_job_is_this_launchs_and_is_stopped_only_where_skypilot_says_s
     folder = executable(tmp_path / "bin" / "sky", SKY).parent
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     jobs = folder / "jobs"
-    # Somebody else's of that name.
+    # Another user's job of that name.
     jobs.write_text("digits-v5e-16 PENDING\n")
     line = "launch digits --via skypilot --run gs://bucket/digits --on v5e-16 --submit"
-    # Where no job ever ran there is no controller to ask.
+    # If no job ever ran, there is no controller.
     (folder / "error").write_text("No in-progress managed jobs.")
     assert "jobs launch" in run(line, 1)
     (folder / "error").unlink()
     run(line)
     (other, mine) = (job.split()[0] for job in jobs.read_text().splitlines())
     assert mine.startswith(f"{other}-")
-    assert f"the managed job {mine} has not ended; systolic stop digits-v5e-16" in run(line, 1)
+    assert (
+        f"the managed job {mine} has not ended; cancel it with systolic stop digits-v5e-16"
+        in run(line, 1)
+    )
     assert len(jobs.read_text().splitlines()) == 2
     # Submitted by hand.
     jobs.write_text(f"{mine} PENDING\n" * 2)
@@ -183,7 +184,7 @@ def test_skypilots_job_is_this_launchs_and_is_stopped_only_where_skypilot_says_s
     assert "digits-v5e-16: stopped" in run("stop digits-v5e-16")
     assert state() == "stopped"
     jobs.write_text(f"{mine} ended\n")
-    assert "digits-v5e-16: was gone already" in run("stop digits-v5e-16")
+    assert "digits-v5e-16: already gone, nothing to stop" in run("stop digits-v5e-16")
     run(line)
 
 
@@ -193,7 +194,7 @@ def test_a_stop_that_finds_nothing_says_so(
     clusters = stand_in(tmp_path, monkeypatch, "mine")
     run(GKE)
     (clusters / "mine" / "jobset").write_text("ffff0000,")
-    assert "was gone already: nothing of it is there (--context=mine --namespace=default)" in run(
+    assert "already gone, nothing to stop (--context=mine --namespace=default)" in run(
         "stop digits-v5e-16"
     )
     assert (clusters / "mine" / "jobset").exists()
@@ -201,15 +202,15 @@ def test_a_stop_that_finds_nothing_says_so(
     assert "chat-v5e-8: stopped" in run("stop chat-v5e-8")
     run(SERVE)
     (clusters / "mine" / "deployment").unlink()
-    assert "gone already" in run("stop chat-v5e-8")
-    # Applied by hand, in a context that nobody wrote down.
+    assert "already gone" in run("stop chat-v5e-8")
+    # Applied by hand, in a context that was not recorded.
     record = Path("launches/digits-v5e-16/launch.json")
     told = json.loads(record.read_text())
     words = [told["commands"]["stop"][0][:-2]]
     told |= {"place": "", "stopped": None, "commands": {**told["commands"], "stop": words}}
     record.write_text(json.dumps(told))
     (clusters / "bin" / "kubectl").write_text("#!/bin/sh\necho No resources found\n")
-    assert "kubectl config use-context CONTEXT chooses" in run("stop digits-v5e-16", 1)
+    assert "with kubectl config use-context CONTEXT" in run("stop digits-v5e-16", 1)
     assert json.loads(record.read_text())["stopped"] is None
 
 
@@ -223,14 +224,14 @@ def test_a_server_of_another_is_neither_replaced_nor_deleted(
         for label in ("", "ffff0000"):
             other.write_text(label)
             assert (
-                f"there is a {kind} chat-v5e-8 (--context=mine --namespace=default) that was not"
+                f"{kind} chat-v5e-8 exists (--context=mine --namespace=default) but is not from this launch"
                 in run(SERVE, 1)
             )
             assert other.read_text() == label
         other.unlink()
     assert launches() == []
     run(SERVE)
-    # Its own is replaced, and has cost since it was first there; another that has come since is left at the stop.
+    # Its own objects are updated, and cost since they were created; another's, created since, stay at the stop.
     record = Path("launches/chat-v5e-8/launch.json")
     begun = "2026-11-01T00:00:00+00:00"
     record.write_text(json.dumps({**json.loads(record.read_text()), "submitted": begun}))
@@ -239,7 +240,7 @@ def test_a_server_of_another_is_neither_replaced_nor_deleted(
     assert (served.submitted, served.bill["usd_per_hour_most"]) == (begun, 19.2)
     deployment = clusters / "mine" / "deployment"
     deployment.write_text("ffff0000")
-    assert "gone already" in run("stop chat-v5e-8")
+    assert "already gone" in run("stop chat-v5e-8")
     assert deployment.exists()
 
 
@@ -276,17 +277,17 @@ def test_files_that_are_written_again_lose_nothing_that_runs(
     told = run(f"{line} --namespace ml --steps 30 --spot")
     assert "submit   systolic launch digits" in told
     assert "--steps" in Path("launches/digits-v5e-16/jobset.yaml").read_text()
-    # Nor does a submission that is refused.
-    assert "runs or waits" in run(f"{line} --namespace ml --spot --submit", 1)
+    # Neither does a refused submission.
+    assert "is running or pending" in run(f"{line} --namespace ml --spot --submit", 1)
     assert launches() == [before]
     assert "at $19.20" in run("status digits-v5e-16")
-    # Where it would not be found again, nothing is written.
+    # Nothing is written if the launch would not be found again.
     told = run(f"{line} --spot", 1)
-    assert "was submitted with --namespace ml; systolic stop digits-v5e-16 ends that one" in told
+    assert "was submitted with --namespace ml; run systolic stop digits-v5e-16 first" in told
     run("stop digits-v5e-16")
     assert not (clusters / "mine" / "jobset").exists()
     run(f"{line} --spot")
-    # What it has used is still known.
+    # Its cost so far is kept.
     assert launches()[0].stopped
     run(f"{line} --spot --submit")
     assert "at $4.77" in run("status digits-v5e-16")
@@ -296,9 +297,11 @@ def test_a_client_without_a_default_is_one_line(
     run: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in(tmp_path, monkeypatch)
-    assert "names no context (error: current-context is not set); gcloud container" in run(GKE, 1)
+    assert "returned no context (error: current-context is not set); set one with gcloud" in run(
+        GKE, 1
+    )
     google(tmp_path, monkeypatch, "ABSENT", "0")
-    assert "names no project ((unset)); add --project PROJECT" in run(f"{TPU} --name tpu", 1)
+    assert "returned no project ((unset)); add --project PROJECT" in run(f"{TPU} --name tpu", 1)
     assert launches() == []
 
 
@@ -333,7 +336,7 @@ def test_how_a_script_has_ended_is_told(
     calls = (folder / "calls").read_text().splitlines()
     assert all("--project=mine" in line for line in calls)
     assert calls[-1].startswith("delete")
-    assert ("its command was refused" in run("status digits-v5e-16")) == (code == "64")
+    assert ("its command line was rejected" in run("status digits-v5e-16")) == (code == "64")
 
 
 DOCKER = """#!{python}
@@ -366,7 +369,7 @@ def test_docker_is_asked_how_the_container_ended(
         (tmp_path / "bin" / "answer").write_text(answer)
         assert state() == name
         told = run("status digits-8xcpu")
-        assert (", its command was refused: systolic logs" in told) == (answer == "exited 2")
+        assert (", its command line was rejected; systolic logs" in told) == (answer == "exited 2")
     assert "digits-8xcpu  docker  8xcpu  failed" in run("runs")
     (tmp_path / "bin" / "docker").unlink()
     assert state() == "submitted"
@@ -377,7 +380,7 @@ def test_a_launch_is_not_stopped_while_nobody_knows(
 ) -> None:
     folder = google(tmp_path, monkeypatch, "ACTIVE:ffff0000", "0")
     line = f"{TPU} --project my-project"
-    assert "were not asked for by this launch" in run(line, 1)
+    assert "are not from this launch" in run(line, 1)
     assert launches() == []
     (folder / "states").write_text("ABSENT WAITING_FOR_RESOURCES")
     run(line)
@@ -385,8 +388,8 @@ def test_a_launch_is_not_stopped_while_nobody_knows(
     (folder / "states").write_text("EXPIRED")
     told = run("stop digits-v5e-16", 1)
     assert ANSWERS["EXPIRED"] in told
-    assert "bash tpu.sh status ended with 1" in told
-    # It goes on waiting, since whoever ends it must delete the machines.
+    assert "bash tpu.sh status failed with exit code 1" in told
+    # It keeps waiting, since it must delete the machines at the end.
     assert state() == "running"
     (folder / "states").write_text("WAITING_FOR_RESOURCES")
     assert "digits-v5e-16: stopped" in run("stop digits-v5e-16")

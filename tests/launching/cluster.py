@@ -1,4 +1,4 @@
-"""Slurm on this machine: a controller and nodes with GPUs that are only counted, from Debian's packages."""
+"""Slurm cluster on this machine, from Debian's packages: a controller, and nodes whose GPUs are only counted."""
 
 import os
 import pwd
@@ -45,13 +45,13 @@ PartitionName=gpus Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def available() -> bool:
-    """Whether Slurm is installed, and this user may run it."""
+    """Whether Slurm is installed and this user may run it."""
     return os.getuid() == 0 and all(shutil.which(name) for name in PROGRAMS)
 
 
 @contextmanager
 def cluster(folder: Path) -> Iterator[Mapping[str, str]]:
-    """Two nodes with a GPU each; the environment in which Slurm's commands find them."""
+    """Starts two nodes with a GPU each; yields the environment for Slurm's commands."""
     host = socket.gethostname().partition(".")[0]
     fields = {
         "host": host,
@@ -92,7 +92,7 @@ def cluster(folder: Path) -> Iterator[Mapping[str, str]]:
 
 
 def idle(environ: Mapping[str, str]) -> bool:
-    """Whether both nodes are free."""
+    """Whether both nodes are idle."""
     words = ["sinfo", "--noheader", "--format=%D %T"]
     done = subprocess.run(words, env=environ, capture_output=True, text=True)
     return done.stdout.split() == ["2", "idle"]

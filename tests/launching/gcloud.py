@@ -1,4 +1,4 @@
-"""A stand-in for gcloud, whose queued resource has states that come from a file."""
+"""Stand-in for gcloud, with a queued resource whose states come from a file."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ ANSWERS = {
     "EXPIRED": "There was a problem refreshing your current auth tokens: Reauthentication failed. cannot prompt during non-interactive execution.\nPlease run:\n\n  $ gcloud auth login\n\nto obtain new credentials.",
     "DENIED": "PERMISSION_DENIED: Permission 'tpu.queuedResources.get' denied on 'projects/my-project/locations/us-east5-b/queuedResources/lm'. This command is authenticated as me@example.com which is the active account specified by the [core/account] property",
 }
-"""Errors of ``describe``: as Google Cloud SDK 528.0.0 wrote them for answers of the service, and when a session expired."""
+"""Errors of ``describe`` as recorded from Google Cloud SDK 528.0.0, for answers of the service and an expired session."""
 
 TEXT = """#!{python}
 import pathlib, sys
@@ -62,7 +62,7 @@ elif verb == "ssh":
         (here / name).write_text(" ".join(codes[1:]) or codes[0])
         (here / "last").write_text(codes[0])
         if codes[0] == "nobody":
-            # As gcloud does where a node is gone.
+            # As gcloud does if a node is gone.
             print("WARNING: Could not prepare all 1 nodes, attempting to ssh into the rest.", file=sys.stderr)
             sys.exit()
         if codes[0] != "0":
@@ -71,12 +71,12 @@ elif verb == "ssh":
     if command.endswith("&& echo here") and not gone:
         print("here")
 """
-"""A client that notes its calls; states of the TPUs (with an owner, where it is another) and exit codes of the training come
-from files."""
+"""Client that records its calls; states of the TPUs (with the owner, if it is another) and exit codes of the training
+come from files."""
 
 
 def gcloud(folder: Path, states: str, codes: str) -> Path:
-    """Puts the stand-in into a folder.
+    """Writes the stand-in into a folder.
 
     Args:
         folder: Its own, with the files that it reads.

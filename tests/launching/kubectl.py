@@ -1,6 +1,8 @@
-"""A stand-in for kubectl, with clusters that are folders: ``CLUSTERS/CONTEXT/jobset`` has the label and the conditions of the
-only JobSet, ``…/deployment`` and other kinds the label of an object; a namespace that has a folder in there has its own.
-``CLUSTERS/namespace`` is that of the contexts. Its answers are those that kubectl 1.32.4 wrote for a server that gave Kubernetes' own.
+"""Stand-in for kubectl, with folders as clusters.
+
+``CLUSTERS/CONTEXT/jobset`` has the label and the conditions of the only JobSet, ``…/deployment`` and other kinds the label of
+an object. A subfolder named as a namespace has the objects of that namespace, and ``CLUSTERS/namespace`` the default one of all
+contexts. Messages are those of kubectl 1.32.4, recorded against a server with Kubernetes' own answers.
 """
 
 import os
@@ -37,12 +39,12 @@ if given and (clusters / context / given[0]).is_dir():
     context = context + "/" + given[0]
 jobset = clusters / context / "jobset"
 there = jobset.exists()
-# Where the cluster has no PodMonitoring.
+# The cluster has no PodMonitoring.
 lacking = clusters / "lacking"
 SERVED = ("configmap", "service", "deployment", "poddisruptionbudget", "podmonitoring", "horizontalpodautoscaler", "networkpolicy")
 if words[0] == "apply" and "jobset.yaml" in words:
     text = pathlib.Path("jobset.yaml").read_text()
-    # An object that has not changed stays as it is, ended or not.
+    # An unchanged object stays as it is, ended or not.
     if not there:
         jobset.write_text(re.search("systolic/launch: (.*)", text)[1].strip("'") + ",")
 elif words[0] == "apply" and "serve.yaml" in words:
@@ -80,7 +82,7 @@ elif words[0] == "logs":
 
 
 def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, *contexts: str) -> Path:
-    """Puts the stand-in first on the path; returns the folder of its clusters, of which the first is the current one."""
+    """Puts the stand-in first on the path; returns the folder of its clusters. The first cluster is the current one."""
     clusters = folder / "clusters"
     executable(clusters / "bin" / "kubectl", TEXT)
     for context in contexts:

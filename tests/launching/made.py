@@ -1,4 +1,4 @@
-"""Launches of tests, and all slices of the catalogue."""
+"""Launches for tests, and all slices of the catalogue."""
 
 import subprocess
 import sys
@@ -34,7 +34,7 @@ def launch(on: str = "v5e-16", **fields: Any) -> Launch:
 
 
 def slices() -> Iterator[Slice]:
-    """All that have a name, alone and in pairs."""
+    """All named slices, single and in pairs."""
     for known in chips():
         for one in named_slices(known):
             yield one
@@ -49,7 +49,7 @@ def write_files(folder: Path, prepared: Prepared) -> None:
 
 
 def executable(path: Path, text: str) -> Path:
-    """A stand-in for a command; ``{python}`` in its text is this interpreter."""
+    """Writes a stand-in for a command; ``{python}`` in its text is this interpreter."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text.replace("{python}", sys.executable))
     path.chmod(0o755)
@@ -65,7 +65,7 @@ def shellcheck(path: Path) -> None:
 
 
 def documents(prepared: Prepared) -> list[dict[str, Any]]:
-    """The objects of a Kubernetes file."""
+    """Objects in a Kubernetes file."""
     return list(yaml.safe_load_all(prepared.files["jobset.yaml"]))
 
 

@@ -1,4 +1,4 @@
-"""Images: the build folder passes hadolint, Docker's own client takes the words, and they fit every machine of the catalogue."""
+"""Docker: the build folder passes hadolint, Docker's client parses the commands, and they fit every machine of the catalogue."""
 
 import os
 import shutil
@@ -91,7 +91,7 @@ sys.exit(int(codes[0]))
 
 
 def entry(folder: Path, codes: str, restarts: int = 2) -> list[str]:
-    """What the container runs, with a stand-in for the training that ends with these codes, one after another."""
+    """Runs the container's script with a stand-in for the training that exits with these codes, one after another."""
     (folder / "train.sh").write_text(made(restarts=restarts).files["train.sh"])
     (folder / "codes").write_text(codes)
     (folder / "calls").write_text("")
@@ -103,10 +103,10 @@ def entry(folder: Path, codes: str, restarts: int = 2) -> list[str]:
     ("codes", "code", "starts", "text"),
     [
         ("0", 0, 1, ""),
-        ("1 139 0", 0, 3, "ended with 139, restart 2 of 2"),
-        ("1 1 7", 7, 3, "no restarts are left"),
-        ("2 0", 2, 1, "refuses its command"),
-        ("1 2 0", 2, 2, "refuses its command"),
+        ("1 139 0", 0, 3, "failed with exit code 139, restart 2 of 2"),
+        ("1 1 7", 7, 3, "no restarts left"),
+        ("2 0", 2, 1, "rejected its command line"),
+        ("1 2 0", 2, 2, "rejected its command line"),
     ],
 )
 def test_the_container_starts_a_failed_training_again_and_not_a_refused_one(
@@ -136,7 +136,7 @@ def test_the_script_passes_shellcheck(tmp_path: Path) -> None:
 
 
 def test_dockers_own_client_takes_the_words(tmp_path: Path) -> None:
-    """Without an engine it ends where it would connect, after it has read the words."""
+    """Without an engine the client fails when it connects, after it has parsed the command."""
     if shutil.which("docker") is None:
         pytest.skip("Docker's client is not installed")
     for on in ("8xcpu", "8xh100", "v5e-8"):
@@ -159,7 +159,7 @@ def test_dockers_own_client_takes_the_words(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"on": "v5e-16"}, "v5e-16 has 4 hosts and docker runs on this machine"),
+        ({"on": "v5e-16"}, "v5e-16 has 4 hosts, but docker runs on this machine"),
         ({"on": "16xh100"}, "16xh100 has 2 hosts"),
         ({"run": "gs://bucket/x"}, "docker trains into a folder"),
         ({"purchase": Purchase.spot}, "docker rents no chips"),

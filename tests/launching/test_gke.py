@@ -1,4 +1,4 @@
-"""JobSets: every slice of the catalogue has the chips, hosts, topology and selectors that ``systolic.slice`` says."""
+"""JobSets: chips, hosts, topology and selectors agree with ``systolic.slice`` for every slice of the catalogue."""
 
 import importlib.util
 import re
@@ -26,7 +26,7 @@ ACTIONS = {
 
 
 def unread(given: Any, read: Any, path: str = "") -> list[str]:
-    """Fields that are unknown, or read as something else."""
+    """Fields that are unknown, or parsed to another value."""
     if isinstance(given, dict) and isinstance(read, dict):
         found = [f"{path}.{name} is unknown" for name in given if name not in read]
         known = [name for name in given if name in read]
@@ -37,7 +37,7 @@ def unread(given: Any, read: Any, path: str = "") -> list[str]:
 
 
 def unread_by_its_models(found: dict[str, Any]) -> list[str]:
-    """What JobSet's own models do not know: Kubeflow generates them from its definition, with Kubernetes' in them."""
+    """Fields unknown to JobSet's models, which Kubeflow generates from its definition and Kubernetes'."""
     if importlib.util.find_spec("kubeflow_trainer_api") is None:
         return []
     models = importlib.import_module("kubeflow_trainer_api.models")
@@ -114,7 +114,7 @@ def test_jobs_pass_kubernetes_own_schema() -> None:
 
 LOST = "Pod default/lm-slice-0-3 has condition DisruptionTarget matching FailJob rule at index 0"
 REFUSED = "Container train for pod default/lm-slice-0-0 failed with exit code 2 matching FailJob rule at index 1"
-"""Messages of Kubernetes' Job controller, as it writes them."""
+"""Messages of Kubernetes' Job controller."""
 
 
 def test_a_lost_node_costs_no_restart_a_failure_does_and_a_refused_command_ends_it() -> None:
@@ -172,7 +172,7 @@ def test_a_recipe_of_the_users_goes_along() -> None:
     assert {one["path"]: config["data"][one["key"]] for one in items} == code
     assert pod["containers"][0]["command"][2] == "/srv/recipe/mine.py:job"
     assert [words[2] for words in prepared.stop] == ["jobset,configmap"]
-    with pytest.raises(OptionError, match="1000008 bytes and a ConfigMap holds"):
+    with pytest.raises(OptionError, match="1000008 bytes, but a ConfigMap holds at most"):
         prepare("gke", launch(code={"mine.py": "x" * 1_000_008}))
 
 
@@ -180,12 +180,17 @@ def test_a_recipe_of_the_users_goes_along() -> None:
     ("before", "code", "after", "text"),
     [
         ("", 0, "", ""),
-        ("0a1b2c3d,Completed", 0, "", "has ended; it is deleted"),
-        ("0a1b2c3d,StartupPolicyCompleted Failed", 0, "", "has ended; it is deleted"),
-        ("0a1b2c3d,StartupPolicyCompleted", 1, "stays", "runs or waits (--context=mine); systolic"),
-        ("0a1b2c3d,", 1, "stays", "systolic stop lm ends it"),
-        ("ffff0000,Completed", 1, "stays", "was not made by this launch"),
-        (",Failed", 1, "stays", "was not made by this launch"),
+        ("0a1b2c3d,Completed", 0, "", "has ended; deleting it"),
+        ("0a1b2c3d,StartupPolicyCompleted Failed", 0, "", "has ended; deleting it"),
+        (
+            "0a1b2c3d,StartupPolicyCompleted",
+            1,
+            "stays",
+            "is running or pending (--context=mine); stop",
+        ),
+        ("0a1b2c3d,", 1, "stays", "stop it with systolic stop lm"),
+        ("ffff0000,Completed", 1, "stays", "is not from this launch"),
+        (",Failed", 1, "stays", "is not from this launch"),
     ],
 )
 def test_a_jobset_that_has_ended_makes_room(
@@ -218,7 +223,7 @@ def test_recipe_files_of_another_are_not_replaced(
         command = ["bash", tmp_path / "free.sh", "--context=mine"]
         done = subprocess.run(command, text=True, capture_output=True, timeout=60)
         assert done.returncode == code, done.stderr
-        assert ("a configmap lm (--context=mine) that was not made by" in done.stderr) == bool(code)
+        assert ("configmap lm exists (--context=mine) but is not from" in done.stderr) == bool(code)
 
 
 @pytest.mark.parametrize("code", [{}, {"mine.py": "x = 1\n"}], ids=["shipped", "mine"])
@@ -261,7 +266,7 @@ def test_the_file_says_what_made_it() -> None:
 
 @pytest.mark.parametrize("on", ["v3-8", "8xh100", "cpu"])
 def test_a_slice_that_gke_lacks_is_one_line(on: str) -> None:
-    with pytest.raises(OptionError, match="not in the TPU node pools of gke"):
+    with pytest.raises(OptionError, match="no TPU node pools in gke"):
         prepare("gke", launch(on))
 
 
@@ -270,7 +275,7 @@ def test_a_slice_that_gke_lacks_is_one_line(on: str) -> None:
     [
         ({"name": "My_Run"}, r"name is 'My_Run'.*--name my-run"),
         ({"name": "9lives"}, "--name job-9lives"),
-        ({"name": "a" * 49}, r"has 49 characters.*takes 47 at most"),
+        ({"name": "a" * 49}, r"has 49 characters.*takes at most 47"),
         ({"image": ""}, "--image is not given"),
         ({"image": "Upper/case"}, "image is 'Upper/case'"),
         ({"run": "runs/lm"}, "4 machines.*gs://BUCKET"),
@@ -279,7 +284,7 @@ def test_a_slice_that_gke_lacks_is_one_line(on: str) -> None:
         ({"site": Site(namespace="a_b")}, "namespace is 'a_b'"),
         ({"site": Site(claim="c"), "run": "relative"}, "give --run /runs/FOLDER"),
         ({"options": ("--token", "hf_" + "a" * 34)}, "looks like a key"),
-        ({"options": ("--data=https://me:secret@host/x",)}, "--data holds what looks like"),
+        ({"options": ("--data=https://me:secret@host/x",)}, "--data contains what looks like"),
     ],
 )
 def test_mistakes_are_one_line(fields: dict[str, Any], text: str) -> None:
@@ -300,7 +305,7 @@ def test_the_longest_name_fits_the_names_of_its_pods() -> None:
 
 @pytest.mark.parametrize("on", ["v5e:8x4", "v6e:2x8", "v5p:8x4x4", "v4:8x4x4"])
 def test_shapes_that_no_node_pool_has_are_refused(on: str) -> None:
-    with pytest.raises(OptionError, match="gke has no topology; give v"):
+    with pytest.raises(OptionError, match="is not a topology of gke; give v"):
         prepare("gke", launch(on))
 
 

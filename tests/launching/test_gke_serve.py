@@ -1,4 +1,4 @@
-"""Servers on GKE: objects of every slice of one host, their paths, metrics and times against the server's own, schemas."""
+"""Servers on GKE, for every slice with one host: schemas, and paths, metrics and times that agree with the server's."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +24,7 @@ MONITORING: Mapping[str, Any] = {
         "endpoints": [{"port": str, "path": str, "interval": str}],
     },
 }
-"""The fields of a PodMonitoring that are used, by its definition in prometheus-engine at c1318317."""
+"""Used fields of a PodMonitoring, from its definition in prometheus-engine at c1318317."""
 
 
 def wrong(value: Any, form: Any, path: str = "") -> list[str]:
@@ -104,7 +104,7 @@ def test_kubernetes_objects_pass_its_own_schema(variant: str) -> None:
     for kind in built_in & found.keys():
         kubernetes.validate(found[kind], "1.31", strict=True)
     if variant == KSERVE:
-        # Its predictor is a pod with the number of replicas; the rest of the definition was checked apart.
+        # The predictor is a pod with the number of replicas; the rest of the definition was checked separately.
         predictor = dict(found["InferenceService"]["spec"]["predictor"])
         metadata = {key: predictor.pop(key) for key in ("labels", "annotations")}
         assert predictor.pop("minReplicas") == 1
@@ -186,7 +186,7 @@ def test_it_is_not_root_and_holds_no_secret() -> None:
     assert container["securityContext"]["readOnlyRootFilesystem"] is True
     assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     (keys,) = [one for one in spec["volumes"] if one["name"] == "keys"]
-    # Not writable by others, else the server has no keys.
+    # Not writable by others, otherwise the server rejects the keys.
     assert keys["secret"] == {"secretName": "keys", "defaultMode": 0o440}
     image = (Path(__file__).parents[2] / "src/systolic/session/docker/Dockerfile.jinja").read_text()
     assert f"USER {spec['securityContext']['runAsUser']}" in image
@@ -228,19 +228,19 @@ def test_every_object_has_the_label_of_its_launch_and_a_stop_takes_those_only(va
     assert all(words[-2:] == ("--selector", selector) for words in prepared.stop)
     stopped = [kind for words in prepared.stop for kind in words[2].split(",")]
     assert sorted(stopped) == sorted(kind.lower() for kind in found)
-    # Pods are selected by the name alone, which a Deployment never changes.
+    # Pods are selected by the name alone, since a Deployment's selector can't change.
     assert "systolic/launch" not in str([one["spec"] for one in found.values()])
 
 
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"on": "v5e-16"}, "v5e-16 has 4 hosts, and a server runs on one"),
-        ({"on": "2xv5e-4"}, "has 2 hosts, and a server runs on one"),
-        ({"on": "8xh100"}, "not in the TPU node pools"),
+        ({"on": "v5e-16"}, "v5e-16 has 4 hosts, but a server runs on one"),
+        ({"on": "2xv5e-4"}, "has 2 hosts, but a server runs on one"),
+        ({"on": "8xh100"}, "no TPU node pools"),
         ({"image": ""}, "systolic export BUNDLE --to docker"),
         ({"image": "Bad Name"}, "image is 'Bad Name'"),
-        ({"name": "a" * 41}, "takes 40 at most"),
+        ({"name": "a" * 41}, "takes at most 40"),
         ({"run": "gs://B"}, "gs://BUCKET/FOLDER"),
         ({"site": Site(namespace="A")}, "namespace is 'A'"),
     ],
@@ -255,8 +255,8 @@ def test_numbers_that_contradict_each_other_are_one_line() -> None:
     for fields, text in (
         ({"variant": "kserv"}, "did you mean kserve"),
         ({"metric": "num_requests"}, "metric is 'num_requests'"),
-        ({"replicas": 5}, "max-replicas is 4 and replicas 5"),
-        ({"grace_seconds": 3576}, "GKE waits 3600 s for a pod at most .* give 3575 or less"),
+        ({"replicas": 5}, "max-replicas is 4, but replicas is 5"),
+        ({"grace_seconds": 3576}, "GKE waits at most 3600 s for a pod .* give 3575 or less"),
     ):
         with pytest.raises(OptionError, match=text):
             GkeServer(**fields)

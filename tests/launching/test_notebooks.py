@@ -1,4 +1,4 @@
-"""The notebooks: those that the template makes, valid, and one run from its first cell to its last on this machine's CPU."""
+"""Notebooks: they match the template and are valid, and one runs from first to last cell on this machine's CPU."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "examples" / "notebooks"
-"""Of the notebooks and of the program that makes them."""
+"""Folder of the notebooks and of the program that makes them."""
 made = runpy.run_path(str(FOLDER / "make.py"))
 PLACES, RUN, INSTALL = made["PLACES"], made["RUN"], made["INSTALL"]
 
@@ -39,7 +39,7 @@ def test_a_notebook_runs_to_its_end(
 ) -> None:
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
-    # The commands are those of this environment.
+    # Uses the commands of this environment.
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     notebook = nbformat.read(FOLDER / f"{place}.ipynb", as_version=4)

@@ -1,4 +1,4 @@
-"""Every slice of the catalogue on every platform: what is written agrees with ``systolic.slice``, and what is not is one line."""
+"""Every slice of the catalogue on every platform: the files agree with ``systolic.slice``, or the refusal is one line."""
 
 import json
 from collections.abc import Mapping
@@ -19,11 +19,11 @@ SHARED: Mapping[str, dict[str, Any]] = {
 }
 """Platforms that train into a folder."""
 LEAST = {"local": 60, "tpu-vm": 200, "gke": 200, "skypilot": 100, "slurm": 10, "docker": 15}
-"""Slices that each platform takes, at least."""
+"""Minimum number of slices that each platform accepts."""
 
 
 def written(via: str, described: Launch) -> Prepared | str:
-    """The files, or why there are none."""
+    """Files of the launch, or the message of the refusal."""
     try:
         return prepare(via, described)
     except OptionError as error:
@@ -61,11 +61,11 @@ def test_options_that_change_nothing_are_said() -> None:
         return "\n".join(prepare(via, described).notes)
 
     given = {"project": "my-project", "network": "mine", "service_account": "me@x"}
-    assert "--project, --service-account, --network changes nothing through skypilot" in notes(
+    assert "--project, --service-account, --network is not used by skypilot" in notes(
         "skypilot", **given
     )
-    assert "changes nothing" not in notes("tpu-vm", zone="us-west4-a", project="my-project")
-    assert "--zone changes nothing through local" in notes("local", zone="us-west4-a")
+    assert "is not used by" not in notes("tpu-vm", zone="us-west4-a", project="my-project")
+    assert "--zone is not used by local" in notes("local", zone="us-west4-a")
 
 
 @pytest.mark.parametrize("via", ["tpu-vm", "gke", "skypilot"])
@@ -74,12 +74,12 @@ def test_a_zone_is_checked_alike_on_all_platforms_of_google(via: str) -> None:
         described = launch(site=Site(zone=zone), **{**SHARED.get(via, {}), **fields})
         return "\n".join(prepare(via, described).notes)
 
-    told = "us-east5-b may have no v5e: Google's list of zones has it in us-west4-a"
+    told = "us-east5-b may have no v5e; Google lists it in us-west4-a"
     assert told in notes("us-east5-b")
     for zone in ("us-west4-a", "europe-west4-a"):
         assert "may have no" not in notes(zone)
     for zone, why in (
-        ("uscentral1", "zone is 'uscentral1'; it takes one like us-east5-b"),
+        ("uscentral1", "zone is 'uscentral1'; it takes a zone such as us-east5-b"),
         ("us-west4", "zone is us-west4, which is a region"),
     ):
         with pytest.raises(OptionError, match=why):

@@ -1,4 +1,4 @@
-"""When a slice is waited for, and when the others go on without it."""
+"""When the launch waits for a slice, and when it continues without it."""
 
 from systolic.launching.remaining import Next, Remaining
 
@@ -10,7 +10,7 @@ def test_a_slice_is_waited_for_and_then_left_out() -> None:
     assert slices.killed(1, now=1050, lived_seconds=40) is Next.wait
     assert slices.killed(1, now=1061, lived_seconds=2) is Next.without
     assert (slices.present, slices.left_out) == ([0, 2], [1])
-    # The last of those that are left is the third of those there were.
+    # The last of the remaining slices is the third of the original ones.
     assert slices.killed(1, now=2000, lived_seconds=900) is Next.restart
     assert slices.killed(1, now=2060, lived_seconds=2) is Next.without
     assert (slices.present, slices.left_out) == ([0], [1, 2])

@@ -1,4 +1,4 @@
-"""Tasks of SkyPilot: names and sizes of every slice, its own parser, and the script of the machines."""
+"""SkyPilot: names and sizes of every slice, SkyPilot's own parser, and the script of the machines."""
 
 import json
 import os
@@ -58,7 +58,7 @@ def test_all_slices_agree_with_the_catalogue() -> None:
 
 
 def test_skypilots_own_parser_takes_the_tasks() -> None:
-    """``SYSTOLIC_SKY_PYTHON`` is the Python of an environment with SkyPilot, which does not fit into ours."""
+    """``SYSTOLIC_SKY_PYTHON`` is the Python of an environment with SkyPilot, whose requirements conflict with ours."""
     python = os.environ.get("SYSTOLIC_SKY_PYTHON")
     if not python:
         pytest.skip("SYSTOLIC_SKY_PYTHON is not set")
@@ -115,7 +115,7 @@ sys.exit(int((pathlib.Path(__file__).parent / "code").read_text()))
 def test_failures_are_counted_beside_the_run_and_a_refused_command_ends_the_job(
     tmp_path: Path,
 ) -> None:
-    """Each attempt on new machines, which share nothing but the bucket."""
+    """Each attempt runs on new machines, which share only the bucket."""
 
     def ended(code: int, *words: str, machine: str = "a", job: str = "sky-1") -> int:
         folder = tmp_path / machine
@@ -134,7 +134,7 @@ def test_failures_are_counted_beside_the_run_and_a_refused_command_ends_the_job(
     assert ended(2) == 2
     assert not noted.exists()
     assert ended(1) == AGAIN
-    # Of an installation that fails, too: uv ends with 2.
+    # A failed installation also counts: uv exits with 2.
     assert ended(0, "install", machine="b") == AGAIN
     assert ended(139, machine="c") == 1
     assert sorted(one.name for one in (noted / "sky-1").iterdir()) == ["0", "1", "2"]
@@ -194,13 +194,13 @@ def test_machines_with_gpus_find_their_peers_in_skypilots_environment(tmp_path: 
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"on": "2xv5e-16"}, "2 slices, and a task of skypilot has one"),
+        ({"on": "2xv5e-16"}, "2 slices, but a task of skypilot has one"),
         ({"on": "tpu7x-8"}, "not in SkyPilot's catalogue"),
         ({"on": "cpu"}, "not in SkyPilot's catalogue"),
         ({"run": "runs/lm"}, "lost with the 4 machines"),
         ({"purchase": Purchase.reserved}, "leave out --reserved"),
         ({"site": Site(zone="us-west4")}, "is a region"),
-        ({"name": "a" * 41}, "a managed job takes 40"),
+        ({"name": "a" * 41}, "a managed job takes at most 40"),
     ],
 )
 def test_mistakes_are_one_line(fields: dict[str, Any], text: str) -> None:

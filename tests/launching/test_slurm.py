@@ -1,4 +1,4 @@
-"""Batch scripts: nodes and tasks of every slice of GPUs, the script run with a stand-in for Slurm, and with Slurm itself."""
+"""Slurm: nodes and tasks of every GPU slice, and the batch script with a stand-in for Slurm and with Slurm itself."""
 
 import os
 import subprocess
@@ -37,7 +37,7 @@ def test_all_slices_of_gpus_agree_with_the_catalogue() -> None:
         per_node = int(found["gpus-per-node"])
         assert int(found["nodes"]) * per_node == on.num_chips, on.name
         assert int(found["nodes"]) == on.num_hosts == prepared.hosts, on.name
-        # As jax.distributed has it under Slurm: a process has the device of its own number.
+        # As jax.distributed expects under Slurm: a process has the device of its local rank.
         assert int(found["ntasks-per-node"]) == per_node, on.name
         assert ("exclusive" in found) == (per_node == on.chip.chips_per_host), on.name
 
@@ -60,7 +60,7 @@ def test_the_script_says_what_made_it_and_passes_shellcheck(tmp_path: Path) -> N
     assert text.split("\n", 1)[1].startswith(HEADER)
     assert "systolic train code/mine.py:job --steps 10 --run /shared/runs/lm --continue" in text
     assert prepared.files["code/mine.py"] == "x = 1\n"
-    # Slurm reads its lines up to the first command.
+    # Slurm reads #SBATCH lines up to the first command.
     assert text.index("\ncd ") > text.rindex("#SBATCH")
     (tmp_path / "job.sh").write_text(text)
     shellcheck(tmp_path / "job.sh")
@@ -69,19 +69,25 @@ def test_the_script_says_what_made_it_and_passes_shellcheck(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"on": "v5e-16"}, "v5e-16 is not of GPUs.*--via tpu-vm or gke"),
-        ({"on": "8xcpu"}, "8xcpu is not of GPUs"),
-        ({"name": "a" * 61}, "has 61 characters; a job's name takes 60"),
+        ({"on": "v5e-16"}, "v5e-16 has no GPUs.*--via tpu-vm or gke"),
+        ({"on": "8xcpu"}, "8xcpu has no GPUs"),
+        ({"name": "a" * 61}, "has 61 characters; a job's name takes at most 60"),
         ({"run": "gs://bucket/x"}, "folder that the nodes share"),
         ({"purchase": Purchase.spot}, "--sbatch=--reservation=NAME"),
         ({"slurm": SlurmOptions(time="tomorrow")}, "--time 24:00:00"),
-        ({"slurm": SlurmOptions(time="0:02:00")}, "signalled 3 minutes before it ends.*10 minutes"),
+        (
+            {"slurm": SlurmOptions(time="0:02:00")},
+            "signalled to save 3 minutes before the limit.*10 minutes",
+        ),
         ({"slurm": SlurmOptions(time="9:59")}, "10 minutes or more"),
         ({"slurm": SlurmOptions(options=("--time=1:00",))}, "the launch sets; give --time"),
-        ({"slurm": SlurmOptions(setup='echo "open')}, "does not read .No closing quotation"),
+        ({"slurm": SlurmOptions(setup='echo "open')}, "is not valid shell .No closing quotation"),
         ({"slurm": SlurmOptions(gpus_per_node=1000)}, "more than any node has"),
         ({"slurm": SlurmOptions(gpus_per_node=3)}, "3, which does not divide the 16 GPUs"),
-        ({"slurm": SlurmOptions(options=("--qos", "long"))}, "'long'; it takes options with ="),
+        (
+            {"slurm": SlurmOptions(options=("--qos", "long"))},
+            "'long'; it takes options as --name=value",
+        ),
         (
             {"slurm": SlurmOptions(options=("--nodes=3",))},
             "sbatch has --nodes=3, which the launch sets",
@@ -132,11 +138,11 @@ kill -TERM "$pid"
 while grep -qs '^State:[[:space:]]*[^Z]' "/proc/$pid/status"; do sleep 0.02; done
 """
 )
-"""Returns when the training has ended, so that its end is always seen with the signal."""
+"""Returns after the training has ended, so that its end is always seen together with the signal."""
 
 
 def start(folder: Path, **environ: str) -> subprocess.Popen[bytes]:
-    """The script with stand-ins for Slurm's commands."""
+    """Runs the script with stand-ins for Slurm's commands."""
     write_files(folder, made(restarts=2))
     for name, text in (
         ("scontrol", CALLS),
@@ -165,9 +171,9 @@ def test_a_failure_is_tried_again_so_often_and_a_wrong_command_never(tmp_path: P
         done = start(tmp_path, CODE="1", SLURM_RESTART_COUNT=str(attempt))
         assert done.wait(timeout=60) == 1
     log = (tmp_path / "slurm.log").read_text().splitlines()
-    assert log == [f"ended with 1, restart {n} of 2: back into the queue" for n in (1, 2)]
+    assert log == [f"failed with exit code 1, restart {n} of 2: requeueing" for n in (1, 2)]
     assert calls(tmp_path) == ["scontrol requeue 7"] * 2
-    # One task failed, so that Slurm ended the other, whose code is higher.
+    # One task failed, so Slurm ended the other, whose exit code is higher.
     assert start(tmp_path, CODE="143", CODES="1 143").wait(timeout=60) == 1
     assert len(calls(tmp_path)) == 3
     assert start(tmp_path, CODE="2").wait(timeout=60) == 2
@@ -230,11 +236,11 @@ while not (run / "go").exists():
         sys.exit(1)
 note("done")
 """
-"""A training that notes what happens to it."""
+"""Training that records what happens to it."""
 
 
 class SlurmJob:
-    """A launch on a cluster of this machine."""
+    """Launch on a cluster on this machine."""
 
     def __init__(self, folder: Path, environ: Mapping[str, str], **fields: Any) -> None:
         self.folder, self.environ = folder, environ
@@ -258,7 +264,7 @@ class SlurmJob:
         return self.call(["squeue", "--me", "--noheader", "--format=%T %i", "--states=all"])
 
     def hurry(self) -> None:
-        """What was put back waits for two minutes; less is enough when the nodes are free."""
+        """Releases a requeued job, which Slurm holds for two minutes, as soon as the nodes are idle."""
         self.wait(lambda: self.state().startswith("PENDING") and idle(self.environ))
         job = self.state().split()[1]
         self.call(["scontrol", "update", f"JobId={job}", "StartTime=now"])
@@ -285,7 +291,7 @@ def test_slurm_itself_runs_requeues_and_stops(tmp_path: Path) -> None:
         begin = "start 2 0\n"
         job.wait(lambda: job.notes() == [begin] * 2)
         assert "RUNNING" in job.state()
-        # What Slurm sends before the time ends.
+        # The signal that Slurm sends before the time limit.
         number = job.state().split()[1]
         job.call(["scancel", "--batch", "--signal=USR1", number])
         job.hurry()
@@ -300,4 +306,4 @@ def test_slurm_itself_runs_requeues_and_stops(tmp_path: Path) -> None:
             job.call(words)
         job.wait(lambda: "COMPLETED" in job.state())
         assert all(text.endswith("saved\n") for text in job.notes())
-        assert "stopped; sbatch job.sh continues" in job.log()
+        assert "stopped; rerun sbatch job.sh to continue" in job.log()

@@ -1,4 +1,4 @@
-"""Processes of a local launch: started together, started again when one dies, and stopped."""
+"""Processes of a local launch: started together, restarted when one dies, and stopped."""
 
 import json
 import os
@@ -21,7 +21,7 @@ PATIENCE_SECONDS = 60
 
 
 def supervise(folder: Path, code: str, *, processes: int = 2, restarts: int = 2) -> Any:
-    """A supervisor in a process of its own, whose processes run ``code`` with their folder as argument."""
+    """Starts a supervisor as a process; its processes run ``code`` with the folder as argument."""
     settings = {
         "made_by": ["systolic", "launch"],
         "command": [sys.executable, "-c", code, str(folder)],
@@ -114,7 +114,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def supervised(
     folder: Path, code: str, processes: int = 2, remaining: Remaining | None = None
 ) -> int:
-    """What a supervisor in this process ends with."""
+    """Runs a supervisor in this process; returns its exit code."""
     (folder / SETTINGS).touch()
     return Supervisor(
         folder=folder,
@@ -142,7 +142,7 @@ def test_a_slice_that_does_not_come_back_is_left_out(tmp_path: Path) -> None:
     told = state(tmp_path)
     assert (told["processes"], told["left_out"], told["codes"]) == (4, [1], [0] * 4)
     log = (tmp_path / LOGS / "0.log").read_text()
-    gone = "slice 1 has not come back in 0 s; the run goes on with 2 of 3 slices"
+    gone = "slice 1 has not come back in 0 s; the run continues with 2 of 3 slices"
     assert log == f"systolic: process 3 was killed by SIGKILL\nsystolic: {gone}\n0 of 4\n"
 
 

@@ -1,4 +1,4 @@
-"""Queued resources: names, runtimes and sizes of every slice, and the scripts run with a client that is recorded."""
+"""Cloud TPU VMs: names, runtimes and sizes of every slice, and the scripts run with a stand-in for gcloud."""
 
 import os
 import re
@@ -33,7 +33,7 @@ FLAGS = {
     "topology",
     "type",
 }
-"""Of those that ``gcloud compute tpus queued-resources create --help`` lists in Google Cloud SDK 528.0.0."""
+"""Some of the flags that ``gcloud compute tpus queued-resources create --help`` lists in Google Cloud SDK 528.0.0."""
 
 
 def flags(*args: Any, **fields: Any) -> dict[str, str]:
@@ -69,14 +69,14 @@ def test_how_the_chips_are_paid_for() -> None:
 def test_shapes_without_a_name() -> None:
     found = flags("v4:4x4x16")
     assert (found["type"], found["topology"]) == ("v4", "4x4x16")
-    with pytest.raises(OptionError, match="v5p:4x4x64 has no name in Cloud TPU"):
+    with pytest.raises(OptionError, match="v5p:4x4x64 has no accelerator type in Cloud TPU"):
         prepare("tpu-vm", launch("v5p:4x4x64"))
 
 
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"on": "tpu7x-8"}, "through GKE: --via gke"),
+        ({"on": "tpu7x-8"}, "through GKE only, not as Cloud TPU VMs; give --via gke"),
         ({"on": "8xh100"}, "not a slice of Cloud TPU"),
         ({"site": Site()}, "needs a zone; add --zone us-west4-a"),
         ({"site": Site(zone="us-east5")}, "is a region.*--zone us-east5-a"),
@@ -84,10 +84,10 @@ def test_shapes_without_a_name() -> None:
         ({"site": Site(zone="us-east5-b", project="x")}, "project is 'x'"),
         ({"site": Site(zone="us-east5-b", network="a b")}, "network is 'a b'"),
         ({"site": Site(zone="us-east5-b", service_account="$x")}, "service-account is"),
-        ({"site": Site(zone="us-east5-b", reservation="mine")}, "takes no name of one; give --res"),
+        ({"site": Site(zone="us-east5-b", reservation="mine")}, "can't select one by name; give"),
         ({"run": "runs/lm"}, "lost with the 4 machines"),
         ({"on": "v5e-8", "run": "/runs/lm"}, "lost with the machine"),
-        ({"name": "a" * 59}, "has 59 characters; a TPU's name takes 58"),
+        ({"name": "a" * 59}, "has 59 characters; a TPU's name takes at most 58"),
     ],
 )
 def test_mistakes_are_one_line(fields: dict[str, Any], text: str) -> None:
@@ -100,9 +100,7 @@ def test_a_zone_that_is_not_listed_for_the_chip_is_named() -> None:
     def notes(zone: str, **fields: Any) -> str:
         return "\n".join(prepare("tpu-vm", launch(site=Site(zone=zone), **fields)).notes)
 
-    assert "us-east5-b may have no v5e: Google's list of zones has it in us-west4-a" in notes(
-        "us-east5-b"
-    )
+    assert "us-east5-b may have no v5e; Google lists it in us-west4-a" in notes("us-east5-b")
     assert "may have no" not in notes("us-west4-a")
     assert "may have no" not in notes("europe-west4-a")
     assert "may have no" not in notes("us-east5-b", purchase=Purchase.reserved)
@@ -150,7 +148,7 @@ def ended(folder: Path) -> str:
 STARTED = ["ssh", "ssh", "scp", "ssh", "ssh"]
 FAILED = [*STARTED, "ssh"]
 TRAINED = [*FAILED, "ssh"]
-"""Commands over SSH: whether a machine answers, what goes there, installation, start; then the wait for the end, and how it was."""
+"""Commands over SSH: whether a machine answers, copy, installation, start, then waiting for the end and its exit code."""
 
 
 def test_the_training_ends_with_the_deletion(tmp_path: Path) -> None:
@@ -172,7 +170,7 @@ def test_a_preemption_costs_one_restart_however_long_it_lasts(tmp_path: Path) ->
     done = run_script(tmp_path, states, "255 0", purchase=Purchase.spot, restarts=1)
     assert done.returncode == 0, done.stderr
     assert verbs(tmp_path) == ["create", *FAILED, "delete", "create", *TRAINED, "delete"]
-    assert "restart 1 of 1: the run continues" in done.stdout
+    assert "restart 1 of 1: continuing" in done.stdout
     assert times(tmp_path) == ["up", "down", "up", "down"]
 
 
@@ -190,10 +188,10 @@ def test_after_a_loss_fewer_slices_are_asked_for(tmp_path: Path) -> None:
     lost = ["create", *FAILED, "delete"]
     assert verbs(tmp_path) == [*lost, "create", "delete", "create", *TRAINED, "delete"]
     calls = [one for one in (tmp_path / "calls").read_text().splitlines() if one[:6] == "create"]
-    # It waits for all of them at first.
+    # First it waits for all of them.
     assert ["--node-count=2" in one for one in calls] == [True, True, False]
     assert "--node-id=lm" in calls[-1]
-    assert "have not come back in 0 s; the run goes on with 1 of 2" in done.stdout
+    assert "have not come back in 0 s; the run continues with 1 of 2" in done.stdout
     up = [line.split()[2:] for line in (tmp_path / "times.log").read_text().splitlines()]
     assert [one for one in up if one] == [["2"], ["1"]]
     host = (tmp_path / "host.sh").read_text()
@@ -204,11 +202,11 @@ def test_a_connection_that_breaks_is_no_restart(tmp_path: Path) -> None:
     (tmp_path / "connections").write_text("255 0 0 255 255 0")
     done = run_script(tmp_path, "ABSENT ACTIVE", "255 255 0", restarts=0)
     assert done.returncode == 0, done.stderr
-    # It is started once, and waited for again.
+    # It is started once; only the wait is repeated.
     broken, again = ["ssh"], ["ssh", "ssh"]
     tried = [*broken, *FAILED, *again, *broken, *broken, *again, "ssh"]
     assert verbs(tmp_path) == ["create", *tried, "delete"]
-    assert "what trains goes on meanwhile" in done.stderr
+    assert "a running training continues meanwhile" in done.stderr
     assert "restart" not in done.stdout
 
 
@@ -216,14 +214,14 @@ def test_a_connection_that_breaks_is_no_restart(tmp_path: Path) -> None:
 def test_machines_that_no_longer_answer_are_given_back_and_asked_for_again(
     tmp_path: Path, code: str
 ) -> None:
-    """Cloud TPU still calls them active; its client ends with 0 where a machine is gone."""
+    """Cloud TPU still reports them as active; its client exits with 0 if a machine is gone."""
     (tmp_path / "connections").write_text(" ".join(["0", *[code] * (TRIES - 1), "0"]))
     done = run_script(tmp_path, "ABSENT ACTIVE", "255 0", restarts=1)
     assert done.returncode == 0, done.stderr
     lost = [*FAILED, *["ssh"] * (TRIES - 1)]
     assert verbs(tmp_path) == ["create", *lost, "delete", "create", *TRAINED, "delete"]
     assert "restart 1 of 1" in done.stdout
-    assert "do not answer over SSH, 10 times" in done.stderr
+    assert "did not answer over SSH 10 times" in done.stderr
 
 
 def test_machines_that_never_answer_are_not_asked_for_again(tmp_path: Path) -> None:
@@ -231,13 +229,13 @@ def test_machines_that_never_answer_are_not_asked_for_again(tmp_path: Path) -> N
     done = run_script(tmp_path, "ABSENT ACTIVE", "0", restarts=3)
     assert (done.returncode, ended(tmp_path)) == (1, "1")
     assert verbs(tmp_path) == ["create", *["ssh"] * TRIES, "delete"]
-    assert "its network must let this machine in (port 22)" in done.stderr
+    assert "its network must allow this machine on port 22" in done.stderr
 
 
 def test_machines_that_do_not_say_how_the_training_ended_have_not_trained(tmp_path: Path) -> None:
     done = run_script(tmp_path, "ABSENT ACTIVE", "nobody 1", restarts=0)
     assert done.returncode == 1
-    assert "no restarts are left" in done.stderr
+    assert "no restarts left" in done.stderr
 
 
 def test_tpus_without_their_label_are_known_by_their_time(tmp_path: Path) -> None:
@@ -245,10 +243,10 @@ def test_tpus_without_their_label_are_known_by_their_time(tmp_path: Path) -> Non
     done = run_script(tmp_path, "ABSENT ACTIVE", "0", keep=True)
     assert done.returncode == 0, done.stderr
     assert run_script(tmp_path, "ACTIVE", "0", "check").returncode == 0
-    # Others were made at another time under the same name.
+    # Others of the same name were created at another time.
     (tmp_path / "made").write_text("2026-11-23T11:00:00.123456Z")
     done = run_script(tmp_path, "ACTIVE", "0", "check")
-    assert "were not asked for by this launch" in done.stderr
+    assert "are not from this launch" in done.stderr
     assert (tmp_path / "created").read_text().strip() == "2026-11-23T10:00:00.123456Z"
 
 
@@ -256,7 +254,7 @@ def test_a_training_that_fails_for_good_leaves_no_tpus(tmp_path: Path) -> None:
     done = run_script(tmp_path, "ABSENT ACTIVE", "1 1", restarts=1)
     assert done.returncode == 1
     assert verbs(tmp_path) == ["create", *FAILED * 2, "delete"]
-    assert "no restarts are left" in done.stderr
+    assert "no restarts left" in done.stderr
     assert ended(tmp_path) == "1"
 
 
@@ -264,7 +262,7 @@ def test_a_command_that_the_training_refuses_is_not_tried_again(tmp_path: Path) 
     done = run_script(tmp_path, "ABSENT ACTIVE", "64 0")
     assert (done.returncode, ended(tmp_path)) == (2, "2")
     assert verbs(tmp_path) == ["create", *FAILED, "delete"]
-    assert "refuses its command" in done.stderr
+    assert "rejected its command line" in done.stderr
 
 
 def test_what_an_earlier_launch_left_does_not_train_when_copying_fails(tmp_path: Path) -> None:
@@ -277,7 +275,7 @@ def test_machines_are_kept_where_that_is_asked_for(tmp_path: Path) -> None:
     run_script(tmp_path, "ABSENT ACTIVE", "0", keep=True)
     assert verbs(tmp_path) == ["create", *TRAINED]
     (tmp_path / "calls").unlink()
-    # The launch given again takes its own.
+    # The same launch command uses its own TPUs.
     done = run_script(tmp_path, "ACTIVE", "0", keep=True)
     assert done.returncode == 0, done.stderr
     assert verbs(tmp_path) == TRAINED
@@ -288,12 +286,12 @@ def test_machines_are_kept_where_that_is_asked_for(tmp_path: Path) -> None:
 def test_tpus_of_others_are_left(tmp_path: Path, owner: str, words: tuple[str, ...]) -> None:
     done = run_script(tmp_path, f"ACTIVE:{owner.strip() or 'None'}", "0", *words)
     assert verbs(tmp_path) == []
-    assert "TPUs lm are there (ACTIVE) and were not asked for by this launch" in done.stderr
+    assert "TPUs lm exist (ACTIVE) but are not from this launch" in done.stderr
     assert (done.returncode == 0) == (words == ("stop",))
 
 
 def test_a_name_that_is_taken_meanwhile_is_not_deleted(tmp_path: Path) -> None:
-    """Somebody else's request for the name comes between the look and the creation."""
+    """Another request for the name comes between the check and the creation."""
     done = run_script(tmp_path, "ANYTHING ABSENT", "0", "check")
     assert done.returncode == 0, done.stderr
     done = run_script(tmp_path, "ANYTHING ANYTHING ACTIVE:ffff0000", "0")
@@ -312,7 +310,7 @@ def test_a_stop_asks_the_training_to_save_first(tmp_path: Path) -> None:
 def test_a_stop_says_where_there_is_nothing(tmp_path: Path) -> None:
     done = run_script(tmp_path, "ABSENT", "0", "stop")
     assert done.returncode == 0, done.stderr
-    assert "there are no TPUs lm (--zone=us-east5-b --project=my-project)" in done.stdout
+    assert "no TPUs lm exist (--zone=us-east5-b --project=my-project)" in done.stdout
     assert times(tmp_path) == ["down"]
 
 
@@ -321,19 +319,19 @@ def test_a_stop_without_an_answer_is_none(tmp_path: Path, answer: str) -> None:
     done = run_script(tmp_path, answer, "0", "stop")
     assert done.returncode == 1
     assert ANSWERS[answer] in done.stderr
-    assert "they may be, and cost money" in done.stderr
+    assert "they may exist, and cost money" in done.stderr
     assert verbs(tmp_path) == []
     assert not (tmp_path / "times.log").exists()
     assert run_script(tmp_path, answer, "0", "status").returncode == 1
 
 
 def test_a_deletion_that_fails_is_not_the_end(tmp_path: Path) -> None:
-    """Sessions expire while a training lasts; when the user is back, the deletion is done."""
+    """The session expires during the training; after the user logs in again, the TPUs are deleted."""
     states = "ABSENT EXPIRED ACTIVE EXPIRED ACTIVE EXPIRED ACTIVE"
     done = run_script(tmp_path, states, "0")
     assert done.returncode == 0, done.stderr
     assert verbs(tmp_path) == ["create", *TRAINED, "delete", "delete"]
-    assert "could not be deleted, and cost money as long as they are there" in done.stderr
+    assert "could not delete TPUs lm, which cost money as long as they exist" in done.stderr
     assert times(tmp_path) == ["up", "down"]
     failed = run_script(tmp_path, "ACTIVE EXPIRED", "0", "stop")
     assert failed.returncode == 1
@@ -387,11 +385,11 @@ elif words[:3] == ["-m", "uv", "pip"]:
     with open("installed", "a") as out:
         out.write(wheel + "\\n")
 """
-"""The machine's Python, whose uv installs a wheel that is the command itself."""
+"""Python of the machine, whose uv installs a wheel that is the command itself."""
 
 
 def host(folder: Path, values: dict[str, str], *options: str) -> tuple[list[Any], dict[str, str]]:
-    """The command that runs host.sh with a machine's metadata, and its environment."""
+    """Command that runs host.sh with a machine's metadata, and its environment."""
     text = prepare("tpu-vm", launch(options=options)).files["host.sh"]
     for name in ("wheels", "code"):
         (folder / name).mkdir()
@@ -483,7 +481,7 @@ def test_the_training_outlives_its_connection_and_saves_at_a_stop(tmp_path: Path
         time.sleep(0.02)
     first.kill()
     first.wait()
-    # What it trains with is left to it, and that the files are others now is said.
+    # Its files are left unchanged, and the script reports that the files now differ.
     subprocess.run([*command, "clear"], env=environ, timeout=60, check=True)
     (tmp_path / "code" / "recipe.py").touch()
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

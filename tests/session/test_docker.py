@@ -188,8 +188,13 @@ def test_what_is_no_whole_bundle_is_refused(bundle: Path, tmp_path: Path) -> Non
     out = tmp_path / "image"
     cases: list[tuple[Path, Path, type[SystolicError], str]] = [
         (damaged, out, DataError, "is damaged"),
-        (bundle.parent / "source", out, OptionError, "is no Bundle, which an image serves"),
-        (tmp_path / "none", out, OptionError, "is no Bundle, which an image serves"),
+        (
+            bundle.parent / "source",
+            out,
+            OptionError,
+            "is not a Bundle; make one with systolic import",
+        ),
+        (tmp_path / "none", out, OptionError, "is not a Bundle; make one with systolic import"),
         (bundle, taken, TakenError, "exists"),
     ]
     for path, target, kind, says in cases:

@@ -153,7 +153,7 @@ def test_a_run_goes_on_without_a_slice_that_does_not_come_back(tmp_path: Path):
     state = json.loads((folder / STATE).read_text())
     assert (state["left_out"], state["processes"]) == ([1], 1)
     log = (folder / LOGS / "0.log").read_text()
-    assert "slice 1 has not come back in 2 s; the run goes on with 1 of 2 slices" in log
+    assert "slice 1 has not come back in 2 s; the run continues with 1 of 2 slices" in log
     says = "1 of 2 devices are here: batch 16 as before, passes a step 2 (was 1), fsdp 1 (was 2)"
     assert says in log
 

@@ -1,4 +1,4 @@
-"""``systolic launch RECIPE --on SLICE --via PLATFORM``: the files, the bill and the commands of a training elsewhere."""
+"""``systolic launch RECIPE --on SLICE --via PLATFORM``: writes a platform's files, shows the bill, submits."""
 
 import shlex
 import sys
@@ -23,17 +23,17 @@ FORMS = """usage: systolic launch RECIPE --on SLICE --via PLATFORM [options]
        systolic launch RECIPE --plan plan.json --via PLATFORM [options]
        systolic launch serve BUNDLE --via gke [options]
 
-Writes what the platform needs and shows it with the bill; --submit runs the platform's own client.
-RECIPE is a name that systolic recipes lists, or path/to/file.py:function, whose file goes along.
+Writes the platform's files and shows them with the bill; --submit runs the platform's own client.
+RECIPE is a name that systolic recipes lists, or path/to/file.py:function, whose file is included.
 PLATFORM is one of:
-  tpu-vm    machines of Cloud TPU: a queued resource, the training on all of its machines, deletion at the end
+  tpu-vm    Cloud TPU VMs: requests a queued resource, trains on all of its machines, then deletes it
   gke       Google Kubernetes Engine: a JobSet with a job per slice
-  skypilot  machines that SkyPilot rents: a managed job, on TPUs and GPUs
-  slurm     a cluster of GPUs: a batch script with a task per GPU
+  skypilot  machines rented by SkyPilot: a managed job, on TPUs or GPUs
+  slurm     a GPU cluster: a batch script with a task per GPU
   docker    an image, built and run on this machine
   local     the slice's hosts as processes on this machine, with virtual CPU devices
-The same command on every host starts the run or continues it, so that a lost machine costs what was trained since
-the last checkpoint. systolic runs lists launches; systolic status, logs and stop take their name.
+Every host runs the same command, which starts the run or continues it, so losing a machine loses only the training
+since the last checkpoint. systolic runs lists launches; systolic status, logs and stop take a launch's name.
 systolic launch RECIPE --help shows the recipe's options."""
 VIA = Required("a platform; add --via tpu-vm, gke, skypilot, slurm, docker or local")
 
@@ -43,37 +43,37 @@ class LaunchOptions:
     """Options of a launch.
 
     Args:
-        on: The slice: v5e-16, v5p-128, 2xv5e-256, 8xh100; by default that of the plan.
-        via: The platform: tpu-vm, gke, skypilot, slurm, docker or local.
-        submit: Run the platform's client now; otherwise the files are written and shown.
-        plan: What systolic plan wrote: slice, layout, batch, steps and compiler flags of its best candidate, and the time for the bill.
-        candidate: Which of the plan's candidates, by rank.
-        quick: Forecast the step for the bill as systolic forecast --quick does, where there is no plan; refuses what does not fit.
-        spot: Take chips that are cheaper and can be taken back at any time.
-        reserved: Take chips of a reservation.
-        reservation: Of gke: its name.
-        name: Of the launch; by default the recipe and the slice.
+        on: Slice to train on, such as v5e-16, v5p-128, 2xv5e-256 or 8xh100; by default the plan's.
+        via: Platform: tpu-vm, gke, skypilot, slurm, docker or local.
+        submit: Run the platform's client now; otherwise the files are only written and shown.
+        plan: File written by systolic plan: gives slice, layout, batch, steps and compiler flags of its best candidate, and the time for the bill.
+        candidate: Rank of the plan's candidate.
+        quick: Without a plan: forecast the step time for the bill, as systolic forecast --quick does; refuses a job that does not fit.
+        spot: Use spot chips, which are cheaper and can be preempted at any time.
+        reserved: Use chips of a reservation.
+        reservation: gke: name of the reservation.
+        name: Name of the launch; by default the recipe and the slice.
         out: Folder for the files; by default launches/NAME.
-        run: The run's folder: gs://BUCKET/FOLDER, which the machines mount; of gke also a path on the volume of --claim; of local, slurm and docker a folder here, by default runs/NAME.
-        restarts: Restarts after a failure or a lost machine; by default 10, of tpu-vm with --spot 100, since there those after a preemption count.
-        min_slices: Of local and tpu-vm: go on with as few slices as this when others do not come back; each step keeps its batch.
-        rejoin_seconds: With --min-slices: time for a slice to come back before it is left out; by default 300.
-        train: More options of systolic train, as one word: --train="--workers 4 --profile 10".
-        image: Of gke: the container image with Systolic.
-        project: Of tpu-vm: Google Cloud's project; by default the client's.
-        zone: Of tpu-vm, which needs it, gke and skypilot: Google Cloud's zone.
-        network: Of tpu-vm: Google Cloud's network.
-        service_account: Of tpu-vm and gke: that the machines or pods act as.
-        namespace: Of gke: Kubernetes' namespace.
-        queue: Of gke: Kueue's local queue; of slurm: the partition.
-        account: Of slurm: whose hours are charged.
-        time: Of slurm: the longest time of a job, 24:00:00 or 7-00; the training goes on in another.
-        gpus_per_node: Of slurm: by default as the catalogue has it.
-        setup: Of slurm: a line of shell before the training, such as "module load cuda".
-        sbatch: Of slurm: more options of sbatch, as one word: --sbatch="--qos=long --constraint=h100".
-        claim: Of gke: the PersistentVolumeClaim that is mounted at /runs.
-        processes: Of local: how many; by default the slice's hosts.
-        keep: Of tpu-vm: leave the machines when the training has ended.
+        run: Folder of the run: gs://BUCKET/FOLDER, which the machines mount; gke: or a path on the volume of --claim; local, slurm, docker: a local folder, by default runs/NAME.
+        restarts: Restarts after a failure or a lost machine; by default 10, or 100 for tpu-vm with --spot, where preemptions count.
+        min_slices: local, tpu-vm: continue with at least this many slices when others do not come back; the batch per step stays the same.
+        rejoin_seconds: With --min-slices: time for a slice to come back before it is dropped; by default 300.
+        train: More options for systolic train, as one argument: --train="--workers 4 --profile 10".
+        image: gke: container image with Systolic.
+        project: tpu-vm: Google Cloud project; by default the client's.
+        zone: tpu-vm, gke, skypilot: Google Cloud zone; tpu-vm requires it.
+        network: tpu-vm: Google Cloud network.
+        service_account: tpu-vm, gke: service account of the machines or pods.
+        namespace: gke: Kubernetes namespace.
+        queue: gke: Kueue local queue; slurm: partition.
+        account: slurm: account to charge.
+        time: slurm: time limit of a job, such as 24:00:00 or 7-00; at the limit the job is requeued and continues.
+        gpus_per_node: slurm: GPUs of a node; by default the catalogue's number.
+        setup: slurm: shell line to run before the training, such as "module load cuda".
+        sbatch: slurm: more options for sbatch, as one argument: --sbatch="--qos=long --constraint=h100".
+        claim: gke: PersistentVolumeClaim to mount at /runs.
+        processes: local: number of processes; by default the number of hosts of the slice.
+        keep: tpu-vm: keep the machines after the training has ended.
         json: Print one JSON object.
     """
 
@@ -115,7 +115,7 @@ class LaunchOptions:
         """How the chips are paid for.
 
         Raises:
-            OptionError: spot and reserved are both asked for.
+            OptionError: both spot and reserved are given.
         """
         from systolic.launching import Purchase
 
@@ -140,7 +140,7 @@ def run(args: Sequence[str]) -> int:
 
 
 def launch(asked: Request[LaunchOptions], args: Sequence[str]) -> int:
-    """Writes, shows and with ``--submit`` starts a launch; returns the exit code."""
+    """Writes and shows a launch, submits it with ``--submit``; returns the exit code."""
     from systolic.cli.launch_checks import check_platform, trained, under_plan
     from systolic.launching import prepare
     from systolic.session import launched, launching
@@ -182,7 +182,7 @@ def finish(
     submit: bool,
     json: bool,
 ) -> "tuple[Launched, dict[str, Any]]":
-    """Writes the files of a launch, shows them unless ``json``, submits it if told; returns its record, and that as JSON."""
+    """Writes the files of a launch, shows them unless ``json``, submits if ``submit``; returns the record and its JSON."""
     from systolic.session import launched, launching
 
     folder = folder_of(made, out)
@@ -203,11 +203,11 @@ def folder_of(made: "Launch", out: Path | None) -> Path:
 
 
 def request_of(asked: Request[LaunchOptions], args: Sequence[str]) -> "LaunchRequest":
-    """What is launched.
+    """Launch request of the command line.
 
     Raises:
-        OptionError: there is neither a slice nor a plan, or ``--train`` does not parse.
-        NotFoundError: there is no such slice.
+        OptionError: neither a slice nor a plan is given, or ``--train`` does not parse.
+        NotFoundError: the slice does not exist.
     """
     from systolic.chips import slice
     from systolic.launching import Site, SlurmOptions
@@ -217,7 +217,7 @@ def request_of(asked: Request[LaunchOptions], args: Sequence[str]) -> "LaunchReq
     on = options.on or (asked.chosen.slice if asked.chosen is not None else "")
     if not on:
         raise OptionError(
-            "systolic launch needs a slice; add --on v5e-16, systolic chips lists them"
+            "systolic launch needs a slice; add --on v5e-16 (systolic chips lists slices)"
         )
     return LaunchRequest(
         recipe=asked.recipe,
@@ -259,19 +259,19 @@ def request_of(asked: Request[LaunchOptions], args: Sequence[str]) -> "LaunchReq
 
 
 def words(option: str, text: str) -> list[str]:
-    """An option's text as a shell splits it.
+    """Splits an option's text as a shell does.
 
     Raises:
-        OptionError: a quote has no end.
+        OptionError: a quote is not closed.
     """
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise OptionError(f"{option} is {text!r}, which a shell does not read: {error}") from error
+        raise OptionError(f"{option} is {text!r}, which is not valid shell: {error}") from error
 
 
 def bill_of(asked: Request[LaunchOptions], request: "LaunchRequest", job: "Job") -> "LaunchBill":
-    """The bill before the launch; forecasts the step where ``--quick`` asks for it."""
+    """Bill before the launch; with ``--quick`` from a forecast of the step."""
     from systolic.report.progress import ProgressLine
     from systolic.session import launching
 
@@ -291,7 +291,7 @@ def show(
     files: Sequence[Path],
     command: Sequence[str],
 ) -> None:
-    """Prints the files, then what is launched and its bill."""
+    """Prints the files, then a summary of the launch with its bill."""
     texts = {path.name: path for path in files if path.name in prepared.files}
     for name, path in texts.items():
         print(f"── {path}\n{prepared.files[name].rstrip()}\n")
@@ -307,7 +307,7 @@ def show(
         ("command", shlex.join(command)),
         *((("run" if command[1] == "train" else "bundle", made.run),) if made.run else ()),
         ("bill", bill.text()),
-        *(("also", other) for other in others),
+        *(("file", other) for other in others),
         *(("note", note) for note in prepared.notes),
     ]
     for title, text in rows:
@@ -315,7 +315,7 @@ def show(
 
 
 def following(record: "Launched", args: Sequence[str]) -> list[str]:
-    """The next step, as a command."""
+    """Lines that show the next commands."""
     if record.submitted is None:
         asked = [] if record.place else record.commands["asked"]
         place = "".join(f" --{one['what']}={one['what'].upper()}" for one in asked)
@@ -325,5 +325,5 @@ def following(record: "Launched", args: Sequence[str]) -> list[str]:
         again = shlex.join(["systolic", "launch", *args, "--submit"])
         return [f"submit   {again}", f"         or: {by_hand}"]
     return [
-        f"submitted; systolic status {record.name}, systolic logs -f {record.name}, systolic stop {record.name}"
+        f"submitted; next: systolic status {record.name}, systolic logs -f {record.name}, systolic stop {record.name}"
     ]

@@ -1,4 +1,4 @@
-"""What a launch refuses before anything is written: a command that its machines would refuse, and options of other platforms."""
+"""Checks before a launch writes anything: the training command, and options that the platform does not use."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from systolic.session.launching import LaunchRequest
 
 INSTEAD = {
-    "--run": "--run of the launch gives it",
+    "--run": "give --run to systolic launch",
     "--continue": "leave it out",
-    "--plan": "--plan of the launch has its settings written out",
-    "--candidate": "--candidate of the launch chooses it",
-    "--rehearse": "systolic train RECIPE --rehearse SLICE rehearses here",
-    "--coordinator": "the platform tells each machine; leave it out",
-    "--processes": "--on says how many",
-    "--process": "the platform tells each machine; leave it out",
+    "--plan": "give --plan to systolic launch",
+    "--candidate": "give --candidate to systolic launch",
+    "--rehearse": "to rehearse here, run systolic train RECIPE --rehearse SLICE",
+    "--coordinator": "leave it out, each machine gets it from the platform",
+    "--processes": "leave it out, --on sets the number",
+    "--process": "leave it out, each machine gets it from the platform",
 }
-"""Options of ``systolic train`` that the launch sets itself, to what changes them."""
+"""Options of ``systolic train`` that the launch sets itself, and what to do instead."""
 
 OF: Mapping[str, Sequence[str]] = {
     "quick": ("tpu-vm", "gke", "skypilot"),
@@ -40,14 +40,14 @@ OF: Mapping[str, Sequence[str]] = {
     "processes": ("local",),
     "keep": ("tpu-vm",),
 }
-"""Option to the platforms that read it, beside those that :data:`~systolic.launching.platforms.READS` lists."""
+"""Platforms that use each option, in addition to those in :data:`~systolic.launching.platforms.READS`."""
 
 
 def check_platform(options: "LaunchOptions") -> None:
-    """Checks that the platform reads all options that are given.
+    """Checks that the platform uses all given options.
 
     Raises:
-        OptionError: it does not read one, or a candidate is chosen without a plan.
+        OptionError: the platform does not use an option, or a candidate is given without a plan.
     """
     from systolic.launching.platforms import READS
 
@@ -57,24 +57,24 @@ def check_platform(options: "LaunchOptions") -> None:
     for name, platforms in {**OF, **of}.items():
         if vars(options)[name] != default[name] and options.via not in platforms:
             raise OptionError(
-                f"--{dashed(name)} means nothing to {options.via}; leave it out, or choose --via {' or '.join(platforms)}"
+                f"--{dashed(name)} is not used by {options.via}; leave it out, or choose --via {' or '.join(platforms)}"
             )
     if options.candidate != default["candidate"] and options.plan is None:
         raise OptionError(
-            f"candidate is {options.candidate}, and no plan is given; add --plan plan.json, or leave it out"
+            f"candidate is {options.candidate}, but no plan is given; add --plan plan.json, or leave it out"
         )
 
 
 def trained(request: "LaunchRequest", made: "Launch") -> "Job":
-    """The job that the machines of a launch train, checked as ``systolic train`` would there.
+    """Job that a launch trains, checked as ``systolic train`` checks it on the machines.
 
     Raises:
-        OptionError: a word of ``--train`` is unknown, out of range, or set by the launch.
+        OptionError: an option in ``--train`` is unknown, out of range, or set by the launch.
         LayoutError: the layout does not divide the slice, the model or the batch.
     """
     if asks_help(request.train):
-        raise OptionError("train asks for help; systolic train --help shows its options")
-    fewer = {} if made.min_slices is None else {"--for-devices": "the launch sets it to its own"}
+        raise OptionError("train has --help; systolic train --help shows the options")
+    fewer = {} if made.min_slices is None else {"--for-devices": "leave it out"}
     for word in request.train:
         option = dashed(word.partition("=")[0])
         if (instead := {**INSTEAD, **fewer}.get(option)) is not None:
@@ -89,16 +89,16 @@ def trained(request: "LaunchRequest", made: "Launch") -> "Job":
 def under_plan(
     request: "LaunchRequest", made: "Launch", job: "Job", warn: Callable[[str], None]
 ) -> "LaunchRequest":
-    """The request, whose plan has no forecast where words of ``--train`` make another step.
+    """Request with the plan's forecast dropped if options in ``--train`` change the step.
 
     Args:
-        request: What is launched.
-        made: The launch of it.
-        job: With the words of ``--train``.
-        warn: Called where the forecast is of another step than the one that is trained.
+        request: The request.
+        made: Its launch.
+        job: Job with the options in ``--train``.
+        warn: Called if the forecast does not apply to the step that is trained.
 
     Raises:
-        OptionError: a word of ``--train`` contradicts what the plan decides.
+        OptionError: an option in ``--train`` contradicts the plan.
     """
     from systolic.session.planned import kept_choice
 
@@ -112,22 +112,22 @@ def under_plan(
     if flags != before.verb.flags:
         if chosen.flags:
             raise OptionError(
-                f"the flags are what {chosen.path} decides; leave --flags out of --train, or plan again with them"
+                f"the flags are set by {chosen.path}; leave --flags out of --train, or plan again with these flags"
             )
-        warn(f"{chosen.path} forecast a step without these flags, so there is no time in the bill")
+        warn(f"{chosen.path} has a forecast without these flags, so the bill has no time")
         kept = replace(kept, forecast={})
     return replace(request, chosen=kept)
 
 
 def check_sizes(request: "LaunchRequest", asked: Request[TrainOptions], job: "Job") -> None:
-    """Checks that the layout divides the slice, what ``--min-slices`` may leave of it, the model and the batch.
+    """Checks that the layout divides the slice, the model and the batch, also on fewer slices down to ``--min-slices``.
 
     Raises:
-        LayoutError: it does not.
+        LayoutError: the layout does not divide one of them.
     """
     on, devices = request.on, asked.verb.for_devices
     if request.via == "local":
-        # Its processes are one CPU, whatever they stand in for.
+        # The processes form one slice of CPU devices, whatever slices they stand in for.
         _settle(job, on.num_devices, 1, devices)
     elif devices is None or devices <= on.num_devices:
         job.settle(on)

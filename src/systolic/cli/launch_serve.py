@@ -1,4 +1,4 @@
-"""``systolic launch serve BUNDLE --via gke``: a server of a model on a cluster."""
+"""``systolic launch serve BUNDLE --via gke``: serves a model on a cluster."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,31 +21,31 @@ TAKEN = ("--host", "--port", "--keys", "--new-key", "--grace-seconds", "--log", 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchServeOptions:
-    """Writes what Google Kubernetes Engine needs to serve a Bundle, and shows it with the price of an hour; --submit applies it.
+    """Writes the objects that serve a Bundle on Google Kubernetes Engine, and shows the price per hour; --submit applies them.
 
-    A pod is a server on one TPU machine; requests in flight bring more pods, up to --max-replicas. systolic status, logs and
-    stop take the launch's name.
+    A pod is a server on one TPU machine. The number of pods follows the load, up to --max-replicas. systolic status, logs and stop
+    take the launch's name.
 
     Args:
-        bundle: A Bundle that is in the image, or gs://BUCKET/FOLDER, which the pods mount.
-        via: The platform: gke.
-        on: The slice of each pod, of one host: v5e-1, v5e-8, v6e-8, v5p-8.
-        submit: Run kubectl now; otherwise the file is written and shown.
-        image: The container image, such as systolic export BUNDLE --to docker --for tpu makes.
-        variant: deployment, or kserve for an InferenceService of KServe.
+        bundle: Bundle that the image contains, or gs://BUCKET/FOLDER, which the pods mount.
+        via: Platform: gke.
+        on: Slice of each pod, with one host: v5e-1, v5e-8, v6e-8 or v5p-8.
+        submit: Run kubectl now; otherwise the file is only written and shown.
+        image: Container image, for example one built with systolic export BUNDLE --to docker --for tpu.
+        variant: deployment, or kserve for a KServe InferenceService.
         model: Name of the model for clients; by default the Bundle's folder.
-        name: Of the launch; by default the model and the slice.
+        name: Name of the launch; by default the model and the slice.
         out: Folder for the file; by default launches/NAME.
-        replicas: Fewest pods.
-        max_replicas: Most pods.
-        metric: The server's gauge that brings more pods; those with num_ are of language models.
-        target: Of the gauge, per pod.
-        grace_seconds: Time for requests in flight when a pod ends.
-        keys_secret: Secret with the file keys.txt of API keys' hashes.
-        serve: More options of systolic serve, as one word: --serve="--context 8192 --rows 32".
-        spot: Take chips that are cheaper and can be taken back at any time.
-        namespace: Kubernetes' namespace.
-        service_account: That the pods act as.
+        replicas: Minimum number of pods.
+        max_replicas: Maximum number of pods.
+        metric: Gauge of the server that the autoscaler follows; those with num_ are for language models.
+        target: Target of the gauge per pod.
+        grace_seconds: Time for requests in flight when a pod is terminated.
+        keys_secret: Kubernetes Secret with keys.txt, the file of API keys' hashes.
+        serve: More options for systolic serve, as one argument: --serve="--context 8192 --rows 32".
+        spot: Use spot chips, which are cheaper and can be preempted at any time.
+        namespace: Kubernetes namespace.
+        service_account: Service account of the pods.
         json: Print one JSON object.
     """
 
@@ -122,17 +122,19 @@ def run(args: Sequence[str]) -> int:
 
 
 def served_words(text: str) -> list[str]:
-    """More options of ``systolic serve``, checked as that verb would.
+    """Options for ``systolic serve``, checked as that verb checks them.
 
     Raises:
-        OptionError: one is unknown, out of range, or set by the launch.
+        OptionError: an option is unknown, out of range, or set by the launch.
     """
     found = words("serve", text)
     for word in found:
         if word.partition("=")[0] in TAKEN:
             raise OptionError(
-                f"serve has {word}, which the launch sets; --grace-seconds and --keys-secret of launch serve change it"
+                f"serve has {word}, which the launch sets; leave it out, or give --grace-seconds or --keys-secret to launch serve"
             )
     if models := parse(ServeOptions, found, "systolic serve").models:
-        raise OptionError(f"serve has {models[0]!r}, which is no option; the model is the Bundle")
+        raise OptionError(
+            f"serve has {models[0]!r}, which is not an option; the model is the Bundle"
+        )
     return found

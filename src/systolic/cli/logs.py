@@ -1,4 +1,4 @@
-"""``systolic logs NAME [-f]``: what a launch has printed."""
+"""``systolic logs NAME [-f]``: prints the output of a launch."""
 
 import sys
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ from systolic.core.ranges import COUNT, NOT_NEGATIVE
 
 @dataclass(frozen=True, kw_only=True)
 class LogsOptions:
-    """Prints what a launch has printed: of the first host, of tpu-vm of all.
+    """Prints the output of a launch: that of the first host, or of all hosts for tpu-vm.
 
     Args:
-        name: The launch, as systolic runs lists it, or its folder.
-        follow: Keep printing until the training ends; -f is short for it.
-        lines: How many of the last lines.
-        process: Of local: the process, from 0.
+        name: Name of the launch, as systolic runs lists it, or its folder.
+        follow: Keep printing until the training ends; short form: -f.
+        lines: Number of last lines to print.
+        process: local: index of the process, from 0.
     """
 
     name: Annotated[str, tyro.conf.Positional]
@@ -39,7 +39,7 @@ def run(args: Sequence[str]) -> int:
     count = found.commands["hosts"] if found.via == launched.LOCAL else 1
     if options.process >= count:
         raise OptionError(
-            f"process is {options.process}, and {found.name} has {count} here; they are numbered from 0"
+            f"process is {options.process}, but {found.name} has {count} here, numbered from 0"
         )
     path = launch_logs.log_of(found, options.process)
     if path is None:

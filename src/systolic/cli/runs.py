@@ -1,4 +1,4 @@
-"""``systolic runs``: what was launched where."""
+"""``systolic runs``: lists launches."""
 
 import time
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RunsOptions:
-    """Lists launches of this account, the newest first.
+    """Lists the launches of this account, newest first.
 
     Args:
         json: Print one JSON object.
@@ -33,7 +33,7 @@ def run(args: Sequence[str]) -> int:
         print_json({"runs": [{**one.to_json(), **now_of(one)} for one in found]})
         return 0
     if not found:
-        print("nothing was launched from this account; systolic launch RECIPE --on SLICE --via …")
+        print("no launches from this account; start one: systolic launch RECIPE --on SLICE --via …")
         return 0
     table = rows(found)
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
@@ -48,7 +48,7 @@ def run(args: Sequence[str]) -> int:
 
 
 def now_of(one: "Launched") -> dict[str, Any]:
-    """What this machine knows of a launch: its phase, and what it has used."""
+    """State of a launch as this machine knows it: its phase, and its cost so far."""
     from systolic.session.launch_cost import cost
     from systolic.session.launched import phase
 
@@ -57,7 +57,7 @@ def now_of(one: "Launched") -> dict[str, Any]:
 
 
 def rows(found: "Sequence[Launched]") -> list[tuple[str, ...]]:
-    """A table of launches: dollars that the bill expected, and an estimate of those used."""
+    """Table of launches, with the bill's total (USD) and the estimated cost so far (USED)."""
     head = ("NAME", "VIA", "SLICE", "STATE", "SUBMITTED", "USD", "USED", "RUN")
     return [head, *((*_row(one, now_of(one)),) for one in found)]
 

@@ -1,4 +1,4 @@
-"""``systolic status NAME``: what a launch is doing."""
+"""``systolic status NAME``: shows the state of a launch."""
 
 import shlex
 import time
@@ -13,16 +13,16 @@ from systolic.cli.parse import parse
 from systolic.cli.runs import now_of
 
 REFUSED = 2
-"""Exit code of a training that refuses its command."""
+"""Exit code of a training that rejects its command line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StatusOptions:
-    """Says what a launch is doing; asks the platform's own client where the training is not on this machine.
+    """Shows the state of a launch; asks the platform's client if the training is not on this machine.
 
     Args:
-        name: The launch, as systolic runs lists it, or its folder.
-        json: Print one JSON object, with what this machine knows.
+        name: Name of the launch, as systolic runs lists it, or its folder.
+        json: Print one JSON object with the state that this machine knows.
     """
 
     name: Annotated[str, tyro.conf.Positional]
@@ -42,17 +42,17 @@ def run(args: Sequence[str]) -> int:
         return 0
     more = f", restart {now['attempt']}" if now.get("attempt") else ""
     if REFUSED in (now.get("code"), *now.get("codes", ())):
-        more += f", its command was refused: systolic logs {found.name} says why"
+        more += f", its command line was rejected; systolic logs {found.name} shows why"
     if gone := now.get("left_out"):
         more += f", without slice {', '.join(map(str, gone))}"
     print(f"{found.name} on {found.slice} via {found.via}: {now['phase']}{more}")
     if found.run:
         print(f"{'bundle' if 'serve' in found.made_by[2:3] else 'run':<8} {found.run}")
     if found.trouble:
-        print(f"trouble  {found.trouble}")
+        print(f"problem  {found.trouble}")
         print(f"made by  {shlex.join(found.made_by) or 'an unknown command'}")
         print(
-            f"since    {found.submitted or 'an unknown time'}; what it rents may still cost money"
+            f"since    {found.submitted or 'an unknown time'}; rented machines may still cost money"
         )
         return 1
     if (used := cost(found, time.time())) is not None:

@@ -1,4 +1,4 @@
-"""``systolic stop NAME``: ends a launch."""
+"""``systolic stop NAME``: stops a launch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ from systolic.cli.parse import parse
 
 @dataclass(frozen=True, kw_only=True)
 class StopOptions:
-    """Ends a launch: its training is asked to save, then its machines are given back.
+    """Stops a launch: asks the training to save, then releases the machines.
 
     Args:
-        name: The launch, as systolic runs lists it, or its folder.
+        name: Name of the launch, as systolic runs lists it, or its folder.
         json: Print one JSON object.
     """
 

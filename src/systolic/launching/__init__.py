@@ -1,6 +1,6 @@
-"""A training command on somebody's machines: what each platform needs, as named files and the commands of its own client.
+"""Launches of a training command on a platform, as files and commands of the platform's own client.
 
-One module a platform, each with a pure function from a :class:`Launch` to a :class:`Prepared`; nothing is read, sent or
+One module per platform, each with a pure function from :class:`Launch` to :class:`Prepared`. Nothing is read, sent or
 started here, except by ``supervisor``, which runs and restarts the processes of ``local``.
 """
 

@@ -1,4 +1,4 @@
-"""``python -m systolic.launching.detach OUTPUT WORDS…``: starts a command that outlives its caller and prints its process number."""
+"""``python -m systolic.launching.detach OUTPUT WORDS…``: starts a command that outlives its caller, and prints its process ID."""
 
 import os
 import subprocess
@@ -6,13 +6,13 @@ import sys
 
 
 def main(output: str, words: list[str]) -> None:
-    """Starts ``words`` in a session of its own, with its output in a file."""
+    """Starts ``words`` in a new session, with output to a file."""
     with open(output, "wb") as out:
         started = subprocess.Popen(
             words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
         )
     print(started.pid, flush=True)
-    # Without waiting for it, which the interpreter would warn of.
+    # Exits without waiting for the process, which the interpreter would warn about.
     os._exit(0)
 
 

@@ -1,7 +1,7 @@
-"""``--via docker``: an image with this package and its versions, built and run on this machine.
+"""``--via docker``: an image with this package and its pinned requirements, built and run on this machine.
 
-The container acts as the user who launches, so that the run's files are theirs. ``train.sh`` in it starts the training again
-after a failure, since Docker's own restarts do not tell exit codes apart:
+The container runs as the launching user, who then owns the run's files. ``train.sh`` restarts the training after a
+failure, since Docker's own restart policies do not distinguish exit codes:
 https://docs.docker.com/reference/cli/docker/container/run.
 """
 
@@ -20,20 +20,20 @@ SHIPPED = ("requirements.txt", "wheels", SCRIPT, "code")
 STATE = "{{.State.Status}} {{.State.ExitCode}}"
 RUNS = "/runs"
 SAVE_SECONDS = 120
-"""Docker's time between SIGTERM and SIGKILL."""
+"""Time between Docker's SIGTERM and SIGKILL."""
 PLATFORMS = {ChipKind.cpu: "cpu", ChipKind.gpu: "cuda,cpu", ChipKind.tpu: "tpu,cpu"}
 
 
 def prepare(launch: Launch) -> Prepared:
-    """A build folder, and the commands that build and run it.
+    """Prepares a build folder, and the commands that build and run the image.
 
     Raises:
-        OptionError: the slice has several hosts, the run is not a folder here, or a name is against the rules.
+        OptionError: the slice has several hosts, the run is not a local folder, or a name is invalid.
     """
     check_slice(launch)
     check_name(launch.name, LONGEST, "an image's name")
     if is_bucket(launch.run):
-        raise OptionError(f"run is {launch.run}, and docker trains into a folder; give --run DIR")
+        raise OptionError(f"run is {launch.run}, but docker trains into a folder; give --run DIR")
     if launch.purchase is not Purchase.on_demand:
         raise OptionError("docker rents no chips; leave out --spot and --reserved")
     label = f"systolic.launch={launch.name}"
@@ -55,7 +55,7 @@ def prepare(launch: Launch) -> Prepared:
         submit=(
             ("mkdir", "-p", launch.run),
             ("docker", "build", "--platform", "linux/amd64", "--tag", launch.name, "."),
-            # Of an earlier launch of this name, if it has ended.
+            # Removes the container of an earlier launch of this name that has ended.
             ("docker", "container", "prune", "--force", "--filter", f"label={label}"),
             run_words(launch, label),
         ),
@@ -70,20 +70,20 @@ def prepare(launch: Launch) -> Prepared:
 
 
 def check_slice(launch: Launch) -> None:
-    """Checks that one machine has the slice.
+    """Checks that the slice is on one machine.
 
     Raises:
-        OptionError: it has several hosts.
+        OptionError: the slice has several hosts.
     """
     on = launch.on
     if num_hosts(launch) > 1:
         raise OptionError(
-            f"{on.name} has {on.num_hosts} hosts and docker runs on this machine; give --on 8xcpu, 8xh100 or v5e-8, or --via local"
+            f"{on.name} has {on.num_hosts} hosts, but docker runs on this machine; give --on 8xcpu, 8xh100 or v5e-8, or --via local"
         )
 
 
 def run_words(launch: Launch, label: str) -> tuple[str, ...]:
-    """The command that starts the container."""
+    """Command that starts the container."""
     on = launch.on
     words = ["docker", "run", "--detach", "--init", "--name", launch.name, "--label", label]
     words += ["--stop-timeout", str(SAVE_SECONDS)]
@@ -107,5 +107,5 @@ def _notes(launch: Launch) -> tuple[str, ...]:
     if kind is ChipKind.gpu:
         return ("this machine needs NVIDIA's driver and its container toolkit",)
     if kind is ChipKind.tpu:
-        return ("this machine is a TPU VM; the container gets its devices by --privileged",)
+        return ("this machine must be a TPU VM; --privileged gives the container its devices",)
     return ()

@@ -1,7 +1,7 @@
-"""``--via gke``: a JobSet with a job per slice, for a cluster of Google Kubernetes Engine that has TPU node pools.
+"""``--via gke``: a JobSet with a job per slice, for a Google Kubernetes Engine cluster with TPU node pools.
 
-GKE gives each pod the addresses of its slice (``TPU_WORKER_HOSTNAMES``, ``TPU_WORKER_ID``) and JobSets with several
-slices their coordinator (``MEGASCALE_…``), which ``systolic train`` reads. Selectors, taints and resource names:
+GKE gives each pod the addresses of its slice (``TPU_WORKER_HOSTNAMES``, ``TPU_WORKER_ID``), and in JobSets with several
+slices the coordinator (``MEGASCALE_…``), which ``systolic train`` reads. Selectors, taints and resource names:
 https://docs.cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus and …/how-to/tpus, …/how-to/tpu-multislice;
 the JobSet: https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2.
 """
@@ -32,17 +32,17 @@ LABEL = "systolic/launch"
 CONTEXT = ClientDefault(
     what="context",
     words=("kubectl", "config", "current-context"),
-    otherwise="gcloud container clusters get-credentials CLUSTER sets one",
+    otherwise="set one with gcloud container clusters get-credentials CLUSTER",
 )
-"""The cluster that kubectl talks to by default."""
+"""Default context of kubectl, which selects the cluster."""
 NAMESPACE = ClientDefault(
     what="namespace",
     words=("kubectl", "config", "view", "--minify", "--output", "jsonpath={..namespace}"),
     empty="default",
 )
-"""The namespace that the context has by default, which tools such as kubens change."""
+"""Default namespace of the context, which tools such as kubens change."""
 JOB = "slice"
-"""Name of the replicated job: one job of it is one slice."""
+"""Name of the replicated job, which has one job per slice."""
 LONGEST_POD = 63
 POD_SUFFIX = 6
 """A dash and the five characters that Kubernetes appends to a pod's name."""
@@ -50,13 +50,13 @@ CODE = "/srv/recipe"
 RUNS = "/runs"
 MOUNTS = "/gcs"
 FUSE_OPTIONS = "implicit-dirs,rename-dir-limit=200000"
-"""Of Cloud Storage FUSE: a checkpoint is complete when its folder gets its name."""
+"""Options of Cloud Storage FUSE: a checkpoint is completed by renaming its folder."""
 LARGEST_CODE = 900_000
-"""Bytes of the recipe's files: Kubernetes takes 1 MiB in a ConfigMap."""
+"""Maximum bytes of the recipe's files; Kubernetes allows 1 MiB in a ConfigMap."""
 GRACE_SECONDS = 120
-"""Time to save after SIGTERM; nodes that are taken back allow less, and then the last checkpoint counts."""
+"""Time to save after SIGTERM. Preempted nodes allow less, and the run then continues from the last checkpoint."""
 TPU_PORT, COORDINATOR_PORT, SLICES_PORT = 8471, 8476, 8080
-"""Of libtpu among the hosts of a slice, of jax.distributed, and of libtpu among slices."""
+"""Ports of libtpu within a slice, of jax.distributed, and of libtpu between slices."""
 CONTAINER = "train"
 FAILURES: Sequence[tuple[str, str, Mapping[str, Any]]] = (
     (
@@ -70,16 +70,16 @@ FAILURES: Sequence[tuple[str, str, Mapping[str, Any]]] = (
         {"onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [2]}},
     ),
 )
-"""How a pod may end other than by a failure that counts: a name, what the JobSet then does, and how its Job sees it."""
+"""Pod failures that do not count as restarts: name, action of the JobSet, and condition in the Job's failure policy."""
 AMBIGUOUS = ((2, 4),)
-"""Topologies that are a node of eight chips, too: there the machine type is a selector."""
+"""Topologies that a single node of eight chips also has; for these the machine type is a selector."""
 
 
 def prepare(launch: Launch) -> Prepared:
-    """A JobSet, with the recipe's files in a ConfigMap.
+    """Prepares a JobSet, with the recipe's files in a ConfigMap.
 
     Raises:
-        OptionError: GKE lacks the slice, the image is missing, the run's folder is not shared, or a name is against the rules.
+        OptionError: GKE lacks the slice, the image is missing, the run's folder is not shared, or a name is invalid.
     """
     on, site = launch.on, launch.site
     check_slice(launch)
@@ -89,14 +89,14 @@ def prepare(launch: Launch) -> Prepared:
     _check_site(site)
     if not launch.image:
         raise OptionError(
-            "gke runs a container image and --image is not given; give the name of one that the cluster can pull, with Python and systolic[tpu] in it"
+            "gke runs a container image, but --image is not given; give one that the cluster can pull and that has Python and systolic[tpu]"
         )
     check_image(launch.image)
     check_shared(launch.run, on.num_hosts, volume=RUNS if site.claim else "")
     size = sum(len(text.encode()) for text in launch.code.values())
     if size > LARGEST_CODE:
         raise OptionError(
-            f"the recipe's files have {size} bytes and a ConfigMap holds {LARGEST_CODE}; put them into the image and give their path there"
+            f"the recipe's files have {size} bytes, but a ConfigMap holds at most {LARGEST_CODE}; put them into the image and give their path there"
         )
     documents = [*([_code(launch)] if launch.code else []), _jobset(launch)]
     text = "---\n".join(yaml.safe_dump(one, sort_keys=False, width=1000) for one in documents)
@@ -129,29 +129,29 @@ def prepare(launch: Launch) -> Prepared:
 
 
 def asked(site: Site) -> tuple[ClientDefault, ...]:
-    """What kubectl is asked for at submit: the cluster, and the namespace where it is not given."""
+    """Defaults of kubectl to record at submit: the context, and the namespace if it is not given."""
     return (CONTEXT,) if site.namespace else (CONTEXT, NAMESPACE)
 
 
 def check_slice(launch: Launch) -> None:
-    """Checks that GKE has node pools of the slice.
+    """Checks that GKE has node pools for the slice.
 
     Raises:
-        OptionError: it has none.
+        OptionError: GKE has none.
     """
     on = launch.on
     if on.platform != "tpu" or on.chip.gke_accelerator is None:
         raise OptionError(
-            f"{on.name} is not in the TPU node pools of gke, which have v4, v5e, v5p, v6e and tpu7x; give one of those to --on"
+            f"{on.name} has no TPU node pools in gke, only v4, v5e, v5p, v6e and tpu7x have; give a slice of those to --on"
         )
     check_shape(on)
 
 
 def check_shape(on: Slice) -> None:
-    """Checks that GKE has a topology of the shape: those of named slices, and of three axes others that begin with the shortest.
+    """Checks that GKE has the topology: that of a named slice, or any with three axes in ascending order.
 
     Raises:
-        OptionError: it has none.
+        OptionError: GKE does not have it.
     """
     rule = on.chip.slice_rule
     assert rule is not None
@@ -165,12 +165,12 @@ def check_shape(on: Slice) -> None:
         else min(shapes, key=lambda one: abs(prod(one) - prod(plain)))
     )
     raise OptionError(
-        f"{on.name} has a shape of which gke has no topology; give {on.chip.name}:{'x'.join(map(str, near))}"
+        f"{on.name} is not a topology of gke; give {on.chip.name}:{'x'.join(map(str, near))}"
     )
 
 
 def selectors(launch: Launch) -> dict[str, str]:
-    """Labels of the nodes that the pods run on."""
+    """Node selector of the pods."""
     on, site = launch.on, launch.site
     assert on.chip.gke_accelerator is not None
     found = {
@@ -187,12 +187,12 @@ def selectors(launch: Launch) -> dict[str, str]:
 
 
 def topology(launch: Launch) -> str:
-    """Topology of one slice as GKE writes it: ``4x4``, ``2x2x1``."""
+    """Topology of one slice in GKE's notation: ``4x4``, ``2x2x1``."""
     return "x".join(map(str, launch.on.topology))
 
 
 def machine_type(launch: Launch) -> str:
-    """Machine of the slice's hosts: the catalogue's of four chips, or that of one."""
+    """Machine type of the slice's hosts: the catalogue's with four chips, or the one with one chip."""
     kind = launch.on.chip.machine_type or ""
     return kind if launch.chips_per_host != 1 else kind.removesuffix("-4t") + "-1t"
 
@@ -206,7 +206,7 @@ def _check_site(site: Site) -> None:
 
 
 def mine(launch: Launch) -> str:
-    """Selector of what this launch has made, and nobody else."""
+    """Label selector of the objects that this launch created."""
     return f"app.kubernetes.io/name={launch.name},{LABEL}={launch.id}"
 
 
@@ -215,7 +215,7 @@ def _selector(launch: Launch) -> str:
 
 
 def _code(launch: Launch) -> dict[str, Any]:
-    """The recipe's files; a key may hold no slash, so that the volume gives the paths back."""
+    """ConfigMap of the recipe's files. Keys can't contain a slash, so the volume maps them to paths."""
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -233,13 +233,13 @@ def _metadata(launch: Launch) -> dict[str, Any]:
 def _jobset(launch: Launch) -> dict[str, Any]:
     on, site = launch.on, launch.site
     metadata = _metadata(launch)
-    # A job's pods are kept on the nodes of one slice.
+    # Keeps the pods of a job on the nodes of one slice.
     metadata["annotations"] = {
         "alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"
     }
     suspend = {}
     if site.queue:
-        # Kueue lets it start when the quota allows.
+        # Kueue starts it when the quota allows.
         metadata["labels"] = {**metadata["labels"], "kueue.x-k8s.io/queue-name": site.queue}
         suspend = {"suspend": True}
     return {
@@ -255,7 +255,7 @@ def _jobset(launch: Launch) -> dict[str, Any]:
                         "name": name,
                         "action": action,
                         "onJobFailureReasons": ["PodFailurePolicy"],
-                        # The only place where a Job says which of its rules it followed.
+                        # A Job reports which of its rules matched only in this message.
                         "onJobFailureMessagePatterns": [f"matching FailJob rule at index {rule}$"],
                     }
                     for rule, (name, action, _) in enumerate(FAILURES)
@@ -269,7 +269,7 @@ def _jobset(launch: Launch) -> dict[str, Any]:
 
 
 def job(launch: Launch) -> dict[str, Any]:
-    """The Job of one slice: a pod per host, none of which restarts alone, since all train one model."""
+    """Job of one slice: a pod per host. No pod restarts alone, since all train one model."""
     hosts = launch.hosts_per_slice
     return {
         "parallelism": hosts,
@@ -282,7 +282,7 @@ def job(launch: Launch) -> dict[str, Any]:
 
 
 def _mounting(launch: Launch) -> dict[str, Any]:
-    """Lets GKE mount buckets in the pods."""
+    """Pod metadata with which GKE mounts buckets."""
     found = {"metadata": {"annotations": {"gke-gcsfuse/volumes": "true"}}}
     return found if is_bucket(launch.run) else {}
 
@@ -293,7 +293,7 @@ def _pod(launch: Launch) -> dict[str, Any]:
     if site.service_account:
         pod["serviceAccountName"] = site.service_account
     if on.num_slices > 1 and not is_bucket(launch.run):
-        # The mount of a bucket has no part in the hosts' network. Traffic between slices goes over the hosts' network cards, without the pods' overlay.
+        # Traffic between slices uses the hosts' network directly, without the pods' overlay. Bucket mounts do not support this.
         pod |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
     pod["nodeSelector"] = selectors(launch)
     if launch.purchase is Purchase.spot:
@@ -306,7 +306,7 @@ def _pod(launch: Launch) -> dict[str, Any]:
         "name": CONTAINER,
         "image": launch.image,
         "command": list(launch.command(code=CODE, run=_run(launch))),
-        # Without chips the training ends with an error, instead of going on with the CPU.
+        # Without chips the training fails instead of running on the CPU.
         "env": [{"name": "JAX_PLATFORMS", "value": "tpu,cpu"}],
         "ports": [{"containerPort": port} for port in ports],
         "resources": {"requests": dict(chips), "limits": dict(chips)},
@@ -319,7 +319,7 @@ def _pod(launch: Launch) -> dict[str, Any]:
 
 
 def _run(launch: Launch) -> str:
-    """The run's folder in a pod."""
+    """Folder of the run in a pod."""
     if not is_bucket(launch.run):
         return launch.run
     bucket, folder = in_bucket(launch.run)
@@ -327,7 +327,7 @@ def _run(launch: Launch) -> str:
 
 
 def _volumes(launch: Launch) -> tuple[list[Any], list[Any]]:
-    """Volumes of the recipe's files, of the claim and of the bucket, and where they are mounted."""
+    """Volumes of the recipe's files, the claim and the bucket, and their mounts."""
     volumes: list[Any] = []
     mounts: list[Any] = []
     if launch.code:
@@ -366,6 +366,6 @@ def _notes(launch: Launch) -> tuple[str, ...]:
     if is_bucket(launch.run):
         who = launch.site.service_account or "default"
         notes.append(
-            f"the pods' service account ({who}) needs access to {launch.run}; take a bucket with a hierarchical namespace, in which folders get their names in one step"
+            f"the pods' service account ({who}) needs access to {launch.run}; use a bucket with a hierarchical namespace, where renaming a folder is atomic"
         )
     return tuple(notes)

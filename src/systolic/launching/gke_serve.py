@@ -1,6 +1,6 @@
-"""A server on one TPU host of Google Kubernetes Engine, and what keeps it reachable: probes, drain times, scaling, a policy.
+"""Model server on single-host TPU nodes of Google Kubernetes Engine, with probes, drain, autoscaling and a network policy.
 
-One pod is one server with all chips of its machine; more requests bring more pods. Metrics reach the autoscaler through
+A pod is one server with all chips of its machine; the autoscaler adds pods with the load. Metrics reach it through
 Managed Prometheus and the Custom Metrics adapter: https://docs.cloud.google.com/stackdriver/docs/managed-prometheus/hpa;
 TPU node pools as in :mod:`systolic.launching.gke`; KServe: https://kserve.github.io/website/docs/reference/crd-api.
 """
@@ -22,45 +22,47 @@ FILE, CHECK = "serve.yaml", "check.sh"
 LONGEST = 40
 PORT = 8000
 MODEL = "/srv/model"
-"""Where the images of ``systolic export --to docker`` have their Bundle."""
+"""Path of the Bundle in images of ``systolic export --to docker``."""
 KEYS_FOLDER, KEYS_FILE = "/etc/systolic", "keys.txt"
 USER = 10001
-"""Of those images."""
+"""User ID in those images."""
 LEAVE_SECONDS = 10
-"""Between the end of the pod's address and SIGTERM, so that clients that still have it are answered."""
+"""Time between removal from the Service and SIGTERM, for clients that still have the address."""
 LAST_SECONDS = 15
-"""After the grace time, for answers that end with an error, before Kubernetes kills."""
+"""Time after the grace time and before SIGKILL, for requests that end with an error."""
 LONGEST_SECONDS = 3600
-"""Of an end, all in all: GKE waits no longer for a pod when it drains a node,
+"""Maximum time of a shutdown in total; GKE waits no longer for a pod when it drains a node,
 https://docs.cloud.google.com/kubernetes-engine/docs/concepts/node-pool-upgrade-strategies.
 """
 METRICS = ("http_requests_in_flight", "num_requests_waiting", "num_requests_running")
-"""Gauges of the server that say how loaded a pod is; the last two are of language models."""
+"""Gauges of a server's load; the last two are for language models."""
 DEPLOYMENT, KSERVE = "deployment", "kserve"
 DEFINED = ("inferenceservice", "podmonitoring")
-"""Kinds that Kubernetes itself lacks."""
+"""Kinds of custom resources, which Kubernetes itself lacks."""
 WIDE = (8,)
-"""Chips of the machines that GKE has beside those of four."""
+"""Chips of GKE's larger machines; the others have up to four."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GkeServer:
-    """How a model is served; what is the same for trainings is in its :class:`Launch`.
+    """Options of a server; those shared with training launches are in :class:`Launch`.
 
     Raises:
-        OptionError: the variant or the metric is unknown, or the numbers contradict each other.
+        OptionError: the variant or the metric is unknown, or a number is out of range.
     """
 
     variant: str = DEPLOYMENT
     grace_seconds: int = 45
-    """Time for requests in flight, as the server's own option has it."""
+    """Time for requests in flight; the server's option of the same name."""
     replicas: int = 1
+    """Minimum number of pods."""
     most: int = 4
+    """Maximum number of pods."""
     metric: str = METRICS[0]
     target: int = 32
-    """Of the metric, per pod; above it there are more pods."""
+    """Target of the metric per pod; above it pods are added."""
     keys_secret: str = ""
-    """Secret with the file of API keys' hashes, ``keys.txt``."""
+    """Secret with ``keys.txt``, the file of API keys' hashes."""
 
     def __post_init__(self) -> None:
         if self.variant not in (DEPLOYMENT, KSERVE):
@@ -74,19 +76,19 @@ class GkeServer:
         longest = LONGEST_SECONDS - LEAVE_SECONDS - LAST_SECONDS
         if self.grace_seconds > longest:
             raise OptionError(
-                f"grace-seconds is {self.grace_seconds}, and GKE waits {LONGEST_SECONDS} s for a pod at most when it drains a node; give {longest} or less"
+                f"grace-seconds is {self.grace_seconds}, but GKE waits at most {LONGEST_SECONDS} s for a pod when it drains a node; give {longest} or less"
             )
         if self.most < self.replicas:
             raise OptionError(
-                f"max-replicas is {self.most} and replicas {self.replicas}; give --max-replicas {self.replicas} or more"
+                f"max-replicas is {self.most}, but replicas is {self.replicas}; give --max-replicas {self.replicas} or more"
             )
 
 
 def prepare(launch: Launch, server: GkeServer) -> Prepared:
-    """The objects of one server: ``launch.target`` is the model's name, ``launch.run`` its Bundle where that is in a bucket.
+    """Prepares the objects of a server: ``launch.target`` is the model's name, ``launch.run`` its Bundle if in a bucket.
 
     Raises:
-        OptionError: the slice has several hosts or is not in GKE, the image is missing, or a name is against the rules.
+        OptionError: the slice has several hosts or is not in GKE, the image is missing, or a name is invalid.
     """
     check_slice(launch)
     check_name(launch.name, LONGEST, "a Deployment, whose pods have longer names,")
@@ -95,7 +97,7 @@ def prepare(launch: Launch, server: GkeServer) -> Prepared:
     check_label(server.keys_secret, "keys-secret")
     if not launch.image:
         raise OptionError(
-            "launch serve runs a container image and --image is not given; systolic export BUNDLE --to docker --for tpu makes one"
+            "launch serve runs a container image, but --image is not given; make one with systolic export BUNDLE --to docker --for tpu"
         )
     check_image(launch.image)
     if is_bucket(launch.run):
@@ -106,7 +108,7 @@ def prepare(launch: Launch, server: GkeServer) -> Prepared:
     scope = ("--namespace", launch.site.namespace) if launch.site.namespace else ()
     mine = ("--selector", f"app.kubernetes.io/name={launch.name}")
     kinds = [one["kind"].lower() for one in documents(launch, server)]
-    # Those of the cluster's own definitions apart: one that it lacks fails the whole command.
+    # Custom resources are deleted separately: a kind that the cluster lacks fails the whole command.
     built_in = [kind for kind in kinds if kind not in DEFINED]
     apart = [",".join(built_in), *(kind for kind in kinds if kind in DEFINED)]
     fields = {
@@ -145,21 +147,21 @@ def prepare(launch: Launch, server: GkeServer) -> Prepared:
 
 
 def check_slice(launch: Launch) -> None:
-    """Checks that one host of GKE has the slice.
+    """Checks that GKE has the slice on one host.
 
     Raises:
-        OptionError: it has several, or GKE lacks it.
+        OptionError: the slice has several hosts, or GKE lacks it.
     """
     gke.check_slice(launch)
     on = launch.on
     if num_hosts(launch) > 1:
         raise OptionError(
-            f"{on.name} has {on.num_hosts} hosts, and a server runs on one; give a slice of one host, such as {on.chip.name}-8, and --max-replicas for more of them"
+            f"{on.name} has {on.num_hosts} hosts, but a server runs on one; give a slice with one host, such as {on.chip.name}-8, and --max-replicas for more servers"
         )
 
 
 def documents(launch: Launch, server: GkeServer) -> list[dict[str, Any]]:
-    """All objects, in the order in which they are applied."""
+    """Kubernetes objects, in the order in which they are applied."""
     found = [_kserve(launch, server)]
     if server.variant == DEPLOYMENT:
         found = [_service(launch), _deployment(launch, server)]
@@ -173,18 +175,18 @@ def documents(launch: Launch, server: GkeServer) -> list[dict[str, Any]]:
 
 
 def container_name(server: GkeServer) -> str:
-    """KServe knows the model's container by this name."""
+    """Name of the server's container; KServe requires its own."""
     return "kserve-container" if server.variant == KSERVE else "serve"
 
 
 def machine_type(launch: Launch) -> str:
-    """Machine with all chips of the slice."""
+    """Machine type with all chips of the slice."""
     chips = launch.on.num_chips
     return f"{(launch.on.chip.machine_type or '').rpartition('-')[0]}-{chips}t"
 
 
 def selectors(launch: Launch) -> dict[str, str]:
-    """Labels of the nodes: those of a training on the slice, on the machine that has it whole."""
+    """Node selector: that of a training on the slice, and the machine type if it has all eight chips."""
     found = gke.selectors(launch)
     if launch.on.num_chips in WIDE:
         found["node.kubernetes.io/instance-type"] = machine_type(launch)
@@ -192,7 +194,7 @@ def selectors(launch: Launch) -> dict[str, str]:
 
 
 def command(launch: Launch, server: GkeServer) -> list[str]:
-    """Words of ``systolic serve``."""
+    """Command line of ``systolic serve``."""
     place = MODEL
     if is_bucket(launch.run):
         bucket, folder = in_bucket(launch.run)
@@ -240,9 +242,9 @@ def _deployment(launch: Launch, server: GkeServer) -> dict[str, Any]:
         "kind": "Deployment",
         "metadata": _metadata(launch),
         "spec": {
-            # The number of pods is the autoscaler's: applied again, the file leaves it.
+            # No number of pods: the autoscaler sets it, and applying the file again does not change it.
             "selector": _selected(launch),
-            # A new version answers before the old one goes, which takes one more machine for that time.
+            # A new version is ready before the old one stops, which takes one more machine in the meantime.
             "strategy": {
                 "type": "RollingUpdate",
                 "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0},
@@ -257,7 +259,7 @@ def _kserve(launch: Launch, server: GkeServer) -> dict[str, Any]:
     metadata = _metadata(launch)
     metadata["annotations"] = {
         "serving.kserve.io/deploymentMode": "RawDeployment",
-        # The autoscaler is the one below, on the server's own metrics.
+        # Scaled by the HorizontalPodAutoscaler below, on the server's own metrics.
         "serving.kserve.io/autoscalerClass": "external",
         **_pod_metadata(launch).get("annotations", {}),
     }
@@ -306,7 +308,7 @@ def _container(launch: Launch, server: GkeServer, mounts: list[Any]) -> dict[str
         "env": [{"name": "JAX_PLATFORMS", "value": "tpu,cpu"}],
         "ports": [{"name": "http", "containerPort": PORT, "protocol": "TCP"}],
         "resources": {"requests": dict(chips), "limits": dict(chips)},
-        # It listens at once and is ready when every program is compiled, which may take minutes.
+        # The server listens at once, and is ready when every program is compiled, which may take minutes.
         "startupProbe": {**get("/livez"), "periodSeconds": 5, "failureThreshold": 60},
         "livenessProbe": {**get("/livez"), "periodSeconds": 10, "failureThreshold": 3},
         "readinessProbe": {**get("/readyz"), "periodSeconds": 5, "failureThreshold": 1},
@@ -321,7 +323,7 @@ def _container(launch: Launch, server: GkeServer, mounts: list[Any]) -> dict[str
 
 
 def _volumes(launch: Launch, server: GkeServer) -> tuple[list[Any], list[Any]]:
-    """Compiled programs and temporary files, the keys by reference, the model's bucket."""
+    """Volumes for compiled programs, temporary files, keys and the model's bucket, and their mounts."""
     volumes: list[Any] = [{"name": "cache", "emptyDir": {}}, {"name": "tmp", "emptyDir": {}}]
     mounts: list[Any] = [
         {"name": "cache", "mountPath": "/var/cache/systolic"},
@@ -378,14 +380,14 @@ def _autoscaler(launch: Launch, server: GkeServer) -> dict[str, Any]:
             "minReplicas": server.replicas,
             "maxReplicas": server.most,
             "metrics": [{"type": "Pods", "pods": {"metric": metric, "target": target}}],
-            # A pod compiles before it answers: what was scaled away is missed for minutes.
+            # A new pod compiles for minutes before it is ready, so scale down slowly.
             "behavior": {"scaleDown": {"stabilizationWindowSeconds": 600}},
         },
     }
 
 
 def _policy(launch: Launch) -> dict[str, Any]:
-    """Lets in pods of the namespace, and the collector of metrics."""
+    """Network policy that allows pods of the namespace and the metrics collector."""
     collector = {"kubernetes.io/metadata.name": "gke-gmp-system"}
     sources = [{"podSelector": {}}, {"namespaceSelector": {"matchLabels": collector}}]
     return {
@@ -408,14 +410,14 @@ def _notes(launch: Launch, server: GkeServer) -> tuple[str, ...]:
         words.append("--spot")
     notes = [
         f"the cluster needs a node pool like this: {shlex.join(words)}",
-        "and, for the autoscaler, Managed Prometheus and the Custom Metrics Stackdriver adapter",
+        "the autoscaler needs Managed Prometheus and the Custom Metrics Stackdriver adapter",
     ]
     if server.variant == KSERVE:
-        notes.append("and KServe, in its mode without Knative")
+        notes.append("the cluster needs KServe, in its mode without Knative")
     if server.keys_secret:
         notes.append(
-            f"kubectl create secret generic {server.keys_secret} --from-file={KEYS_FILE} has the keys' hashes; systolic serve --keys {KEYS_FILE} --new-key NAME makes them"
+            f"create the keys with systolic serve --keys {KEYS_FILE} --new-key NAME, then kubectl create secret generic {server.keys_secret} --from-file={KEYS_FILE}"
         )
     else:
-        notes.append("without --keys-secret every pod of the namespace is let in")
+        notes.append("without --keys-secret every pod of the namespace has access")
     return tuple(notes)

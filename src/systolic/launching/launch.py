@@ -1,4 +1,4 @@
-"""The description of a launch, its bill, and what a platform makes of it."""
+"""Description of a launch, its bill, and its files and commands for a platform."""
 
 import enum
 import secrets
@@ -14,9 +14,9 @@ from systolic.core.units import duration
 HOUR = 3600.0
 REJOIN_SECONDS = 300
 GONE = 3
-"""Exit code of a script that ends a launch and has found that it has ended before."""
+"""Exit code of a stop script that finds the launch already ended."""
 CODE = "code"
-"""Folder of the recipe's files, beside the others of a launch."""
+"""Folder of the recipe's files, inside the launch's folder."""
 
 
 class Purchase(enum.Enum):
@@ -24,92 +24,90 @@ class Purchase(enum.Enum):
 
     on_demand = "on-demand"
     spot = "spot"
-    """Cheaper, and taken back at any time."""
+    """Cheaper; can be preempted at any time."""
     reserved = "reserved"
-    """A reservation of the user's: its price is in a contract, not in the catalogue."""
+    """Reservation of the user, whose price is in a contract, not in the catalogue."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Site:
-    """Where on a platform; empty fields leave the choice to the platform's client."""
+    """Place on a platform; empty fields leave the choice to the platform's client."""
 
     project: str = ""
-    """Google Cloud's."""
+    """Google Cloud project."""
     zone: str = ""
     namespace: str = ""
-    """Kubernetes'."""
+    """Kubernetes namespace."""
     service_account: str = ""
     queue: str = ""
-    """Kueue's local queue, or Slurm's partition."""
+    """Kueue local queue, or Slurm partition."""
     account: str = ""
-    """Slurm's, whose budget is charged."""
+    """Slurm account to charge."""
     network: str = ""
-    """Google Cloud's."""
+    """Google Cloud network."""
     claim: str = ""
-    """Kubernetes' PersistentVolumeClaim with the run's folder, mounted at ``/runs``."""
+    """Kubernetes PersistentVolumeClaim with the run's folder, mounted at ``/runs``."""
     reservation: str = ""
-    """Google Cloud's; empty takes any that matches."""
+    """Google Cloud reservation; empty uses any that matches."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlurmOptions:
-    """What Slurm is told; empty fields leave it to the cluster."""
+    """Options for Slurm; empty fields leave the choice to the cluster."""
 
     time: str = ""
-    """Longest time of a job, ``24:00:00``."""
+    """Time limit of a job, such as ``24:00:00``."""
     gpus_per_node: int | None = None
-    """By default as the catalogue has it."""
+    """GPUs of a node; by default the catalogue's number."""
     setup: str = ""
-    """A line of shell before the training, such as ``module load cuda``."""
+    """Shell line to run before the training, such as ``module load cuda``."""
     options: tuple[str, ...] = ()
-    """More of ``sbatch``."""
+    """More options for ``sbatch``."""
     programs: str = ""
-    """Folder with the ``systolic`` of the environment that the launch is made in."""
+    """Folder with the ``systolic`` of the launching environment."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchBill:
-    """Cost of a launch before it starts."""
+    """Estimated cost of a launch before it starts."""
 
     purchase: Purchase
     usd_per_hour: float | None
-    """Of all chips, of a server for its fewest pods; None where the catalogue has no such price."""
+    """Price per hour of all chips, of a server for the minimum number of pods; None if the catalogue has none."""
     usd_per_hour_most: float | None = None
-    """Of a server, for its most pods."""
+    """Price per hour of a server for the maximum number of pods."""
     as_of: str = ""
     """Date of the price."""
     region: str = ""
-    """That the price is of."""
+    """Region of the price."""
     zone: str = ""
-    """That the chips are in."""
+    """Zone of the chips."""
     seconds: float | None = None
-    """Of all steps; None without a plan or a forecast."""
+    """Time of all steps; None without a plan or a forecast."""
     seconds_low: float | None = None
     seconds_high: float | None = None
     source: str = ""
-    """What the time is from."""
+    """Source of the time."""
     instead: str = ""
-    """What is said instead of a price and a time."""
+    """Text that replaces price and time."""
 
     def usd(self, seconds: float | None) -> float | None:
-        """Dollars for so many seconds."""
+        """Cost of a time in US dollars."""
         if seconds is None or self.usd_per_hour is None:
             return None
         return self.usd_per_hour * seconds / HOUR
 
     def whence(self) -> str:
-        """Region and date of the price; says so where it is another region than that of the chips."""
+        """Region and date of the price, with a warning if the chips are in another region."""
         text = f"prices of {', '.join(filter(None, (self.region, self.as_of)))}"
         asked = self.zone.rpartition("-")[0]
         other = asked not in ("", self.region)
         return (
-            f"{text}: the catalogue has none of {asked}, whose price may be another"
-            if other
-            else text
+            f"{text}; the catalogue has none for {asked}, where they may differ" if other else text
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """JSON object."""
         return {
             "purchase": self.purchase.value,
             "usd_per_hour": self.usd_per_hour,
@@ -124,18 +122,18 @@ class LaunchBill:
         }
 
     def text(self) -> str:
-        """One line: the price, then the time and the total where they are known."""
+        """One line with the price, then the time and the total if known."""
         if self.instead:
             return self.instead
         if self.purchase is Purchase.reserved:
-            price = "price as your reservation has it"
+            price = "price set by your reservation"
         elif self.usd_per_hour is None:
             price = f"no {self.purchase.value} price in the catalogue"
         else:
             price = f"${self.usd_per_hour:,.2f} an hour {self.purchase.value}"
             price += f" ({self.whence()})" if self.as_of or self.region else ""
         if self.seconds is None:
-            return f"{price}; the time is not known: give --plan plan.json or --quick"
+            return f"{price}; time unknown, give --plan plan.json or --quick"
         total = self.usd(self.seconds)
         between = [self.usd(self.seconds_low), self.usd(self.seconds_high)]
         text = f"{price}, {duration(self.seconds)} of steps by {self.source}"
@@ -144,25 +142,25 @@ class LaunchBill:
         text += f": ${total:,.2f}"
         if None not in between:
             text += f" (${between[0]:,.2f} to ${between[1]:,.2f})"
-        return f"{text}, start-up, evaluations and lost work not counted"
+        return f"{text}, start-up, evaluations and lost work not included"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """One training command on the hosts of a slice."""
+    """Training command on the hosts of a slice."""
 
     name: str
     on: Slice
     target: str
-    """What is trained: a recipe's name, or ``FILE.py:function`` with FILE in ``code``."""
+    """Recipe to train: its name, or ``FILE.py:function`` with FILE in ``code``."""
     options: tuple[str, ...]
-    """Words of ``systolic train`` after it: the recipe's options, and those of the verb."""
+    """Arguments of ``systolic train`` after the recipe: the recipe's options and the verb's."""
     made_by: tuple[str, ...]
-    """The command that asked for the launch; every file names it."""
+    """Command that made the launch, named in every file."""
     run: str
-    """The run's folder: a path on the hosts, or ``gs://BUCKET/FOLDER``, which they mount."""
+    """Folder of the run: a path on the hosts, or ``gs://BUCKET/FOLDER``, which they mount."""
     id: str = field(default_factory=partial(secrets.token_hex, 4))
-    """Label of what all launches of one folder create, by which they know it again: others may have the same name."""
+    """Label of all objects created by launches of one folder, which tells them from others of the same name."""
     purchase: Purchase = Purchase.on_demand
     image: str = ""
     """Container image with Systolic and the recipe."""
@@ -171,45 +169,45 @@ class Launch:
     restarts: int = 10
     """Restarts after a failure or a lost machine."""
     min_slices: int | None = None
-    """Slices that the training goes on with at least, where others do not come back; None waits for all."""
+    """Number of slices to continue with at least when others do not come back; None waits for all."""
     rejoin_seconds: int | None = None
-    """For a slice to come back before it is left out; None is :data:`REJOIN_SECONDS`."""
+    """Time for a slice to come back before it is dropped; None is :data:`REJOIN_SECONDS`."""
     processes: int | None = None
-    """Of ``local``: processes on this machine; by default the slice's hosts."""
+    """``local``: number of processes; by default the number of hosts of the slice."""
     keep: bool = False
-    """Of ``tpu-vm``: leave the machines when the training has ended."""
+    """``tpu-vm``: keep the machines after the training has ended."""
     version: str = ""
-    """Of Systolic."""
+    """Version of Systolic."""
     code: Mapping[str, str] = field(default_factory=dict)
-    """The user's recipe and the modules beside it: path to content; empty for a shipped recipe."""
+    """Contents of the user's recipe and the modules it imports, by path; empty for a shipped recipe."""
     directory: str = ""
-    """Folder that ``local`` works in and finds the recipe in."""
+    """``local``: working directory, from which the recipe is loaded."""
     user: str = ""
-    """Of ``docker``: numbers of the user and group that the container acts as, ``1000:1000``."""
+    """``docker``: user and group IDs of the container, ``1000:1000``."""
     paths: tuple[str, ...] = ()
-    """Of ``docker``: files and folders of this machine that the options name."""
+    """``docker``: files and folders of this machine that the options name."""
 
     @property
     def patience_seconds(self) -> int:
-        """For a slice to come back before it is left out."""
+        """Time for a slice to come back before it is dropped."""
         return REJOIN_SECONDS if self.rejoin_seconds is None else self.rejoin_seconds
 
     @property
     def hosts_per_slice(self) -> int:
-        """Hosts of one of the slices."""
+        """Number of hosts of one slice."""
         return self.on.num_hosts // self.on.num_slices
 
     @property
     def chips_per_host(self) -> int:
-        """Chips of each host."""
+        """Number of chips of one host."""
         return self.on.num_chips // self.on.num_hosts
 
     def command(self, *, code: str = "", run: str = "") -> tuple[str, ...]:
-        """What runs on every host: it starts the run, or continues it where it has begun.
+        """Command for every host, which starts the run or continues it.
 
         Args:
             code: Folder of the recipe's files on the host.
-            run: The run's folder there, where that is a mount.
+            run: Folder of the run on the host, if it is a mount.
         """
         target = f"{code}/{self.target}" if self.code and code else self.target
         fewer = () if self.min_slices is None else ("--for-devices", str(self.on.num_devices))
@@ -225,53 +223,53 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClientDefault:
-    """What the platform's client takes by default and is fixed at submit, since the user may change it later.
+    """Default of the platform's client, recorded at submit because the user may change it later.
 
-    Of several each is asked for with the options that those before it gave.
+    Several are queried in order, each with the options from those before it.
     """
 
     what: str
-    """Also the option that gives it to every command: ``--context=…``."""
+    """Name of the default, also of the option that passes it to every command: ``--context=…``."""
     words: tuple[str, ...]
-    """The command that prints it."""
+    """Command that prints it."""
     otherwise: str = ""
-    """What the user does where it prints nothing."""
+    """What the user should do if the command prints nothing."""
     empty: str = ""
-    """What the client takes where it prints nothing; empty where that is a mistake."""
+    """Value if the command prints nothing; empty if that is an error."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """What a platform needs: files by name, and its client's commands, all run in the files' folder."""
+    """Files of a launch by name, and commands of the platform's client, all run in the files' folder."""
 
     files: Mapping[str, str]
     submit: tuple[tuple[str, ...], ...]
-    """Commands that start the launch, one after another."""
+    """Commands that start the launch, run in order."""
     status: tuple[str, ...]
-    """Shows how it is, in the client's own words."""
+    """Command that shows the state, in the client's own format."""
     logs: tuple[str, ...]
     follow: tuple[str, ...]
-    """Prints the logs as they are written."""
+    """Command that prints the logs as they are written."""
     stop: tuple[tuple[str, ...], ...]
     detached: bool = False
-    """Whether the last command of ``submit`` lasts as long as the training, so that it runs in the background."""
+    """Whether the last command of ``submit`` runs as long as the training, and is therefore started in the background."""
     notes: tuple[str, ...] = ()
-    """What the user should know before submitting, a line each."""
+    """Notes for the user before submitting, one line each."""
     hosts: int = 1
-    """Machines that the platform gives, or processes of ``local``."""
+    """Number of machines of the platform, or of processes of ``local``."""
     ships: bool = False
-    """Whether this package goes along: a wheel, requirements.txt and the recipe's files in ``code/``."""
+    """Whether the folder includes this package: a wheel, requirements.txt and the recipe's files in ``code/``."""
     checks: tuple[tuple[str, ...], ...] = ()
-    """Commands that refuse what is another's or still runs, and make room for what is submitted."""
+    """Commands before ``submit`` that fail if objects of the name are another's or still running, and remove ended ones."""
     asked: tuple[ClientDefault, ...] = ()
-    """Options that all commands get at submit."""
+    """Defaults of the client that become options of all commands at submit."""
     in_place: bool = False
-    """Whether what is submitted again replaces what runs, which goes on costing."""
+    """Whether submitting again updates the running objects, whose cost continues."""
     state: tuple[str, ...] = ()
-    """Where the client is fast enough to ask for a list: prints one of Docker's states and the exit code."""
+    """Command that prints one of Docker's states and the exit code, for clients fast enough for ``systolic runs``."""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, without the files' contents."""
+        """JSON object, without the files' contents."""
         return {
             "files": sorted(self.files),
             "asked": [asdict(one) for one in self.asked],

@@ -1,4 +1,4 @@
-"""``--via local``: the hosts of a slice as processes on this machine, each with its share of virtual devices."""
+"""``--via local``: the hosts of a slice as processes on this machine, each with its share of virtual CPU devices."""
 
 import json
 
@@ -9,23 +9,23 @@ from systolic.launching.names import check_name, is_bucket
 
 LONGEST = 60
 MOST_PROCESSES = 16
-"""More would only wait for each other's compiler."""
+"""Maximum number of processes; with more, their compilers would only wait for each other."""
 SETTINGS = "local.json"
-"""What the supervisor reads."""
+"""File with the supervisor's settings."""
 
 
 def prepare(launch: Launch) -> Prepared:
-    """The settings of a supervisor.
+    """Prepares the settings of the supervisor.
 
     Raises:
-        OptionError: the slice has more hosts than a machine can stand in for, or its devices do not divide.
+        OptionError: there are too many processes, they do not divide the devices, or the slice has GPUs.
     """
     check_name(launch.name, LONGEST, "a folder's name here")
     on = launch.on
     count = on.num_hosts if launch.processes is None else launch.processes
     if count > MOST_PROCESSES:
         raise OptionError(
-            f"{on.name} has {count} hosts and local starts {MOST_PROCESSES} processes at most; try the mesh on a smaller slice, or give --processes"
+            f"{on.name} takes {count} processes, but local starts at most {MOST_PROCESSES}; choose a smaller slice, or give --processes"
         )
     if on.num_devices % count:
         raise OptionError(
@@ -33,14 +33,14 @@ def prepare(launch: Launch) -> Prepared:
         )
     if launch.min_slices is not None and count % on.num_slices:
         raise OptionError(
-            f"processes is {count} and {on.name} has {on.num_slices} slices; with --min-slices each has processes of its own: give a multiple of {on.num_slices}"
+            f"processes is {count}, but {on.name} has {on.num_slices} slices, and with --min-slices each has its own processes; give a multiple of {on.num_slices}"
         )
     if on.chip.kind is ChipKind.gpu:
         raise OptionError(
-            f"{on.name} is of GPUs, and local stands in for hosts with virtual CPU devices; give --on 8xcpu, or on a machine with GPUs systolic train"
+            f"{on.name} has GPUs, but local uses virtual CPU devices; give --on 8xcpu, or run systolic train on a machine with GPUs"
         )
     if is_bucket(launch.run):
-        raise OptionError(f"run is {launch.run}, and local trains into a folder; give --run DIR")
+        raise OptionError(f"run is {launch.run}, but local trains into a folder; give --run DIR")
     settings = {
         "made_by": list(launch.made_by),
         "command": list(launch.command()),

@@ -1,4 +1,4 @@
-"""Rules of the platforms for names, checked before anything is sent, and secrets, which no file may hold."""
+"""Checks of names against the platforms' rules, and of options for secrets, before anything is written."""
 
 import posixpath
 import re
@@ -30,7 +30,7 @@ _SECRETS = re.compile(
     r"|hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{36,}|sk-[A-Za-z0-9_-]{20,}|xox[abp]-[0-9A-Za-z-]{10,}"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----|://[^/\s:@]+:[^/\s@]+@"
 )
-"""Forms of keys and tokens that their issuers document, private keys, and passwords in addresses."""
+"""Documented formats of keys and tokens, private keys, and passwords in URLs."""
 
 
 def check_name(name: str, longest: int, why: str) -> None:
@@ -38,24 +38,24 @@ def check_name(name: str, longest: int, why: str) -> None:
 
     Args:
         name: The name.
-        longest: Its most characters.
-        why: The platform, and what its limit is for.
+        longest: Maximum number of characters.
+        why: Object that the limit is for.
 
     Raises:
-        OptionError: it is too long or has other characters than lower-case letters, digits and dashes.
+        OptionError: the name is too long or has other characters than lower-case letters, digits and dashes.
     """
     if not _NAME.fullmatch(name):
         raise OptionError(
-            f"name is {name!r}; it takes lower-case letters, digits and dashes, begins with a letter and ends with none of the dashes: --name {fitting(name, longest)}"
+            f"name is {name!r}; it takes lower-case letters, digits and dashes, starts with a letter and does not end with a dash: --name {fitting(name, longest)}"
         )
     if len(name) > longest:
         raise OptionError(
-            f"name {name} has {len(name)} characters; {why} takes {longest} at most: --name {fitting(name, longest)}"
+            f"name {name} has {len(name)} characters; {why} takes at most {longest}: --name {fitting(name, longest)}"
         )
 
 
 def fitting(name: str, longest: int = NAME_LENGTH) -> str:
-    """A name that the platforms take, made of any text; one that is cut ends in a digest of the whole."""
+    """Converts any text to a valid name; one that is cut ends in a digest of the whole text."""
     plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     if not plain or not plain[0].isalpha():
         plain = f"job-{plain}".strip("-")
@@ -66,36 +66,36 @@ def fitting(name: str, longest: int = NAME_LENGTH) -> str:
 
 
 def check_project(project: str) -> None:
-    """Checks a project ID of Google Cloud.
+    """Checks a Google Cloud project ID.
 
     Raises:
-        OptionError: it is none.
+        OptionError: the ID is invalid.
     """
     if project and not _PROJECT.fullmatch(project):
         raise OptionError(
-            f"project is {project!r}; a project ID has 6 to 30 lower-case letters, digits and dashes: gcloud projects list shows yours"
+            f"project is {project!r}; a project ID has 6 to 30 lower-case letters, digits and dashes; gcloud projects list shows yours"
         )
 
 
 def check_zone(zone: str) -> None:
-    """Checks the form of a zone of Google Cloud.
+    """Checks the format of a Google Cloud zone.
 
     Raises:
-        OptionError: it is none; a region is named as such.
+        OptionError: the zone is invalid, or a region.
     """
     if _REGION.fullmatch(zone):
-        raise OptionError(f"zone is {zone}, which is a region; name a zone of it: --zone {zone}-a")
+        raise OptionError(f"zone is {zone}, which is a region; give a zone in it: --zone {zone}-a")
     if not _ZONE.fullmatch(zone):
         raise OptionError(
-            f"zone is {zone!r}; it takes one like us-east5-b: gcloud compute tpus locations list shows them"
+            f"zone is {zone!r}; it takes a zone such as us-east5-b; gcloud compute tpus locations list shows them"
         )
 
 
 def check_label(label: str, what: str) -> None:
-    """Checks a name inside Kubernetes: a namespace, a service account, a claim, a queue.
+    """Checks a Kubernetes name: a namespace, service account, claim or queue.
 
     Raises:
-        OptionError: it is none.
+        OptionError: the name is invalid.
     """
     if label and (not _LABEL.fullmatch(label) or len(label) > 63):
         raise OptionError(
@@ -104,10 +104,10 @@ def check_label(label: str, what: str) -> None:
 
 
 def check_word(word: str, what: str) -> None:
-    """Checks a name that becomes one word of a script.
+    """Checks a name that becomes one argument in a script.
 
     Raises:
-        OptionError: it has other characters than letters, digits, dots, dashes and underscores.
+        OptionError: the name has other characters than letters, digits, dots, dashes and underscores.
     """
     if word and not _WORD.fullmatch(word):
         raise OptionError(
@@ -116,10 +116,10 @@ def check_word(word: str, what: str) -> None:
 
 
 def check_service_account(account: str) -> None:
-    """Checks the address of a service account of Google Cloud.
+    """Checks the address of a Google Cloud service account.
 
     Raises:
-        OptionError: it is none.
+        OptionError: the address is invalid.
     """
     if account and not _ACCOUNT.fullmatch(account):
         raise OptionError(
@@ -131,7 +131,7 @@ def check_image(image: str) -> None:
     """Checks the name of a container image.
 
     Raises:
-        OptionError: it is none.
+        OptionError: the name is invalid.
     """
     if not _IMAGE.fullmatch(image):
         raise OptionError(
@@ -145,29 +145,29 @@ def is_bucket(run: str) -> bool:
 
 
 def in_bucket(run: str) -> tuple[str, str]:
-    """The bucket of a run's folder, and the folder in it.
+    """Splits a run's folder into the bucket and the folder in it.
 
     Raises:
-        OptionError: it is not of the form ``gs://BUCKET/FOLDER``.
+        OptionError: it does not have the form ``gs://BUCKET/FOLDER``.
     """
     found = _BUCKET.fullmatch(run)
     if found is None:
         raise OptionError(
-            f"run is {run!r}; it takes gs://BUCKET/FOLDER, the bucket's name of 3 characters or more: lower-case letters, digits, - _ and ."
+            f"run is {run!r}; it takes gs://BUCKET/FOLDER, with 3 or more lower-case letters, digits, - _ and . in BUCKET"
         )
     return found[1], found[2]
 
 
 def check_shared(run: str, hosts: int, *, volume: str = "") -> None:
-    """Checks that a run's folder outlives its machines and is one for all of them.
+    """Checks that a run's folder is shared by its machines and outlives them.
 
     Args:
         run: The folder.
-        hosts: Machines.
-        volume: Where all of them mount a volume; empty without one.
+        hosts: Number of machines.
+        volume: Path where all machines mount a volume; empty without one.
 
     Raises:
-        OptionError: it is not.
+        OptionError: the folder is not shared, or is lost with the machines.
     """
     if is_bucket(run):
         in_bucket(run)
@@ -184,14 +184,14 @@ def check_shared(run: str, hosts: int, *, volume: str = "") -> None:
 
 
 def refuse_secrets(words: Iterable[str]) -> None:
-    """Refuses words that would write a key or a password into a file.
+    """Refuses arguments that would write a key or a password into a file.
 
     Raises:
-        OptionError: one looks like a secret; it is not repeated.
+        OptionError: an argument looks like a secret; the message does not contain it.
     """
     for number, word in enumerate(words, 1):
         if _SECRETS.search(word):
             before = word.partition("=")[0] if word.startswith("--") else f"argument {number}"
             raise OptionError(
-                f"{before} holds what looks like a key, a token or a password, and a launch writes its options into files; let the machines read it from their own environment or secret store"
+                f"{before} contains what looks like a key, a token or a password, and a launch writes its options into files; let the machines read it from their own environment or secret store"
             )

@@ -1,4 +1,4 @@
-"""The platforms by name."""
+"""Platforms by name."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
@@ -17,7 +17,7 @@ PLATFORMS: Mapping[str, Callable[[Launch], Prepared]] = {
     "slurm": slurm.prepare,
     "docker": docker.prepare,
 }
-"""Name, as ``--via`` takes it, to the function that writes its files."""
+"""Function that prepares the files, by the platform's name in ``--via``."""
 READS: Mapping[str, Sequence[str]] = {
     "local": (),
     "tpu-vm": ("project", "zone", "network", "service_account", "reservation"),
@@ -26,17 +26,16 @@ READS: Mapping[str, Sequence[str]] = {
     "slurm": ("queue", "account"),
     "docker": (),
 }
-"""Platform to what it reads of :class:`Site`."""
+"""Fields of :class:`Site` that each platform uses."""
 FEWER = ("local", "tpu-vm")
-"""Platforms on which a script of ours can start fewer slices."""
+"""Platforms where a script of this package can start fewer slices."""
 
 
 def prepare(via: str, launch: Launch) -> Prepared:
-    """The files and commands of a launch on a platform.
+    """Prepares the files and commands of a launch on a platform.
 
     Raises:
-        OptionError: there is no such platform, it lacks the slice or does not go on with fewer, or a name is against
-            its rules.
+        OptionError: the platform does not exist, lacks the slice or can't continue with fewer, or a name is invalid.
     """
     if via not in PLATFORMS:
         raise OptionError(
@@ -53,29 +52,29 @@ def prepare(via: str, launch: Launch) -> Prepared:
     given = [f"--{name.replace('_', '-')}" for name in unread if attrgetter(name)(launch.site)]
     if not given:
         return prepared
-    note = f"{', '.join(given)} changes nothing through {via}; give it to the client's own configuration, where it has such a setting"
+    note = f"{', '.join(given)} is not used by {via}; set it in the client's own configuration, if it has such a setting"
     return replace(prepared, notes=(*prepared.notes, note))
 
 
 def check_fewer(via: str, launch: Launch) -> None:
-    """Checks that a platform can leave out slices.
+    """Checks that a platform can drop slices, if that is requested.
 
     Raises:
-        OptionError: it can't, there are not more slices than those it may go on with, or a time is given without a number.
+        OptionError: the platform can't, ``min_slices`` is not below the number of slices, or ``rejoin_seconds`` is given without it.
     """
     fewest, on = launch.min_slices, launch.on
     if fewest is None:
         if launch.rejoin_seconds is not None:
             raise OptionError(
-                f"rejoin-seconds is {launch.rejoin_seconds}, and no slice is ever left out; add --min-slices, or leave it out"
+                f"rejoin-seconds is {launch.rejoin_seconds}, but no slice is dropped without --min-slices; add --min-slices, or leave it out"
             )
         return
     if via not in FEWER:
         raise OptionError(
-            f'min-slices is {fewest}, and {via} starts as many machines as its file says; leave it out, and when a slice does not come back stop the launch and give it again with fewer in --on and --train="--for-devices {on.num_devices}"; {" and ".join(FEWER)} do that by themselves'
+            f'min-slices is {fewest}, but {via} starts a fixed number of machines; leave it out, and if a slice does not come back, stop the launch and launch again with fewer in --on and --train="--for-devices {on.num_devices}" ({" and ".join(FEWER)} do this automatically)'
         )
     if fewest >= on.num_slices:
         has = f"{on.num_slices} slices" if on.num_slices > 1 else "one slice"
         raise OptionError(
-            f"min-slices is {fewest} and {on.name} has {has}, so that none could be left out; give fewer than that, or leave it out"
+            f"min-slices is {fewest}, but {on.name} has {has}, so none could be dropped; give fewer, or leave it out"
         )

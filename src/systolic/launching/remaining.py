@@ -1,28 +1,28 @@
-"""Slices that a launch still has, and when one of them is given up."""
+"""Slices that a launch still uses, and when one of them is dropped."""
 
 import enum
 from dataclasses import dataclass, field
 
 
 class Next(enum.Enum):
-    """What follows the death of a process."""
+    """Action after the death of a process."""
 
     restart = "restart"
-    """All start again, which counts."""
+    """Restart all processes; counts as a restart."""
     wait = "wait"
-    """All start again, in case the slice is back."""
+    """Restart all processes, in case the slice is back."""
     without = "without"
-    """The others go on."""
+    """Continue with the other slices."""
 
 
 @dataclass(kw_only=True)
 class Remaining:
-    """Slices that have not been left out.
+    """Slices that have not been dropped.
 
     Args:
-        slices: At the start.
-        min_slices: As many go on where others do not come back; None waits for all.
-        rejoin_seconds: From the loss of a slice until it is left out, unless it has lived that long again.
+        slices: Number of slices at the start.
+        min_slices: Number of slices to continue with at least; None never drops one.
+        rejoin_seconds: Time from the loss of a slice until it is dropped, unless it has run for that long again.
     """
 
     slices: int = 1
@@ -34,16 +34,16 @@ class Remaining:
 
     @property
     def present(self) -> list[int]:
-        """Numbers of the slices that are left."""
+        """Indices of the slices that are left."""
         return [number for number in range(self.slices) if number not in self.left_out]
 
     def killed(self, place: int, now: float, lived_seconds: float) -> Next:
-        """What follows after a process of a slice was killed before any other.
+        """Decides what to do after a process of a slice was killed first.
 
         Args:
-            place: Of the slice among those present.
-            now: Seconds of any clock.
-            lived_seconds: For which the process had run.
+            place: Position of the slice among those present.
+            now: Time of any clock in seconds.
+            lived_seconds: Time for which the process ran.
         """
         number = self.present[place]
         if self.min_slices is None or len(self.present) <= self.min_slices:

@@ -1,4 +1,4 @@
-"""Scripts from templates: ``files/NAME.jinja`` with the values of a launch."""
+"""Scripts rendered from templates: ``files/NAME.jinja`` with the values of a launch."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -8,12 +8,12 @@ import jinja2
 
 
 def rendered(name: str, header: str, fields: Mapping[str, Any]) -> str:
-    """A script; its template's first line names the interpreter and the header follows.
+    """Renders a script; the template puts the header after its first line, the interpreter.
 
     Args:
-        name: Of the script.
-        header: Comments that say which command made it.
-        fields: Values of the template, as a shell reads them.
+        name: Name of the script.
+        header: Comments with the command that made it.
+        fields: Values of the template, quoted for a shell.
     """
     template = _environment().get_template(f"{name}.jinja")
     return template.render({**fields, "header": header.rstrip("\n")})

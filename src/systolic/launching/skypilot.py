@@ -1,6 +1,6 @@
-"""``--via skypilot``: a managed job of SkyPilot, which rents the machines, watches them and starts the job again elsewhere.
+"""``--via skypilot``: a managed job of SkyPilot, which rents machines, monitors them and recovers the job elsewhere.
 
-The task: https://docs.skypilot.co/en/latest/reference/yaml-spec.html. Names of accelerators are those of its catalogue.
+Task format: https://docs.skypilot.co/en/latest/reference/yaml-spec.html. Names of accelerators are SkyPilot's.
 """
 
 import shlex
@@ -19,7 +19,8 @@ from systolic.launching.tpu_vm import RUNTIMES, accelerator_type, num_hosts
 LONGEST = 40
 TASK, SCRIPT, JOB = "task.yaml", "run.sh", "managed.sh"
 AGAIN = 75
-"""Exit code of ``run.sh`` after which SkyPilot starts the job again; it counts failures itself, so that a refused command is none."""
+"""Exit code of ``run.sh`` with which it requests a restart from SkyPilot. The script counts failures itself, so that a
+rejected command line is not restarted."""
 BUCKETS = "/gcs"
 GPUS: Mapping[str, str] = {
     "a100-40": "A100",
@@ -31,14 +32,14 @@ GPUS: Mapping[str, str] = {
     "l4": "L4",
     "mi300x": "MI300X",
 }
-"""Chip to its name in SkyPilot's catalogue."""
+"""Names in SkyPilot's catalogue by chip."""
 
 
 def prepare(launch: Launch) -> Prepared:
-    """A task and the script that it runs on every machine.
+    """Prepares a task and the script that it runs on every machine.
 
     Raises:
-        OptionError: SkyPilot lacks the slice, the run's folder is lost with the machines, or a name is against the rules.
+        OptionError: SkyPilot lacks the slice, the run's folder is lost with the machines, or a name is invalid.
     """
     check_slice(launch)
     check_name(launch.name, LONGEST, "a managed job")
@@ -72,31 +73,29 @@ def prepare(launch: Launch) -> Prepared:
         logs=("sky", "jobs", "logs", *name, "--no-follow"),
         follow=("sky", "jobs", "logs", *name),
         stop=(("bash", JOB, "stop"),),
-        notes=(
-            f"the machines need access to {launch.run}; sky check shows the clouds that are ready",
-        ),
+        notes=(f"the machines need access to {launch.run}; sky check shows the enabled clouds",),
         hosts=hosts,
         ships=True,
     )
 
 
 def job_name(launch: Launch) -> str:
-    """Name of the managed job: SkyPilot has no labels, and finds jobs of all users by their name."""
+    """Name of the managed job, with the launch's label: SkyPilot finds jobs of all users by name and has no labels."""
     return f"{launch.name}-{launch.id}"
 
 
 def check_slice(launch: Launch) -> None:
-    """Checks that SkyPilot rents the slice.
+    """Checks that SkyPilot offers the slice.
 
     Raises:
-        OptionError: it does not.
+        OptionError: SkyPilot does not offer it.
     """
     on = launch.on
     if on.chip.kind is ChipKind.gpu and on.chip.name in GPUS:
         return
     if on.num_slices > 1:
         raise OptionError(
-            f"{on.name} has {on.num_slices} slices, and a task of skypilot has one; give --via gke or tpu-vm"
+            f"{on.name} has {on.num_slices} slices, but a task of skypilot has one; give --via gke or tpu-vm"
         )
     if on.chip.name not in RUNTIMES or ":" in on.name:
         raise OptionError(
@@ -105,7 +104,7 @@ def check_slice(launch: Launch) -> None:
 
 
 def task(launch: Launch) -> dict[str, Any]:
-    """The task as SkyPilot reads it."""
+    """Task in SkyPilot's format."""
     bucket, _ = in_bucket(launch.run)
     nodes = launch.on.num_hosts if launch.on.chip.kind is ChipKind.gpu else 1
     return {
@@ -120,7 +119,7 @@ def task(launch: Launch) -> dict[str, Any]:
 
 
 def resources(launch: Launch) -> dict[str, Any]:
-    """Accelerators and where they are; SkyPilot chooses what is left open."""
+    """Accelerators and their place; SkyPilot chooses what is not given."""
     on, zone = launch.on, launch.site.zone
     found: dict[str, Any] = {}
     if zone:
@@ -133,6 +132,6 @@ def resources(launch: Launch) -> dict[str, Any]:
     else:
         found["accelerators"] = {GPUS[on.chip.name]: on.num_chips // on.num_hosts}
     found["use_spot"] = launch.purchase is Purchase.spot
-    # What the cloud takes back starts again without this.
+    # Preempted jobs restart without this.
     found["job_recovery"] = {"max_restarts_on_errors": 0, "recover_on_exit_codes": [AGAIN]}
     return found

@@ -1,7 +1,7 @@
-"""``--via slurm``: a batch script for a cluster of GPUs, with a task per GPU.
+"""``--via slurm``: a batch script for a GPU cluster, with a task per GPU.
 
-``systolic train`` finds its peers, and each task its GPU, in what ``srun`` sets. The script has itself signalled
-before its time ends, lets the training save and goes back into the queue: https://slurm.schedmd.com/sbatch.html.
+``systolic train`` takes its peers, and each task its GPU, from the variables that ``srun`` sets. Slurm signals the script
+before the time limit; it lets the training save and requeues the job: https://slurm.schedmd.com/sbatch.html.
 """
 
 import re
@@ -15,27 +15,27 @@ from systolic.launching.names import check_name, check_word, is_bucket
 from systolic.launching.scripts import rendered
 
 LONGEST, MOST_PER_NODE = 60, 72
-"""Characters of a job's name; GPUs of one node, as in racks of GB200 NVL72."""
+"""Maximum characters of a job's name, and GPUs of a node (a rack of GB200 NVL72)."""
 SCRIPT, OUTPUT = "job.sh", "slurm.log"
 SAVE_SECONDS = 180
-"""Time to save before the job's time ends."""
+"""Time to save before the job's time limit."""
 _TIME = re.compile(r"\d+|\d+:\d{2}(:\d{2})?|\d+-\d{1,2}(:\d{2}){0,2}")
 _OPTION = re.compile(r"--[a-z][-a-z]*(=[-\w.,:@%+/*|&\[\]]+)?")
 SHORTEST_SECONDS = 600
-"""A shorter job would be over before it has started up, trained and saved."""
+"""Minimum time of a job; a shorter one would end before it has started, trained and saved."""
 _TAKEN = {
     **dict.fromkeys(("job-name", "nodes", "ntasks", "ntasks-per-node", "gpus-per-node"), ""),
     **dict.fromkeys(("output", "signal"), ""),
     "time": "--time",
 }
-"""Options of sbatch that the launch sets, with its own word for them."""
+"""Options of sbatch that the launch sets, and the launch's own option for each."""
 
 
 def prepare(launch: Launch) -> Prepared:
-    """A batch script.
+    """Prepares a batch script.
 
     Raises:
-        OptionError: the slice is not of GPUs, or a name, the time or an option is against the rules.
+        OptionError: the slice has no GPUs, or a name, the time or an option is invalid.
     """
     on, site = launch.on, launch.site
     check_slice(launch)
@@ -45,11 +45,11 @@ def prepare(launch: Launch) -> Prepared:
     _check_setup(launch.slurm.setup)
     if is_bucket(launch.run):
         raise OptionError(
-            f"run is {launch.run}, and slurm trains into a folder that the nodes share; give --run DIR"
+            f"run is {launch.run}, but slurm trains into a folder that the nodes share; give --run DIR"
         )
     if launch.purchase is not Purchase.on_demand:
         raise OptionError(
-            "slurm rents no chips, so that --spot and --reserved mean nothing; for a reservation give --sbatch=--reservation=NAME"
+            "slurm rents no chips; leave out --spot and --reserved, or for a reservation give --sbatch=--reservation=NAME"
         )
     fields = {
         "name": launch.name,
@@ -75,7 +75,7 @@ def prepare(launch: Launch) -> Prepared:
         status=("squeue", *mine),
         logs=(*tail, OUTPUT),
         follow=(*tail, "-F", OUTPUT),
-        # What waits goes at once; what runs is asked to save, by the script.
+        # Pending jobs are cancelled at once; in running ones the script lets the training save.
         stop=(
             ("scancel", *mine, "--state=PENDING"),
             ("scancel", *mine, "--batch", "--signal=USR2"),
@@ -86,7 +86,7 @@ def prepare(launch: Launch) -> Prepared:
 
 
 def seconds(time: str) -> int:
-    """Seconds of a time as Slurm takes it: ``MINUTES``, ``MINUTES:SECONDS``, ``HOURS:MINUTES:SECONDS`` or ``DAYS-HOURS[:…]``."""
+    """Parses a time of Slurm into seconds: ``MINUTES``, ``MINUTES:SECONDS``, ``HOURS:MINUTES:SECONDS`` or ``DAYS-HOURS[:…]``."""
     days, dash, rest = time.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     scales = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
@@ -102,20 +102,20 @@ def _check_setup(line: str) -> None:
         shlex.split(line)
     except ValueError as error:
         raise OptionError(
-            f"setup is {line!r}, which a shell does not read ({error}); close its quotes, or put it into a file: --setup 'source setup.sh'"
+            f"setup is {line!r}, which is not valid shell ({error}); close its quotes, or put it into a file: --setup 'source setup.sh'"
         ) from error
 
 
 def check_slice(launch: Launch) -> None:
-    """Checks that the slice is of GPUs and fills its nodes.
+    """Checks that the slice has GPUs and fills its nodes.
 
     Raises:
-        OptionError: it does not.
+        OptionError: the slice has no GPUs, or the number per node is too large or does not divide it.
     """
     on, size = launch.on, launch.slurm.gpus_per_node
     if on.chip.kind is not ChipKind.gpu:
         raise OptionError(
-            f"{on.name} is not of GPUs, which slurm is for; give --on 8xh100, or for TPUs --via tpu-vm or gke"
+            f"{on.name} has no GPUs, which slurm requires; give --on 8xh100, or for TPUs --via tpu-vm or gke"
         )
     if size is not None and size > MOST_PER_NODE:
         raise OptionError(
@@ -128,17 +128,17 @@ def check_slice(launch: Launch) -> None:
 
 
 def per_node(launch: Launch) -> int:
-    """GPUs of a whole node."""
+    """Number of GPUs of a whole node."""
     return launch.slurm.gpus_per_node or launch.on.chip.chips_per_host or 1
 
 
 def nodes(launch: Launch) -> int:
-    """Nodes that the GPUs are on."""
+    """Number of nodes."""
     return -(-launch.on.num_chips // per_node(launch))
 
 
 def _lines(launch: Launch) -> list[str]:
-    """Options of ``sbatch`` that not every launch has."""
+    """Options of ``sbatch`` that depend on the launch's options."""
     site, asked = launch.site, launch.slurm
     found = []
     if asked.time:
@@ -148,7 +148,7 @@ def _lines(launch: Launch) -> list[str]:
             )
         if seconds(asked.time) < SHORTEST_SECONDS:
             raise OptionError(
-                f"time is {asked.time}, and the training is signalled {SAVE_SECONDS // 60} minutes before it ends, so that it would get nowhere; give {SHORTEST_SECONDS // 60} minutes or more"
+                f"time is {asked.time}, but the training is signalled to save {SAVE_SECONDS // 60} minutes before the limit; give {SHORTEST_SECONDS // 60} minutes or more"
             )
         found.append(f"--time={asked.time}")
     if site.queue:
@@ -162,7 +162,7 @@ def _checked(words: Sequence[str]) -> Sequence[str]:
     for word in words:
         if not _OPTION.fullmatch(word):
             raise OptionError(
-                f"sbatch has {word!r}; it takes options with = before their value: --sbatch='--qos=long --constraint=h100'"
+                f"sbatch has {word!r}; it takes options as --name=value: --sbatch='--qos=long --constraint=h100'"
             )
         name = word[2:].partition("=")[0]
         if name in _TAKEN:
@@ -174,10 +174,10 @@ def _checked(words: Sequence[str]) -> Sequence[str]:
 def _notes(launch: Launch) -> tuple[str, ...]:
     asked = launch.slurm
     notes = [
-        f"the nodes need this folder, {launch.run} and {asked.programs or 'Systolic'} on a disk that they share"
+        f"this folder, {launch.run} and {asked.programs or 'Systolic'} must be on a disk that the nodes share"
     ]
     if not asked.time:
         notes.append(
-            "no --time is given, so that the partition's limit ends the job; it saves and goes on in another either way"
+            "no --time is given, so the partition's limit applies; at the limit the job saves, requeues and continues in either case"
         )
     return tuple(notes)

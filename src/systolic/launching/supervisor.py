@@ -1,9 +1,8 @@
-"""``python -m systolic.launching.supervisor FOLDER``: runs the processes of ``--via local`` and starts them again.
+"""``python -m systolic.launching.supervisor FOLDER``: runs and restarts the processes of ``--via local``.
 
-A process that dies leaves the others waiting for it in a collective, so all are ended and started again; the run
-continues from its last checkpoint. A slice of which a process is killed at every start is left out, where that is
-allowed. ``FOLDER/state.json`` says at any time what goes on, ``FOLDER/logs/`` has the
-output of each process.
+A process that dies leaves the others waiting in a collective, so all are ended and restarted; the run continues from
+its last checkpoint. A slice whose process is killed at every start is dropped, if that is allowed.
+``FOLDER/state.json`` has the current state, ``FOLDER/logs/`` the output of each process.
 """
 
 import json
@@ -29,25 +28,25 @@ STATE = "state.json"
 LOGS = "logs"
 POLL_SECONDS = 0.1
 LEFT_SECONDS = 5.0
-"""For the other processes to end by themselves, after one has failed."""
+"""Time for the other processes to end by themselves after one has failed."""
 SAVE_SECONDS = 120.0
-"""For all processes to save and end, after a stop."""
+"""Time for all processes to save and end after a stop."""
 WRONG = 2
-"""Exit code of a wrong command, which a restart would repeat."""
+"""Exit code of a rejected command line, which a restart would repeat."""
 
 
 @dataclass(kw_only=True)
 class Supervisor:
-    """Processes of one launch.
+    """Supervisor of the processes of a launch.
 
     Args:
-        folder: The launch's.
-        command: What every process runs.
+        folder: Folder of the launch.
+        command: Command of every process.
         directory: Working directory.
-        processes: How many.
-        devices: Virtual CPU devices of each.
-        restarts: Starts after the first, at most; those that wait for a slice are not counted.
-        remaining: The slices, of which each has as many processes.
+        processes: Number of processes.
+        devices: Number of virtual CPU devices per process.
+        restarts: Maximum number of restarts; those that wait for a slice do not count.
+        remaining: Slices, each with the same number of processes.
     """
 
     folder: Path
@@ -60,11 +59,11 @@ class Supervisor:
     _stopped: bool = field(default=False, init=False)
     _first_to_fail: str = field(default="", init=False)
     _killed: tuple[int, float] | None = field(default=None, init=False)
-    """The process that was killed before others failed, and when."""
+    """Index of the process that was killed before others failed, and the time."""
     _state: dict[str, Any] = field(default_factory=dict, init=False)
 
     def run(self) -> int:
-        """Runs until the training has ended, was stopped, or failed for good; returns an exit code."""
+        """Runs until the training has ended, is stopped, or has no restarts left; returns an exit code."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
         self._end_leftovers()
@@ -89,7 +88,7 @@ class Supervisor:
                 self._leave_out()
 
     def _follows(self, began: float) -> Next:
-        """What follows an attempt that failed."""
+        """Decides what to do after a failed attempt."""
         if self._killed is None:
             return Next.restart
         process, when = self._killed
@@ -97,17 +96,17 @@ class Supervisor:
         return self.remaining.killed(slice_of, when, when - began)
 
     def _leave_out(self) -> None:
-        """Goes on without the processes of a slice."""
+        """Removes the processes of a dropped slice."""
         there = self.remaining
         after = f"{there.rejoin_seconds:g} s"
         left = f"{len(there.present)} of {there.slices} slices"
         self._log(
-            f"systolic: slice {there.left_out[-1]} has not come back in {after}; the run goes on with {left}\n"
+            f"systolic: slice {there.left_out[-1]} has not come back in {after}; the run continues with {left}\n"
         )
         self.processes -= self.processes // (len(there.present) + 1)
 
     def _attempt(self, attempt: int) -> list[int]:
-        """Exit codes of the processes, all started and all ended."""
+        """Starts all processes and waits until all have ended; returns their exit codes."""
         (self.folder / LOGS).mkdir(exist_ok=True)
         port, self._first_to_fail, self._killed = _free_port(), "", None
         running: list[subprocess.Popen[bytes]] = []
@@ -125,7 +124,7 @@ class Supervisor:
         return self.folder / LOGS / f"{number}.log"
 
     def _log(self, line: str) -> None:
-        """Writes a line into the logs of all processes."""
+        """Writes a line to the logs of all processes."""
         for number in range(self.processes):
             with self._log_of(number).open("a") as log:
                 log.write(line)
@@ -148,7 +147,7 @@ class Supervisor:
         )
 
     def _watch(self, running: Sequence[subprocess.Popen[bytes]]) -> None:
-        """Returns when all have ended, or no longer than it takes after a failure or a stop."""
+        """Waits until all have ended; after a failure or a stop, at most for the time allowed."""
         deadline, told = None, False
         while None in [each.poll() for each in running]:
             if self._stopped and not told:
@@ -168,7 +167,7 @@ class Supervisor:
             time.sleep(POLL_SECONDS)
 
     def _end_leftovers(self) -> None:
-        """Ends processes of a supervisor that was killed: they would go on writing the run."""
+        """Ends processes that a killed supervisor left behind, which would continue to write the run."""
         path = self.folder / STATE
         before = json.loads(path.read_text()) if path.exists() else {}
         for one in before.get("running", []):
@@ -190,7 +189,7 @@ class Supervisor:
 
 
 def identity(pid: int) -> dict[str, Any]:
-    """A process by its number and its start, since numbers are given again."""
+    """Identifies a process by its ID and its start time, since IDs are reused."""
     try:
         return {"pid": pid, "started": psutil.Process(pid).create_time()}
     except psutil.NoSuchProcess:
@@ -198,7 +197,7 @@ def identity(pid: int) -> dict[str, Any]:
 
 
 def lives(state: Mapping[str, Any]) -> bool:
-    """Whether the process that :func:`identity` described is still there."""
+    """Whether the process described by :func:`identity` is still running."""
     try:
         now = psutil.Process(state["pid"])
         same = abs(now.create_time() - state["started"]) < 1
@@ -208,14 +207,14 @@ def lives(state: Mapping[str, Any]) -> bool:
 
 
 def _ended(number: int, code: int | None) -> str:
-    """How a process ended, which the others may name only as an address."""
+    """Line on how a process ended; the other processes may name it only by its address."""
     if code is not None and code < 0:
         return f"process {number} was killed by {signal.Signals(-code).name}"
     return f"process {number} ended with exit code {code}"
 
 
 def _here(command: Sequence[str]) -> list[str]:
-    """The command in this Python, so that no other installation is taken."""
+    """Command with this Python interpreter, so that no other installation is used."""
     if command[0] == "systolic":
         return [sys.executable, "-m", "systolic", *command[1:]]
     return list(command)
@@ -236,7 +235,7 @@ def _free_port() -> int:
 
 
 def main(folder: Path) -> int:
-    """Supervises the launch of a folder."""
+    """Supervises the launch in a folder."""
     settings = json.loads((folder / SETTINGS).read_text())
     del settings["made_by"]
     remaining = Remaining(**settings.pop("remaining", {}))

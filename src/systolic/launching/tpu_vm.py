@@ -1,7 +1,7 @@
-"""``--via tpu-vm``: a queued resource of Cloud TPU, and the command on all of its machines over SSH.
+"""``--via tpu-vm``: a queued resource of Cloud TPU, and the training command on all of its machines over SSH.
 
-Slices that come back from a preemption are new machines: the script asks for them again and the run continues from
-its last checkpoint. The machines are deleted when the training has ended, however it ended.
+After a preemption the script requests the slices again; they are new machines, and the run continues from its last
+checkpoint. The machines are deleted when the training has ended, whether it succeeded or failed.
 """
 
 import shlex
@@ -20,7 +20,7 @@ from systolic.launching.names import (
 from systolic.launching.scripts import rendered
 
 LONGEST = 58
-"""Of 63 characters, five are for the number of a slice's node."""
+"""Maximum length of a name: 63 characters, less five for the index of a slice's node."""
 SCRIPT, HOST = "tpu.sh", "host.sh"
 LABEL = "systolic_launch"
 PROJECT = ClientDefault(
@@ -28,11 +28,11 @@ PROJECT = ClientDefault(
     words=("gcloud", "config", "get", "project"),
     otherwise="add --project PROJECT",
 )
-"""Google Cloud's that gcloud takes by default."""
+"""Default project of gcloud."""
 REFUSED = 64
-"""Exit code of ``host.sh`` where the training refuses its command."""
+"""Exit code of ``host.sh`` if the training rejects its command line."""
 TRIES = 10
-"""Connections over SSH that may fail one after another; gcloud takes about a minute for each."""
+"""Maximum number of SSH connections that fail in a row; gcloud takes about a minute for each."""
 
 RUNTIMES: Mapping[str, str] = {
     "v2": "tpu-ubuntu2204-base",
@@ -42,8 +42,8 @@ RUNTIMES: Mapping[str, str] = {
     "v5p": "v2-alpha-tpuv5",
     "v6e": "v2-alpha-tpuv6e",
 }
-"""Chip to the image of its machines for JAX: Google Cloud documentation, 'TPU software versions',
-https://docs.cloud.google.com/tpu/docs/runtimes. SkyPilot 0.14.1 (sky/resources.py) takes the same for v5p and v6e.
+"""Runtime versions for JAX by chip: Google Cloud documentation, 'TPU software versions',
+https://docs.cloud.google.com/tpu/docs/runtimes. SkyPilot 0.14.1 (sky/resources.py) uses the same for v5p and v6e.
 """
 ZONES: Mapping[str, Sequence[str]] = {
     "v2": ("us-central1-a", "us-central1-b", "us-central1-c"),
@@ -53,30 +53,30 @@ ZONES: Mapping[str, Sequence[str]] = {
     "v5p": ("us-east5-a", "us-central1-a"),
     "v6e": ("us-east5-b", "us-central1-b", "us-east1-d", "us-east5-a"),
 }
-"""Chip to its zones in the United States, without those for one customer: Google Cloud documentation, 'TPU regions and
+"""Zones in the United States by chip, without those for one customer: Google Cloud documentation, 'TPU regions and
 zones', https://docs.cloud.google.com/tpu/docs/regions-zones. Other continents are not listed here.
 """
 API_NAMES: Mapping[str, str] = {"v5e": "v5litepod"}
-"""Chip to its name in accelerator types, where that differs."""
+"""Names in accelerator types by chip, where they differ."""
 TOPOLOGIES = ("v2", "v3", "v4")
-"""Chips of which ``gcloud`` takes a topology instead of an accelerator type (Google Cloud SDK 528.0.0)."""
+"""Chips for which ``gcloud`` takes a topology instead of an accelerator type (Google Cloud SDK 528.0.0)."""
 WHOLE_MACHINES = (8,)
-"""Chips of a v5e or v6e slice that Cloud TPU gives as one machine, where others have four a machine."""
+"""Chips of a v5e or v6e slice that Cloud TPU provides as one machine; larger ones have four per machine."""
 
 
 def prepare(launch: Launch) -> Prepared:
-    """A script for this machine and one for each of the TPU's.
+    """Prepares a script for this machine and one for the TPU machines.
 
     Raises:
         OptionError: Cloud TPU lacks the slice, the zone is missing, the run's folder is lost with the machines, or a
-            name is against the rules.
+            name is invalid.
     """
     site = launch.site
     check_slice(launch)
     check_name(launch.name, LONGEST, "a TPU's name")
     if not site.zone:
         raise OptionError(
-            f"tpu-vm needs a zone; add --zone {ZONES[launch.on.chip.name][0]}: gcloud compute tpus locations list shows them"
+            f"tpu-vm needs a zone; add --zone {ZONES[launch.on.chip.name][0]} (gcloud compute tpus locations list shows all)"
         )
     check_project(site.project)
     check_word(site.network, "network")
@@ -123,19 +123,19 @@ def prepare(launch: Launch) -> Prepared:
 
 
 def check_slice(launch: Launch) -> None:
-    """Checks that Cloud TPU rents the slice as virtual machines, and as it is paid for.
+    """Checks that Cloud TPU offers the slice as virtual machines, and does not need a reservation's name.
 
     Raises:
-        OptionError: it does not.
+        OptionError: it does not offer the slice, or a reservation is named.
     """
     if launch.site.reservation:
         raise OptionError(
-            f"reservation is {launch.site.reservation}, and Cloud TPU's client takes no name of one; give --reserved, which takes any reservation of the project"
+            f"reservation is {launch.site.reservation}, but Cloud TPU's client can't select one by name; give --reserved, which uses any reservation of the project"
         )
     on = launch.on
     if on.chip.name == "tpu7x":
         raise OptionError(
-            f"{on.name} is not rented through Cloud TPU's own interface, but through GKE: --via gke"
+            f"{on.name} is available through GKE only, not as Cloud TPU VMs; give --via gke"
         )
     if on.chip.name not in RUNTIMES:
         raise OptionError(
@@ -143,12 +143,12 @@ def check_slice(launch: Launch) -> None:
         )
     if ":" in on.name and on.chip.name not in TOPOLOGIES:
         raise OptionError(
-            f"{on.name} has no name in Cloud TPU, which takes topologies of {', '.join(TOPOLOGIES)} only; choose one that systolic chips {on.chip.name} lists, or --via gke"
+            f"{on.name} has no accelerator type in Cloud TPU, which takes topologies for {', '.join(TOPOLOGIES)} only; choose a slice that systolic chips {on.chip.name} lists, or --via gke"
         )
 
 
 def num_hosts(launch: Launch) -> int:
-    """Machines that Cloud TPU gives: a v5e or v6e slice of eight chips is one of them."""
+    """Number of machines that Cloud TPU provides; a v5e or v6e slice of eight chips is one machine."""
     on = launch.on
     chips = on.num_chips // on.num_slices
     if on.chip.chips_per_host in WHOLE_MACHINES and chips in WHOLE_MACHINES:
@@ -157,14 +157,14 @@ def num_hosts(launch: Launch) -> int:
 
 
 def accelerator_type(launch: Launch) -> str:
-    """Name of one slice in Cloud TPU: ``v5litepod-16``, ``v5p-8``."""
+    """Accelerator type of one slice: ``v5litepod-16``, ``v5p-8``."""
     one = launch.on.name.partition("x")[2] if launch.on.num_slices > 1 else launch.on.name
     _, _, number = one.rpartition("-")
     return f"{API_NAMES.get(launch.on.chip.name, launch.on.chip.name)}-{number}"
 
 
 def create_flags(launch: Launch, slices: int) -> list[str]:
-    """Flags of ``gcloud compute tpus queued-resources create`` for so many slices, beside name, zone and project."""
+    """Flags of ``gcloud compute tpus queued-resources create`` for a number of slices, without name, zone and project."""
     on, site = launch.on, launch.site
     if ":" in on.name:
         shape = "x".join(map(str, on.topology))
@@ -189,7 +189,7 @@ def create_flags(launch: Launch, slices: int) -> list[str]:
 
 
 def _fewer(launch: Launch) -> list[tuple[int, str]]:
-    """Numbers of slices that are asked for, with the flags; none where the script asks for all of them always."""
+    """Numbers of slices that may be requested, each with its flags; empty if the script always requests all."""
     if launch.min_slices is None:
         return []
     numbers = range(launch.on.num_slices, launch.min_slices - 1, -1)
@@ -204,27 +204,27 @@ def _scope(launch: Launch) -> str:
 
 
 def zone_notes(launch: Launch) -> tuple[str, ...]:
-    """Whether a zone in the United States may lack the chip; of other continents nothing is known here."""
+    """Note if a zone in the United States may lack the chip; zones elsewhere are not known."""
     zone, chip = launch.site.zone, launch.on.chip.name
     known, reserved = ZONES.get(chip, ()), launch.purchase is Purchase.reserved
     if reserved or not known or not zone.startswith("us-") or zone in known:
         return ()
-    return (f"{zone} may have no {chip}: Google's list of zones has it in {', '.join(known)}",)
+    return (f"{zone} may have no {chip}; Google lists it in {', '.join(known)}",)
 
 
 def _notes(launch: Launch, hosts: int) -> tuple[str, ...]:
     notes = []
     if hosts != launch.on.num_hosts:
         notes.append(
-            f"Cloud TPU gives the {launch.on.num_chips // launch.on.num_slices} chips of a slice as one machine"
+            f"Cloud TPU provides the {launch.on.num_chips // launch.on.num_slices} chips of a slice as one machine"
         )
     if launch.keep:
-        notes.append("the machines stay and cost money until systolic stop deletes them")
+        notes.append("the machines keep running, and cost money, until systolic stop deletes them")
     else:
         notes.append(
-            f"this machine waits for the training and then deletes the TPUs; if it is switched off meanwhile, delete them with systolic stop {launch.name}"
+            f"this machine waits for the training and then deletes the TPUs; if it is turned off before, delete them with systolic stop {launch.name}"
         )
     notes.append(
-        f"the TPUs' service account needs access to {launch.run}; take a bucket with a hierarchical namespace, in which folders get their names in one step"
+        f"the TPUs' service account needs access to {launch.run}; use a bucket with a hierarchical namespace, where renaming a folder is atomic"
     )
     return tuple(notes)

@@ -1,4 +1,4 @@
-"""The bill after a launch: hours that its machines were there, and what they cost at the catalogue's price. An estimate."""
+"""Cost of a launch so far: hours of its machines times the catalogue's price. An estimate."""
 
 import datetime
 from collections.abc import Sequence
@@ -13,29 +13,29 @@ HOUR = 3600.0
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchCost:
-    """What a launch has used."""
+    """Cost of a launch so far."""
 
     hours: float
     usd_per_hour: float
-    """Of a server for its fewest pods."""
+    """Price per hour; of a server for the minimum number of pods."""
     since: str
-    """What the hours are counted from."""
+    """How the hours are counted."""
     at_most: bool = False
-    """Whether the launch may have ended long ago, which this machine does not see."""
+    """Whether the cost is an upper bound: the launch may have ended, which this machine does not see."""
     usd_per_hour_most: float | None = None
-    """Of a server for its most pods: how many there were is not seen here either."""
+    """Price per hour of a server for the maximum number of pods; this machine does not see how many run."""
 
     earlier: Sequence["LaunchCost"] = ()
-    """Of submissions before."""
+    """Costs of earlier submissions."""
 
     @property
     def usd(self) -> float:
-        """Hours at their price, of all submissions."""
+        """Cost of all submissions in US dollars."""
         return self.hours * self.usd_per_hour + sum(one.usd for one in self.earlier)
 
     @property
     def usd_most(self) -> float | None:
-        """As :attr:`usd`, for the most pods."""
+        """Like :attr:`usd`, for the maximum number of pods."""
         most = self.usd_per_hour_most
         if most is None:
             return None
@@ -43,11 +43,11 @@ class LaunchCost:
 
     @property
     def hours_in_all(self) -> float:
-        """Of all submissions."""
+        """Hours of all submissions."""
         return self.hours + sum(one.hours for one in self.earlier)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """JSON object."""
         return {
             "used_hours": self.hours_in_all,
             "used_usd": self.usd,
@@ -62,16 +62,18 @@ class LaunchCost:
         used, price = f"${self.usd:,.2f}", f"${self.usd_per_hour:,.2f}"
         if self.usd_most is not None:
             used += f" to ${self.usd_most:,.2f}"
-            price += f" to ${self.usd_per_hour_most:,.2f} an hour, for the fewest pods and the most"
+            price += f" to ${self.usd_per_hour_most:,.2f} an hour, by the number of pods"
         before = ""
         if self.earlier:
             hours = self.hours_in_all - self.hours
-            before = f", and {hours:,.2f} h in {plural(len(self.earlier), 'submission')} before"
-        return f"{used} used: {self.hours:,.2f} h {self.since} at {price}{before}; an estimate, the invoice counts"
+            before = f", and {hours:,.2f} h in {plural(len(self.earlier), 'earlier submission')}"
+        return f"{used} used: {self.hours:,.2f} h {self.since} at {price}{before}; an estimate, the invoice decides"
 
 
 def cost(launched: Launched, now: float) -> LaunchCost | None:
-    """What a launch has used, in all of its submissions; None where it rents nothing, at no price of the catalogue, or where its folder is gone.
+    """Cost of all submissions of a launch so far.
+
+    None if it rents nothing, the catalogue has no price, or the folder is missing.
 
     Args:
         launched: The launch.
@@ -94,7 +96,7 @@ def cost(launched: Launched, now: float) -> LaunchCost | None:
 
 
 def _of_one(launched: Launched, now: float) -> LaunchCost | None:
-    """What one submission has used until ``now``."""
+    """Cost of one submission until ``now``."""
     price = launched.bill["usd_per_hour"]
     if price is None or launched.submitted is None:
         return None
@@ -103,11 +105,9 @@ def _of_one(launched: Launched, now: float) -> LaunchCost | None:
     if launched.detached:
         text = times.read_text() if times.exists() else ""
         hours = _up(text, begun, now, _slices(launched.slice)) / HOUR
-        return LaunchCost(hours=hours, usd_per_hour=price, since="with the machines there")
+        return LaunchCost(hours=hours, usd_per_hour=price, since="of machine time")
     end = now if launched.stopped is None else _seconds(launched.stopped)
-    since = (
-        "from submit to stop" if launched.stopped else "since it was submitted, if it still runs"
-    )
+    since = "from submit to stop" if launched.stopped else "since submission, if still running"
     hours = max(0.0, end - begun) / HOUR
     return LaunchCost(
         hours=hours,
@@ -119,7 +119,7 @@ def _of_one(launched: Launched, now: float) -> LaunchCost | None:
 
 
 def _seconds(time: str) -> float:
-    """Seconds since 1970 of a time in UTC."""
+    """Converts a time in UTC to seconds since 1970."""
     return datetime.datetime.fromisoformat(time).timestamp()
 
 
@@ -129,7 +129,7 @@ def _slices(name: str) -> int:
 
 
 def _up(text: str, begun: float, now: float, slices: int) -> float:
-    """Seconds between each ``up`` and the ``down`` after it, of the submission from ``begun`` to ``now``; those with fewer slices in part."""
+    """Seconds from each ``up`` to the next ``down`` between ``begun`` and ``now``, weighted by the share of slices."""
     total, up, share = 0.0, None, 1.0
     for line in text.splitlines():
         what, seconds, *there = (*line.split(" "), "")[:3]

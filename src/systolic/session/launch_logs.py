@@ -1,4 +1,4 @@
-"""Logs of launches that are files of this machine."""
+"""Logs of launches that are files on this machine."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -9,19 +9,19 @@ from systolic.session.launched import LOCAL, OUTPUT, POLL_SECONDS, Launched
 
 
 def log_of(launched: Launched, process: int = 0) -> Path | None:
-    """The file that a launch of this machine prints to; None where the platform has the logs."""
+    """Log file of a launch on this machine; None if the platform has the logs."""
     if launched.via == LOCAL:
         return launched.path / LOGS / f"{process}.log"
     return launched.path / OUTPUT if launched.detached else None
 
 
 def lines(path: Path, last: int, alive: Callable[[], bool] | None) -> Iterator[str]:
-    """The last lines of a log, then new ones while ``alive`` says so.
+    """Yields the last lines of a log, then new ones while ``alive`` returns true.
 
     Args:
-        path: The log, which need not be there yet.
-        last: How many of those that are there.
-        alive: None ends after those that are there.
+        path: Log file, which need not exist yet.
+        last: Number of existing lines to yield.
+        alive: Whether more may be written; None stops after the existing lines.
     """
     while not path.exists():
         if alive is None or not alive():

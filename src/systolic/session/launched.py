@@ -1,4 +1,4 @@
-"""Launches that were submitted: their list, and what goes on, is printed or is stopped, by the platform's own client."""
+"""Submitted launches: list, state, logs and stop, through the platform's own client."""
 
 import datetime
 import json
@@ -24,11 +24,12 @@ from systolic.session.clients import NEEDS, PYTHON, check_client
 
 RECORD, PROCESS, OUTPUT = "launch.json", "process.json", "submit.log"
 TIMES = "times.log"
-"""File that a script on this machine writes: ``up SECONDS`` when the machines are there, with the number of slices where some may be left out, ``down SECONDS`` when they are gone."""
+"""File written by a script on this machine: ``up SECONDS`` when the machines are active, with the number of slices if some
+may be dropped, and ``down SECONDS`` when they are deleted."""
 ENDED = "ended"
-"""File with the exit code of a script that has lasted as long as the training."""
+"""File with the exit code of a script that ran as long as the training."""
 SUBMISSION = ("slice", "bill", "submitted", "stopped")
-"""Fields of a submission that its cost is counted from."""
+"""Fields of a submission that its cost is computed from."""
 LOCAL = "local"
 POLL_SECONDS = 0.2
 NOTHING = (
@@ -36,12 +37,12 @@ NOTHING = (
     "No resources found",
     "error: the server doesn't have a resource type",
 )
-"""What kubectl says where there is nothing to delete."""
+"""Messages of kubectl when there is nothing to delete."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launched:
-    """A launch whose files are written: the record ``launch.json`` in its folder."""
+    """Launch whose files are written: the content of ``launch.json`` in its folder."""
 
     name: str
     via: str
@@ -50,44 +51,44 @@ class Launched:
     folder: str
     made_by: Sequence[str]
     submitted: str | None
-    """Time in UTC; None until it is submitted."""
+    """Time of the submission in UTC; None before it."""
     bill: Mapping[str, Any]
     commands: Mapping[str, Any]
-    """Of the platform's client: ``checks``, ``submit``, ``status``, ``logs``, ``follow``, ``stop``."""
+    """Commands of the platform's client: ``checks``, ``submit``, ``status``, ``logs``, ``follow``, ``stop``."""
     id: str = ""
-    """Label of what it has created."""
+    """Label of the objects that the launch created."""
     where: str = ""
-    """Zone, project and namespace as they were given: elsewhere nothing of it is found."""
+    """Zone, project and namespace as they were given; the launch's objects are found only there."""
     place: str = ""
-    """Options that all commands got at submit: Google Cloud's project, or Kubernetes' context and namespace."""
+    """Options added to all commands at submit: Google Cloud's project, or Kubernetes' context and namespace."""
     stopped: str | None = None
-    """Time in UTC at which ``systolic stop`` gave the machines back."""
+    """Time in UTC at which ``systolic stop`` released the machines."""
     earlier: Sequence[Mapping[str, Any]] = ()
-    """Submissions before this one, each with ``slice``, ``bill``, ``submitted``, ``stopped`` and ``until``, the time of the next one."""
+    """Earlier submissions, each with ``slice``, ``bill``, ``submitted``, ``stopped`` and ``until``, the time of the next one."""
     trouble: str = ""
-    """Why this is what the list of launches has of it, in place of the record in its folder."""
+    """Problem with the record in the folder, in which case these fields come from the list of launches."""
 
     @property
     def path(self) -> Path:
-        """The folder of its files."""
+        """Folder of the files."""
         return Path(self.folder)
 
     @property
     def detached(self) -> bool:
-        """Whether a process on this machine lasts as long as the training."""
+        """Whether a process on this machine runs as long as the training."""
         return bool(self.commands["detached"])
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """JSON object."""
         return asdict(self)
 
     def alive(self) -> bool:
-        """Whether that process is there."""
+        """Whether that process is alive."""
         return lives(_json(self.path / PROCESS))
 
 
 def as_before(launch: Launch, folder: Path) -> Launch:
-    """The launch with the label of an earlier one in its folder, so that it finds what that one has created."""
+    """Gives a launch the label of an earlier launch in the same folder, so that it finds the objects of that one."""
     before = _json(folder / RECORD).get("id")
     return replace(launch, id=before) if before else launch
 
@@ -95,7 +96,7 @@ def as_before(launch: Launch, folder: Path) -> Launch:
 def record(
     via: str, launch: Launch, prepared: Prepared, bill: LaunchBill, folder: Path
 ) -> Launched:
-    """The record of a launch, which it writes into its folder; one that was submitted stays there until this one is."""
+    """Record of a launch, written into its folder; a submitted record stays there until the new launch is submitted."""
     made = Launched(
         name=launch.name,
         via=via,
@@ -124,41 +125,41 @@ def _where(launch: Launch) -> str:
 
 
 def check_free(launch: Launch, folder: Path, via: str) -> None:
-    """Checks that no launch of that name is running, and that its files would not mix with another's.
+    """Checks that no launch of the same name is running, and that the folder is free or from the same launch.
 
     Raises:
-        RunError: one is, may be elsewhere, or has another folder.
-        TakenError: the folder has files that are not those of an earlier launch of that name and platform.
+        RunError: a launch of that name is running, was submitted to another place, or has another folder.
+        TakenError: the folder has files that are not from a launch of that name and platform.
     """
     name = launch.name
     if folder.is_dir() and any(folder.iterdir()):
         before = _json(folder / RECORD)
         if not before:
             raise TakenError(
-                f"{folder} has files that no launch has made; choose a new folder with --out"
+                f"{folder} has files that are not from a launch; choose a new folder with --out"
             )
         if (before.get("name"), before.get("via")) != (name, via):
             raise TakenError(
-                f"{folder} has the launch {before.get('name')} via {before.get('via')}; choose another --name or --out, or remove that folder if nothing of it runs"
+                f"{folder} holds the launch {before.get('name')} via {before.get('via')}; choose another --name or --out, or remove the folder if that launch is not running"
             )
         there = before.get("submitted") and not before.get("stopped") and not _given_back(folder)
         if there and before.get("where", "") != _where(launch):
             raise RunError(
-                f"{name} was submitted with {before.get('where') or 'no zone, project or namespace'}; systolic stop {name} ends that one, or choose another --name"
+                f"{name} was submitted with {before.get('where') or 'no zone, project or namespace'}; run systolic stop {name} first, or choose another --name"
             )
     found = {one.name: one for one in launches()}.get(name)
     if found is None:
         return
     if found.detached and found.alive():
-        raise RunError(f"{name} is running; systolic stop {name} ends it, or choose another --name")
+        raise RunError(f"{name} is running; run systolic stop {name}, or choose another --name")
     if found.path != folder.absolute() and found.path.is_dir():
         raise RunError(
-            f"there is a launch {name} in {found.folder}; choose another --name, or --out {found.folder} to launch it again"
+            f"the launch {name} is in {found.folder}; choose another --name, or launch it again with --out {found.folder}"
         )
 
 
 def _given_back(folder: Path) -> bool:
-    """Whether a script on this machine has ended and given the machines back."""
+    """Whether a script on this machine has ended and released the machines."""
     times = folder / TIMES
     return (
         (folder / ENDED).exists()
@@ -168,7 +169,7 @@ def _given_back(folder: Path) -> bool:
 
 
 def submit(launched: Launched) -> Launched:
-    """Runs the platform's commands; the training then goes on without this process.
+    """Runs the platform's commands; the training does not depend on this process afterwards.
 
     Raises:
         RunError: a client is missing or fails.
@@ -189,7 +190,7 @@ def submit(launched: Launched) -> Launched:
     made = replace(
         made, submitted=(before.get("submitted") if runs else None) or now, earlier=earlier
     )
-    # Before it starts: a launch that only half started must be found, to be stopped.
+    # Recorded before it starts: a launch that started only in part must be listed so that it can be stopped.
     _keep(made)
     for each in words[:-1] if made.detached else words:
         call(made, each)
@@ -199,16 +200,16 @@ def submit(launched: Launched) -> Launched:
 
 
 def _keep(launched: Launched) -> None:
-    """Writes the record into the launch's folder and into the list."""
+    """Writes the record into the launch's folder and into the list of launches."""
     for path in (launched.path / RECORD, _index() / f"{launched.name}.json"):
         write_json(path, launched.to_json())
 
 
 def _placed(launched: Launched) -> Launched:
-    """The launch with what its client takes by default now given to all commands.
+    """Adds the client's current defaults, such as the context, to all commands of a launch.
 
     Raises:
-        RunError: the client has no such default.
+        RunError: the client has no default, or another one than at submit.
     """
     found: list[str] = []
     for asked in launched.commands["asked"]:
@@ -216,16 +217,16 @@ def _placed(launched: Launched) -> Launched:
     place = shlex.join(found)
     if launched.place not in ("", place):
         raise RunError(
-            f"{launched.name} was submitted with {launched.place}, and now it would be {place}; systolic stop {launched.name} ends that one"
+            f"{launched.name} was submitted with {launched.place}, but the defaults are now {place}; run systolic stop {launched.name} first"
         )
     return launched if launched.place or not place else _at(launched, place)
 
 
 def _answer(asked: Mapping[str, Any], found: Sequence[str]) -> str:
-    """What a client takes by default, with the options that are fixed already.
+    """Asks a client for a default, given the options that are fixed already.
 
     Raises:
-        RunError: it does not say so.
+        RunError: the client fails, or prints nothing where it must.
     """
     words = [*asked["words"], *found]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
@@ -233,12 +234,12 @@ def _answer(asked: Mapping[str, Any], found: Sequence[str]) -> str:
     if done.returncode or not answer:
         why = (done.stderr.strip() or "no answer").splitlines()[-1]
         then = f"; {asked['otherwise']}" if asked["otherwise"] else ""
-        raise RunError(f"{shlex.join(words)} names no {asked['what']} ({why}){then}")
+        raise RunError(f"{shlex.join(words)} returned no {asked['what']} ({why}){then}")
     return answer
 
 
 def _at(launched: Launched, place: str) -> Launched:
-    """The launch with more options in all commands."""
+    """Adds options to all commands of a launch."""
     more = shlex.split(place)
     lists = {
         name: [[*each, *more] for each in launched.commands[name]]
@@ -249,10 +250,10 @@ def _at(launched: Launched, place: str) -> Launched:
 
 
 def call(launched: Launched, words: Sequence[str]) -> None:
-    """Runs a command of the client in the launch's folder; what it prints goes to stderr.
+    """Runs a command of the client in the launch's folder, with its output on stderr.
 
     Raises:
-        RunError: the client is missing, or fails.
+        RunError: the client is missing or fails.
     """
     check_client(words[0])
     if code := _code(launched, words):
@@ -267,36 +268,36 @@ def _code(launched: Launched, words: Sequence[str]) -> int:
 
 def _failed(launched: Launched, words: Sequence[str], code: int) -> RunError:
     return RunError(
-        f"{shlex.join(words)} ended with {code} in {launched.folder}; its message is above"
+        f"{shlex.join(words)} failed with exit code {code} in {launched.folder}; its output is above"
     )
 
 
 def launches() -> list[Launched]:
-    """All that were submitted from this account, the newest first."""
+    """Launches submitted from this account, newest first."""
     found = [_listed(path) for path in _index().glob("*.json")]
     return sorted(found, key=lambda one: one.submitted or "", reverse=True)
 
 
 def find(name: str) -> Launched:
-    """The launch of a name, or of its folder, which may have moved.
+    """Finds a launch by its name, or by its folder, which may have moved.
 
     Raises:
-        NotFoundError: there is none; names the nearest.
-        RunError: its folder is gone, or its record damaged.
+        NotFoundError: no launch has that name; the message suggests the nearest.
+        RunError: the folder is missing, or the record is damaged.
     """
     found = listed(name)
     if found.trouble:
         raise RunError(
-            f"{found.name}: {found.trouble}; systolic status {found.name} says what was launched"
+            f"{found.name}: {found.trouble}; systolic status {found.name} shows what was launched"
         )
     return found
 
 
 def listed(name: str) -> Launched:
-    """As :func:`find`; of one whose folder is gone or damaged, what the list has.
+    """Like :func:`find`, but falls back to the list's entry if the folder is missing or damaged.
 
     Raises:
-        NotFoundError: there is none; names the nearest.
+        NotFoundError: no launch has that name; the message suggests the nearest.
     """
     if (Path(name) / RECORD).is_file():
         moved = _read(Path(name))
@@ -313,14 +314,14 @@ def listed(name: str) -> Launched:
 
 
 def _listed(path: Path) -> Launched:
-    """A launch of the list: its record, or what the list has of it where that is gone or damaged."""
+    """Launch of an entry of the list: the folder's record, or the entry itself if the record is missing or damaged."""
     kept = _json(path)
     folder = Path(kept.get("folder", ""))
     try:
         if kept and (folder / RECORD).is_file():
             return _read(folder)
         trouble = (
-            f"its folder {folder} is gone; systolic status FOLDER finds it where it is now, rm {path} forgets it"
+            f"its folder {folder} is missing; if it was moved, run systolic status NEW_FOLDER, otherwise rm {path}"
             if kept
             else f"its entry {path} is damaged"
         )
@@ -344,7 +345,7 @@ def _listed(path: Path) -> Launched:
 
 
 def phase(launched: Launched) -> dict[str, Any]:
-    """What this machine knows of a launch: ``phase``, and of a local one its processes and restarts."""
+    """State of a launch as this machine knows it: ``phase``, and for local ones processes and restarts."""
     if launched.stopped:
         return {"phase": "stopped"}
     if launched.trouble:
@@ -358,7 +359,7 @@ def phase(launched: Launched) -> dict[str, Any]:
         return {"phase": "running"} if alive else _ended(launched)
     state = _json(launched.path / STATE)
     if "phase" not in state or state["pid"] != _json(launched.path / PROCESS).get("pid"):
-        # Nothing yet from this supervisor, or what the one before it has left.
+        # This supervisor has written nothing yet; the file, if any, is from the one before.
         return {"phase": "starting" if alive else "lost"}
     if not alive and state["phase"] == "running":
         return {**state, "phase": "lost"}
@@ -366,7 +367,7 @@ def phase(launched: Launched) -> dict[str, Any]:
 
 
 def _ended(launched: Launched) -> dict[str, Any]:
-    """How a script ended that has lasted as long as the training; lost where it could not say so."""
+    """State of a script that ran as long as the training and has ended; lost if it left no exit code."""
     path = launched.path / ENDED
     text = path.read_text().strip() if path.exists() else ""
     return _after(int(text)) if text.isdigit() else {"phase": "lost"}
@@ -377,7 +378,7 @@ def _after(code: int) -> dict[str, Any]:
 
 
 def _told(words: Sequence[str]) -> dict[str, Any]:
-    """What a client of this machine says of a container; submitted where it does not answer."""
+    """State of a container by the client on this machine; submitted if the client does not answer."""
     if shutil.which(words[0]) is None:
         return {"phase": "submitted"}
     done = subprocess.run(words, capture_output=True, text=True, check=False)
@@ -388,7 +389,7 @@ def _told(words: Sequence[str]) -> dict[str, Any]:
 
 
 def show_logs(launched: Launched, *, follow: bool) -> None:
-    """Prints the logs that the platform has.
+    """Prints the platform's logs of a launch.
 
     Raises:
         RunError: the client is missing or fails.
@@ -396,38 +397,38 @@ def show_logs(launched: Launched, *, follow: bool) -> None:
     words = launched.commands["follow" if follow else "logs"]
     check_client(words[0])
     if subprocess.run(_here(words), cwd=launched.path, check=False).returncode:
-        raise RunError(f"{shlex.join(words)} failed in {launched.folder}; its message is above")
+        raise RunError(f"{shlex.join(words)} failed in {launched.folder}; its output is above")
 
 
 def stop(launched: Launched) -> str:
-    """Ends a launch after its training was asked to save; returns what happened.
+    """Asks the training to save, then ends the launch; returns what happened.
 
     Raises:
-        RunError: the client is missing or fails, or has found nothing where it may have looked in another place.
+        RunError: the client is missing or fails, or found nothing and may have looked in the wrong context.
     """
     if launched.via == LOCAL:
         return _stop_local(launched)
     if launched.detached and launched.alive():
-        # A client that does not answer would delete nothing, and then nobody would.
+        # Without an answer from the client nothing could be deleted, neither here nor by the script killed below.
         call(launched, launched.commands["status"])
-        # It would ask for the machines again.
+        # The script would request the machines again.
         os.killpg(_json(launched.path / PROCESS)["pid"], signal.SIGKILL)
     found = [_end(launched, words) for words in launched.commands["stop"]]
     by_kubectl = launched.commands["stop"][0][0] == "kubectl"
     if not any(found) and by_kubectl and not launched.place:
         raise RunError(
-            f"kubectl finds nothing of {launched.name} in the context that it has now; kubectl config use-context CONTEXT chooses that of the launch"
+            f"kubectl finds nothing of {launched.name} in its current context; select the launch's with kubectl config use-context CONTEXT"
         )
     _keep(replace(launched, stopped=_now()))
     where = f" ({launched.place})" if launched.place else ""
-    return "stopped" if any(found) else f"was gone already: nothing of it is there{where}"
+    return "stopped" if any(found) else f"already gone, nothing to stop{where}"
 
 
 def _end(launched: Launched, words: Sequence[str]) -> bool:
-    """Runs a command that ends a launch; False where there was nothing left to end.
+    """Runs a command that ends a launch; False if there was nothing to end.
 
     Raises:
-        RunError: it fails otherwise.
+        RunError: the command fails for another reason.
     """
     check_client(words[0])
     if words[0] != "kubectl":
@@ -452,7 +453,7 @@ def _stop_local(launched: Launched) -> str:
     deadline = time.monotonic() + SAVE_SECONDS + 10
     while launched.alive():
         if time.monotonic() > deadline:
-            raise RunError(f"{launched.name} does not end; its supervisor is process {pid}")
+            raise RunError(f"{launched.name} did not end; its supervisor is process {pid}")
         time.sleep(POLL_SECONDS)
     return "stopped"
 
@@ -491,6 +492,6 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _index() -> Path:
-    """The folder that lists launches: ``systolic/launches`` in ``$XDG_STATE_HOME``, by default ``~/.local/state``."""
+    """Folder with the list of launches: ``systolic/launches`` in ``$XDG_STATE_HOME``, by default ``~/.local/state``."""
     home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(home) / "systolic" / "launches"

@@ -1,4 +1,4 @@
-"""From a recipe with its options to the files of a launch, and its bill."""
+"""Makes a launch of a recipe and its options: description, files and bill."""
 
 import inspect
 import os
@@ -25,42 +25,42 @@ if TYPE_CHECKING:
 
 LOCAL, SLURM, DOCKER = "local", "slurm", "docker"
 OURS: Mapping[str, str] = {
-    LOCAL: "nothing: it runs on this machine",
-    DOCKER: "nothing: it runs on this machine",
-    SLURM: "none: the cluster is there, and accounts for its hours",
+    LOCAL: "none: runs on this machine",
+    DOCKER: "none: runs on this machine",
+    SLURM: "none: the cluster accounts for its hours",
 }
-"""Platform that sees this machine's disk to what its bill says."""
+"""Text of the bill for each platform that sees this machine's disk."""
 ELSEWHERE = (SLURM, DOCKER)
-"""Those of them that work in another folder, so that paths are given in full."""
+"""Those platforms that run in another folder, so that paths must be absolute."""
 WHEELS, REQUIREMENTS = "wheels", "requirements.txt"
 SPOT_RESTARTS, RESTARTS = 100, 10
 COUNTS_PREEMPTIONS = ("tpu-vm",)
-"""Platforms that count a restart after a preemption; on the others a failing training would be started as often."""
+"""Platforms where restarts after preemptions count; elsewhere a higher limit would only repeat failures."""
 EXTRAS: Mapping[str, Sequence[str]] = {
     "tpu": ("tpu", "text", "image", "audio"),
     "gpu": ("cuda", "text", "image", "audio"),
     "cpu": ("text", "image", "audio"),
 }
-"""Platform of a slice to the extras of this package that go along."""
+"""Extras of this package to install, by platform of the slice."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchRequest:
-    """What is launched and how; empty fields have the platform's defaults."""
+    """Request for a launch; empty fields take the platform's defaults."""
 
     recipe: Recipe
     options: Mapping[str, Any]
-    """Of the recipe, by parameter."""
+    """Options of the recipe, by parameter."""
     on: Slice
     via: str
     made_by: Sequence[str]
-    """The command line, for the files' headers."""
+    """Command line, for the headers of the files."""
     typed: frozenset[str] = frozenset()
     """Options of the recipe that were typed, as in ``option_words``."""
     chosen: "Chosen | None" = None
-    """What a plan decided of the job."""
+    """Candidate of a plan that sets part of the job."""
     train: Sequence[str] = ()
-    """More words of ``systolic train``."""
+    """More arguments of ``systolic train``."""
     name: str = ""
     run: str = ""
     image: str = ""
@@ -75,16 +75,16 @@ class LaunchRequest:
 
 
 def describe(request: LaunchRequest) -> Launch:
-    """The launch of a request.
+    """Describes the launch of a request.
 
     Raises:
         OptionError: the plan is for another slice.
-        DataError: a module beside the recipe is not text.
+        DataError: a module that the recipe imports is not text.
     """
     chosen, on, recipe = request.chosen, request.on, request.recipe
     if chosen is not None and chosen.slice != on.name:
         raise OptionError(
-            f"{chosen.path} has a candidate for {chosen.slice} and on is {on.name}; give --on {chosen.slice}, or another candidate"
+            f"{chosen.path} has a candidate for {chosen.slice}, but on is {on.name}; give --on {chosen.slice}, or another --candidate"
         )
     here = request.via in OURS
     target, code = recipe.target, {}
@@ -130,33 +130,35 @@ def _restarts(request: LaunchRequest) -> int:
 
 
 def notes(request: LaunchRequest) -> list[str]:
-    """Paths of this machine that the command names, which other machines do not have."""
+    """Notes on paths of this machine in the command, which other machines may not have."""
     if request.via in OURS:
         return []
     found = [
-        f"--{name.replace('_', '-')} is {value}, a path of this machine; have it at the same path on the others"
+        f"--{name.replace('_', '-')} is {value}, a path of this machine; it must exist at the same path on the others"
         for name, value in request.options.items()
         if isinstance(value, Path) and value.exists()
     ]
     if request.recipe.target in _paths(request):
-        found.append(f"{request.recipe.target} is a path of this machine; have it on the others")
+        found.append(
+            f"{request.recipe.target} is a path of this machine; it must exist on the others"
+        )
     return found
 
 
 def _paths(request: LaunchRequest) -> list[str]:
-    """Paths of this machine that the command names: in options, and the target where it is no recipe's file."""
+    """Paths of this machine in the command: those in options, and the target if it is a path but not a recipe's file."""
     found = [str(one) for one in request.options.values() if isinstance(one, Path) and one.exists()]
     target = request.recipe.target
     return [*found, *([target] if request.recipe.file is None and Path(target).exists() else [])]
 
 
 def bill(request: LaunchRequest, steps: int, step_seconds: float | None) -> LaunchBill:
-    """The bill before the launch.
+    """Bill before the launch.
 
     Args:
-        request: What is launched; a plan's forecast gives the time.
-        steps: Of the job.
-        step_seconds: Of a forecast made for the launch, where there is no plan.
+        request: The request; a plan's forecast gives the time.
+        steps: Steps of the job.
+        step_seconds: Step time of a forecast made for the launch, without a plan.
     """
     on, chosen, purchase = request.on, request.chosen, request.purchase
     if request.via in OURS:
@@ -188,17 +190,17 @@ def bill(request: LaunchRequest, steps: int, step_seconds: float | None) -> Laun
 
 
 def quick_step_seconds(job: "Job", on: Slice, say: Callable[[str], None]) -> float:
-    """Seconds of a step by the compiler's schedule.
+    """Step time in seconds from a quick forecast.
 
     Raises:
-        DataError: the step does not fit, or has no time.
+        DataError: the step does not fit, or the forecast has no time.
     """
     from systolic.session.forecast import forecast
 
     made = forecast(job, on=on, quick=True, watch=say)
     if not made.fits:
         raise DataError(
-            f"{job.name} does not fit on {on.name}; systolic explain with the same options finds what does"
+            f"{job.name} does not fit on {on.name}; systolic explain with the same options shows how to make it fit"
         )
     if made.step_seconds is None:
         raise DataError(f"the forecast of {job.name} on {on.name} has no time; leave out --quick")
@@ -206,7 +208,7 @@ def quick_step_seconds(job: "Job", on: Slice, say: Callable[[str], None]) -> flo
 
 
 def write(launch: Launch, prepared: Prepared, folder: Path) -> list[Path]:
-    """Writes the files of a launch; of an earlier one of that name they are replaced.
+    """Writes the files of a launch, and replaces those of an earlier launch in the folder.
 
     Raises:
         RunError: the folder is not writable.
@@ -218,7 +220,7 @@ def write(launch: Launch, prepared: Prepared, folder: Path) -> list[Path]:
         pins = "".join(f"{name}=={version}\n" for name, version in packages.pins.items())
         texts[REQUIREMENTS] = head + pins + "".join(f"{one}\n" for one in packages.loose)
         texts |= {f"{CODE}/{path}": text for path, text in launch.code.items()}
-        texts[f"{CODE}/README"] = "The recipe of the launch, where it is a file.\n"
+        texts[f"{CODE}/README"] = "The recipe of the launch, if it is a file.\n"
     for name, text in texts.items():
         write_atomically(folder / name, text)
     found = [folder / name for name in texts]
@@ -230,7 +232,7 @@ def write(launch: Launch, prepared: Prepared, folder: Path) -> list[Path]:
 
 
 def _words(request: LaunchRequest) -> list[str]:
-    """Words of the recipe's options, with what a plan decided."""
+    """Arguments for the recipe's options, with the settings of the plan."""
     function, chosen = request.recipe.function, request.chosen
     options = dict(request.options)
     if request.via in ELSEWHERE:
@@ -252,13 +254,13 @@ def _code(recipe: Recipe) -> dict[str, str]:
             found[name] = content.decode()
         except UnicodeDecodeError as error:
             raise DataError(
-                f"{name}, which {recipe.target} imports, is not text; put it into the image"
+                f"{name}, imported by {recipe.target}, is not text; put it into the image"
             ) from error
     return found
 
 
 def _counted(on: Slice) -> str:
-    """A slice in a name: one device is ``1xcpu``, as several are ``8xcpu``; TPUs have their number at the end."""
+    """Slice name with its number of devices, for the launch's name: ``1xcpu`` for ``cpu``; others already have it."""
     return f"1x{on.name}" if on.platform != "tpu" and on.num_devices == 1 else on.name
 
 

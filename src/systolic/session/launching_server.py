@@ -1,4 +1,4 @@
-"""From a Bundle to the description of its server on a cluster, and what an hour of it costs."""
+"""Makes a launch of a model server: description and hourly price."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,27 +23,27 @@ def describe(
     purchase: Purchase,
     site: Site,
 ) -> Launch:
-    """The launch of a server.
+    """Describes the launch of a server.
 
     Args:
-        bundle: A folder here, whose content is in the image, or one in a bucket.
-        on: What each pod has.
-        words: More options of ``systolic serve``.
-        made_by: The command line, for the file's header.
-        names: Of the model and of the launch; empty ones are made of the Bundle's.
-        image: The container image.
+        bundle: Local folder whose content is in the image, or a folder in a bucket.
+        on: Slice of each pod.
+        words: More arguments of ``systolic serve``.
+        made_by: Command line, for the file's header.
+        names: Names of the model and of the launch; empty ones are derived from the Bundle's.
+        image: Container image.
         purchase: How the chips are paid for.
         site: Namespace and service account.
 
     Raises:
-        OptionError: there is no such Bundle, or a word looks like a secret.
+        OptionError: the Bundle does not exist, or an argument looks like a secret.
     """
     from systolic import __version__
 
     refuse_secrets((*words, *made_by))
     if not is_bucket(bundle) and not (Path(bundle) / MANIFEST).is_file():
         raise OptionError(
-            f"{bundle} is no Bundle, which the image of a server holds; make one with systolic import or export, or give gs://BUCKET/FOLDER"
+            f"{bundle} is not a Bundle; make one with systolic import or export, or give gs://BUCKET/FOLDER"
         )
     model = names[0] or name_of(Path(bundle.rstrip("/").rpartition("/")[2] or bundle))
     return Launch(
@@ -61,7 +61,7 @@ def describe(
 
 
 def bill(launch: Launch, server: GkeServer) -> LaunchBill:
-    """The price of an hour, for the fewest pods and the most."""
+    """Hourly price, for the minimum and the maximum number of pods."""
     spot = launch.purchase is Purchase.spot
     price, region, _ = launch.on.rate("spot" if spot else "on_demand")
     if price is None:
@@ -70,7 +70,7 @@ def bill(launch: Launch, server: GkeServer) -> LaunchBill:
         least, most = f"${price * server.replicas:,.2f}", f"${price * server.most:,.2f}"
         text = f"{least} an hour {launch.purchase.value} for {server.replicas} pod{'s' if server.replicas > 1 else ''}"
         if server.most > server.replicas:
-            text += f", the fewest, to {most} for {server.most}, the most"
+            text += f" (minimum) to {most} for {server.most} (maximum)"
         text += f" (prices of {region})"
     return LaunchBill(
         purchase=launch.purchase,

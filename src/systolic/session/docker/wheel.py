@@ -1,4 +1,4 @@
-"""This package as a wheel, made of the files that run: an image then holds the code that exported it."""
+"""Builds this package as a wheel from the running files, so that an image has the code that exported it."""
 
 import base64
 import hashlib
@@ -13,14 +13,14 @@ from systolic.session.docker.lock import PACKAGE
 
 TAG = "py3-none-any"
 EPOCH = (1980, 1, 1, 0, 0, 0)
-"""Date of all files, so that the same code makes the same wheel."""
+"""Date of all files; makes the wheel reproducible."""
 LEFT_OUT = ("__pycache__",)
 
 
 def write_wheel(folder: Path) -> Path:
     """Writes the wheel into a folder.
 
-    The format: https://packaging.python.org/en/latest/specifications/binary-distribution-format/
+    Format: https://packaging.python.org/en/latest/specifications/binary-distribution-format/
 
     Raises:
         RunError: the disk is full.
