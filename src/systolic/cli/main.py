@@ -19,7 +19,8 @@ class Verb(NamedTuple):
 
 VERBS = {
     "doctor": Verb(
-        "doctor", "checks this machine: versions, devices, who holds the TPU, measured peaks"
+        "doctor",
+        "checks this machine: versions, devices, processes that hold the TPU, measured peaks",
     ),
     "chips": Verb("chips", "lists chips and slices, each number with its source"),
     "recipes": Verb("recipes", "lists the recipes, or one recipe's options"),
@@ -36,15 +37,15 @@ VERBS = {
     "train": Verb(
         "train", "trains a recipe; resumes with --resume RUN; rehearses with --rehearse SLICE"
     ),
-    "tune": Verb("tune", "finds the settings that train a recipe best, trial after trial"),
+    "tune": Verb("tune", "searches the settings that train a recipe best"),
     "launch": Verb(
         "launch",
-        "trains a recipe on machines elsewhere: files, bill and commands of their platform",
+        "trains a recipe on another platform: writes its files, shows the bill, submits",
     ),
-    "runs": Verb("runs", "lists what was launched where"),
-    "status": Verb("status", "what a launch is doing"),
-    "logs": Verb("logs", "prints what a launch has printed; -f keeps printing"),
-    "stop": Verb("stop", "ends a launch, after its training was asked to save"),
+    "runs": Verb("runs", "lists launches: where, at what price, what they have used"),
+    "status": Verb("status", "shows the state of a launch"),
+    "logs": Verb("logs", "prints the output of a launch; -f follows it"),
+    "stop": Verb("stop", "stops a launch, after its training has saved"),
     "import": Verb(
         "import_model",
         "writes a Hugging Face model as a Bundle, and checks that it computes the same",
