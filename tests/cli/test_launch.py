@@ -106,7 +106,7 @@ def test_a_plan_gives_slice_settings_and_bill(capsys: pytest.CaptureFixture[str]
         "--batch\n",
         "- '64'\n",
         "- '7200'\n",
-        "- --flags=--xla_a=1 --xla_b=2\n",
+        "- '--flags=--xla_a=1 --xla_b=2'\n",
     ):
         assert words in text
     assert "plan.json has a candidate for v5e-16" in run(f"{line} --on v5e-8", capsys, 2)[1]

@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-import yaml
-
 from systolic.chips import Slice
 from systolic.core.errors import OptionError
 from systolic.launching.launch import ClientDefault, Launch, Prepared, Purchase, Site
@@ -26,6 +24,7 @@ from systolic.launching.names import (
     is_bucket,
 )
 from systolic.launching.scripts import rendered
+from systolic.launching.texts import yaml_text
 
 FILE, FREE = "jobset.yaml", "free.sh"
 LABEL = "systolic/launch"
@@ -99,7 +98,7 @@ def prepare(launch: Launch) -> Prepared:
             f"the recipe's files have {size} bytes, but a ConfigMap holds at most {LARGEST_CODE}; put them into the image and give their path there"
         )
     documents = [*([_code(launch)] if launch.code else []), _jobset(launch)]
-    text = "---\n".join(yaml.safe_dump(one, sort_keys=False, width=1000) for one in documents)
+    text = yaml_text(documents)
     scope = ("--namespace", site.namespace) if site.namespace else ()
     first = (
         f"jobset.sigs.k8s.io/jobset-name={launch.name},jobset.sigs.k8s.io/job-index=0,"

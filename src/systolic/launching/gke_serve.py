@@ -9,13 +9,12 @@ import shlex
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
 from systolic.core.errors import OptionError, nearest
 from systolic.launching import gke
 from systolic.launching.launch import Launch, Prepared, Purchase
 from systolic.launching.names import check_image, check_label, check_name, in_bucket, is_bucket
 from systolic.launching.scripts import rendered
+from systolic.launching.texts import yaml_text
 from systolic.launching.tpu_vm import num_hosts
 
 FILE, CHECK = "serve.yaml", "check.sh"
@@ -102,9 +101,7 @@ def prepare(launch: Launch, server: GkeServer) -> Prepared:
     check_image(launch.image)
     if is_bucket(launch.run):
         in_bucket(launch.run)
-    text = "---\n".join(
-        yaml.safe_dump(one, sort_keys=False, width=1000) for one in documents(launch, server)
-    )
+    text = yaml_text(documents(launch, server))
     scope = ("--namespace", launch.site.namespace) if launch.site.namespace else ()
     mine = ("--selector", f"app.kubernetes.io/name={launch.name}")
     kinds = [one["kind"].lower() for one in documents(launch, server)]
