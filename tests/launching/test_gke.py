@@ -8,12 +8,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from systolic.chips import Slice, slice
 from systolic.core.errors import OptionError
 from systolic.launching import Purchase, Site, prepare
+from systolic.launching.gke import escaped
 from tests.launching.kubectl import stand_in
-from tests.launching.made import HEADER, documents, jobset, launch, pod_of, shellcheck, slices
+from tests.launching.made import (
+    HEADER,
+    documents,
+    expanded,
+    jobset,
+    launch,
+    passed,
+    pod_of,
+    shellcheck,
+    slices,
+)
 
 ON_GKE = [one for one in slices() if one.chip.gke_accelerator is not None]
 ACTIONS = {
@@ -145,6 +158,34 @@ def test_the_pods_run_the_command_that_continues() -> None:
     words = found["containers"][0]["command"]
     assert words[:5] == ["systolic", "train", "lm", "--steps", "10"]
     assert words[5:] == ["--run", "/gcs/bucket/runs/lm", "--continue"]
+
+
+DOLLARS = (
+    "cost $$5",
+    "$(JAX_PLATFORMS)",
+    "$$(JAX_PLATFORMS)",
+    "$(",
+    "$",
+    "$x ${y} $(NOT_SET)",
+    "$$$",
+)
+
+
+def test_kubernetes_replaces_nothing_in_options() -> None:
+    assert [expanded(text, {"JAX_PLATFORMS": "tpu,cpu"}) for text in DOLLARS[:3]] == [
+        "cost $5",
+        "tpu,cpu",
+        "$(JAX_PLATFORMS)",
+    ]
+    container = pod_of(jobset(prepare("gke", launch(options=DOLLARS))))["containers"][0]
+    assert container["env"][0]["name"] == "JAX_PLATFORMS"
+    assert passed(container)[3:-3] == list(DOLLARS)
+
+
+@given(st.lists(st.text("$()JAX_PLATFORMS x", max_size=20)))
+def test_kubernetes_replaces_nothing_in_any_words(words: list[str]) -> None:
+    environ = {"JAX_PLATFORMS": "tpu,cpu", "": "empty"}
+    assert [expanded(word, environ) for word in escaped(words)] == words
 
 
 def test_the_bucket_of_the_run_is_mounted() -> None:

@@ -11,7 +11,7 @@ from systolic.chips import slice
 from systolic.core.errors import OptionError
 from systolic.launching import Prepared, Purchase, Site
 from systolic.launching.gke_serve import KSERVE, METRICS, GkeServer, check_slice, prepare
-from tests.launching.made import HEADER, launch, shellcheck, slices
+from tests.launching.made import HEADER, launch, passed, shellcheck, slices
 
 IMAGE = "us-docker.pkg.dev/project/repository/chat:1"
 NAMED = {"name": str, "namespace": str, "labels": dict}
@@ -176,6 +176,18 @@ def test_the_servers_own_options_read_its_command() -> None:
     assert (options.host, options.port) == ("0.0.0.0", container["ports"][0]["containerPort"])
     assert options.keys == Path("/etc/systolic/keys.txt")
     assert (options.grace_seconds, options.context) == (30, 8192)
+
+
+@pytest.mark.parametrize("variant", ["deployment", KSERVE])
+def test_kubernetes_replaces_nothing_in_options(variant: str) -> None:
+    options = ("--prompt", "cost $$5 $(JAX_PLATFORMS) $(")
+    found = objects(made(server=GkeServer(variant=variant), options=options))
+    spec = (
+        found["InferenceService"]["spec"]["predictor"]
+        if variant == KSERVE
+        else found["Deployment"]["spec"]["template"]["spec"]
+    )
+    assert passed(spec["containers"][0])[-2:] == list(options)
 
 
 def test_it_is_not_root_and_holds_no_secret() -> None:

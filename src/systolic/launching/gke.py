@@ -7,7 +7,7 @@ the JobSet: https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2.
 """
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -304,7 +304,7 @@ def _pod(launch: Launch) -> dict[str, Any]:
     container: dict[str, Any] = {
         "name": CONTAINER,
         "image": launch.image,
-        "command": list(launch.command(code=CODE, run=_run(launch))),
+        "command": escaped(launch.command(code=CODE, run=_run(launch))),
         # Without chips the training fails instead of running on the CPU.
         "env": [{"name": "JAX_PLATFORMS", "value": "tpu,cpu"}],
         "ports": [{"containerPort": port} for port in ports],
@@ -315,6 +315,14 @@ def _pod(launch: Launch) -> dict[str, Any]:
         pod["volumes"] = volumes
     pod["containers"] = [container]
     return pod
+
+
+def escaped(words: Iterable[str]) -> list[str]:
+    """Words of a container's command that Kubernetes passes on as they are: it replaces ``$(NAME)`` and ``$$`` in them.
+
+    https://kubernetes.io/docs/tasks/inject-data-application/define-command-argument-container/
+    """
+    return [word.replace("$", "$$") for word in words]
 
 
 def _run(launch: Launch) -> str:

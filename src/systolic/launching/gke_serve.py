@@ -301,7 +301,7 @@ def _container(launch: Launch, server: GkeServer, mounts: list[Any]) -> dict[str
     return {
         "name": container_name(server),
         "image": launch.image,
-        "command": command(launch, server),
+        "command": gke.escaped(command(launch, server)),
         "env": [{"name": "JAX_PLATFORMS", "value": "tpu,cpu"}],
         "ports": [{"name": "http", "containerPort": PORT, "protocol": "TCP"}],
         "resources": {"requests": dict(chips), "limits": dict(chips)},
