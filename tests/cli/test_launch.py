@@ -274,7 +274,7 @@ def test_no_recipe_has_an_option_that_launch_needs() -> None:
         (f"{TPU} --on tpu7x-8 --zone us-central1-c", "--via gke"),
         (f"{TPU} --on v5e-16 --zone us-west4-a --project My_Project", "project is 'My_Project'"),
         ("launch digits --on v5e-16 --via tpu-vm --zone us-west4-a", "gs://BUCKET/FOLDER"),
-        ("launch digits --on v5e-16 --via slurm", "v5e-16 has no GPUs"),
+        ("launch digits --on v5e-16 --via slurm", "slurm takes GPU slices; v5e-16 is a TPU"),
         ("launch digits --on 8xh100 --via slurm --time soon", "--time 24:00:00"),
         ("launch digits --on 8xh100 --via slurm --spot", "slurm rents no chips"),
         ("launch digits --on 8xh100 --via slurm --sbatch long", "it takes options as --name=value"),

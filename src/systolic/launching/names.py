@@ -65,6 +65,17 @@ def fitting(name: str, longest: int = NAME_LENGTH) -> str:
     return f"{plain[: max(longest - len(end) - 1, 0)].strip('-')}-{end}".strip("-")
 
 
+def choices(total: int, most: int) -> str:
+    """Numbers up to a maximum that divide a total: ``1, 2 or 4``."""
+    found = [str(number) for number in range(1, min(total, most) + 1) if total % number == 0]
+    return " or ".join(filter(None, (", ".join(found[:-1]), found[-1])))
+
+
+def count(number: int, noun: str) -> str:
+    """``1 process``, ``2 processes``."""
+    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('s') else 's'}"
+
+
 def check_project(project: str) -> None:
     """Checks a Google Cloud project ID.
 
