@@ -55,7 +55,7 @@ class LaunchOptions:
         name: Name of the launch; by default the recipe and the slice.
         out: Folder for the files; by default launches/NAME.
         run: Folder of the run: gs://BUCKET/FOLDER, which the machines mount; gke: or a path on the volume of --claim; local, slurm, docker: a local folder, by default runs/NAME.
-        restarts: Restarts after a failure or a lost machine; by default 10, or 100 for tpu-vm with --spot, where preemptions count.
+        restarts: Restarts after a failure or a lost machine; by default 10, or 100 for tpu-vm and gke with --spot, where preemptions count.
         min_slices: local, tpu-vm: continue with at least this many slices when others do not come back; the batch per step stays the same.
         rejoin_seconds: With --min-slices: time for a slice to come back before it is dropped; by default 300.
         train: More options for systolic train, as one argument: --train="--workers 4 --profile 10".

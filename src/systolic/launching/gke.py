@@ -12,7 +12,7 @@ from math import prod
 from typing import Any
 
 from systolic.chips import Slice
-from systolic.core.errors import OptionError
+from systolic.core.errors import LostError, OptionError
 from systolic.launching.launch import ClientDefault, Launch, Prepared, Purchase, Site
 from systolic.launching.names import (
     check_image,
@@ -57,6 +57,10 @@ GRACE_SECONDS = 120
 TPU_PORT, COORDINATOR_PORT, SLICES_PORT = 8471, 8476, 8080
 """Ports of libtpu within a slice, of jax.distributed, and of libtpu between slices."""
 CONTAINER = "train"
+REFUSED = 2
+"""Exit code of a training that rejects its command line."""
+SURVIVED = (LostError.exit_code, 143)
+"""Exit codes of a training that lost another process of its job, and that saved after a SIGTERM to one of them."""
 FAILURES: Sequence[tuple[str, str, Mapping[str, Any]]] = (
     (
         "nodeLost",
@@ -66,10 +70,19 @@ FAILURES: Sequence[tuple[str, str, Mapping[str, Any]]] = (
     (
         "commandRefused",
         "FailJobSet",
-        {"onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [2]}},
+        {"onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [REFUSED]}},
+    ),
+    (
+        "otherProcessLost",
+        "RestartJobSetAndIgnoreMaxRestarts",
+        {"onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": list(SURVIVED)}},
     ),
 )
-"""Pod failures that do not count as restarts: name, action of the JobSet, and condition in the Job's failure policy."""
+"""Pod failures that do not count as restarts: name, action of the JobSet, and condition in the Job's failure policy.
+
+Only the pod of a lost node has the condition DisruptionTarget. The others end before Kubernetes knows that the node is
+gone, so a JobSet that looked at this condition alone would count most preemptions.
+"""
 AMBIGUOUS = ((2, 4),)
 """Topologies that a single node of eight chips also has; for these the machine type is a selector."""
 

@@ -34,8 +34,9 @@ ELSEWHERE = (SLURM, DOCKER)
 """Those platforms that run in another folder, so that paths must be absolute."""
 WHEELS, REQUIREMENTS = "wheels", "requirements.txt"
 SPOT_RESTARTS, RESTARTS = 100, 10
-COUNTS_PREEMPTIONS = ("tpu-vm",)
-"""Platforms where restarts after preemptions count; elsewhere a higher limit would only repeat failures."""
+COUNTS_PREEMPTIONS = ("tpu-vm", "gke")
+"""Platforms where restarts after preemptions count: on gke those that take process 0, without which JAX aborts the others.
+Elsewhere a higher limit would only repeat failures."""
 EXTRAS: Mapping[str, Sequence[str]] = {
     "tpu": ("tpu", "text", "image", "audio"),
     "gpu": ("cuda", "text", "image", "audio"),
