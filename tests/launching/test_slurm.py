@@ -133,7 +133,7 @@ def test_the_script_says_what_made_it_and_passes_shellcheck(tmp_path: Path) -> N
         ),
         (
             {"slurm": SlurmOptions(options=("--partition=a",)), "site": Site(queue="b")},
-            "sbatch has --partition=a, but queue is b",
+            "--sbatch has --partition=a, but --queue is b",
         ),
         ({"slurm": SlurmOptions(setup="a\nb")}, "setup has several lines"),
         ({"slurm": SlurmOptions(setup=f"export T=hf_{'a' * 34}")}, "looks like a key"),

@@ -267,7 +267,7 @@ def words(option: str, text: str) -> list[str]:
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise OptionError(f"{option} is {text!r}, which is not valid shell: {error}") from error
+        raise OptionError(f"--{option} is {text!r}, which is not valid shell: {error}") from error
 
 
 def bill_of(asked: Request[LaunchOptions], request: "LaunchRequest", job: "Job") -> "LaunchBill":

@@ -131,10 +131,10 @@ def served_words(text: str) -> list[str]:
     for word in found:
         if word.partition("=")[0] in TAKEN:
             raise OptionError(
-                f"serve has {word}, which the launch sets; leave it out, or give --grace-seconds or --keys-secret to launch serve"
+                f"--serve has {word}, which the launch sets; leave it out, or give --grace-seconds or --keys-secret to launch serve"
             )
     if models := parse(ServeOptions, found, "systolic serve").models:
         raise OptionError(
-            f"serve has {models[0]!r}, which is not an option; the model is the Bundle"
+            f"--serve has {models[0]!r}, which is not an option; the model is the Bundle"
         )
     return found

@@ -33,6 +33,10 @@ LONGEST_SECONDS = 3600
 """Maximum time of a shutdown in total; GKE waits no longer for a pod when it drains a node,
 https://docs.cloud.google.com/kubernetes-engine/docs/concepts/node-pool-upgrade-strategies.
 """
+SPOT_SECONDS = 15
+"""Time that GKE gives pods by default before it takes back a Spot VM; a node pool may have more, up to 120 s with that of
+system pods, https://docs.cloud.google.com/kubernetes-engine/docs/concepts/spot-vms.
+"""
 METRICS = ("http_requests_in_flight", "num_requests_waiting", "num_requests_running")
 """Gauges of a server's load; the last two are for language models."""
 DEPLOYMENT, KSERVE = "deployment", "kserve"
@@ -66,20 +70,20 @@ class GkeServer:
     def __post_init__(self) -> None:
         if self.variant not in (DEPLOYMENT, KSERVE):
             raise OptionError(
-                f"variant is {self.variant!r}{nearest(self.variant, (DEPLOYMENT, KSERVE))}; it takes {DEPLOYMENT} or {KSERVE}"
+                f"--variant is {self.variant!r}{nearest(self.variant, (DEPLOYMENT, KSERVE))}; it takes {DEPLOYMENT} or {KSERVE}"
             )
         if self.metric not in METRICS:
             raise OptionError(
-                f"metric is {self.metric!r}{nearest(self.metric, METRICS)}; it takes {', '.join(METRICS)}"
+                f"--metric is {self.metric!r}{nearest(self.metric, METRICS)}; it takes {', '.join(METRICS)}"
             )
         longest = LONGEST_SECONDS - LEAVE_SECONDS - LAST_SECONDS
         if self.grace_seconds > longest:
             raise OptionError(
-                f"grace-seconds is {self.grace_seconds}, but GKE waits at most {LONGEST_SECONDS} s for a pod when it drains a node; give {longest} or less"
+                f"--grace-seconds is {self.grace_seconds}, but GKE waits at most {LONGEST_SECONDS} s for a pod when it drains a node; give {longest} or less"
             )
         if self.most < self.replicas:
             raise OptionError(
-                f"max-replicas is {self.most}, but replicas is {self.replicas}; give --max-replicas {self.replicas} or more"
+                f"--max-replicas is {self.most}, but --replicas is {self.replicas}; give --max-replicas {self.replicas} or more"
             )
 
 
@@ -100,7 +104,7 @@ def prepare(launch: Launch, server: GkeServer) -> Prepared:
         )
     check_image(launch.image)
     if is_bucket(launch.run):
-        in_bucket(launch.run)
+        in_bucket(launch.run, "the Bundle")
     text = yaml_text(documents(launch, server))
     scope = ("--namespace", launch.site.namespace) if launch.site.namespace else ()
     mine = ("--selector", f"app.kubernetes.io/name={launch.name}")
@@ -409,6 +413,11 @@ def _notes(launch: Launch, server: GkeServer) -> tuple[str, ...]:
         f"the cluster needs a node pool like this: {shlex.join(words)}",
         "the autoscaler needs Managed Prometheus and the Custom Metrics Stackdriver adapter",
     ]
+    wanted = LEAVE_SECONDS + server.grace_seconds
+    if launch.purchase is Purchase.spot and wanted > SPOT_SECONDS:
+        notes.append(
+            f"before a spot node is taken back, GKE gives its pods {SPOT_SECONDS} s by default, not the {wanted} s of this file: requests that take longer than {SPOT_SECONDS - LEAVE_SECONDS} s may fail; node pools of GKE 1.35 or later can have a longer grace time (https://docs.cloud.google.com/kubernetes-engine/docs/concepts/spot-vms)"
+        )
     if server.variant == KSERVE:
         notes.append("the cluster needs KServe, in its mode without Knative")
     if server.keys_secret:

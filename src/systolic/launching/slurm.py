@@ -52,7 +52,7 @@ def prepare(launch: Launch) -> Prepared:
     _check_setup(launch.slurm.setup)
     if is_bucket(launch.run):
         raise OptionError(
-            f"run is {launch.run}, but slurm trains into a folder that the nodes share; give --run DIR"
+            f"--run is {launch.run}, but slurm trains into a folder that the nodes share; give --run DIR"
         )
     if launch.purchase is not Purchase.on_demand:
         raise OptionError(
@@ -104,13 +104,13 @@ def seconds(time: str) -> int:
 def _check_setup(line: str) -> None:
     if "\n" in line:
         raise OptionError(
-            "setup has several lines; put them into a file: --setup 'source setup.sh'"
+            "--setup has several lines; put them into a file: --setup 'source setup.sh'"
         )
     try:
         shlex.split(line)
     except ValueError as error:
         raise OptionError(
-            f"setup is {line!r}, which is not valid shell ({error}); close its quotes, or put it into a file: --setup 'source setup.sh'"
+            f"--setup is {line!r}, which is not valid shell ({error}); close its quotes, or put it into a file: --setup 'source setup.sh'"
         ) from error
 
 
@@ -127,11 +127,11 @@ def check_slice(launch: Launch) -> None:
         )
     if size is not None and size > MOST_PER_NODE:
         raise OptionError(
-            f"gpus-per-node is {size}, more than any node has; give {MOST_PER_NODE} or less"
+            f"--gpus-per-node is {size}, more than any node has; give {MOST_PER_NODE} or less"
         )
     if size is not None and on.num_chips > size and on.num_chips % size:
         raise OptionError(
-            f"gpus-per-node is {size}, which does not divide the {on.num_chips} GPUs of {on.name}; give {choices(on.num_chips, MOST_PER_NODE)}"
+            f"--gpus-per-node is {size}, which does not divide the {on.num_chips} GPUs of {on.name}; give {choices(on.num_chips, MOST_PER_NODE)}"
         )
 
 
@@ -152,11 +152,11 @@ def _lines(launch: Launch) -> list[str]:
     if asked.time:
         if not _TIME.fullmatch(asked.time) or not any(c in "123456789" for c in asked.time):
             raise OptionError(
-                f"time is {asked.time!r}; Slurm takes HOURS:MINUTES:SECONDS or DAYS-HOURS: --time 24:00:00"
+                f"--time is {asked.time!r}; Slurm takes HOURS:MINUTES:SECONDS or DAYS-HOURS: --time 24:00:00"
             )
         if seconds(asked.time) < SHORTEST_SECONDS:
             raise OptionError(
-                f"time is {asked.time}, but the training is signalled to save {SAVE_SECONDS // 60} minutes before the limit; give {SHORTEST_SECONDS // 60} minutes or more"
+                f"--time is {asked.time}, but the training is signalled to save {SAVE_SECONDS // 60} minutes before the limit; give {SHORTEST_SECONDS // 60} minutes or more"
             )
         found.append(f"--time={asked.time}")
     if site.queue:
@@ -178,17 +178,19 @@ def _is(word: str, option: str) -> bool:
 def _check_option(word: str, site: Site) -> None:
     if not _OPTION.fullmatch(word):
         raise OptionError(
-            f"sbatch has {word!r}; it takes options as --name=value: --sbatch='--qos=long --constraint=h100'"
+            f"--sbatch has {word!r}; it takes options as --name=value: --sbatch='--qos=long --constraint=h100'"
         )
     for name, instead in _TAKEN.items():
         if _is(word, name):
-            raise OptionError(f"sbatch has {word}, which the launch sets; {instead}")
+            raise OptionError(f"--sbatch has {word}, which the launch sets; {instead}")
     for name, option, value in (
         ("partition", "queue", site.queue),
         ("account", "account", site.account),
     ):
         if value and _is(word, name):
-            raise OptionError(f"sbatch has {word}, but {option} is {value}; leave one of them out")
+            raise OptionError(
+                f"--sbatch has {word}, but --{option} is {value}; leave one of them out"
+            )
 
 
 def _dependency(words: Sequence[str]) -> str:
@@ -200,11 +202,11 @@ def _dependency(words: Sequence[str]) -> str:
     for word in given:
         if not _OPTION.fullmatch(word) or "=" not in word:
             raise OptionError(
-                f"sbatch has {word!r}; it takes dependencies as --dependency=afterok:JOB"
+                f"--sbatch has {word!r}; it takes dependencies as --dependency=afterok:JOB"
             )
         if "?" in word:
             raise OptionError(
-                f"sbatch has {word}, of which one is enough, but the job also waits for others of its name ({_SINGLETON}), and Slurm does not combine the two; separate them with commas, or give one"
+                f"--sbatch has {word}, of which one is enough, but the job also waits for others of its name ({_SINGLETON}), and Slurm does not combine the two; separate them with commas, or give one"
             )
     found = [one for word in given for one in word.partition("=")[2].split(",")]
     return ",".join([*(one for one in found if one != _SINGLETON), _SINGLETON])
