@@ -78,7 +78,10 @@ def test_files_bill_and_the_next_command_are_shown(capsys: pytest.CaptureFixture
     out, _ = run(f"{GKE} --on v5e-16 --spot --steps 30", capsys)
     text = Path("launches/digits-v5e-16/jobset.yaml").read_text()
     assert text.startswith(f"# Made by: systolic {GKE} --on v5e-16 --spot --steps 30\n")
-    assert text.rstrip() in out
+    number = len(text.splitlines())
+    assert f"\nfile     launches/digits-v5e-16/jobset.yaml ({number} lines)\n" in out
+    assert "\n         --show prints jobset.yaml, free.sh\n" in out
+    assert text.splitlines()[-1] not in out
     # The catalogue's price of a v5e chip in a spot machine, times 16.
     assert "$4.77 an hour spot" in out
     assert "systolic train digits --steps 30 --run gs://bucket/digits --continue" in out
