@@ -78,7 +78,10 @@ def test_files_bill_and_the_next_command_are_shown(capsys: pytest.CaptureFixture
     out, _ = run(f"{GKE} --on v5e-16 --spot --steps 30", capsys)
     text = Path("launches/digits-v5e-16/jobset.yaml").read_text()
     assert text.startswith(f"# Made by: systolic {GKE} --on v5e-16 --spot --steps 30\n")
-    assert text.rstrip() in out
+    number = len(text.splitlines())
+    assert f"\nfile     launches/digits-v5e-16/jobset.yaml ({number} lines)\n" in out
+    assert "\n         --show prints jobset.yaml, free.sh\n" in out
+    assert text.splitlines()[-1] not in out
     # The catalogue's price of a v5e chip in a spot machine, times 16.
     assert "$4.77 an hour spot" in out
     assert "systolic train digits --steps 30 --run gs://bucket/digits --continue" in out
@@ -106,7 +109,7 @@ def test_a_plan_gives_slice_settings_and_bill(capsys: pytest.CaptureFixture[str]
         "--batch\n",
         "- '64'\n",
         "- '7200'\n",
-        "- --flags=--xla_a=1 --xla_b=2\n",
+        "- '--flags=--xla_a=1 --xla_b=2'\n",
     ):
         assert words in text
     assert "plan.json has a candidate for v5e-16" in run(f"{line} --on v5e-8", capsys, 2)[1]
@@ -197,9 +200,9 @@ def test_only_restarts_after_a_preemption_are_more_with_spot() -> None:
         return launching.describe(request_of(asked, words)).restarts
 
     slice_ = ("--on", "v5e-16")
-    # Kubernetes and SkyPilot do not count restarts after a preemption.
-    assert restarts("--via", "gke", *slice_) == restarts("--via", "skypilot", *slice_) == 10
-    assert restarts("--via", "tpu-vm", *slice_) == 100
+    # SkyPilot does not count restarts after a preemption, Kubernetes counts some.
+    assert restarts("--via", "skypilot", *slice_) == 10
+    assert restarts("--via", "tpu-vm", *slice_) == restarts("--via", "gke", *slice_) == 100
     assert restarts("--via", "tpu-vm", *slice_, "--restarts", "3") == 3
 
 
@@ -217,7 +220,7 @@ def test_no_recipe_has_an_option_that_launch_needs() -> None:
         ("launch digits --via gke", "needs a slice; add --on v5e-16"),
         ("launch digits --on v5e-16", "needs a platform; add --via"),
         ("launch digits --on v5e-17 --via gke", "did you mean v5e-16"),
-        ("launch digits --on v5e-16 --via gek", "did you mean gke"),
+        ("launch digits --on v5e-16 --via gek", "--via is 'gek'; did you mean gke"),
         (f"{GKE} --on v5e-16 --spot --reserved", "--spot and --reserved exclude each other"),
         (f"{GKE} --on v5e-16 --sopt", "did you mean --spot"),
         (f"""{GKE} --on v5e-16 --train '"'""", "which is not valid shell"),
@@ -248,10 +251,15 @@ def test_no_recipe_has_an_option_that_launch_needs() -> None:
         ),
         (f"{GKE} --on v5e-16 --restarts -1", "restarts"),
         (f"{GKE} --on v5e-16 --plan none.json", "none.json"),
-        ("launch digits --on 8xcpu --processes 3 --via local", "does not divide the 8 devices"),
+        ("launch digits --on 8xcpu --processes 3 --via local", "of 8xcpu; give 1, 2, 4 or 8"),
+        ("launch digits --on cpu --processes 2 --via local", "divide the 1 device of cpu; give 1"),
+        (
+            "launch digits --on v5e-4 --processes 5000 --via local",
+            "processes is 5000, but local starts at most 16 processes; give 1, 2 or 4",
+        ),
         (
             "launch digits --on v5e-256 --via local",
-            "takes 64 processes, but local starts at most 16",
+            "v5e-256 has 64 hosts, but local starts at most 16 processes; choose a smaller slice, or",
         ),
         ("launch digits --on 8xh100 --via local", "8xh100 has GPUs"),
         ("launch digits --on cpu --via local --run gs://bucket/x", "local trains into a folder"),
@@ -266,15 +274,15 @@ def test_no_recipe_has_an_option_that_launch_needs() -> None:
         ("launch digits --on 2xv5e-4 --via local --rejoin-seconds 9", "add --min-slices"),
         (f"{GKE} --on 8xh100", "8xh100 has no TPU node pools in gke"),
         (f"{GKE} --on v5e-16 --name {'a' * 50}", "has 50 characters"),
-        (f"{GKE} --on v5e-16 --namespace Mine", "namespace is 'Mine'"),
+        (f"{GKE} --on v5e-16 --namespace Mine", "--namespace is 'Mine'"),
         (f"{GKE} --on v5e-16 --project x --setup 'TOKEN=hf_{'a' * 34}'", "looks like a key"),
         ("launch digits --on v5e-16 --via tpu-vm --run gs://bucket/x", "add --zone us-west4-a"),
-        (f"{TPU} --on v5e-16 --zone moon", "zone is 'moon'"),
+        (f"{TPU} --on v5e-16 --zone moon", "--zone is 'moon'"),
         (f"{TPU} --on v5e-16 --zone us-west4", "us-west4, which is a region"),
         (f"{TPU} --on tpu7x-8 --zone us-central1-c", "--via gke"),
-        (f"{TPU} --on v5e-16 --zone us-west4-a --project My_Project", "project is 'My_Project'"),
+        (f"{TPU} --on v5e-16 --zone us-west4-a --project My_Project", "--project is 'My_Project'"),
         ("launch digits --on v5e-16 --via tpu-vm --zone us-west4-a", "gs://BUCKET/FOLDER"),
-        ("launch digits --on v5e-16 --via slurm", "v5e-16 has no GPUs"),
+        ("launch digits --on v5e-16 --via slurm", "slurm takes GPU slices; v5e-16 is a TPU"),
         ("launch digits --on 8xh100 --via slurm --time soon", "--time 24:00:00"),
         ("launch digits --on 8xh100 --via slurm --spot", "slurm rents no chips"),
         ("launch digits --on 8xh100 --via slurm --sbatch long", "it takes options as --name=value"),
@@ -300,6 +308,17 @@ def test_mistakes_are_one_line(line: str, text: str, capsys: pytest.CaptureFixtu
     _, err = run(line, capsys, 2)
     assert text in err
     assert len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("via", ["local --on 2xcpu", "docker --on 2xcpu", "slurm --on 8xh100"])
+def test_a_run_in_a_file_is_refused(via: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("e.sh").touch()
+    for run_ in ("e.sh", "e.sh/deeper/run"):
+        err = run(f"launch digits --via {via} --run {run_}", capsys, 2)[1]
+        assert f"--run is {Path(run_).absolute()}, but {Path('e.sh').absolute()} is a file" in err
+    assert not Path("launches").exists()
+    Path("runs/mine").mkdir(parents=True)
+    run(f"launch digits --via {via} --run runs/mine", capsys)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """Launches for tests, and all slices of the catalogue."""
 
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,3 +77,24 @@ def jobset(prepared: Prepared) -> dict[str, Any]:
 
 def pod_of(found: dict[str, Any]) -> dict[str, Any]:
     return found["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+
+
+def expanded(text: str, environ: Mapping[str, str]) -> str:
+    """Word of a container's command as Kubernetes passes it on.
+
+    ``$(NAME)`` is the value of a variable of the container, or stays where there is none; ``$$`` is ``$``; any other
+    ``$`` stays (the description of ``command`` in the Container of Kubernetes' API, and its package ``expansion``).
+    """
+
+    def value(match: re.Match[str]) -> str:
+        if match[0] == "$$":
+            return "$"
+        return environ.get(match[1], match[0])
+
+    return re.sub(r"\$\$|\$\(([^)]*)\)", value, text)
+
+
+def passed(container: dict[str, Any]) -> list[str]:
+    """Command of a container as its process gets it."""
+    environ = {one["name"]: one["value"] for one in container["env"]}
+    return [expanded(word, environ) for word in container["command"]]

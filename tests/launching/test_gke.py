@@ -8,12 +8,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from systolic.chips import Slice, slice
-from systolic.core.errors import OptionError
+from systolic.core.errors import LostError, OptionError
 from systolic.launching import Purchase, Site, prepare
+from systolic.launching.gke import escaped
 from tests.launching.kubectl import stand_in
-from tests.launching.made import HEADER, documents, jobset, launch, pod_of, shellcheck, slices
+from tests.launching.made import (
+    HEADER,
+    documents,
+    expanded,
+    jobset,
+    launch,
+    passed,
+    pod_of,
+    shellcheck,
+    slices,
+)
 
 ON_GKE = [one for one in slices() if one.chip.gke_accelerator is not None]
 ACTIONS = {
@@ -112,9 +125,19 @@ def test_jobs_pass_kubernetes_own_schema() -> None:
             kubernetes.validate(one, "1.31", strict=True)
 
 
-LOST = "Pod default/lm-slice-0-3 has condition DisruptionTarget matching FailJob rule at index 0"
-REFUSED = "Container train for pod default/lm-slice-0-0 failed with exit code 2 matching FailJob rule at index 1"
-"""Messages of Kubernetes' Job controller."""
+def message(rules: list[dict[str, Any]], code: int, *, disrupted: bool = False) -> str:
+    """Message of Kubernetes' Job controller on a pod that ended, by its rule: the first that matches decides."""
+    pod = "Pod default/lm-slice-0-3 has condition DisruptionTarget"
+    container = f"Container train for pod default/lm-slice-0-3 failed with exit code {code}"
+    for index, rule in enumerate(rules):
+        assert rule["action"] == "FailJob"
+        if any(one["type"] == "DisruptionTarget" for one in rule.get("onPodConditions", [])):
+            if disrupted:
+                return f"{pod} matching FailJob rule at index {index}"
+        elif code in rule["onExitCodes"]["values"]:
+            assert rule["onExitCodes"]["operator"] == "In"
+            return f"{container} matching FailJob rule at index {index}"
+    return "Job has reached the specified backoff limit"
 
 
 def test_a_lost_node_costs_no_restart_a_failure_does_and_a_refused_command_ends_it() -> None:
@@ -123,21 +146,28 @@ def test_a_lost_node_costs_no_restart_a_failure_does_and_a_refused_command_ends_
     assert policy["maxRestarts"] == 7
     job = found["spec"]["replicatedJobs"][0]["template"]["spec"]
     assert job["backoffLimit"] == 0
-    lost, refused = job["podFailurePolicy"]["rules"]
-    assert lost["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
-    assert refused["onExitCodes"]["values"] == [2]
-    assert refused["onExitCodes"]["containerName"] == pod_of(found)["containers"][0]["name"]
+    rules = job["podFailurePolicy"]["rules"]
+    names = {one["onExitCodes"]["containerName"] for one in rules if "onExitCodes" in one}
+    assert names == {pod_of(found)["containers"][0]["name"]}
 
-    def actions(message: str) -> list[str]:
+    def actions(code: int, *, disrupted: bool = False) -> list[str]:
+        told = message(rules, code, disrupted=disrupted)
         return [
             rule["action"]
             for rule in policy["rules"]
-            if re.search(rule["onJobFailureMessagePatterns"][0], message)
+            if re.search(rule["onJobFailureMessagePatterns"][0], told)
         ]
 
-    assert actions(LOST) == ["RestartJobSetAndIgnoreMaxRestarts"]
-    assert actions(REFUSED) == ["FailJobSet"]
+    free = ["RestartJobSetAndIgnoreMaxRestarts"]
+    # The node of the pod was taken back, whatever the training made of it.
+    assert all(actions(code, disrupted=True) == free for code in (143, 137, 1, 0))
+    # Another's was: this one lost a process, or all of them saved after its SIGTERM.
+    assert actions(LostError.exit_code) == actions(143) == free
+    assert actions(2) == ["FailJobSet"]
+    # Failures count: of the training, out of memory, and of JAX where process 0 is gone.
+    assert all(actions(code) == [] for code in (1, 137, 134, 139))
     assert {rule["action"] for rule in policy["rules"]} <= ACTIONS
+    assert all(rule["onJobFailureReasons"] == ["PodFailurePolicy"] for rule in policy["rules"])
 
 
 def test_the_pods_run_the_command_that_continues() -> None:
@@ -145,6 +175,34 @@ def test_the_pods_run_the_command_that_continues() -> None:
     words = found["containers"][0]["command"]
     assert words[:5] == ["systolic", "train", "lm", "--steps", "10"]
     assert words[5:] == ["--run", "/gcs/bucket/runs/lm", "--continue"]
+
+
+DOLLARS = (
+    "cost $$5",
+    "$(JAX_PLATFORMS)",
+    "$$(JAX_PLATFORMS)",
+    "$(",
+    "$",
+    "$x ${y} $(NOT_SET)",
+    "$$$",
+)
+
+
+def test_kubernetes_replaces_nothing_in_options() -> None:
+    assert [expanded(text, {"JAX_PLATFORMS": "tpu,cpu"}) for text in DOLLARS[:3]] == [
+        "cost $5",
+        "tpu,cpu",
+        "$(JAX_PLATFORMS)",
+    ]
+    container = pod_of(jobset(prepare("gke", launch(options=DOLLARS))))["containers"][0]
+    assert container["env"][0]["name"] == "JAX_PLATFORMS"
+    assert passed(container)[3:-3] == list(DOLLARS)
+
+
+@given(st.lists(st.text("$()JAX_PLATFORMS x", max_size=20)))
+def test_kubernetes_replaces_nothing_in_any_words(words: list[str]) -> None:
+    environ = {"JAX_PLATFORMS": "tpu,cpu", "": "empty"}
+    assert [expanded(word, environ) for word in escaped(words)] == words
 
 
 def test_the_bucket_of_the_run_is_mounted() -> None:

@@ -11,7 +11,7 @@ from systolic.chips import slice
 from systolic.core.errors import OptionError
 from systolic.launching import Prepared, Purchase, Site
 from systolic.launching.gke_serve import KSERVE, METRICS, GkeServer, check_slice, prepare
-from tests.launching.made import HEADER, launch, shellcheck, slices
+from tests.launching.made import HEADER, launch, passed, shellcheck, slices
 
 IMAGE = "us-docker.pkg.dev/project/repository/chat:1"
 NAMED = {"name": str, "namespace": str, "labels": dict}
@@ -178,6 +178,18 @@ def test_the_servers_own_options_read_its_command() -> None:
     assert (options.grace_seconds, options.context) == (30, 8192)
 
 
+@pytest.mark.parametrize("variant", ["deployment", KSERVE])
+def test_kubernetes_replaces_nothing_in_options(variant: str) -> None:
+    options = ("--prompt", "cost $$5 $(JAX_PLATFORMS) $(")
+    found = objects(made(server=GkeServer(variant=variant), options=options))
+    spec = (
+        found["InferenceService"]["spec"]["predictor"]
+        if variant == KSERVE
+        else found["Deployment"]["spec"]["template"]["spec"]
+    )
+    assert passed(spec["containers"][0])[-2:] == list(options)
+
+
 def test_it_is_not_root_and_holds_no_secret() -> None:
     spec = pod(server=GkeServer(keys_secret="keys"))
     (container,) = spec["containers"]
@@ -241,7 +253,7 @@ def test_every_object_has_the_label_of_its_launch_and_a_stop_takes_those_only(va
         ({"image": ""}, "systolic export BUNDLE --to docker"),
         ({"image": "Bad Name"}, "image is 'Bad Name'"),
         ({"name": "a" * 41}, "takes at most 40"),
-        ({"run": "gs://B"}, "gs://BUCKET/FOLDER"),
+        ({"run": "gs://B"}, "the Bundle is 'gs://B'; it takes gs://BUCKET/FOLDER"),
         ({"site": Site(namespace="A")}, "namespace is 'A'"),
     ],
 )
@@ -251,11 +263,22 @@ def test_mistakes_are_one_line(fields: dict[str, Any], text: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_a_spot_node_waits_less_than_the_file_says() -> None:
+    def notes(grace_seconds: int, **fields: Any) -> str:
+        return "\n".join(made(server=GkeServer(grace_seconds=grace_seconds), **fields).notes)
+
+    told = notes(45, purchase=Purchase.spot)
+    assert "GKE gives its pods 15 s by default, not the 55 s of this file" in told
+    assert "requests that take longer than 5 s may fail" in told
+    assert "taken back" not in notes(5, purchase=Purchase.spot)
+    assert "taken back" not in notes(45)
+
+
 def test_numbers_that_contradict_each_other_are_one_line() -> None:
     for fields, text in (
         ({"variant": "kserv"}, "did you mean kserve"),
         ({"metric": "num_requests"}, "metric is 'num_requests'"),
-        ({"replicas": 5}, "max-replicas is 4, but replicas is 5"),
+        ({"replicas": 5}, "--max-replicas is 4, but --replicas is 5"),
         ({"grace_seconds": 3576}, "GKE waits at most 3600 s for a pod .* give 3575 or less"),
     ):
         with pytest.raises(OptionError, match=text):

@@ -52,6 +52,29 @@ def test_nodes_of_another_size_and_more_options() -> None:
     assert {"requeue", "exclusive"} <= set(found)
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ((), "singleton"),
+        (("--dependency=afterok:7",), "afterok:7,singleton"),
+        (("--depend=afterok:7:8,after:9+5",), "afterok:7:8,after:9+5,singleton"),
+        (("--dependency=singleton",), "singleton"),
+        (
+            ("--dependency=afterok:7", "--qos=long", "--dependency=after:9"),
+            "afterok:7,after:9,singleton",
+        ),
+    ],
+)
+def test_dependencies_are_added_to_the_one_on_jobs_of_its_name(
+    options: tuple[str, ...], expected: str
+) -> None:
+    text = made(slurm=SlurmOptions(options=options)).files["job.sh"]
+    # sbatch uses the last line of several with one option.
+    lines = [line for line in text.splitlines() if line.startswith("#SBATCH --depend")]
+    assert lines == [f"#SBATCH --dependency={expected}"]
+    assert ("#SBATCH --qos=long" in text) == ("--qos=long" in options)
+
+
 def test_the_script_says_what_made_it_and_passes_shellcheck(tmp_path: Path) -> None:
     batch = SlurmOptions(setup="module load cuda", programs="/opt/my env/bin")
     code = {"mine.py": "x = 1\n"}
@@ -69,8 +92,8 @@ def test_the_script_says_what_made_it_and_passes_shellcheck(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"on": "v5e-16"}, "v5e-16 has no GPUs.*--via tpu-vm or gke"),
-        ({"on": "8xcpu"}, "8xcpu has no GPUs"),
+        ({"on": "v5e-16"}, "slurm takes GPU slices; v5e-16 is a TPU slice.*--via tpu-vm or gke"),
+        ({"on": "8xcpu"}, "8xcpu is a CPU slice"),
         ({"name": "a" * 61}, "has 61 characters; a job's name takes at most 60"),
         ({"run": "gs://bucket/x"}, "folder that the nodes share"),
         ({"purchase": Purchase.spot}, "--sbatch=--reservation=NAME"),
@@ -83,7 +106,10 @@ def test_the_script_says_what_made_it_and_passes_shellcheck(tmp_path: Path) -> N
         ({"slurm": SlurmOptions(options=("--time=1:00",))}, "the launch sets; give --time"),
         ({"slurm": SlurmOptions(setup='echo "open')}, "is not valid shell .No closing quotation"),
         ({"slurm": SlurmOptions(gpus_per_node=1000)}, "more than any node has"),
-        ({"slurm": SlurmOptions(gpus_per_node=3)}, "3, which does not divide the 16 GPUs"),
+        (
+            {"slurm": SlurmOptions(gpus_per_node=3)},
+            "divide the 16 GPUs of 16xh100; give 1, 2, 4, 8 or 16",
+        ),
         (
             {"slurm": SlurmOptions(options=("--qos", "long"))},
             "'long'; it takes options as --name=value",
@@ -91,6 +117,23 @@ def test_the_script_says_what_made_it_and_passes_shellcheck(tmp_path: Path) -> N
         (
             {"slurm": SlurmOptions(options=("--nodes=3",))},
             "sbatch has --nodes=3, which the launch sets",
+        ),
+        (
+            {"slurm": SlurmOptions(options=("--array=1-4",))},
+            "--array=1-4, which.*train the same run",
+        ),
+        ({"slurm": SlurmOptions(options=("--arr=1-4",))}, "--arr=1-4, which the launch sets"),
+        ({"slurm": SlurmOptions(options=("--no-requeue",))}, "requeued to continue its run"),
+        ({"slurm": SlurmOptions(options=("--open-mode=truncate",))}, "appends to its log"),
+        ({"slurm": SlurmOptions(options=("--output=x",))}, "systolic logs reads slurm.log"),
+        ({"slurm": SlurmOptions(options=("--dependency",))}, "as --dependency=afterok:JOB"),
+        (
+            {"slurm": SlurmOptions(options=("--dependency=after:1?after:2",))},
+            "one is enough, but the job also waits for others of its name .singleton.",
+        ),
+        (
+            {"slurm": SlurmOptions(options=("--partition=a",)), "site": Site(queue="b")},
+            "--sbatch has --partition=a, but --queue is b",
         ),
         ({"slurm": SlurmOptions(setup="a\nb")}, "setup has several lines"),
         ({"slurm": SlurmOptions(setup=f"export T=hf_{'a' * 34}")}, "looks like a key"),
@@ -125,6 +168,7 @@ def told(*_):
 signal.signal(signal.SIGTERM, told)
 here = pathlib.Path(os.environ["CALLS"]).parent
 (here / "srun.pid").write_text(str(os.getpid()))
+(here / "platforms").write_text(os.environ["JAX_PLATFORMS"])
 if os.environ.get("SLEEP"):
     time.sleep(60)
 for number, code in enumerate(os.environ.get("CODES", "").split()):
@@ -141,9 +185,9 @@ while grep -qs '^State:[[:space:]]*[^Z]' "/proc/$pid/status"; do sleep 0.02; don
 """Returns after the training has ended, so that its end is always seen together with the signal."""
 
 
-def start(folder: Path, **environ: str) -> subprocess.Popen[bytes]:
+def start(folder: Path, setup: str = "", **environ: str) -> subprocess.Popen[bytes]:
     """Runs the script with stand-ins for Slurm's commands."""
-    write_files(folder, made(restarts=2))
+    write_files(folder, made(restarts=2, slurm=SlurmOptions(setup=setup)))
     for name, text in (
         ("scontrol", CALLS),
         ("squeue", SQUEUE),
@@ -164,6 +208,18 @@ def start(folder: Path, **environ: str) -> subprocess.Popen[bytes]:
 def calls(folder: Path) -> list[str]:
     path = folder / "calls"
     return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.mark.parametrize(
+    ("setup", "expected"),
+    [("", "cuda,cpu"), ("export JAX_PLATFORMS=rocm,cpu", "rocm,cpu"), ("JAX_PLATFORMS=x", "x")],
+)
+def test_the_training_runs_on_gpus_whatever_the_shell_that_submits_has(
+    tmp_path: Path, setup: str, expected: str
+) -> None:
+    """sbatch exports the environment of the shell to the job."""
+    assert start(tmp_path, setup, JAX_PLATFORMS="cpu").wait(timeout=60) == 0
+    assert (tmp_path / "platforms").read_text() == expected
 
 
 def test_a_failure_is_tried_again_so_often_and_a_wrong_command_never(tmp_path: Path) -> None:

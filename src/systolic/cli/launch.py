@@ -1,5 +1,6 @@
 """``systolic launch RECIPE --on SLICE --via PLATFORM``: writes a platform's files, shows the bill, submits."""
 
+import enum
 import shlex
 import sys
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ FORMS = """usage: systolic launch RECIPE --on SLICE --via PLATFORM [options]
        systolic launch RECIPE --plan plan.json --via PLATFORM [options]
        systolic launch serve BUNDLE --via gke [options]
 
-Writes the platform's files and shows them with the bill; --submit runs the platform's own client.
+Writes the platform's files and shows the bill; --show prints the files, --submit runs the platform's own client.
 RECIPE is a name that systolic recipes lists, or path/to/file.py:function, whose file is included.
 PLATFORM is one of:
   tpu-vm    Cloud TPU VMs: requests a queued resource, trains on all of its machines, then deletes it
@@ -35,7 +36,18 @@ PLATFORM is one of:
 Every host runs the same command, which starts the run or continues it, so losing a machine loses only the training
 since the last checkpoint. systolic runs lists launches; systolic status, logs and stop take a launch's name.
 systolic launch RECIPE --help shows the recipe's options."""
+STEPS = ("--submit", "--show")
+"""Options that say what this command does, not what is launched."""
 VIA = Required("a platform; add --via tpu-vm, gke, skypilot, slurm, docker or local")
+
+
+class Output(enum.Enum):
+    """Output of a launch."""
+
+    summary = "summary"
+    files = "files"
+    """The summary and the texts of the files."""
+    json = "json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +57,8 @@ class LaunchOptions:
     Args:
         on: Slice to train on, such as v5e-16, v5p-128, 2xv5e-256 or 8xh100; by default the plan's.
         via: Platform: tpu-vm, gke, skypilot, slurm, docker or local.
-        submit: Run the platform's client now; otherwise the files are only written and shown.
+        submit: Run the platform's client now; otherwise the files are only written.
+        show: Print the files.
         plan: File written by systolic plan: gives slice, layout, batch, steps and compiler flags of its best candidate, and the time for the bill.
         candidate: Rank of the plan's candidate.
         quick: Without a plan: forecast the step time for the bill, as systolic forecast --quick does; refuses a job that does not fit.
@@ -55,7 +68,7 @@ class LaunchOptions:
         name: Name of the launch; by default the recipe and the slice.
         out: Folder for the files; by default launches/NAME.
         run: Folder of the run: gs://BUCKET/FOLDER, which the machines mount; gke: or a path on the volume of --claim; local, slurm, docker: a local folder, by default runs/NAME.
-        restarts: Restarts after a failure or a lost machine; by default 10, or 100 for tpu-vm with --spot, where preemptions count.
+        restarts: Restarts after a failure or a lost machine; by default 10, or 100 for tpu-vm and gke with --spot, where preemptions count.
         min_slices: local, tpu-vm: continue with at least this many slices when others do not come back; the batch per step stays the same.
         rejoin_seconds: With --min-slices: time for a slice to come back before it is dropped; by default 300.
         train: More options for systolic train, as one argument: --train="--workers 4 --profile 10".
@@ -80,6 +93,7 @@ class LaunchOptions:
     on: str = ""
     via: Annotated[str, VIA]
     submit: bool = False
+    show: bool = False
     plan: Path | None = None
     candidate: Annotated[int, COUNT] = 1
     quick: bool = False
@@ -162,7 +176,7 @@ def launch(asked: Request[LaunchOptions], args: Sequence[str]) -> int:
         out=options.out,
         command=made.command(),
         submit=options.submit,
-        json=options.json,
+        output=output(show=options.show, json=options.json),
     )
     if options.json:
         print_json(shown)
@@ -180,21 +194,39 @@ def finish(
     out: Path | None,
     command: Sequence[str],
     submit: bool,
-    json: bool,
+    output: Output,
 ) -> "tuple[Launched, dict[str, Any]]":
-    """Writes the files of a launch, shows them unless ``json``, submits if ``submit``; returns the record and its JSON."""
+    """Writes the files of a launch, prints its summary unless JSON is asked for, submits if ``submit``; returns the record and its JSON."""
     from systolic.session import launched, launching
 
     folder = folder_of(made, out)
     launched.check_free(made, folder, via)
     files = launching.write(made, prepared, folder)
     record = launched.record(via, made, prepared, bill, folder)
-    if not json:
-        show(made, prepared, bill, files, command)
+    if output is not Output.json:
+        summarize(made, prepared, bill, files, command, folder=folder, output=output)
     if submit:
         record = launched.submit(record)
     notes = list(prepared.notes)
     return record, {**record.to_json(), "notes": notes, "files": [str(path) for path in files]}
+
+
+def output(*, show: bool, json: bool) -> Output:
+    """Output that the options ask for.
+
+    Raises:
+        OptionError: both ``--show`` and ``--json`` are given.
+    """
+    if show and json:
+        raise OptionError(
+            "--show prints text, but --json prints one JSON object, which names the files; leave one of them out"
+        )
+    return Output.json if json else Output.files if show else Output.summary
+
+
+def without_steps(args: Sequence[str]) -> list[str]:
+    """Command line of a launch without ``--submit`` and ``--show``."""
+    return [word for word in args if word not in STEPS]
 
 
 def folder_of(made: "Launch", out: Path | None) -> Path:
@@ -224,7 +256,7 @@ def request_of(asked: Request[LaunchOptions], args: Sequence[str]) -> "LaunchReq
         options=asked.options,
         on=slice(on),
         via=options.via,
-        made_by=("systolic", "launch", *(word for word in args if word != "--submit")),
+        made_by=("systolic", "launch", *without_steps(args)),
         typed=asked.names,
         chosen=asked.chosen,
         train=words("train", options.train),
@@ -267,7 +299,7 @@ def words(option: str, text: str) -> list[str]:
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise OptionError(f"{option} is {text!r}, which is not valid shell: {error}") from error
+        raise OptionError(f"--{option} is {text!r}, which is not valid shell: {error}") from error
 
 
 def bill_of(asked: Request[LaunchOptions], request: "LaunchRequest", job: "Job") -> "LaunchBill":
@@ -284,34 +316,42 @@ def bill_of(asked: Request[LaunchOptions], request: "LaunchRequest", job: "Job")
     return launching.bill(request, job.steps, seconds)
 
 
-def show(
+def summarize(
     made: "Launch",
     prepared: "Prepared",
     bill: "LaunchBill",
     files: Sequence[Path],
     command: Sequence[str],
+    *,
+    folder: Path,
+    output: Output,
 ) -> None:
-    """Prints the files, then a summary of the launch with its bill."""
-    texts = {path.name: path for path in files if path.name in prepared.files}
-    for name, path in texts.items():
-        print(f"── {path}\n{prepared.files[name].rstrip()}\n")
-    others = [str(path) for path in files if path.name not in prepared.files]
+    """Prints a summary of the launch with its bill and its files; ends with their texts if asked for."""
+    from systolic.launching.names import number_of
+
+    texts = {folder / name: text for name, text in prepared.files.items()}
+    lines = {
+        path: f" ({number_of(len(text.splitlines()), 'line')})" for path, text in texts.items()
+    }
+    shown = f"--show prints {', '.join(prepared.files)}"
     on = made.on
     kind = ("chip", on.num_chips) if on.platform == "tpu" else ("device", on.num_devices)
-    chips, hosts = (
-        f"{count} {what}{'' if count == 1 else 's'}"
-        for what, count in (kind, ("host", prepared.hosts))
-    )
+    chips, hosts = (number_of(count, what) for what, count in (kind, ("host", prepared.hosts)))
     rows = [
         ("launch", f"{made.name} on {on.name}: {chips}, {hosts}"),
         ("command", shlex.join(command)),
         *((("run" if command[1] == "train" else "bundle", made.run),) if made.run else ()),
         ("bill", bill.text()),
-        *(("file", other) for other in others),
+        *(("file", f"{path}{lines.get(path, '')}") for path in files),
+        *((("", shown),) if output is Output.summary else ()),
         *(("note", note) for note in prepared.notes),
     ]
     for title, text in rows:
         print(f"{title:<8} {text}")
+    if output is Output.files:
+        for path, text in texts.items():
+            print(f"\n── {path}\n{text.rstrip()}")
+        print()
 
 
 def following(record: "Launched", args: Sequence[str]) -> list[str]:
@@ -322,7 +362,7 @@ def following(record: "Launched", args: Sequence[str]) -> list[str]:
         commands = (*record.commands["checks"], *record.commands["submit"])
         words = [shlex.join(words) + place for words in commands]
         by_hand = " && ".join([f"cd {shlex.quote(record.folder)}", *words])
-        again = shlex.join(["systolic", "launch", *args, "--submit"])
+        again = shlex.join(["systolic", "launch", *without_steps(args), "--submit"])
         return [f"submit   {again}", f"         or: {by_hand}"]
     return [
         f"submitted; next: systolic status {record.name}, systolic logs -f {record.name}, systolic stop {record.name}"

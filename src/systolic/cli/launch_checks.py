@@ -61,7 +61,7 @@ def check_platform(options: "LaunchOptions") -> None:
             )
     if options.candidate != default["candidate"] and options.plan is None:
         raise OptionError(
-            f"candidate is {options.candidate}, but no plan is given; add --plan plan.json, or leave it out"
+            f"--candidate is {options.candidate}, but no plan is given; add --plan plan.json, or leave it out"
         )
 
 
@@ -73,12 +73,12 @@ def trained(request: "LaunchRequest", made: "Launch") -> "Job":
         LayoutError: the layout does not divide the slice, the model or the batch.
     """
     if asks_help(request.train):
-        raise OptionError("train has --help; systolic train --help shows the options")
+        raise OptionError("--train has --help; systolic train --help shows the options")
     fewer = {} if made.min_slices is None else {"--for-devices": "leave it out"}
     for word in request.train:
         option = dashed(word.partition("=")[0])
         if (instead := {**INSTEAD, **fewer}.get(option)) is not None:
-            raise OptionError(f"train has {option}, which the launch sets; {instead}")
+            raise OptionError(f"--train has {option}, which the launch sets; {instead}")
     asked = request_for(request.recipe, made.options, "train", TrainOptions, {})
     job = asked.job
     job.check_effects()

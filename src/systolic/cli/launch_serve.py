@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from systolic.cli.launch import finish, folder_of, words
+from systolic.cli.launch import finish, folder_of, output, without_steps, words
 from systolic.cli.output import print_json
 from systolic.cli.parse import Required, asks_help, parse
 from systolic.cli.serve import ServeOptions
@@ -21,7 +21,7 @@ TAKEN = ("--host", "--port", "--keys", "--new-key", "--grace-seconds", "--log", 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchServeOptions:
-    """Writes the objects that serve a Bundle on Google Kubernetes Engine, and shows the price per hour; --submit applies them.
+    """Writes the objects that serve a Bundle on Google Kubernetes Engine, and shows the price per hour; --show prints them, --submit applies them.
 
     A pod is a server on one TPU machine. The number of pods follows the load, up to --max-replicas. systolic status, logs and stop
     take the launch's name.
@@ -30,7 +30,8 @@ class LaunchServeOptions:
         bundle: Bundle that the image contains, or gs://BUCKET/FOLDER, which the pods mount.
         via: Platform: gke.
         on: Slice of each pod, with one host: v5e-1, v5e-8, v6e-8 or v5p-8.
-        submit: Run kubectl now; otherwise the file is only written and shown.
+        submit: Run kubectl now; otherwise the file is only written.
+        show: Print the file.
         image: Container image, for example one built with systolic export BUNDLE --to docker --for tpu.
         variant: deployment, or kserve for a KServe InferenceService.
         model: Name of the model for clients; by default the Bundle's folder.
@@ -53,6 +54,7 @@ class LaunchServeOptions:
     via: Annotated[Literal["gke"], Required("a platform; add --via gke")]
     on: str = "v5e-8"
     submit: bool = False
+    show: bool = False
     image: str = ""
     variant: str = "deployment"
     model: str = ""
@@ -94,7 +96,7 @@ def run(args: Sequence[str]) -> int:
         options.bundle,
         on=slice(options.on),
         words=served_words(options.serve),
-        made_by=("systolic", "launch", "serve", *(word for word in args if word != "--submit")),
+        made_by=("systolic", "launch", "serve", *without_steps(args)),
         names=(options.model, options.name),
         image=options.image,
         purchase=Purchase.spot if options.spot else Purchase.on_demand,
@@ -110,7 +112,7 @@ def run(args: Sequence[str]) -> int:
         out=options.out,
         command=command(made, server),
         submit=options.submit,
-        json=options.json,
+        output=output(show=options.show, json=options.json),
     )
     if options.json:
         print_json(shown)
@@ -131,10 +133,10 @@ def served_words(text: str) -> list[str]:
     for word in found:
         if word.partition("=")[0] in TAKEN:
             raise OptionError(
-                f"serve has {word}, which the launch sets; leave it out, or give --grace-seconds or --keys-secret to launch serve"
+                f"--serve has {word}, which the launch sets; leave it out, or give --grace-seconds or --keys-secret to launch serve"
             )
     if models := parse(ServeOptions, found, "systolic serve").models:
         raise OptionError(
-            f"serve has {models[0]!r}, which is not an option; the model is the Bundle"
+            f"--serve has {models[0]!r}, which is not an option; the model is the Bundle"
         )
     return found

@@ -7,14 +7,12 @@ the JobSet: https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2.
 """
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
-import yaml
-
 from systolic.chips import Slice
-from systolic.core.errors import OptionError
+from systolic.core.errors import LostError, OptionError
 from systolic.launching.launch import ClientDefault, Launch, Prepared, Purchase, Site
 from systolic.launching.names import (
     check_image,
@@ -26,6 +24,7 @@ from systolic.launching.names import (
     is_bucket,
 )
 from systolic.launching.scripts import rendered
+from systolic.launching.texts import yaml_text
 
 FILE, FREE = "jobset.yaml", "free.sh"
 LABEL = "systolic/launch"
@@ -58,6 +57,10 @@ GRACE_SECONDS = 120
 TPU_PORT, COORDINATOR_PORT, SLICES_PORT = 8471, 8476, 8080
 """Ports of libtpu within a slice, of jax.distributed, and of libtpu between slices."""
 CONTAINER = "train"
+REFUSED = 2
+"""Exit code of a training that rejects its command line."""
+SURVIVED = (LostError.exit_code, 143)
+"""Exit codes of a training that lost another process of its job, and that saved after a SIGTERM to one of them."""
 FAILURES: Sequence[tuple[str, str, Mapping[str, Any]]] = (
     (
         "nodeLost",
@@ -67,10 +70,19 @@ FAILURES: Sequence[tuple[str, str, Mapping[str, Any]]] = (
     (
         "commandRefused",
         "FailJobSet",
-        {"onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [2]}},
+        {"onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [REFUSED]}},
+    ),
+    (
+        "otherProcessLost",
+        "RestartJobSetAndIgnoreMaxRestarts",
+        {"onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": list(SURVIVED)}},
     ),
 )
-"""Pod failures that do not count as restarts: name, action of the JobSet, and condition in the Job's failure policy."""
+"""Pod failures that do not count as restarts: name, action of the JobSet, and condition in the Job's failure policy.
+
+Only the pod of a lost node has the condition DisruptionTarget. The others end before Kubernetes knows that the node is
+gone, so a JobSet that looked at this condition alone would count most preemptions.
+"""
 AMBIGUOUS = ((2, 4),)
 """Topologies that a single node of eight chips also has; for these the machine type is a selector."""
 
@@ -99,7 +111,7 @@ def prepare(launch: Launch) -> Prepared:
             f"the recipe's files have {size} bytes, but a ConfigMap holds at most {LARGEST_CODE}; put them into the image and give their path there"
         )
     documents = [*([_code(launch)] if launch.code else []), _jobset(launch)]
-    text = "---\n".join(yaml.safe_dump(one, sort_keys=False, width=1000) for one in documents)
+    text = yaml_text(documents)
     scope = ("--namespace", site.namespace) if site.namespace else ()
     first = (
         f"jobset.sigs.k8s.io/jobset-name={launch.name},jobset.sigs.k8s.io/job-index=0,"
@@ -305,7 +317,7 @@ def _pod(launch: Launch) -> dict[str, Any]:
     container: dict[str, Any] = {
         "name": CONTAINER,
         "image": launch.image,
-        "command": list(launch.command(code=CODE, run=_run(launch))),
+        "command": escaped(launch.command(code=CODE, run=_run(launch))),
         # Without chips the training fails instead of running on the CPU.
         "env": [{"name": "JAX_PLATFORMS", "value": "tpu,cpu"}],
         "ports": [{"containerPort": port} for port in ports],
@@ -316,6 +328,14 @@ def _pod(launch: Launch) -> dict[str, Any]:
         pod["volumes"] = volumes
     pod["containers"] = [container]
     return pod
+
+
+def escaped(words: Iterable[str]) -> list[str]:
+    """Words of a container's command that Kubernetes passes on as they are: it replaces ``$(NAME)`` and ``$$`` in them.
+
+    https://kubernetes.io/docs/tasks/inject-data-application/define-command-argument-container/
+    """
+    return [word.replace("$", "$$") for word in words]
 
 
 def _run(launch: Launch) -> str:

@@ -9,13 +9,12 @@ import shlex
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
 from systolic.core.errors import OptionError, nearest
 from systolic.launching import gke
 from systolic.launching.launch import Launch, Prepared, Purchase
 from systolic.launching.names import check_image, check_label, check_name, in_bucket, is_bucket
 from systolic.launching.scripts import rendered
+from systolic.launching.texts import yaml_text
 from systolic.launching.tpu_vm import num_hosts
 
 FILE, CHECK = "serve.yaml", "check.sh"
@@ -33,6 +32,10 @@ LAST_SECONDS = 15
 LONGEST_SECONDS = 3600
 """Maximum time of a shutdown in total; GKE waits no longer for a pod when it drains a node,
 https://docs.cloud.google.com/kubernetes-engine/docs/concepts/node-pool-upgrade-strategies.
+"""
+SPOT_SECONDS = 15
+"""Time that GKE gives pods by default before it takes back a Spot VM; a node pool may have more, up to 120 s with that of
+system pods, https://docs.cloud.google.com/kubernetes-engine/docs/concepts/spot-vms.
 """
 METRICS = ("http_requests_in_flight", "num_requests_waiting", "num_requests_running")
 """Gauges of a server's load; the last two are for language models."""
@@ -67,20 +70,20 @@ class GkeServer:
     def __post_init__(self) -> None:
         if self.variant not in (DEPLOYMENT, KSERVE):
             raise OptionError(
-                f"variant is {self.variant!r}{nearest(self.variant, (DEPLOYMENT, KSERVE))}; it takes {DEPLOYMENT} or {KSERVE}"
+                f"--variant is {self.variant!r}{nearest(self.variant, (DEPLOYMENT, KSERVE))}; it takes {DEPLOYMENT} or {KSERVE}"
             )
         if self.metric not in METRICS:
             raise OptionError(
-                f"metric is {self.metric!r}{nearest(self.metric, METRICS)}; it takes {', '.join(METRICS)}"
+                f"--metric is {self.metric!r}{nearest(self.metric, METRICS)}; it takes {', '.join(METRICS)}"
             )
         longest = LONGEST_SECONDS - LEAVE_SECONDS - LAST_SECONDS
         if self.grace_seconds > longest:
             raise OptionError(
-                f"grace-seconds is {self.grace_seconds}, but GKE waits at most {LONGEST_SECONDS} s for a pod when it drains a node; give {longest} or less"
+                f"--grace-seconds is {self.grace_seconds}, but GKE waits at most {LONGEST_SECONDS} s for a pod when it drains a node; give {longest} or less"
             )
         if self.most < self.replicas:
             raise OptionError(
-                f"max-replicas is {self.most}, but replicas is {self.replicas}; give --max-replicas {self.replicas} or more"
+                f"--max-replicas is {self.most}, but --replicas is {self.replicas}; give --max-replicas {self.replicas} or more"
             )
 
 
@@ -101,10 +104,8 @@ def prepare(launch: Launch, server: GkeServer) -> Prepared:
         )
     check_image(launch.image)
     if is_bucket(launch.run):
-        in_bucket(launch.run)
-    text = "---\n".join(
-        yaml.safe_dump(one, sort_keys=False, width=1000) for one in documents(launch, server)
-    )
+        in_bucket(launch.run, "the Bundle")
+    text = yaml_text(documents(launch, server))
     scope = ("--namespace", launch.site.namespace) if launch.site.namespace else ()
     mine = ("--selector", f"app.kubernetes.io/name={launch.name}")
     kinds = [one["kind"].lower() for one in documents(launch, server)]
@@ -304,7 +305,7 @@ def _container(launch: Launch, server: GkeServer, mounts: list[Any]) -> dict[str
     return {
         "name": container_name(server),
         "image": launch.image,
-        "command": command(launch, server),
+        "command": gke.escaped(command(launch, server)),
         "env": [{"name": "JAX_PLATFORMS", "value": "tpu,cpu"}],
         "ports": [{"name": "http", "containerPort": PORT, "protocol": "TCP"}],
         "resources": {"requests": dict(chips), "limits": dict(chips)},
@@ -412,6 +413,11 @@ def _notes(launch: Launch, server: GkeServer) -> tuple[str, ...]:
         f"the cluster needs a node pool like this: {shlex.join(words)}",
         "the autoscaler needs Managed Prometheus and the Custom Metrics Stackdriver adapter",
     ]
+    wanted = LEAVE_SECONDS + server.grace_seconds
+    if launch.purchase is Purchase.spot and wanted > SPOT_SECONDS:
+        notes.append(
+            f"before a spot node is taken back, GKE gives its pods {SPOT_SECONDS} s by default, not the {wanted} s of this file: requests that take longer than {SPOT_SECONDS - LEAVE_SECONDS} s may fail; node pools of GKE 1.35 or later can have a longer grace time (https://docs.cloud.google.com/kubernetes-engine/docs/concepts/spot-vms)"
+        )
     if server.variant == KSERVE:
         notes.append("the cluster needs KServe, in its mode without Knative")
     if server.keys_secret:

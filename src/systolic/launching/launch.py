@@ -2,7 +2,6 @@
 
 import enum
 import secrets
-import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -10,6 +9,7 @@ from typing import Any
 
 from systolic.chips import Slice
 from systolic.core.units import duration
+from systolic.launching.texts import one_line
 
 HOUR = 3600.0
 REJOIN_SECONDS = 300
@@ -215,10 +215,9 @@ class Launch:
         return ("systolic", "train", target, *words)
 
     def header(self) -> str:
-        """Comment at the top of every file."""
-        return (
-            f"# Made by: {shlex.join(self.made_by)}\n# (systolic {self.version}; {self.on.name})\n"
-        )
+        """Comment at the top of every file: two lines, whatever the options contain."""
+        made_by = one_line(self.made_by)
+        return f"# Made by: {made_by}\n# (systolic {self.version}; {self.on.name})\n"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

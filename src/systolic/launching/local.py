@@ -2,10 +2,10 @@
 
 import json
 
-from systolic.chips import ChipKind
+from systolic.chips import ChipKind, Slice
 from systolic.core.errors import OptionError
 from systolic.launching.launch import Launch, Prepared
-from systolic.launching.names import check_name, is_bucket
+from systolic.launching.names import check_name, choices, is_bucket, number_of
 
 LONGEST = 60
 MOST_PROCESSES = 16
@@ -23,24 +23,27 @@ def prepare(launch: Launch) -> Prepared:
     check_name(launch.name, LONGEST, "a folder's name here")
     on = launch.on
     count = on.num_hosts if launch.processes is None else launch.processes
+    some = choices(on.num_devices, MOST_PROCESSES)
     if count > MOST_PROCESSES:
+        given = f"--processes is {count}" if launch.processes else f"{on.name} has {count} hosts"
+        instead = "give" if launch.processes else "choose a smaller slice, or give --processes"
         raise OptionError(
-            f"{on.name} takes {count} processes, but local starts at most {MOST_PROCESSES}; choose a smaller slice, or give --processes"
+            f"{given}, but local starts at most {MOST_PROCESSES} processes; {instead} {some}"
         )
     if on.num_devices % count:
         raise OptionError(
-            f"processes is {count}, which does not divide the {on.num_devices} devices of {on.name}"
+            f"--processes is {count}, which does not divide the {number_of(on.num_devices, 'device')} of {on.name}; give {some}"
         )
     if launch.min_slices is not None and count % on.num_slices:
         raise OptionError(
-            f"processes is {count}, but {on.name} has {on.num_slices} slices, and with --min-slices each has its own processes; give a multiple of {on.num_slices}"
+            f"--processes is {count}, but {on.name} has {on.num_slices} slices, and with --min-slices each has its own processes; give a multiple of {on.num_slices}"
         )
     if on.chip.kind is ChipKind.gpu:
         raise OptionError(
             f"{on.name} has GPUs, but local uses virtual CPU devices; give --on 8xcpu, or run systolic train on a machine with GPUs"
         )
     if is_bucket(launch.run):
-        raise OptionError(f"run is {launch.run}, but local trains into a folder; give --run DIR")
+        raise OptionError(f"--run is {launch.run}, but local trains into a folder; give --run DIR")
     settings = {
         "made_by": list(launch.made_by),
         "command": list(launch.command()),
@@ -55,11 +58,6 @@ def prepare(launch: Launch) -> Prepared:
             "min_slices": launch.min_slices,
             "rejoin_seconds": launch.patience_seconds,
         }
-    notes = []
-    if on.chip.kind is not ChipKind.cpu:
-        notes.append(
-            f"{count} processes with {on.num_devices // count} virtual CPU devices each stand in for the hosts of {on.name}"
-        )
     python = ("python", "-m", "systolic.launching.supervisor", ".")
     return Prepared(
         files={SETTINGS: json.dumps(settings, indent=2) + "\n"},
@@ -69,6 +67,16 @@ def prepare(launch: Launch) -> Prepared:
         follow=(),
         stop=(),
         detached=True,
-        notes=tuple(notes),
+        notes=_notes(on, count),
         hosts=count,
     )
+
+
+def _notes(on: Slice, count: int) -> tuple[str, ...]:
+    if on.chip.kind is ChipKind.cpu:
+        return ()
+    processes = number_of(count, "process")
+    devices = number_of(on.num_devices // count, "virtual CPU device")
+    stand = " each stand" if count > 1 else " stands"
+    hosts = "hosts" if on.num_hosts > 1 else "host"
+    return (f"{processes} with {devices}{stand} in for the {hosts} of {on.name}",)

@@ -26,11 +26,19 @@ _IMAGE = re.compile(
 _ACCOUNT = re.compile(r"[a-z0-9-]+@[a-z0-9.:-]+")
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _SECRETS = re.compile(
-    r"AKIA[0-9A-Z]{16}|ASIA[0-9A-Z]{16}|AIza[0-9A-Za-z_-]{35}|ya29\.[0-9A-Za-z_-]{20,}"
-    r"|hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{36,}|sk-[A-Za-z0-9_-]{20,}|xox[abp]-[0-9A-Za-z-]{10,}"
-    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----|://[^/\s:@]+:[^/\s@]+@"
+    r"AKIA[0-9A-Z]{16}|ASIA[0-9A-Z]{16}|AIza[0-9A-Za-z_-]{35}|ya29\.[0-9A-Za-z_-]{20,}|GOCSPX-[0-9A-Za-z_-]{20,}"
+    r"|hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{36,}|github_pat_[A-Za-z0-9_]{22,}"
+    r"|gl(?:pat|oas|dt|rt|cbt|ptt|ft|imt|agent|soat|ffct)-[0-9A-Za-z_-]{20,}"
+    r"|npm_[A-Za-z0-9]{30,}|dckr_[po]at_[A-Za-z0-9_-]{20,}|pypi-AgE[A-Za-z0-9_-]{20,}"
+    r"|sk-[A-Za-z0-9_-]{20,}|xox[abeprs]-[0-9A-Za-z-]{10,}"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----|://[^/\s:@]+:[^/\s@]+@|https?://[^/\s:@]{16,}@"
 )
-"""Documented formats of keys and tokens, private keys, and passwords in URLs."""
+"""Documented formats of keys and tokens, private keys, and passwords and tokens in URLs.
+
+Amazon, Google, Hugging Face; GitHub's token formats (https://docs.github.com/en/authentication,
+'About authentication to GitHub'); GitLab's (https://docs.gitlab.com/security/tokens/#token-prefixes); npm, Docker;
+PyPI's, which begin with the encoded name of the index (https://pypi.org/help/#apitoken); OpenAI and Slack.
+"""
 
 
 def check_name(name: str, longest: int, why: str) -> None:
@@ -46,7 +54,7 @@ def check_name(name: str, longest: int, why: str) -> None:
     """
     if not _NAME.fullmatch(name):
         raise OptionError(
-            f"name is {name!r}; it takes lower-case letters, digits and dashes, starts with a letter and does not end with a dash: --name {fitting(name, longest)}"
+            f"--name is {name!r}; it takes lower-case letters, digits and dashes, starts with a letter and does not end with a dash: --name {fitting(name, longest)}"
         )
     if len(name) > longest:
         raise OptionError(
@@ -65,6 +73,17 @@ def fitting(name: str, longest: int = NAME_LENGTH) -> str:
     return f"{plain[: max(longest - len(end) - 1, 0)].strip('-')}-{end}".strip("-")
 
 
+def choices(total: int, most: int) -> str:
+    """Numbers up to a maximum that divide a total: ``1, 2 or 4``."""
+    found = [str(number) for number in range(1, min(total, most) + 1) if total % number == 0]
+    return " or ".join(filter(None, (", ".join(found[:-1]), found[-1])))
+
+
+def number_of(number: int, noun: str) -> str:
+    """``1 process``, ``2 processes``."""
+    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('s') else 's'}"
+
+
 def check_project(project: str) -> None:
     """Checks a Google Cloud project ID.
 
@@ -73,7 +92,7 @@ def check_project(project: str) -> None:
     """
     if project and not _PROJECT.fullmatch(project):
         raise OptionError(
-            f"project is {project!r}; a project ID has 6 to 30 lower-case letters, digits and dashes; gcloud projects list shows yours"
+            f"--project is {project!r}; a project ID has 6 to 30 lower-case letters, digits and dashes; gcloud projects list shows yours"
         )
 
 
@@ -84,10 +103,12 @@ def check_zone(zone: str) -> None:
         OptionError: the zone is invalid, or a region.
     """
     if _REGION.fullmatch(zone):
-        raise OptionError(f"zone is {zone}, which is a region; give a zone in it: --zone {zone}-a")
+        raise OptionError(
+            f"--zone is {zone}, which is a region; give a zone in it: --zone {zone}-a"
+        )
     if not _ZONE.fullmatch(zone):
         raise OptionError(
-            f"zone is {zone!r}; it takes a zone such as us-east5-b; gcloud compute tpus locations list shows them"
+            f"--zone is {zone!r}; it takes a zone such as us-east5-b; gcloud compute tpus locations list shows them"
         )
 
 
@@ -99,7 +120,7 @@ def check_label(label: str, what: str) -> None:
     """
     if label and (not _LABEL.fullmatch(label) or len(label) > 63):
         raise OptionError(
-            f"{what} is {label!r}; Kubernetes takes up to 63 lower-case letters, digits and dashes"
+            f"--{what} is {label!r}; Kubernetes takes up to 63 lower-case letters, digits and dashes"
         )
 
 
@@ -111,7 +132,7 @@ def check_word(word: str, what: str) -> None:
     """
     if word and not _WORD.fullmatch(word):
         raise OptionError(
-            f"{what} is {word!r}; it takes letters, digits, dots, dashes and underscores"
+            f"--{what} is {word!r}; it takes letters, digits, dots, dashes and underscores"
         )
 
 
@@ -123,7 +144,7 @@ def check_service_account(account: str) -> None:
     """
     if account and not _ACCOUNT.fullmatch(account):
         raise OptionError(
-            f"service-account is {account!r}; it takes NAME@PROJECT.iam.gserviceaccount.com"
+            f"--service-account is {account!r}; it takes NAME@PROJECT.iam.gserviceaccount.com"
         )
 
 
@@ -135,7 +156,7 @@ def check_image(image: str) -> None:
     """
     if not _IMAGE.fullmatch(image):
         raise OptionError(
-            f"image is {image!r}; it takes REGISTRY/NAME:TAG in lower case: --image us-docker.pkg.dev/PROJECT/REPOSITORY/NAME:1"
+            f"--image is {image!r}; it takes REGISTRY/NAME:TAG in lower case: --image us-docker.pkg.dev/PROJECT/REPOSITORY/NAME:1"
         )
 
 
@@ -144,8 +165,12 @@ def is_bucket(run: str) -> bool:
     return "://" in run
 
 
-def in_bucket(run: str) -> tuple[str, str]:
-    """Splits a run's folder into the bucket and the folder in it.
+def in_bucket(run: str, what: str = "--run") -> tuple[str, str]:
+    """Splits a folder in a bucket into the bucket and the folder in it.
+
+    Args:
+        run: The folder.
+        what: Option or argument that gives it, for the message.
 
     Raises:
         OptionError: it does not have the form ``gs://BUCKET/FOLDER``.
@@ -153,7 +178,7 @@ def in_bucket(run: str) -> tuple[str, str]:
     found = _BUCKET.fullmatch(run)
     if found is None:
         raise OptionError(
-            f"run is {run!r}; it takes gs://BUCKET/FOLDER, with 3 or more lower-case letters, digits, - _ and . in BUCKET"
+            f"{what} is {run!r}; it takes gs://BUCKET/FOLDER, with 3 or more lower-case letters, digits, - _ and . in BUCKET"
         )
     return found[1], found[2]
 
@@ -175,11 +200,11 @@ def check_shared(run: str, hosts: int, *, volume: str = "") -> None:
     if not volume:
         machines = "the machine" if hosts == 1 else f"the {hosts} machines"
         raise OptionError(
-            f"run is {run}, which is lost with {machines} it is on; give a folder in a bucket: --run gs://BUCKET/FOLDER"
+            f"--run is {run}, which is lost with {machines} it is on; give a folder in a bucket: --run gs://BUCKET/FOLDER"
         )
     if PurePosixPath(volume) not in PurePosixPath(posixpath.normpath(run)).parents:
         raise OptionError(
-            f"run is {run}, which is not on the volume that the machines mount at {volume}; give --run {volume}/FOLDER"
+            f"--run is {run}, which is not on the volume that the machines mount at {volume}; give --run {volume}/FOLDER"
         )
 
 

@@ -39,7 +39,7 @@ def prepare(via: str, launch: Launch) -> Prepared:
     """
     if via not in PLATFORMS:
         raise OptionError(
-            f"via is {via!r}{nearest(via, PLATFORMS)}; it takes {', '.join(PLATFORMS)}"
+            f"--via is {via!r}{nearest(via, PLATFORMS)}; it takes {', '.join(PLATFORMS)}"
         )
     check_fewer(via, launch)
     if launch.site.zone and "zone" in READS[via]:
@@ -66,15 +66,15 @@ def check_fewer(via: str, launch: Launch) -> None:
     if fewest is None:
         if launch.rejoin_seconds is not None:
             raise OptionError(
-                f"rejoin-seconds is {launch.rejoin_seconds}, but no slice is dropped without --min-slices; add --min-slices, or leave it out"
+                f"--rejoin-seconds is {launch.rejoin_seconds}, but no slice is dropped without --min-slices; add --min-slices, or leave it out"
             )
         return
     if via not in FEWER:
         raise OptionError(
-            f'min-slices is {fewest}, but {via} starts a fixed number of machines; leave it out, and if a slice does not come back, stop the launch and launch again with fewer in --on and --train="--for-devices {on.num_devices}" ({" and ".join(FEWER)} do this automatically)'
+            f'--min-slices is {fewest}, but {via} starts a fixed number of machines; leave it out, and if a slice does not come back, stop the launch and launch again with fewer in --on and --train="--for-devices {on.num_devices}" ({" and ".join(FEWER)} do this automatically)'
         )
     if fewest >= on.num_slices:
         has = f"{on.num_slices} slices" if on.num_slices > 1 else "one slice"
         raise OptionError(
-            f"min-slices is {fewest}, but {on.name} has {has}, so none could be dropped; give fewer, or leave it out"
+            f"--min-slices is {fewest}, but {on.name} has {has}, so none could be dropped; give fewer, or leave it out"
         )

@@ -7,13 +7,12 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-import yaml
-
 from systolic.chips import ChipKind
 from systolic.core.errors import OptionError
 from systolic.launching.launch import GONE, Launch, Prepared, Purchase
 from systolic.launching.names import check_name, check_shared, in_bucket
 from systolic.launching.scripts import rendered
+from systolic.launching.texts import yaml_text
 from systolic.launching.tpu_vm import RUNTIMES, accelerator_type, num_hosts
 
 LONGEST = 40
@@ -58,7 +57,7 @@ def prepare(launch: Launch) -> Prepared:
         "restarts": launch.restarts,
         "again": AGAIN,
     }
-    text = yaml.safe_dump(task(launch), sort_keys=False, width=1000)
+    text = yaml_text([task(launch)])
     name = ("--name", job_name(launch))
     owned = {"job": job_name(launch), "name": launch.name, "gone": GONE}
     return Prepared(

@@ -6,12 +6,12 @@ before the time limit; it lets the training save and requeues the job: https://s
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from systolic.chips import ChipKind
 from systolic.core.errors import OptionError
-from systolic.launching.launch import CODE, Launch, Prepared, Purchase
-from systolic.launching.names import check_name, check_word, is_bucket
+from systolic.launching.launch import CODE, Launch, Prepared, Purchase, Site
+from systolic.launching.names import check_name, check_word, choices, is_bucket
 from systolic.launching.scripts import rendered
 
 LONGEST, MOST_PER_NODE = 60, 72
@@ -20,15 +20,22 @@ SCRIPT, OUTPUT = "job.sh", "slurm.log"
 SAVE_SECONDS = 180
 """Time to save before the job's time limit."""
 _TIME = re.compile(r"\d+|\d+:\d{2}(:\d{2})?|\d+-\d{1,2}(:\d{2}){0,2}")
-_OPTION = re.compile(r"--[a-z][-a-z]*(=[-\w.,:@%+/*|&\[\]]+)?")
+_OPTION = re.compile(r"--[a-z][-a-z]*(=[-\w.,:@%+/*|&?\[\]]+)?")
 SHORTEST_SECONDS = 600
 """Minimum time of a job; a shorter one would end before it has started, trained and saved."""
-_TAKEN = {
-    **dict.fromkeys(("job-name", "nodes", "ntasks", "ntasks-per-node", "gpus-per-node"), ""),
-    **dict.fromkeys(("output", "signal"), ""),
-    "time": "--time",
+_SIZE = "give --name, --on and --gpus-per-node"
+_REQUEUED = "leave it out, the job is requeued to continue its run"
+_TAKEN: Mapping[str, str] = {
+    **dict.fromkeys(("job-name", "nodes", "ntasks", "ntasks-per-node", "gpus-per-node"), _SIZE),
+    "time": "give --time",
+    "output": f"leave it out, systolic logs reads {OUTPUT}",
+    "open-mode": "leave it out, a requeued job appends to its log",
+    "signal": "leave it out, the training is signalled to save before the limit",
+    "array": "leave it out, the jobs of an array would train the same run; for several runs launch several times with other --name",
+    "no-requeue": _REQUEUED,
 }
-"""Options of sbatch that the launch sets, and the launch's own option for each."""
+"""Options of sbatch that the launch sets, and what to do instead."""
+_DEPENDENCY, _SINGLETON = "dependency", "singleton"
 
 
 def prepare(launch: Launch) -> Prepared:
@@ -45,7 +52,7 @@ def prepare(launch: Launch) -> Prepared:
     _check_setup(launch.slurm.setup)
     if is_bucket(launch.run):
         raise OptionError(
-            f"run is {launch.run}, but slurm trains into a folder that the nodes share; give --run DIR"
+            f"--run is {launch.run}, but slurm trains into a folder that the nodes share; give --run DIR"
         )
     if launch.purchase is not Purchase.on_demand:
         raise OptionError(
@@ -57,6 +64,7 @@ def prepare(launch: Launch) -> Prepared:
         "gpus": on.num_chips // nodes(launch),
         "whole": on.num_chips >= per_node(launch),
         "lines": _lines(launch),
+        "dependency": _dependency(launch.slurm.options),
         "save_seconds": SAVE_SECONDS,
         "restarts": launch.restarts,
         "output": OUTPUT,
@@ -96,13 +104,13 @@ def seconds(time: str) -> int:
 def _check_setup(line: str) -> None:
     if "\n" in line:
         raise OptionError(
-            "setup has several lines; put them into a file: --setup 'source setup.sh'"
+            "--setup has several lines; put them into a file: --setup 'source setup.sh'"
         )
     try:
         shlex.split(line)
     except ValueError as error:
         raise OptionError(
-            f"setup is {line!r}, which is not valid shell ({error}); close its quotes, or put it into a file: --setup 'source setup.sh'"
+            f"--setup is {line!r}, which is not valid shell ({error}); close its quotes, or put it into a file: --setup 'source setup.sh'"
         ) from error
 
 
@@ -115,15 +123,15 @@ def check_slice(launch: Launch) -> None:
     on, size = launch.on, launch.slurm.gpus_per_node
     if on.chip.kind is not ChipKind.gpu:
         raise OptionError(
-            f"{on.name} has no GPUs, which slurm requires; give --on 8xh100, or for TPUs --via tpu-vm or gke"
+            f"slurm takes GPU slices; {on.name} is a {on.chip.kind.value.upper()} slice; give --on 8xh100, or for TPUs --via tpu-vm or gke"
         )
     if size is not None and size > MOST_PER_NODE:
         raise OptionError(
-            f"gpus-per-node is {size}, more than any node has; give {MOST_PER_NODE} or less"
+            f"--gpus-per-node is {size}, more than any node has; give {MOST_PER_NODE} or less"
         )
     if size is not None and on.num_chips > size and on.num_chips % size:
         raise OptionError(
-            f"gpus-per-node is {size}, which does not divide the {on.num_chips} GPUs of {on.name}"
+            f"--gpus-per-node is {size}, which does not divide the {on.num_chips} GPUs of {on.name}; give {choices(on.num_chips, MOST_PER_NODE)}"
         )
 
 
@@ -144,31 +152,64 @@ def _lines(launch: Launch) -> list[str]:
     if asked.time:
         if not _TIME.fullmatch(asked.time) or not any(c in "123456789" for c in asked.time):
             raise OptionError(
-                f"time is {asked.time!r}; Slurm takes HOURS:MINUTES:SECONDS or DAYS-HOURS: --time 24:00:00"
+                f"--time is {asked.time!r}; Slurm takes HOURS:MINUTES:SECONDS or DAYS-HOURS: --time 24:00:00"
             )
         if seconds(asked.time) < SHORTEST_SECONDS:
             raise OptionError(
-                f"time is {asked.time}, but the training is signalled to save {SAVE_SECONDS // 60} minutes before the limit; give {SHORTEST_SECONDS // 60} minutes or more"
+                f"--time is {asked.time}, but the training is signalled to save {SAVE_SECONDS // 60} minutes before the limit; give {SHORTEST_SECONDS // 60} minutes or more"
             )
         found.append(f"--time={asked.time}")
     if site.queue:
         found.append(f"--partition={site.queue}")
     if site.account:
         found.append(f"--account={site.account}")
-    return [*found, *_checked(asked.options)]
+    more = [word for word in asked.options if not _is(word, _DEPENDENCY)]
+    for word in more:
+        _check_option(word, site)
+    return [*found, *more]
 
 
-def _checked(words: Sequence[str]) -> Sequence[str]:
-    for word in words:
-        if not _OPTION.fullmatch(word):
+def _is(word: str, option: str) -> bool:
+    """Whether a word is an option of sbatch, which takes abbreviations too."""
+    name = word[2:].partition("=")[0]
+    return bool(name) and option.startswith(name)
+
+
+def _check_option(word: str, site: Site) -> None:
+    if not _OPTION.fullmatch(word):
+        raise OptionError(
+            f"--sbatch has {word!r}; it takes options as --name=value: --sbatch='--qos=long --constraint=h100'"
+        )
+    for name, instead in _TAKEN.items():
+        if _is(word, name):
+            raise OptionError(f"--sbatch has {word}, which the launch sets; {instead}")
+    for name, option, value in (
+        ("partition", "queue", site.queue),
+        ("account", "account", site.account),
+    ):
+        if value and _is(word, name):
             raise OptionError(
-                f"sbatch has {word!r}; it takes options as --name=value: --sbatch='--qos=long --constraint=h100'"
+                f"--sbatch has {word}, but --{option} is {value}; leave one of them out"
             )
-        name = word[2:].partition("=")[0]
-        if name in _TAKEN:
-            instead = _TAKEN[name] or "--name, --on and --gpus-per-node"
-            raise OptionError(f"sbatch has {word}, which the launch sets; give {instead}")
-    return words
+
+
+def _dependency(words: Sequence[str]) -> str:
+    """Dependencies of the job: those of the user, and on jobs of its name, since two would write one run.
+
+    sbatch takes one separator, and uses the last of several options: https://slurm.schedmd.com/sbatch.html#OPT_dependency.
+    """
+    given = [word for word in words if _is(word, _DEPENDENCY)]
+    for word in given:
+        if not _OPTION.fullmatch(word) or "=" not in word:
+            raise OptionError(
+                f"--sbatch has {word!r}; it takes dependencies as --dependency=afterok:JOB"
+            )
+        if "?" in word:
+            raise OptionError(
+                f"--sbatch has {word}, of which one is enough, but the job also waits for others of its name ({_SINGLETON}), and Slurm does not combine the two; separate them with commas, or give one"
+            )
+    found = [one for word in given for one in word.partition("=")[2].split(",")]
+    return ",".join([*(one for one in found if one != _SINGLETON), _SINGLETON])
 
 
 def _notes(launch: Launch) -> tuple[str, ...]:

@@ -130,7 +130,7 @@ def check_slice(launch: Launch) -> None:
     """
     if launch.site.reservation:
         raise OptionError(
-            f"reservation is {launch.site.reservation}, but Cloud TPU's client can't select one by name; give --reserved, which uses any reservation of the project"
+            f"--reservation is {launch.site.reservation}, but Cloud TPU's client can't select one by name; give --reserved, which uses any reservation of the project"
         )
     on = launch.on
     if on.chip.name == "tpu7x":

@@ -34,8 +34,9 @@ ELSEWHERE = (SLURM, DOCKER)
 """Those platforms that run in another folder, so that paths must be absolute."""
 WHEELS, REQUIREMENTS = "wheels", "requirements.txt"
 SPOT_RESTARTS, RESTARTS = 100, 10
-COUNTS_PREEMPTIONS = ("tpu-vm",)
-"""Platforms where restarts after preemptions count; elsewhere a higher limit would only repeat failures."""
+COUNTS_PREEMPTIONS = ("tpu-vm", "gke")
+"""Platforms where restarts after preemptions count: on gke those that take process 0, without which JAX aborts the others.
+Elsewhere a higher limit would only repeat failures."""
 EXTRAS: Mapping[str, Sequence[str]] = {
     "tpu": ("tpu", "text", "image", "audio"),
     "gpu": ("cuda", "text", "image", "audio"),
@@ -78,13 +79,13 @@ def describe(request: LaunchRequest) -> Launch:
     """Describes the launch of a request.
 
     Raises:
-        OptionError: the plan is for another slice.
+        OptionError: the plan is for another slice, or the run's folder is a file.
         DataError: a module that the recipe imports is not text.
     """
     chosen, on, recipe = request.chosen, request.on, request.recipe
     if chosen is not None and chosen.slice != on.name:
         raise OptionError(
-            f"{chosen.path} has a candidate for {chosen.slice}, but on is {on.name}; give --on {chosen.slice}, or another --candidate"
+            f"{chosen.path} has a candidate for {chosen.slice}, but --on is {on.name}; give --on {chosen.slice}, or another --candidate"
         )
     here = request.via in OURS
     target, code = recipe.target, {}
@@ -98,6 +99,7 @@ def describe(request: LaunchRequest) -> Launch:
     run = request.run or f"runs/{name}"
     if here and not is_bucket(run):
         run = os.path.abspath(run)
+        _check_folder(run)
     return Launch(
         name=name,
         on=on,
@@ -120,6 +122,12 @@ def describe(request: LaunchRequest) -> Launch:
         user=f"{os.getuid()}:{os.getgid()}",
         paths=tuple(os.path.abspath(path) for path in paths),
     )
+
+
+def _check_folder(run: str) -> None:
+    there = next(one for one in (Path(run), *Path(run).parents) if one.exists())
+    if not there.is_dir():
+        raise OptionError(f"--run is {run}, but {there} is a file; give a folder: --run DIR")
 
 
 def _restarts(request: LaunchRequest) -> int:
