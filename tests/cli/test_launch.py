@@ -19,7 +19,8 @@ from systolic.cli.target import planned_request
 from systolic.session import launching
 from systolic.session.clients import CLIENTS
 from systolic.session.launch_cost import cost
-from systolic.session.launched import LOCAL, Launched, launches, stop
+from systolic.session.launch_stop import stop
+from systolic.session.launched import LOCAL, Launched, launches
 
 RECIPE = """
 from systolic.recipes.digits import digits

@@ -13,7 +13,8 @@ import pytest
 
 from systolic.cli import runs
 from systolic.cli.main import main
-from systolic.session.launched import launches, phase
+from systolic.session.launch_phase import phase
+from systolic.session.launched import launches
 from tests.launching.gcloud import ANSWERS, gcloud
 from tests.launching.kubectl import stand_in
 from tests.launching.made import executable

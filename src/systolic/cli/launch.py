@@ -183,16 +183,16 @@ def finish(
     json: bool,
 ) -> "tuple[Launched, dict[str, Any]]":
     """Writes the files of a launch, shows them unless ``json``, submits if ``submit``; returns the record and its JSON."""
-    from systolic.session import launched, launching
+    from systolic.session import launch_submit, launched, launching
 
     folder = folder_of(made, out)
-    launched.check_free(made, folder, via)
+    launch_submit.check_free(made, folder, via)
     files = launching.write(made, prepared, folder)
     record = launched.record(via, made, prepared, bill, folder)
     if not json:
         show(made, prepared, bill, files, command)
     if submit:
-        record = launched.submit(record)
+        record = launch_submit.submit(record)
     notes = list(prepared.notes)
     return record, {**record.to_json(), "notes": notes, "files": [str(path) for path in files]}
 

@@ -43,7 +43,7 @@ def run(args: Sequence[str]) -> int:
         )
     path = launch_logs.log_of(found, options.process)
     if path is None:
-        launched.show_logs(found, follow=options.follow)
+        launch_logs.show_logs(found, follow=options.follow)
         return 0
     alive = found.alive if options.follow else None
     for text in launch_logs.lines(path, options.lines, alive):

@@ -32,6 +32,7 @@ class StatusOptions:
 def run(args: Sequence[str]) -> int:
     """The verb."""
     from systolic.session import launch_logs, launched
+    from systolic.session.clients import call
     from systolic.session.launch_cost import cost
 
     options = parse(StatusOptions, args, "systolic status")
@@ -63,5 +64,5 @@ def run(args: Sequence[str]) -> int:
     if now["phase"] in ("lost", "failed", "stopped"):
         print(f"next     {shlex.join([*found.made_by, '--submit'])} continues it")
     if words := found.commands["status"]:
-        launched.call(found, words)
+        call(found.path, words)
     return 0

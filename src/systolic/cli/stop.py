@@ -25,11 +25,11 @@ class StopOptions:
 
 def run(args: Sequence[str]) -> int:
     """The verb."""
-    from systolic.session import launched
+    from systolic.session import launch_stop, launched
 
     options = parse(StopOptions, args, "systolic stop")
     found = launched.find(options.name)
-    result = launched.stop(found)
+    result = launch_stop.stop(found)
     if options.json:
         print_json({"name": found.name, "result": result})
     else:

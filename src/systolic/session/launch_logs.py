@@ -1,10 +1,14 @@
-"""Logs of launches that are files on this machine."""
+"""Logs of launches: files on this machine, or the platform's."""
 
+import shlex
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from systolic.core.errors import RunError
 from systolic.launching.supervisor import LOGS
+from systolic.session.clients import check_client, here
 from systolic.session.launched import LOCAL, OUTPUT, POLL_SECONDS, Launched
 
 
@@ -37,3 +41,15 @@ def lines(path: Path, last: int, alive: Callable[[], bool] | None) -> Iterator[s
                 return
             else:
                 time.sleep(POLL_SECONDS)
+
+
+def show_logs(launched: Launched, *, follow: bool) -> None:
+    """Prints the platform's logs of a launch.
+
+    Raises:
+        RunError: the client is missing or fails.
+    """
+    words = launched.commands["follow" if follow else "logs"]
+    check_client(words[0])
+    if subprocess.run(here(words), cwd=launched.path, check=False).returncode:
+        raise RunError(f"{shlex.join(words)} failed in {launched.folder}; its output is above")
