@@ -1,14 +1,13 @@
 """List of launches, and folders that were moved, are damaged or hold something else."""
 
-import json
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from systolic.cli.main import main
-from systolic.session.launched import LOCAL, launches
+from systolic.session.launched import launches
+from tests.launching.made import listed
 
 GKE = "launch digits --via gke --image registry/systolic:1 --run gs://bucket/digits"
 TPU = "launch digits --via tpu-vm --run gs://bucket/digits"
@@ -25,27 +24,6 @@ def run(line: str, capsys: pytest.CaptureFixture[str], code: int = 0) -> tuple[s
     out, err = capsys.readouterr()
     assert given == code, err
     return out, err
-
-
-def listed(name: str, **fields: Any) -> Path:
-    """Writes a local launch that has ended; returns its folder."""
-    folder = Path("launches") / name
-    made: dict[str, Any] = {
-        "name": name,
-        "via": LOCAL,
-        "slice": "2xcpu",
-        "run": f"runs/{name}",
-        "folder": str(folder.absolute()),
-        "made_by": ["systolic", "launch", "digits", "--on", "2xcpu", "--train=--workers 4"],
-        "submitted": "2026-01-01T01:00:00+00:00",
-        "bill": {"usd": None, "usd_per_hour": None},
-        "commands": {"detached": True, "status": []},
-    }
-    made |= fields
-    for place in (folder / "launch.json", Path(f"state/systolic/launches/{name}.json")):
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(json.dumps(made))
-    return folder
 
 
 def test_a_launch_whose_folder_is_gone_stays_in_the_list(

@@ -45,7 +45,8 @@ def run(args: Sequence[str]) -> int:
     if path is None:
         launch_logs.show_logs(found, follow=options.follow)
         return 0
-    alive = found.alive if options.follow else None
+    # The log of a process on another host grows on a shared disk.
+    alive = (lambda: found.alive() or bool(found.host)) if options.follow else None
     for text in launch_logs.lines(path, options.lines, alive):
         sys.stdout.write(text)
         sys.stdout.flush()

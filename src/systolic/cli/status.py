@@ -34,6 +34,7 @@ def run(args: Sequence[str]) -> int:
     from systolic.session import launch_logs, launched
     from systolic.session.clients import call
     from systolic.session.launch_cost import cost
+    from systolic.session.launch_phase import ELSEWHERE
 
     options = parse(StatusOptions, args, "systolic status")
     found = launched.listed(options.name)
@@ -44,6 +45,8 @@ def run(args: Sequence[str]) -> int:
     more = f", restart {now['attempt']}" if now.get("attempt") else ""
     if REFUSED in (now.get("code"), *now.get("codes", ())):
         more += f", its command line was rejected; systolic logs {found.name} shows why"
+    if host := now.get("host") if now["phase"] == ELSEWHERE else "":
+        more += f": runs on {host} and is not visible from here"
     if gone := now.get("left_out"):
         more += f", without slice {', '.join(map(str, gone))}"
     print(f"{found.name} on {found.slice} via {found.via}: {now['phase']}{more}")

@@ -31,6 +31,7 @@ LEFT_SECONDS = 5.0
 """Time for the other processes to end by themselves after one has failed."""
 SAVE_SECONDS = 120.0
 """Time for all processes to save and end after a stop."""
+BOOT = Path("/proc/sys/kernel/random/boot_id")
 WRONG = 2
 """Exit code of a rejected command line, which a restart would repeat."""
 
@@ -189,21 +190,35 @@ class Supervisor:
 
 
 def identity(pid: int) -> dict[str, Any]:
-    """Identifies a process by its ID and its start time, since IDs are reused."""
+    """Identifies a process by its ID, its start time, since IDs are reused, and its host."""
+    host = {"host": socket.gethostname(), "boot": _boot()}
     try:
-        return {"pid": pid, "started": psutil.Process(pid).create_time()}
+        return {"pid": pid, "started": psutil.Process(pid).create_time(), **host}
     except psutil.NoSuchProcess:
-        return {"pid": pid, "started": 0.0}
+        return {"pid": pid, "started": 0.0, **host}
 
 
 def lives(state: Mapping[str, Any]) -> bool:
-    """Whether the process described by :func:`identity` is still running."""
+    """Whether the process described by :func:`identity` is still running on this host."""
+    if state.get("boot", _boot()) != _boot():
+        return False
     try:
         now = psutil.Process(state["pid"])
         same = abs(now.create_time() - state["started"]) < 1
         return same and now.status() != psutil.STATUS_ZOMBIE
     except (psutil.NoSuchProcess, KeyError):
         return False
+
+
+def elsewhere(state: Mapping[str, Any]) -> str:
+    """Name of the host of a process that is not visible from this one; empty for this host and for records without a host."""
+    host = state.get("host", "")
+    return "" if host == socket.gethostname() or lives(state) else host
+
+
+def _boot() -> str:
+    """ID of this boot, which differs between hosts of one name; empty where the system has none."""
+    return BOOT.read_text().strip() if BOOT.exists() else ""
 
 
 def _ended(number: int, code: int | None) -> str:

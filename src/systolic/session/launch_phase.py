@@ -1,12 +1,17 @@
 """State of a launch, as this machine knows it."""
 
+import shlex
 import shutil
 import subprocess
 from collections.abc import Sequence
 from typing import Any
 
+from systolic.core.errors import RunError
 from systolic.launching.supervisor import STATE
 from systolic.session.launched import ENDED, LOCAL, PROCESS, Launched, read_record
+
+ELSEWHERE = "elsewhere"
+"""Phase of a launch whose process is on another host, so that it is not visible whether it is running."""
 
 
 def phase(launched: Launched) -> dict[str, Any]:
@@ -20,22 +25,35 @@ def phase(launched: Launched) -> dict[str, Any]:
     if not launched.detached:
         return {"phase": "submitted"}
     alive = launched.alive()
+    lost = {"phase": ELSEWHERE, "host": launched.host} if launched.host else {"phase": "lost"}
     if launched.via != LOCAL:
-        return {"phase": "running"} if alive else _ended(launched)
+        return {"phase": "running"} if alive else _ended(launched) or lost
     state = read_record(launched.path / STATE)
     if "phase" not in state or state["pid"] != read_record(launched.path / PROCESS).get("pid"):
         # This supervisor has written nothing yet; the file, if any, is from the one before.
-        return {"phase": "starting" if alive else "lost"}
+        return {"phase": "starting"} if alive else lost
     if not alive and state["phase"] == "running":
-        return {**state, "phase": "lost"}
+        return {**state, **lost}
     return state
 
 
+def check_here(launched: Launched) -> None:
+    """Checks that the process of a launch that has not ended is not on another host.
+
+    Raises:
+        RunError: it is on another host.
+    """
+    if phase(launched)["phase"] == ELSEWHERE:
+        raise RunError(
+            f"{launched.name} runs on {launched.host} and is not visible from here; run systolic stop {launched.name} on {launched.host}, or if that host is gone: rm {shlex.quote(str(launched.path / PROCESS))}"
+        )
+
+
 def _ended(launched: Launched) -> dict[str, Any]:
-    """State of a script that ran as long as the training and has ended; lost if it left no exit code."""
+    """State of a script that ran as long as the training and has ended; empty if it left no exit code."""
     path = launched.path / ENDED
     text = path.read_text().strip() if path.exists() else ""
-    return _after(int(text)) if text.isdigit() else {"phase": "lost"}
+    return _after(int(text)) if text.isdigit() else {}
 
 
 def _after(code: int) -> dict[str, Any]:

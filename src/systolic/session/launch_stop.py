@@ -12,7 +12,7 @@ from systolic.core.errors import RunError
 from systolic.launching import GONE
 from systolic.launching.supervisor import SAVE_SECONDS
 from systolic.session.clients import call, check_client, code_of, failed
-from systolic.session.launch_phase import phase
+from systolic.session.launch_phase import check_here, phase
 from systolic.session.launched import (
     LOCAL,
     POLL_SECONDS,
@@ -35,8 +35,10 @@ def stop(launched: Launched) -> str:
     """Asks the training to save, then ends the launch; returns what happened.
 
     Raises:
-        RunError: the client is missing or fails, or found nothing and may have looked in the wrong context.
+        RunError: the client is missing or fails, or found nothing and may have looked in the wrong context, or the
+            launch runs on another host.
     """
+    check_here(launched)
     if launched.via == LOCAL:
         return _stop_local(launched)
     if launched.detached and launched.alive():

@@ -14,6 +14,7 @@ from systolic.core.files import write_atomically
 from systolic.launching import Launch
 from systolic.launching.supervisor import identity
 from systolic.session.clients import NEEDS, call, check_client, here
+from systolic.session.launch_phase import check_here
 from systolic.session.launched import (
     ENDED,
     OUTPUT,
@@ -23,6 +24,7 @@ from systolic.session.launched import (
     Launched,
     at_place,
     keep,
+    launch_in,
     launches,
     read_record,
     utc_now,
@@ -37,7 +39,7 @@ def check_free(launch: Launch, folder: Path, via: str) -> None:
     """Checks that no launch of the same name is running, and that the folder is free or from the same launch.
 
     Raises:
-        RunError: a launch of that name is running, was submitted to another place, or has another folder.
+        RunError: a launch of that name is running here or on another host, was submitted to another place, or has another folder.
         TakenError: the folder has files that are not from a launch of that name and platform.
     """
     name = launch.name
@@ -56,9 +58,11 @@ def check_free(launch: Launch, folder: Path, via: str) -> None:
             raise RunError(
                 f"{name} was submitted with {before.get('where') or 'no zone, project or namespace'}; run systolic stop {name} first, or choose another --name"
             )
+        check_here(launch_in(folder))
     found = {one.name: one for one in launches()}.get(name)
     if found is None:
         return
+    check_here(found)
     if found.detached and found.alive():
         raise RunError(f"{name} is running; run systolic stop {name}, or choose another --name")
     if found.path != folder.absolute() and found.path.is_dir():

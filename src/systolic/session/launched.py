@@ -14,7 +14,7 @@ import msgspec
 from systolic.core.errors import DataError, NotFoundError, RunError, nearest
 from systolic.core.files import write_json
 from systolic.launching import Launch, LaunchBill, Prepared
-from systolic.launching.supervisor import lives
+from systolic.launching.supervisor import elsewhere, lives
 
 RECORD, PROCESS, OUTPUT = "launch.json", "process.json", "submit.log"
 TIMES = "times.log"
@@ -69,8 +69,13 @@ class Launched:
         return asdict(self)
 
     def alive(self) -> bool:
-        """Whether that process is alive."""
+        """Whether that process is alive on this host."""
         return lives(read_record(self.path / PROCESS))
+
+    @property
+    def host(self) -> str:
+        """Name of the host of that process if it is not visible from this one; empty otherwise."""
+        return elsewhere(read_record(self.path / PROCESS)) if self.detached else ""
 
 
 def as_before(launch: Launch, folder: Path) -> Launch:
@@ -156,7 +161,7 @@ def listed(name: str) -> Launched:
         NotFoundError: no launch has that name; the message suggests the nearest.
     """
     if (Path(name) / RECORD).is_file():
-        moved = _read(Path(name))
+        moved = launch_in(Path(name))
         place = index() / f"{moved.name}.json"
         if place.is_file() and not (Path(read_record(place).get("folder", "")) / RECORD).is_file():
             write_json(place, moved.to_json())
@@ -175,7 +180,7 @@ def _listed(path: Path) -> Launched:
     folder = Path(kept.get("folder", ""))
     try:
         if kept and (folder / RECORD).is_file():
-            return _read(folder)
+            return launch_in(folder)
         trouble = (
             f"its folder {folder} is missing; if it was moved, run systolic status NEW_FOLDER, otherwise rm {path}"
             if kept
@@ -205,7 +210,12 @@ def utc_now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-def _read(folder: Path) -> Launched:
+def launch_in(folder: Path) -> Launched:
+    """Reads the record in a folder.
+
+    Raises:
+        DataError: it is damaged.
+    """
     try:
         found = msgspec.convert(read_record(folder / RECORD), Launched)
         return replace(found, folder=str(folder.absolute()))
