@@ -1,5 +1,6 @@
 """Submitted launches: state, logs and stop, with stand-ins for kubectl and gcloud."""
 
+import datetime
 import json
 import os
 import re
@@ -13,6 +14,8 @@ import pytest
 
 from systolic.cli import runs
 from systolic.cli.main import main
+from systolic.session import launch_submit
+from systolic.session.launch_cost import cost
 from systolic.session.launch_phase import phase
 from systolic.session.launched import launches
 from tests.launching.gcloud import ANSWERS, gcloud
@@ -232,13 +235,20 @@ def test_a_server_of_another_is_neither_replaced_nor_deleted(
         other.unlink()
     assert launches() == []
     run(SERVE)
-    # Its own objects are updated, and cost since they were created; another's, created since, stay at the stop.
+    # Its own objects are updated, and keep their price until then; another's, created since, stay at the stop.
     record = Path("launches/chat-v5e-8/launch.json")
     begun = "2026-11-01T00:00:00+00:00"
     record.write_text(json.dumps({**json.loads(record.read_text()), "submitted": begun}))
-    run(f"{SERVE} --max-replicas 2")
+    monkeypatch.setattr(launch_submit, "utc_now", lambda: "2026-11-05T04:00:00+00:00")
+    run(f"{SERVE} --on v5e-1 --spot --name chat-v5e-8 --max-replicas 2")
     (served,) = launches()
-    assert (served.submitted, served.bill["usd_per_hour_most"]) == (begun, 19.2)
+    used = cost(served, datetime.datetime(2026, 11, 5, 14, tzinfo=datetime.UTC).timestamp())
+    assert used is not None
+    # 100 h of one to four pods at $9.60, then 10 h of one to two at $0.298.
+    (first,) = used.earlier
+    assert (first.usd, first.usd_most, first.at_most) == pytest.approx((960.0, 3840.0, False))
+    assert used.usd == pytest.approx(962.98, abs=0.02)
+    assert used.usd_most == pytest.approx(3845.96, abs=0.04)
     deployment = clusters / "mine" / "deployment"
     deployment.write_text("ffff0000")
     assert "already gone" in run("stop chat-v5e-8")

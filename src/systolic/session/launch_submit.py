@@ -95,14 +95,8 @@ def submit(launched: Launched) -> Launched:
     for each in made.commands["checks"]:
         call(made.path, each)
     before = read_record(made.path / RECORD)
-    runs = made.commands["in_place"] and not before.get("stopped")
     now = utc_now()
-    earlier = list(before.get("earlier", ()))
-    if before.get("submitted") and not runs:
-        earlier.append({**{name: before.get(name) for name in SUBMISSION}, "until": now})
-    made = replace(
-        made, submitted=(before.get("submitted") if runs else None) or now, earlier=earlier
-    )
+    made = replace(made, submitted=now, earlier=_earlier(made, before, now))
     # Recorded before it starts: a launch that started only in part must be listed so that it can be stopped.
     keep(made)
     for each in words[:-1] if made.detached else words:
@@ -110,6 +104,17 @@ def submit(launched: Launched) -> Launched:
     if made.detached:
         _start(made, words[-1])
     return made
+
+
+def _earlier(made: Launched, before: Mapping[str, Any], now: str) -> list[Mapping[str, Any]]:
+    """Submissions before this one, each at its own price; objects updated in place had theirs until ``now``."""
+    earlier = list(before.get("earlier", ()))
+    if before.get("submitted"):
+        last = {name: before.get(name) for name in SUBMISSION}
+        if made.commands["in_place"] and not last["stopped"]:
+            last["stopped"] = now
+        earlier.append({**last, "until": now})
+    return earlier
 
 
 def _placed(launched: Launched) -> Launched:
