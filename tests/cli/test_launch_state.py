@@ -102,3 +102,19 @@ def test_a_record_without_a_host_is_of_this_one(run: Callable[..., str]) -> None
     (folder / "process.json").write_text(json.dumps({"pid": mine["pid"], "started": 1.0}))
     assert "mine on 2xcpu via local: lost" in run("status mine")
     assert "mine: not running (lost)" in run("stop mine")
+
+
+def test_a_launch_that_was_only_written_is_not_lost(run: Callable[..., str]) -> None:
+    run("launch digits --on 2xcpu --via local --name two")
+    for name in ("two", "launches/two"):
+        told = run(f"status {name}")
+        assert "two on 2xcpu via local: written, not submitted; add --submit\n" in told
+        assert "log " not in told
+        assert "next     systolic launch digits --on 2xcpu --via local --name two --submit" in told
+        assert "two: written, not submitted; nothing to stop" in run(f"stop {name}")
+        told = run(f"logs {name}", 1)
+        assert "two has no log" in told
+        assert "it is written; systolic status" in told
+    assert launches() == []
+    run("launch digits --via gke --image r/s:1 --run gs://bucket/digits --on v5e-16 --name far")
+    assert "far on v5e-16 via gke: written, not submitted" in run("status far")

@@ -199,7 +199,9 @@ def finish(
 
 def folder_of(made: "Launch", out: Path | None) -> Path:
     """Folder for the files of a launch."""
-    return out or Path("launches") / made.name
+    from systolic.session.launched import FOLDERS
+
+    return out or Path(FOLDERS) / made.name
 
 
 def request_of(asked: Request[LaunchOptions], args: Sequence[str]) -> "LaunchRequest":

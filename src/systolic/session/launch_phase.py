@@ -12,6 +12,8 @@ from systolic.session.launched import ENDED, LOCAL, PROCESS, Launched, read_reco
 
 ELSEWHERE = "elsewhere"
 """Phase of a launch whose process is on another host, so that it is not visible whether it is running."""
+WRITTEN = "written"
+"""Phase of a launch whose files are written, and that was not submitted."""
 
 
 def phase(launched: Launched) -> dict[str, Any]:
@@ -20,6 +22,8 @@ def phase(launched: Launched) -> dict[str, Any]:
         return {"phase": "stopped"}
     if launched.trouble:
         return {"phase": "unknown"}
+    if launched.submitted is None:
+        return {"phase": WRITTEN}
     if words := launched.commands.get("state"):
         return _told(words)
     if not launched.detached:

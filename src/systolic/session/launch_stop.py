@@ -1,6 +1,7 @@
 """Stops a launch through the platform's own client."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,6 +30,7 @@ NOTHING = (
     "error: the server doesn't have a resource type",
 )
 """Messages of kubectl when there is nothing to delete."""
+NOT_SUBMITTED = "written, not submitted; nothing to stop"
 
 
 def stop(launched: Launched) -> str:
@@ -39,6 +41,8 @@ def stop(launched: Launched) -> str:
             launch runs on another host.
     """
     check_here(launched)
+    if launched.submitted is None and not _has_client(launched):
+        return NOT_SUBMITTED
     if launched.via == LOCAL:
         return _stop_local(launched)
     if launched.detached and launched.alive():
@@ -47,6 +51,8 @@ def stop(launched: Launched) -> str:
         # The script would request the machines again.
         os.killpg(read_record(launched.path / PROCESS)["pid"], signal.SIGKILL)
     found = [_end(launched, words) for words in launched.commands["stop"]]
+    if launched.submitted is None and not any(found):
+        return NOT_SUBMITTED
     by_kubectl = launched.commands["stop"][0][0] == "kubectl"
     if not any(found) and by_kubectl and not launched.place:
         raise RunError(
@@ -55,6 +61,11 @@ def stop(launched: Launched) -> str:
     keep(replace(launched, stopped=utc_now()))
     where = f" ({launched.place})" if launched.place else ""
     return "stopped" if any(found) else f"already gone, nothing to stop{where}"
+
+
+def _has_client(launched: Launched) -> bool:
+    """Whether the client is here by which the user may have submitted a launch by hand."""
+    return launched.via != LOCAL and shutil.which(launched.commands["stop"][0][0]) is not None
 
 
 def _end(launched: Launched, words: Sequence[str]) -> bool:

@@ -22,6 +22,8 @@ TIMES = "times.log"
 may be dropped, and ``down SECONDS`` when they are deleted."""
 ENDED = "ended"
 """File with the exit code of a script that ran as long as the training."""
+FOLDERS = "launches"
+"""Folder of the launches' folders, unless ``--out`` names another."""
 LOCAL = "local"
 POLL_SECONDS = 0.2
 
@@ -157,16 +159,21 @@ def find(name: str) -> Launched:
 def listed(name: str) -> Launched:
     """Like :func:`find`, but falls back to the list's entry if the folder is missing or damaged.
 
+    A launch that was only written is found by its name in the folder ``launches``.
+
     Raises:
         NotFoundError: no launch has that name; the message suggests the nearest.
     """
+    known = {one.name: one for one in launches()}
+    written = Path(FOLDERS) / name
     if (Path(name) / RECORD).is_file():
         moved = launch_in(Path(name))
         place = index() / f"{moved.name}.json"
         if place.is_file() and not (Path(read_record(place).get("folder", "")) / RECORD).is_file():
             write_json(place, moved.to_json())
         return moved
-    known = {one.name: one for one in launches()}
+    if name not in known and (written / RECORD).is_file():
+        return launch_in(written)
     if name not in known:
         raise NotFoundError(
             f"there is no launch {name!r}{nearest(name, known)}; systolic runs lists them"
