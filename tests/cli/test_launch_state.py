@@ -14,7 +14,7 @@ from systolic.cli.main import main
 from systolic.launching.supervisor import BOOT, identity
 from systolic.session.launched import launches
 from tests.launching.gcloud import gcloud
-from tests.launching.made import listed
+from tests.launching.made import executable, listed
 
 
 @pytest.fixture(autouse=True)
@@ -118,3 +118,43 @@ def test_a_launch_that_was_only_written_is_not_lost(run: Callable[..., str]) -> 
     assert launches() == []
     run("launch digits --via gke --image r/s:1 --run gs://bucket/digits --on v5e-16 --name far")
     assert "far on v5e-16 via gke: written, not submitted" in run("status far")
+
+
+BUILD_FAILS = """#!{python}
+import pathlib, sys
+if sys.argv[1] == "build":
+    sys.exit("ERROR: failed to solve: process \"/bin/sh -c pip install\" did not complete successfully: exit code: 1")
+if pathlib.Path(__file__).with_name("gone").exists():
+    sys.exit("Cannot connect to the Docker daemon at unix:///var/run/docker.sock. Is the docker daemon running?")
+"""
+
+
+def test_a_submission_that_failed_is_recorded_and_cleared(
+    run: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    docker = executable(tmp_path / "bin" / "docker", BUILD_FAILS)
+    monkeypatch.setenv("PATH", f"{docker.parent}:{os.environ['PATH']}")
+    line = "launch digits --on 8xcpu --via docker --name box"
+    assert "docker build" in run(f"{line} --submit", 1)
+    docker.with_name("gone").touch()
+    why = "box on 8xcpu via docker: submit failed: docker build --platform linux/amd64 --tag box . failed with exit code 1"
+    assert why in run("status box", 1)
+    assert "box   docker  8xcpu  submit failed" in run("runs")
+    # No object of the platform was created, so none has to be asked for.
+    assert "submitting had failed before anything was created; nothing to stop" in run("stop box")
+    assert "box   docker  8xcpu  stopped" in run("runs")
+
+
+def test_a_submission_that_failed_early_costs_nothing(
+    run: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bill = {"usd": None, "usd_per_hour": 10.0}
+    times = {"submitted": "2026-01-01T00:00:00+00:00", "stopped": "2026-01-01T01:00:00+00:00"}
+    before = {"slice": "v5e-8", "bill": bill, "until": "2026-01-01T05:00:00+00:00"}
+    shared = {"via": "gke", "slice": "v5e-8", "bill": bill, "failed": "apply failed"}
+    commands = {"detached": False, "status": [], "state": []}
+    listed("early", **shared, commands=commands, untouched=True, earlier=[before | times])
+    assert "$10.00 used" in run("status early")
+    earlier = [before | times | {"untouched": True}]
+    listed("before", **shared, commands=commands, untouched=True, earlier=earlier)
+    assert "$0.00 used" in run("status before")

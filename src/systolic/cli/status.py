@@ -34,7 +34,7 @@ def run(args: Sequence[str]) -> int:
     from systolic.session import launch_logs, launched
     from systolic.session.clients import call
     from systolic.session.launch_cost import cost
-    from systolic.session.launch_phase import ELSEWHERE, WRITTEN
+    from systolic.session.launch_phase import ELSEWHERE, SUBMIT_FAILED, WRITTEN
 
     options = parse(StatusOptions, args, "systolic status")
     found = launched.listed(options.name)
@@ -45,6 +45,8 @@ def run(args: Sequence[str]) -> int:
     more = f", restart {now['attempt']}" if now.get("attempt") else ""
     if REFUSED in (now.get("code"), *now.get("codes", ())):
         more += f", its command line was rejected; systolic logs {found.name} shows why"
+    if why := now.get("why"):
+        more += f": {why}"
     if now["phase"] == WRITTEN:
         more += ", not submitted; add --submit"
     if host := now.get("host") if now["phase"] == ELSEWHERE else "":
@@ -69,7 +71,7 @@ def run(args: Sequence[str]) -> int:
     if (path := launch_logs.log_of(found)) is not None:
         last = [line.strip() for line in launch_logs.lines(path, 1, None)]
         print(f"log      {path}" + (f": {last[-1]}" if last else ""))
-    if now["phase"] in ("lost", "failed", "stopped"):
+    if now["phase"] in ("lost", "failed", "stopped", SUBMIT_FAILED):
         print(f"next     {shlex.join([*found.made_by, '--submit'])} continues it")
     if words := found.commands["status"]:
         call(found.path, words)

@@ -91,6 +91,7 @@ def cost(launched: Launched, now: float) -> LaunchCost | None:
         if not all(isinstance(each.get(name), kind) for name, kind in names.items()):
             continue  # of another version
         given = {name: each.get(name) for name in (*names, "stopped")}
+        given["untouched"] = bool(each.get("untouched"))
         one = _of_one(replace(launched, **given), _seconds(each["until"]), watched=False)
         before += [] if one is None else [one]
     return replace(found, earlier=before)
@@ -107,6 +108,9 @@ def _of_one(launched: Launched, now: float, *, watched: bool) -> LaunchCost | No
     price = launched.bill["usd_per_hour"]
     if price is None or launched.submitted is None:
         return None
+    if launched.untouched:
+        since = "since submitting failed before anything was created,"
+        return LaunchCost(hours=0.0, usd_per_hour=price, since=since)
     begun = _seconds(launched.submitted)
     times = launched.path / TIMES
     if launched.detached:

@@ -14,6 +14,8 @@ ELSEWHERE = "elsewhere"
 """Phase of a launch whose process is on another host, so that it is not visible whether it is running."""
 WRITTEN = "written"
 """Phase of a launch whose files are written, and that was not submitted."""
+SUBMIT_FAILED = "submit failed"
+"""Phase of a launch that could not be submitted; what was created before that is still there."""
 
 
 def phase(launched: Launched) -> dict[str, Any]:
@@ -24,6 +26,8 @@ def phase(launched: Launched) -> dict[str, Any]:
         return {"phase": "unknown"}
     if launched.submitted is None:
         return {"phase": WRITTEN}
+    if launched.failed:
+        return {"phase": SUBMIT_FAILED, "why": launched.failed}
     if words := launched.commands.get("state"):
         return _told(words)
     if not launched.detached:

@@ -43,6 +43,9 @@ def stop(launched: Launched) -> str:
     check_here(launched)
     if launched.submitted is None and not _has_client(launched):
         return NOT_SUBMITTED
+    if launched.untouched:
+        keep(replace(launched, stopped=utc_now()))
+        return "submitting had failed before anything was created; nothing to stop"
     if launched.via == LOCAL:
         return _stop_local(launched)
     if launched.detached and launched.alive():

@@ -31,7 +31,7 @@ from systolic.session.launched import (
     where_of,
 )
 
-SUBMISSION = ("slice", "bill", "submitted", "stopped")
+SUBMISSION = ("slice", "bill", "submitted", "stopped", "untouched")
 """Fields of a submission that its cost is computed from."""
 
 
@@ -99,10 +99,19 @@ def submit(launched: Launched) -> Launched:
     made = replace(made, submitted=now, earlier=_earlier(made, before, now))
     # Recorded before it starts: a launch that started only in part must be listed so that it can be stopped.
     keep(made)
-    for each in words[:-1] if made.detached else words:
-        call(made.path, each)
-    if made.detached:
-        _start(made, words[-1])
+    untouched = True
+    try:
+        for each in words[:-1]:
+            call(made.path, each)
+        if made.detached:
+            _start(made, words[-1])
+        else:
+            untouched = False
+            call(made.path, words[-1])
+    except (RunError, KeyboardInterrupt) as error:
+        why = str(error).removesuffix("; its output is above") or "interrupted"
+        keep(replace(made, failed=why, untouched=untouched))
+        raise
     return made
 
 

@@ -53,6 +53,10 @@ class Launched:
     """Time in UTC at which ``systolic stop`` released the machines."""
     earlier: Sequence[Mapping[str, Any]] = ()
     """Earlier submissions, each with ``slice``, ``bill``, ``submitted``, ``stopped`` and ``until``, the time of the next one."""
+    failed: str = ""
+    """Why submitting failed; empty if it did not."""
+    untouched: bool = False
+    """Whether submitting failed before the command that creates objects, so that there is nothing to stop or to pay."""
     trouble: str = ""
     """Problem with the record in the folder, in which case these fields come from the list of launches."""
 
