@@ -13,8 +13,9 @@ import pytest
 from systolic.cli.main import main
 from systolic.launching.supervisor import BOOT, identity
 from systolic.session.launched import launches
+from tests.launching.docker_client import containers, docker
 from tests.launching.gcloud import gcloud
-from tests.launching.made import executable, listed
+from tests.launching.made import listed
 
 
 @pytest.fixture(autouse=True)
@@ -120,23 +121,17 @@ def test_a_launch_that_was_only_written_is_not_lost(run: Callable[..., str]) -> 
     assert "far on v5e-16 via gke: written, not submitted" in run("status far")
 
 
-BUILD_FAILS = """#!{python}
-import pathlib, sys
-if sys.argv[1] == "build":
-    sys.exit("ERROR: failed to solve: process \"/bin/sh -c pip install\" did not complete successfully: exit code: 1")
-if pathlib.Path(__file__).with_name("gone").exists():
-    sys.exit("Cannot connect to the Docker daemon at unix:///var/run/docker.sock. Is the docker daemon running?")
-"""
+BOX = "launch digits --on 8xcpu --via docker --name box --submit"
 
 
 def test_a_submission_that_failed_is_recorded_and_cleared(
     run: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    docker = executable(tmp_path / "bin" / "docker", BUILD_FAILS)
-    monkeypatch.setenv("PATH", f"{docker.parent}:{os.environ['PATH']}")
-    line = "launch digits --on 8xcpu --via docker --name box"
-    assert "docker build" in run(f"{line} --submit", 1)
-    docker.with_name("gone").touch()
+    engine = docker(tmp_path)
+    monkeypatch.setenv("PATH", f"{engine}:{os.environ['PATH']}")
+    (engine / "fails").write_text("build")
+    assert "docker build" in run(BOX, 1)
+    (engine / "down").touch()
     why = "box on 8xcpu via docker: submit failed: docker build --platform linux/amd64 --tag box . failed with exit code 1"
     assert why in run("status box", 1)
     assert "box   docker  8xcpu  submit failed" in run("runs")
@@ -158,3 +153,64 @@ def test_a_submission_that_failed_early_costs_nothing(
     earlier = [before | times | {"untouched": True}]
     listed("before", **shared, commands=commands, untouched=True, earlier=earlier)
     assert "$0.00 used" in run("status before")
+
+
+def test_docker_is_asked_for_this_launchs_container(
+    run: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = docker(tmp_path)
+    monkeypatch.setenv("PATH", f"{engine}:{os.environ['PATH']}")
+    # Another user's container of that name, by hand or from another launch.
+    for label in ("", "ffff0000"):
+        other = {"id": "f00", "name": "box", "label": label, "state": "running", "code": 0}
+        (engine / "containers").write_text(json.dumps([other]))
+        assert "container box exists but is not from this launch" in run(BOX, 1)
+        assert launches() == []
+        assert containers(engine) == [other]
+    (engine / "containers").unlink()
+    run(BOX)
+    (mine,) = containers(engine)
+    assert mine["label"] == launches()[0].id
+    assert "step 10 of box" in run("logs box")
+    assert "container box is running; stop it with systolic stop box" in run(BOX, 1)
+    states = {
+        ("running", 0): "running",
+        ("created", 0): "failed: its container was created but could not be started",
+        ("exited", 0): "done",
+        ("exited", 1): "failed",
+        ("exited", 2): "failed, its command line was rejected; systolic logs",
+    }
+    for (given, code), name in states.items():
+        (engine / "containers").write_text(json.dumps([mine | {"state": given, "code": code}]))
+        assert f"box on 8xcpu via docker: {name}" in run("status box")
+    assert "box   docker  8xcpu  failed" in run("runs")
+    (engine / "down").touch()
+    assert "box   docker  8xcpu  submitted" in run("runs")
+    (engine / "down").unlink()
+    # Ended containers are replaced; one of another with that name is not this launch's.
+    run(BOX)
+    (engine / "containers").write_text(json.dumps([mine | {"label": "ffff0000"}]))
+    assert "box on 8xcpu via docker: lost" in run("status box")
+    assert "there is no container of launch box" in run("logs box", 1)
+    assert "box: already gone, nothing to stop" in run("stop box")
+    assert len(containers(engine)) == 1
+    (engine / "containers").unlink()
+    run(BOX)
+    assert "box: stopped" in run("stop box")
+    assert containers(engine) == []
+
+
+def test_a_container_that_could_not_start_is_removed_by_a_stop(
+    run: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = docker(tmp_path)
+    monkeypatch.setenv("PATH", f"{engine}:{os.environ['PATH']}")
+    (engine / "fails").write_text("run")
+    assert "could not select device driver" in run(BOX, 1)
+    assert "box on 8xcpu via docker: submit failed: docker run" in run("status box")
+    assert "box: already gone" in run("stop box")
+    assert containers(engine) == []
+    run(BOX, 1)
+    (engine / "fails").unlink()
+    assert "container box has ended; removing it" in run(BOX)
+    assert containers(engine)[0]["state"] == "running"

@@ -350,42 +350,6 @@ def test_how_a_script_has_ended_is_told(
     assert ("its command line was rejected" in run("status digits-v5e-16")) == (code == "64")
 
 
-DOCKER = """#!{python}
-import pathlib, sys
-answer = pathlib.Path(__file__).with_name("answer")
-if sys.argv[1:3] == ["container", "inspect"]:
-    assert sys.argv[-2:] == ["{{.State.Status}} {{.State.ExitCode}}", "digits-8xcpu"]
-    if not answer.exists():
-        sys.exit("Error response from daemon: No such container: digits-8xcpu")
-    if not answer.read_text():
-        sys.exit("Cannot connect to the Docker daemon at unix:///var/run/docker.sock. Is the docker daemon running?")
-    print(answer.read_text())
-"""
-
-
-def test_docker_is_asked_how_the_container_ended(
-    run: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    executable(tmp_path / "bin" / "docker", DOCKER)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    run("launch digits --on 8xcpu --via docker --submit")
-    assert state() == "lost"
-    for answer, name in {
-        "": "submitted",
-        "running 0": "running",
-        "exited 0": "done",
-        "exited 1": "failed",
-        "exited 2": "failed",
-    }.items():
-        (tmp_path / "bin" / "answer").write_text(answer)
-        assert state() == name
-        told = run("status digits-8xcpu")
-        assert (", its command line was rejected; systolic logs" in told) == (answer == "exited 2")
-    assert "digits-8xcpu  docker  8xcpu  failed" in run("runs")
-    (tmp_path / "bin" / "docker").unlink()
-    assert state() == "submitted"
-
-
 def test_a_launch_is_not_stopped_while_nobody_knows(
     run: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

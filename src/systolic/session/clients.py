@@ -18,7 +18,11 @@ CLIENTS: Mapping[str, str] = {
     "sbatch": "run this where Slurm's commands are",
 }
 """Client to where it is from."""
-NEEDS: Mapping[str, Sequence[str]] = {"tpu-vm": ("bash", "gcloud"), "skypilot": ("bash", "sky")}
+NEEDS: Mapping[str, Sequence[str]] = {
+    "tpu-vm": ("bash", "gcloud"),
+    "skypilot": ("bash", "sky"),
+    "docker": ("bash",),
+}
 """Platform to clients that its scripts call."""
 
 

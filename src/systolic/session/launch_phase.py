@@ -1,5 +1,6 @@
 """State of a launch, as this machine knows it."""
 
+import re
 import shlex
 import shutil
 import subprocess
@@ -74,6 +75,13 @@ def _told(words: Sequence[str]) -> dict[str, Any]:
         return {"phase": "submitted"}
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
-        return {"phase": "lost" if "no such" in done.stderr.lower() else "submitted"}
-    state, _, code = done.stdout.strip().partition(" ")
-    return _after(int(code)) if state in ("exited", "dead") else {"phase": "running"}
+        return {"phase": "submitted"}
+    state, _, text = done.stdout.strip().partition(" ")
+    if not state:
+        return {"phase": "lost"}
+    if state == "created":
+        return {"phase": "failed", "why": "its container was created but could not be started"}
+    code = re.search(r"\((\d+)\)", text)
+    if state in ("exited", "dead"):
+        return {"phase": "failed"} if code is None else _after(int(code[1]))
+    return {"phase": "running"}
