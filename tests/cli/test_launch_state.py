@@ -3,13 +3,17 @@
 import json
 import os
 import shlex
+import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from systolic.artifact import manifest
 from systolic.cli.main import main
 from systolic.launching.supervisor import BOOT, identity
 from systolic.session.launched import launches
@@ -196,8 +200,15 @@ def test_docker_is_asked_for_this_launchs_container(
     assert len(containers(engine)) == 1
     (engine / "containers").unlink()
     run(BOX)
-    assert "box: stopped" in run("stop box")
+    assert "box: stopped\n" in run("stop box")
     assert containers(engine) == []
+    run(BOX)
+    (engine / "fails").write_text("save")
+    why = "box: stopped; the container was killed before the training had saved; run"
+    assert why in (told := run("stop box", 1))
+    assert "runs/box: it has no checkpoint" in told
+    assert containers(engine) == []
+    assert "box   docker  8xcpu  stopped" in run("runs")
 
 
 def test_a_container_that_could_not_start_is_removed_by_a_stop(
@@ -214,3 +225,30 @@ def test_a_container_that_could_not_start_is_removed_by_a_stop(
     (engine / "fails").unlink()
     assert "container box has ended; removing it" in run(BOX)
     assert containers(engine)[0]["state"] == "running"
+
+
+def test_a_stop_that_killed_processes_fails_and_names_the_checkpoint(
+    run: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = listed("mine", run=str(Path("runs/mine").absolute()))
+    for step in (20, 40):
+        checkpoint = Path(f"runs/mine/checkpoints/{step}")
+        checkpoint.mkdir(parents=True)
+        if step == 20:  # the other was not completed
+            manifest.seal(checkpoint, step=step, leaves={}, metrics={}, ignore=[])
+    supervisor = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    process(folder, **identity(supervisor.pid))
+
+    def killed(pid: int, number: int) -> None:
+        assert (pid, number) == (supervisor.pid, signal.SIGTERM)
+        end(pid, signal.SIGKILL)
+        supervisor.wait()
+        ended = {"phase": "stopped", "codes": [-9, -9], "pid": pid}
+        (folder / "state.json").write_text(json.dumps(ended))
+
+    end = os.kill
+    monkeypatch.setattr(os, "kill", killed)
+    told = run("stop mine", 1)
+    assert "mine: stopped; 2 of 2 processes were killed before they had saved; run" in told
+    assert "its newest checkpoint is of step 20" in told
+    assert "stopped; 2 of 2 processes were killed before they had saved" in run("status mine")

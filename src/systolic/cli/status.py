@@ -31,6 +31,7 @@ class StatusOptions:
 
 def run(args: Sequence[str]) -> int:
     """The verb."""
+    from systolic.launching.supervisor import unsaved
     from systolic.session import launch_logs, launched
     from systolic.session.clients import call
     from systolic.session.launch_cost import cost
@@ -45,6 +46,8 @@ def run(args: Sequence[str]) -> int:
     more = f", restart {now['attempt']}" if now.get("attempt") else ""
     if REFUSED in (now.get("code"), *now.get("codes", ())):
         more += f", its command line was rejected; systolic logs {found.name} shows why"
+    if now["phase"] == "stopped" and (why := unsaved(now.get("codes", ()))):
+        more += f"; {why}"
     if why := now.get("why"):
         more += f": {why}"
     if now["phase"] == WRITTEN:

@@ -12,7 +12,7 @@ from systolic.cli.parse import parse
 
 @dataclass(frozen=True, kw_only=True)
 class StopOptions:
-    """Stops a launch: asks the training to save, then releases the machines.
+    """Stops a launch: asks the training to save, then releases the machines; fails if it was killed before it had saved.
 
     Args:
         name: Name of the launch, as systolic runs lists it, or its folder.
@@ -31,7 +31,7 @@ def run(args: Sequence[str]) -> int:
     found = launched.find(options.name)
     result = launch_stop.stop(found)
     if options.json:
-        print_json({"name": found.name, "result": result})
+        print_json({"name": found.name, "result": result.text, "saved": result.saved})
     else:
-        print(f"{found.name}: {result}")
-    return 0
+        print(f"{found.name}: {result.text}")
+    return 0 if result.saved else 1

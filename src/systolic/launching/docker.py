@@ -21,6 +21,8 @@ SHIPPED = ("requirements.txt", "wheels", SCRIPT, "code")
 STATE = "{{.State}} {{.Status}}"
 """Format of ``docker ps`` with the state and, after the end, the exit code: ``exited Exited (1) 2 minutes ago``."""
 RUNS = "/runs"
+KILLED = 4
+"""Exit code of a stop whose training was killed before it had saved."""
 SAVE_SECONDS = 120
 """Time between Docker's SIGTERM and SIGKILL."""
 PLATFORMS = {ChipKind.cpu: "cpu", ChipKind.gpu: "cuda,cpu", ChipKind.tpu: "tpu,cpu"}
@@ -45,7 +47,7 @@ def prepare(launch: Launch) -> Prepared:
         "platforms": PLATFORMS[launch.on.chip.kind],
         "restarts": launch.restarts,
     }
-    owned = {"name": launch.name, "id": launch.id, "label": LABEL, "gone": GONE}
+    owned = {"name": launch.name, "id": launch.id, "label": LABEL, "gone": GONE, "killed": KILLED}
     mine = ("docker", "ps", "--all", "--filter", f"label={label}")
     logs = ("bash", CONTAINER, "logs", "--tail", "200")
     return Prepared(

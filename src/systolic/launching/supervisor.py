@@ -32,6 +32,8 @@ LEFT_SECONDS = 5.0
 SAVE_SECONDS = 120.0
 """Time for all processes to save and end after a stop."""
 BOOT = Path("/proc/sys/kernel/random/boot_id")
+SAVED = (0, 128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.SIGTERM, -signal.SIGINT)
+"""Exit codes after a stop: of a training that has saved, and of one that had not begun when the signal came."""
 WRONG = 2
 """Exit code of a rejected command line, which a restart would repeat."""
 
@@ -75,7 +77,7 @@ class Supervisor:
             if self._first_to_fail:
                 self._log(f"systolic: {self._first_to_fail}\n")
             if self._stopped:
-                return self._end("stopped", codes, 0)
+                return self._end("stopped", codes, 1 if unsaved(codes) else 0)
             if not any(codes):
                 return self._end("done", codes, 0)
             follows = self._follows(began)
@@ -219,6 +221,21 @@ def elsewhere(state: Mapping[str, Any]) -> str:
 def _boot() -> str:
     """ID of this boot, which differs between hosts of one name; empty where the system has none."""
     return BOOT.read_text().strip() if BOOT.exists() else ""
+
+
+def unsaved(codes: Sequence[int]) -> str:
+    """Text on the processes of a stopped launch that ended before they had saved; empty if there are none."""
+    killed = codes.count(-signal.SIGKILL)
+    failed = sorted({code for code in codes if code not in (*SAVED, -signal.SIGKILL)})
+    texts = []
+    if killed:
+        texts.append(f"{killed} of {len(codes)} processes were killed before they had saved")
+    if failed:
+        count = sum(code in failed for code in codes)
+        texts.append(
+            f"{count} of {len(codes)} processes failed (exit code {', '.join(map(str, failed))})"
+        )
+    return "; ".join(texts)
 
 
 def _ended(number: int, code: int | None) -> str:
