@@ -370,3 +370,40 @@ def test_a_launch_is_not_stopped_while_nobody_knows(
     assert "digits-v5e-16: stopped" in run("stop digits-v5e-16")
     assert "delete digits-v5e-16 --force" in (folder / "calls").read_text()
     assert state() == "stopped"
+
+
+SQUEUE = """#!{python}
+import pathlib, sys
+here = pathlib.Path(__file__).parent
+if (here / "down").exists():
+    sys.exit("slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
+assert sys.argv[1:4] == ["--me", "--name", "two"], sys.argv
+jobs = (here / "jobs").read_text()
+print(jobs if "--noheader" in sys.argv else "JOBID PARTITION NAME USER ST TIME NODES NODELIST(REASON)\\n" + jobs, end="")
+"""
+"""Stand-in with the answers of Slurm 22.05."""
+
+
+def test_slurm_is_asked_whether_there_is_a_job_to_cancel(
+    run: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = executable(tmp_path / "bin" / "squeue", SQUEUE).parent
+    for name in ("sbatch", "scancel"):
+        executable(folder / name, '#!/bin/sh\necho "$0 $*" >>"$(dirname "$0")/calls"\n')
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    line = "launch digits --via slurm --on 8xh100 --time 1:00:00 --name two --submit"
+    run(line)
+    jobs, calls = folder / "jobs", folder / "calls"
+    jobs.write_text("1 gpu two me R 1:00 1 node-1\n")
+    (folder / "down").touch()
+    told = run("stop two", 1)
+    assert "Unable to contact slurm controller" in told
+    assert "squeue --me --name two --noheader failed with exit code 1" in told
+    assert state() == "submitted"
+    (folder / "down").unlink()
+    assert "two: stopped" in run("stop two")
+    assert calls.read_text().count("scancel --me --name two") == 2
+    run(line)
+    jobs.write_text("")
+    assert "two: already gone, nothing to stop" in run("stop two")
+    assert calls.read_text().count("scancel") == 2

@@ -66,7 +66,8 @@ def stop(launched: Launched) -> Stopped:
         call(launched.path, launched.commands["status"])
         # The script would request the machines again.
         os.killpg(read_record(launched.path / PROCESS)["pid"], signal.SIGKILL)
-    codes = [_end(launched, words) for words in launched.commands["stop"]]
+    left = _has_left_queue(launched)
+    codes = [GONE if left else _end(launched, words) for words in launched.commands["stop"]]
     found = any(code != GONE for code in codes)
     if launched.submitted is None and not found:
         return Stopped(text=NOT_SUBMITTED)
@@ -88,6 +89,22 @@ def _unsaved(launched: Launched, why: str) -> Stopped:
     steps = [int(p.name) for p in checkpoints.glob("*") if p.name.isdigit() and manifest.is_at(p)]
     kept = f"its newest checkpoint is of step {max(steps)}" if steps else "it has no checkpoint"
     return Stopped(text=f"stopped; {why}; run {launched.run}: {kept}", saved=False)
+
+
+def _has_left_queue(launched: Launched) -> bool:
+    """Whether Slurm has no job of a launch, which scancel does not report.
+
+    Raises:
+        RunError: squeue fails.
+    """
+    words = [*launched.commands["status"], "--noheader"]
+    if words[0] != "squeue":
+        return False
+    check_client(words[0])
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise failed(launched.path, words, done.returncode)
+    return not done.stdout.strip()
 
 
 def _has_client(launched: Launched) -> bool:
