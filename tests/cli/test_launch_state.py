@@ -252,3 +252,32 @@ def test_a_stop_that_killed_processes_fails_and_names_the_checkpoint(
     assert "mine: stopped; 2 of 2 processes were killed before they had saved; run" in told
     assert "its newest checkpoint is of step 20" in told
     assert "stopped; 2 of 2 processes were killed before they had saved" in run("status mine")
+
+
+HOLDS = """
+import sys, time
+from pathlib import Path
+from systolic.artifact.access import Lock
+lock = Lock(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_run_in_use_is_not_submitted(run: Callable[..., str]) -> None:
+    folder = Path("runs/same").absolute()
+    folder.mkdir(parents=True)
+    line = "launch digits --on 2xcpu --via local --name other --run runs/same --submit"
+    # Another launch, which need not hold the run yet.
+    process(listed("mine", run=str(folder)))
+    why = f"{folder} is in use by the launch mine; run systolic stop mine, or choose another --run"
+    assert why in run(line, 1)
+    process(Path("launches/mine"), started=1.0)
+    words = [sys.executable, "-c", HOLDS, str(folder)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        assert f"{folder} is in use by another process" in run(line, 1)
+        holder.kill()
+    assert [one.name for one in launches()] == ["mine"]
+    assert not Path("launches/other/process.json").exists()

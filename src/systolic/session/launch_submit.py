@@ -9,10 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from systolic.artifact.access import is_held
 from systolic.core.errors import RunError, TakenError
 from systolic.core.files import write_atomically
 from systolic.launching import Launch
-from systolic.launching.supervisor import identity
+from systolic.launching.supervisor import STATE, identity, lives
 from systolic.session.clients import NEEDS, call, check_client, here
 from systolic.session.launch_phase import check_here
 from systolic.session.launched import (
@@ -85,7 +86,7 @@ def submit(launched: Launched) -> Launched:
     """Runs the platform's commands; the training does not depend on this process afterwards.
 
     Raises:
-        RunError: a client is missing or fails.
+        RunError: a client is missing or fails, or another process uses the run.
     """
     first = (*launched.commands["submit"], *launched.commands["checks"])
     for client in (*(each[0] for each in first), *NEEDS.get(launched.via, ())):
@@ -94,6 +95,7 @@ def submit(launched: Launched) -> Launched:
     words = made.commands["submit"]
     for each in made.commands["checks"]:
         call(made.path, each)
+    _check_run(made)
     before = read_record(made.path / RECORD)
     now = utc_now()
     made = replace(made, submitted=now, earlier=_earlier(made, before, now))
@@ -113,6 +115,26 @@ def submit(launched: Launched) -> Launched:
         keep(replace(made, failed=why, untouched=untouched))
         raise
     return made
+
+
+def _check_run(made: Launched) -> None:
+    """Checks that no other process here trains the run: it would cost restarts, and the launch would take it over later.
+
+    Raises:
+        RunError: another launch or another process uses the run.
+    """
+    run = made.run
+    for one in launches():
+        if run and one.run == run and one.path != made.path and one.detached and one.alive():
+            raise RunError(
+                f"{run} is in use by the launch {one.name}; run systolic stop {one.name}, or choose another --run"
+            )
+    left = read_record(made.path / STATE).get("running", ())
+    # Processes that a killed supervisor of this launch left behind are ended by the next.
+    if run and Path(run).is_dir() and is_held(Path(run)) and not any(map(lives, left)):
+        raise RunError(
+            f"{run} is in use by another process; wait for it, stop it, or choose another --run"
+        )
 
 
 def _earlier(made: Launched, before: Mapping[str, Any], now: str) -> list[Mapping[str, Any]]:
