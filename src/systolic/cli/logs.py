@@ -24,7 +24,7 @@ class LogsOptions:
         process: local: index of the process, from 0.
     """
 
-    name: Annotated[str, tyro.conf.Positional]
+    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
     follow: bool = False
     lines: Annotated[int, COUNT] = 50
     process: Annotated[int, NOT_NEGATIVE] = 0

@@ -25,7 +25,7 @@ class StatusOptions:
         json: Print one JSON object with the state that this machine knows.
     """
 
-    name: Annotated[str, tyro.conf.Positional]
+    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
     json: bool = False
 
 
@@ -36,6 +36,7 @@ def run(args: Sequence[str]) -> int:
     from systolic.session.clients import call
     from systolic.session.launch_cost import cost
     from systolic.session.launch_phase import ELSEWHERE, SUBMIT_FAILED, WRITTEN
+    from systolic.session.launching import OURS
 
     options = parse(StatusOptions, args, "systolic status")
     found = launched.listed(options.name)
@@ -62,9 +63,8 @@ def run(args: Sequence[str]) -> int:
     if found.trouble:
         print(f"problem  {found.trouble}")
         print(f"made by  {shlex.join(found.made_by) or 'an unknown command'}")
-        print(
-            f"since    {found.submitted or 'an unknown time'}; rented machines may still cost money"
-        )
+        rents = "" if found.via in OURS else "; rented machines may still cost money"
+        print(f"since    {found.submitted or 'an unknown time'}{rents}")
         return 1
     if (used := cost(found, time.time())) is not None:
         print(f"bill     {used.text()}")
@@ -72,8 +72,8 @@ def run(args: Sequence[str]) -> int:
         print(f"next     {shlex.join([*found.made_by, '--submit'])}")
         return 0
     if (path := launch_logs.log_of(found)) is not None:
-        last = [line.strip() for line in launch_logs.lines(path, 1, None)]
-        print(f"log      {path}" + (f": {last[-1]}" if last else ""))
+        last = launch_logs.last_line(path)
+        print(f"log      {path}" + (f": {last}" if last else ""))
     if now["phase"] in ("lost", "failed", "stopped", SUBMIT_FAILED):
         print(f"next     {shlex.join([*found.made_by, '--submit'])} continues it")
     if words := found.commands["status"]:

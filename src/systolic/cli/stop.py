@@ -19,7 +19,7 @@ class StopOptions:
         json: Print one JSON object.
     """
 
-    name: Annotated[str, tyro.conf.Positional]
+    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
     json: bool = False
 
 

@@ -1,5 +1,6 @@
 """Logs of launches: files on this machine, or the platform's."""
 
+import re
 import shlex
 import subprocess
 import time
@@ -11,12 +12,27 @@ from systolic.launching.supervisor import LOGS
 from systolic.session.clients import check_client, here
 from systolic.session.launched import LOCAL, OUTPUT, POLL_SECONDS, Launched
 
+LIBRARY = re.compile(
+    r"\[Gloo\]|[IWEF]\d{4} \d\d:\d\d:\d\d|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: [IWEF] "
+    r"|WARNING: All log messages before absl"
+)
+"""Start of a line that Gloo or XLA has printed."""
+RECENT_LINES = 200
+"""Number of last lines among which the training's own is looked for."""
+
 
 def log_of(launched: Launched, process: int = 0) -> Path | None:
     """Log file of a launch on this machine; None if the platform has the logs."""
     if launched.via == LOCAL:
         return launched.path / LOGS / f"{process}.log"
     return launched.path / OUTPUT if launched.detached else None
+
+
+def last_line(path: Path) -> str:
+    """Last line of a log that is from the training and not from a library; empty if there is none."""
+    recent = [line.strip() for line in lines(path, RECENT_LINES, None)]
+    own = [line for line in recent if line and not LIBRARY.match(line)]
+    return own[-1] if own else ""
 
 
 def lines(path: Path, last: int, alive: Callable[[], bool] | None) -> Iterator[str]:

@@ -24,8 +24,9 @@ from systolic.session.launched import (
     TIMES,
     Launched,
     at_place,
+    from_record,
     keep,
-    launch_in,
+    last_record,
     launches,
     read_record,
     utc_now,
@@ -45,7 +46,11 @@ def check_free(launch: Launch, folder: Path, via: str) -> None:
     """
     name = launch.name
     if folder.is_dir() and any(folder.iterdir()):
-        before = read_record(folder / RECORD)
+        before = last_record(folder, name)
+        if not before and (folder / RECORD).is_file():
+            raise TakenError(
+                f"{folder / RECORD} is empty or cut short, and the list has no copy; choose a new folder with --out, or remove {folder} if its launch is not running"
+            )
         if not before:
             raise TakenError(
                 f"{folder} has files that are not from a launch; choose a new folder with --out"
@@ -59,7 +64,7 @@ def check_free(launch: Launch, folder: Path, via: str) -> None:
             raise RunError(
                 f"{name} was submitted with {before.get('where') or 'no zone, project or namespace'}; run systolic stop {name} first, or choose another --name"
             )
-        check_here(launch_in(folder))
+        check_here(from_record({**before, "folder": str(folder.absolute())}, name))
     found = {one.name: one for one in launches()}.get(name)
     if found is None:
         return
@@ -96,7 +101,7 @@ def submit(launched: Launched) -> Launched:
     for each in made.commands["checks"]:
         call(made.path, each)
     _check_run(made)
-    before = read_record(made.path / RECORD)
+    before = last_record(made.path, made.name)
     now = utc_now()
     made = replace(made, submitted=now, earlier=_earlier(made, before, now))
     # Recorded before it starts: a launch that started only in part must be listed so that it can be stopped.

@@ -86,7 +86,7 @@ class Launched:
 
 def as_before(launch: Launch, folder: Path) -> Launch:
     """Gives a launch the label of an earlier launch in the same folder, so that it finds the objects of that one."""
-    before = read_record(folder / RECORD).get("id")
+    before = last_record(folder, launch.name).get("id")
     return replace(launch, id=before) if before else launch
 
 
@@ -107,7 +107,7 @@ def record(
         id=launch.id,
         where=where_of(launch),
     )
-    before = read_record(folder / RECORD)
+    before = last_record(folder, launch.name)
     if prepared.asked and before.get("place") and not before.get("stopped"):
         made = at_place(made, before["place"])
     if not before.get("submitted"):
@@ -199,8 +199,13 @@ def _listed(path: Path) -> Launched:
         )
     except DataError as error:
         trouble = str(error)
+    return from_record(kept, path.stem, trouble)
+
+
+def from_record(kept: Mapping[str, Any], name: str, trouble: str = "") -> Launched:
+    """Launch of a record that may lack fields, as one of another version does."""
     unknown = {
-        "name": path.stem,
+        "name": name,
         "via": "?",
         "slice": "?",
         "run": "?",
@@ -225,13 +230,26 @@ def launch_in(folder: Path) -> Launched:
     """Reads the record in a folder.
 
     Raises:
-        DataError: it is damaged.
+        DataError: it is empty, cut short or damaged.
     """
+    path = folder / RECORD
     try:
-        found = msgspec.convert(read_record(folder / RECORD), Launched)
+        found = msgspec.convert(json.loads(path.read_text()), Launched)
         return replace(found, folder=str(folder.absolute()))
     except msgspec.ValidationError as error:
-        raise DataError(f"{folder / RECORD} is damaged ({error}); launch it again") from error
+        why = f"damaged ({error})"
+    except ValueError:
+        why = "empty" if not path.read_text().strip() else "cut short"
+    raise DataError(f"{path} is {why}; launch it again")
+
+
+def last_record(folder: Path, name: str) -> dict[str, Any]:
+    """Record of a launch in its folder; if it is damaged, the copy of it in the list; empty without either."""
+    found = read_record(folder / RECORD)
+    if found or not (folder / RECORD).is_file():
+        return found
+    kept = read_record(index() / f"{name}.json")
+    return kept if kept.get("folder") == str(folder.absolute()) else {}
 
 
 def read_record(path: Path) -> dict[str, Any]:
