@@ -19,7 +19,8 @@ from systolic.cli.target import planned_request
 from systolic.session import launching
 from systolic.session.clients import CLIENTS
 from systolic.session.launch_cost import cost
-from systolic.session.launched import LOCAL, Launched, launches, stop
+from systolic.session.launch_stop import stop
+from systolic.session.launched import LOCAL, Launched, launches
 
 RECIPE = """
 from systolic.recipes.digits import digits
@@ -393,7 +394,14 @@ def test_the_bill_after_counts_the_hours_that_machines_were_there(tmp_path: Path
     (tmp_path / "times.log").write_text("up 10\ndown 20\nup 3600\ndown 7200\ndown 7300\nup 10800\n")
     used = cost(tpus, 12600.0)
     assert used is not None
-    assert used.hours == 1.5
+    # The script is gone, so nobody knows whether the machines of the last half hour are.
+    assert (used.hours, used.at_most) == (1.5, True)
+    assert "1.50 h of machine time, if the machines still exist, at $10.00" in used.text()
+    (tmp_path / "ended").write_text("0\n")
+    kept = cost(tpus, 12600.0)
+    assert kept is not None
+    assert (kept.hours, kept.at_most) == (1.5, False)
+    (tmp_path / "ended").unlink()
     # With one of two slices dropped, half the price.
     (tmp_path / "times.log").write_text("up 3600 2\ndown 7200\nup 7200 1\n")
     fewer = cost(made(via="tpu-vm", slice="2xv5e-16", commands={"detached": True}), 14400.0)
@@ -417,6 +425,8 @@ def test_the_bill_after_counts_the_hours_that_machines_were_there(tmp_path: Path
     both = cost(replace(tpus, earlier=[{**before, **times}]), 12600.0)
     assert both is not None
     assert both.usd == pytest.approx(10 / 3600 * 5.0 + 10.0)
+    # With a last "down" all machines are known to be gone.
+    assert not both.to_json()["used_at_most"]
     assert cost(made(via=LOCAL), 9e9) is None
     assert cost(made(bill={"usd_per_hour": None}), 9e9) is None
 

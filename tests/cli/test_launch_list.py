@@ -1,14 +1,13 @@
 """List of launches, and folders that were moved, are damaged or hold something else."""
 
-import json
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from systolic.cli.main import main
-from systolic.session.launched import LOCAL, launches
+from systolic.session.launched import launches
+from tests.launching.made import listed
 
 GKE = "launch digits --via gke --image registry/systolic:1 --run gs://bucket/digits"
 TPU = "launch digits --via tpu-vm --run gs://bucket/digits"
@@ -27,25 +26,22 @@ def run(line: str, capsys: pytest.CaptureFixture[str], code: int = 0) -> tuple[s
     return out, err
 
 
-def listed(name: str, **fields: Any) -> Path:
-    """Writes a local launch that has ended; returns its folder."""
-    folder = Path("launches") / name
-    made: dict[str, Any] = {
-        "name": name,
-        "via": LOCAL,
-        "slice": "2xcpu",
-        "run": f"runs/{name}",
-        "folder": str(folder.absolute()),
-        "made_by": ["systolic", "launch", "digits", "--on", "2xcpu", "--train=--workers 4"],
-        "submitted": "2026-01-01T01:00:00+00:00",
-        "bill": {"usd": None, "usd_per_hour": None},
-        "commands": {"detached": True, "status": []},
-    }
-    made |= fields
-    for place in (folder / "launch.json", Path(f"state/systolic/launches/{name}.json")):
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(json.dumps(made))
-    return folder
+@pytest.mark.parametrize("verb", ["status", "stop", "logs"])
+def test_a_missing_name_is_said(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"systolic {verb} needs NAME" in run(verb, capsys, 2)[1]
+
+
+def test_status_shows_the_trainings_last_line(capsys: pytest.CaptureFixture[str]) -> None:
+    log = listed("mine") / "logs" / "0.log"
+    log.parent.mkdir()
+    log.write_text(
+        "step 10 loss 2.5\n"
+        "[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1\n"
+        "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR\n"
+        "I0000 00:00:1764109780.123456   26565 cpu_client.cc:470] TfrtCpuClient created.\n"
+        "2026-11-25 22:29:40.123456: E external/xla/xla/pjrt/distributed/client.cc:74] Terminating\n"
+    )
+    assert "logs/0.log: step 10 loss 2.5\n" in run("status mine", capsys)[0]
 
 
 def test_a_launch_whose_folder_is_gone_stays_in_the_list(
@@ -56,7 +52,13 @@ def test_a_launch_whose_folder_is_gone_stays_in_the_list(
     out, err = run("runs", capsys)
     assert "far   tpu-vm  2xcpu  unknown  2026-01-01T01:00:00" in out
     assert f"far: its folder {Path('launches/far').absolute()} is missing" in err
-    assert "'--train=--workers 4'" in run("status far", capsys, 1)[0]
+    told = run("status far", capsys, 1)[0]
+    assert "'--train=--workers 4'" in told
+    assert "2026-01-01T01:00:00+00:00; rented machines may still cost money" in told
+    listed("here")
+    Path("launches").rename("gone")
+    assert "money" not in run("status here", capsys, 1)[0]
+    Path("state/systolic/launches/here.json").unlink()
     assert "is missing" in run("stop far", capsys, 1)[1]
     assert "is missing" in run("logs far", capsys, 1)[1]
     # Its new folder repairs the entry.
@@ -85,11 +87,17 @@ def test_a_damaged_record_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     (listed("here") / "launch.json").write_text("{")
     out, err = run("runs", capsys)
     assert "here  local  2xcpu  unknown" in out
-    assert "launch.json is damaged" in err
+    assert "launch.json is cut short; launch it again" in err
+    Path("launches/here/launch.json").write_text("")
+    assert "launch.json is empty; launch it again" in run("status launches/here", capsys, 1)[1]
+    # The list has a copy, so that the launch can be given again.
+    again = "launch digits --on 2xcpu --via local --name here"
+    run(again, capsys)
     Path("state/systolic/launches/here.json").write_text("{")
     out, err = run("runs", capsys)
     assert "here  ?" in out
     assert "here.json is damaged" in err
+    assert "and the list has no copy; choose a new folder with --out" in run(again, capsys, 2)[1]
 
 
 def test_status_of_a_folder_without_its_state(capsys: pytest.CaptureFixture[str]) -> None:

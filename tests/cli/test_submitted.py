@@ -1,5 +1,6 @@
 """Submitted launches: state, logs and stop, with stand-ins for kubectl and gcloud."""
 
+import datetime
 import json
 import os
 import re
@@ -13,7 +14,10 @@ import pytest
 
 from systolic.cli import runs
 from systolic.cli.main import main
-from systolic.session.launched import launches, phase
+from systolic.session import launch_submit
+from systolic.session.launch_cost import cost
+from systolic.session.launch_phase import phase
+from systolic.session.launched import launches
 from tests.launching.gcloud import ANSWERS, gcloud
 from tests.launching.kubectl import stand_in
 from tests.launching.made import executable
@@ -231,13 +235,20 @@ def test_a_server_of_another_is_neither_replaced_nor_deleted(
         other.unlink()
     assert launches() == []
     run(SERVE)
-    # Its own objects are updated, and cost since they were created; another's, created since, stay at the stop.
+    # Its own objects are updated, and keep their price until then; another's, created since, stay at the stop.
     record = Path("launches/chat-v5e-8/launch.json")
     begun = "2026-11-01T00:00:00+00:00"
     record.write_text(json.dumps({**json.loads(record.read_text()), "submitted": begun}))
-    run(f"{SERVE} --max-replicas 2")
+    monkeypatch.setattr(launch_submit, "utc_now", lambda: "2026-11-05T04:00:00+00:00")
+    run(f"{SERVE} --on v5e-1 --spot --name chat-v5e-8 --max-replicas 2")
     (served,) = launches()
-    assert (served.submitted, served.bill["usd_per_hour_most"]) == (begun, 19.2)
+    used = cost(served, datetime.datetime(2026, 11, 5, 14, tzinfo=datetime.UTC).timestamp())
+    assert used is not None
+    # 100 h of one to four pods at $9.60, then 10 h of one to two at $0.298.
+    (first,) = used.earlier
+    assert (first.usd, first.usd_most, first.at_most) == pytest.approx((960.0, 3840.0, False))
+    assert used.usd == pytest.approx(962.98, abs=0.02)
+    assert used.usd_most == pytest.approx(3845.96, abs=0.04)
     deployment = clusters / "mine" / "deployment"
     deployment.write_text("ffff0000")
     assert "already gone" in run("stop chat-v5e-8")
@@ -339,42 +350,6 @@ def test_how_a_script_has_ended_is_told(
     assert ("its command line was rejected" in run("status digits-v5e-16")) == (code == "64")
 
 
-DOCKER = """#!{python}
-import pathlib, sys
-answer = pathlib.Path(__file__).with_name("answer")
-if sys.argv[1:3] == ["container", "inspect"]:
-    assert sys.argv[-2:] == ["{{.State.Status}} {{.State.ExitCode}}", "digits-8xcpu"]
-    if not answer.exists():
-        sys.exit("Error response from daemon: No such container: digits-8xcpu")
-    if not answer.read_text():
-        sys.exit("Cannot connect to the Docker daemon at unix:///var/run/docker.sock. Is the docker daemon running?")
-    print(answer.read_text())
-"""
-
-
-def test_docker_is_asked_how_the_container_ended(
-    run: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    executable(tmp_path / "bin" / "docker", DOCKER)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    run("launch digits --on 8xcpu --via docker --submit")
-    assert state() == "lost"
-    for answer, name in {
-        "": "submitted",
-        "running 0": "running",
-        "exited 0": "done",
-        "exited 1": "failed",
-        "exited 2": "failed",
-    }.items():
-        (tmp_path / "bin" / "answer").write_text(answer)
-        assert state() == name
-        told = run("status digits-8xcpu")
-        assert (", its command line was rejected; systolic logs" in told) == (answer == "exited 2")
-    assert "digits-8xcpu  docker  8xcpu  failed" in run("runs")
-    (tmp_path / "bin" / "docker").unlink()
-    assert state() == "submitted"
-
-
 def test_a_launch_is_not_stopped_while_nobody_knows(
     run: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -395,3 +370,40 @@ def test_a_launch_is_not_stopped_while_nobody_knows(
     assert "digits-v5e-16: stopped" in run("stop digits-v5e-16")
     assert "delete digits-v5e-16 --force" in (folder / "calls").read_text()
     assert state() == "stopped"
+
+
+SQUEUE = """#!{python}
+import pathlib, sys
+here = pathlib.Path(__file__).parent
+if (here / "down").exists():
+    sys.exit("slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
+assert sys.argv[1:4] == ["--me", "--name", "two"], sys.argv
+jobs = (here / "jobs").read_text()
+print(jobs if "--noheader" in sys.argv else "JOBID PARTITION NAME USER ST TIME NODES NODELIST(REASON)\\n" + jobs, end="")
+"""
+"""Stand-in with the answers of Slurm 22.05."""
+
+
+def test_slurm_is_asked_whether_there_is_a_job_to_cancel(
+    run: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = executable(tmp_path / "bin" / "squeue", SQUEUE).parent
+    for name in ("sbatch", "scancel"):
+        executable(folder / name, '#!/bin/sh\necho "$0 $*" >>"$(dirname "$0")/calls"\n')
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    line = "launch digits --via slurm --on 8xh100 --time 1:00:00 --name two --submit"
+    run(line)
+    jobs, calls = folder / "jobs", folder / "calls"
+    jobs.write_text("1 gpu two me R 1:00 1 node-1\n")
+    (folder / "down").touch()
+    told = run("stop two", 1)
+    assert "Unable to contact slurm controller" in told
+    assert "squeue --me --name two --noheader failed with exit code 1" in told
+    assert state() == "submitted"
+    (folder / "down").unlink()
+    assert "two: stopped" in run("stop two")
+    assert calls.read_text().count("scancel --me --name two") == 2
+    run(line)
+    jobs.write_text("")
+    assert "two: already gone, nothing to stop" in run("stop two")
+    assert calls.read_text().count("scancel") == 2

@@ -1,5 +1,6 @@
 """Launches for tests, and all slices of the catalogue."""
 
+import json
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import yaml
 from systolic.chips import Slice, chips, slice
 from systolic.chips.slices import named_slices
 from systolic.launching import Launch, Prepared, Site
+from systolic.session.launched import LOCAL
 
 IMAGE = "us-docker.pkg.dev/project/repository/systolic:1"
 HEADER = "# Made by: systolic launch lm --on v5e-16\n"
@@ -98,3 +100,24 @@ def passed(container: dict[str, Any]) -> list[str]:
     """Command of a container as its process gets it."""
     environ = {one["name"]: one["value"] for one in container["env"]}
     return [expanded(word, environ) for word in container["command"]]
+
+
+def listed(name: str, **fields: Any) -> Path:
+    """Writes the record of a local launch, by default of one that has ended; returns its folder."""
+    folder = Path("launches") / name
+    made: dict[str, Any] = {
+        "name": name,
+        "via": LOCAL,
+        "slice": "2xcpu",
+        "run": f"runs/{name}",
+        "folder": str(folder.absolute()),
+        "made_by": ["systolic", "launch", "digits", "--on", "2xcpu", "--train=--workers 4"],
+        "submitted": "2026-01-01T01:00:00+00:00",
+        "bill": {"usd": None, "usd_per_hour": None},
+        "commands": {"detached": True, "status": []},
+    }
+    made |= fields
+    for place in (folder / "launch.json", Path(f"state/systolic/launches/{name}.json")):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(json.dumps(made))
+    return folder

@@ -1,6 +1,7 @@
 """Docker: the build folder passes hadolint, Docker's client parses the commands, and they fit every machine of the catalogue."""
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -54,11 +55,12 @@ def test_the_container_trains_as_the_user_into_their_folder() -> None:
         "/runs/lm",
         "--continue",
     )
-    assert [one[:3] for one in prepared.submit][:3] == [
+    assert [one[:3] for one in prepared.submit] == [
         ("mkdir", "-p", "/home/me/runs/lm"),
         ("docker", "build", "--platform"),
-        ("docker", "container", "prune"),
+        ("docker", "run", "--detach"),
     ]
+    assert "systolic.launch=0a1b2c3d" in words
 
 
 def test_the_files_say_what_made_them_and_pass_hadolint(tmp_path: Path) -> None:
@@ -133,6 +135,19 @@ def test_a_stop_of_the_container_lets_the_training_save(tmp_path: Path) -> None:
 def test_the_script_passes_shellcheck(tmp_path: Path) -> None:
     entry(tmp_path, "")
     shellcheck(tmp_path / "train.sh")
+    (tmp_path / "container.sh").write_text(made().files["container.sh"])
+    shellcheck(tmp_path / "container.sh")
+
+
+CALLED = (
+    "docker ps --all --quiet --filter label=systolic.launch=0a1b2c3d",
+    """docker ps --all --filter name=^/?lm$ --format '{{.Label "systolic.launch"}},{{.State}}'""",
+    "docker container inspect --format {{.State.Status}} 0a1b2c3d",
+    "docker logs --tail 200 --follow 0a1b2c3d",
+    "docker stop 0a1b2c3d",
+    "docker rm 0a1b2c3d",
+)
+"""Commands of ``container.sh``."""
 
 
 def test_dockers_own_client_takes_the_words(tmp_path: Path) -> None:
@@ -145,9 +160,7 @@ def test_dockers_own_client_takes_the_words(tmp_path: Path) -> None:
             *prepared.submit[1:],
             prepared.status,
             prepared.state,
-            prepared.logs,
-            prepared.follow,
-            *prepared.stop,
+            *(shlex.split(line) for line in CALLED),
         ]
         for words in commands:
             words = [words[0], "--host", f"unix://{tmp_path}/none", *words[1:]]

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 
 from systolic.launching.local import SETTINGS
 from systolic.launching.remaining import Remaining
-from systolic.launching.supervisor import LOGS, STATE, Supervisor, identity, lives
+from systolic.launching.supervisor import LOGS, STATE, Supervisor, identity, lives, unsaved
 
 PATIENCE_SECONDS = 60
 
@@ -184,6 +185,37 @@ def test_a_stop_lets_all_processes_save(tmp_path: Path) -> None:
     assert started.wait(PATIENCE_SECONDS) == 0
     assert state(tmp_path)["phase"] == "stopped"
     assert [(tmp_path / LOGS / f"{n}.log").read_text() for n in range(2)] == ["saved\n"] * 2
+
+
+STUBBORN = """
+import os, pathlib, signal, sys, time
+number = os.environ["JAX_PROCESS_ID"]
+signal.signal(signal.SIGTERM, signal.SIG_IGN if number == "1" else lambda *_: sys.exit(143))
+(pathlib.Path(sys.argv[1]) / ("ready" + number)).touch()
+time.sleep(600)
+"""
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_stop_that_kills_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("systolic.launching.supervisor.SAVE_SECONDS", 0.5)
+
+    def stop() -> None:
+        wait(lambda: (tmp_path / "ready0").exists() and (tmp_path / "ready1").exists())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    asked = threading.Thread(target=stop)
+    asked.start()
+    assert supervised(tmp_path, STUBBORN) == 1
+    asked.join()
+    told = state(tmp_path)
+    assert (told["phase"], told["codes"]) == ("stopped", [143, -9])
+    assert unsaved(told["codes"]) == "1 of 2 processes were killed before they had saved"
+
+
+def test_which_processes_had_saved() -> None:
+    assert not unsaved([0, 143, 130, -15])
+    assert unsaved([143, 1, 75, 1]) == "3 of 4 processes failed (exit code 1, 75)"
 
 
 def test_processes_of_a_killed_supervisor_are_ended_by_the_next(tmp_path: Path) -> None:

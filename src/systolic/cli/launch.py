@@ -197,16 +197,16 @@ def finish(
     output: Output,
 ) -> "tuple[Launched, dict[str, Any]]":
     """Writes the files of a launch, prints its summary unless JSON is asked for, submits if ``submit``; returns the record and its JSON."""
-    from systolic.session import launched, launching
+    from systolic.session import launch_submit, launched, launching
 
     folder = folder_of(made, out)
-    launched.check_free(made, folder, via)
+    launch_submit.check_free(made, folder, via)
     files = launching.write(made, prepared, folder)
     record = launched.record(via, made, prepared, bill, folder)
     if output is not Output.json:
         summarize(made, prepared, bill, files, command, folder=folder, output=output)
     if submit:
-        record = launched.submit(record)
+        record = launch_submit.submit(record)
     notes = list(prepared.notes)
     return record, {**record.to_json(), "notes": notes, "files": [str(path) for path in files]}
 
@@ -231,7 +231,9 @@ def without_steps(args: Sequence[str]) -> list[str]:
 
 def folder_of(made: "Launch", out: Path | None) -> Path:
     """Folder for the files of a launch."""
-    return out or Path("launches") / made.name
+    from systolic.session.launched import FOLDERS
+
+    return out or Path(FOLDERS) / made.name
 
 
 def request_of(asked: Request[LaunchOptions], args: Sequence[str]) -> "LaunchRequest":

@@ -1,5 +1,6 @@
 """``systolic logs NAME [-f]``: prints the output of a launch."""
 
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from typing import Annotated
 import tyro
 
 from systolic.cli.parse import parse
-from systolic.core.errors import OptionError
+from systolic.core.errors import OptionError, RunError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE
 
 
@@ -23,7 +24,7 @@ class LogsOptions:
         process: local: index of the process, from 0.
     """
 
-    name: Annotated[str, tyro.conf.Positional]
+    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
     follow: bool = False
     lines: Annotated[int, COUNT] = 50
     process: Annotated[int, NOT_NEGATIVE] = 0
@@ -31,7 +32,7 @@ class LogsOptions:
 
 def run(args: Sequence[str]) -> int:
     """The verb."""
-    from systolic.session import launch_logs, launched
+    from systolic.session import launch_logs, launch_phase, launched
 
     words = ["--follow" if word == "-f" else word for word in args]
     options = parse(LogsOptions, words, "systolic logs")
@@ -43,9 +44,14 @@ def run(args: Sequence[str]) -> int:
         )
     path = launch_logs.log_of(found, options.process)
     if path is None:
-        launched.show_logs(found, follow=options.follow)
+        launch_logs.show_logs(found, follow=options.follow)
         return 0
-    alive = found.alive if options.follow else None
+    if not path.exists() and not (options.follow and found.alive()):
+        raise RunError(
+            f"{found.name} has no log {path}: it is {launch_phase.phase(found)['phase']}; systolic status {shlex.quote(options.name)} shows more"
+        )
+    # The log of a process on another host grows on a shared disk.
+    alive = (lambda: found.alive() or bool(found.host)) if options.follow else None
     for text in launch_logs.lines(path, options.lines, alive):
         sys.stdout.write(text)
         sys.stdout.flush()

@@ -50,7 +50,7 @@ def run(args: Sequence[str]) -> int:
 def now_of(one: "Launched") -> dict[str, Any]:
     """State of a launch as this machine knows it: its phase, and its cost so far."""
     from systolic.session.launch_cost import cost
-    from systolic.session.launched import phase
+    from systolic.session.launch_phase import phase
 
     used = cost(one, time.time())
     return {**phase(one), **({} if used is None else used.to_json())}

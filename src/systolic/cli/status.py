@@ -25,14 +25,18 @@ class StatusOptions:
         json: Print one JSON object with the state that this machine knows.
     """
 
-    name: Annotated[str, tyro.conf.Positional]
+    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
     json: bool = False
 
 
 def run(args: Sequence[str]) -> int:
     """The verb."""
+    from systolic.launching.supervisor import unsaved
     from systolic.session import launch_logs, launched
+    from systolic.session.clients import call
     from systolic.session.launch_cost import cost
+    from systolic.session.launch_phase import ELSEWHERE, SUBMIT_FAILED, WRITTEN
+    from systolic.session.launching import OURS
 
     options = parse(StatusOptions, args, "systolic status")
     found = launched.listed(options.name)
@@ -43,6 +47,14 @@ def run(args: Sequence[str]) -> int:
     more = f", restart {now['attempt']}" if now.get("attempt") else ""
     if REFUSED in (now.get("code"), *now.get("codes", ())):
         more += f", its command line was rejected; systolic logs {found.name} shows why"
+    if now["phase"] == "stopped" and (why := unsaved(now.get("codes", ()))):
+        more += f"; {why}"
+    if why := now.get("why"):
+        more += f": {why}"
+    if now["phase"] == WRITTEN:
+        more += ", not submitted; add --submit"
+    if host := now.get("host") if now["phase"] == ELSEWHERE else "":
+        more += f": runs on {host} and is not visible from here"
     if gone := now.get("left_out"):
         more += f", without slice {', '.join(map(str, gone))}"
     print(f"{found.name} on {found.slice} via {found.via}: {now['phase']}{more}")
@@ -51,17 +63,19 @@ def run(args: Sequence[str]) -> int:
     if found.trouble:
         print(f"problem  {found.trouble}")
         print(f"made by  {shlex.join(found.made_by) or 'an unknown command'}")
-        print(
-            f"since    {found.submitted or 'an unknown time'}; rented machines may still cost money"
-        )
+        rents = "" if found.via in OURS else "; rented machines may still cost money"
+        print(f"since    {found.submitted or 'an unknown time'}{rents}")
         return 1
     if (used := cost(found, time.time())) is not None:
         print(f"bill     {used.text()}")
+    if now["phase"] == WRITTEN:
+        print(f"next     {shlex.join([*found.made_by, '--submit'])}")
+        return 0
     if (path := launch_logs.log_of(found)) is not None:
-        last = [line.strip() for line in launch_logs.lines(path, 1, None)]
-        print(f"log      {path}" + (f": {last[-1]}" if last else ""))
-    if now["phase"] in ("lost", "failed", "stopped"):
+        last = launch_logs.last_line(path)
+        print(f"log      {path}" + (f": {last}" if last else ""))
+    if now["phase"] in ("lost", "failed", "stopped", SUBMIT_FAILED):
         print(f"next     {shlex.join([*found.made_by, '--submit'])} continues it")
     if words := found.commands["status"]:
-        launched.call(found, words)
+        call(found.path, words)
     return 0

@@ -12,26 +12,26 @@ from systolic.cli.parse import parse
 
 @dataclass(frozen=True, kw_only=True)
 class StopOptions:
-    """Stops a launch: asks the training to save, then releases the machines.
+    """Stops a launch: asks the training to save, then releases the machines; fails if it was killed before it had saved.
 
     Args:
         name: Name of the launch, as systolic runs lists it, or its folder.
         json: Print one JSON object.
     """
 
-    name: Annotated[str, tyro.conf.Positional]
+    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
     json: bool = False
 
 
 def run(args: Sequence[str]) -> int:
     """The verb."""
-    from systolic.session import launched
+    from systolic.session import launch_stop, launched
 
     options = parse(StopOptions, args, "systolic stop")
     found = launched.find(options.name)
-    result = launched.stop(found)
+    result = launch_stop.stop(found)
     if options.json:
-        print_json({"name": found.name, "result": result})
+        print_json({"name": found.name, "result": result.text, "saved": result.saved})
     else:
-        print(f"{found.name}: {result}")
-    return 0
+        print(f"{found.name}: {result.text}")
+    return 0 if result.saved else 1

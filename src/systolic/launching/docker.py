@@ -9,16 +9,20 @@ import platform
 
 from systolic.chips import ChipKind
 from systolic.core.errors import OptionError
-from systolic.launching.launch import Launch, Prepared, Purchase
+from systolic.launching.launch import GONE, Launch, Prepared, Purchase
 from systolic.launching.names import check_name, is_bucket
 from systolic.launching.scripts import rendered
 from systolic.launching.tpu_vm import num_hosts
 
 LONGEST = 60
-DOCKERFILE, SCRIPT = "Dockerfile", "train.sh"
+DOCKERFILE, SCRIPT, CONTAINER = "Dockerfile", "train.sh", "container.sh"
+LABEL = "systolic.launch"
 SHIPPED = ("requirements.txt", "wheels", SCRIPT, "code")
-STATE = "{{.State.Status}} {{.State.ExitCode}}"
+STATE = "{{.State}} {{.Status}}"
+"""Format of ``docker ps`` with the state and, after the end, the exit code: ``exited Exited (1) 2 minutes ago``."""
 RUNS = "/runs"
+KILLED = 4
+"""Exit code of a stop whose training was killed before it had saved."""
 SAVE_SECONDS = 120
 """Time between Docker's SIGTERM and SIGKILL."""
 PLATFORMS = {ChipKind.cpu: "cpu", ChipKind.gpu: "cuda,cpu", ChipKind.tpu: "tpu,cpu"}
@@ -36,34 +40,36 @@ def prepare(launch: Launch) -> Prepared:
         raise OptionError(f"run is {launch.run}, but docker trains into a folder; give --run DIR")
     if launch.purchase is not Purchase.on_demand:
         raise OptionError("docker rents no chips; leave out --spot and --reserved")
-    label = f"systolic.launch={launch.name}"
+    label = f"{LABEL}={launch.id}"
     fields = {
         "name": launch.name,
         "python": ".".join(platform.python_version_tuple()[:2]),
         "platforms": PLATFORMS[launch.on.chip.kind],
         "restarts": launch.restarts,
     }
-    logs = ("docker", "logs", "--tail", "200")
+    owned = {"name": launch.name, "id": launch.id, "label": LABEL, "gone": GONE, "killed": KILLED}
+    mine = ("docker", "ps", "--all", "--filter", f"label={label}")
+    logs = ("bash", CONTAINER, "logs", "--tail", "200")
     return Prepared(
         files={
             DOCKERFILE: rendered(DOCKERFILE, launch.header(), fields),
             SCRIPT: rendered(SCRIPT, launch.header(), fields),
+            CONTAINER: rendered(CONTAINER, launch.header(), owned),
             ".dockerignore": launch.header()
             + "\n".join(["*", *(f"!{one}" for one in SHIPPED)])
             + "\n",
         },
+        checks=(("bash", CONTAINER, "check"),),
         submit=(
             ("mkdir", "-p", launch.run),
             ("docker", "build", "--platform", "linux/amd64", "--tag", launch.name, "."),
-            # Removes the container of an earlier launch of this name that has ended.
-            ("docker", "container", "prune", "--force", "--filter", f"label={label}"),
             run_words(launch, label),
         ),
-        status=("docker", "ps", "--all", "--filter", f"label={label}"),
-        state=("docker", "container", "inspect", "--format", STATE, launch.name),
-        logs=(*logs, launch.name),
-        follow=(*logs, "--follow", launch.name),
-        stop=(("docker", "stop", launch.name), ("docker", "rm", launch.name)),
+        status=mine,
+        state=(*mine, "--format", STATE),
+        logs=logs,
+        follow=(*logs, "--follow"),
+        stop=(("bash", CONTAINER, "stop"),),
         notes=_notes(launch),
         ships=True,
     )

@@ -31,6 +31,9 @@ LEFT_SECONDS = 5.0
 """Time for the other processes to end by themselves after one has failed."""
 SAVE_SECONDS = 120.0
 """Time for all processes to save and end after a stop."""
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+SAVED = (0, 128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.SIGTERM, -signal.SIGINT)
+"""Exit codes after a stop: of a training that has saved, and of one that had not begun when the signal came."""
 WRONG = 2
 """Exit code of a rejected command line, which a restart would repeat."""
 
@@ -74,7 +77,7 @@ class Supervisor:
             if self._first_to_fail:
                 self._log(f"systolic: {self._first_to_fail}\n")
             if self._stopped:
-                return self._end("stopped", codes, 0)
+                return self._end("stopped", codes, 1 if unsaved(codes) else 0)
             if not any(codes):
                 return self._end("done", codes, 0)
             follows = self._follows(began)
@@ -189,21 +192,50 @@ class Supervisor:
 
 
 def identity(pid: int) -> dict[str, Any]:
-    """Identifies a process by its ID and its start time, since IDs are reused."""
+    """Identifies a process by its ID, its start time, since IDs are reused, and its host."""
+    host = {"host": socket.gethostname(), "boot": _boot()}
     try:
-        return {"pid": pid, "started": psutil.Process(pid).create_time()}
+        return {"pid": pid, "started": psutil.Process(pid).create_time(), **host}
     except psutil.NoSuchProcess:
-        return {"pid": pid, "started": 0.0}
+        return {"pid": pid, "started": 0.0, **host}
 
 
 def lives(state: Mapping[str, Any]) -> bool:
-    """Whether the process described by :func:`identity` is still running."""
+    """Whether the process described by :func:`identity` is still running on this host."""
+    if state.get("boot", _boot()) != _boot():
+        return False
     try:
         now = psutil.Process(state["pid"])
         same = abs(now.create_time() - state["started"]) < 1
         return same and now.status() != psutil.STATUS_ZOMBIE
     except (psutil.NoSuchProcess, KeyError):
         return False
+
+
+def elsewhere(state: Mapping[str, Any]) -> str:
+    """Name of the host of a process that is not visible from this one; empty for this host and for records without a host."""
+    host = state.get("host", "")
+    return "" if host == socket.gethostname() or lives(state) else host
+
+
+def _boot() -> str:
+    """ID of this boot, which differs between hosts of one name; empty where the system has none."""
+    return BOOT.read_text().strip() if BOOT.exists() else ""
+
+
+def unsaved(codes: Sequence[int]) -> str:
+    """Text on the processes of a stopped launch that ended before they had saved; empty if there are none."""
+    killed = codes.count(-signal.SIGKILL)
+    failed = sorted({code for code in codes if code not in (*SAVED, -signal.SIGKILL)})
+    texts = []
+    if killed:
+        texts.append(f"{killed} of {len(codes)} processes were killed before they had saved")
+    if failed:
+        count = sum(code in failed for code in codes)
+        texts.append(
+            f"{count} of {len(codes)} processes failed (exit code {', '.join(map(str, failed))})"
+        )
+    return "; ".join(texts)
 
 
 def _ended(number: int, code: int | None) -> str:

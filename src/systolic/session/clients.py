@@ -1,7 +1,11 @@
-"""Clients of the platforms on this machine."""
+"""Clients of the platforms on this machine, and calls of them."""
 
+import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from systolic.core.errors import RunError
 
@@ -14,7 +18,11 @@ CLIENTS: Mapping[str, str] = {
     "sbatch": "run this where Slurm's commands are",
 }
 """Client to where it is from."""
-NEEDS: Mapping[str, Sequence[str]] = {"tpu-vm": ("bash", "gcloud"), "skypilot": ("bash", "sky")}
+NEEDS: Mapping[str, Sequence[str]] = {
+    "tpu-vm": ("bash", "gcloud"),
+    "skypilot": ("bash", "sky"),
+    "docker": ("bash",),
+}
 """Platform to clients that its scripts call."""
 
 
@@ -29,3 +37,31 @@ def check_client(client: str) -> None:
         raise RunError(
             f"{client} is not installed on this machine, and submits this launch: {where}"
         )
+
+
+def call(folder: Path, words: Sequence[str]) -> None:
+    """Runs a command of the client in a launch's folder, with its output on stderr.
+
+    Raises:
+        RunError: the client is missing or fails.
+    """
+    check_client(words[0])
+    if code := code_of(folder, words):
+        raise failed(folder, words, code)
+
+
+def code_of(folder: Path, words: Sequence[str]) -> int:
+    """Runs a command of the client in a launch's folder, with its output on stderr; returns its exit code."""
+    return subprocess.run(here(words), cwd=folder, stdout=sys.stderr, check=False).returncode
+
+
+def failed(folder: Path, words: Sequence[str], code: int) -> RunError:
+    """Error of a command that failed."""
+    return RunError(
+        f"{shlex.join(words)} failed with exit code {code} in {folder}; its output is above"
+    )
+
+
+def here(words: Sequence[str]) -> list[str]:
+    """Words of a command, with this interpreter for :data:`PYTHON`."""
+    return [sys.executable, *words[1:]] if words[0] == PYTHON else list(words)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from systolic.report.figures import plural
-from systolic.session.launched import LOCAL, TIMES, Launched
+from systolic.session.launched import ENDED, LOCAL, TIMES, Launched
 
 HOUR = 3600.0
 
@@ -21,7 +21,7 @@ class LaunchCost:
     since: str
     """How the hours are counted."""
     at_most: bool = False
-    """Whether the cost is an upper bound: the launch may have ended, which this machine does not see."""
+    """Whether the cost is an upper bound: the launch, or its machines, may have ended, which this machine does not see."""
     usd_per_hour_most: float | None = None
     """Price per hour of a server for the maximum number of pods; this machine does not see how many run."""
 
@@ -81,7 +81,8 @@ def cost(launched: Launched, now: float) -> LaunchCost | None:
     """
     if launched.trouble or launched.via == LOCAL or launched.submitted is None:
         return None
-    found = _of_one(launched, now)
+    watched = launched.detached and (launched.alive() or (launched.path / ENDED).exists())
+    found = _of_one(launched, now, watched=watched)
     if found is None:
         return None
     names = {"slice": str, "bill": dict, "submitted": str}
@@ -90,22 +91,34 @@ def cost(launched: Launched, now: float) -> LaunchCost | None:
         if not all(isinstance(each.get(name), kind) for name, kind in names.items()):
             continue  # of another version
         given = {name: each.get(name) for name in (*names, "stopped")}
-        one = _of_one(replace(launched, **given), _seconds(each["until"]))
+        given["untouched"] = bool(each.get("untouched"))
+        one = _of_one(replace(launched, **given), _seconds(each["until"]), watched=False)
         before += [] if one is None else [one]
     return replace(found, earlier=before)
 
 
-def _of_one(launched: Launched, now: float) -> LaunchCost | None:
-    """Cost of one submission until ``now``."""
+def _of_one(launched: Launched, now: float, *, watched: bool) -> LaunchCost | None:
+    """Cost of one submission until ``now``.
+
+    Args:
+        launched: The launch, with the fields of the submission.
+        now: Seconds since 1970.
+        watched: Whether its script is running or has recorded its end; otherwise it may have missed the end of machines.
+    """
     price = launched.bill["usd_per_hour"]
     if price is None or launched.submitted is None:
         return None
+    if launched.untouched:
+        since = "since submitting failed before anything was created,"
+        return LaunchCost(hours=0.0, usd_per_hour=price, since=since)
     begun = _seconds(launched.submitted)
     times = launched.path / TIMES
     if launched.detached:
         text = times.read_text() if times.exists() else ""
-        hours = _up(text, begun, now, _slices(launched.slice)) / HOUR
-        return LaunchCost(hours=hours, usd_per_hour=price, since="of machine time")
+        seconds, up = _up(text, begun, now, _slices(launched.slice))
+        unseen = up and not watched
+        since = "of machine time" + (", if the machines still exist," if unseen else "")
+        return LaunchCost(hours=seconds / HOUR, usd_per_hour=price, since=since, at_most=unseen)
     end = now if launched.stopped is None else _seconds(launched.stopped)
     since = "from submit to stop" if launched.stopped else "since submission, if still running"
     hours = max(0.0, end - begun) / HOUR
@@ -128,8 +141,11 @@ def _slices(name: str) -> int:
     return int(count) if times and count.isdigit() else 1
 
 
-def _up(text: str, begun: float, now: float, slices: int) -> float:
-    """Seconds from each ``up`` to the next ``down`` between ``begun`` and ``now``, weighted by the share of slices."""
+def _up(text: str, begun: float, now: float, slices: int) -> tuple[float, bool]:
+    """Seconds from each ``up`` to the next ``down`` between ``begun`` and ``now``, weighted by the share of slices.
+
+    Also returns whether no ``down`` followed the last ``up``.
+    """
     total, up, share = 0.0, None, 1.0
     for line in text.splitlines():
         what, seconds, *there = (*line.split(" "), "")[:3]
@@ -140,4 +156,4 @@ def _up(text: str, begun: float, now: float, slices: int) -> float:
             share = int(there[0]) / slices if there[0].isdigit() else 1.0
         elif what == "down" and up is not None:
             total, up = total + share * (float(seconds) - up), None
-    return total if up is None else total + share * (now - up)
+    return (total, False) if up is None else (total + share * (now - up), up < now)

@@ -1,11 +1,24 @@
-"""Logs of launches that are files on this machine."""
+"""Logs of launches: files on this machine, or the platform's."""
 
+import re
+import shlex
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from systolic.core.errors import RunError
 from systolic.launching.supervisor import LOGS
+from systolic.session.clients import check_client, here
 from systolic.session.launched import LOCAL, OUTPUT, POLL_SECONDS, Launched
+
+LIBRARY = re.compile(
+    r"\[Gloo\]|[IWEF]\d{4} \d\d:\d\d:\d\d|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: [IWEF] "
+    r"|WARNING: All log messages before absl"
+)
+"""Start of a line that Gloo or XLA has printed."""
+RECENT_LINES = 200
+"""Number of last lines among which the training's own is looked for."""
 
 
 def log_of(launched: Launched, process: int = 0) -> Path | None:
@@ -13,6 +26,13 @@ def log_of(launched: Launched, process: int = 0) -> Path | None:
     if launched.via == LOCAL:
         return launched.path / LOGS / f"{process}.log"
     return launched.path / OUTPUT if launched.detached else None
+
+
+def last_line(path: Path) -> str:
+    """Last line of a log that is from the training and not from a library; empty if there is none."""
+    recent = [line.strip() for line in lines(path, RECENT_LINES, None)]
+    own = [line for line in recent if line and not LIBRARY.match(line)]
+    return own[-1] if own else ""
 
 
 def lines(path: Path, last: int, alive: Callable[[], bool] | None) -> Iterator[str]:
@@ -37,3 +57,15 @@ def lines(path: Path, last: int, alive: Callable[[], bool] | None) -> Iterator[s
                 return
             else:
                 time.sleep(POLL_SECONDS)
+
+
+def show_logs(launched: Launched, *, follow: bool) -> None:
+    """Prints the platform's logs of a launch.
+
+    Raises:
+        RunError: the client is missing or fails.
+    """
+    words = launched.commands["follow" if follow else "logs"]
+    check_client(words[0])
+    if subprocess.run(here(words), cwd=launched.path, check=False).returncode:
+        raise RunError(f"{shlex.join(words)} failed in {launched.folder}; its output is above")
