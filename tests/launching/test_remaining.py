@@ -33,3 +33,25 @@ def test_another_slice_begins_a_wait_of_its_own() -> None:
 def test_without_a_lowest_number_all_are_waited_for() -> None:
     slices = Remaining(slices=2)
     assert [slices.killed(0, now=n, lived_seconds=0) for n in range(3)] == [Next.restart] * 3
+
+
+def test_two_slices_lost_at_once_are_both_left_out() -> None:
+    """In each start another one of them fails first."""
+    slices = Remaining(slices=3, min_slices=1, rejoin_seconds=60)
+    assert slices.killed(0, now=1000, lived_seconds=900) is Next.restart
+    assert slices.killed(2, now=1005, lived_seconds=2) is Next.restart
+    assert slices.killed(0, now=1010, lived_seconds=2) is Next.wait
+    assert slices.killed(2, now=1055, lived_seconds=2) is Next.wait
+    assert slices.killed(0, now=1060, lived_seconds=2) is Next.without
+    # The third is now the second of those present.
+    assert slices.killed(1, now=1065, lived_seconds=2) is Next.without
+    assert (slices.present, slices.left_out) == ([1], [0, 2])
+
+
+def test_a_start_that_lived_long_enough_had_all_slices() -> None:
+    slices = Remaining(slices=3, min_slices=1, rejoin_seconds=60)
+    assert slices.killed(0, now=1000, lived_seconds=900) is Next.restart
+    assert slices.killed(2, now=1100, lived_seconds=90) is Next.restart
+    # The first had come back, and its next loss begins a wait of its own.
+    assert slices.killed(0, now=1110, lived_seconds=5) is Next.restart
+    assert slices.killed(0, now=1120, lived_seconds=5) is Next.wait

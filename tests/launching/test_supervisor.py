@@ -147,6 +147,34 @@ def test_a_slice_that_does_not_come_back_is_left_out(tmp_path: Path) -> None:
     assert log == f"systolic: process 3 was killed by SIGKILL\nsystolic: {gone}\n0 of 4\n"
 
 
+ALTERNATELY = """
+import os, pathlib, sys, time
+number, count = os.environ.get("JAX_PROCESS_ID", "0"), os.environ.get("JAX_NUM_PROCESSES", "1")
+if count == "1":
+    sys.exit()
+starts = pathlib.Path(sys.argv[1]) / ("starts" + number)
+with starts.open("a") as out:
+    out.write("x")
+even = len(starts.read_text()) % 2 == 0
+last = str(int(count) - 1)
+if number == (last if even or count == "2" else "0"):
+    os.kill(os.getpid(), 9)
+time.sleep(600)
+"""
+"""The first and the last of three slices are down; in each start the other one fails first."""
+
+
+@pytest.mark.usefixtures("impatient")
+def test_two_slices_that_are_down_are_both_left_out(tmp_path: Path) -> None:
+    remaining = Remaining(slices=3, min_slices=1, rejoin_seconds=3)
+    assert supervised(tmp_path, ALTERNATELY, 3, remaining) == 0
+    told = state(tmp_path)
+    assert (told["processes"], sorted(told["left_out"])) == (1, [0, 2])
+    assert told["attempt"] > 4
+    log = (tmp_path / LOGS / "0.log").read_text()
+    assert log.count("systolic: restart ") == 2
+
+
 @pytest.mark.usefixtures("impatient")
 def test_no_more_slices_are_left_out_than_is_allowed(tmp_path: Path) -> None:
     assert supervised(tmp_path, BROKEN, 6, Remaining(slices=3, min_slices=3)) == 1

@@ -29,8 +29,8 @@ class Remaining:
     min_slices: int | None = None
     rejoin_seconds: float = 0.0
     left_out: list[int] = field(default_factory=list, init=False)
-    _down: int | None = field(default=None, init=False)
-    _since: float = field(default=0.0, init=False)
+    _since: dict[int, float] = field(default_factory=dict, init=False)
+    """Time at which each lost slice was lost; it stays lost over starts in which another one fails first."""
 
     @property
     def present(self) -> list[int]:
@@ -48,10 +48,13 @@ class Remaining:
         number = self.present[place]
         if self.min_slices is None or len(self.present) <= self.min_slices:
             return Next.restart
-        again = number == self._down and lived_seconds <= self.rejoin_seconds
-        if not again:
-            self._down, self._since = number, now
-        if now - self._since < self.rejoin_seconds:
+        if lived_seconds > self.rejoin_seconds:
+            # All others ran for as long, so they are back, too.
+            self._since.clear()
+        again = number in self._since
+        since = self._since.setdefault(number, now)
+        if now - since < self.rejoin_seconds:
             return Next.wait if again else Next.restart
+        del self._since[number]
         self.left_out.append(number)
         return Next.without
