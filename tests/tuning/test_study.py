@@ -446,7 +446,33 @@ def test_a_database_without_its_driver_names_it(tmp_path: Path) -> None:
         SharedStudy(address("mysql://user@host/db", tmp_path, "s"), {}, ["minimize"])
 
 
+def test_a_database_that_does_not_answer_is_told_with_its_reason(tmp_path: Path) -> None:
+    pytest.importorskip("psycopg")
+    with socket.socket() as taken:  # bound and not listening: connections are refused
+        taken.bind(("127.0.0.1", 0))
+        place = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(RunError) as caught:
+            SharedStudy(
+                address(f"postgresql://u:geheim@{place}/x", tmp_path, "s"), {}, ["minimize"]
+            )
+    told = str(caught.value)
+    assert told.startswith(f"the storage postgresql://u:***@{place}/x does not answer (connection")
+    assert told.endswith("Connection refused); start the database, or check --storage")
+    assert "\n" not in told
+
+
+def test_a_database_of_another_version_is_told(tmp_path: Path) -> None:
+    study(tmp_path).close()
+    with closing(sqlite3.connect(tmp_path / "study.db")) as connection:
+        connection.execute("ALTER TABLE studies RENAME COLUMN study_name TO label")
+        connection.commit()
+    with pytest.raises(DataError, match="holds no study of this version of Optuna"):
+        study(tmp_path).trials(1)
+
+
 def test_a_password_is_not_shown() -> None:
     where = address("postgresql://eve:secret@host/db", Path(), "s")
     assert where.url.startswith("postgresql+psycopg://")
-    assert "secret" not in where.shown
+    assert where.shown == "postgresql://eve:***@host/db"
+    query = address("postgresql://host/db?password=secret", Path(), "s")
+    assert query.shown == "postgresql://host/db"

@@ -4,7 +4,7 @@ import inspect
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,15 +21,14 @@ from systolic.cli.parse import (
 )
 from systolic.cli.target import Request, first, request
 from systolic.core.errors import OptionError
-from systolic.core.files import write_json
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, Range, dashed
 from systolic.planning.objective import PriceTerm
 from systolic.tuning.sampling import Pruner, Sampler
 
 if TYPE_CHECKING:
     from systolic.session.tuning import Tuning
-    from systolic.tuning.results import StudyResult
     from systolic.tuning.search import Typed
+    from systolic.tuning.study import SharedStudy
 
 FORMS = """usage: systolic tune RECIPE --search OPTION=VALUES [--search ...] [options]
 
@@ -146,12 +145,8 @@ def tune(tuning: "Tuning", asked: Request[TuneOptions], args: Sequence[str]) -> 
     """Runs the search, prints its results, and returns the exit code."""
     from systolic.report.tune.progress import StudyDisplay
     from systolic.report.tune.text import print_study
-    from systolic.session.tuning_processes import (
-        INTERRUPTED,
-        Processes,
-        repeated,
-        worker_command,
-    )
+    from systolic.session.tuned import Ended, Search
+    from systolic.session.tuning_processes import INTERRUPTED, Processes, worker_command
 
     options = asked.verb
     again = "repeats" if options.repeats else ""
@@ -161,52 +156,35 @@ def tune(tuning: "Tuning", asked: Request[TuneOptions], args: Sequence[str]) -> 
                 f"--trials is {options.trials}, and the search has {tuning.trials} distinct settings; each is trained once"
             )
 
-        def processes(of: "Tuning", *words: str) -> Processes:
-            return Processes(
+        def run(of: "Tuning", shared: "SharedStudy") -> Ended:
+            words = [] if of.repeats is None else [REPEATS_OF, str(of.repeats.of)]
+            processes = Processes(
                 tuning=of,
-                shared=of.open(),
+                shared=shared,
                 command=worker_command([*words, *args], "systolic.cli.tune_worker"),
                 count=bounded_workers(options.workers),
                 see=view.see,
                 tell=view.tell,
             )
+            return Ended(result=processes.run(), interrupted=processes.interrupted)
 
-        search = processes(tuning)
-        result = tuning.with_command(search.run(), asked.typed)
-        if result.best is not None and len(tuning.aims) == 1:
-            result = replace(result, examples=tuning.examples)
-        interrupted, best = search.interrupted, result.best
-        # Written before the repeats, which may fail.
-        page = _written(tuning, result)
-        if options.repeats and best is not None and result.finished == result.total:
-            repeating = tuning.repeating(search.shared, best.number, options.repeats)
-            repeats = processes(repeating, REPEATS_OF, str(best.number))
-            view.begin(again)
-            told = repeated(result, repeats.run())
-            interrupted = interrupted or repeats.interrupted
-            result = replace(result, repeats=told.to_json())
-            page = _written(tuning, result)
-        elif options.repeats and best is not None and not interrupted:
-            view.tell(
-                f"--repeats is skipped, since the search ended after {result.finished} of {result.total} trials; raise --budget and rerun"
-            )
+        answer = Search(
+            tuning=tuning,
+            words=asked.typed,
+            seeds=options.repeats,
+            run=run,
+            tell=view.tell,
+            begin=lambda: view.begin(again),
+        ).answer()
     if options.json:
-        print_json({**result.to_json(), "report": str(page)})
+        print_json({**answer.result.to_json(), "report": str(answer.page)})
     else:
-        print_study(result)
-        print(f"report    {shlex.quote(str(page))}")
-    if interrupted:
+        print_study(answer.result)
+        print(f"report    {shlex.quote(str(answer.page))}")
+    if answer.interrupted:
         print("systolic: interrupted; rerun to continue", file=sys.stderr)
         return INTERRUPTED
-    return 0 if result.best is not None else 1
-
-
-def _written(tuning: "Tuning", result: "StudyResult") -> Path:
-    """Writes the results into the study's folder; returns the path of the page."""
-    from systolic.report.tune.page import write_page
-
-    write_json(tuning.folder / "study.json", result.to_json())
-    return write_page(result, tuning.folder)
+    return 0 if answer.result.best is not None else 1
 
 
 def _typed(asked: Request[TuneOptions]) -> "Typed":

@@ -23,6 +23,7 @@ from systolic.session.command_line import typed
 from systolic.session.job_source import JobSource
 from systolic.session.resume_checks import flat
 from systolic.tuning import sampling
+from systolic.tuning.folder import check_free
 from systolic.tuning.objective import Aim
 from systolic.tuning.results import StudyResult
 from systolic.tuning.sampling import Pruner, Sampler
@@ -223,6 +224,7 @@ class Tuning:
 
         Raises:
             OptionError: there is no evaluation to prune by, or more than one objective; or another option is wrong.
+            TakenError: the folder has files and is no study.
         """
         rule, job = self.job.evaluation, self.job
         evaluates = 0 < rule.every < job.steps
@@ -240,6 +242,7 @@ class Tuning:
             plain = self.recipe.target.rpartition("/")[2].replace(".py", "").replace(":", "-")
             made = replace(made, folder=STUDIES / f"{plain}-{digest(made.named, 8)}")
         made.check_bounds()
+        check_free(made.folder)
         assert made.address  # refuses a wrong --storage before anything is written
         return made
 
