@@ -5,10 +5,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from rich.console import Console
+
 from systolic.job import Mode
 from systolic.report.tune.page import history, render
-from systolic.report.tune.progress import StudyDisplay, line, times
+from systolic.report.tune.progress import StudyDisplay, drawing, line, times
 from systolic.report.tune.text import lines
+from systolic.tuning.luck import Repeated
 from systolic.tuning.objective import Aim
 from systolic.tuning.results import StudyResult, TrialRow
 from systolic.tuning.search import Searched
@@ -43,23 +46,78 @@ def study(counts: Sequence[int] = RIGHT) -> StudyResult:
     )
 
 
-HINT = "tied with 3 other settings to within one of 179 validation examples; --repeats 5 tells gain from luck"
+HINT = "3 other trials are within one validation example (of 179); run --repeats 5 to test whether the gain is real"
+
+
+REPEATS = Repeated(
+    trial=0,
+    aim=Aim(name="accuracy", mode=Mode.max),
+    seeds=3,
+    best=(0.97, 0.98, 0.975),
+    default=(0.91, 0.93),
+    failure="default settings, seed 5: failed: the loss of step 3 is not a number",
+).to_json()
+
+
+def test_both_settings_of_repeats_are_told_without_a_verdict() -> None:
+    """By hand: the best have mean 0.975 and deviation 0.005, the default ones 0.92 and 0.01414."""
+    found = replace(study(), repeats=REPEATS)
+    told = [one.plain for one in lines(found)]
+    assert "best        mean accuracy 97.50 %, standard deviation 0.5 % over 3 seeds" in told
+    assert "default     mean accuracy 92.00 %, standard deviation 1.4 % over 2 of 3 seeds" in told
+    assert told[told.index(next(one for one in told if one.startswith("luck")))].startswith(
+        "luck        no verdict: 0 of 3 seeds of the best settings and 1 of the default ones"
+    )
+    page = render(found, Path())
+    for each in ("97.50 %", "0.5 %", "92.00 %", "1.4 %", "3 seeds", "2 of 3 seeds"):
+        assert f">{each}<" in page
+    losses = replace(
+        found,
+        aims=[Aim(name="loss", mode=Mode.min)],
+        rows=(),
+        repeats={**REPEATS, "best": {"mean": 0.5, "deviation": None, "values": [0.5]}},
+    )
+    assert "best        mean loss 0.5000 over 1 of 3 seeds" in [one.plain for one in lines(losses)]
+
+
+def test_repeats_are_named_by_what_they_train() -> None:
+    found = replace(study((170, 160)), searched=(), first_seed=3, total=4)
+    rows = [replace(row, values={}, number=row.number + 2) for row in found.rows]
+    found = replace(found, rows=rows)
+    assert line(found, rows[0], "1 s") == "[2/4] best settings, seed 4: accuracy 95.0 %; 1 s"
+    assert line(found, rows[1], "1 s").startswith("[2/4] default settings, seed 4: accuracy 89.4 %")
+    told = io.StringIO()
+    running = replace(found, rows=[replace(rows[0], state="running", step=8), rows[1]])
+    console = Console(file=told, width=120)
+    console.print(drawing(running, "1 s"))
+    assert "running  best settings, seed 4 (step 8: 95.0 %)" in told.getvalue()
+    assert "best     accuracy" not in told.getvalue()
+    console.print(drawing(study(), "1 s"))
+    assert "best     accuracy" in told.getvalue()
+
+
+def test_no_row_is_empty() -> None:
+    nothing = replace(study(), rows=())
+    assert [one.plain for one in lines(nothing)] == [
+        "digits: no result",
+        "no trial has ended",
+    ]
+
+
+def test_importances_are_whole_per_cents() -> None:
+    found = replace(study(), importance={"batch": 0.7349, "model.width": 0.262, "seed": 0.003})
+    told = [one.plain for one in lines(found)]
+    assert "importance  batch 73 %, model.width 26 %, seed < 1 %" in told
+    assert "</span>73 %</td>" in render(found, Path())
 
 
 def test_a_best_that_others_equal_is_told() -> None:
     found = study()
     assert found.best is found.rows[0]
-    assert f"luck      {HINT}" in [one.plain for one in lines(found)]
+    assert f"luck        {HINT}" in [one.plain for one in lines(found)]
     assert HINT in render(found, Path())
-    repeats = {
-        "trial": 0,
-        "seeds": 5,
-        "best": {"mean": 0.98, "deviation": 0.01},
-        "default": {"mean": 0.97, "deviation": 0.01},
-        "sentence": "a gain",
-    }
-    told = replace(found, repeats=repeats)
-    assert "luck      a gain" in [one.plain for one in lines(told)]
+    told = replace(found, repeats={**REPEATS, "sentence": "a gain"})
+    assert "luck        a gain" in [one.plain for one in lines(told)]
     assert HINT not in render(told, Path())
     alone = replace(found, examples=1000)
     assert not any("luck" in one.plain for one in lines(replace(alone, rows=found.rows[:4])))
@@ -73,7 +131,7 @@ def test_lines_say_what_is_left() -> None:
     assert line(found, found.rows[0], spent).endswith(f"batch 16; {spent}  <- best so far")
     assert times(replace(found, total=6), 60.0, 3) == "1 m 00 s"
     told = [one.plain for one in lines(found)]
-    assert "time      1 m 00 s for all trials" in told
+    assert "time        1 m 00 s for all trials" in told
     cost = "$3.00 forecast for training steps on the slice; start-up, evaluations and repeats"
     assert any(cost in each for each in told)
 
@@ -91,7 +149,7 @@ def test_the_best_of_a_long_front_come_first_and_the_rest_are_counted() -> None:
     told = [one.plain for one in lines(found)]
     assert "15 trials on the Pareto front" in told
     (first,) = [place for place, each in enumerate(told) if each.startswith("front")]
-    assert told[first].startswith("front     trial 14: accuracy 97.2 %, dollars $14.00")
+    assert told[first].startswith("front       trial 14: accuracy 97.2 %, dollars $14.00")
     assert told[first + 12].strip() == "and 3 more, on the page"
 
 
@@ -125,7 +183,7 @@ def test_dollars_of_a_search_without_a_slice_are_not_known() -> None:
     ]
     (cost,) = [one.plain for one in lines(found) if one.plain.startswith("cost")]
     assert cost.startswith(
-        "cost      $3.00 (us-central1, 2026) forecast for training steps on the slice"
+        "cost        $3.00 (us-central1, 2026) forecast for training steps on the slice"
     )
     unpriced = replace(found, rows=[replace(row, dollars=None) for row in found.rows])
     assert unpriced.to_json()["dollars"] is None

@@ -44,6 +44,13 @@ SEARCH = Required("an option to search; add --search optimizer.learning-rate=log
 TRIALS = 20
 STALE = Range(least=4)
 SEEDS = Range(least=2, only=(0,))
+
+
+def _shown(metavar: str, default: str) -> Any:
+    """How the help shows an option whose default is derived: not as None."""
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
+
+
 REPEATS_OF = "--repeats-of"
 """First argument of a worker that repeats a trial; the trial's number follows."""
 
@@ -54,15 +61,15 @@ class TuneOptions:
 
     Args:
         search: Option of the recipe and its values: optimizer.learning-rate=log:1e-4..1e-2, model.layers=4,6,8. Repeat it for more options.
-        trials: Total trials of the study; by default 20, or every combination of a grid. At most the number of distinct settings, since none is trained twice.
+        trials: Total trials of the study. At most the number of distinct settings, since none is trained twice.
         sampler: How the next trial is chosen: tpe, random, grid or cmaes.
-        pruner: How trials are stopped early by their evaluations: hyperband, median or none. By default median, if the recipe evaluates during training and there is one objective.
-        objective: Validation metric, such as accuracy or max:top5, or seconds, dollars or parameters; by default the recipe's own metric. Repeat it for a Pareto front, whose best trial is the best by the first metric.
-        trial_steps: Optimizer steps of each trial, in place of the recipe's; the final command trains the recipe's own number.
-        study: Folder of the study; by default studies/NAME, with a NAME derived from the recipe, its options and the search.
-        storage: Database shared by several machines, such as postgresql://user@host/tuning; by default an SQLite file in the study's folder.
+        pruner: How trials are stopped early by their evaluations: hyperband, median or none.
+        objective: Validation metric, such as accuracy or max:top5, or seconds, dollars or parameters. Repeat it for a Pareto front, whose best trial is the best by the first metric.
+        trial_steps: Optimizer steps of each trial; the final command trains the recipe's own number.
+        study: Folder of the study, new or continued. NAME is derived from the recipe, its options and the search.
+        storage: Database shared by several machines, such as postgresql://user@host/tuning.
         workers: Worker processes on this machine.
-        repeats: Seeds to train the best and the default settings with after the search, to tell gain from luck; not included in --budget.
+        repeats: Seeds to train the best and the default settings with after the search, to test whether the gain is real; not included in --budget.
         stale_after: Seconds without a heartbeat after which another machine's trial is taken over.
         sampler_seed: Seed of the sampler.
         on: Slice to forecast each trial on, before it runs: trials that do not fit are refused, and costs are known.
@@ -73,20 +80,30 @@ class TuneOptions:
     """
 
     search: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, SEARCH] = ()
-    trials: Annotated[int | None, COUNT] = None
+    trials: Annotated[int | None, COUNT, _shown("INT", "20, or all combinations of a grid")] = None
     sampler: Sampler = Sampler.tpe
-    pruner: Pruner | None = None
-    objective: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    trial_steps: Annotated[int | None, COUNT] = None
-    study: Path | None = None
-    storage: str | None = None
+    pruner: Annotated[
+        Pruner | None,
+        _shown(
+            "{hyperband,median,none}",
+            "median if the recipe evaluates during training, for one objective",
+        ),
+    ] = None
+    objective: Annotated[
+        tuple[str, ...],
+        tyro.conf.UseAppendAction,
+        _shown("STR", "the recipe's metric; repeatable"),
+    ] = ()
+    trial_steps: Annotated[int | None, COUNT, _shown("INT", "the recipe's steps")] = None
+    study: Annotated[Path | None, _shown("PATH", "studies/NAME")] = None
+    storage: Annotated[str | None, _shown("STR", "an SQLite file in the study's folder")] = None
     workers: Annotated[int, COUNT] = 1
     repeats: Annotated[int, SEEDS] = 0
     stale_after: Annotated[int, STALE] = 120
     sampler_seed: Annotated[int, NOT_NEGATIVE] = 0
-    on: str | None = None
+    on: Annotated[str | None, _shown("STR", "no forecast")] = None
     quick: bool = False
-    budget: Annotated[float | None, POSITIVE] = None
+    budget: Annotated[float | None, POSITIVE, _shown("FLOAT", "no limit")] = None
     price: PriceTerm = PriceTerm.on_demand
     json: bool = False
 
@@ -144,8 +161,8 @@ def tuning_of(args: Sequence[str]) -> "tuple[Tuning, Request[TuneOptions]]":
 def tune(tuning: "Tuning", asked: Request[TuneOptions], args: Sequence[str]) -> int:
     """Runs the search, prints its results, and returns the exit code."""
     from systolic.report.tune.progress import StudyDisplay
-    from systolic.report.tune.text import print_study
-    from systolic.session.tuned import Ended, Search
+    from systolic.report.tune.text import NAMES, print_study
+    from systolic.session.tuned import Ended, Search, wall_time
     from systolic.session.tuning_processes import INTERRUPTED, Processes, worker_command
 
     options = asked.verb
@@ -155,6 +172,9 @@ def tune(tuning: "Tuning", asked: Request[TuneOptions], args: Sequence[str]) -> 
             view.tell(
                 f"--trials is {options.trials}, and the search has {tuning.trials} distinct settings; each is trained once"
             )
+
+        if line := wall_time(tuning, options.workers):
+            view.tell(line)
 
         def run(of: "Tuning", shared: "SharedStudy") -> Ended:
             words = [] if of.repeats is None else [REPEATS_OF, str(of.repeats.of)]
@@ -180,7 +200,7 @@ def tune(tuning: "Tuning", asked: Request[TuneOptions], args: Sequence[str]) -> 
         print_json({**answer.result.to_json(), "report": str(answer.page)})
     else:
         print_study(answer.result)
-        print(f"report    {shlex.quote(str(answer.page))}")
+        print(f"{'report':<{NAMES}}{shlex.quote(str(answer.page))}")
     if answer.interrupted:
         print("systolic: interrupted; rerun to continue", file=sys.stderr)
         return INTERRUPTED

@@ -92,6 +92,23 @@ def lost(tuning: Tuning, shared: SharedStudy) -> str:
     return f"{tuning.folder / RESULTS} has {results} results and the study in {shared.where.shown} no trial: it was lost or emptied and is rebuilt; finished runs in {tuning.runs} are used again, the other trials are trained again"
 
 
+def wall_time(tuning: Tuning, workers: int) -> str:
+    """Line for trials that are judged by seconds while others may run beside them; empty otherwise.
+
+    Args:
+        tuning: The search.
+        workers: Worker processes on this machine.
+    """
+    if all(aim.name != "seconds" for aim in tuning.aims):
+        return ""
+    told = "--objective seconds is wall time"
+    shared = f"the {workers} workers share this machine, so that trials slow each other down"
+    machines = "machines that share the study may differ in speed"
+    why = [shared] if workers > 1 else []
+    why += [machines] if tuning.storage is not None else []
+    return f"{told}: {', and '.join(why)}" if why else ""
+
+
 def study_result(
     tuning: Tuning, shared: SharedStudy, *, stopped: str = "", weighed: bool = True
 ) -> StudyResult:
@@ -116,6 +133,7 @@ def study_result(
         stopped=stopped,
         price_region=of.get("price_region", ""),
         price_as_of=of.get("price_as_of", ""),
+        first_seed=None if tuning.repeats is None else tuning.base["seed"] + 1,
     )
     # A trial that ended early may have left the budget for the last ones.
     return found if found.finished < found.total else replace(found, stopped="")
@@ -137,7 +155,7 @@ def repeated(best: StudyResult, repeats: StudyResult) -> Repeated:
         if row.is_done:
             values[row.number % 2].append(row.figures[aim.name])
     missing = [row for row in rows if not row.is_done]
-    told = [f"trial {row.number}: {row.reason}" for row in missing if row.reason]
+    told = [f"{repeats.title(row)}: {row.reason}" for row in missing if row.reason]
     return Repeated(
         trial=best.best.number,
         aim=aim,

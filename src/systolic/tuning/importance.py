@@ -3,7 +3,8 @@
 import math
 import statistics
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from systolic.job import Mode
 from systolic.tuning.engine import optuna, settled
@@ -19,10 +20,14 @@ FEWEST = 8
 """Fewest results in which outliers are identified."""
 
 
+FORESTS = 8
+"""Forests over which shares are averaged: those of one depend on its seed by several per cent."""
+
+
 def importance(
     shared: SharedStudy, aims: Sequence[Aim], searched: Sequence[Searched]
 ) -> dict[str, float]:
-    """Share of each option in the variance of the first objective: functional ANOVA by a random forest (Hutter et al. 2014).
+    """Share of each option in the variance of the first objective: functional ANOVA by random forests (Hutter et al. 2014).
 
     Shares sum to 1. Each distinct setting counts once, and outliers (see :func:`usual`) are left out.
     Empty if too few settings have a result.
@@ -42,12 +47,21 @@ def importance(
         # In memory and in trial order, so that the same study gives the same importances.
         own = optuna().create_study(directions=[aim.direction for aim in aims])
         own.add_trials([one for one in reversed(different) if low <= one.values[0] <= high])
-        found = optuna().importance.get_param_importances(
-            own,
-            evaluator=optuna().importance.FanovaImportanceEvaluator(seed=0),
-            target=lambda trial: trial.values[0],
-        )
-    return {name: float(share) for name, share in found.items() if math.isfinite(share)}
+        found = [_shares(own, seed) for seed in range(FORESTS)]
+    means = {name: statistics.fmean(one[name] for one in found) for name in found[0]}
+    return dict(sorted(means.items(), key=lambda item: -item[1])) if _is_finite(means) else {}
+
+
+def _is_finite(shares: Mapping[str, float]) -> bool:
+    return all(map(math.isfinite, shares.values()))
+
+
+def _shares(study: Any, seed: int) -> dict[str, float]:
+    """Share of each option by one forest."""
+    kind = optuna().importance.FanovaImportanceEvaluator
+    return optuna().importance.get_param_importances(
+        study, evaluator=kind(seed=seed), target=lambda trial: trial.values[0]
+    )
 
 
 def usual(values: Sequence[float], mode: Mode) -> list[float]:
