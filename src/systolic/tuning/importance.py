@@ -3,7 +3,7 @@
 import math
 import statistics
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from systolic.job import Mode
@@ -20,8 +20,12 @@ FEWEST = 8
 """Fewest results in which outliers are identified."""
 
 
-FORESTS = 8
-"""Forests over which shares are averaged: those of one depend on its seed by several per cent."""
+TREES = 16
+"""Trees of a forest."""
+FORESTS = (4, 32)
+"""Fewest and most forests over which shares are averaged: with few results, those of one hang on its seed by several per cent."""
+ERROR = 0.005
+"""Standard error of every share at which no further forest is grown."""
 
 
 def importance(
@@ -47,20 +51,33 @@ def importance(
         # In memory and in trial order, so that the same study gives the same importances.
         own = optuna().create_study(directions=[aim.direction for aim in aims])
         own.add_trials([one for one in reversed(different) if low <= one.values[0] <= high])
-        found = [_shares(own, seed) for seed in range(FORESTS)]
+        means = _mean_shares(own)
+    return means if all(map(math.isfinite, means.values())) else {}
+
+
+def _mean_shares(study: Any, first: int = 0) -> dict[str, float]:
+    """Share of each option, the mean over forests with seeds from ``first`` on; the largest first."""
+    found: list[dict[str, float]] = []
+    fewest, most = FORESTS
+    while len(found) < most:
+        found.append(_shares(study, first + len(found)))
+        errors = [_error([one[name] for one in found]) for name in found[0]]
+        if len(found) >= fewest and max(errors) < ERROR:
+            break
     means = {name: statistics.fmean(one[name] for one in found) for name in found[0]}
-    return dict(sorted(means.items(), key=lambda item: -item[1])) if _is_finite(means) else {}
+    return dict(sorted(means.items(), key=lambda item: -item[1]))
 
 
-def _is_finite(shares: Mapping[str, float]) -> bool:
-    return all(map(math.isfinite, shares.values()))
+def _error(values: Sequence[float]) -> float:
+    """Standard error of a mean."""
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
 
 
 def _shares(study: Any, seed: int) -> dict[str, float]:
     """Share of each option by one forest."""
     kind = optuna().importance.FanovaImportanceEvaluator
     return optuna().importance.get_param_importances(
-        study, evaluator=kind(seed=seed), target=lambda trial: trial.values[0]
+        study, evaluator=kind(n_trees=TREES, seed=seed), target=lambda trial: trial.values[0]
     )
 
 
