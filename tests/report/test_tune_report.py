@@ -5,10 +5,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from systolic.job import Mode
-from systolic.report.tune.page import history, render
+from systolic.report.tune.charts import history, slices
+from systolic.report.tune.page import ranked, render
 from systolic.report.tune.progress import StudyDisplay, drawing, line, times
 from systolic.report.tune.text import lines
 from systolic.tuning.luck import Repeated
@@ -188,6 +190,70 @@ def test_dollars_of_a_search_without_a_slice_are_not_known() -> None:
     unpriced = replace(found, rows=[replace(row, dollars=None) for row in found.rows])
     assert unpriced.to_json()["dollars"] is None
     assert not any("cost" in one.plain for one in lines(unpriced))
+
+
+def test_the_line_of_the_best_begins_within_the_axis() -> None:
+    """The first two of the results are outliers: dots on the edge, where the line does not begin."""
+    late = study((26, 129, 169, 176, 177, 176, 178, 177, 177, 176))
+    chart = history(replace(late, total=10))
+    assert chart is not None
+    assert [dot.bottom for dot in chart.dots[:2]] == [0, 0]
+    assert all(dot.bottom > 0 for dot in chart.dots[2:])
+    place = f"{chart.x.place(2) * 1000:.1f} {(1 - chart.y.place(169 / 179)) * 300:.1f}"
+    assert chart.line.startswith(f"M{place}h0")
+    # A first result that is little worse is in the axis, and the line begins at it.
+    near = study((173, 176, 177, 176, 178, 177, 177, 176))
+    chart = history(near)
+    assert chart is not None
+    assert chart.line.startswith("M0.0 ")
+    assert chart.dots[0].bottom > 0
+
+
+def test_ticks_of_trials_are_whole() -> None:
+    for total in (1, 2, 3, 4, 5, 8, 60):
+        chart = history(replace(study((170,) * total), total=total))
+        assert chart is not None
+        assert len(chart.x.ticks) > 1
+        assert all(text == f"{at:.0f}" for at, text in chart.x.ticks)
+
+
+def test_a_slice_has_the_whole_range_and_all_trials() -> None:
+    searched = [
+        Searched(name="rate", spec="log:1e-4..1e-2", low=1e-4, high=1e-2, log=True),
+        Searched(name="layers", spec="1..3", low=1, high=3, whole=True),
+        Searched(name="kind", spec="a,b", choices={"a": "a", "b": "b"}),
+    ]
+    settings = [(1e-4, 1, "a"), (1e-3, 2, "b"), (1e-2, 3, "b"), (1e-3, 1, "a")]
+    base = study((170, 175, 172, 150))
+    rows = [
+        replace(row, values={"rate": a, "layers": b, "kind": c})
+        for row, (a, b, c) in zip(base.rows, settings, strict=True)
+    ]
+    rows[3] = replace(rows[3], state="stopped early")
+    found = replace(base, searched=searched, rows=rows)
+    rate, layers, kind = slices(found)
+    by_trial = {dot.text.partition(":")[0]: dot for dot in rate.chart.dots}
+    places = [by_trial[f"trial {number}"].left for number in range(4)]
+    assert places[1] == places[3] == 50  # the middle of the logarithm
+    assert places[0] == pytest.approx(100 - places[2])
+    assert 0 < places[0] < 6
+    assert rate.chart.dots[0].css == "broken"
+    assert rate.chart.dots[-1].css == "best"
+    assert [text for _, text in layers.chart.x.ticks] == ["1", "2", "3"]
+    assert kind.words == ["a", "b"]
+    sides = {dot.text.partition(":")[0]: dot.left for dot in kind.chart.dots}
+    assert all((sides[f"trial {n}"] < 50) == (settings[n][2] == "a") for n in range(4))
+    assert slices(replace(found, rows=rows[3:])) == []
+
+
+def test_trials_are_ranked_by_their_result() -> None:
+    found = study((170, 175, 172, 178, 150))
+    rows = [*found.rows]
+    rows[3] = replace(rows[3], state="stopped early")
+    found = replace(found, rows=rows)
+    assert [row.number for row in ranked(found)] == [1, 2, 0, 4, 3]
+    losses = replace(found, aims=[Aim(name="accuracy", mode=Mode.min)])
+    assert [row.number for row in ranked(losses)] == [4, 0, 2, 1, 3]
 
 
 def test_bad_results_stretch_no_axis() -> None:

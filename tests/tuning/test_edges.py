@@ -26,6 +26,7 @@ def wider(word: str, value: float, recipe: str = "digits") -> str | None:
     ("word", "value", "search"),
     [
         ("optimizer.learning-rate=log:1e-4..1e-2", 0.0099, "log:1e-4..1e-1"),
+        ("optimizer.learning-rate=log:1e-4..1e-1", 0.099, "log:1e-4..1"),
         ("optimizer.learning-rate=log:0.0001..0.01", 0.0099, "log:0.0001..0.1"),
         ("optimizer.learning-rate=log:1e-4..1e-2", 1.02e-4, "log:1e-5..1e-2"),
         ("optimizer.learning-rate=log:1e-4..1e-2", 0.009, None),  # 2.3 % of the logarithm

@@ -92,7 +92,7 @@ def _spec(one: Searched, end: float, *, upper: bool) -> str:
 
 def _as_typed(value: float, word: str) -> str:
     """A number as the word that it replaces is written: ``1e-1`` for ``1e-2``, ``0.1`` for ``0.01``."""
-    if "e" not in word.lower():
+    if "e" not in word.lower() or 1 <= abs(value) < WIDER:
         return f"{value:.12g}"
     mantissa, _, exponent = f"{value:.6e}".partition("e")
     return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
