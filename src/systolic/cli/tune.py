@@ -162,7 +162,7 @@ def tune(tuning: "Tuning", asked: Request[TuneOptions], args: Sequence[str]) -> 
     """Runs the search, prints its results, and returns the exit code."""
     from systolic.report.tune.progress import StudyDisplay
     from systolic.report.tune.text import NAMES, print_study
-    from systolic.session.tuned import Ended, Search, wall_time
+    from systolic.session.tuned import TrialsEnded, TunedSearch, wall_time
     from systolic.session.tuning_processes import INTERRUPTED, Processes, worker_command
 
     options = asked.verb
@@ -176,7 +176,7 @@ def tune(tuning: "Tuning", asked: Request[TuneOptions], args: Sequence[str]) -> 
         if line := wall_time(tuning, options.workers):
             view.tell(line)
 
-        def run(of: "Tuning", shared: "SharedStudy") -> Ended:
+        def run(of: "Tuning", shared: "SharedStudy") -> TrialsEnded:
             words = [] if of.repeats is None else [REPEATS_OF, str(of.repeats.of)]
             processes = Processes(
                 tuning=of,
@@ -186,9 +186,9 @@ def tune(tuning: "Tuning", asked: Request[TuneOptions], args: Sequence[str]) -> 
                 see=view.see,
                 tell=view.tell,
             )
-            return Ended(result=processes.run(), interrupted=processes.interrupted)
+            return TrialsEnded(result=processes.run(), interrupted=processes.interrupted)
 
-        answer = Search(
+        answer = TunedSearch(
             tuning=tuning,
             words=asked.typed,
             seeds=options.repeats,

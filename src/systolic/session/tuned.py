@@ -17,7 +17,7 @@ from systolic.tuning.study import SharedStudy
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ended:
+class TrialsEnded:
     """How the trials of a search ended."""
 
     result: StudyResult
@@ -25,7 +25,7 @@ class Ended:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class StudyAnswer:
     """Results of a study with their page."""
 
     result: StudyResult
@@ -34,7 +34,7 @@ class Answer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Search:
+class TunedSearch:
     """A search and its repeats, by whichever processes run the trials.
 
     Args:
@@ -49,11 +49,11 @@ class Search:
     tuning: Tuning
     words: Sequence[str]
     seeds: int
-    run: Callable[[Tuning, SharedStudy], Ended]
+    run: Callable[[Tuning, SharedStudy], TrialsEnded]
     tell: Callable[[str], None]
     begin: Callable[[], None] = lambda: None
 
-    def answer(self) -> Answer:
+    def answer(self) -> StudyAnswer:
         """Runs the search and its repeats, and writes ``study.json`` and ``report.html``.
 
         Raises the errors of :meth:`~systolic.session.tuning.Tuning.open` and of ``run``.
@@ -81,7 +81,7 @@ class Search:
             self.tell(
                 f"--repeats is skipped, since the search ended after {result.finished} of {result.total} trials; raise --budget and rerun"
             )
-        return Answer(result=result, page=page, interrupted=interrupted)
+        return StudyAnswer(result=result, page=page, interrupted=interrupted)
 
 
 def lost(tuning: Tuning, shared: SharedStudy) -> str:

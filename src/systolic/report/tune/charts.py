@@ -56,7 +56,7 @@ class TrialChart:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Slice:
+class OptionChart:
     """The first objective against one option."""
 
     chart: TrialChart
@@ -106,7 +106,7 @@ def history(study: StudyResult) -> TrialChart | None:
     )
 
 
-def slices(study: StudyResult) -> list[Slice]:
+def slices(study: StudyResult) -> list[OptionChart]:
     """The first objective against each option; empty without a result."""
     if not study.done:
         return []
@@ -126,7 +126,7 @@ def _usual_axis(study: StudyResult) -> PlotAxis:
     return _axis(aim.name, usual([row.figures[aim.name] for row in study.done], aim.mode))
 
 
-def _slice(study: StudyResult, one: Searched, y: PlotAxis) -> Slice:
+def _slice(study: StudyResult, one: Searched, y: PlotAxis) -> OptionChart:
     name = study.aims[0].name
     x = _option_axis(one)
     shown = [row for row in study.rows if name in row.figures and one.name in row.values]
@@ -135,7 +135,7 @@ def _slice(study: StudyResult, one: Searched, y: PlotAxis) -> Slice:
     # The best is drawn last, on top of the others.
     dots.sort(key=lambda dot: ("broken", "good", "best").index(dot.css))
     chart = TrialChart(x=x, y=y, dots=dots, line="", x_name=one.name, y_name=figures.label(name))
-    return Slice(chart=chart, words=words)
+    return OptionChart(chart=chart, words=words)
 
 
 def _along(one: Searched, x: PlotAxis, row: TrialRow) -> float:

@@ -81,7 +81,7 @@ def luck(study: StudyResult) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Spread:
+class SeedFigures:
     """Results of settings that were trained with several seeds, as text."""
 
     name: str
@@ -93,7 +93,7 @@ class Spread:
     """``5 seeds``, ``3 of 5 seeds``."""
 
 
-def spreads(study: StudyResult) -> list[Spread]:
+def spreads(study: StudyResult) -> list[SeedFigures]:
     """Mean and standard deviation of the best and the default settings; of those that have a result."""
     told, found, name = study.repeats, [], study.aims[0].name
     if told is None:
@@ -104,7 +104,7 @@ def spreads(study: StudyResult) -> list[Spread]:
         if not count:
             continue
         found.append(
-            Spread(
+            SeedFigures(
                 name=which,
                 mean=_precise(name, one["mean"], "#.4g"),
                 deviation=""
