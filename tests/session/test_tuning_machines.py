@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("optuna")
 
 from systolic.core.errors import OptionError, RunError
+from systolic.session.tuned import wall_time
 from systolic.tuning.results import rows_of
 from tests.session.test_tuning import RATES, tuning, work
 
@@ -26,6 +27,19 @@ def test_machines_that_compute_otherwise_share_no_study(tmp_path: Path) -> None:
         shared.settle({"precision": "bf16"})
     with pytest.raises(OptionError, match="has the precision bf16, not f32"):
         work(made)
+
+
+def test_seconds_beside_other_trials_are_told(tmp_path: Path) -> None:
+    words = ["--objective=loss", "--objective=seconds"]
+    alone = tuning(tmp_path / "study", RATES, *words)
+    assert wall_time(alone, 1) == wall_time(tuning(tmp_path / "study", RATES), 4) == ""
+    told = "--objective seconds is wall time: the 4 workers share this machine"
+    assert wall_time(alone, 4).startswith(told)
+    shared = tuning(tmp_path / "study", RATES, *words, f"--storage=sqlite:///{tmp_path / 'a.db'}")
+    assert wall_time(shared, 1).endswith(
+        "wall time: machines that share the study may differ in speed"
+    )
+    assert wall_time(shared, 2).count(", and machines that share the study") == 1
 
 
 def test_a_batch_per_device_is_the_slices_own(tmp_path: Path) -> None:

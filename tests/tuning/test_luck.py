@@ -14,7 +14,8 @@ from systolic.cli.tune import tuning_of
 from systolic.core.errors import RunError
 from systolic.job import Mode
 from systolic.report.tune.page import render
-from systolic.session.tuning_processes import Processes, repeated
+from systolic.session.tuned import repeated
+from systolic.session.tuning_processes import Processes
 from systolic.tuning import sampling
 from systolic.tuning.luck import Repeated
 from systolic.tuning.objective import Aim

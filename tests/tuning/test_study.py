@@ -24,7 +24,7 @@ from systolic.artifact.access import is_held
 from systolic.core.errors import DataError, OptionError, RunError
 from systolic.job import Mode
 from systolic.tuning import sampling
-from systolic.tuning.importance import ENOUGH, importance
+from systolic.tuning.importance import ENOUGH, _mean_shares, _shares, importance
 from systolic.tuning.objective import Aim
 from systolic.tuning.results import rows_of
 from systolic.tuning.search import Searched
@@ -300,6 +300,19 @@ def test_the_same_settings_again_do_not_matter_more(tmp_path: Path) -> None:
     assert found["a"] > 0.9
 
 
+def test_importances_hardly_depend_on_the_forests_seeds(tmp_path: Path) -> None:
+    """Noisy results, for which single forests differ by several per cent."""
+    aim, chance = Aim(name="loss", mode=Mode.min), random.Random(0)
+    searched = [Searched(name=name, spec="0..1", low=0, high=1) for name in "ab"]
+    settings = [(chance.random(), chance.random()) for _ in range(ENOUGH)]
+    values = [a * a + 0.5 * b + 0.2 * chance.random() for a, b in settings]
+    shared = SharedStudy(address(None, tmp_path, "s"), {}, ["minimize"])
+    found = answered(shared, [aim], searched, settings, values)["a"]
+    single = [_shares(shared.study, seed)["a"] for seed in range(8)]
+    assert max(single) - min(single) > 0.04
+    assert abs(found - _mean_shares(shared.study, 100)["a"]) < 0.02
+
+
 @pytest.mark.parametrize("name", [sampling.Sampler.tpe, sampling.Sampler.random])
 @pytest.mark.parametrize("kind", [sampling.Pruner.none, sampling.Pruner.hyperband])
 def test_no_settings_are_drawn_twice_while_there_are_others(
@@ -446,7 +459,33 @@ def test_a_database_without_its_driver_names_it(tmp_path: Path) -> None:
         SharedStudy(address("mysql://user@host/db", tmp_path, "s"), {}, ["minimize"])
 
 
+def test_a_database_that_does_not_answer_is_told_with_its_reason(tmp_path: Path) -> None:
+    pytest.importorskip("psycopg")
+    with socket.socket() as taken:  # bound and not listening: connections are refused
+        taken.bind(("127.0.0.1", 0))
+        place = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(RunError) as caught:
+            SharedStudy(
+                address(f"postgresql://u:geheim@{place}/x", tmp_path, "s"), {}, ["minimize"]
+            )
+    told = str(caught.value)
+    assert told.startswith(f"the storage postgresql://u:***@{place}/x does not answer (connection")
+    assert told.endswith("Connection refused); start the database, or check --storage")
+    assert "\n" not in told
+
+
+def test_a_database_of_another_version_is_told(tmp_path: Path) -> None:
+    study(tmp_path).close()
+    with closing(sqlite3.connect(tmp_path / "study.db")) as connection:
+        connection.execute("ALTER TABLE studies RENAME COLUMN study_name TO label")
+        connection.commit()
+    with pytest.raises(DataError, match="holds no study of this version of Optuna"):
+        study(tmp_path).trials(1)
+
+
 def test_a_password_is_not_shown() -> None:
     where = address("postgresql://eve:secret@host/db", Path(), "s")
     assert where.url.startswith("postgresql+psycopg://")
-    assert "secret" not in where.shown
+    assert where.shown == "postgresql://eve:***@host/db"
+    query = address("postgresql://host/db?password=secret", Path(), "s")
+    assert query.shown == "postgresql://host/db"

@@ -4,7 +4,7 @@ import inspect
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,15 +21,14 @@ from systolic.cli.parse import (
 )
 from systolic.cli.target import Request, first, request
 from systolic.core.errors import OptionError
-from systolic.core.files import write_json
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, Range, dashed
 from systolic.planning.objective import PriceTerm
 from systolic.tuning.sampling import Pruner, Sampler
 
 if TYPE_CHECKING:
     from systolic.session.tuning import Tuning
-    from systolic.tuning.results import StudyResult
     from systolic.tuning.search import Typed
+    from systolic.tuning.study import SharedStudy
 
 FORMS = """usage: systolic tune RECIPE --search OPTION=VALUES [--search ...] [options]
 
@@ -45,6 +44,13 @@ SEARCH = Required("an option to search; add --search optimizer.learning-rate=log
 TRIALS = 20
 STALE = Range(least=4)
 SEEDS = Range(least=2, only=(0,))
+
+
+def _shown(metavar: str, default: str) -> Any:
+    """How the help shows an option whose default is derived: not as None."""
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
+
+
 REPEATS_OF = "--repeats-of"
 """First argument of a worker that repeats a trial; the trial's number follows."""
 
@@ -55,15 +61,15 @@ class TuneOptions:
 
     Args:
         search: Option of the recipe and its values: optimizer.learning-rate=log:1e-4..1e-2, model.layers=4,6,8. Repeat it for more options.
-        trials: Total trials of the study; by default 20, or every combination of a grid. At most the number of distinct settings, since none is trained twice.
+        trials: Total trials of the study. At most the number of distinct settings, since none is trained twice.
         sampler: How the next trial is chosen: tpe, random, grid or cmaes.
-        pruner: How trials are stopped early by their evaluations: hyperband, median or none. By default median, if the recipe evaluates during training and there is one objective.
-        objective: Validation metric, such as accuracy or max:top5, or seconds, dollars or parameters; by default the recipe's own metric. Repeat it for a Pareto front, whose best trial is the best by the first metric.
-        trial_steps: Optimizer steps of each trial, in place of the recipe's; the final command trains the recipe's own number.
-        study: Folder of the study; by default studies/NAME, with a NAME derived from the recipe, its options and the search.
-        storage: Database shared by several machines, such as postgresql://user@host/tuning; by default an SQLite file in the study's folder.
+        pruner: How trials are stopped early by their evaluations: hyperband, median or none.
+        objective: Validation metric, such as accuracy or max:top5, or seconds, dollars or parameters. Repeat it for a Pareto front, whose best trial is the best by the first metric.
+        trial_steps: Optimizer steps of each trial; the final command trains the recipe's own number.
+        study: Folder of the study, new or continued. NAME is derived from the recipe, its options and the search.
+        storage: Database shared by several machines, such as postgresql://user@host/tuning.
         workers: Worker processes on this machine.
-        repeats: Seeds to train the best and the default settings with after the search, to tell gain from luck; not included in --budget.
+        repeats: Seeds to train the best and the default settings with after the search, to test whether the gain is real; not included in --budget.
         stale_after: Seconds without a heartbeat after which another machine's trial is taken over.
         sampler_seed: Seed of the sampler.
         on: Slice to forecast each trial on, before it runs: trials that do not fit are refused, and costs are known.
@@ -74,20 +80,30 @@ class TuneOptions:
     """
 
     search: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, SEARCH] = ()
-    trials: Annotated[int | None, COUNT] = None
+    trials: Annotated[int | None, COUNT, _shown("INT", "20, or all combinations of a grid")] = None
     sampler: Sampler = Sampler.tpe
-    pruner: Pruner | None = None
-    objective: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    trial_steps: Annotated[int | None, COUNT] = None
-    study: Path | None = None
-    storage: str | None = None
+    pruner: Annotated[
+        Pruner | None,
+        _shown(
+            "{hyperband,median,none}",
+            "median if the recipe evaluates during training, for one objective",
+        ),
+    ] = None
+    objective: Annotated[
+        tuple[str, ...],
+        tyro.conf.UseAppendAction,
+        _shown("STR", "the recipe's metric; repeatable"),
+    ] = ()
+    trial_steps: Annotated[int | None, COUNT, _shown("INT", "the recipe's steps")] = None
+    study: Annotated[Path | None, _shown("PATH", "studies/NAME")] = None
+    storage: Annotated[str | None, _shown("STR", "an SQLite file in the study's folder")] = None
     workers: Annotated[int, COUNT] = 1
     repeats: Annotated[int, SEEDS] = 0
     stale_after: Annotated[int, STALE] = 120
     sampler_seed: Annotated[int, NOT_NEGATIVE] = 0
-    on: str | None = None
+    on: Annotated[str | None, _shown("STR", "no forecast")] = None
     quick: bool = False
-    budget: Annotated[float | None, POSITIVE] = None
+    budget: Annotated[float | None, POSITIVE, _shown("FLOAT", "no limit")] = None
     price: PriceTerm = PriceTerm.on_demand
     json: bool = False
 
@@ -145,13 +161,9 @@ def tuning_of(args: Sequence[str]) -> "tuple[Tuning, Request[TuneOptions]]":
 def tune(tuning: "Tuning", asked: Request[TuneOptions], args: Sequence[str]) -> int:
     """Runs the search, prints its results, and returns the exit code."""
     from systolic.report.tune.progress import StudyDisplay
-    from systolic.report.tune.text import print_study
-    from systolic.session.tuning_processes import (
-        INTERRUPTED,
-        Processes,
-        repeated,
-        worker_command,
-    )
+    from systolic.report.tune.text import NAMES, print_study
+    from systolic.session.tuned import TrialsEnded, TunedSearch, wall_time
+    from systolic.session.tuning_processes import INTERRUPTED, Processes, worker_command
 
     options = asked.verb
     again = "repeats" if options.repeats else ""
@@ -161,52 +173,38 @@ def tune(tuning: "Tuning", asked: Request[TuneOptions], args: Sequence[str]) -> 
                 f"--trials is {options.trials}, and the search has {tuning.trials} distinct settings; each is trained once"
             )
 
-        def processes(of: "Tuning", *words: str) -> Processes:
-            return Processes(
+        if line := wall_time(tuning, options.workers):
+            view.tell(line)
+
+        def run(of: "Tuning", shared: "SharedStudy") -> TrialsEnded:
+            words = [] if of.repeats is None else [REPEATS_OF, str(of.repeats.of)]
+            processes = Processes(
                 tuning=of,
-                shared=of.open(),
+                shared=shared,
                 command=worker_command([*words, *args], "systolic.cli.tune_worker"),
                 count=bounded_workers(options.workers),
                 see=view.see,
                 tell=view.tell,
             )
+            return TrialsEnded(result=processes.run(), interrupted=processes.interrupted)
 
-        search = processes(tuning)
-        result = tuning.with_command(search.run(), asked.typed)
-        if result.best is not None and len(tuning.aims) == 1:
-            result = replace(result, examples=tuning.examples)
-        interrupted, best = search.interrupted, result.best
-        # Written before the repeats, which may fail.
-        page = _written(tuning, result)
-        if options.repeats and best is not None and result.finished == result.total:
-            repeating = tuning.repeating(search.shared, best.number, options.repeats)
-            repeats = processes(repeating, REPEATS_OF, str(best.number))
-            view.begin(again)
-            told = repeated(result, repeats.run())
-            interrupted = interrupted or repeats.interrupted
-            result = replace(result, repeats=told.to_json())
-            page = _written(tuning, result)
-        elif options.repeats and best is not None and not interrupted:
-            view.tell(
-                f"--repeats is skipped, since the search ended after {result.finished} of {result.total} trials; raise --budget and rerun"
-            )
+        answer = TunedSearch(
+            tuning=tuning,
+            words=asked.typed,
+            seeds=options.repeats,
+            run=run,
+            tell=view.tell,
+            begin=lambda: view.begin(again),
+        ).answer()
     if options.json:
-        print_json({**result.to_json(), "report": str(page)})
+        print_json({**answer.result.to_json(), "report": str(answer.page)})
     else:
-        print_study(result)
-        print(f"report    {shlex.quote(str(page))}")
-    if interrupted:
+        print_study(answer.result)
+        print(f"{'report':<{NAMES}}{shlex.quote(str(answer.page))}")
+    if answer.interrupted:
         print("systolic: interrupted; rerun to continue", file=sys.stderr)
         return INTERRUPTED
-    return 0 if result.best is not None else 1
-
-
-def _written(tuning: "Tuning", result: "StudyResult") -> Path:
-    """Writes the results into the study's folder; returns the path of the page."""
-    from systolic.report.tune.page import write_page
-
-    write_json(tuning.folder / "study.json", result.to_json())
-    return write_page(result, tuning.folder)
+    return 0 if answer.result.best is not None else 1
 
 
 def _typed(asked: Request[TuneOptions]) -> "Typed":

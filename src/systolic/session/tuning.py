@@ -23,6 +23,8 @@ from systolic.session.command_line import typed
 from systolic.session.job_source import JobSource
 from systolic.session.resume_checks import flat
 from systolic.tuning import sampling
+from systolic.tuning.edges import Edge, edge
+from systolic.tuning.folder import check_free
 from systolic.tuning.objective import Aim
 from systolic.tuning.results import StudyResult
 from systolic.tuning.sampling import Pruner, Sampler
@@ -223,6 +225,7 @@ class Tuning:
 
         Raises:
             OptionError: there is no evaluation to prune by, or more than one objective; or another option is wrong.
+            TakenError: the folder has files and is no study.
         """
         rule, job = self.job.evaluation, self.job
         evaluates = 0 < rule.every < job.steps
@@ -240,6 +243,7 @@ class Tuning:
             plain = self.recipe.target.rpartition("/")[2].replace(".py", "").replace(":", "-")
             made = replace(made, folder=STUDIES / f"{plain}-{digest(made.named, 8)}")
         made.check_bounds()
+        check_free(made.folder)
         assert made.address  # refuses a wrong --storage before anything is written
         return made
 
@@ -261,7 +265,7 @@ class Tuning:
                     continue
 
     def with_command(self, result: StudyResult, words: Sequence[str]) -> StudyResult:
-        """Adds the command that trains the best settings at full size to a result.
+        """Adds the command that trains the best settings at full size, and the best values at an end of their range, to a result.
 
         Args:
             result: Result of this study.
@@ -272,7 +276,24 @@ class Tuning:
             return result
         options = [word for name, value in best.values.items() for word in self._words(name, value)]
         line = ["systolic", "train", self.recipe.target, *words, *options]
-        return replace(result, command=shlex.join(line))
+        return replace(result, command=shlex.join(line), edges=self._edges(best.values))
+
+    def _edges(self, best: Mapping[str, Any]) -> list[Edge]:
+        """Best values at an end of their range, unless the recipe takes no value beyond it with the other best ones."""
+        own = {one.name: one.typed(best[one.name]) for one in self.searched}
+
+        def accepts(name: str, value: float) -> bool:
+            try:
+                self.source({**own, name: value}).job.check_effects()
+            except (SystolicError, ValueError, TypeError, ArithmeticError):
+                return False
+            return True
+
+        found = [
+            edge(one, best[one.name], lambda value, name=one.name: accepts(name, value))
+            for one in self.searched
+        ]
+        return [one for one in found if one is not None]
 
     def _words(self, name: str, value: Any) -> list[str]:
         return shlex.split(typed(name, value))

@@ -5,18 +5,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from systolic.chips import slice
 from systolic.core.errors import OptionError, RunError
 from systolic.core.files import cure
 from systolic.core.leave import remembered
-from systolic.planning.goal import priced
+from systolic.session.tuned import study_result
 from systolic.session.tuning import Tuning
-from systolic.tuning.importance import importance
-from systolic.tuning.luck import Repeated
-from systolic.tuning.results import StudyResult, rows_of
+from systolic.tuning.results import StudyResult
 from systolic.tuning.study import SharedStudy
 
 POLL_SECONDS = 0.2
@@ -85,24 +82,8 @@ class Processes:
         return self.result()
 
     def result(self, *, weighed: bool = True) -> StudyResult:
-        """Results of the study so far; ``weighed`` adds the importance of options, which takes a second."""
-        tuning = self.tuning
-        of = {} if tuning.on is None else priced(slice(tuning.on), tuning.price)
-        rows = rows_of(self.shared, tuning.trials, tuning.searched, tuning.aims, tuning.runs)
-        found = StudyResult(
-            name=tuning.address.name,
-            recipe=tuning.recipe.target,
-            rows=rows,
-            total=max(tuning.trials, len(rows)),
-            searched=tuning.searched,
-            aims=tuning.aims,
-            importance=importance(self.shared, tuning.aims, tuning.searched) if weighed else {},
-            stopped=self.stopped,
-            price_region=of.get("price_region", ""),
-            price_as_of=of.get("price_as_of", ""),
-        )
-        # A trial that ended early may have left the budget for the last ones.
-        return found if found.finished < found.total else replace(found, stopped="")
+        """Results of the study so far; see :func:`~systolic.session.tuned.study_result`."""
+        return study_result(self.tuning, self.shared, stopped=self.stopped, weighed=weighed)
 
     def _start(self, number: int) -> subprocess.Popen[bytes]:
         log = self._log(number)
@@ -182,33 +163,6 @@ class Processes:
             )
         self.tell(f"worker {number} died ({how}); a new process continues its trial")
         running[number] = self._start(number)
-
-
-def repeated(best: StudyResult, repeats: StudyResult) -> Repeated:
-    """Compares the best and the default settings over several seeds.
-
-    Args:
-        best: Results of the search.
-        repeats: Results of the trials that alternate between the best and the default settings.
-    """
-    assert best.best is not None
-    aim, values = best.aims[0], ([], [])
-    seeds = repeats.total // 2
-    # One of a pair may have ended under a larger --repeats.
-    rows = [row for row in repeats.rows if row.number < 2 * seeds]
-    for row in rows:
-        if row.is_done:
-            values[row.number % 2].append(row.figures[aim.name])
-    missing = [row for row in rows if not row.is_done]
-    told = [f"trial {row.number}: {row.reason}" for row in missing if row.reason]
-    return Repeated(
-        trial=best.best.number,
-        aim=aim,
-        seeds=seeds,
-        best=values[0],
-        default=values[1],
-        failure=told[0] if told else "not ended; rerun to continue",
-    )
 
 
 def last_line(log: Path) -> str:

@@ -81,9 +81,11 @@ def parse(given: Sequence[str], evaluation: Evaluation, *, priced: bool) -> tupl
             name=name, mode=_mode(text, direction if colon else None, name, evaluation)
         )
     if all(aim.is_cost for aim in aims.values()):
-        raise OptionError(
-            f"--objective {' '.join(aims)} has only costs, which favour the smallest model; add --objective {evaluation.metric}"
-        )
+        costs = " and ".join(aims)
+        told = f"minimising {costs} alone picks the smallest model"
+        if any(aim.mode is Mode.max for aim in aims.values()):
+            told = f"{costs} alone says nothing about the trained model"
+        raise OptionError(f"--objective: {told}; add --objective {evaluation.metric}")
     return tuple(sorted(aims.values(), key=lambda aim: aim.is_cost))
 
 

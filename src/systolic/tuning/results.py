@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from systolic.job import Mode
+from systolic.tuning.edges import Edge
 from systolic.tuning.objective import Aim
 from systolic.tuning.search import Searched
 from systolic.tuning.study import SharedStudy
@@ -65,6 +66,17 @@ class StudyResult:
     price_as_of: str = ""
     examples: int | None = None
     """Number of validation examples if the first objective is the share of correct ones; None otherwise."""
+    edges: Sequence[Edge] = ()
+    """Best values at an end of their range."""
+    first_seed: int | None = None
+    """Seed of the first two trials, if the trials alternate between the best and the default settings; None for a search."""
+
+    def title(self, row: TrialRow) -> str:
+        """Name of a trial: ``trial 5``; where settings are repeated, ``best settings, seed 3``."""
+        if self.first_seed is None:
+            return f"trial {row.number}"
+        which = "default" if row.number % 2 else "best"
+        return f"{which} settings, seed {self.first_seed + row.number // 2}"
 
     @property
     def done(self) -> list[TrialRow]:
@@ -154,6 +166,7 @@ class StudyResult:
             "best": None if best is None else asdict(best),
             "front": [row.number for row in self.front],
             "importance": dict(self.importance),
+            "edges": [asdict(one) for one in self.edges],
             "dollars": self.dollars,
             "price_region": self.price_region or None,
             "price_as_of": self.price_as_of or None,

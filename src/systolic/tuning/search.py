@@ -206,6 +206,10 @@ def _searched(name: str, spec: str, typed: Typed) -> Searched:
         raise OptionError(
             f"--search {name}={spec} has the bounds {low:g} and {high:g}; a range needs finite numbers"
         )
+    if low == high:
+        raise OptionError(
+            f"--search {name}={spec} begins and ends at {low:g}; give a range, or set --{name} {high_word}"
+        )
     if not low < high:
         raise OptionError(
             f"--search {name}={spec} begins at {low:g} and ends at {high:g}; give the smaller one first"

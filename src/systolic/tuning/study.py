@@ -18,6 +18,7 @@ from typing import Any
 from systolic.core.errors import DataError, MissingExtraError, OptionError, RunError
 from systolic.core.files import write_json
 from systolic.tuning.engine import optuna, settled, sqlalchemy
+from systolic.tuning.folder import DATABASE
 from systolic.tuning.worker import is_gone
 
 DEFINITION = "systolic"
@@ -43,6 +44,8 @@ OPENED = 10
 """Attempts to open a storage while another process creates its tables."""
 DAMAGED = ("malformed", "not a database")
 """SQLite errors for a damaged file."""
+UNKNOWN = ("no such table", "no such column", "has no column")
+"""SQLite errors for tables of another version, which are OperationalErrors like those of a file that can't be opened."""
 _ELSE = "restore it from a backup, or give --study another folder (and --storage, if given, another database)"
 BEATS = 4
 """Heartbeats within the time after which a trial without any is taken over."""
@@ -53,12 +56,16 @@ class StudyAddress:
     """Storage and name of a study."""
 
     url: str
+    """URL with the driver that is used."""
     name: str
+    given: str = ""
+    """URL as the user gave it; empty for a file in the study's folder."""
 
     @property
     def shown(self) -> str:
-        """The URL without its password."""
-        return sqlalchemy().engine.make_url(self.url).render_as_string(hide_password=True)
+        """The URL as given, without passwords."""
+        url = sqlalchemy().engine.make_url(self.given or self.url)
+        return url.difference_update_query(["password"]).render_as_string(hide_password=True)
 
 
 def address(storage: str | None, folder: Path, name: str) -> StudyAddress:
@@ -69,7 +76,8 @@ def address(storage: str | None, folder: Path, name: str) -> StudyAddress:
     """
     optuna()
     if storage is None:
-        return StudyAddress(url=f"sqlite:///{folder / 'study.db'}", name=name)
+        return StudyAddress(url=f"sqlite:///{folder / DATABASE}", name=name)
+    given = storage
     for plain in ("postgresql://", "postgres://"):
         if storage.startswith(plain):
             storage = f"postgresql+psycopg://{storage.removeprefix(plain)}"
@@ -84,7 +92,7 @@ def address(storage: str | None, folder: Path, name: str) -> StudyAddress:
         raise OptionError(
             "--storage is not a database URL; it takes one such as postgresql://user@host/tuning or sqlite:///study.db"
         ) from error
-    return StudyAddress(url=storage, name=name)
+    return StudyAddress(url=storage, name=name, given=given)
 
 
 class SharedStudy:
@@ -421,22 +429,30 @@ def _reported(where: StudyAddress) -> Generator[None]:
         yield
     except (sqlalchemy().exc.DatabaseError, optuna().exceptions.StorageInternalError) as error:
         cause = error.__cause__ or error
-        reason = (str(cause).splitlines() or [type(cause).__name__])[0]
+        reason = _reason(cause)
         if any(words in reason for words in DAMAGED):
             raise DataError(f"the storage {where.shown} is damaged ({reason}); {_ELSE}") from error
         if "disk is full" in reason:
             raise RunError(
                 f"the storage {where.shown} could not be written ({reason}); free space and rerun to continue the study"
             ) from error
-        if isinstance(
-            cause, sqlalchemy().exc.OperationalError | optuna().exceptions.StorageInternalError
-        ):
+        away = (sqlalchemy().exc.OperationalError, optuna().exceptions.StorageInternalError)
+        other = any(words in reason for words in UNKNOWN)
+        if not other and any(isinstance(one, away) for one in (error, cause)):
             raise RunError(
                 f"the storage {where.shown} does not answer ({reason}); start the database, or check --storage"
             ) from error
         raise DataError(
             f"the storage {where.shown} holds no study of this version of Optuna; {_ELSE}"
         ) from error
+
+
+def _reason(cause: BaseException) -> str:
+    """First line of a database's error; where the line ends in a colon, with the ones that it announces."""
+    lines = [line.strip(" -") for line in str(cause).splitlines()] or [type(cause).__name__]
+    if not lines[0].endswith(":"):
+        return lines[0]
+    return f"{lines[0]} {'; '.join(filter(None, lines[1:]))}"
 
 
 def _check_own(where: StudyAddress) -> None:

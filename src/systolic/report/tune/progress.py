@@ -84,10 +84,11 @@ def line(study: StudyResult, row: TrialRow, spent: str) -> str:
     """Line of an ended trial: ``[ 7/40] trial 6: accuracy 98.6 %; optimizer.learning-rate 0.003; 3 m 05 s``."""
     width = len(str(study.total))
     text = readings.objectives(study, row) if row.is_done else row.reason or row.state
-    best = "  <- best so far" if row is study.best else ""
+    is_best = study.first_seed is None and row is study.best
+    best = "  <- best so far" if is_best else ""
     place = f"[{study.finished:>{width}}/{study.total}]"
     parts = [
-        f"{place} trial {row.number}: {terminal.one_line(text, 160)}",
+        f"{place} {study.title(row)}: {terminal.one_line(text, 160)}",
         readings.settings(row),
         spent,
     ]
@@ -116,10 +117,11 @@ def drawing(study: StudyResult, spent: str) -> Group:
             if row.step
             else ""
         )
-        text = f"trial {row.number}: {readings.settings(row)}{at}"
+        text = ": ".join(filter(None, (study.title(row), readings.settings(row)))) + at
         rows.append(_row("" if place else "running", text, "dim"))
     best = study.best
-    if best is not None:
+    # The best of repeats is only the luckiest seed.
+    if best is not None and study.first_seed is None:
         rows.append(_row("best", readings.objectives(study, best), "bold green"))
         rows.append(_row("", readings.settings(best), "green"))
     return Group(head, *rows)

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 from systolic.core.units import dollars, si
@@ -74,8 +75,62 @@ def luck(study: StudyResult) -> str:
         return study.repeats["sentence"]
     if study.best is None or not study.near:
         return ""
-    others = figures.plural(study.near, "other setting")
-    return f"tied with {others} to within one of {study.examples} validation examples; --repeats 5 tells gain from luck"
+    others = figures.plural(study.near, "other trial")
+    verb = "is" if study.near == 1 else "are"
+    return f"{others} {verb} within one validation example (of {study.examples}); run --repeats 5 to test whether the gain is real"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SeedFigures:
+    """Results of settings that were trained with several seeds, as text."""
+
+    name: str
+    """``best`` or ``default``."""
+    mean: str
+    deviation: str
+    """Standard deviation; empty for fewer than two results."""
+    seeds: str
+    """``5 seeds``, ``3 of 5 seeds``."""
+
+
+def spreads(study: StudyResult) -> list[SeedFigures]:
+    """Mean and standard deviation of the best and the default settings; of those that have a result."""
+    told, found, name = study.repeats, [], study.aims[0].name
+    if told is None:
+        return []
+    for which in ("best", "default"):
+        one = told[which]
+        count, total = len(one["values"]), told["seeds"]
+        if not count:
+            continue
+        found.append(
+            SeedFigures(
+                name=which,
+                mean=_precise(name, one["mean"], "#.4g"),
+                deviation=""
+                if one["deviation"] is None
+                else _precise(name, one["deviation"], ".2g"),
+                seeds=f"{count} seeds" if count == total else f"{count} of {total} seeds",
+            )
+        )
+    return found
+
+
+def _precise(name: str, value: float, form: str) -> str:
+    return f"{value * 100:{form}} %" if figures.is_share(name) else f"{value:{form}}"
+
+
+def edges(study: StudyResult) -> list[str]:
+    """Sentences on best values at an end of their range."""
+    return [
+        f"the best {one.option} {value_text(one.value)} is at the end of its range; search {one.search}"
+        for one in study.edges
+    ]
+
+
+def whole_percent(share: float) -> str:
+    """A share as whole per cent; what rounds to 0 is below 1."""
+    return "< 1 %" if 0 < share < 0.005 else f"{share * 100:.0f} %"
 
 
 def value_text(value: Any) -> str:

@@ -10,6 +10,8 @@ from systolic.report.verdict import COLOURS
 from systolic.tuning.results import StudyResult
 
 WIDEST = 160
+NAMES = 12
+"""Columns of a row's name."""
 FRONT = 12
 """Most trials of the Pareto front that are listed."""
 
@@ -23,7 +25,9 @@ def lines(study: StudyResult) -> list[Text]:
     """Lines of the results."""
     verdict = readings.verdict(study)
     head = Text(f"{study.recipe}: ", style="bold").append(verdict.word, COLOURS[verdict.tone])
-    found = [head, Text(verdict.sentence), _row("trials", readings.counted(study))]
+    found = [head, Text(verdict.sentence)]
+    if study.rows:
+        found.append(_row("trials", readings.counted(study)))
     if len(study.aims) > 1:
         for place, row in enumerate(study.front[:FRONT]):
             text = (
@@ -33,8 +37,13 @@ def lines(study: StudyResult) -> list[Text]:
         if len(study.front) > FRONT:
             found.append(_row("", f"and {len(study.front) - FRONT} more, on the page"))
     if study.importance:
-        shares = (f"{name} {figures.percent(one)}" for name, one in study.importance.items())
-        found.append(_row("matters", ", ".join(shares)))
+        shares = (f"{name} {readings.whole_percent(one)}" for name, one in study.importance.items())
+        found.append(_row("importance", ", ".join(shares)))
+    found += [_row("range", sentence) for sentence in readings.edges(study)]
+    for one in readings.spreads(study):
+        deviation = f", standard deviation {one.deviation}" if one.deviation else ""
+        name = figures.label(study.aims[0].name)
+        found.append(_row(one.name, f"mean {name} {one.mean}{deviation} over {one.seeds}"))
     if luck := readings.luck(study):
         found.append(_row("luck", luck))
     seconds = sum(row.seconds or 0.0 for row in study.rows)
@@ -50,4 +59,4 @@ def lines(study: StudyResult) -> list[Text]:
 
 
 def _row(name: str, text: str) -> Text:
-    return Text(f"{name:<10}", style="dim").append(text, "not dim")
+    return Text(f"{name:<{NAMES}}", style="dim").append(text, "not dim")

@@ -1,0 +1,48 @@
+"""Folder of a study: whether it is one, and how many results its ``study.json`` holds."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from systolic.core.errors import TakenError
+
+DATABASE = "study.db"
+DEFINITION = "trials.json"
+RESULTS = "study.json"
+KEYS = {"recipe", "search"}
+"""Entries that the JSON files of a study have."""
+
+
+def check_free(folder: Path) -> None:
+    """Checks that trials would not mix with files of another kind: a run's, a project's.
+
+    Raises:
+        TakenError: the folder has files, and none of them is a study's.
+    """
+    if not folder.is_dir() or (folder / DATABASE).exists() or not any(folder.iterdir()):
+        return
+    definition = folder / DEFINITION
+    # Opening the study reports a definition that is damaged.
+    damaged = definition.is_file() and _read(definition) is None
+    found = [_read(folder / name) or {} for name in (DEFINITION, RESULTS)]
+    if not damaged and not any(one.keys() >= KEYS for one in found):
+        raise TakenError(
+            f"--study {folder} has files and is no study (it has no {DATABASE}, {DEFINITION} or {RESULTS} of one); give a new or an empty folder"
+        )
+
+
+def num_results(folder: Path) -> int:
+    """Number of trials with a result in the folder's ``study.json``; 0 without a readable one."""
+    trials = (_read(folder / RESULTS) or {}).get("trials")
+    if not isinstance(trials, list):
+        return 0
+    return sum(isinstance(row, dict) and row.get("state") == "done" for row in trials)
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    """The object of a JSON file; None for a file that can't be read, and an empty one for other JSON."""
+    try:
+        found = json.loads(file.read_text())
+    except (ValueError, OSError):
+        return None
+    return found if isinstance(found, dict) else {}
