@@ -5,7 +5,6 @@ import os
 import shlex
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,8 @@ from systolic.cli.main import VERBS, main
 from systolic.cli.target import planned_request
 from systolic.session import launching
 from systolic.session.clients import CLIENTS
-from systolic.session.launch_cost import cost
 from systolic.session.launch_stop import stop
-from systolic.session.launched import LOCAL, Launched, launches
+from systolic.session.launched import LOCAL, launches
 
 RECIPE = """
 from systolic.recipes.digits import digits
@@ -364,71 +362,6 @@ def test_a_server_on_a_cluster_is_written_with_its_price(
     assert told["bill"]["usd_per_hour"] == pytest.approx(9.6)
     assert told["bill"]["usd_per_hour_most"] == pytest.approx(38.4)
     assert "chat=/srv/model" in Path("launches/chat-v5e-8/serve.yaml").read_text()
-
-
-def test_the_bill_after_counts_the_hours_that_machines_were_there(tmp_path: Path) -> None:
-    def made(**fields: Any) -> Launched:
-        given: dict[str, Any] = {
-            "name": "x",
-            "via": "gke",
-            "slice": "v5e-16",
-            "run": "gs://b/x",
-            "folder": str(tmp_path),
-            "made_by": [],
-            "submitted": "1970-01-01T01:00:00+00:00",
-            "bill": {"usd_per_hour": 10.0},
-            "commands": {"detached": False},
-        }
-        return Launched(**{**given, **fields})
-
-    now = cost(made(), 3 * 3600.0)
-    assert now is not None
-    assert (now.hours, now.usd) == (2.0, 20.0)
-    assert "2.00 h since submission, if still running at $10.00; an estimate" in now.text()
-    assert now.at_most
-    ended = cost(made(stopped="1970-01-01T02:30:00+00:00"), 9 * 3600.0)
-    assert ended is not None
-    assert (ended.hours, ended.since, ended.at_most) == (1.5, "from submit to stop", False)
-    tpus = made(via="tpu-vm", commands={"detached": True})
-    # Neither an earlier launch nor the time between a preemption and the next machines counts.
-    (tmp_path / "times.log").write_text("up 10\ndown 20\nup 3600\ndown 7200\ndown 7300\nup 10800\n")
-    used = cost(tpus, 12600.0)
-    assert used is not None
-    # The script is gone, so nobody knows whether the machines of the last half hour are.
-    assert (used.hours, used.at_most) == (1.5, True)
-    assert "1.50 h of machine time, if the machines still exist, at $10.00" in used.text()
-    (tmp_path / "ended").write_text("0\n")
-    kept = cost(tpus, 12600.0)
-    assert kept is not None
-    assert (kept.hours, kept.at_most) == (1.5, False)
-    (tmp_path / "ended").unlink()
-    # With one of two slices dropped, half the price.
-    (tmp_path / "times.log").write_text("up 3600 2\ndown 7200\nup 7200 1\n")
-    fewer = cost(made(via="tpu-vm", slice="2xv5e-16", commands={"detached": True}), 14400.0)
-    assert fewer is not None
-    assert fewer.usd == 20.0
-    server = {"usd_per_hour": 9.6, "usd_per_hour_most": 38.4}
-    of_pods = cost(made(bill=server, stopped="1970-01-01T02:00:00+00:00"), 9e9)
-    assert of_pods is not None
-    assert of_pods.text().startswith("$9.60 to $38.40 used: 1.00 h from submit to stop at $9.60 to")
-    # Launched again: an hour with another slice, then two hours.
-    before = {"slice": "v5e-8", "bill": {"usd_per_hour": 5.0}, "stopped": None}
-    times = {"submitted": "1970-01-01T00:00:00+00:00", "until": "1970-01-01T01:00:00+00:00"}
-    again = cost(made(earlier=[{**before, **times}]), 3 * 3600.0)
-    assert again is not None
-    assert again.usd == 1.0 * 5.0 + 2.0 * 10.0
-    plain = again.to_json()
-    assert (plain["used_hours"], plain["used_usd"], plain["used_submissions"]) == (3.0, 25.0, 2)
-    assert "at $10.00, and 1.00 h in 1 earlier submission; an estimate" in again.text()
-    # The script's log has all submissions: 10 s of the first, an hour of the second.
-    (tmp_path / "times.log").write_text("up 10\ndown 20\nup 3600\ndown 7200\n")
-    both = cost(replace(tpus, earlier=[{**before, **times}]), 12600.0)
-    assert both is not None
-    assert both.usd == pytest.approx(10 / 3600 * 5.0 + 10.0)
-    # With a last "down" all machines are known to be gone.
-    assert not both.to_json()["used_at_most"]
-    assert cost(made(via=LOCAL), 9e9) is None
-    assert cost(made(bill={"usd_per_hour": None}), 9e9) is None
 
 
 def test_every_client_has_a_place_to_get_it() -> None:
