@@ -231,6 +231,55 @@ def test_what_a_killed_writer_left_is_kept_where_its_run_went_on_elsewhere(
     assert not capsys.readouterr().out
 
 
+def test_what_was_left_is_kept_aside_as_soon_as_another_machine_opens_the_run(
+    machine: Machines, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = killed(machine)
+    machine("b")
+    with Run.open(machine.url, access=Access.write) as run:
+        before = names(machine.url)
+        machine("a")
+        pull(machine.url, print)
+        assert f"kept in {copy.parent}" in capsys.readouterr().out
+        assert names(machine.url) == before
+        machine("b")
+        assert [path.name for path in run.checkpoints.iterdir()] == ["1"]
+        assert [record["step"] for record in run.records()] == [1]
+    aside = copy.with_name(f"{copy.name}.unsent-1")
+    assert (aside / "checkpoints" / "2" / "params" / "array").exists()
+
+
+@pytest.mark.parametrize("at", ["checkpoints/2/params/array", "metrics.jsonl"])
+def test_a_run_that_is_opened_elsewhere_meanwhile_gets_no_checkpoint(
+    machine: Machines, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    copy = killed(machine)
+    write, told = Objects.write, []
+
+    def opened_after(self: Objects, name: str, content: bytes) -> None:
+        write(self, name, content)
+        if name == at:
+            write(self, sending.WRITER, b"of another machine")
+
+    monkeypatch.setattr(Objects, "write", opened_after)
+    pull(machine.url, told.append)
+    assert "continued elsewhere" in told[-1]
+    assert not [name for name in names(machine.url) if name.startswith("checkpoints/2/")]
+    assert (copy.with_name(f"{copy.name}.unsent-1") / "checkpoints" / "2").exists()
+
+
+def test_what_a_writer_of_an_earlier_version_left_is_sent(machine: Machines) -> None:
+    copy = killed(machine)
+    folder = in_bucket(machine.url)
+    assert folder is not None
+    Objects(folder).delete(sending.WRITER)
+    (copy / sending.WRITER).unlink()
+    record = copy.with_name(f".{copy.name}.sent.json")
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"writer": ""}))
+    pull(machine.url)
+    assert "checkpoints/2/manifest.json" in names(machine.url)
+
+
 def test_what_cannot_be_sent_stays(machine: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
     copy = killed(machine)
 

@@ -16,6 +16,7 @@ from systolic.artifact.access import Lock
 from systolic.artifact.objects import BucketFolder, Objects, copies, in_bucket, origin
 from systolic.artifact.sending import (
     CHECKPOINTS,
+    claim,
     files_of,
     in_parallel,
     is_array,
@@ -80,13 +81,16 @@ def has(folder: Path, name: str) -> bool:
     return Objects(remote).exists(name)
 
 
-def bring(objects: Objects, tell: room.Tell = _quietly, *, sends: bool = True) -> None:
+def bring(
+    objects: Objects, tell: room.Tell = _quietly, *, sends: bool = True, claims: bool = False
+) -> None:
     """Updates a copy from the bucket, except the arrays of checkpoints; first uploads files that never were.
 
     Args:
         objects: Objects of the folder.
         tell: Called with the files uploaded, and with the size of the download.
         sends: False if another process writes the run now; files never uploaded are then moved to another folder.
+        claims: Whether this process will write the run, which other machines then see.
 
     Raises:
         NotFoundError: the folder is empty or doesn't exist.
@@ -97,6 +101,10 @@ def bring(objects: Objects, tell: room.Tell = _quietly, *, sends: bool = True) -
     if not names:
         raise NotFoundError(f"{objects.folder.url} is empty or does not exist; check the path")
     copy = objects.folder.copy
+    if claims and RUN in names:
+        # Before the checkpoints are listed, so that none that another machine still sends is missed.
+        claim(copy, objects)
+        names = objects.names()
     wanted = [name for name in names if not is_array(name)]
     steps = {name.split("/")[1] for name in wanted if is_manifest(name)}
     for step in (copy / CHECKPOINTS).glob("[0-9]*"):

@@ -23,7 +23,7 @@ from systolic.artifact.environment import environment
 from systolic.artifact.objects import Objects, in_bucket
 from systolic.artifact.parts import Part
 from systolic.artifact.paths import DIRECTORY
-from systolic.artifact.sending import Sender
+from systolic.artifact.sending import Sender, claim
 from systolic.core.errors import NotFoundError, RunError, TakenError, nearest
 from systolic.core.files import write_atomically, write_json
 
@@ -118,6 +118,8 @@ class Run:
             for name, content in files.items():
                 write_atomically(run._own(name), content)
             run.write_job(description)
+            if objects is not None:
+                claim(folder)
         except Exception:
             _remove(folder)
             run.close()
@@ -149,7 +151,7 @@ class Run:
         run = cls(folder, access, part)
         try:
             run._lock = run._lock or Lock(folder)
-            buckets.bring(objects, sends=access is Access.write)
+            buckets.bring(objects, sends=access is Access.write, claims=access is Access.write)
             if not (folder / JOB).is_file():
                 raise NotFoundError(f"{objects.folder.url} is not a run: it has no {JOB}")
         except Exception:

@@ -4,6 +4,8 @@ import hashlib
 import json
 import os
 import re
+import secrets
+import socket
 import sys
 import threading
 import time
@@ -17,8 +19,10 @@ from systolic.artifact import manifest, replace, room
 from systolic.artifact.objects import Objects
 from systolic.artifact.parts import CHECKPOINTS, HostParts, Part
 from systolic.core.errors import RunError
-from systolic.core.files import write_json
+from systolic.core.files import write_atomically, write_json
 
+WRITER = "writer.json"
+"""File that names the session that writes a run; another session replaces it when it opens the run."""
 RECORDS = "metrics.jsonl"
 """File that every session of a run appends to."""
 SEND_SECONDS = 10.0
@@ -44,11 +48,13 @@ class SentRecord:
     files: Mapping[str, Stamp]
     records: str
     """SHA-256 of the bucket's ``metrics.jsonl``; empty if it has none."""
+    writer: bytes = b""
+    """Content of :data:`WRITER` of the session; empty if it was of a version without."""
 
     def write(self, copy: Path) -> None:
         """Writes the record next to the copy."""
         value = {"files": {n: list(stamp) for n, stamp in self.files.items()}}
-        write_json(_record(copy), value | {"records": self.records})
+        write_json(_record(copy), value | {"records": self.records, "writer": self.writer.decode()})
 
     @classmethod
     def read(cls, copy: Path) -> "SentRecord | None":
@@ -56,7 +62,8 @@ class SentRecord:
         try:
             value = json.loads(_record(copy).read_text())
             files = {name: (size, changed) for name, (size, changed) in value["files"].items()}
-            return cls(files=files, records=value["records"])
+            writer = value.get("writer", "").encode()
+            return cls(files=files, records=value["records"], writer=writer)
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -70,11 +77,29 @@ def _records(objects: Objects) -> tuple[str, bytes]:
     return ("", b"") if found is None else (hashlib.sha256(found[0]).hexdigest(), found[0])
 
 
+def claim(copy: Path, objects: Objects | None = None) -> None:
+    """Names this session as the writer of a run, in its copy and, given its objects, at once in the bucket.
+
+    Other machines then do not send what they have left, also before this session has sent a record.
+    """
+    content = json.dumps({"session": secrets.token_hex(8), "host": socket.gethostname()}).encode()
+    if objects is not None:
+        objects.write(WRITER, content)
+    write_atomically(copy / WRITER, content)
+
+
+def _writer(objects: Objects) -> bytes:
+    found = objects.read(WRITER)
+    return b"" if found is None else found[0]
+
+
 def _is_ours(objects: Objects, sent: SentRecord) -> bool:
-    """Whether no other writer has changed the run since.
+    """Whether no other writer has opened or changed the run since.
 
     A kill between uploading the records and noting it leaves a bucket whose records are a prefix of the copy's.
     """
+    if _writer(objects) != sent.writer:
+        return False
     digest, content = _records(objects)
     records = objects.folder.copy / RECORDS
     goes_on = bool(content) and records.exists() and records.read_bytes().startswith(content)
@@ -98,18 +123,24 @@ def send_rest(objects: Objects, tell: room.Tell, *, sends: bool = True) -> None:
     whole = _whole(local)
     unsent = [name for name in local if sent.files.get(name) != stamp_of(copy / name)]
     unsent = [name for name in unsent if not is_array(name) or name.split("/")[1] in whole]
-    if unsent and not (sends and _is_ours(objects, sent)):
+    taken = bool(unsent) and not (sends and _is_ours(objects, sent))
+    if unsent and not taken:
+        try:
+            Sender(objects, sent.files).send(
+                deletes=False, ours=lambda: _writer(objects) == sent.writer
+            )
+        except _TakenOverError:
+            taken = True
+        except RunError as error:
+            raise RunError(
+                f"{copy} has {len(unsent)} files that were never uploaded to {objects.folder.url}, and uploading them failed ({error}); try again, or give the local folder instead"
+            ) from error
+    if taken:
         aside = _aside(copy)
         tell(
             f"{len(unsent)} files written on this machine were never uploaded to {objects.folder.url}, and the run has since continued elsewhere; they are kept in {aside}"
         )
     elif unsent:
-        try:
-            Sender(objects, sent.files).send(deletes=False)
-        except RunError as error:
-            raise RunError(
-                f"{copy} has {len(unsent)} files that were never uploaded to {objects.folder.url}, and uploading them failed ({error}); try again, or give the local folder instead"
-            ) from error
         steps = sorted(int(name.split("/")[1]) for name in unsent if is_manifest(name))
         which = f" (checkpoints of steps {steps})" if steps else ""
         tell(f"uploaded {len(unsent)} files{which} that were missing from {objects.folder.url}")
@@ -127,6 +158,10 @@ def _aside(copy: Path) -> Path:
         if not entry.name.startswith("."):
             entry.rename(aside / entry.name)
     return aside
+
+
+class _TakenOverError(RunError):
+    """Another session opened the run while the files of this copy were uploaded."""
 
 
 class Sender:
@@ -206,11 +241,19 @@ class Sender:
             time.sleep(LOOK_SECONDS)
             self.send()
 
-    def send(self, *, deletes: bool = True) -> None:
-        """Uploads changed files and, unless ``deletes`` is false, deletes objects whose file is gone."""
+    def send(self, *, deletes: bool = True, ours: Callable[[], bool] = lambda: True) -> None:
+        """Uploads changed files and, unless ``deletes`` is false, deletes objects whose file is gone.
+
+        Args:
+            deletes: Whether to delete objects.
+            ours: Asked before the records and before the manifests, which make arrays a checkpoint.
+
+        Raises:
+            RunError: the upload failed, or ``ours`` was false; the arrays sent are then deleted.
+        """
         with self._sending:
             self._note_dropped()
-            self._send_new(deletes)
+            self._send_new(deletes, ours)
 
     def _note_dropped(self) -> None:
         """Reports once that a checkpoint was deleted before its upload; if all are, the bucket never gets a new one."""
@@ -226,7 +269,7 @@ class Sender:
                 f"the checkpoint of step {dropped[0]} was deleted for newer ones before it was uploaded to {self._objects.folder.url}; save less often (--checkpoints.every) or keep more (--checkpoints.keep-last)"
             )
 
-    def _send_new(self, deletes: bool) -> None:
+    def _send_new(self, deletes: bool, ours: Callable[[], bool]) -> None:
         if self._parts is not None:
             self._parts.advance()
         if not self._writes:
@@ -242,7 +285,11 @@ class Sender:
         # Arrays of a step that were never downloaded here stay in the bucket as long as its manifest.
         gone = [n for n in absent if not (is_array(n) and n.split("/")[1] in whole)]
         try:
-            for names in (arrays, others, manifests):
+            self._upload(arrays)
+            for names in (others, manifests):
+                if names and not ours():
+                    self._take_back(arrays)
+                    raise _TakenOverError(f"{self._objects.folder.url} has another writer")
                 self._upload(names)
             for name in sorted(gone, key=lambda name: not is_manifest(name)) if deletes else ():
                 self._objects.delete(name)
@@ -254,10 +301,19 @@ class Sender:
     def _keep(self) -> None:
         if not self._writes:
             return
-        record = SentRecord(files=dict(self._sent), records=self._records)
+        writer = self._copy / WRITER
+        named = writer.read_bytes() if writer.exists() else b""
+        record = SentRecord(files=dict(self._sent), records=self._records, writer=named)
         if record != self._kept:
             record.write(self._copy)
             self._kept = record
+
+    def _take_back(self, arrays: Sequence[str]) -> None:
+        """Deletes uploaded arrays that no manifest will name."""
+        for name in arrays:
+            self._objects.delete(name)
+            self._there.discard(name)
+            self._sent.pop(name, None)
 
     def _upload(self, names: Sequence[str]) -> None:
         def one(name: str) -> None:
