@@ -25,6 +25,7 @@ def test_public_names() -> None:
         "QuantizedModel",
         "Slice",
         "Spread",
+        "StudyResult",
         "SystolicError",
         "TrainResult",
         "TrainedModel",
@@ -44,6 +45,7 @@ def test_public_names() -> None:
         "resume",
         "slice",
         "train",
+        "tune",
         "verify_bundle",
     ]
     for name in systolic.__all__:

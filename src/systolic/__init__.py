@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     from systolic.session.planning import plan
     from systolic.session.program_exports import export_program
     from systolic.session.public import resume, train
+    from systolic.session.public_tuning import tune
     from systolic.session.quantizing import QuantizedModel, quantize_model
     from systolic.session.trained import TrainedModel
     from systolic.session.trained import open_model as open
     from systolic.session.training import TrainResult
     from systolic.session.verifying import Verified, verify_bundle
+    from systolic.tuning.results import StudyResult
 
 __version__ = "0.1.0"
 
@@ -39,6 +41,7 @@ _HOME = {
     "Slice": "systolic.chips",
     "Spread": "systolic.forecasting",
     "QuantizedModel": "systolic.session.quantizing",
+    "StudyResult": "systolic.tuning.results",
     "SystolicError": "systolic.core.errors",
     "TrainResult": "systolic.session.training",
     "TrainedModel": "systolic.session.trained",
@@ -57,6 +60,7 @@ _HOME = {
     "resume": "systolic.session.public",
     "slice": "systolic.chips",
     "train": "systolic.session.public",
+    "tune": "systolic.session.public_tuning",
     "verify_bundle": "systolic.session.verifying",
 }
 
@@ -75,6 +79,7 @@ __all__ = [
     "QuantizedModel",
     "Slice",
     "Spread",
+    "StudyResult",
     "SystolicError",
     "TrainResult",
     "TrainedModel",
@@ -94,6 +99,7 @@ __all__ = [
     "resume",
     "slice",
     "train",
+    "tune",
     "verify_bundle",
 ]
 

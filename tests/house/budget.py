@@ -24,6 +24,7 @@ LONG_FUNCTIONS: dict[str, str] = {
     "src/systolic/session/planning.py:plan": "the options of systolic plan, for Python",
     "src/systolic/session/public.py:train": WORDS,
     "src/systolic/session/public.py:resume": WORDS,
+    "src/systolic/session/public_tuning.py:tune": WORDS,
     "src/systolic/models/splash.py:splash_attention": "one kernel: its blocks, masks and shardings are read together",
 }
 """``path:function`` to the reason why it may have up to LONGEST_EXCEPTION lines."""
@@ -33,6 +34,7 @@ MANY_PARAMETERS: dict[str, str] = {
     "src/systolic/session/planning.py:plan": "the options of systolic plan, for Python",
     "src/systolic/session/public.py:train": WORDS,
     "src/systolic/session/public.py:resume": WORDS,
+    "src/systolic/session/public_tuning.py:tune": WORDS,
 }
 """``path:function`` to the reason why it may have more than MOST_PARAMETERS parameters."""
 

@@ -85,6 +85,7 @@ def test_its_python_runs(tmp_path: Path) -> None:
         "layers=4, d_model=256, d_ff=1024": "layers=1, d_model=32, d_ff=64, heads=2, kv_heads=2, head_dim=16",
         "steps=300": "steps=20",
         "tokens=200": "tokens=20",
+        "trials=20": "trials=1, trial_steps=5",
     }
     for written, small in sizes.items():
         assert written in block

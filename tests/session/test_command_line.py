@@ -75,6 +75,12 @@ def test_a_default_takes_away_what_was_given() -> None:
     assert option_words(other, options, one) == ["--layout.data", "1"]
 
 
+def test_options_that_are_left_out() -> None:
+    options = asked("--model.layers", "2", "--seed", "3", "--batch", "8").options
+    made = option_words(LM.function, options, typed={"batch"}, without={"model.layers", "batch"})
+    assert made == ["--seed", "3"]
+
+
 def test_a_verbs_own_options() -> None:
     options = ForecastOptions(on="v5e-4", quick=True, flags="--xla_a=1", html=Path("a b.html"))
     assert option_words(ForecastOptions, vars(options)) == [

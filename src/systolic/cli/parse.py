@@ -6,11 +6,9 @@ tyro turns types into options. It reports mistakes as boxes of several lines; he
 """
 
 import contextlib
-import difflib
 import inspect
 import io
 import re
-import shlex
 import typing
 from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass, is_dataclass
@@ -20,6 +18,7 @@ import tyro
 
 from systolic.core.errors import OptionError
 from systolic.core.ranges import check_arguments, dashed
+from systolic.core.spelling import nearest_option
 
 T = TypeVar("T")
 
@@ -124,39 +123,6 @@ def refuse_unknown(rest: Sequence[str], names: Collection[str], prog: str, takes
     raise OptionError(f"{prog} has no {what} {option}{near}; see {prog} --help")
 
 
-_OTHER_WORD = {"--on": "--rehearse SLICE"}
-"""Options of other commands to what a command that lacks them has instead."""
-
-
-def nearest_option(option: str, names: Collection[str]) -> str:
-    """``"; did you mean --model.layers?"`` for a misspelt ``--model.layer`` or ``--layers``, else ``""``."""
-    other = _OTHER_WORD.get(option, "")
-    if other and option not in names and other.partition(" ")[0] in names:
-        return f"; did you mean {other}?"
-    full = {name.removeprefix("--"): name for name in sorted(names)}
-    last = {short.rpartition(".")[2]: name for short, name in full.items()}
-    typed = {**last, **full}
-    word = option.removeprefix("--")
-    head, dot, last_word = word.rpartition(".")
-    # --optimizer.lr is short for --optimizer.learning-rate, and nearer to --optimizer.clip.
-    long = [
-        name
-        for short, name in full.items()
-        if _initials(short.rpartition(".")[2]) == last_word and (not dot or short.startswith(head))
-    ]
-    if len(long) == 1:
-        return f"; did you mean {long[0]}?"
-    # Without the dashes, which all have in common, --on is not near --json nor --plan near --flags.
-    close = difflib.get_close_matches(word, list(typed), n=1, cutoff=0.7)
-    return f"; did you mean {typed[close[0]]}?" if close else ""
-
-
-def _initials(name: str) -> str:
-    """``lr`` of ``learning-rate``; nothing of a name of one word."""
-    parts = name.split("-")
-    return "".join(part[:1] for part in parts) if len(parts) > 1 else ""
-
-
 def is_unknown(word: str, names: Container[str]) -> bool:
     """Whether a word is an option, as ``--steps=3``, that is not among ``names``."""
     return word.startswith("--") and word.partition("=")[0].replace("_", "-") not in names
@@ -231,11 +197,6 @@ def option_names(function: Callable[..., Any]) -> set[str]:
     return set(_options(function, ""))
 
 
-def option_hints(function: Callable[..., Any]) -> dict[str, Any]:
-    """Option as it is typed to its annotated type, without the ``--no-`` forms of switches."""
-    return {name: hint for name, hint in _options(function, "").items() if hint is not None}
-
-
 def _options(function: Callable[..., Any], prefix: str) -> dict[str, Any]:
     """Option to its annotated type, None for the ``--no-`` form of a switch."""
     hints = typing.get_type_hints(function, include_extras=True)
@@ -254,43 +215,6 @@ def _options(function: Callable[..., Any], prefix: str) -> dict[str, Any]:
                 part, dot, last = typed.rpartition(".")
                 found[f"--{part}{dot}no-{last}"] = None
     return found
-
-
-_SWITCH = {"yes": True, "true": True, "no": False, "false": False}
-
-
-def read_value(hint: Any, word: str, named: str) -> Any:
-    """A value of an option's type from its word, as a command line has it; of a switch from yes or no.
-
-    Args:
-        hint: The annotated type.
-        word: Its text; several words for an option that takes several.
-        named: What messages call the option.
-
-    Raises:
-        OptionError: it does not parse or is out of its range.
-    """
-    plain = typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
-    if plain is bool:
-        if word.lower() not in _SWITCH:
-            raise OptionError(f"{named} is {word!r}; it takes yes or no")
-        return _SWITCH[word.lower()]
-
-    def function() -> None:
-        pass
-
-    kind = inspect.Parameter.KEYWORD_ONLY
-    parameter = inspect.Parameter("value", kind, annotation=hint)
-    function.__signature__ = inspect.Signature([parameter])  # ty: ignore[missing-attribute]
-    function.__annotations__ = {"value": hint}
-    several = typing.get_origin(plain) is tuple
-    words = ["--value", *shlex.split(word)] if several else [f"--value={word}"]
-    try:
-        values, _ = known(function, words, "systolic")
-    except OptionError as error:
-        message = str(error).removesuffix("; see systolic --help")
-        raise OptionError(message.replace("--value", named)) from error
-    return values["value"]
 
 
 _ARG = type(tyro.conf.arg())

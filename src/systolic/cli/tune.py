@@ -1,33 +1,25 @@
 """``systolic tune RECIPE --search OPTION=RANGE``: finds the settings that train a recipe best."""
 
-import inspect
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from systolic.cli.output import bounded_workers, print_json
-from systolic.cli.parse import (
-    Required,
-    nearest_option,
-    option_hints,
-    option_names,
-    print_verb_help,
-    read_value,
-)
+from systolic.cli.parse import Required, print_verb_help
 from systolic.cli.target import Request, first, request
 from systolic.core.errors import OptionError
-from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, Range, dashed
+from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, Range
 from systolic.planning.objective import PriceTerm
 from systolic.tuning.sampling import Pruner, Sampler
 
 if TYPE_CHECKING:
     from systolic.session.tuning import Tuning
-    from systolic.tuning.search import Typed
+    from systolic.session.tuning_request import TuningRequest
     from systolic.tuning.study import SharedStudy
 
 FORMS = """usage: systolic tune RECIPE --search OPTION=VALUES [--search ...] [options]
@@ -41,7 +33,6 @@ kill; a larger --trials extends the study. To share a study, run the same comman
 Exits with 1 when no trial has a result. systolic tune RECIPE --help shows the recipe's options."""
 
 SEARCH = Required("an option to search; add --search optimizer.learning-rate=log:1e-4..1e-2")
-TRIALS = 20
 STALE = Range(least=4)
 SEEDS = Range(least=2, only=(0,))
 
@@ -123,39 +114,20 @@ def tuning_of(args: Sequence[str]) -> "tuple[Tuning, Request[TuneOptions]]":
         OptionError: an option is unknown, of another type, or without effect.
         MissingExtraError: Optuna is not installed.
     """
-    from systolic.session.tuning import Tuning
-    from systolic.tuning import objective, sampling
-    from systolic.tuning.search import parse
-
     target, rest = first(args, "tune", "a recipe")
     asked = request(target, rest, "tune", TuneOptions)
     options = asked.verb
-    _check_together(options)
     if not options.search:
         raise OptionError(f"systolic tune {target} needs {SEARCH.text}")
-    searched = parse(options.search, _typed(asked))
-    _check_given(asked, [one.name for one in searched])
-    aims = objective.parse(options.objective, asked.job.evaluation, priced=options.on is not None)
-    size = sampling.check(options.sampler, searched, len(aims))
-    usual = TRIALS if options.sampler is not Sampler.grid or size is None else size
-    made = Tuning(
-        recipe=asked.recipe,
-        options=asked.options,
-        searched=searched,
-        aims=aims,
-        folder=options.study or Path(),
-        storage=options.storage,
-        trials=min(options.trials or usual, size or sys.maxsize),
-        sampler=options.sampler,
-        seed=options.sampler_seed,
-        steps=options.trial_steps,
-        on=options.on,
-        quick=options.quick,
-        price=options.price,
-        budget_usd=options.budget,
-        stale_seconds=options.stale_after,
-    )
-    return made.settled(options.pruner, named=options.study is not None), asked
+    return wanted(options).tuning(asked.recipe, asked.options, asked.names), asked
+
+
+def wanted(options: TuneOptions) -> "TuningRequest":
+    """The settings of the search among the options."""
+    from systolic.session.tuning_request import TuningRequest
+
+    own = [each.name for each in fields(TuningRequest)]
+    return TuningRequest(**{name: vars(options)[name] for name in own})
 
 
 def tune(tuning: "Tuning", asked: Request[TuneOptions], args: Sequence[str]) -> int:
@@ -168,13 +140,9 @@ def tune(tuning: "Tuning", asked: Request[TuneOptions], args: Sequence[str]) -> 
     options = asked.verb
     again = "repeats" if options.repeats else ""
     with StudyDisplay(sys.stderr, then=again) as view:
-        if options.trials is not None and options.trials > tuning.trials:
-            view.tell(
-                f"--trials is {options.trials}, and the search has {tuning.trials} distinct settings; each is trained once"
-            )
-
-        if line := wall_time(tuning, options.workers):
-            view.tell(line)
+        for line in (wanted(options).limit(tuning), wall_time(tuning, options.workers)):
+            if line:
+                view.tell(line)
 
         def run(of: "Tuning", shared: "SharedStudy") -> TrialsEnded:
             words = [] if of.repeats is None else [REPEATS_OF, str(of.repeats.of)]
@@ -205,56 +173,3 @@ def tune(tuning: "Tuning", asked: Request[TuneOptions], args: Sequence[str]) -> 
         print("systolic: interrupted; rerun to continue", file=sys.stderr)
         return INTERRUPTED
     return 0 if answer.result.best is not None else 1
-
-
-def _typed(asked: Request[TuneOptions]) -> "Typed":
-    """A parser of values of the recipe's options."""
-    function, target = asked.recipe.function, asked.recipe.target
-    hints = option_hints(function)
-
-    def typed(name: str, word: str) -> Any:
-        option = f"--{name}"
-        if option not in hints:
-            known = [each.removeprefix("--") for each in option_names(function)]
-            raise OptionError(
-                f"--search names {name}, which is no option of {target}{nearest_option(name, known)}; systolic recipes {target} lists its options"
-            )
-        return read_value(hints[option], word, f"--search {name}")
-
-    return typed
-
-
-def _check_given(asked: Request[TuneOptions], names: Sequence[str]) -> None:
-    for name in names:
-        if asked.gives(name):
-            raise OptionError(f"--{name} is both given and searched; leave one out")
-    if asked.verb.repeats and "seed" not in asked.options:
-        raise OptionError(
-            f"--repeats needs an option seed, which {asked.recipe.target} does not have; add it to the recipe, or leave --repeats out"
-        )
-    if asked.verb.repeats and "seed" in names:
-        raise OptionError("--repeats sets the seed, which is also searched; leave one out")
-    if "steps" in names and asked.verb.trial_steps is not None:
-        raise OptionError("--trial-steps is given and steps is searched; leave one out")
-    if asked.verb.trial_steps is not None and "steps" not in {
-        dashed(name) for name in inspect.signature(asked.recipe.function).parameters
-    }:
-        raise OptionError(
-            f"--trial-steps needs an option steps, which {asked.recipe.target} does not have; leave --trial-steps out"
-        )
-
-
-def _check_together(options: TuneOptions) -> None:
-    """Refuses forecast options without a slice."""
-    given = {
-        "--quick": options.quick,
-        "--budget": options.budget is not None,
-        "--price": options.price is not PriceTerm.on_demand,
-    }
-    for name, is_given in given.items():
-        if is_given and options.on is None:
-            raise OptionError(f"{name} needs a forecast, and no slice is given; add --on v5e-4")
-    if options.on is not None:
-        from systolic.chips import slice
-
-        slice(options.on)

@@ -142,15 +142,15 @@ def complaint(name: str, ranged: Ranged, value: Any) -> str | None:
 def ranges_of(annotated: Any) -> Mapping[str, Ranged]:
     """Name to range of the fields of a class or the parameters of a function that have one."""
     hints = typing.get_type_hints(annotated, include_extras=True)
-    found = {name: _ranged(hint) for name, hint in hints.items()}
-    return {name: ranged for name, ranged in found.items() if ranged is not None}
+    found = {name: ranged(hint) for name, hint in hints.items()}
+    return {name: limit for name, limit in found.items() if limit is not None}
 
 
-def _ranged(hint: Any) -> Ranged | None:
+def ranged(hint: Any) -> Ranged | None:
     """Range of a hint, beside the type or, as in ``Annotated[float, POSITIVE] | None``, beside an alternative."""
     if typing.get_origin(hint) is not typing.Annotated:
         parts = _alternatives(hint)
-        found = next(filter(None, map(_ranged, parts)), None) if len(parts) > 1 else None
+        found = next(filter(None, map(ranged, parts)), None) if len(parts) > 1 else None
         return found and found._replace(optional=found.optional or NoneType in parts)
     inner, *extras = typing.get_args(hint)
     for extra in extras:

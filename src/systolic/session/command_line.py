@@ -15,6 +15,7 @@ def option_words(
     values: Mapping[str, Any],
     settings: Mapping[str, Any] | None = None,
     typed: Collection[str] = (),
+    without: Collection[str] = (),
 ) -> list[str]:
     """Words that give a recipe, or a verb's class of options, these values: what was typed or differs from the defaults.
 
@@ -25,6 +26,7 @@ def option_words(
             ``batch`` takes the place of a batch per device, too.
         typed: Options as they were typed, without dashes before them (``model.no-tie-embeddings``): these are
             given even at their defaults, which a run that continues may not have.
+        without: Options to leave out, by dotted name as typed.
     """
     parameters = inspect.signature(function).parameters
     defaults = _flat({n: p.default for n, p in parameters.items() if p.default is not p.empty})
@@ -35,6 +37,8 @@ def option_words(
             given.pop("batch_per_device", None)
     found: list[str] = []
     for name, value in given.items():
+        if dashed(name) in without:
+            continue
         is_typed = not {dashed(name), _negated(name)}.isdisjoint(typed)
         if is_typed or name not in defaults or _words(value) != _words(defaults[name]):
             found += _option(name, value)

@@ -44,6 +44,18 @@ def source_of(job: Job | str, options: Mapping[str, Any]) -> JobSource:
         recipe, types = recipes.find(job), None
     else:
         recipe, types = recipe_of(job), types_of(job)
+    arguments = arguments_of(recipe, options)
+    source = JobSource(recipe=recipe, options=paths.absolute(arguments), types=types)
+    source.job.check_effects()
+    return source
+
+
+def arguments_of(recipe: Recipe, options: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments of a recipe: options from Python, and its defaults.
+
+    Raises:
+        OptionError: an option is missing, unknown or of another type.
+    """
     try:
         bound = inspect.signature(recipe.function).bind(**options)
     except TypeError as error:
@@ -51,9 +63,7 @@ def source_of(job: Job | str, options: Mapping[str, Any]) -> JobSource:
         raise OptionError(f"{recipe.target}: {error}; its options are {known}") from error
     bound.arguments.update(recipes.converted(recipe, bound.arguments))
     bound.apply_defaults()
-    source = JobSource(recipe=recipe, options=paths.absolute(bound.arguments), types=types)
-    source.job.check_effects()
-    return source
+    return bound.arguments
 
 
 def with_plan(

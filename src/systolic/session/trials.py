@@ -63,11 +63,13 @@ class TrialWorker:
         tuning: The search.
         shared: Its study.
         tell: Called with each line for the user.
+        ended: Called after each trial.
     """
 
     tuning: Tuning
     shared: SharedStudy
     tell: Callable[[str], None] = lambda _: None
+    ended: Callable[[], None] = lambda: None
     stopped: str = ""
     """Why the worker stopped before the study was done."""
     _signals: list[int] = field(default_factory=list, init=False)
@@ -105,6 +107,7 @@ class TrialWorker:
                     with contextlib.suppress(Exception):
                         self.shared.release(record._trial_id, this_worker())
                     raise
+                self.ended()
                 failed = [*failed, reason] if reason else []
                 if len(failed) >= FAILURES:
                     raise RunError(

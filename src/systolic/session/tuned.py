@@ -1,6 +1,7 @@
 """From a search to its answer: trials, the best settings' command, and their comparison with the default ones."""
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -58,8 +59,11 @@ class TunedSearch:
 
         Raises the errors of :meth:`~systolic.session.tuning.Tuning.open` and of ``run``.
         """
+        with closing(self.tuning.open()) as shared:
+            return self._answer(shared)
+
+    def _answer(self, shared: SharedStudy) -> StudyAnswer:
         tuning = self.tuning
-        shared = tuning.open()
         if line := lost(tuning, shared):
             self.tell(line)
         ended = self.run(tuning, shared)
@@ -72,7 +76,8 @@ class TunedSearch:
         if self.seeds and best is not None and result.finished == result.total:
             self.begin()
             repeating = tuning.repeating(shared, best.number, self.seeds)
-            again = self.run(repeating, repeating.open())
+            with closing(repeating.open()) as own:
+                again = self.run(repeating, own)
             told = repeated(result, again.result)
             interrupted = interrupted or again.interrupted
             result = replace(result, repeats=told.to_json())
@@ -90,6 +95,13 @@ def lost(tuning: Tuning, shared: SharedStudy) -> str:
     if not results or shared.trials(tuning.trials):
         return ""
     return f"{tuning.folder / RESULTS} has {results} results and the study in {shared.where.shown} no trial: it was lost or emptied and is rebuilt; finished runs in {tuning.runs} are used again, the other trials are trained again"
+
+
+def beyond(tuning: Tuning, before: StudyResult) -> str:
+    """Line for a study that has more trials than are asked for; empty otherwise."""
+    if before.finished <= tuning.trials:
+        return ""
+    return f"--trials is {tuning.trials}, and {before.finished} trials of the study have ended; give a larger number to extend it"
 
 
 def wall_time(tuning: Tuning, workers: int) -> str:

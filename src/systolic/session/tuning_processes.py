@@ -11,7 +11,7 @@ from pathlib import Path
 from systolic.core.errors import OptionError, RunError
 from systolic.core.files import cure
 from systolic.core.leave import remembered
-from systolic.session.tuned import study_result
+from systolic.session.tuned import beyond, study_result
 from systolic.session.tuning import Tuning
 from systolic.tuning.results import StudyResult
 from systolic.tuning.study import SharedStudy
@@ -63,10 +63,8 @@ class Processes:
             RunError: a worker failed.
         """
         before = self.result(weighed=False)
-        if before.finished > self.tuning.trials:
-            self.tell(
-                f"--trials is {self.tuning.trials}, and {before.finished} trials of the study have ended; give a larger number to extend it"
-            )
+        if line := beyond(self.tuning, before):
+            self.tell(line)
         if before.finished >= before.total:
             return self.result()
         running: dict[int, subprocess.Popen[bytes]] = {}

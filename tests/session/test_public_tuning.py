@@ -1,0 +1,169 @@
+"""``systolic.tune``: the command's search from Python, with its trials in this process."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("optuna")
+
+import systolic
+from systolic.artifact.record import load_run
+from systolic.cli.main import main
+from systolic.core.errors import TakenError
+from systolic.session.tuning_processes import Processes
+from systolic.tuning.results import StudyResult
+from tests.session.test_tuning import RATES, RECIPE
+from tests.session.test_tuning_folder import here
+
+RATE = {"learning-rate": "log:1e-4..1e-1"}
+
+
+def test_a_search_from_python_is_the_commands(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, seen, told = tmp_path / "s", [], []
+    found = systolic.tune(
+        RECIPE,
+        search={**RATE, "scale": [0.5, 1.0]},
+        trials=2,
+        study=folder,
+        sampler="random",
+        batch=8,
+        see=seen.append,
+        warn=told.append,
+    )
+    assert capfd.readouterr() == ("", "")
+    assert told == []
+    assert isinstance(found, systolic.StudyResult)
+    assert [one.finished for one in seen] == [1, 2]
+    assert [row.state for row in found.rows] == ["done", "done"]
+    best = found.best
+    assert best is not None
+    assert best.figures["loss"] == min(row.figures["loss"] for row in found.rows)
+    run = load_run(Path(best.run))
+    assert (run.job["options"]["batch"], run.job["options"]["learning_rate"]) == (
+        8,
+        best.values["learning-rate"],
+    )
+    values = f"--learning-rate {best.values['learning-rate']} --scale {best.values['scale']}"
+    assert found.command == f"systolic train {RECIPE} --batch 8 {values}"
+    assert (found.importance, found.stopped) == ({}, "")
+    assert (folder / "report.html").is_file()
+    # The command continues it, and finds nothing to do.
+    words = [RATES, "--search=scale=0.5,1.0", "--sampler=random", "--batch", "8", "--trials=2"]
+    monkeypatch.setattr(Processes, "run", here)
+    assert main(["tune", RECIPE, *words, f"--study={folder}", "--json"]) == 0
+    plain = json.loads(capfd.readouterr().out)
+    assert plain.pop("report") == str(folder / "report.html")
+    assert plain == json.loads(json.dumps(found.to_json()))
+    # So does Python, with one trial more.
+    more = systolic.tune(
+        RECIPE,
+        search={**RATE, "scale": [0.5, 1.0]},
+        trials=3,
+        study=folder,
+        sampler="random",
+        batch=8,
+    )
+    assert [row.figures for row in more.rows[:2]] == [row.figures for row in found.rows]
+    assert len(more.done) == 3
+
+
+SEEDED = """
+from dataclasses import replace
+
+from tests.training import tiny
+
+
+def job(learning_rate: float = 0.01, steps: int = 8, seed: int = 0):
+    return replace(tiny.job(learning_rate=learning_rate, steps=steps), seed=seed)
+"""
+
+
+def test_the_repeats_are_seen_and_compared(tmp_path: Path) -> None:
+    seen: list[StudyResult] = []
+    recipe = tmp_path / "seeded.py"
+    recipe.write_text(SEEDED)
+    found = systolic.tune(
+        f"{recipe}:job", search=RATE, trials=1, study=tmp_path / "s", repeats=2, see=seen.append
+    )
+    assert found.repeats is not None
+    assert (found.repeats["seeds"], len(found.repeats["best"]["values"])) == (2, 2)
+    last = seen[-1]
+    assert [last.title(row) for row in last.rows] == [
+        f"{which} settings, seed {seed}" for seed in (1, 2) for which in ("best", "default")
+    ]
+
+
+def test_a_search_that_is_interrupted_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recipe interrupts its own process, as Ctrl-C does."""
+    given: dict[str, Any] = {"search": RATE, "trials": 1, "study": tmp_path / "s", "halt_at": 7}
+    first = systolic.tune(RECIPE, **given)
+    assert (first.stopped, first.best, first.rows[0].state) == ("interrupted", None, "waiting")
+    monkeypatch.setattr("os.kill", lambda *_: None)
+    again = systolic.tune(RECIPE, **given)
+    assert (again.stopped, again.rows[0].state) == ("", "done")
+    assert again.rows[0].values == first.rows[0].values
+
+
+WRONG: list[tuple[dict[str, Any], list[str]]] = [
+    ({"search": {"batch": "4..2"}}, ["--search=batch=4..2"]),
+    ({"search": {"batch": "1.5..3"}}, ["--search=batch=1.5..3"]),
+    ({"search": {"optimizer.lr": [1, 2]}}, ["--search=optimizer.lr=1,2"]),
+    ({"search": {"model": "cnn,vitt"}}, ["--search=model=cnn,vitt"]),
+    ({"search": {"schedule.warmup": [-1, 5]}}, ["--search=schedule.warmup=-1,5"]),
+    ({"search": {"batch": [8, 16]}, "batch": 8}, ["--search=batch=8,16", "--batch=8"]),
+    ({"search": {"batch": [8, 16]}, "trials": 0}, ["--search=batch=8,16", "--trials=0"]),
+    ({"search": {"batch": [8, 16]}, "repeats": 1}, ["--search=batch=8,16", "--repeats=1"]),
+    ({"search": {"batch": [8, 16]}, "budget": 5}, ["--search=batch=8,16", "--budget=5"]),
+    (
+        {"search": {"batch": [8, 16]}, "objective": "seconds"},
+        ["--search=batch=8,16", "--objective=seconds"],
+    ),
+    (
+        {"search": {"batch": [8, 16]}, "storage": "nowhere"},
+        ["--search=batch=8,16", "--storage=nowhere"],
+    ),
+    (
+        {"search": {"batch": [8, 16]}, "sampler": "cmaes"},
+        ["--search=batch=8,16", "--sampler=cmaes"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "words"), WRONG, ids=str)
+def test_the_refusals_are_the_commands(
+    given: dict[str, Any],
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(systolic.SystolicError) as caught:
+        systolic.tune("digits", **given)
+    assert caught.value.exit_code == 2
+    assert main(["tune", "digits", *words]) == 2
+    assert capsys.readouterr().err == f"systolic: {caught.value}\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_mistakes_that_only_python_can_make(tmp_path: Path) -> None:
+    anything: Any = systolic
+    for given, told in (
+        ({"search": {}}, "search is {}; it takes options with their values"),
+        ({"search": RATE, "sampler": "tp"}, "--sampler is 'tp'; did you mean tpe?"),
+        ({"search": RATE, "widht": 3}, "unexpected keyword argument 'widht'"),
+        ({"search": RATE, "trials": "3"}, "--trials is '3'; it takes a whole number"),
+    ):
+        with pytest.raises(systolic.SystolicError, match=told.replace("?", r"\?")):
+            anything.tune(RECIPE, study=tmp_path / "s", **given)
+    with pytest.raises(systolic.SystolicError, match="recipe is 3; it takes the name of a recipe"):
+        anything.tune(3, search=RATE)
+    (tmp_path / "mine").write_text("a file")
+    with pytest.raises(TakenError, match="has files and is no study"):
+        systolic.tune(RECIPE, search=RATE, study=tmp_path)
