@@ -347,21 +347,23 @@ def test_a_server_on_a_cluster_is_written_with_its_price(
     assert "chat=/srv/model" in Path("launches/chat-v5e-8/serve.yaml").read_text()
 
 
-def test_the_bill_after_counts_the_hours_that_machines_were_there(tmp_path: Path) -> None:
-    def made(**fields: Any) -> Launched:
-        given: dict[str, Any] = {
-            "name": "x",
-            "via": "gke",
-            "slice": "v5e-16",
-            "run": "gs://b/x",
-            "folder": str(tmp_path),
-            "made_by": [],
-            "submitted": "1970-01-01T01:00:00+00:00",
-            "bill": {"usd_per_hour": 10.0},
-            "commands": {"detached": False},
-        }
-        return Launched(**{**given, **fields})
+def made(**fields: Any) -> Launched:
+    """Launch in this folder, submitted an hour after 1970 at $10 an hour."""
+    given: dict[str, Any] = {
+        "name": "x",
+        "via": "gke",
+        "slice": "v5e-16",
+        "run": "gs://b/x",
+        "folder": str(Path().absolute()),
+        "made_by": [],
+        "submitted": "1970-01-01T01:00:00+00:00",
+        "bill": {"usd_per_hour": 10.0},
+        "commands": {"detached": False},
+    }
+    return Launched(**{**given, **fields})
 
+
+def test_the_bill_after_counts_the_hours_that_machines_were_there(tmp_path: Path) -> None:
     now = cost(made(), 3 * 3600.0)
     assert now is not None
     assert (now.hours, now.usd) == (2.0, 20.0)
@@ -392,7 +394,10 @@ def test_the_bill_after_counts_the_hours_that_machines_were_there(tmp_path: Path
     of_pods = cost(made(bill=server, stopped="1970-01-01T02:00:00+00:00"), 9e9)
     assert of_pods is not None
     assert of_pods.text().startswith("$9.60 to $38.40 used: 1.00 h from submit to stop at $9.60 to")
-    # Launched again: an hour with another slice, then two hours.
+
+
+def test_the_bill_after_adds_earlier_submissions(tmp_path: Path) -> None:
+    # An hour with another slice, then two hours.
     before = {"slice": "v5e-8", "bill": {"usd_per_hour": 5.0}, "stopped": None}
     times = {"submitted": "1970-01-01T00:00:00+00:00", "until": "1970-01-01T01:00:00+00:00"}
     again = cost(made(earlier=[{**before, **times}]), 3 * 3600.0)
@@ -403,6 +408,7 @@ def test_the_bill_after_counts_the_hours_that_machines_were_there(tmp_path: Path
     assert "at $10.00, and 1.00 h in 1 earlier submission; an estimate" in again.text()
     # The script's log has all submissions: 10 s of the first, an hour of the second.
     (tmp_path / "times.log").write_text("up 10\ndown 20\nup 3600\ndown 7200\n")
+    tpus = made(via="tpu-vm", commands={"detached": True})
     both = cost(replace(tpus, earlier=[{**before, **times}]), 12600.0)
     assert both is not None
     assert both.usd == pytest.approx(10 / 3600 * 5.0 + 10.0)
