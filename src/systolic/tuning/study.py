@@ -37,7 +37,7 @@ _OWNED = (
 )
 """SQL condition: the trial is running in the worker; the name "" stands for no worker."""
 OWN = {"studies", "alembic_version", "version_info"}
-"""Tables of which a file of Optuna always has one."""
+"""Tables that identify a file as Optuna's."""
 MAKING = ("already exists", "UNIQUE constraint", "duplicate key", "no such table", "does not exist")
 """Database errors while another process creates the tables."""
 OPENED = 10
