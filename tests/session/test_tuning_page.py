@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("optuna")
 
 from systolic.report.tune.page import write_page
+from systolic.tuning.luck import Repeated
 from tests.session.test_tuning import RATES, tuning, work
 
 CHROMIUM = Path("/usr/bin/chromium")
@@ -58,11 +59,18 @@ def test_the_page_fits_wide_and_narrow_windows(page: Any, tmp_path: Path) -> Non
     made = tuning(folder, *WORDS, "--trials=4", "--sampler=random", "--objective=max:accuracy")
     # As in a longer search.
     weights = {one.name: 1 / len(made.searched) for one in made.searched}
-    found = replace(work(made), importance=weights)
+    repeats = Repeated(
+        trial=0, aim=made.aims[0], seeds=2, best=(0.97, 0.9), default=(0.91, 0.88)
+    ).to_json()
+    found = replace(work(made), importance=weights, repeats=repeats)
     file = write_page(made.with_command(found, []), folder)
     for width in (1300, 360, 320):
         opened(page, file, width)
         assert page.evaluate(CUT) == []
+        # An option is not broken after its dashes.
+        (word,) = page.locator(".note .word").all()
+        assert word.inner_text() == "--repeats"
+        assert word.evaluate("one => one.getClientRects().length") == 1
         panels = page.locator(".slices figure")
         assert panels.locator("figcaption").all_inner_texts() == [one.name for one in made.searched]
         # A dot for each trial in each panel, and the best ringed.
