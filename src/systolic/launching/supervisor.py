@@ -27,7 +27,7 @@ from systolic.launching.remaining import Next, Remaining
 STATE = "state.json"
 LOGS = "logs"
 POLL_SECONDS = 0.1
-LEFT_SECONDS = 5.0
+LEFT_SECONDS = 15.0
 """Time for the other processes to end by themselves after one has failed."""
 SAVE_SECONDS = 120.0
 """Time for all processes to save and end after a stop."""
