@@ -10,8 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from safetensors import safe_open
 
 import systolic
@@ -46,13 +48,18 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def full_disk(size: int) -> Iterator[None]:
-    """No file grows beyond ``size`` bytes."""
+    """No file grows beyond ``size`` bytes, but for the programs that JAX keeps, whose truncated files would outlast the test."""
+    cached = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        jax.config.update("jax_enable_compilation_cache", cached)
+        compilation_cache.reset_cache()
 
 
 def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
