@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("src", "tests", "examples", "benchmarks")
-LONGEST_FILE = 500
+LONGEST_FILE = 800
 LONGEST_FUNCTION = 60
 LONGEST_EXCEPTION = 100
 MOST_PARAMETERS = 8
