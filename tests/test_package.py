@@ -20,6 +20,7 @@ def test_public_names() -> None:
         "ExportSettings",
         "Exported",
         "Forecast",
+        "ForecastTable",
         "Imported",
         "LiteQuantization",
         "QuantizedModel",

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from systolic.core.errors import SystolicError
     from systolic.exporting.settings import ExportSettings, LiteQuantization
     from systolic.forecasting import Forecast, Spread
+    from systolic.forecasting.table import ForecastTable
     from systolic.session.comparing import Comparison, ComparisonOptions, compare_models
     from systolic.session.explaining import explain
     from systolic.session.exporting import Exported, export_model
@@ -36,6 +37,7 @@ _HOME = {
     "ExportSettings": "systolic.exporting.settings",
     "Exported": "systolic.session.exporting",
     "Forecast": "systolic.forecasting",
+    "ForecastTable": "systolic.forecasting.table",
     "Imported": "systolic.session.importing",
     "LiteQuantization": "systolic.exporting.settings",
     "Slice": "systolic.chips",
@@ -74,6 +76,7 @@ __all__ = [
     "ExportSettings",
     "Exported",
     "Forecast",
+    "ForecastTable",
     "Imported",
     "LiteQuantization",
     "QuantizedModel",

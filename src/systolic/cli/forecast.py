@@ -7,17 +7,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import tyro
+
 from systolic.aot import StepKind
 from systolic.cli.forecast_serving import SERVE, ServingOptions, forecast_server
 from systolic.cli.output import print_json
 from systolic.cli.parse import Required, parse, print_verb_help
 from systolic.cli.target import Request, first, request
-from systolic.core.files import check_writable
+from systolic.core.errors import OptionError
+from systolic.core.files import check_writable, write_atomically
+from systolic.core.ranges import dashed
 from systolic.session.command_line import option_words
 
 if TYPE_CHECKING:
     from systolic.chips import Slice
     from systolic.forecasting import Forecast
+    from systolic.forecasting.table import ForecastRow
     from systolic.job import Job
 
 FORMS = """usage: systolic forecast RECIPE --on SLICE [options]
@@ -35,9 +40,10 @@ dump.txt is scheduled HLO that another program wrote: compiled.as_text(), or XLA
 after optimizations; it takes --on, --html, --perfetto, --xprof, --against and --json.
 --serve forecasts a server of the model with continuous batching: tokens per second, time to the first
 and to each further token, the requests that fit and dollars per million tokens, at several concurrencies.
-SLICE is one of systolic chips: v5e-16, v5p-128, tpu7x-8, 2xv5e-256, 8xh100, cpu.
+SLICE is one of systolic chips: v5e-16, v5p-128, tpu7x-8, 2xv5e-256, 8xh100, cpu. Several with commas, and
+--vary layout.fsdp=4,8,16, make a table with a row for each combination.
 
-Exits with 1 when the step does not fit. systolic forecast RECIPE --help shows the recipe's options."""
+Exits with 1 when the step does not fit, of a table when no row does. systolic forecast RECIPE --help shows the recipe's options."""
 SLICE = Required("a slice; add --on v5e-16, systolic chips lists them")
 
 
@@ -46,7 +52,8 @@ class ForecastOptions:
     """Options of the forecast of a recipe.
 
     Args:
-        on: The slice: v5e-16, v5p-128, tpu7x-8, 2xv5e-256, 8xh100, cpu.
+        on: The slice: v5e-16, v5p-128, tpu7x-8, 2xv5e-256, 8xh100, cpu. Several with commas make a table.
+        vary: An option of the recipe with several values, for a table: --vary layout.fsdp=4,8,16. Repeat it for all combinations.
         step: Which of the job's steps: train, eval, prefill or decode.
         flags: Compiler flags on top of the set that all jobs on the chip share (systolic chips v5e lists it): --flags="--xla_tpu_scoped_vmem_limit_kib=65536"; none leaves that set out.
         quick: Stop at the compiler's schedule, after seconds: memory is exact, the time of ops estimated.
@@ -55,10 +62,12 @@ class ForecastOptions:
         perfetto: Write a trace for Perfetto or Chrome to this file; .gz compresses it.
         xprof: Write a profile into this folder, for xprof --logdir.
         against: Print what changed since the forecast in this JSON file.
+        csv: Write the table to this file as CSV.
         json: Print one JSON object on stdout.
     """
 
     on: Annotated[str, SLICE]
+    vary: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     step: StepKind = StepKind.train
     flags: str = ""
     quick: bool = False
@@ -67,6 +76,7 @@ class ForecastOptions:
     perfetto: Path | None = None
     xprof: Path | None = None
     against: Path | None = None
+    csv: Path | None = None
     json: bool = False
 
 
@@ -75,11 +85,12 @@ class DumpOptions:
     """Forecasts scheduled HLO that another program dumped.
 
     Args:
-        on: The slice that it was compiled for.
+        on: The slice that it was compiled for. Several with commas make a table.
         html: Write a report of one page to this file.
         perfetto: Write a trace for Perfetto or Chrome to this file; .gz compresses it.
         xprof: Write a profile into this folder, for xprof --logdir.
         against: Print what changed since the forecast in this JSON file.
+        csv: Write the table to this file as CSV.
         json: Print one JSON object on stdout.
     """
 
@@ -88,6 +99,7 @@ class DumpOptions:
     perfetto: Path | None = None
     xprof: Path | None = None
     against: Path | None = None
+    csv: Path | None = None
     json: bool = False
 
 
@@ -104,8 +116,14 @@ def run(args: Sequence[str]) -> int:
     target, rest = first(args, "forecast", "a recipe or a model")
     if is_text(target):
         dump = parse(DumpOptions, rest, f"systolic forecast {target}")
-        return forecast_dump(Path(target), ForecastOptions(**vars(dump)))
-    return forecast_recipe(request(target, rest, "forecast", ForecastOptions))
+        options = ForecastOptions(**vars(dump))
+        return (
+            forecast_dumps(Path(target), options)
+            if _is_table(options)
+            else forecast_dump(Path(target), options)
+        )
+    asked = request(target, rest, "forecast", ForecastOptions)
+    return forecast_table(asked, rest) if _is_table(asked.verb) else forecast_recipe(asked)
 
 
 def forecast_dump(path: Path, options: ForecastOptions) -> int:
@@ -119,31 +137,154 @@ def forecast_dump(path: Path, options: ForecastOptions) -> int:
 
 def forecast_recipe(asked: Request[ForecastOptions]) -> int:
     """Forecasts a step of a recipe's job; returns the exit code."""
-    from systolic import recipes
     from systolic.chips import slice
 
-    options, target = asked.verb, asked.recipe.target
+    options = asked.verb
     on, before = slice(options.on), _before(options)
-    made = compiled(asked.job, on, options)
-    remade = arguments_of(asked)
-    if made.rejected is not None and options.step is StepKind.train and on.platform == "tpu":
-        way_out = shlex.join(["systolic", "explain", target, *remade])
-        made = replace(made, rejected={**made.rejected, "remedies": [way_out]})
-    asked_for = {
-        "target": target,
-        "arguments": remade,
+    made = _with_remedy(compiled(asked.job, on, options), asked)
+    return show(made, options, before, _asked_for(asked))
+
+
+def forecast_table(asked: Request[ForecastOptions], args: Sequence[str]) -> int:
+    """Forecasts a recipe's step for each slice and setting; returns the exit code.
+
+    Args:
+        asked: The request without the options that vary.
+        args: The words after the target, which each combination is read from again.
+    """
+    from systolic.session.forecast import combinations, row_of, slices_of
+
+    options, target = asked.verb, asked.recipe.target
+    _check_table(options)
+    varied = values_of(options.vary)
+    for name in varied:
+        if asked.gives(name):
+            raise OptionError(f"--{name} and --vary {name}=… are both given; leave one of them out")
+    places = slices_of(options.on)
+    # All lines are read before the first compile: a wrong value costs no time.
+    requests = [
+        (place, settings, _narrowed(target, args, place, settings))
+        for place in places
+        for settings in combinations(varied)
+    ]
+
+    def row(
+        number: int, on: "Slice", settings: Mapping[str, str], one: Request[ForecastOptions]
+    ) -> "ForecastRow":
+        words = (f"{name} {value}" for name, value in settings.items())
+        title = " ".join([f"[{number}/{len(requests)}] {one.job.name} for {on.name}", *words])
+        made = row_of(
+            on, settings, lambda: _with_remedy(compiled(one.job, on, options, title), one)
+        )
+        return replace(made, request=_asked_for(one))
+
+    rows = [row(number, *case) for number, case in enumerate(requests, 1)]
+    return show_table(asked.job.name, rows, options)
+
+
+def forecast_dumps(path: Path, options: ForecastOptions) -> int:
+    """Forecasts scheduled HLO text on several slices; returns the exit code."""
+    from systolic.forecasting import forecast_text
+    from systolic.session.forecast import row_of, slices_of
+
+    _check_table(options)
+
+    def row(on: "Slice") -> "ForecastRow":
+        return row_of(on, {}, lambda: forecast_text(path, on))
+
+    return show_table(path.name, list(map(row, slices_of(options.on))), options)
+
+
+def show_table(name: str, rows: "Sequence[ForecastRow]", options: ForecastOptions) -> int:
+    """Prints and writes a table; returns the exit code, 1 where no row fits."""
+    from systolic.forecasting.table import ForecastTable
+
+    table = ForecastTable(name=name, rows=rows)
+    written = {} if options.csv is None else {"csv": str(options.csv)}
+    if options.csv is not None:
+        write_atomically(options.csv, table.to_csv())
+    if options.json:
+        print_json({**table.to_json(), "written": written})
+    else:
+        from systolic.report.forecast.table import print_table
+
+        print_table(table)
+        for what, where in written.items():
+            print(f"{what:<9}{where}")
+    return 0 if any(row.fits for row in rows) else 1
+
+
+def values_of(vary: Sequence[str]) -> dict[str, list[str]]:
+    """Options of ``--vary`` with their values.
+
+    Raises:
+        OptionError: one is not written as NAME=VALUE,VALUE, or is given twice.
+    """
+    found: dict[str, list[str]] = {}
+    for word in vary:
+        name, _, values = word.removeprefix("--").partition("=")
+        listed = [value.strip() for value in values.split(",") if value.strip()]
+        if not name or not listed:
+            raise OptionError(
+                f"--vary is {word!r}; it takes an option with its values: --vary layout.fsdp=4,8,16"
+            )
+        if dashed(name) in found:
+            raise OptionError(f"--vary {name} is given twice; give all its values at once")
+        found[dashed(name)] = list(dict.fromkeys(listed))
+    return found
+
+
+def _narrowed(
+    target: str, args: Sequence[str], on: "Slice", settings: Mapping[str, str]
+) -> Request[ForecastOptions]:
+    """The request of one row: its own slice, and its settings as options."""
+    words = [f"--{name}={value}" for name, value in settings.items()]
+    one = request(target, [*args, *words], "forecast", ForecastOptions)
+    return replace(one, verb=replace(one.verb, on=on.name, vary=(), csv=None))
+
+
+def _is_table(options: ForecastOptions) -> bool:
+    return "," in options.on or bool(options.vary) or options.csv is not None
+
+
+def _check_table(options: ForecastOptions) -> None:
+    """Refuses, before anything is compiled, files that a table does not write."""
+    for name in ("save", "html", "perfetto", "xprof", "against"):
+        if getattr(options, name) is not None:
+            raise OptionError(
+                f"--{name} is of one forecast, and --on and --vary ask for a table; leave it out, or name one slice"
+            )
+    if options.csv is not None:
+        check_writable(options.csv)
+
+
+def _with_remedy(made: "Forecast", asked: Request[ForecastOptions]) -> "Forecast":
+    """The forecast with the command that finds a layout that fits, where the step does not."""
+    on, options = made.on, asked.verb
+    if made.rejected is None or options.step is not StepKind.train or on.platform != "tpu":
+        return made
+    way_out = shlex.join(["systolic", "explain", asked.recipe.target, *arguments_of(asked)])
+    return replace(made, rejected={**made.rejected, "remedies": [way_out]})
+
+
+def _asked_for(asked: Request[ForecastOptions]) -> dict[str, Any]:
+    """What the JSON has of the command."""
+    from systolic import recipes
+
+    return {
+        "target": asked.recipe.target,
+        "arguments": arguments_of(asked),
         "options": recipes.plain(asked.options),
-        "step": options.step.value,
-        "quick": options.quick,
+        "step": asked.verb.step.value,
+        "quick": asked.verb.quick,
     }
-    return show(made, options, before, asked_for)
 
 
 def arguments_of(asked: Request[ForecastOptions]) -> list[str]:
     """The words that say what was forecast, without those that say where results go."""
     options = replace(
         asked.verb,
-        **dict.fromkeys(("save", "html", "perfetto", "xprof", "against")),
+        **dict.fromkeys(("save", "html", "perfetto", "xprof", "against", "csv")),
         json=False,
         quick=False,
     )
@@ -156,12 +297,12 @@ def is_text(target: str) -> bool:
     return ".py:" not in target and not target.endswith((".py", ".json")) and Path(target).is_file()
 
 
-def compiled(job: "Job", on: "Slice", options: ForecastOptions) -> "Forecast":
+def compiled(job: "Job", on: "Slice", options: ForecastOptions, title: str = "") -> "Forecast":
     """The forecast of a job's step, with progress on stderr."""
     from systolic.report.progress import ProgressLine
     from systolic.session.forecast import forecast_step
 
-    with ProgressLine(sys.stderr, f"{job.name} for {on.name}") as progress:
+    with ProgressLine(sys.stderr, title or f"{job.name} for {on.name}") as progress:
         return forecast_step(
             job,
             on=on,

@@ -6,6 +6,7 @@ from typing import Any
 
 from systolic.aot import Compiled
 from systolic.chips import Slice
+from systolic.core.notebook import notebook_html
 from systolic.core.origin import Origin
 from systolic.core.units import duration
 from systolic.forecasting.cost import Bill
@@ -71,6 +72,9 @@ class Forecast:
         step = f", {duration(self.step_seconds)} a step" if self.step_seconds else ""
         share = f", MFU {self.mfu:.1%}" if self.mfu else ""
         return f"<Forecast of {self.recipe} on {self.on.name}: {fits}{step}{share}>"
+
+    def _repr_html_(self) -> str:
+        return notebook_html(self)
 
     @property
     def mfu(self) -> float | None:

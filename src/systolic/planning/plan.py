@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from systolic.artifact.chosen import FORMAT
+from systolic.core.notebook import notebook_html
 from systolic.forecasting import Forecast
 from systolic.forecasting.forecast import COSTS
 from systolic.planning.analytic import Analysis
@@ -91,6 +92,9 @@ class Plan:
         found = "nothing fits" if best is None else f"best {best.forecast!r}"
         ranked, refused = len(self.ranking), len(self.refused)
         return f"<Plan of {self.searched} candidates: {found}; {ranked} ranked, {refused} refused>"
+
+    def _repr_html_(self) -> str:
+        return notebook_html(self)
 
     @property
     def ranking(self) -> list[Trial]:

@@ -1,14 +1,16 @@
 """From a Job, or anyone's function, to a forecast: what ``systolic forecast`` and :func:`systolic.forecast` call."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
 from systolic.aot import Compiler, StepKind, executable
 from systolic.chips import Slice, slice
 from systolic.chips.flags import resolved
-from systolic.core.errors import OptionError, nearest
+from systolic.core.errors import DataError, LayoutError, OptionError, RunError, nearest
 from systolic.forecasting import Forecast, forecast_function, forecast_job
+from systolic.forecasting.table import ForecastRow, ForecastTable
 from systolic.job import Job
 from systolic.session.job_source import source_of
 
@@ -51,14 +53,37 @@ def forecast(
 ) -> Forecast: ...
 
 
-def forecast(what: Any, /, *args: Any, on: str | Slice, **options: Any) -> Forecast:
+@overload
+def forecast(
+    what: Job | str | Callable[..., Any],
+    /,
+    *args: Any,
+    on: Sequence[str | Slice],
+    vary: Mapping[str, Sequence[Any]] | None = None,
+    **options: Any,
+) -> ForecastTable: ...
+
+
+def forecast(
+    what: Any,
+    /,
+    *args: Any,
+    on: str | Slice | Sequence[str | Slice],
+    vary: Mapping[str, Sequence[Any]] | None = None,
+    **options: Any,
+) -> Forecast | ForecastTable:
     """Memory, time and cost of a Job's step, or of a function, on a slice that need not be there.
 
     A Job takes the options of :func:`forecast_step`. A name is that of a recipe or of a published model
     (``llama-3.1-70b``), or the path of a config.json, a Hugging Face folder or a Bundle, and takes the options
     of that recipe as well. Anything else is a function, jitted or plain, whose arguments and options are those
     of :func:`~systolic.forecasting.forecast_function`.
+
+    Several slices (a list, or names with commas) and ``vary``, options of the recipe with several values each,
+    make a table: a forecast of each combination.
     """
+    if not isinstance(on, (str, Slice)) or (isinstance(on, str) and "," in on) or vary:
+        return forecast_table(what, *args, on=on, vary=vary or {}, **options)
     if isinstance(what, Job):
         return forecast_step(what, *args, on=on, **options)
     if isinstance(what, str):
@@ -113,6 +138,75 @@ def forecast_step(
     if save is not None:
         save_executable(made, Path(save))
     return made
+
+
+def forecast_table(
+    what: Any,
+    /,
+    *args: Any,
+    on: str | Slice | Sequence[str | Slice],
+    vary: Mapping[str, Sequence[Any]],
+    watch: Callable[[str], None] = lambda _: None,
+    **options: Any,
+) -> ForecastTable:
+    """Forecasts of each combination of slices and of values of the options in ``vary``."""
+    if vary and not isinstance(what, str):
+        raise OptionError(
+            f"vary takes options of a recipe and was given {', '.join(vary)} for {_name(what)}; give the recipe's name, or forecast one by one"
+        )
+    if "save" in options:
+        raise OptionError("save keeps one executable; forecast that slice alone to save it")
+    if not vary and isinstance(what, str):
+        source_of(what, {name: v for name, v in options.items() if name not in STEP_OPTIONS})
+
+    def case(place: Slice, settings: Mapping[str, Any]) -> ForecastRow:
+        def one() -> Forecast:
+            # The table has the progress, since the overloads of a single forecast take other options.
+            extra = {"watch": watch} if isinstance(what, (str, Job)) else {}
+            return forecast(what, *args, on=place, **options, **settings, **extra)
+
+        return row_of(place, settings, one)
+
+    combined = list(itertools.product(slices_of(on), combinations(vary)))
+    rows = [case(place, settings) for place, settings in combined]
+    return ForecastTable(name=_name(what), rows=rows)
+
+
+def slices_of(on: str | Slice | Sequence[str | Slice]) -> list[Slice]:
+    """Slices of a list, or of names with commas, each once.
+
+    Raises:
+        NotFoundError: there is no slice of a name.
+        OptionError: there is none at all.
+    """
+    parts: Iterable[str | Slice]
+    if isinstance(on, str):
+        parts = [part for part in on.split(",") if part.strip()]
+    else:
+        parts = [on] if isinstance(on, Slice) else on
+    places = [slice(part) if isinstance(part, str) else part for part in parts]
+    if not places:
+        raise OptionError(f"on is {on!r}; it takes slices, such as v5e-16,v6e-8")
+    return list({place.name: place for place in places}.values())
+
+
+def combinations(vary: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Settings for each combination of the values, the last option fastest."""
+    return [dict(zip(vary, values, strict=True)) for values in itertools.product(*vary.values())]
+
+
+def row_of(on: Slice, settings: Mapping[str, Any], make: Callable[[], Forecast]) -> ForecastRow:
+    """A forecast as a row; a layout or a dump that the slice does not allow, or a compile that fails, is its problem."""
+    try:
+        return ForecastRow(on=on, settings=settings, forecast=make())
+    except (DataError, LayoutError, RunError) as error:
+        return ForecastRow(on=on, settings=settings, problem=str(error))
+
+
+def _name(what: Any) -> str:
+    if isinstance(what, Job):
+        return what.name
+    return what if isinstance(what, str) else getattr(what, "__name__", type(what).__name__)
 
 
 def save_executable(made: Forecast, path: Path) -> None:

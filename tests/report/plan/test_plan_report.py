@@ -1,5 +1,6 @@
 """A plan in words, as lines and as a page: true to the plan, on its own, and small."""
 
+import html
 import io
 import re
 from dataclasses import replace
@@ -50,6 +51,12 @@ def test_the_screen_has_the_answer_first() -> None:
     assert "systolic train lm --plan plan.json" in shown[3]
     assert len(shown) <= 30
     assert max(map(len, shown)) <= 100
+
+
+def test_a_plan_shows_its_screen_in_notebooks() -> None:
+    page = plan()._repr_html_()
+    text = html.unescape(re.sub(r"<[^>]+>", "", page)).strip("\n")
+    assert [line.rstrip() for line in text.splitlines()] == plain(lines(plan(), None, 100))
 
 
 def test_the_ranking_marks_the_front() -> None:

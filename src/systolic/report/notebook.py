@@ -1,0 +1,44 @@
+"""Views of forecasts, plans and explanations in notebooks: the terminal's screens as HTML."""
+
+import io
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from systolic.forecasting import Forecast
+from systolic.forecasting.table import ForecastTable
+from systolic.planning.plan import Plan
+from systolic.report.forecast import table
+from systolic.report.forecast import text as forecast_text
+from systolic.report.plan import text as plan_text
+
+WIDTH = 100
+"""Columns, about what a cell's output has room for."""
+_PRE = (
+    '<pre style="white-space:pre;overflow-x:auto;line-height:1.35;'
+    "font-family:Menlo,Consolas,'DejaVu Sans Mono',monospace\">{code}</pre>"
+)
+
+
+def html(value: object) -> str:
+    """The screen of a value.
+
+    Raises:
+        TypeError: it is of a class that has none.
+    """
+    match value:
+        case Forecast():
+            return screen(forecast_text.lines(value, WIDTH))
+        case ForecastTable():
+            return screen(table.lines(value, WIDTH))
+        case Plan():
+            return screen(plan_text.lines(value, None, WIDTH))
+    raise TypeError(f"{type(value).__name__} has no view for notebooks")
+
+
+def screen(lines: Sequence[Text]) -> str:
+    """Lines as preformatted HTML with inline colours; plain text takes the notebook's own."""
+    console = Console(record=True, file=io.StringIO(), width=10_000, force_jupyter=False)
+    console.print(Text("\n").join(lines), soft_wrap=True)
+    return console.export_html(inline_styles=True, code_format=_PRE)
