@@ -4,6 +4,7 @@ import io
 from collections.abc import Sequence
 
 from rich.console import Console
+from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
 from systolic.forecasting import Forecast
@@ -19,6 +20,12 @@ _PRE = (
     '<pre style="white-space:pre;overflow-x:auto;line-height:1.35;'
     "font-family:Menlo,Consolas,'DejaVu Sans Mono',monospace\">{code}</pre>"
 )
+_COLOURS = [
+    *((136, 136, 136), (215, 72, 72), (46, 148, 84), (176, 128, 20)),
+    *((66, 122, 220), (168, 84, 196), (24, 146, 158), (136, 136, 136)),
+]
+_THEME = TerminalTheme((255, 255, 255), (0, 0, 0), _COLOURS, _COLOURS)
+"""Tones that are legible on the light and on the dark pages of notebooks."""
 
 
 def html(value: object) -> str:
@@ -41,4 +48,4 @@ def screen(lines: Sequence[Text]) -> str:
     """Lines as preformatted HTML with inline colours; plain text takes the notebook's own."""
     console = Console(record=True, file=io.StringIO(), width=10_000, force_jupyter=False)
     console.print(Text("\n").join(lines), soft_wrap=True)
-    return console.export_html(inline_styles=True, code_format=_PRE)
+    return console.export_html(theme=_THEME, inline_styles=True, code_format=_PRE)
