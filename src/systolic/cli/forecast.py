@@ -43,7 +43,8 @@ and to each further token, the requests that fit and dollars per million tokens,
 SLICE is one of systolic chips: v5e-16, v5p-128, tpu7x-8, 2xv5e-256, 8xh100, cpu. Several with commas, and
 --vary layout.fsdp=4,8,16, make a table with a row for each combination.
 
-Exits with 1 when the step does not fit, of a table when no row does. systolic forecast RECIPE --help shows the recipe's options."""
+Exits with 1 when the step does not fit, of a table when no row does.
+systolic forecast RECIPE --help shows the recipe's options."""
 SLICE = Required("a slice; add --on v5e-16, systolic chips lists them")
 
 
