@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from systolic.chips import Slice
 from systolic.core.origin import Origin
+from systolic.core.units import duration
 from systolic.hlo import Computation, Instruction, Module, crosses
 from systolic.hlo.collectives import COLLECTIVES
 from systolic.hlo.groups import groups_of
@@ -97,11 +98,30 @@ def simulate(
             notes=merged(run.notes),
         )
         seconds += over
+    made = replace(made, notes=(*made.notes, *_rule_notes(made)))
     estimated = sum(s.seconds * n for s, n in made.leaves() if s.priced_by is PricedBy.estimate)
     if estimated > MUCH * seconds:
         note = f"ops without the compiler's cycles take {estimated / seconds:.0%} of the time, at rates fitted to other programs"
         return replace(made, notes=(*made.notes, note))
     return made
+
+
+def _rule_notes(made: Timeline) -> list[str]:
+    """Note on the ops that rules estimate, with the range of each kind; none where they take little."""
+    kinds: dict[str, list[float]] = {}
+    for span, times in made.leaves():
+        if span.lane == "core" and span.low is not None and span.high is not None:
+            of = kinds.setdefault(span.price_source, [0.0, 0.0, 0.0])
+            for at, seconds in enumerate((span.seconds, span.low, span.high)):
+                of[at] += seconds * times
+    if sum(of[0] for of in kinds.values()) <= MUCH * made.seconds:
+        return []
+    listed = "; ".join(
+        f"{kind} {duration(seconds)} ({duration(low)} to {duration(high)})"
+        for kind, (seconds, low, high) in sorted(kinds.items(), key=lambda one: -one[1][0])
+        if seconds > MUCH * made.seconds / len(kinds)
+    )
+    return [f"estimated by rule, since the compiler has no cycles for them: {listed}"]
 
 
 @dataclass
@@ -143,8 +163,8 @@ class _Run:
 class _Order:
     """One computation's instructions, in order."""
 
-    def __init__(self, run: _Run, computation: Computation) -> None:
-        self.on, self.computation = run, computation
+    def __init__(self, run: _Run, computation: Computation, sparse: bool = False) -> None:
+        self.on, self.computation, self.sparse = run, computation, sparse
         self.now = 0.0
         self.spans: list[Span] = []
         self.busy: dict[str, float] = defaultdict(float)
@@ -191,8 +211,9 @@ class _Order:
     # On the core
 
     def op(self, instruction: Instruction) -> None:
+        on = self.on
         paid = price(
-            self.on.module, self.computation, instruction, self.on.rates, self.on.calibration
+            on.module, self.computation, instruction, on.rates, on.calibration, self.sparse
         )
         if paid is None:
             return
@@ -211,6 +232,8 @@ class _Order:
             padding_flops=paid.padding_flops,
             bytes=paid.bytes,
             priced_by=paid.by,
+            low=paid.low,
+            high=paid.high,
         )
 
     def add(
@@ -326,8 +349,10 @@ class _Order:
         if (found := collective_in(self.on.module, held)) is not None:
             self.collective(instruction, *found, beside=True)
             return
-        seconds = self.on.computation(held).seconds
-        if 'async_execution_thread="sparsecore"' in instruction.rest:
+        sparse = 'async_execution_thread="sparsecore"' in instruction.rest
+        inner = _Order(self.on, held, sparse=True).run() if sparse else self.on.computation(held)
+        seconds = inner.seconds
+        if sparse:
             span = self.span(instruction, seconds, Resource.vpu, SPARSE, priced_by=PricedBy.bytes)
             self.put(instruction, span, [SPARSE])
             return
