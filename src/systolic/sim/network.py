@@ -229,12 +229,11 @@ class Network:
         rate = sum(self.rates.link * span.ways / span.share for span in extent.spans)
         moved = whole * (n - 1) / n
         rings = sum(span.ring for span in extent.spans)
-        if kind == "reduce-scatter" and (rings or len(extent.spans) > 1):
-            # One ring, one way, where an all-reduce has a color for each direction ("StrategyRing", 1 color). On a line
-            # the ring's way back uses the other direction of the same links.
-            rate *= REDUCE_SCATTER
+        summed = ALL_REDUCE_OVER_RINGS if rings > 1 else ALL_REDUCE
         if kind == "all-reduce":
-            rate *= ALL_REDUCE_OVER_RINGS if rings > 1 else ALL_REDUCE
+            rate *= summed
+        elif kind == "reduce-scatter":
+            rate *= summed if not rings and len(extent.spans) < 2 else _one_ring(extent, summed)
         return rounds * (moved / rate + latency), rounds * moved
 
     def _permute(self, groups: Groups, bytes_: float) -> CollectiveCost:
@@ -272,6 +271,15 @@ class Network:
             seconds = max(seconds, bytes_ / self.rates.dcn)
             names = (*names, "dcn")
         return CollectiveCost(seconds, names or ("die",), bytes_)
+
+
+def _one_ring(extent: Extent, summed: float) -> float:
+    """Share of the links that a reduce-scatter reaches: one ring, one way, through all members.
+
+    An all-reduce has a color for each direction, ``summed`` of the links; a reduce-scatter ("StrategyRing", 1 color) is
+    never above it, which has both of its halves to do. On a line the ring's way back is the links' other direction.
+    """
+    return max(REDUCE_SCATTER * 2 / max(len(extent.spans), 2), summed / 2)
 
 
 def crossings(transfer: Instruction, num_slices: int) -> tuple[float, str]:

@@ -127,18 +127,19 @@ def _price(
         return OpPrice(masked, Resource.mxu, PricedBy.cycles, flops, work.bytes, note)
     cycles = instruction.cycles
     in_order = streams(module, instruction)
+    rule = None if in_order else ruled(module, computation, instruction, work, rates, sparse)
     if cycles is not None and not in_order:
         seconds = cycles / rates.clock_hz * calibration.factor("cycles" if work.flops else "vector")
-        seconds = max(
-            seconds, memory
-        )  # the compiler's cycles of such ops leave out most of their bytes
+        if (
+            rule is not None
+        ):  # the compiler's cycles of such an op can leave out its addresses and bytes
+            seconds = max(seconds, rule.low)
         return OpPrice(
             seconds, _bound(seconds, matrix, memory), PricedBy.cycles, work.flops, work.bytes
         )
     touched = instruction.shape.padded_bytes + sum(
         shape.padded_bytes for shape in computation.operand_shapes(instruction)
     )
-    rule = None if in_order else ruled(module, computation, instruction, work, rates, sparse)
     if rule is not None and (touched > _SMALL or rule.seconds > _SMALL_SECONDS):
         resource = Resource.hbm if rule.on_memory else Resource.vpu
         more = {"low": rule.low, "high": rule.high}

@@ -20,6 +20,7 @@ from systolic.hlo.loops import trip_count
 from systolic.hlo.shape import HBM, HOST, Shape
 from systolic.sim.asynchronous import (
     Role,
+    asked_as_reduce_scatter,
     collective_in,
     edge_seconds,
     kind_of,
@@ -27,7 +28,7 @@ from systolic.sim.asynchronous import (
 )
 from systolic.sim.calibration import Calibration, calibration_of, constant
 from systolic.sim.layers import layer_of
-from systolic.sim.network import Network, Place, crossings, default_places
+from systolic.sim.network import REDUCE_SCATTER, Network, Place, crossings, default_places
 from systolic.sim.notes import merged
 from systolic.sim.price import price
 from systolic.sim.rates import Rates, rates_of
@@ -98,7 +99,7 @@ def simulate(
             notes=merged(run.notes),
         )
         seconds += over
-    made = replace(made, notes=(*made.notes, *_rule_notes(made)))
+    made = replace(made, notes=(*made.notes, *_rule_notes(made), *_one_way(made)))
     estimated = sum(s.seconds * n for s, n in made.leaves() if s.priced_by is PricedBy.estimate)
     if estimated > MUCH * seconds:
         note = f"ops without the compiler's cycles take {estimated / seconds:.0%} of the time, at rates fitted to other programs"
@@ -122,6 +123,20 @@ def _rule_notes(made: Timeline) -> list[str]:
         if seconds > MUCH * made.seconds / len(kinds)
     )
     return [f"estimated by rule, since the compiler has no cycles for them: {listed}"]
+
+
+def _one_way(made: Timeline) -> list[str]:
+    """Note on reduce-scatters that the core waits for: why one takes more than half an all-reduce."""
+    waited = sum(
+        span.seconds * times
+        for span, times in made.leaves()
+        if span.lane == "core" and span.opcode.removeprefix("wait ") == "reduce-scatter"
+    )
+    if waited <= MUCH * made.seconds:
+        return []
+    return [
+        f"{waited / made.seconds:.0%} of the step is reduce-scatters: the compiler runs them as fusions with one ring, one way, at {REDUCE_SCATTER:.0%} of what the links carry (measured on v5p-8 and v6e-8), so that one takes more than half an all-reduce"
+    ]
 
 
 @dataclass
@@ -442,6 +457,10 @@ class _Order:
         carried: bool = False,
     ) -> None:
         kind = kind_of(held, inner)
+        if kind == "all-reduce" and asked_as_reduce_scatter(self.on.module, held, inner):
+            self.on.notes[
+                f"{inner.name} is a reduce-scatter in the program: the compiler made it an all-reduce of the whole array and a slice, at the price of both"
+            ] = None
         operands = sum(s.bytes for s in held.operand_shapes(inner))
         result = inner.shape
         if inner.opcode.endswith("-start") and result.parts is not None:
