@@ -31,16 +31,17 @@ def of(timeline: Timeline, name: str, lane: str = "core") -> Span:
     return found
 
 
-# What is sorted takes the compiler's cycles as they are, whatever its bytes and FLOPs allow.
+# An op that no rule knows takes the compiler's cycles as they are, whatever its bytes and FLOPs allow.
 COMPUTE = f"""\
 %compute (p: f32[1024,1024]) -> f32[1024,1024] {{
   %p = {BIG} parameter(0)
-  ROOT %n = {BIG} sort(%p), dimensions={{1}}
+  ROOT %n = {BIG} custom-call(%p), custom_call_target="Opaque"
 }}
 
 """
 MATMUL = COMPUTE.replace(
-    "sort(%p), dimensions={1}", "dot(%p, %p), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    'custom-call(%p), custom_call_target="Opaque"',
+    "dot(%p, %p), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
 )
 
 
@@ -119,7 +120,7 @@ THREADED = f"""\
   %q.1 = {BIG} parameter(1)
   %u.1 = u32[]{{:S(2)}} parameter(2)
   %x.1 = {BIG} parameter(3)
-  %n.1 = {BIG} sort(%x.1), dimensions={{1}}
+  %n.1 = {BIG} custom-call(%x.1), custom_call_target="Opaque"
   %g.1 = {BIG} all-gather(%p.1), {GATHER}, frontend_attributes={{chain_id="0"}}
   ROOT %t.1 = ({BIG}, {PART}, {BIG}, u32[]{{:S(2)}}) tuple(%n.1, %p.1, %g.1, %u.1)
 }}

@@ -160,6 +160,7 @@ class Chip:
     hbm_bytes: int | None = None
     program_bytes_per_device: int | None = None
     hbm_bytes_per_second: float | None = None
+    hbm_granule_bytes: int | None = None
     hbm_to_vmem_bytes_per_second_per_core: float | None = None
     vmem_to_hbm_bytes_per_second_per_core: float | None = None
     cmem_to_vmem_bytes_per_second: float | None = None

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from systolic.hlo import Module
+from systolic.sim.timeline import Timeline
 
 ALL = "all"
 """The row of all generations together."""
@@ -65,3 +66,17 @@ def interval_of(
     if kind is ResultKind.step and verb != "train":
         text += f"; no {verb} step among them"
     return seconds / (1 + row["high"]), seconds / (1 + row["low"]), text
+
+
+def range_of(
+    generation: str, timeline: Timeline, facts: Mapping[str, Any], schedule: ScheduleDetail
+) -> tuple[float, float, str]:
+    """:func:`interval_of` a timeline; ops that rules estimate have the rules' own range in place of it."""
+    by_rule, least, most = timeline.by_rule
+    low, high, text = interval_of(generation, timeline.seconds - by_rule, facts, schedule)
+    if not by_rule:
+        return low, high, text
+    share = by_rule / timeline.seconds if timeline.seconds else 0.0
+    if share >= 5e-4:
+        text += f"; {share:.1%} of it estimated by rules with a range of their own"
+    return low + least, high + most, text

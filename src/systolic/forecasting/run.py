@@ -22,7 +22,7 @@ from systolic.core.errors import RunError
 from systolic.core.origin import Origin
 from systolic.forecasting.cost import bill_of
 from systolic.forecasting.forecast import LARGEST, Forecast
-from systolic.forecasting.interval import detail_of, interval_of
+from systolic.forecasting.interval import detail_of, range_of
 from systolic.forecasting.memory import LiveBuffer, MemoryMap, kind_of, memory_map, state_of
 from systolic.forecasting.platforms import forecast_host
 from systolic.forecasting.windowed import note_of, windowed
@@ -132,7 +132,7 @@ def assemble(
     memory_origin: Origin = Origin.compiled,
 ) -> Forecast:
     """The forecast of a simulated step; ``facts`` is what the program says of itself."""
-    low, high, text = interval_of(on.chip.name, timeline.seconds, facts, detail_of(module))
+    low, high, text = range_of(on.chip.name, timeline, facts, detail_of(module))
     return Forecast(
         recipe=name,
         on=on,

@@ -53,6 +53,32 @@ def kind_of(held: Computation, collective: Instruction) -> str:
     return "reduce-scatter" if sliced else kind
 
 
+def asked_as_reduce_scatter(module: Module, held: Computation, collective: Instruction) -> bool:
+    """Whether an all-reduce of which each device keeps a slice stands where the program has a reduce-scatter.
+
+    The compiler runs one so where its fusion of both does not fit: over many chips, and where a slice of the fastest dim
+    would be narrower than 512 bytes.
+    """
+    if collective.opcode.removesuffix("-start") != "all-reduce":
+        return False
+    results = {collective.name}
+    users = []
+    for one in held:
+        if not results & set(one.operands):
+            continue
+        if one.opcode in ("get-tuple-element", "bitcast", "copy") or one.opcode.endswith("-done"):
+            results.add(one.name)
+        else:
+            users.append(one)
+    return bool(users) and all(_slices(module, one) for one in users)
+
+
+def _slices(module: Module, user: Instruction) -> bool:
+    if user.opcode == "fusion":
+        return module.callee(user, "calls").root.opcode == "dynamic-slice"
+    return user.opcode == "dynamic-slice"
+
+
 def collective_in(module: Module, held: Computation) -> tuple[Instruction, Computation] | None:
     """The collective that an asynchronous computation runs, with where it is; SparseCores' lie in a call."""
     for one in held:

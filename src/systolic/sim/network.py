@@ -17,7 +17,9 @@ from systolic.sim.calibration import constant
 from systolic.sim.rates import Rates
 
 PERMUTE_SECONDS: float = constant("network.permute_seconds")
+ALL_REDUCE: float = constant("network.all_reduce")
 ALL_REDUCE_OVER_RINGS: float = constant("network.all_reduce_over_rings")
+REDUCE_SCATTER: float = constant("network.reduce_scatter")
 DIE_LINKS: float = constant("network.die_links")
 
 Place = tuple[int, ...]
@@ -226,15 +228,12 @@ class Network:
         # one chip share its links, and so do groups that lie in one place.
         rate = sum(self.rates.link * span.ways / span.share for span in extent.spans)
         moved = whole * (n - 1) / n
-        colors = ALL_REDUCE_OVER_RINGS if sum(span.ring for span in extent.spans) > 1 else 1.0
-        if kind == "reduce-scatter" and len(extent.spans) > 1:
-            # One ring through all members ("StrategyRing", 1 color), where an all-reduce has a color for each
-            # axis and direction. On a v6e-8 of 2 x 4 two programs took 0.143 and 0.146 s for the gradients of
-            # 6.9 B parameters in bf16, 12.15 GB: 84 GB/s, a link's one way.
-            # Never above an all-reduce, which has both of its halves to do.
-            rate *= max(1 / len(extent.spans), colors / 2)
+        rings = sum(span.ring for span in extent.spans)
+        summed = ALL_REDUCE_OVER_RINGS if rings > 1 else ALL_REDUCE
         if kind == "all-reduce":
-            rate *= colors
+            rate *= summed
+        elif kind == "reduce-scatter":
+            rate *= summed if not rings and len(extent.spans) < 2 else _one_ring(extent, summed)
         return rounds * (moved / rate + latency), rounds * moved
 
     def _permute(self, groups: Groups, bytes_: float) -> CollectiveCost:
@@ -272,6 +271,15 @@ class Network:
             seconds = max(seconds, bytes_ / self.rates.dcn)
             names = (*names, "dcn")
         return CollectiveCost(seconds, names or ("die",), bytes_)
+
+
+def _one_ring(extent: Extent, summed: float) -> float:
+    """Share of the links that a reduce-scatter reaches: one ring, one way, through all members.
+
+    An all-reduce has a color for each direction, ``summed`` of the links; a reduce-scatter ("StrategyRing", 1 color) is
+    never above it, which has both of its halves to do. On a line the ring's way back is the links' other direction.
+    """
+    return max(REDUCE_SCATTER * 2 / max(len(extent.spans), 2), summed / 2)
 
 
 def crossings(transfer: Instruction, num_slices: int) -> tuple[float, str]:

@@ -15,7 +15,8 @@ from systolic.sim.estimate import (
 from systolic.sim.grouped import grouped_cost
 from systolic.sim.kernels import kernel_cost
 from systolic.sim.masked import masked_seconds, masked_share
-from systolic.sim.rates import Rates, vector_rate
+from systolic.sim.rates import Rates
+from systolic.sim.rules import ruled
 from systolic.sim.timeline import PricedBy, Resource
 from systolic.sim.work import Work, work_of
 
@@ -70,6 +71,10 @@ class OpPrice:
     """FLOPs of matmuls on the vector units, besides ``flops``."""
     padding_flops: float = 0.0
     """FLOPs of a convolution's taps on the padding, besides ``flops``."""
+    low: float | None = None
+    """Least seconds, of a rule; None elsewhere."""
+    high: float | None = None
+    """Most seconds, likewise."""
 
 
 def price(
@@ -78,8 +83,9 @@ def price(
     instruction: Instruction,
     rates: Rates,
     calibration: Calibration,
+    sparse: bool = False,
 ) -> OpPrice | None:
-    """Prices an op; None where it takes no time."""
+    """Prices an op, on a SparseCore where ``sparse``; None where it takes no time."""
     opcode = instruction.opcode
     if opcode in FREE or instruction.target in FREE_TARGETS:
         return None
@@ -88,7 +94,7 @@ def price(
         if root.target in FREE_TARGETS:
             return None
     work = work_of(module, computation, instruction)
-    paid = _price(module, computation, instruction, work, (rates, calibration))
+    paid = _price(module, computation, instruction, work, (rates, calibration, sparse))
     if not (work.vector_flops or work.padding_flops):
         return paid
     return replace(paid, vector_flops=work.vector_flops, padding_flops=work.padding_flops)
@@ -99,9 +105,9 @@ def _price(
     computation: Computation,
     instruction: Instruction,
     work: Work,
-    on: tuple[Rates, Calibration],
+    on: tuple[Rates, Calibration, bool],
 ) -> OpPrice:
-    opcode, (rates, calibration) = instruction.opcode, on
+    opcode, (rates, calibration, sparse) = instruction.opcode, on
     matrix = matrix_seconds(work, rates)
     memory = work.bytes / rates.hbm
     if instruction.target == "tpu_custom_call":
@@ -121,21 +127,25 @@ def _price(
         return OpPrice(masked, Resource.mxu, PricedBy.cycles, flops, work.bytes, note)
     cycles = instruction.cycles
     in_order = streams(module, instruction)
+    rule = None if in_order else ruled(module, computation, instruction, work, rates, sparse)
     if cycles is not None and not in_order:
         seconds = cycles / rates.clock_hz * calibration.factor("cycles" if work.flops else "vector")
+        if (
+            rule is not None
+        ):  # the compiler's cycles of such an op can leave out its addresses and bytes
+            seconds = max(seconds, rule.low)
         return OpPrice(
             seconds, _bound(seconds, matrix, memory), PricedBy.cycles, work.flops, work.bytes
         )
     touched = instruction.shape.padded_bytes + sum(
         shape.padded_bytes for shape in computation.operand_shapes(instruction)
     )
+    if rule is not None and (touched > _SMALL or rule.seconds > _SMALL_SECONDS):
+        resource = Resource.hbm if rule.on_memory else Resource.vpu
+        more = {"low": rule.low, "high": rule.high}
+        return OpPrice(rule.seconds, resource, rule.by, 0.0, work.bytes, **more)
     if touched <= _SMALL:
         return OpPrice(_SMALL_SECONDS, Resource.vpu, PricedBy.small, 0.0, work.bytes)
-    if opcode == "sort":
-        keys = computation.operand_shapes(instruction)[0]
-        depth = max(keys.dims[-1] if keys.dims else 1, 2).bit_length()
-        seconds = keys.elements * depth * (depth + 1) / 2 * 4 / vector_rate(rates)
-        return OpPrice(max(seconds, memory), Resource.vpu, PricedBy.rule, 0.0, work.bytes)
     if opcode == "custom-call":
         return OpPrice(memory, Resource.hbm, PricedBy.nothing, 0.0, work.bytes)
     parts = parts_of(module, computation, instruction, work, rates)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from systolic.chips import Slice
 from systolic.core.origin import Origin
+from systolic.core.units import duration
 from systolic.hlo import Computation, Instruction, Module, crosses
 from systolic.hlo.collectives import COLLECTIVES
 from systolic.hlo.groups import groups_of
@@ -19,6 +20,7 @@ from systolic.hlo.loops import trip_count
 from systolic.hlo.shape import HBM, HOST, Shape
 from systolic.sim.asynchronous import (
     Role,
+    asked_as_reduce_scatter,
     collective_in,
     edge_seconds,
     kind_of,
@@ -26,7 +28,7 @@ from systolic.sim.asynchronous import (
 )
 from systolic.sim.calibration import Calibration, calibration_of, constant
 from systolic.sim.layers import layer_of
-from systolic.sim.network import Network, Place, crossings, default_places
+from systolic.sim.network import REDUCE_SCATTER, Network, Place, crossings, default_places
 from systolic.sim.notes import merged
 from systolic.sim.price import price
 from systolic.sim.rates import Rates, rates_of
@@ -97,11 +99,44 @@ def simulate(
             notes=merged(run.notes),
         )
         seconds += over
+    made = replace(made, notes=(*made.notes, *_rule_notes(made), *_one_way(made)))
     estimated = sum(s.seconds * n for s, n in made.leaves() if s.priced_by is PricedBy.estimate)
     if estimated > MUCH * seconds:
         note = f"ops without the compiler's cycles take {estimated / seconds:.0%} of the time, at rates fitted to other programs"
         return replace(made, notes=(*made.notes, note))
     return made
+
+
+def _rule_notes(made: Timeline) -> list[str]:
+    """Note on the ops that rules estimate, with the range of each kind; none where they take little."""
+    kinds: dict[str, list[float]] = {}
+    for span, times in made.leaves():
+        if span.lane == "core" and span.low is not None and span.high is not None:
+            of = kinds.setdefault(span.price_source, [0.0, 0.0, 0.0])
+            for at, seconds in enumerate((span.seconds, span.low, span.high)):
+                of[at] += seconds * times
+    if sum(of[0] for of in kinds.values()) <= MUCH * made.seconds:
+        return []
+    listed = "; ".join(
+        f"{kind} {duration(seconds)} ({duration(low)} to {duration(high)})"
+        for kind, (seconds, low, high) in sorted(kinds.items(), key=lambda one: -one[1][0])
+        if seconds > MUCH * made.seconds / len(kinds)
+    )
+    return [f"estimated by rule, since the compiler has no cycles for them: {listed}"]
+
+
+def _one_way(made: Timeline) -> list[str]:
+    """Note on reduce-scatters that the core waits for: why one takes more than half an all-reduce."""
+    waited = sum(
+        span.seconds * times
+        for span, times in made.leaves()
+        if span.lane == "core" and span.opcode.removeprefix("wait ") == "reduce-scatter"
+    )
+    if waited <= MUCH * made.seconds:
+        return []
+    return [
+        f"{waited / made.seconds:.0%} of the step is reduce-scatters: the compiler runs them as fusions with one ring, one way, at {REDUCE_SCATTER:.0%} of what the links carry (measured on v5p-8 and v6e-8), so that one takes more than half an all-reduce"
+    ]
 
 
 @dataclass
@@ -143,8 +178,8 @@ class _Run:
 class _Order:
     """One computation's instructions, in order."""
 
-    def __init__(self, run: _Run, computation: Computation) -> None:
-        self.on, self.computation = run, computation
+    def __init__(self, run: _Run, computation: Computation, sparse: bool = False) -> None:
+        self.on, self.computation, self.sparse = run, computation, sparse
         self.now = 0.0
         self.spans: list[Span] = []
         self.busy: dict[str, float] = defaultdict(float)
@@ -191,8 +226,9 @@ class _Order:
     # On the core
 
     def op(self, instruction: Instruction) -> None:
+        on = self.on
         paid = price(
-            self.on.module, self.computation, instruction, self.on.rates, self.on.calibration
+            on.module, self.computation, instruction, on.rates, on.calibration, self.sparse
         )
         if paid is None:
             return
@@ -211,6 +247,8 @@ class _Order:
             padding_flops=paid.padding_flops,
             bytes=paid.bytes,
             priced_by=paid.by,
+            low=paid.low,
+            high=paid.high,
         )
 
     def add(
@@ -326,8 +364,10 @@ class _Order:
         if (found := collective_in(self.on.module, held)) is not None:
             self.collective(instruction, *found, beside=True)
             return
-        seconds = self.on.computation(held).seconds
-        if 'async_execution_thread="sparsecore"' in instruction.rest:
+        sparse = 'async_execution_thread="sparsecore"' in instruction.rest
+        inner = _Order(self.on, held, sparse=True).run() if sparse else self.on.computation(held)
+        seconds = inner.seconds
+        if sparse:
             span = self.span(instruction, seconds, Resource.vpu, SPARSE, priced_by=PricedBy.bytes)
             self.put(instruction, span, [SPARSE])
             return
@@ -417,6 +457,10 @@ class _Order:
         carried: bool = False,
     ) -> None:
         kind = kind_of(held, inner)
+        if kind == "all-reduce" and asked_as_reduce_scatter(self.on.module, held, inner):
+            self.on.notes[
+                f"{inner.name} is a reduce-scatter in the program: the compiler made it an all-reduce of the whole array and a slice, at the price of both"
+            ] = None
         operands = sum(s.bytes for s in held.operand_shapes(inner))
         result = inner.shape
         if inner.opcode.endswith("-start") and result.parts is not None:

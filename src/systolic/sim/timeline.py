@@ -39,7 +39,23 @@ class PricedBy(enum.Enum):
     network = "network"
     """A collective on the links."""
     rule = "rule"
-    """A rule for the opcode."""
+    """Another rule of the simulator, which its span's opcode names."""
+    sort = "sort"
+    """Stages of a sorting network over vector registers."""
+    top_k = "top-k"
+    """Stages of a bitonic top-k."""
+    gather = "gather"
+    """An address an index, and the granules of device memory that the slices touch."""
+    scatter = "scatter"
+    """An address an update, and the granules that it reads and writes."""
+    window = "window"
+    """Operations over the windows of a reduction."""
+    random = "random"
+    """Operations of a generator of random bits."""
+    fft = "fft"
+    """Operations of a fast Fourier transform."""
+    halves = "halves"
+    """A pass over the 32-bit halves of 64-bit elements."""
     roofline = "roofline"
     """The longest of matrix, memory and elementwise work."""
     small = "small"
@@ -82,6 +98,10 @@ class Span:
     """Iterations of a loop; ``seconds`` is of all of them."""
     inside: "tuple[Span, ...]" = ()
     """One iteration of a loop, from its start."""
+    low: float | None = None
+    """Least seconds, of a rule that no measurement holds; None elsewhere."""
+    high: float | None = None
+    """Most seconds, likewise."""
 
     @property
     def price_source(self) -> str:
@@ -109,6 +129,17 @@ class Timeline:
             (span.flops + span.vector_flops + span.padding_flops) * times
             for span, times in self.leaves()
         )
+
+    @property
+    def by_rule(self) -> tuple[float, float, float]:
+        """Seconds of the core's ops that rules price, and the least and most that they may take."""
+        seconds = low = high = 0.0
+        for span, times in self.leaves():
+            if span.lane == "core" and span.low is not None and span.high is not None:
+                seconds += span.seconds * times
+                low += span.low * times
+                high += span.high * times
+        return seconds, low, high
 
     def leaves(self) -> "Iterator[tuple[Span, int]]":
         """Every op that is no loop, with how often it runs."""
