@@ -11,7 +11,7 @@ from systolic.chips.flags import resolved
 from systolic.cli.main import main
 from systolic.core.errors import OptionError
 from systolic.forecasting import forecast_program
-from systolic.forecasting.serving import Load, ServingForecast
+from systolic.forecasting.serving import LatencyLimits, Load, ServingForecast, latency
 from systolic.interop.quantizing import whole
 from systolic.job import Layout, WeightFormat
 from systolic.report.forecast.serving import lines
@@ -59,11 +59,59 @@ def test_requests_whose_step_does_not_fit_are_refused(capsys) -> None:
     asked = ["lm", *WORDS.split()[:-1], *words, "--page-size=32", "--concurrency", "1", "60000"]
     assert main(["forecast", "--serve", *asked, "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
-    assert [one["concurrency"] for one in made["points"]] == [1]
+    # In place of what has no room stands the room itself.
+    assert [one["concurrency"] for one in made["points"]] == [1, made["concurrency"]]
     assert made["refused"] == [60_000]
     logits, capacity = 262_144 * 4, made["memory"]["capacity_bytes"]
     assert capacity / logits / 12 < made["concurrency"] < capacity / logits
-    assert any("a step of" in note and "needs more memory" in note for note in made["notes"])
+    # By the logits, which are known before any compile: no step was compiled that does not fit.
+    assert not any("needs more memory" in note for note in made["notes"])
+
+
+def test_the_last_load_is_the_room_and_the_cheapest_is_named(wordy) -> None:
+    """The step of many texts has logits that take room from pages: what fits beside it is what is forecast."""
+    pytest.importorskip("libtpu")
+    made = wordy()
+    room, (alone, last) = made.concurrency, made.points
+    assert (alone.concurrency, last.concurrency, list(made.refused)) == (1, room, [100_000])
+    # By hand: 72 pages of 0.5 MiB a request, and six arrays of a text's logits, 1 MiB each, in its step.
+    memory, each = made.memory, 72 * (1 << 19)
+    free = memory.capacity_bytes - memory.weights_bytes
+    assert memory.page_bytes == 1 << 19
+    assert free / (each + 10 * (1 << 20)) < room < free / (each + 5 * (1 << 20))
+    assert made.best is last
+    shown = [line.plain for line in lines(made, 120)]
+    assert f"no room for 100,000 at once: {room:,} fit, the others would wait in the queue" in shown
+    assert any(line.startswith(f"cheapest: {room:,} at once, all that fit: ") for line in shown)
+
+
+def test_the_best_load_within_a_latency_lies_between_those_of_the_table(wordy) -> None:
+    pytest.importorskip("libtpu")
+    alone, last = wordy().points
+    limit = (alone.state.token_seconds + last.state.token_seconds) / 2
+    made = wordy(token_seconds=limit)
+    best = made.best
+    assert best is not None
+    assert [one.concurrency for one in made.points] == [1, best.concurrency, last.concurrency]
+    assert 1 < best.concurrency < last.concurrency
+    assert best.state.token_seconds <= limit
+    assert made.to_json()["best"] == best.concurrency
+    none = wordy(token_seconds=alone.state.token_seconds / 2)
+    assert none.best is None
+    assert any(line.plain.startswith("no load keeps per token") for line in lines(none, 100))
+
+
+@pytest.mark.parametrize("text", ["50", "fast", "-1s", "0ms", "1h"])
+def test_a_latency_that_is_none(text: str) -> None:
+    with pytest.raises(OptionError, match=r"--tpot is '.*'; write a time such as 50ms"):
+        latency(text, "--tpot")
+
+
+def test_latencies() -> None:
+    assert latency("50ms", "--tpot") == 0.05
+    assert latency("1.5s", "--ttft") == 1.5
+    assert latency(0.05, "--tpot") == 0.05
+    assert latency(None, "--tpot") is None
 
 
 def test_the_layout_of_requests_that_several_engines_hold() -> None:
@@ -117,6 +165,33 @@ def test_tensor_first_then_experts_then_replicas() -> None:
     assert serving_layout(job, slice("v6e-16")) == Layout(data=2, fsdp=1, tensor=8)
     mixture = source_of("qwen3-30b-a3b", {}).job
     assert serving_layout(mixture, slice("v6e-8")) == Layout(data=1, fsdp=1, tensor=4, expert=2)
+
+
+@pytest.fixture
+def wordy():
+    """A small model of 262,144 words on v5e-1 at 1 and at more texts than fit, for a limit of the seconds of a token."""
+    job = source_of("llama-3.1-8b", {"layout": Layout(data=1, fsdp=1, tensor=1)}).job
+    sizes = {
+        "layers": 1,
+        "d_model": 512,
+        "d_ff": 1024,
+        "heads": 16,
+        "kv_heads": 16,
+        "vocab": 262_144,
+    }
+    on = slice("v5e-1")
+
+    def made(token_seconds: float | None = None) -> ServingForecast:
+        return forecast_serving(
+            replace(job, model=replace(job.model, **sizes)),
+            on,
+            Load(prompt_tokens=4000, output_tokens=600, chunk=64),
+            concurrency=(1, 100_000),
+            limits=LatencyLimits(token_seconds=token_seconds),
+            compiler=Compiler(flags=resolved("", on.chip)).quick(),
+        )
+
+    return made
 
 
 def test_concurrencies() -> None:

@@ -23,6 +23,8 @@ class ServingOptions:
         prompt_tokens: Tokens of each prompt.
         output_tokens: New tokens of each request.
         concurrency: Numbers of requests under way, one line each; by default 1, 4, 16 and so on, as many as fit.
+        ttft: Time to the first token that the best load keeps on average: 500ms, 2s.
+        tpot: Time of each further token that the best load keeps on average: 30ms.
         page_size: Positions of a page of the cache.
         chunk: Prompt tokens that a step reads.
         host_ms: Milliseconds of the host's work for each step, an assumption: shown behind the step and after it.
@@ -38,6 +40,8 @@ class ServingOptions:
     prompt_tokens: Annotated[int, COUNT] = 1024
     output_tokens: Annotated[int, COUNT] = 256
     concurrency: Annotated[tuple[int, ...], COUNT] = ()
+    ttft: str | None = None
+    tpot: str | None = None
     page_size: Annotated[int, COUNT] = 64
     chunk: Annotated[int, COUNT] = 256
     host_ms: Annotated[float, NOT_NEGATIVE] = 0.0
@@ -54,6 +58,7 @@ def forecast_server(args: Sequence[str]) -> int:
     from systolic.aot import Compiler
     from systolic.chips import slice
     from systolic.chips.flags import resolved
+    from systolic.forecasting.serving import LatencyLimits, latency
     from systolic.report.progress import ProgressLine
     from systolic.session.capacity import Load, forecast_serving
     from systolic.session.server_layout import ROWS, given_layout, layout_of_requests
@@ -85,6 +90,10 @@ def forecast_server(args: Sequence[str]) -> int:
             concurrency=options.concurrency,
             page_size=options.page_size,
             served=_served(options),
+            limits=LatencyLimits(
+                first_token_seconds=latency(options.ttft, "--ttft"),
+                token_seconds=latency(options.tpot, "--tpot"),
+            ),
             compiler=compiler.quick() if options.quick else compiler,
             watch=progress.say,
         )

@@ -6,17 +6,22 @@ come as the mean, not by chance, so that waiting for another's prompt counts onl
 every step.
 """
 
+import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
 from systolic.chips import Slice
+from systolic.core.errors import OptionError
 from systolic.core.origin import Origin
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, check
+from systolic.core.units import duration
 from systolic.forecasting.cost import Bill
 from systolic.forecasting.serving_memory import ServingMemory
 
+EQUAL = 0.999
+"""Share of the most tokens a second from which loads count as equal."""
 HALVINGS = 60
 """Of the interval in which the mean number of rows lies."""
 
@@ -298,6 +303,50 @@ class ServingPoint:
         }
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LatencyLimits:
+    """Latency that a server is asked to keep, means over requests; None for no limit."""
+
+    first_token_seconds: float | None = None
+    token_seconds: float | None = None
+
+    @property
+    def given(self) -> bool:
+        """Whether there is one."""
+        return self.first_token_seconds is not None or self.token_seconds is not None
+
+    def kept(self, point: ServingPoint) -> bool:
+        """Whether a point keeps them."""
+        pairs = (
+            (point.state.first_token_seconds, self.first_token_seconds),
+            (point.state.token_seconds, self.token_seconds),
+        )
+        return all(limit is None or seconds <= limit for seconds, limit in pairs)
+
+    def __str__(self) -> str:
+        parts = (("first token", self.first_token_seconds), ("per token", self.token_seconds))
+        told = [f"{name} {duration(limit)}" for name, limit in parts if limit is not None]
+        return " and ".join(told)
+
+
+def latency(text: str | float | None, option: str) -> float | None:
+    """Seconds of ``50ms``, ``1s`` or ``1.5s``, or of a number of seconds; None for None.
+
+    Raises:
+        OptionError: it is none of these.
+    """
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*(ms|s|us|m|)", str(text).strip().lower())
+    seconds = float(found[1]) * _UNITS[found[2]] if found else 0.0
+    if not found or seconds <= 0 or (not found[2] and isinstance(text, str)):
+        raise OptionError(f"{option} is {text!r}; write a time such as 50ms, 1s or 1.5s")
+    return seconds
+
+
+_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "": 1.0}
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServingForecast:
     """A language model served on a slice."""
@@ -316,7 +365,8 @@ class ServingForecast:
     steps: Sequence[StepForecast] = ()
     points: Sequence[ServingPoint] = ()
     refused: Sequence[int] = ()
-    """Concurrencies that the pages don't hold."""
+    """Concurrencies that were asked for and that the pages don't hold."""
+    limits: LatencyLimits = LatencyLimits()
     bill: Bill
     compiler: Mapping[str, Any] = field(default_factory=dict)
     notes: Sequence[str] = ()
@@ -330,6 +380,13 @@ class ServingForecast:
     def concurrency(self) -> int:
         """Requests of the load that fit at their full length."""
         return self.memory.concurrency(self.load.tokens)
+
+    @property
+    def best(self) -> ServingPoint | None:
+        """The cheapest point whose latency keeps the limits, which is that of most tokens a second; of equals the one of fewest requests. None where none keeps them."""
+        within = [point for point in self.points if self.limits.kept(point)]
+        most = max((point.tokens_per_second for point in within), default=0.0)
+        return next((one for one in within if one.tokens_per_second >= EQUAL * most), None)
 
     def to_json(self) -> dict[str, Any]:
         """All figures, with their units in the names."""
@@ -348,6 +405,8 @@ class ServingForecast:
             "refused": list(self.refused),
             "steps": [one.to_json() for one in self.steps],
             "points": [one.to_json() for one in self.points],
+            "limits": asdict(self.limits),
+            "best": None if self.best is None else self.best.concurrency,
             "usd_per_hour": self.bill.usd_per_hour,
             "compiler": dict(self.compiler),
             "notes": list(self.notes),

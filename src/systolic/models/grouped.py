@@ -38,6 +38,8 @@ def grouped_product(
     matrices: jax.Array | Quantized | Layered,
     sizes: jax.Array,
     expected: int,
+    *,
+    turned: bool = False,
 ) -> jax.Array:
     """Product of each row of ``x`` with the matrix of its group, [rows, columns] in the dtype of ``x``.
 
@@ -48,11 +50,13 @@ def grouped_product(
         sizes: int32[groups]: rows of each group. Rows behind the last group belong to none: their
             results are undefined, in gradients too.
         expected: Rows that belong to a group when routing is balanced; a forecast reads it from the name.
+        turned: Whether arrays lie on a TPU as [groups, columns, depth], as a server keeps them; codes do not.
     """
     if isinstance(matrices, Layered):
         # A forecast takes the layer's own number of groups from the name.
         with jax.named_scope(f"of_{matrices.shape[0]}_groups"):
-            return grouped_product(target, x, *matrices.grouped(sizes), expected)
+            flat, own = matrices.grouped(sizes)
+            return grouped_product(target, x, flat, own, expected, turned=turned)
     if isinstance(matrices, Quantized) and not matrices.scaled_after:
         return grouped_product(target, x, matrices.restored(x.dtype), sizes, expected)
     if isinstance(matrices, Quantized):
@@ -60,7 +64,24 @@ def grouped_product(
     if target.platform != "tpu":
         return jax.lax.ragged_dot(x, matrices, sizes)
     with jax.named_scope(f"rows_{expected}_of_{x.shape[0]}"):
+        if turned:
+            return turned_product(x, jnp.swapaxes(matrices, 1, 2), sizes, expected)
         return pallas_product(x, matrices, sizes, expected)
+
+
+def turned_product(
+    x: jax.Array, matrices: jax.Array, sizes: jax.Array, expected: int, *, interpret: bool = False
+) -> jax.Array:
+    """:func:`pallas_product` of matrices [groups, columns, depth], without gradients."""
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
+
+    rows = x.shape[0]
+    padded = jnp.pad(x, ((0, -rows % ROWS[0]), (0, 0)))
+    groups, columns, depth = matrices.shape
+    like = jax.ShapeDtypeStruct((groups, depth, columns), matrices.dtype)
+    tiles = tiles_of(work_of(padded, like, expected))
+    turn = {"transpose_rhs": True, "interpret": interpret}
+    return gmm(padded, matrices, sizes, x.dtype, tiles, **turn)[:rows]
 
 
 def _quantized_product(
@@ -140,7 +161,9 @@ class GroupedProduct:
     """Bytes per element of operands and result."""
 
 
-def work_of(x: jax.Array, matrices: jax.Array, expected: int) -> GroupedProduct:
+def work_of(
+    x: jax.Array, matrices: jax.Array | jax.ShapeDtypeStruct, expected: int
+) -> GroupedProduct:
     """Sizes of x [rows, depth] and matrices [groups, depth, columns]."""
     return GroupedProduct(
         rows=x.shape[0],

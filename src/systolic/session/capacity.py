@@ -1,6 +1,7 @@
 """Capacity of a server of a language model on a slice: what ``systolic forecast --serve`` prints."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -14,6 +15,7 @@ from systolic.core.units import gibibytes
 from systolic.forecasting import Forecast, forecast_program
 from systolic.forecasting.cost import bill_of
 from systolic.forecasting.serving import (
+    LatencyLimits,
     Load,
     ServingForecast,
     ServingPoint,
@@ -21,7 +23,7 @@ from systolic.forecasting.serving import (
     StepTimes,
     steady,
 )
-from systolic.forecasting.serving_memory import ServingMemory
+from systolic.forecasting.serving_memory import PADDING_PAGES, ServingMemory
 from systolic.job import Job, Served
 from systolic.models.decoder.config import Decoder
 from systolic.session.server_layout import placed, with_heads_for
@@ -31,11 +33,13 @@ PAGE_SIZE = 64
 """Positions of a page, as ``systolic serve`` has them by default."""
 NEAR = 4
 """Ratio of steps that do not fit and that do, between which no other is compiled."""
+TRIES = 4
+"""Steps that are compiled to find the most texts that fit."""
 FACTOR = 4
 """Of each concurrency to the one before, where none are given."""
 
 
-def forecast_serving(
+def forecast_serving(  # noqa: PLR0913  the options of systolic forecast --serve
     job: Job,
     on: Slice | str,
     load: Load,
@@ -43,6 +47,7 @@ def forecast_serving(
     concurrency: Sequence[int] = (),
     page_size: int = PAGE_SIZE,
     served: Served | None = None,
+    limits: LatencyLimits = LatencyLimits(),  # noqa: B008
     compiler: Compiler | None = None,
     watch: Callable[[str], None] = lambda _: None,
 ) -> ServingForecast:
@@ -52,9 +57,11 @@ def forecast_serving(
         job: A language model under the layout that serves it.
         on: The slice, or its name.
         load: Prompt and answer of each request, and the chunks that prompts are read in.
-        concurrency: Requests under way, one point each; by default 1, 4, 16 … as many as fit, and these.
+        concurrency: Requests under way, one point each; by default 1, 4, 16 … as many as fit, and these. In place of counts
+            without room stands the most that have.
         page_size: Positions of a page of the cache.
         served: Formats of weights and cache, and the use of the expert axis; None as ``systolic serve`` has them.
+        limits: Latency that the best point keeps; the most requests that keep it are a point of their own.
         compiler: Flags and effort; by default the flags that jobs on the chip share.
         watch: Called with each stage, a few words.
 
@@ -85,6 +92,7 @@ def forecast_serving(
         page_size=page_size,
         steps=steps,
         compiler=compiler or Compiler(flags=resolved("", target.chip)),
+        limits=limits,
         watch=watch,
     )
     return server.forecast(concurrency)
@@ -100,9 +108,12 @@ class _Server:
     page_size: int
     steps: ServerSteps
     compiler: Compiler
+    limits: LatencyLimits
     watch: Callable[[str], None]
     made: dict[Key, Forecast] = field(default_factory=dict)
     refusal: Forecast | None = None
+    excess_bytes: int = 0
+    """Bytes that the last step which did not fit needs more than a device has."""
     beyond: int | None = None
     """Fewest texts of a replica whose step does not fit, of those that were compiled."""
 
@@ -114,15 +125,62 @@ class _Server:
         if self.refusal is not None or (memory := self.memory()).num_pages == 0:
             return self.rejected()
         most = memory.concurrency(self.load.tokens)
+        if not wanted or max(wanted) > (rough := self.room_beside(most // ways) * ways):
+            most = self.find_room(most // ways) * ways
+        else:
+            most = rough
         asked = sorted(set(wanted)) if wanted else ladder(most)
-        kept = [count for count in asked if count <= most]
-        for count in kept:
+        for count in held(asked, most):
             self.step(-(-count // ways), 1)
         self.narrow()
+        # The steps of many texts have temporaries of their own, which take room from pages.
         memory = self.memory()
         most = memory.concurrency(self.load.tokens)
-        points = [self.point(count) for count in kept if count <= most]
-        return self.answer(memory, points, [count for count in asked if count > most])
+        refused = [count for count in asked if count > most] if wanted else []
+        points = [self.point(count) for count in held(asked, most)]
+        if self.limits.given and (within := self.most_within(most, points)) is not None:
+            each = {one.concurrency: one for one in (*points, within)}
+            points = [each[count] for count in sorted(each)]
+        return self.answer(memory, points, refused)
+
+    def room_beside(self, most: int) -> int:
+        """Most texts of a replica, up to ``most``, whose pages fit beside weights and the temporaries of a step of so many."""
+        memory = self.memory()
+        pages = memory.pages_of(self.load.tokens)
+
+        def fits(rows: int) -> bool:
+            needs = max(memory.temporary_bytes, self.steps.least_temporary_bytes(rows))
+            held = memory.weights_bytes + needs + (rows * pages + PADDING_PAGES) * memory.page_bytes
+            return held <= memory.capacity_bytes
+
+        return bisect_left(range(1, most + 1), True, key=lambda rows: not fits(rows))
+
+    def find_room(self, most: int) -> int:
+        """Compiles the step of as many texts of a replica as fit, in a few tries; returns their number."""
+        rows = self.room_beside(most)
+        for _ in range(TRIES):
+            if rows < 2:
+                return max(rows, 1)
+            self.step(rows, 1)
+            if (rows, 1) in self.made:
+                return rows
+            each = self.memory().pages_of(self.load.tokens) * self.memory().page_bytes
+            rows -= 1 + -(-self.excess_bytes // (each + self.steps.least_temporary_bytes(1)))
+        return max(rows, 1)
+
+    def most_within(self, most: int, points: Sequence[ServingPoint]) -> ServingPoint | None:
+        """The most requests at once whose latency keeps the limits; None where none do, or where more are limited by room alone."""
+        if not points or not self.limits.kept(first := self.point(1)):
+            return None
+        low, high, found = 1, most + 1, first
+        while high - low > 1:
+            middle = (low + high) // 2
+            point = self.point(middle)
+            if self.limits.kept(point):
+                low, found = middle, point
+            else:
+                high = middle
+        return found
 
     def step(self, rows: int, tokens: int) -> None:
         """Forecasts a step of so many texts a replica."""
@@ -143,13 +201,17 @@ class _Server:
             self.refusal = made
         else:
             self.beyond = min(rows, self.beyond or rows)
+            if not made.fits:
+                need = int((made.rejected or {}).get("need_bytes", 0))
+                self.excess_bytes = max(need - made.capacity_bytes, 0)
 
     def chooses(self, key: Key, made: Forecast) -> bool:
         """Whether what a step leaves on the device has room beside the weights, the choice of its tokens included."""
         if key[0] == 1:
             return True
         beside = self.steps.temporary_bytes(key, made) + self.steps.page_bytes(made)
-        return self.steps.weights_bytes(made) + beside <= made.capacity_bytes
+        self.excess_bytes = self.steps.weights_bytes(made) + beside - made.capacity_bytes
+        return self.excess_bytes <= 0
 
     def fitting(self) -> int:
         """Most texts of a replica whose step was compiled and fits."""
@@ -233,6 +295,7 @@ class _Server:
             steps=steps,
             points=points,
             refused=refused,
+            limits=self.limits,
             bill=bill_of(self.on),
             compiler={
                 key: first.compiler[key]
@@ -288,6 +351,11 @@ class _Server:
                 f"a step needs {gibibytes(need)} of {gibibytes(made.capacity_bytes)}; split the weights further with --layout.tensor, or take a larger slice",
             ],
         )
+
+
+def held(counts: Sequence[int], most: int) -> list[int]:
+    """Counts that have room, and the room itself in the place of those that are above it."""
+    return sorted({min(count, most) for count in counts if most})
 
 
 def ladder(most: int) -> list[int]:

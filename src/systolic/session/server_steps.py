@@ -83,6 +83,10 @@ class ServerSteps(Protocol):
         """Bytes of a program beside weights and pages."""
         ...
 
+    def least_temporary_bytes(self, rows: int) -> int:
+        """Bytes that a step of so many texts of a replica needs beside weights and pages, whatever its program is."""
+        ...
+
     def chunk_seconds(self, found: Mapping[Key, float]) -> float:
         """Seconds that a chunk of a prompt adds to a step."""
         ...
@@ -227,10 +231,16 @@ class EngineSteps:
         asked, known = self.program(key), facts(made)
         kept = known["stored_bytes"] + asked.num_pages * known["page_bytes"]
         logits = (asked.rows or 1) * _vocab(self.job) * LOGIT_BYTES
+        chosen = self.least_temporary_bytes(asked.rows or 1)
+        return max(made.memory.peak_bytes - int(kept) + logits, chosen)
+
+    def least_temporary_bytes(self, rows: int) -> int:
+        """Logits, and the arrays of the choice by all settings."""
         choice = CHOICE_LOGITS.get(self.on.platform, CHOICE_LOGITS["cpu"])
         if self.job.layout.tensor > 1:
             choice += GATHER_LOGITS
-        return max(made.memory.peak_bytes - int(kept), int(choice * logits)) + logits
+        logits = rows * _vocab(self.job) * LOGIT_BYTES
+        return int(choice * logits) + logits
 
     def chunk_seconds(self, found: Mapping[Key, float]) -> float:
         """Of the step that reads a chunk and no more."""
@@ -302,6 +312,11 @@ class BatchSteps:
         kinds = made.memory.by_kind
         kept = kinds.get("cache", 0) if key[1] == 1 else 0
         return made.memory.peak_bytes - kinds.get("parameters", 0) - kept
+
+    def least_temporary_bytes(self, rows: int) -> int:
+        """None is known before the compile."""
+        del rows
+        return 0
 
     def chunk_seconds(self, found: Mapping[Key, float]) -> float:
         """Its share of the whole prompt, and no less than its own program takes."""

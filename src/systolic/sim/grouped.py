@@ -7,6 +7,9 @@ where its place changes: a group's weights at the group's first visit where thei
 step otherwise; no rows at that visit, since the group begins inside a tile whose rows are there. So a step takes the
 longer of both, and the ends of its transfers and the scalar work of the grid beside it.
 
+The kernel of few tokens (:mod:`systolic.models.decoder.few`) visits each chosen expert once and multiplies all tokens with the
+tiles of its three matrices. How many experts are chosen is in the call's scope, ``experts_CHOSEN_of_EXPERTS``.
+
 The sizes of the groups are data. Unless the program holds them, rows choose their groups evenly and by chance, so that few
 rows leave groups empty (:func:`chosen`), and every other group has the same number of rows and begins inside a tile of them.
 An empty group is visited only for the gradient of its weights, which is zero. Rows behind the last group are not visited; how
@@ -36,6 +39,10 @@ _XLA = re.compile(r'ragged_dot_tiling="(\d+),(\d+),(\d+)"')
 _TOKAMAX = re.compile(r'tile_m\\*": (\d+), \\*"tile_k\\*": (\d+), \\*"tile_n\\*": (\d+)')
 _EXPECTED = re.compile(r"rows_(\d+)_of_(\d+)")
 _GROUPS = re.compile(r"of_(\d+)_groups")
+_CHOSEN = re.compile(r"experts_(\d+)_of_(\d+)/few_experts\b")
+_SUM_OPS, _UNIT_OPS, _WIDEN_OPS = 4.0, 12.0, 2.0
+"""Vector operations of an element of a result (load, weigh, select, add), of a hidden unit, and of a code that becomes a float; counted
+in the kernel's body."""
 _INTEGER = re.compile(r"-?\d+")
 _THROUGH = ("copy", "copy-start", "copy-done", "bitcast", "get-tuple-element", "reshape")
 _METADATA = "ragged-dot-metadata"
@@ -236,8 +243,46 @@ def _sizes(computation: Computation, call: Instruction, groups: int) -> list[int
     return []
 
 
+def few_cost(computation: Computation, call: Instruction, rates: Rates) -> KernelCost | None:
+    """Seconds of the kernel of few tokens; None where a call is another.
+
+    A core takes the steps of its half of the chosen experts. Windows of a step come while the one before computes, those of
+    the first while nothing does.
+    """
+    found = _CHOSEN.search(call.op_name)
+    counted = call.config.get("custom_call_config", {}).get("counted") or {}
+    windows = counted.get("windows")
+    if found is None or not isinstance(windows, list):
+        return None
+    visited, held = int(found[1]), int(found[2])
+    shapes = [one for one in computation.operand_shapes(call) if len(one.dims) == 3]
+    left = next(one for one in computation.operand_shapes(call) if len(one.dims) == 2)
+    (rows, width), tile, parts = windows[0], windows[2][1], shapes[0].dims[1] // windows[2][1]
+    used, pace, array = (
+        cores_used([call.shape.dims[0]], rates),
+        pace_of(rates.chip.name),
+        matrix_width(rates.chip),
+    )
+    deep, wide = (-(-size // array) * array for size in (tile, width))
+    products = 6.0 * max(rows, array) * deep * wide / (rates.peak(left.dtype) / cores(rates))
+    products *= f32_passes(rates) if left.dtype == "f32" else 1.0
+    vector = rows * (_SUM_OPS * width + _UNIT_OPS * tile)
+    vector += 3.0 * _WIDEN_OPS * tile * width if shapes[0].dtype != left.dtype else 0.0
+    working = max(products, vector * cores(rates) / vector_rate(rates)) + pace.step_seconds
+    moving = pace.share * rates.hbm / min(used, cores(rates))
+    fetching = 3.0 * tile * width * shapes[0].bits / 8 / moving + pace.wait_seconds
+    steps = parts * math.ceil(visited / used)
+    return KernelCost(
+        fetching + steps * max(working, fetching),
+        6.0 * rows * width * tile * parts * visited,
+        f"kernel {call.name}: tokens choose their experts evenly and by chance, {visited} of {held} are read",
+    )
+
+
 def grouped_cost(computation: Computation, call: Instruction, rates: Rates) -> KernelCost | None:
     """Seconds of a grouped matmul's call; None where it is none."""
+    if (few := few_cost(computation, call, rates)) is not None:
+        return few
     counted = call.config.get("custom_call_config", {}).get("counted") or {}
     grouped = grouped_of(computation, call, counted)
     if grouped is None:

@@ -28,9 +28,10 @@ from systolic.models.adapters import INPUTS
 from systolic.models.decoder.checks import check_served, served_kv_heads
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.page_ragged import LANES
-from systolic.models.quantizing import plain_path
+from systolic.models.quantized import NARROW_DTYPES, QUANTILES
+from systolic.models.quantizing import CODES, SCALES, plain_path
 from systolic.steps.decode import PROJECTIONS
-from systolic.steps.network import Arrays
+from systolic.steps.network import Arrays, ModelStructure
 from systolic.steps.steps import StepFunctions
 from systolic.steps.target import MeshTarget
 
@@ -45,6 +46,12 @@ PAGED: Mapping[str, tuple[str, ...]] = {
 """Logical name of a dim to the mesh axes that split it, as :data:`systolic.steps.target.RULES`; no other is split."""
 LOGITS = (None, "vocab")
 """Logical names of the dims of a step's logits."""
+EXPERTS_INWARD = ("experts", "expert_embed", "mlp")
+"""Logical dims of the experts' gate and up."""
+EXPERTS_OUTWARD = ("experts", "mlp", "expert_embed")
+"""Logical dims of the experts' down."""
+EMBEDDING = ("vocab", "embed")
+"""Logical dims of the embedding."""
 GATHERED_BYTES = 32 << 20
 """Logits of a choice up to which they are gathered once. Over split ones it has 14 collectives of a few bytes, which take
 as long as gathering 30 MB where a collective takes 13 us and 179 GB/s (an all-gather on TPU7x, as published for five sizes)."""
@@ -71,17 +78,40 @@ def in_order(steps: StepFunctions, shardings: Mapping[str, Any]) -> dict[str, An
     """Shardings of weights by path, with the order of dims that matmuls read where XLA would copy a weight in every step.
 
     By its own order the heads of a projection [embed, heads, head_dim] are rows of tiles, and a device may have fewer
-    heads than a tile has rows. Heads that fill no register stay in XLA's order, which packs them.
+    heads than a tile has rows. Heads that fill no register stay in XLA's order, which packs them. Kernels of experts read
+    gate, up and down with the hidden units as rows: of a part of them that fills no register XLA takes another order for
+    gate and up, or for down, than a kernel would, and copies all experts; so it does with an embedding whose rows do not
+    fill whole registers, to pick a few of them.
     """
     model, placed = steps.job.model, dict(shardings)
-    if steps.target.platform != "tpu" or not isinstance(model, Decoder) or model.head_dim % LANES:
+    if steps.target.platform != "tpu" or not isinstance(model, Decoder):
         return placed
+    orders: dict[Any, tuple[int, ...]] = {EXPERTS_INWARD: (0, 2, 1), EXPERTS_OUTWARD: (0, 1, 2)}
+    orders[EMBEDDING] = (0, 1)
+    if not model.head_dim % LANES:
+        orders |= dict.fromkeys(PROJECTIONS, (1, 0, 2))
     for path, axes in {**steps.network.axes, **steps.network.frozen}.items():
-        if path in placed and axes is not None and axes[-3:] in PROJECTIONS:
-            outer = len(axes) - 3
-            order = (*range(outer), *(outer + dim for dim in (1, 0, 2)))
-            placed[path] = Format(Order(order), placed[path])
+        inner = None if axes is None else orders.get(axes[-3:])
+        if path not in placed or axes is None or inner is None:
+            continue
+        if axes[-3:] not in PROJECTIONS and not _read_as_it_lies(steps.network, path):
+            continue
+        outer = len(axes) - len(inner)
+        order = (*range(outer), *(outer + dim for dim in inner))
+        placed[path] = Format(Order(order), placed[path])
     return placed
+
+
+def _read_as_it_lies(network: ModelStructure, path: str) -> bool:
+    """Whether kernels read an array: a plain one, or codes of 8 bits with one scale an output; others are restored first, and scales have a short dim."""
+    matrix = plain_path(path)
+    if path == matrix:
+        return True
+    if path != f"{matrix}/{CODES}":
+        return False
+    codes, scales = (network.model_state[f"{matrix}/{name}"] for name in (CODES, SCALES))
+    wide = codes.dtype.name not in (*NARROW_DTYPES, *QUANTILES)
+    return wide and scales.shape[-2] == 1
 
 
 def for_choice(target: MeshTarget, logits: jax.Array, *, always: bool = False) -> jax.Array:

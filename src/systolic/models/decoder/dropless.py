@@ -4,7 +4,8 @@ The partitioner can't split grouped matmuls, so the layer is wrapped in ``shard_
 the tokens of its batch shard. Over an expert axis the tokens of its devices are gathered, each computes
 what is routed to its own experts, and the sums are scattered back: no token is dropped, and the memory is
 bounded by the tokens, but each device has rows for the case that all tokens choose its experts. The
-matmuls skip the rows that stay empty; picking, activation and sum take all of them.
+matmuls skip the rows that stay empty; picking, activation and sum take all of them. The few tokens of a server's
+step on a TPU have a kernel of their own (:mod:`systolic.models.decoder.few`).
 """
 
 import math
@@ -16,6 +17,7 @@ from jax.sharding import PartitionSpec
 
 from systolic.job import Target
 from systolic.models.decoder.config import Mlp
+from systolic.models.decoder.few import few_product, takes
 from systolic.models.decoder.parts import gated
 from systolic.models.grouped import grouped_product
 from systolic.models.layered import Layered
@@ -116,6 +118,9 @@ def _grouped(
     own, (chosen, weights) = gate.shape[0], routing
     width, each = x.shape[-1], chosen.shape[-1]
     tokens, flat = x.reshape(-1, width), chosen.reshape(-1)
+    if takes(target, mlp, tokens.shape[0], matrices):
+        routing = (chosen.reshape(-1, each), weights.reshape(-1, each))
+        return few_product(target, mlp, tokens, routing, matrices, biases).reshape(x.shape)
     flat = jnp.where((flat >= 0) & (flat < own), flat, own)
     # A token chooses an expert at most once, so that no more rows can be theirs.
     rows = tokens.shape[0] * min(each, own)
@@ -127,10 +132,10 @@ def _grouped(
 
     expected = min(rows, math.ceil(flat.shape[0] / target.layout.expert))
 
-    def product(x: jax.Array, matrices: Matrix) -> jax.Array:
-        return grouped_product(target, x, matrices, sizes, expected)
+    def product(x: jax.Array, matrices: Matrix, *, turned: bool = False) -> jax.Array:
+        return grouped_product(target, x, matrices, sizes, expected, turned=turned)
 
-    made = [name(product(routed, matrix), "mlp") for matrix in (gate, up)]
+    made = [name(product(routed, matrix, turned=target.serves), "mlp") for matrix in (gate, up)]
     if biases:
         expert = jnp.minimum(flat[order], own - 1)
         made = [rows + bias[expert] for rows, bias in zip(made, biases, strict=True)]

@@ -45,10 +45,14 @@ def lines(forecast: ServingForecast, width: int) -> list[Text]:
     ]
     if forecast.points:
         shown += [Text(""), *_table(forecast)]
-        shown += _host(forecast)
+        shown += [*_host(forecast), _best(forecast)]
     if forecast.refused:
         many = ", ".join(f"{count:,}" for count in forecast.refused)
-        shown.append(Text(f"no room for {many} at once: the others would wait in the queue"))
+        shown.append(
+            Text(
+                f"no room for {many} at once: {forecast.concurrency:,} fit, the others would wait in the queue"
+            )
+        )
     price = forecast.bill.usd_per_hour
     if price is not None and forecast.points:
         bill = forecast.bill
@@ -87,6 +91,26 @@ def _host(forecast: ServingForecast) -> list[Text]:
     each = duration(forecast.load.host_seconds)
     text = f"host's work of {each} a step, assumed: beside the device above; after each step {', '.join(found)}"
     return [Text(line) for line in textwrap.wrap(text, WIDTH)]
+
+
+def _best(forecast: ServingForecast) -> Text:
+    """The cheapest load within the latency that was asked for."""
+    best, limits = forecast.best, forecast.limits
+    within = f" within {limits}" if limits.given else ""
+    if best is None:
+        least = forecast.points[0].state
+        return Text(
+            f"no load keeps {limits}: {forecast.points[0].concurrency:,} at once have {duration(least.first_token_seconds)} to the first token and {duration(least.token_seconds)} per token",
+            style="bold yellow",
+        )
+    usd = best.usd_per_million_tokens
+    told = f"{best.output_tokens_per_second:,.0f} tokens/s"
+    cost = "" if usd is None else f", ${usd:.3g} a million tokens"
+    word = "most tokens" if usd is None else "cheapest"
+    room = ", all that fit" if best.concurrency == forecast.concurrency else ""
+    return Text(
+        f"{word}{within}: {best.concurrency:,} at once{room}: {told}{cost}", style="bold green"
+    )
 
 
 def _row(point: ServingPoint) -> str:
