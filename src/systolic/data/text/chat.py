@@ -7,6 +7,7 @@ messages is in :mod:`systolic.data.text.messages`. Serving and training have the
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,7 +17,8 @@ import jinja2.meta
 from systolic.core.errors import DataError, NotFoundError
 from systolic.data.text.messages import ANSWERS, TOKENS, Messages, prepared
 from systolic.data.text.templating import CLOSE, OPEN, check, environment, rendered
-from systolic.data.text.tokenizer import CONFIG, Tokenizer, read_fields, token_config, token_text
+from systolic.data.text.tokenizer import Tokenizer
+from systolic.data.text.tokenizer_config import CONFIG, read_fields, token_config, token_text
 
 TEMPLATE = "chat_template.jinja"
 """File of a template, which goes before the one in tokenizer_config.json."""
@@ -174,6 +176,7 @@ class ChatTemplate:
         return rendered(template, self.origin, values, marked=marked)
 
 
+@lru_cache(maxsize=32)
 def _reads(template: str, name: str) -> bool:
     """Whether a template reads a name; not one that does not parse, as its rendering says."""
     try:
