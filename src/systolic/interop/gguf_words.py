@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from systolic.core.errors import MissingExtraError, OptionError
 from systolic.data.text.chat import find_template
-from systolic.data.text.tokenizer import token_config, token_text
+from systolic.data.text.tokenizer import Tokenizer as Known
+from systolic.data.text.tokenizer_config import token_config, token_text
 from systolic.interop.gguf_tokenizer import (
     CONTROL,
     KEY,
@@ -85,7 +86,7 @@ def words_of(
         raise OptionError(
             f"{source} has no tokenizer.json, and a GGUF file holds its tokenizer; train with --tokenizer, or copy the file from where the model came from"
         )
-    raw = json.loads(file.read_bytes())
+    raw = Known(path=file).described()
     kind = raw["model"].get("type", "BPE")
     if kind != "BPE":
         raise OptionError(

@@ -29,7 +29,11 @@ TEXT_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/tool_use.jinja",
+    "additional_chat_templates/rag.jinja",
     GENERATION,
 )
 """Files that belong to a model's text, copied as they are."""

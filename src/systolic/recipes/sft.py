@@ -95,6 +95,7 @@ def sft(
         path=data,
         tokenizer=folder,
         template=chat.text,
+        tool_template=chat.with_tools,
         tokens=chat.tokens,
         sequence=sequence,
         validation=validation,

@@ -13,7 +13,7 @@ from systolic.artifact.revision import check_revision
 from systolic.artifact.run import JOB, MODULES, RECIPE, TOKENIZER, Run
 from systolic.artifact.saved_job import job_from_json
 from systolic.core.errors import NotFoundError, OptionError, RunError
-from systolic.data.text.chat import KEPT, TEMPLATE
+from systolic.data.text.chat import KEPT, TEMPLATE, TOOL_TEMPLATE
 from systolic.data.text.instructions import Instructions
 from systolic.data.text.text_data import TextData
 from systolic.interop.outline import kept_files
@@ -60,6 +60,8 @@ def files(source: JobSource, job: Job, warn: Callable[[str], None]) -> dict[str,
         found |= {f"{TOKENIZER}/{name}": content for name, content in kept.items()}
     if isinstance(job.data, Instructions):
         found[f"{TOKENIZER}/{TEMPLATE}"] = job.data.template.encode()
+        if job.data.tool_template:
+            found[f"{TOKENIZER}/{TOOL_TEMPLATE}"] = job.data.tool_template.encode()
         found[f"{TOKENIZER}/{KEPT}"] = json.dumps(dict(job.data.tokens)).encode()
     if job.start is not None:
         kept = kept_files(job.start)

@@ -197,7 +197,7 @@ def test_a_wrong_line_is_named(folder: Path, tmp_path: Path, row: Any, text: str
 @pytest.mark.parametrize(
     ("more", "weight", "says"),
     [
-        ({"tools": [{"name": "f"}]}, {}, "line 1 has tools, which templates are not given"),
+        ({"tools": [{"name": "f"}]}, {}, "line 1 has tools and the chat template of .* takes none"),
         ({}, {"weight": 0}, "line 1, turn 2 has the weight 0"),
         ({"tools": []}, {"weight": 1}, None),
     ],

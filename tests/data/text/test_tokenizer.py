@@ -1,12 +1,15 @@
 """Tokenizers: what goes in comes out, characters stay whole, special tokens are known."""
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from systolic.cli.main import main
 from systolic.core.errors import DataError
@@ -153,3 +156,111 @@ def test_a_file_that_was_replaced_is_another_tokenizer(tmp_path):
     assert first.encode("ship sea") == [2, 1]
     with pytest.raises(DataError, match="has changed since it was opened"):
         late.encode("ship")
+
+
+BYTE = ("GPT2Tokenizer", "GPT2TokenizerFast", "Qwen2Tokenizer", "RobertaTokenizer")
+SPACED = ("hello world", " hello", "a\n b<s> c</s>d", "", "x <|end|> y<|end|>z [TOOL] ", "<PAD><|im|>")
+
+
+def _trained(kind: str) -> tokenizers.Tokenizer:
+    """A small tokenizer of a kind, with its own special tokens."""
+    bpe = tokenizers.models.BPE
+    made = tokenizers.Tokenizer(bpe() if kind == "bytes" else bpe(unk_token="<unk>"))
+    alphabet = pre_tokenizers.ByteLevel.alphabet() if kind == "bytes" else []
+    if kind == "bytes":
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.decoder = decoders.ByteLevel()
+    elif kind == "pieces":
+        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+        made.decoder = decoders.Metaspace(prepend_scheme="first")
+    else:
+        space = normalizers.Replace(" ", "▁")
+        made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), space])
+        back = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        made.decoder = decoders.Sequence([*back, decoders.Strip(" ", 1, 0)])
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<s>", "</s>", "<unk>"], initial_alphabet=alphabet
+    )
+    made.train_from_iterator(["hello there a b c d x y z world"] * 9, trainer)
+    return made
+
+
+LISTED = {
+    "0": {"content": "<s>", "special": True, "normalized": False},
+    "1": {"content": "</s>", "special": True, "normalized": False, "rstrip": True},
+    "300": {"content": "<|end|>", "special": True, "normalized": False, "lstrip": True},
+    "301": {"content": "[TOOL]", "special": False, "normalized": False},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "beside"),
+    [
+        ("bytes", {"added_tokens_decoder": LISTED, "eos_token": "<|end|>"}, {}),
+        ("bytes", {"eos_token": "<|end|>", "pad_token": "<PAD>"}, {}),
+        ("bytes", {"eos_token": {"content": "<|end|>", "rstrip": True, "lstrip": False, "normalized": False, "single_word": False, "__type": "AddedToken"}}, {}),
+        ("bytes", {"eos_token": "<|end|>"}, {"added_tokens.json": {"[TOOL]": 301, "<|end|>": 300}}),
+        ("bytes", {"additional_special_tokens": ["<|end|>", "<|im|>"]}, {}),
+        ("bytes", {"extra_special_tokens": ["<|end|>", "<|im|>"], "additional_special_tokens": ["<no>"]}, {}),
+        ("bytes", {"extra_special_tokens": {"image_token": "<|im|>"}, "tool_token": "[TOOL]"}, {}),
+        ("bytes", {}, {"special_tokens_map.json": {"eos_token": "<|end|>", "additional_special_tokens": ["<|im|>"]}}),
+        ("pieces", {"added_tokens_decoder": LISTED, "eos_token": "<|end|>"}, {}),
+        ("prepended", {"eos_token": "<|end|>"}, {"added_tokens.json": {"<|end|>": 300}}),
+        *[("bytes", {"tokenizer_class": name, "add_prefix_space": given}, {}) for name in (*BYTE, "PreTrainedTokenizerFast") for given in (False, True)],
+        ("bytes", {"tokenizer_class": "LlamaTokenizer", "add_prefix_space": True}, {}),
+        *[
+            (kind, {"tokenizer_class": name, "add_prefix_space": given, "legacy": legacy}, {})
+            for kind in ("pieces", "prepended")
+            for name in ("LlamaTokenizer", "LlamaTokenizerFast")
+            for given in (False, True)
+            for legacy in (False, True)
+        ],
+        ("pieces", {"tokenizer_class": "PreTrainedTokenizerFast", "add_prefix_space": False}, {}),
+        ("bytes", {"add_bos_token": True, "add_eos_token": True, "bos_token": "<s>", "eos_token": "</s>"}, {}),
+        ("bytes", {"clean_up_tokenization_spaces": True}, {}),
+    ],
+)  # fmt: skip
+def test_files_beside_a_tokenizer_are_followed_as_by_transformers(
+    kind: str, config: dict[str, Any], beside: dict[str, Any], tmp_path: Path
+) -> None:
+    _trained(kind).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    for name, content in beside.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ours = Tokenizer(path=tmp_path)
+    classes = "tokenizer_class" in config
+    # Classes of transformers have names of tokens, and of Qwen words, of their own beside what the files say.
+    for text in SPACED[:2] if classes else SPACED:
+        ids = theirs(text, add_special_tokens=False)["input_ids"]
+        assert ours.encode(text) == ids, text
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True), text
+        assert [ours.token(one) for one in ids] == theirs.convert_ids_to_tokens(ids)
+    if theirs.eos_token_id is not None and not classes:
+        assert ours.end == theirs.eos_token_id
+    assert classes or ours.vocab_size == len(theirs)
+    # What a run keeps of it is the same tokenizer.
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    for name, content in ours.files().items():
+        (kept / name).write_bytes(content)
+    again = Tokenizer(path=kept)
+    assert again.digest() == ours.digest()
+    assert [again.encode(text) for text in SPACED] == [ours.encode(text) for text in SPACED]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"added_tokens_decoder": {"x": {"content": "<a>"}}},
+        {"added_tokens_decoder": {"5": "<a>"}},
+        {"added_tokens_decoder": {"5": {"special": True}}},
+        {"added_tokens_decoder": [1]},
+    ],
+)
+def test_damaged_lists_of_tokens_are_one_line(config: dict[str, Any], tmp_path: Path) -> None:
+    _trained("bytes").save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(DataError, match="added_tokens_decoder") as caught:
+        Tokenizer(path=tmp_path).encode("a")
+    assert "\n" not in str(caught.value)

@@ -1,51 +1,41 @@
 """Chat templates of published tokenizers: messages to the text that the model was trained on.
 
-The template is a program of whoever made the model: it runs in Jinja's sandbox, with the functions that
-transformers gives it (https://huggingface.co/docs/transformers/chat_templating_writing).
+The template is a program of whoever made the model, see :mod:`systolic.data.text.templating`; what it sees of the
+messages is in :mod:`systolic.data.text.messages`. Serving and training have their texts from here.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date, datetime
+from datetime import date
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import jinja2
 import jinja2.meta
-import jinja2.nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from systolic.core.errors import DataError, NotFoundError
-from systolic.data.text.tokenizer import CONFIG, Tokenizer, read_fields, token_config, token_text
+from systolic.data.text.messages import ANSWERS, TOKENS, Messages, prepared
+from systolic.data.text.templating import CLOSE, OPEN, check, environment, rendered
+from systolic.data.text.tokenizer import Tokenizer
+from systolic.data.text.tokenizer_config import CONFIG, read_fields, token_config, token_text
 
 TEMPLATE = "chat_template.jinja"
 """File of a template, which goes before the one in tokenizer_config.json."""
+MORE = "additional_chat_templates"
+"""Folder of templates with other names, beside that file."""
+OLDER = "chat_template.json"
+"""File of a processor with a template, of before there was :data:`TEMPLATE`."""
 BOS, EOS = "bos_token", "eos_token"
-TOKENS = (
-    BOS,
-    EOS,
-    "unk_token",
-    "pad_token",
-    "sep_token",
-    "cls_token",
-    "mask_token",
-)
-"""Special tokens that a template may name."""
 KEPT = "chat_tokens.json"
 """File of a run with the special tokens of its chat template, which go before those of tokenizer_config.json."""
-DEFAULT = "default"
-"""Name of the template to use where there are several."""
+DEFAULT, TOOLS = "default", "tool_use"
+"""Names of the template to use where there are several, and of the one to use with tools."""
+TOOL_TEMPLATE = f"{MORE}/{TOOLS}.jinja"
+"""File of the latter."""
 
-ANSWERS = "assistant"
-"""Role whose turns are the model's."""
 DATE = date(2024, 7, 26)
 """What ``strftime_now`` says in training, so that a run that resumes another day reads the same text; templates of Llama 3 have this default."""
-OPEN, CLOSE = "\ue0f0", "\ue0f1"
-"""Marks around a template's ``generation`` blocks while it is rendered, of Unicode's private use."""
 PLAIN = (
     "{{ bos_token or '' }}{% for message in messages %}{% if message.role == 'assistant' %}"
     "### Response:\n{% generation %}{{ message.content }}{{ eos_token or '' }}{% endgeneration %}{{ '\n\n' }}"
@@ -53,9 +43,6 @@ PLAIN = (
     "{% endif %}{% endfor %}{% if add_generation_prompt %}### Response:\n{% endif %}"
 )
 """Template for a model without one."""
-
-Messages = Sequence[Mapping[str, Any]]
-"""``role`` and ``content`` of each message."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +66,8 @@ class ChatTemplate:
 
     text: str
     """The template, Jinja."""
+    with_tools: str = ""
+    """The template for conversations with tools, where the model has one for them; else ""."""
     tokens: tuple[tuple[str, str], ...] = ()
     """Special tokens by the names that the template has for them."""
     origin: Path
@@ -87,7 +76,16 @@ class ChatTemplate:
     @property
     def takes_tools(self) -> bool:
         """Whether it tells the model of tools."""
-        return "tools" in jinja2.meta.find_undeclared_variables(_environment().parse(self.text))
+        return _reads(self.chosen(tools=True), "tools")
+
+    @property
+    def takes_documents(self) -> bool:
+        """Whether it gives the model documents."""
+        return _reads(self.text, "documents")
+
+    def chosen(self, *, tools: bool) -> str:
+        """The template for a conversation."""
+        return self.with_tools if tools and self.with_tools else self.text
 
     def render(
         self,
@@ -95,6 +93,7 @@ class ChatTemplate:
         *,
         answer: bool,
         tools: Sequence[Mapping[str, Any]] = (),
+        documents: Sequence[Mapping[str, Any]] = (),
         names: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         """The text of a conversation, special tokens included.
@@ -103,52 +102,87 @@ class ChatTemplate:
             messages: From the first to the last.
             answer: Whether the text ends where the model's next answer begins.
             tools: Descriptions of functions that the model may call, for a template that takes them.
+            documents: Texts to answer from, for a template that takes them.
             names: What else the template may ask for, such as ``enable_thinking``.
         """
-        given = {**names, "tools": list(tools)} if tools else dict(names)
-        return _unmarked(self._marked(messages, answer=answer, **given))[0]
+        given = {**names, "tools": list(tools) or None, "documents": list(documents) or None}
+        return self._text(messages, given, answer=answer)
 
-    def conversation(self, messages: Messages) -> Rendered:
+    def conversation(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        documents: Sequence[Mapping[str, Any]] = (),
+        names: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Rendered:
         """A whole conversation for training, and where its answers are: the template's generation blocks, else what each answer adds to the text before it.
+
+        Args:
+            messages: From the first to the last.
+            tools: As for :meth:`render`.
+            documents: As for :meth:`render`.
+            names: As for :meth:`render`.
 
         Raises:
             DataError: also where no answer can be told from the rest.
         """
-        marked = self._marked(messages, answer=False, strftime_now=DATE.strftime)
-        text, spans = _unmarked(marked)
-        if OPEN in marked:
-            return Rendered(text=text, answers=tuple(spans))
-        found, missing = [], 0
+        given = {
+            "strftime_now": DATE.strftime,
+            **names,
+            "tools": list(tools) or None,
+            "documents": list(documents) or None,
+        }
+        text = self._text(messages, given, answer=False)
+        if "endgeneration" in self.chosen(tools=bool(tools)):
+            marked = self._text(messages, given, answer=False, marked=True)
+            if OPEN in marked and (found := _unmarked(marked))[0] == text:
+                return Rendered(text=text, answers=tuple(found[1]))
+        answers, missing, reason = [], 0, None
         for number, message in enumerate(messages):
-            if message["role"] != ANSWERS:
+            if message.get("role") != ANSWERS:
                 continue
-            upto, behind = messages[:number], messages[: number + 1]
-            before = self._marked(upto, answer=True, strftime_now=DATE.strftime) if number else ""
-            after = self._marked(behind, answer=False, strftime_now=DATE.strftime)
+            try:
+                upto, behind = messages[:number], messages[: number + 1]
+                before = self._text(upto, given, answer=True) if number else ""
+                after = self._text(behind, given, answer=False)
+            except DataError as error:  # It refuses the beginning of what it takes as a whole.
+                missing, reason = missing + 1, error
+                continue
             if after.startswith(before) and text.startswith(after):
-                found.append((len(before), len(after)))
+                answers.append((len(before), len(after)))
             else:
                 missing += 1
-        if missing and not found:
+        if missing and not answers:
             raise DataError(
                 f"the chat template of {self.origin} does not put answers behind the turns before them, so that the loss can't be on the answers alone; mark them in it with generation blocks, or give another with --template"
-            )
-        return Rendered(text=text, answers=tuple(found), missing=missing)
+            ) from reason
+        return Rendered(text=text, answers=tuple(answers), missing=missing)
 
-    def _marked(self, messages: Messages, *, answer: bool, **names: Any) -> str:
-        """The text with marks around generation blocks; ``names`` go before the template's functions."""
-        try:
-            # transformers defines tools and documents for every template, which may ask whether they are none.
-            return _compiled(self.text).render(
-                {"messages": messages, "tools": None, "documents": None},
-                add_generation_prompt=answer,
-                **{**dict(self.tokens), **names},
-            )
-        except jinja2.TemplateError as error:
-            reason = " ".join(str(error).split())
-            raise DataError(
-                f"the chat template of {self.origin} fails ({reason}); write the messages as it wants them"
-            ) from error
+    def _text(
+        self, messages: Messages, given: Mapping[str, Any], *, answer: bool, marked: bool = False
+    ) -> str:
+        """The text of messages; the names given go before special tokens and the template's functions."""
+        template = self.chosen(tools=given["tools"] is not None)
+        if not messages:
+            raise DataError("the conversation has no message; give at least one")
+        # transformers defines tools and documents for every template, which may ask whether they are none.
+        values = {
+            **dict(self.tokens),
+            **given,
+            "messages": prepared(messages, template),
+            "add_generation_prompt": answer,
+        }
+        return rendered(template, self.origin, values, marked=marked)
+
+
+@lru_cache(maxsize=32)
+def _reads(template: str, name: str) -> bool:
+    """Whether a template reads a name; not one that does not parse, as its rendering says."""
+    try:
+        return name in jinja2.meta.find_undeclared_variables(environment().parse(template))
+    except jinja2.TemplateSyntaxError:
+        return False
 
 
 def find_template(folder: Path) -> ChatTemplate | None:
@@ -157,16 +191,51 @@ def find_template(folder: Path) -> ChatTemplate | None:
     Raises:
         DataError: tokenizer_config.json is no JSON.
     """
-    config = token_config(folder)
-    found, origin = config.get("chat_template"), folder / CONFIG
-    if isinstance(found, list):
-        named = {one["name"]: one["template"] for one in found}
-        found = named.get(DEFAULT)
-    if (folder / TEMPLATE).is_file():
-        found, origin = (folder / TEMPLATE).read_text(), folder / TEMPLATE
-    if not isinstance(found, str):
+    named, origin = named_templates(folder)
+    text = named.get(DEFAULT)
+    if text is None and len(named) == 1:
+        (text,) = named.values()
+    if text is None:
         return None
-    return ChatTemplate(text=found, tokens=special_tokens(folder), origin=origin)
+    return ChatTemplate(
+        text=text,
+        with_tools=named.get(TOOLS, ""),
+        tokens=special_tokens(folder),
+        origin=origin,
+    )
+
+
+def named_templates(folder: Path) -> tuple[dict[str, str], Path]:
+    """Templates beside a tokenizer.json by their names, and the file of the default one for messages.
+
+    Raises:
+        DataError: tokenizer_config.json is no JSON.
+    """
+    origin = folder / CONFIG
+    found = token_config(folder).get("chat_template")
+    if isinstance(found, list):
+        found = {
+            one.get("name"): one.get("template") for one in found if isinstance(one, Mapping)
+        }
+    elif isinstance(found, str):
+        found = {DEFAULT: found}
+    named = {} if found is None else {str(k): v for k, v in found.items() if isinstance(v, str)}
+    if not named and (folder / OLDER).is_file():
+        older = read_fields(folder / OLDER).get("chat_template")
+        named, origin = {DEFAULT: older} if isinstance(older, str) else {}, folder / OLDER
+    if (folder / TEMPLATE).is_file():
+        # As for transformers, files take the place of all that the config names.
+        named, origin = {DEFAULT: _read(folder / TEMPLATE)}, folder / TEMPLATE
+    for file in sorted((folder / MORE).glob("*.jinja")):
+        named[file.stem] = _read(file)
+    return named, origin
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file} is not UTF-8; copy it again") from error
 
 
 def template_for(folder: Path, file: Path | None) -> ChatTemplate:
@@ -179,22 +248,17 @@ def template_for(folder: Path, file: Path | None) -> ChatTemplate:
     known = find_template(folder)
     if file is not None:
         try:
-            text, origin = file.read_text(), file
+            text = _read(file)
         except OSError as error:
             raise NotFoundError(
                 f"{file} can't be read ({error.strerror}); check --template"
             ) from error
-    elif known is not None:
-        text, origin = known.text, known.origin
-    else:
-        text, origin = PLAIN, Path("plain")
-    try:
-        _compiled(text)
-    except jinja2.TemplateError as error:
-        raise DataError(
-            f"the chat template of {origin} is not valid ({error}); fix it, or give another with --template"
-        ) from error
-    return ChatTemplate(text=text, tokens=special_tokens(folder), origin=origin)
+        known = ChatTemplate(text=text, tokens=special_tokens(folder), origin=file)
+    elif known is None:
+        known = ChatTemplate(text=PLAIN, tokens=special_tokens(folder), origin=Path("plain"))
+    for text in filter(None, (known.text, known.with_tools)):
+        check(text, known.origin)
+    return known
 
 
 def special_tokens(folder: Path) -> tuple[tuple[str, str], ...]:
@@ -212,22 +276,6 @@ def special_tokens(folder: Path) -> tuple[tuple[str, str], ...]:
     return tuple((name, text) for name, text in tokens.items() if text is not None)
 
 
-class _Answers(Extension):
-    """``{% generation %}``, which marks the model's own words."""
-
-    tags = {"generation"}  # noqa: RUF012 (Jinja's own attribute)
-
-    def parse(self, parser: Any) -> Any:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        marked = self.call_method("marked")
-        return jinja2.nodes.CallBlock(marked, [], [], body).set_lineno(line)
-
-    def marked(self, caller: Any) -> str:
-        """What is in the block, between marks."""
-        return OPEN + caller() + CLOSE
-
-
 def _unmarked(text: str) -> tuple[str, list[tuple[int, int]]]:
     """Text without the marks, and the characters that they enclosed."""
     first, *parts = text.split(OPEN)
@@ -238,30 +286,3 @@ def _unmarked(text: str) -> tuple[str, list[tuple[int, int]]]:
             spans.append((len(out), len(out) + len(inside)))
         out += inside + rest
     return out, spans
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    return ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Answers, loopcontrols]
-    )
-
-
-@lru_cache(maxsize=8)
-def _compiled(text: str) -> jinja2.Template:
-    environment = _environment()
-    environment.filters["tojson"] = _to_json
-    functions = {"raise_exception": _refuse, "strftime_now": _now}
-    return environment.from_string(text, globals=functions)
-
-
-def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-    # Jinja's own escapes <, > and & for HTML.
-    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
-
-
-def _refuse(reason: str) -> None:
-    raise jinja2.TemplateError(reason)
-
-
-def _now(form: str) -> str:
-    return datetime.now().strftime(form)

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -12,7 +13,9 @@ import numpy as np
 
 from systolic.core.errors import DataError, NotFoundError
 from systolic.data.random_access import Picks, Table
-from systolic.data.text.chat import ANSWERS, ChatTemplate, Messages, Rendered
+from systolic.data.text.chat import ChatTemplate, Rendered
+from systolic.data.text.line_files import is_lines, lines_of
+from systolic.data.text.messages import ANSWERS, Messages, arguments_of
 from systolic.data.text.rows import Piece, fit, lay
 from systolic.data.text.tokenizer import Tokenizer
 from systolic.job.data import Split
@@ -20,11 +23,14 @@ from systolic.job.data import Split
 if TYPE_CHECKING:
     from systolic.data.text.instructions import Instructions
 
-SUFFIXES = (".jsonl", ".json")
 NOTHING = -1
 """Target where nothing is learned."""
-UNREAD = ("tools", "functions", "documents")
+BESIDE = {"tools": "tools", "documents": "documents", "chat_template_kwargs": "names"}
+"""Fields of a line that a template is given beside the messages, to what :meth:`ChatTemplate.conversation` calls them."""
+UNREAD = ("functions",)
 """Fields of a line that change what a template writes and that it is not given."""
+REASONS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+"""Fields of an answer that may stand without a content."""
 SHORT: Messages = ({"role": "user", "content": "a"}, {"role": ANSWERS, "content": "b"})
 """A question with its answer."""
 FORMS = "messages, or prompt and completion, or instruction and output"
@@ -38,6 +44,8 @@ class Line(NamedTuple):
     messages: Messages
     key: float
     """From 0 to 1 by the line's content; below the validation share it is for validation."""
+    beside: Mapping[str, Any] = MappingProxyType({})
+    """What the template is given beside the messages: ``tools``, ``documents``, ``names``."""
 
 
 class Tokens(NamedTuple):
@@ -82,16 +90,16 @@ class Rows(Table):
 
 
 def files_of(path: Path) -> list[Path]:
-    """The JSONL files at a path.
+    """The files of conversations at a path: JSONL, which may be compressed, or Parquet.
 
     Raises:
         NotFoundError: there is none.
     """
     if path.is_file():
         return [path]
-    found = sorted(file for file in path.glob("*") if file.suffix in SUFFIXES)
+    found = sorted(file for file in path.glob("*") if is_lines(file))
     if not found:
-        what = "has no .jsonl file" if path.is_dir() else "does not exist"
+        what = "has no .jsonl or .parquet file" if path.is_dir() else "does not exist"
         raise NotFoundError(f"{path} {what}; give a JSONL file of conversations with --data")
     return found
 
@@ -103,28 +111,54 @@ def read(path: Path) -> Iterator[Line]:
         DataError: a line is none; names it and what it lacks.
     """
     for file in files_of(path):
-        with file.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                place = f"{file} line {number}"
-                hashed = hashlib.sha256(line.strip()).digest()
-                key = int.from_bytes(hashed[:8], "big") / 2.0**64
-                yield Line(place, messages_of(line, place), key)
+        for place, line in lines_of(file):
+            hashed = hashlib.sha256(line.strip()).digest()
+            key = int.from_bytes(hashed[:8], "big") / 2.0**64
+            row = _row(line, place)
+            yield Line(place, messages_of(row, place), key, beside_of(row, place))
 
 
-def messages_of(line: bytes, place: str) -> Messages:
-    """The turns of a line.
+def _row(line: bytes, place: str) -> dict[str, Any]:
+    try:
+        row = msgspec.json.decode(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{place} is not JSON ({error}); each line is one JSON object") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{place} is not a JSON object; it takes one with {FORMS}")
+    return row
+
+
+def beside_of(row: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """What a row gives the template beside its messages: tools, documents, and names such as ``enable_thinking``.
+
+    Raises:
+        DataError: one is of another form.
+    """
+    found = {}
+    for field, name in BESIDE.items():
+        value = row.get(field)
+        if isinstance(value, str) and value.strip():
+            # A column of a dataset has one type, so tools of many forms are kept in it as JSON.
+            try:
+                value = msgspec.json.decode(value)
+            except ValueError as error:
+                raise DataError(f"{place} has {field} that are no JSON ({error})") from error
+        if not value:
+            continue
+        form, rows = (dict, [value]) if name == "names" else (list, value)
+        if not isinstance(value, form) or not all(isinstance(one, dict) for one in rows):
+            told = "an object" if form is dict else "a list of objects"
+            raise DataError(f"{place} has {field} of another form; give {told}")
+        found[name] = value
+    return found
+
+
+def messages_of(row: Mapping[str, Any], place: str) -> Messages:
+    """The turns of a row.
 
     Raises:
         DataError: it is no conversation.
     """
-    try:
-        row = msgspec.json.decode(line)
-    except ValueError as error:
-        raise DataError(f"{place} is not JSON ({error}); each line is one JSON object") from error
-    if not isinstance(row, dict):
-        raise DataError(f"{place} is not a JSON object; it takes one with {FORMS}")
     for name in UNREAD:
         if row.get(name):
             raise DataError(
@@ -161,15 +195,18 @@ def _turns(messages: Any, place: str) -> Messages:
             f"{place} has messages that are no list of turns; give role and content of each"
         )
     for number, message in enumerate(messages, 1):
-        lacking = [
-            name
-            for name in ("role", "content")
-            if not isinstance(message, dict) or not isinstance(message.get(name), str)
-        ]
+        lacking = _lacking(message)
         if lacking:
             raise DataError(
                 f"{place}, turn {number} lacks a text in {' and '.join(lacking)}; give both"
             )
+        try:
+            for call in message.get("tool_calls") or ():
+                arguments_of(call)
+        except (TypeError, ValueError) as error:
+            raise DataError(
+                f"{place}, turn {number} has a tool call whose arguments are no JSON ({error}); write them as an object"
+            ) from error
         if message["role"] == ANSWERS and message.get("weight", 1) != 1:
             raise DataError(
                 f"{place}, turn {number} has the weight {message['weight']} and every answer is learned alike; take the field out, or cut the conversation before that turn"
@@ -179,6 +216,23 @@ def _turns(messages: Any, place: str) -> Messages:
             f"{place} has no turn of the role {ANSWERS}, so nothing to learn; add one, or take the line out"
         )
     return messages
+
+
+def _lacking(message: Any) -> list[str]:
+    """Fields of a turn that are missing or of another form; an answer may be a call or a reasoning alone."""
+    if not isinstance(message, dict):
+        return ["role", "content"]
+    content, role = message.get("content"), message.get("role")
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    texts = all(
+        isinstance(one, dict)
+        and one.get("type", "text") == "text"
+        and isinstance(one.get("text"), str)
+        for one in parts
+    )
+    alone = content is None and role == ANSWERS and any(message.get(one) for one in REASONS)
+    have = {"role": isinstance(role, str), "content": texts or alone}
+    return [name for name, there in have.items() if not there]
 
 
 def tokenized(lines: Sequence[Line], template: ChatTemplate, tokenizer: Tokenizer) -> list[Tokens]:
@@ -191,8 +245,13 @@ def tokenized(lines: Sequence[Line], template: ChatTemplate, tokenizer: Tokenize
     """
     made = []
     for line in lines:
+        for name, taken in (("tools", template.takes_tools), ("documents", template.takes_documents)):
+            if name in line.beside and not taken:
+                raise DataError(
+                    f"{line.place} has {name} and the chat template of {template.origin} takes none; take the field out, or write it into the system's turn"
+                )
         try:
-            made.append(template.conversation(line.messages))
+            made.append(template.conversation(line.messages, **line.beside))
         except DataError as error:
             raise DataError(f"{line.place}: {error}") from error
     found = []

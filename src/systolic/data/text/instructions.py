@@ -40,11 +40,11 @@ class TooLong(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Instructions(TextData):
-    """Conversations of a JSONL file or of a folder of them.
+    """Conversations of a JSONL file (which may be compressed), of a Parquet file, or of a folder of them.
 
     A line is one JSON object: ``{"messages": [{"role": …, "content": …}, …]}``, or ``{"prompt": …, "completion": …}``,
     or ``{"instruction": …, "input": …, "output": …}`` (``input`` may be left out or empty; ``system`` may come beside the
-    last two). Rows are packed once; their order changes every epoch.
+    last two). ``tools``, ``documents`` and ``chat_template_kwargs`` may come beside the messages. Rows are packed once; their order changes every epoch.
     """
 
     path: Path
@@ -52,6 +52,8 @@ class Instructions(TextData):
     """A ``tokenizer.json`` or its folder."""
     template: str
     """The chat template, in Jinja."""
+    tool_template: str = ""
+    """That for conversations with tools, where the model has one for them; else ""."""
     tokens: tuple[tuple[str, str], ...] = ()
     """Special tokens by the names that the template has for them."""
     sequence: Annotated[int, ROW] = 1024
@@ -99,7 +101,12 @@ class Instructions(TextData):
     @property
     def chat_template(self) -> ChatTemplate:
         """The template with its tokens."""
-        return ChatTemplate(text=self.template, tokens=self.tokens, origin=self.tokenizer)
+        return ChatTemplate(
+            text=self.template,
+            with_tools=self.tool_template,
+            tokens=self.tokens,
+            origin=self.tokenizer,
+        )
 
     def find_template(self) -> ChatTemplate:
         """See :class:`TextData`; that of the training."""
@@ -148,7 +155,15 @@ class Instructions(TextData):
     def lasting(self) -> frozenset[str]:
         """Parameters that decide what is learned and how rows are laid."""
         return frozenset(
-            ("sequence", "template", "tokens", "filling", "too_long", "validation_share")
+            (
+                "sequence",
+                "template",
+                "tool_template",
+                "tokens",
+                "filling",
+                "too_long",
+                "validation_share",
+            )
         )
 
     def shrink(self, layout: Layout) -> "Instructions":

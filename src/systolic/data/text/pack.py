@@ -15,6 +15,7 @@ from systolic.core.files import cure
 from systolic.data.text.documents import Documents
 from systolic.data.text.packed import FORMAT, MANIFEST, find_packed
 from systolic.data.text.tokenizer import Tokenizer
+from systolic.data.text.tokenizer_config import ADDED, CONFIG, TOKENS_MAP
 from systolic.job.data import Split
 
 _RECORD_PLACES = 1 << 14
@@ -129,10 +130,10 @@ def _pack_split(
 def _keep_tokenizer(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
     file = tokenizer.file()
     if file is not None:
-        shutil.copyfile(file, folder / "tokenizer.json")
-        beside = file.parent / "tokenizer_config.json"
-        if beside.is_file():
-            shutil.copyfile(beside, folder / beside.name)
+        for name in ("tokenizer.json", CONFIG, TOKENS_MAP, ADDED):
+            beside = file if name == "tokenizer.json" else file.parent / name
+            if beside.is_file():
+                shutil.copyfile(beside, folder / name)
     return {
         "file": None if file is None else "tokenizer.json",
         "digest": tokenizer.digest(),

@@ -12,6 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 from systolic.core.errors import DataError, MissingExtraError, NotFoundError, nearest
 from systolic.core.files import as_paths
+from systolic.data.text.tokenizer_config import (
+    ADDED,
+    CONFIG,
+    LISTED,
+    TOKENS_MAP,
+    add_lacking,
+    added_tokens,
+    token_config,
+    token_text,
+    with_spaces,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,12 +35,6 @@ SMALLEST_VOCAB = 258
 """Tokens of a byte-level vocabulary without a merge: the bytes, the start and the end of a document."""
 SEED = 6
 """Ids before a stream that are decoded together with its first ones."""
-CONFIG = "tokenizer_config.json"
-"""File beside a ``tokenizer.json`` with the tokens that start and end a document."""
-
-TOKENS_MAP = "special_tokens_map.json"
-"""File of older tokenizers with the same, which goes before the other as long as that one lists no added tokens."""
-
 _BOS_NAMES = ("<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "<|bos|>", "[BOS]", "[CLS]")
 _EOS_NAMES = (
     "</s>",
@@ -114,6 +119,16 @@ class Tokenizer:
         """The ``tokenizer.json`` itself, None for bytes."""
         return None if self.path is None else _file(self.path)
 
+    def described(self) -> dict[str, Any]:
+        """Fields of its tokenizer.json, with what the files beside it change.
+
+        Raises:
+            DataError: reading bytes, which have none.
+        """
+        if self.path is None:
+            raise DataError("bytes have no tokenizer.json; give one")
+        return json.loads(_load(self).backend.to_str())
+
     def files(self) -> dict[str, bytes]:
         """Name to content of the files that make up the tokenizer; empty for bytes.
 
@@ -124,13 +139,24 @@ class Tokenizer:
             return {}
         file = _file(self.path)
         raw = file.read_bytes()
-        if _digest(raw) != self.digest():
+        loaded = _load(self)
+        if _digest(raw) != loaded.raw:
             raise DataError(f"{file} has changed since it was read; start again with the new one")
         # The start and end tokens are written out, since they may have been chosen by name.
         ids = {"bos_token": self.start, "eos_token": self.end}
-        named = {name: None if i is None else self.token(i) for name, i in ids.items()}
-        config = json.dumps(token_config(file.parent) | named, indent=2)
-        return {"tokenizer.json": raw, CONFIG: config.encode()}
+        texts = {name: None if i is None else self.token(i) for name, i in ids.items()}
+        config = token_config(file.parent)
+        named: dict[str, Any] = {
+            name: text for name, text in texts.items() if token_text(config.get(name)) != text
+        } | {name: None for name, text in texts.items() if text is None}
+        if LISTED not in config and (file.parent / ADDED).is_file():
+            # One file for both, with the ids that they have here.
+            more = added_tokens(file.parent, config)
+            named[LISTED] = {
+                str(self.find(one["content"])): {k: v for k, v in one.items() if k != "id"}
+                for one in more
+            }
+        return {"tokenizer.json": raw, CONFIG: json.dumps(config | named, indent=2).encode()}
 
     def encode(self, text: str | bytes) -> list[int]:
         """The ids of a text, without special tokens around it."""
@@ -295,6 +321,9 @@ class _Loaded:
     end: int | None
     mask: int | None
     digest: str
+    """Of the file, and of what the files beside it change."""
+    raw: str
+    """Of the file alone."""
 
 
 def _file(path: Path) -> Path:
@@ -314,6 +343,7 @@ def _stamp(path: Path) -> tuple[Any, ...]:
         folder / "tokenizer.json" if path.is_dir() else path,
         folder / CONFIG,
         folder / TOKENS_MAP,
+        folder / ADDED,
     ):
         try:
             about = file.stat()
@@ -338,16 +368,21 @@ def _load(tokenizer: Tokenizer) -> _Loaded:
         raise DataError(
             f"{file} is not a tokenizer.json of the tokenizers library (no model.vocab); give the file that tokenizer.save() writes"
         ) from error
-    backend = _backend(file, raw)
-    vocab = backend.get_vocab(with_added_tokens=True)
     config = token_config(file.parent)
+    changed = with_spaces(described, config)
+    backend = _backend(file, raw if changed == described else json.dumps(changed).encode())
+    more = add_lacking(backend, added_tokens(file.parent, config))
+    added |= {token: backend.token_to_id(token) for token in more}
+    vocab = backend.get_vocab(with_added_tokens=True)
+    apart = changed != described or more
     return _Loaded(
         backend=backend,
         vocab_size=max(vocab.values(), default=-1) + 1,
         start=_special(tokenizer.bos, config, "bos", _BOS_NAMES, added, vocab, file),
         end=_special(tokenizer.eos, config, "eos", _EOS_NAMES, added, vocab, file),
         mask=_special(None, config, "mask", _MASK_NAMES, added, vocab, file),
-        digest=_digest(raw),
+        digest=_digest(backend.to_str().encode() if apart else raw),
+        raw=_digest(raw),
     )
 
 
@@ -371,37 +406,6 @@ def _backend(file: Path, raw: bytes) -> "tokenizers.Tokenizer":
     backend.no_padding()
     backend.no_truncation()
     return backend
-
-
-def token_config(folder: Path) -> dict[str, Any]:
-    """Fields of tokenizer_config.json and special_tokens_map.json in a folder, as transformers puts them together; {} without both.
-
-    Raises:
-        DataError: one is no JSON.
-    """
-    config = read_fields(folder / CONFIG)
-    return config if "added_tokens_decoder" in config else config | read_fields(folder / TOKENS_MAP)
-
-
-def token_text(token: Any) -> str | None:
-    """The text of a special token as these files have it: itself, or its ``content``; ``None`` for none."""
-    content = token.get("content") if isinstance(token, dict) else token
-    return content if isinstance(content, str) else None
-
-
-def read_fields(file: Path) -> dict[str, Any]:
-    """The object of a JSON file; {} where there is no such file, or no object in it.
-
-    Raises:
-        DataError: it is no JSON.
-    """
-    if not file.is_file():
-        return {}
-    try:
-        found = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise DataError(f"{file} is not JSON ({error}); copy it again") from error
-    return found if isinstance(found, dict) else {}
 
 
 def _special(

@@ -13,7 +13,7 @@ from systolic.serving.http.bodies import encode, read
 from systolic.serving.http.desk import Desk, Ticket, new_id
 from systolic.serving.http.events import DONE, attended, event, streamed
 from systolic.serving.http.fields import Count, TextFields, Top, refuse, room
-from systolic.serving.http.messages import checked_messages, rendered
+from systolic.serving.http.messages import checked_messages, rendered, size_of
 from systolic.serving.http.problems import bad
 from systolic.serving.http.texts import Tally, Whole, merged, off_loop, submit, token_ids, whole
 from systolic.serving.http.tools import CLOSE, OPEN, CallReader, ForcedCall
@@ -36,6 +36,8 @@ class ChatFields(TextFields, kw_only=True):
     modalities: list[str] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """More names for the template, as vLLM has them, such as ``enable_thinking``."""
+    documents: list[dict[str, Any]] | None = None
+    """Texts to answer from, for a template that takes them."""
     # Known and not carried out.
     audio: Any = None
     prediction: Any = None
@@ -130,7 +132,7 @@ class _AskedChat:
         template = self.served.template
         if not self.tools or template is None:
             return None
-        return CallReader(marked=OPEN in template.text, names=self.tools, forced=self.forced)
+        return CallReader(marked=OPEN in template.chosen(tools=True), names=self.tools, forced=self.forced)
 
 
 async def chat_completions(request: Request, desk: Desk) -> Response:
@@ -163,13 +165,16 @@ async def _understood(request: Request, desk: Desk, fields: ChatFields) -> _Aske
             f"n is {fields.n}; at most {desk.limits.prompts} answers are written at once", "n"
         )
     tools = fields.used_tools(served)
-    messages = checked_messages(fields.messages)
-    size = sum(len(one["content"]) for one in messages)
+    messages = checked_messages(fields.messages, served)
     if fields.add_generation_prompt is False:
         refuse("add_generation_prompt", False)
     names = fields.chat_template_kwargs or {}
-    text = await off_loop(size, lambda: rendered(served, messages, tools, names))
-    marked = served.template is not None and OPEN in served.template.text
+    documents = fields.documents or ()
+    text = await off_loop(
+        size_of(messages),
+        lambda: rendered(served, messages, tools=tools, documents=documents, names=names),
+    )
+    marked = served.template is not None and OPEN in served.template.chosen(tools=bool(tools))
     forced = fields.forced(tools, marked=marked)
     text += "" if forced is None else forced.begin
     one_call = forced is not None and forced.name is not None

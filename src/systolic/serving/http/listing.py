@@ -104,7 +104,8 @@ async def tokenize(request: Request, desk: Desk) -> Response:
     if fields.prompt is not None:
         text, special = fields.prompt, fields.add_special_tokens
     else:
-        text, special = rendered(served, checked_messages(fields.messages or []), [], {}), False
+        messages = checked_messages(fields.messages or [], served)
+        text, special = rendered(served, messages), False
     ids = await token_ids(served.tokenizer, text, special=special)
     answer: dict[str, Any] = {
         "count": len(ids),

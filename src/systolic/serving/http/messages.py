@@ -1,60 +1,62 @@
 """Messages of a chat: checked, and written as the model's template takes them."""
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from systolic.core.errors import SystolicError
+from systolic.data.text.messages import REASONING, arguments_of, takes_of
 from systolic.serving.http.problems import bad
 from systolic.serving.served import ServedText
 
-ROLES: Mapping[str, str] = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-}
-"""Role to what templates call it."""
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Roles of OpenAI's API; others are taken where the template names them."""
+OWN = ("messages", "tools", "documents", "add_generation_prompt")
+"""Names of a template that the request itself gives."""
 
 
-def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages for a template: contents as text, arguments of calls as objects.
+def checked_messages(
+    messages: Sequence[Mapping[str, Any]], served: ServedText | None = None
+) -> Sequence[Mapping[str, Any]]:
+    """Messages as they came, once each is of a form that a template can take.
 
     Raises:
         ProblemError: a role, a content or a part of one is of a kind that is not taken.
     """
     if not messages:
         raise bad("messages is empty; send at least one", "messages")
-    return [_message(one, f"messages[{number}]") for number, one in enumerate(messages)]
+    template = None if served is None else served.template
+    named = frozenset() if template is None else takes_of(template.text).constants
+    for number, message in enumerate(messages):
+        _check(message, f"messages[{number}]", named)
+    return messages
 
 
-def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+def size_of(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Characters of the contents, at least."""
+    return sum(len(str(message.get("content") or "")) for message in messages)
+
+
+def _check(message: Mapping[str, Any], where: str, named: frozenset[str]) -> None:
     role = message.get("role")
-    if not isinstance(role, str) or role not in ROLES:
+    if not isinstance(role, str) or not (role in ROLES or role in named):
         raise bad(
             f"{where}.role is {str(role)[:40]!r}; it takes {', '.join(ROLES)}", f"{where}.role"
         )
-    calls = message.get("tool_calls")
-    content = message.get("content")
-    found: dict[str, Any] = {"role": ROLES[role]}
-    if content is None and not (role == "assistant" and calls):
+    calls, content = message.get("tool_calls"), message.get("content")
+    alone = calls or message.get("function_call") or any(message.get(one) for one in REASONING)
+    if content is None and not (role == "assistant" and alone):
         raise bad(f"{where}.content is missing; send a text", f"{where}.content")
-    found["content"] = "" if content is None else _content(content, f"{where}.content")
+    if content is not None:
+        _check_content(content, f"{where}.content")
     if calls:
-        found["tool_calls"] = _calls(calls, f"{where}.tool_calls")
-    for name in ("name", "tool_call_id"):
-        if isinstance(message.get(name), str):
-            found[name] = message[name]
-    return found
+        _check_calls(calls, f"{where}.tool_calls")
 
 
-def _content(content: Any, where: str) -> str:
+def _check_content(content: Any, where: str) -> None:
     if isinstance(content, str):
-        return content
+        return
     if not isinstance(content, list):
         raise bad(f"{where} is no text; send a text or a list of parts", where)
-    texts = []
     for number, part in enumerate(content):
         place = f"{where}[{number}]"
         kind = part.get("type") if isinstance(part, dict) else None
@@ -62,13 +64,9 @@ def _content(content: Any, where: str) -> str:
             raise bad(
                 f"{place} is a part of type {str(kind)[:40]!r}; this model reads text only", place
             )
-        texts.append(part["text"])
-    return "".join(texts)
 
 
-def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Calls with their arguments as objects, which templates write in their own way."""
-    found = []
+def _check_calls(calls: Any, where: str) -> None:
     for number, call in enumerate(calls if isinstance(calls, list) else [None]):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -76,25 +74,21 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
                 f"{where}[{number}] is no call; send {{type, function: {{name, arguments}}}}",
                 f"{where}[{number}]",
             )
-        arguments = function.get("arguments", {})
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments or "{}")
-            except (ValueError, RecursionError) as error:
-                raise bad(
-                    f"{where}[{number}].function.arguments is no JSON", f"{where}[{number}]"
-                ) from error
-        found.append(
-            {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
-        )
-    return found
+        try:
+            arguments_of(call)
+        except ValueError as error:
+            raise bad(
+                f"{where}[{number}].function.arguments is no JSON", f"{where}[{number}]"
+            ) from error
 
 
 def rendered(
     served: ServedText,
-    messages: Sequence[dict[str, Any]],
-    tools: Sequence[dict[str, Any]],
-    names: Mapping[str, Any],
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    documents: Sequence[Mapping[str, Any]] = (),
+    names: Mapping[str, Any] | None = None,
 ) -> str:
     """The text of a chat up to where the model answers.
 
@@ -103,17 +97,19 @@ def rendered(
     """
     if served.template is None:
         raise bad(f"{served.name} has no chat template; ask /v1/completions", "model")
-    for own in ("messages", "tools", "documents", "add_generation_prompt"):
-        if own in names:
+    for own in OWN:
+        if names and own in names:
             raise bad(
                 f"chat_template_kwargs has {own}, which the request itself says; leave it out",
                 "chat_template_kwargs",
             )
+    if documents and not served.template.takes_documents:
+        raise bad(
+            f"the chat template of {served.name} takes no documents; leave them out", "documents"
+        )
     try:
-        return served.template.render(messages, answer=True, tools=tools, names=names)
+        return served.template.render(
+            messages, answer=True, tools=tools, documents=documents, names=names or {}
+        )
     except SystolicError as error:
         raise bad(str(error), "messages") from error
-    except Exception as error:  # Templates are programs of others, run on anyone's messages.
-        raise bad(
-            f"the chat template fails on these messages ({type(error).__name__})", "messages"
-        ) from error

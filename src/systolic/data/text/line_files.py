@@ -1,0 +1,133 @@
+"""Lines of JSON from files as people have them: compressed, with a byte order mark, in another Unicode, or as Parquet."""
+
+import bz2
+import gzip
+import io
+import lzma
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from systolic.core.errors import DataError, MissingExtraError
+
+SUFFIXES = (".jsonl", ".ndjson", ".json")
+COMPRESSED: dict[str, Callable[[Path], Any]] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+}
+"""Suffixes that are read as what is in them."""
+PARQUET, ZST = ".parquet", ".zst"
+UTF8_MARK = b"\xef\xbb\xbf"
+WIDE_MARKS = {
+    b"\xff\xfe\x00\x00": "utf-32",
+    b"\x00\x00\xfe\xff": "utf-32",
+    b"\xff\xfe": "utf-16",
+    b"\xfe\xff": "utf-16",
+}
+"""First bytes of files in other Unicode encodings, such as PowerShell writes; the longer ones first."""
+GZIP = b"\x1f\x8b"
+DAMAGED = (OSError, EOFError, zlib.error, lzma.LZMAError)
+ROWS = 1024
+"""Rows of a Parquet file that are read at a time."""
+
+
+def is_lines(file: Path) -> bool:
+    """Whether a file of a folder holds lines of JSON, by its name."""
+    inner = Path(file.stem) if file.suffix in (*COMPRESSED, ZST) else file
+    return inner.suffix in SUFFIXES or file.suffix == PARQUET
+
+
+def lines_of(file: Path) -> Iterator[tuple[str, bytes]]:
+    """Place (``FILE line 3``) and content of each line of a file that is not blank; of each row of a Parquet file as JSON.
+
+    Raises:
+        DataError: the file is damaged, or of a kind that is not read; names it.
+        MissingExtraError: it is a Parquet file and pyarrow is not installed.
+    """
+    if file.suffix == PARQUET:
+        yield from _rows(file)
+        return
+    if file.suffix == ZST:
+        raise DataError(
+            f"{file} is compressed with Zstandard, which is not read; decompress it first: zstd -d {file}"
+        )
+    number = 0
+    try:
+        with opened(file) as content:
+            for number, line in enumerate(content, 1):
+                if line.strip():
+                    yield f"{file} line {number}", line
+    except DAMAGED as error:
+        raise DataError(
+            f"{file} is damaged behind line {number} ({error}); copy it again"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{file} is not the Unicode that its first bytes say, behind line {number} ({error.reason}); save it as UTF-8"
+        ) from error
+
+
+def opened(file: Path) -> "BinaryIO | _Recoded":
+    """A file of lines for reading, decompressed, in UTF-8 without a byte order mark."""
+    with file.open("rb") as raw:
+        compressed = raw.read(2) == GZIP
+    opener = gzip.open if compressed else COMPRESSED.get(file.suffix, Path.open)
+    content = opener(file, "rb")  # ty: ignore[invalid-argument-type]
+    first = content.peek(4)[:4] if isinstance(content, io.BufferedReader) else _first(content)
+    encoding = next((name for mark, name in WIDE_MARKS.items() if first.startswith(mark)), None)
+    if encoding is not None:
+        return _Recoded(content, encoding)
+    if first.startswith(UTF8_MARK):
+        content.read(len(UTF8_MARK))
+    return content
+
+
+def without_mark(line: bytes) -> bytes:
+    """A first line without a byte order mark."""
+    return line.removeprefix(UTF8_MARK)
+
+
+def _first(content: Any) -> bytes:
+    first = content.read(4)
+    content.seek(0)
+    return first
+
+
+class _Recoded:
+    """Lines of a file in another Unicode as UTF-8."""
+
+    def __init__(self, content: Any, encoding: str) -> None:
+        self._text = io.TextIOWrapper(content, encoding=encoding, newline="\n")
+
+    def __enter__(self) -> "_Recoded":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._text.close()
+
+    def __iter__(self) -> Iterator[bytes]:
+        return (line.encode("utf-8", "surrogatepass") for line in self._text)
+
+
+def _rows(file: Path) -> Iterator[tuple[str, bytes]]:
+    import msgspec
+
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise MissingExtraError("reading Parquet", "text") from error
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(file) as table:
+            for batch in table.iter_batches(ROWS):
+                for row in batch.to_pylist():
+                    number += 1
+                    # Columns that a row does not have are null in it.
+                    kept = {name: value for name, value in row.items() if value is not None}
+                    yield f"{file} row {number}", msgspec.json.encode(kept)
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(f"{file} can't be read as Parquet ({reason}); write it again") from error

@@ -1,0 +1,253 @@
+"""Messages of a conversation as a chat template takes them.
+
+Clients and data files write messages in the form of OpenAI's API. A template sees them as transformers gives them to
+it; what its author can't have meant is put right, by what the template does with a sample: arguments of calls as text
+where it joins them to text, parts of a content as one text where it has no loop over parts.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.meta
+import jinja2.nodes
+
+from systolic.core.errors import DataError
+from systolic.data.text.templating import environment, rendered
+
+Messages = Sequence[Mapping[str, Any]]
+"""``role`` and ``content`` of each message, and what else a template may read of it."""
+ANSWERS = "assistant"
+"""Role whose turns are the model's."""
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of an answer's reasoning: the first is the one that templates read, ``thinking`` that of gpt-oss."""
+TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "pad_token",
+    "sep_token",
+    "cls_token",
+    "mask_token",
+)
+"""Special tokens that a template may name."""
+ONE, OTHER = "zqxone", "zqxother"
+"""Texts of samples, which no template has."""
+CALL = "zqx000001"
+"""Id of a sample's call: Mistral's templates take nine letters and digits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Takes:
+    """What a template does with messages."""
+
+    constants: frozenset[str]
+    """Texts that it names, with roles among them."""
+    asks_none: bool
+    """Whether it asks if a content is none."""
+    joins_arguments: bool
+    """Whether it takes the arguments of a call as text (DeepSeek V3), not as an object."""
+    parts: frozenset[str]
+    """Roles whose contents it takes as lists of parts."""
+    typed: frozenset[str]
+    """Roles of these whose contents it does not take as text."""
+
+
+def prepared(messages: Messages, template: str) -> list[dict[str, Any]]:
+    """Messages as a template takes them.
+
+    As transformers gives them: without fields that are null, with reasoning under each of its names. Arguments of
+    calls are decoded from JSON. A content that is null stays so where the template asks for it.
+
+    Args:
+        messages: As a client or a data file has them.
+        template: The template, Jinja.
+
+    Raises:
+        DataError: arguments of a call are no JSON.
+    """
+    takes = takes_of(template)
+    return [_message(one, takes) for one in messages]
+
+
+def _message(message: Mapping[str, Any], takes: Takes) -> dict[str, Any]:
+    role = message.get("role")
+    null = role == ANSWERS and message.get("content") is None and takes.asks_none
+    made = {
+        name: value
+        for name, value in message.items()
+        if value is not None or (null and name == "content")
+    }
+    if null:
+        made.setdefault("content", None)
+    if role == "developer" and role not in takes.constants:
+        # OpenAI's newer name of the same role; models of before were not trained on it.
+        made["role"] = "system"
+    content = made.get("content")
+    if isinstance(content, list) and made.get("role") not in takes.parts:
+        made["content"] = text_of(content)
+    elif isinstance(content, str) and made.get("role") in takes.typed:
+        made["content"] = [{"type": "text", "text": content}]
+    if isinstance(calls := made.get("tool_calls"), list):
+        made["tool_calls"] = [_call(one, takes) for one in calls]
+    found = (made[name] for name in REASONING if name in made)
+    if (reasoning := next(found, None)) is not None:
+        made = {"thinking": reasoning, **made, REASONING[0]: reasoning}
+    return made
+
+
+def text_of(content: Any) -> str:
+    """A content as one text: itself, or the texts of its parts."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else []
+    texts = (part.get("text") if isinstance(part, Mapping) else part for part in parts)
+    return "".join(text for text in texts if isinstance(text, str))
+
+
+def arguments_of(call: Any) -> Any:
+    """The arguments of a call, decoded where they are JSON text; ``None`` where it has none.
+
+    Raises:
+        ValueError: they are text and no JSON.
+    """
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    given = function.get("arguments") if isinstance(function, Mapping) else None
+    if not isinstance(given, str):
+        return given
+    try:
+        return json.loads(given) if given.strip() else {}
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def _call(call: Any, takes: Takes) -> Any:
+    try:
+        arguments = arguments_of(call)
+    except ValueError as error:
+        raise DataError(
+            f"arguments of a tool call are no JSON ({error}); write them as an object"
+        ) from error
+    if arguments is None:
+        return call
+    function = call.get("function", call)
+    if takes.joins_arguments:
+        given = function["arguments"]
+        text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        decoded = {**function, "arguments": text}
+    else:
+        decoded = {**function, "arguments": arguments}
+    return {**call, "function": decoded} if "function" in call else decoded
+
+
+@lru_cache(maxsize=32)
+def takes_of(template: str) -> Takes:
+    """What a template does with messages, by its text and by samples; nothing particular where it does not parse."""
+    try:
+        tree = environment().parse(template)
+    except Exception:  # Its rendering says what is wrong.
+        tree = None
+    if tree is None:
+        nothing = frozenset[str]()
+        return Takes(
+            constants=nothing, asks_none=False, joins_arguments=False, parts=nothing, typed=nothing
+        )
+    as_text = {role: _shows(template, _sample(role, ONE), ONE) for role in SAMPLES}
+    pair = [{"type": "text", "text": ONE}, {"type": "text", "text": OTHER}]
+    parts = {
+        role
+        for role in SAMPLES
+        if _shows(template, _sample(role, pair), ONE, OTHER, without="'text'")
+    }
+    constants = {
+        node.value
+        for node in tree.find_all(jinja2.nodes.Const)
+        if isinstance(node.value, str) and node.value
+    }
+    return Takes(
+        constants=frozenset(constants),
+        asks_none=_asks_none(tree),
+        joins_arguments=_joins_arguments(template),
+        parts=frozenset(parts),
+        typed=frozenset(role for role in parts if not as_text[role]),
+    )
+
+
+CALLING: Sequence[Mapping[str, Any]] = ({}, {"content": None}, {"content": "a"})
+"""Contents beside a sample's call: templates ask whether it is none, or whether it is there, or read it as any other."""
+
+
+def _called(arguments: Any) -> list[dict[str, Any]]:
+    function = {"name": "zqxcall", "arguments": arguments}
+    call = {"id": CALL, "type": "function", "function": function}
+    return [{"role": "user", "content": "a"}, {"role": ANSWERS, "tool_calls": [call]}]
+
+
+SAMPLES: Mapping[str, Callable[[], list[dict[str, Any]]]] = {
+    "user": list,
+    "system": list,
+    "developer": list,
+    ANSWERS: lambda: [{"role": "user", "content": "a"}],
+    "tool": lambda: _called({"a": 1}),
+}
+"""Roles to the messages before one of that role."""
+
+
+def _sample(role: str, content: Any) -> list[dict[str, Any]]:
+    message = {"role": role, "content": content}
+    if role == "tool":
+        message |= {"tool_call_id": CALL, "name": "zqxcall"}
+    after = [] if role in ("user", "tool") else [{"role": "user", "content": "a"}]
+    return [*SAMPLES[role](), message, *after]
+
+
+def _shows(
+    template: str, messages: list[dict[str, Any]], *texts: str, without: str = "\0"
+) -> bool:
+    """Whether the text of some messages has some texts, and lacks another."""
+    for names in CALLING:
+        given = [{**names, **one} for one in messages]
+        values = {"messages": given, "tools": None, "documents": None, **dict.fromkeys(TOKENS, "")}
+        try:
+            made = rendered(template, Path("sample"), {**values, "add_generation_prompt": False})
+        except DataError:
+            continue
+        if all(text in made for text in texts) and without not in made:
+            return True
+    return False
+
+
+def _joins_arguments(template: str) -> bool:
+    if _shows(template, _called({"zqxkey": ONE}), ONE, without="{'zqxkey'"):
+        return False
+    text = json.dumps({"zqxkey": ONE})
+    return _shows(template, _called(text), text)
+
+
+def _asks_none(tree: jinja2.nodes.Template) -> bool:
+    for test in tree.find_all(jinja2.nodes.Test):
+        if test.name == "none" and _is_content(test.node):
+            return True
+    for comparison in tree.find_all(jinja2.nodes.Compare):
+        sides = [comparison.expr, *(operand.expr for operand in comparison.ops)]
+        nothing = any(isinstance(one, jinja2.nodes.Const) and one.value is None for one in sides)
+        if nothing and any(map(_is_content, sides)):
+            return True
+    return False
+
+
+def _is_content(node: jinja2.nodes.Node) -> bool:
+    """Whether an expression is a message's content, or a variable of that name."""
+    match node:
+        case jinja2.nodes.Getattr():
+            return node.attr == "content"
+        case jinja2.nodes.Getitem():
+            return isinstance(node.arg, jinja2.nodes.Const) and node.arg.value == "content"
+        case jinja2.nodes.Name():
+            return node.name == "content"
+        case _:
+            return False

@@ -1,0 +1,309 @@
+"""Published forms of chat templates over forty conversations, with transformers as the oracle, for serving and training.
+
+The templates in tests/recorded/templates are written for these tests, with the constructs of the published ones that
+they are named after.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from datetime import datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import msgspec
+import pytest
+import transformers
+from transformers.utils import chat_template_utils
+
+from systolic.core.errors import DataError, SystolicError
+from systolic.data.text import templating
+from systolic.data.text.chat import DATE, find_template
+from systolic.data.text.conversations import read, tokenized
+from systolic.data.text.tokenizer import Tokenizer
+from systolic.serving.http.chat import ChatFields
+from systolic.serving.http.messages import checked_messages, rendered
+from systolic.serving.http.problems import ProblemError
+from systolic.serving.served import ServedText
+from tests.data.text.conversations import CONVERSATIONS
+from tests.interop import folders
+from tests.serving.http.echo import EchoEngine
+
+FORMS = Path(__file__).parents[2] / "recorded" / "templates"
+NAMES = sorted(file.stem for file in FORMS.glob("*.jinja") if "." not in file.stem)
+
+# What a template's author can't have meant, and transformers does: each of these sets is checked below to be needed.
+ASK_NONE = {"deepseek_v3", "deepseek_r1", "kimi_k2", "minimax_m2"}
+"""A null content beside calls is none; transformers takes it away, which these templates do not expect."""
+JOIN = {"deepseek_v3", "deepseek_r1"}
+"""Arguments are joined to text."""
+PARTS: Mapping[str, frozenset[str]] = {
+    "gemma3": frozenset(("user", "assistant")),
+    "glm4_5": frozenset(("user", "assistant", "system")),
+    "gpt_oss": frozenset(("tool",)),
+    "kimi_k2": frozenset(("user", "assistant", "system", "tool")),
+    "llama3_1": frozenset(("tool",)),
+    "minimax_m2": frozenset(("user", "assistant", "system", "tool")),
+    "mistral_small": frozenset(("user",)),
+    "smolvlm": frozenset(("user", "assistant", "system", "tool")),
+    "whole_message": frozenset(("user", "assistant", "system", "tool")),
+}
+"""Roles whose contents may be lists of parts."""
+TYPED = {"smolvlm"}
+"""Contents have to be lists of parts."""
+THINK = {"minimax_m2", "deepseek_r1"}
+"""Begin every answer with a thought."""
+DEVELOPER = {"gpt_oss"}
+"""Name that role."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def same_day() -> Any:
+    """The day of training for all, which serving and transformers take from the clock."""
+
+    class Day(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:
+            return datetime(DATE.year, DATE.month, DATE.day)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chat_template_utils, "datetime", Day)
+        patch.setattr(templating, "datetime", Day)
+        yield
+
+
+@cache
+def _folder(root: Path, name: str) -> Path:
+    folder = root / name
+    made = folders.tokenizer()
+    texts = {"default": (FORMS / f"{name}.jinja").read_text()}
+    tools = FORMS / f"{name}.tool_use.jinja"
+    made.chat_template = texts["default"]
+    if tools.is_file():
+        made.chat_template = {**texts, "tool_use": tools.read_text()}
+    made.save_pretrained(folder)
+    return folder
+
+
+def meant(name: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as the author of a template wants them from transformers."""
+    made = []
+    for message in messages:
+        one = dict(message)
+        if one["role"] == "developer" and name not in DEVELOPER:
+            one["role"] = "system"
+        if name in ASK_NONE and one["role"] == "assistant":
+            one.setdefault("content", None)
+        content = one.get("content")
+        if isinstance(content, list) and one["role"] not in PARTS.get(name, ()):
+            one["content"] = "".join(part["text"] for part in content)
+        if isinstance(content, str) and name in TYPED:
+            one["content"] = [{"type": "text", "text": content}]
+        if one.get("tool_calls"):
+            one["tool_calls"] = [_decoded(name, one) for one in one["tool_calls"]]
+        made.append(one)
+    return made
+
+
+def _decoded(name: str, call: dict[str, Any]) -> dict[str, Any]:
+    given = call["function"]["arguments"]
+    if name in JOIN:
+        given = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    elif isinstance(given, str):
+        given = json.loads(given)
+    return {**call, "function": {**call["function"], "arguments": given}}
+
+
+def theirs(name: str, tokenizer: Any, asked: Mapping[str, Any], *, answer: bool) -> str | None:
+    """The text of transformers; None where it, or the template, refuses."""
+    messages = meant(name, asked["messages"])
+    more = {
+        "tools": asked.get("tools"),
+        "documents": asked.get("documents"),
+        "add_generation_prompt": answer,
+        **asked.get("chat_template_kwargs", {}),
+    }
+    try:
+        if name in ASK_NONE:
+            # Its renderer alone, which keeps a content that is none; other nulls are left out before.
+            kept = [
+                {k: v for k, v in one.items() if v is not None or k == "content"}
+                for one in messages
+            ]
+            found, _ = chat_template_utils.render_jinja_template(
+                [kept],
+                chat_template=tokenizer.get_chat_template(tools=asked.get("tools")),
+                **tokenizer.special_tokens_map,
+                **more,
+            )
+            return found[0]
+        return tokenizer.apply_chat_template(messages, tokenize=False, **more)
+    except Exception:
+        return None
+
+
+def served(folder: Path) -> ServedText:
+    tokenizer = Tokenizer(path=folder)
+    return ServedText(
+        name="m", engine=EchoEngine(tokenizer), tokenizer=tokenizer, template=find_template(folder)
+    )
+
+
+def as_served(model: ServedText, asked: Mapping[str, Any]) -> str:
+    """The text of a request, as the server makes it."""
+    body = json.dumps({"model": "m", **asked}).encode()
+    fields = msgspec.json.decode(body, type=ChatFields)
+    fields.check()
+    return rendered(
+        model,
+        checked_messages(fields.messages, model),
+        tools=fields.used_tools(model),
+        documents=fields.documents or (),
+        names=fields.chat_template_kwargs,
+    )
+
+
+def as_trained(folder: Path, file: Path, row: Mapping[str, Any]) -> list[int]:
+    file.write_text(json.dumps(row) + "\n")
+    template = find_template(folder)
+    assert template is not None
+    (made,) = tokenized(list(read(file)), template, Tokenizer(path=folder))
+    return made.ids.tolist()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_texts_and_tokens_are_those_of_transformers(
+    name: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = _folder(tmp_path_factory.getbasetemp(), name)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model, count = served(folder), Counter[str]()
+    assert model.template is not None
+    for title, row in CONVERSATIONS.items():
+        # What the template takes none of is refused by name in both, and is no matter of its text.
+        asked = {
+            key: value
+            for key, value in row.items()
+            if (key != "tools" or model.template.takes_tools)
+            and (key != "documents" or model.template.takes_documents)
+        }
+        expected = theirs(name, tokenizer, asked, answer=False)
+        try:
+            ids = as_trained(folder, folder / "row.jsonl", asked)
+        except DataError as error:
+            assert "\n" not in str(error)
+            refused = "does not put answers behind" in str(error)
+            assert refused or expected is None, (title, str(error))
+            count["refused"] += 1
+        else:
+            assert expected is not None, title
+            assert ids == tokenizer(expected, add_special_tokens=False)["input_ids"], title
+            count["trained"] += 1
+        for stop in range(1, len(row["messages"])):
+            if row["messages"][stop]["role"] != "assistant":
+                continue
+            part = {**asked, "messages": row["messages"][:stop]}
+            expected = theirs(name, tokenizer, part, answer=True)
+            try:
+                found = as_served(model, part)
+            except ProblemError as error:
+                assert expected is None, (title, stop, str(error))
+                assert "\n" not in str(error)
+                count["refused"] += 1
+            else:
+                assert found == expected, (title, stop)
+                count["served"] += 1
+    assert count["served"] >= 12
+    # Those whose prompt begins a thought don't put every answer behind it.
+    assert count["trained"] >= (4 if name in THINK else 12)
+
+
+def test_there_are_as_many_as_promised() -> None:
+    assert len(NAMES) >= 30
+    assert len(CONVERSATIONS) >= 40
+
+
+@pytest.mark.parametrize("content", [{"content": None}, {}])
+def test_a_call_without_a_content_stays_in_the_prompt(
+    content: dict[str, Any], tmp_path: Path
+) -> None:
+    """Of DeepSeek V3, whose template asks whether the content is none; transformers 5.24 takes it away."""
+    folder = _folder(tmp_path, "deepseek_v3")
+    asked = dict(CONVERSATIONS["call of no content"])
+    asked["messages"] = [{**one, **content} if "tool_calls" in one else one for one in asked["messages"]]  # fmt: skip
+    text = as_served(served(folder), {**asked, "messages": asked["messages"][:3]})
+    assert '<|call|>function<|sep|>weather\n```json\n{"city": "Zürich", "days": 2}\n```' in text
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    with pytest.raises(jinja2.UndefinedError, match="content"):
+        tokenizer.apply_chat_template(meant("", asked["messages"])[:3], tokenize=False)
+    ids = as_trained(folder, tmp_path / "row.jsonl", asked)
+    assert "weather" in tokenizer.decode(ids)
+
+
+def test_named_templates_and_their_files(tmp_path: Path) -> None:
+    """As transformers saves several: one file each, which go before those of the config."""
+    folder = _folder(tmp_path, "hermes")
+    assert (folder / "additional_chat_templates" / "tool_use.jinja").is_file()
+    found = find_template(folder)
+    assert found is not None
+    assert found.with_tools
+    # The older form, a list in the config.
+    texts = {"default": found.text, "tool_use": found.with_tools, "rag": "no"}
+    listed = tmp_path / "listed"
+    listed.mkdir()
+    made = [{"name": name, "template": text} for name, text in texts.items()]
+    (listed / "tokenizer_config.json").write_text(json.dumps({"chat_template": made}))
+    again = find_template(listed)
+    assert again is not None
+    assert (again.text, again.with_tools) == (found.text, found.with_tools)
+
+
+@pytest.mark.parametrize(
+    ("template", "line", "says"),
+    [
+        ("a\n{{ messages[0].content + 1 }}", 2, "TypeError"),
+        ("a\nb\n{{ undefined_name.field.more }}", 3, "undefined"),
+        ("a\n{{ 1 // 0 }}", 2, "ZeroDivisionError"),
+        ("{{ raise_exception('no\nno') }}", 1, "no no"),
+        ("\n\n{% if %}", 3, "Expected an expression"),
+        ("\n{{ messages | tojson(nothing=1) }}", 2, "TypeError"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}\n{{ m() }}", 1, "RecursionError"),
+        ("\n{{ namespace(_a=1) }}", 2, "SecurityError|attribute"),
+        ("\n{{ ().__class__.__bases__ }}", 2, "unsafe"),
+        ("\n{% for i in range(10**9) %}{% endfor %}", 2, "OverflowError"),
+        ("\n{{ strftime_now(1) }}", 2, "TypeError"),
+        ("{% generation %}{{ messages.nothing() }}{% endgeneration %}", 1, "no attribute"),
+    ],
+)
+def test_any_failure_of_a_template_is_one_line_with_its_line(
+    template: str, line: int, says: str, tmp_path: Path
+) -> None:
+    (tmp_path / "chat_template.jinja").write_text(template)
+    found = find_template(tmp_path)
+    assert found is not None
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    for render in (
+        lambda: found.render(messages, answer=True),
+        lambda: found.conversation(messages),
+    ):
+        with pytest.raises(SystolicError, match=says) as caught:
+            render()
+        assert f"at line {line}" in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    ["", "ensure_ascii=False", "ensure_ascii=True", "true", "indent=2", "false, 2", "separators=(',', ':')", "sort_keys=True", "false, none, (', ', '='), true"],
+)  # fmt: skip
+def test_tojson_has_the_signature_of_transformers(options: str, tmp_path: Path) -> None:
+    tokenizer = folders.tokenizer()
+    tokenizer.chat_template = f"{{{{ messages | tojson({options}) }}}}"
+    tokenizer.save_pretrained(tmp_path)
+    messages = [{"role": "user", "content": "é<&>", "a": [1, {"z": None}]}]
+    found = find_template(tmp_path)
+    assert found is not None
+    expected = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert found.render(messages, answer=False) == expected
