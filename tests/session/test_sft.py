@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import systolic
+from systolic.artifact import Run
 from systolic.cli.main import main
 from systolic.core.errors import DataError, NotFoundError, OptionError, RunError
 from systolic.interop.outline import outlined
@@ -137,6 +138,7 @@ def test_matrices_in_4_bits_are_those_of_the_folder(
         systolic.train(
             "sft", run=run, steps=2, log_every=1, **{**options, **QLORA, "from_": source}
         )
+        assert systolic.explain(run).figures["noise_scale"] is not None
         frozen = systolic.open(run, checkpoint="last").weights.model_state
         for path in ("blocks/query", "blocks/out", "blocks/mlp/down"):
             axes = (
@@ -155,6 +157,10 @@ def test_matrices_in_4_bits_are_those_of_the_folder(
 
 def test_another_adapter_can_not_resume(options: dict[str, Any], tmp_path: Path) -> None:
     systolic.train("sft", run=tmp_path / "run", steps=2, **{**options, **LORA})
+    explained = systolic.explain(tmp_path / "run")
+    assert explained.notes[0].startswith("2 records are too few"), "no probe failed"
+    assert explained.figures["noise_scale"] is not None
+    assert explained.figures["update_ratio"] is None, "adapters begin at zero: no ratio is usual"
     with pytest.raises(OptionError, match=r"--rank 3 \(was 2\) can't change"):
         systolic.resume(tmp_path / "run", steps=4, rank=3)
     again = {**options, **LORA, "from_": tmp_path / "run"}
@@ -313,10 +319,9 @@ def test_a_run_from_random_weights_has_the_context_of_its_rows(tmp_path: Path) -
         run = tmp_path / str(positions)
         model = Decoder(**sizes, learned_positions=positions)
         job = lm(model=model, sequence=32, steps=1, batch=2, layout=Layout(data=1, fsdp=1))
-        systolic.train(job, run=run)
-        opened = systolic.open(run).job
-        assert (learned_text(opened), longest_text(opened)) == (32, longest)
-        assert outlined(run).positions == 32
+        assert (learned_text(job), longest_text(job)) == (32, longest)
+        with Run.create(run, {"job": job.to_json(), "options": {}}):
+            assert outlined(run).positions == 32
 
 
 def test_a_run_of_a_run_stops_where_the_first_model_did(
