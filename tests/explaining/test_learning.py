@@ -16,11 +16,11 @@ from systolic.cli.main import main
 from systolic.core.errors import RunError
 from systolic.explaining import layers
 from systolic.explaining.cause import Cause
-from systolic.explaining.curve import full_experts, overfitting
+from systolic.explaining.curve import diverged, full_experts, overfitting, plateau
 from systolic.explaining.layers import noise_scale
 from systolic.explaining.learning import learning, unknown, vitals
 from systolic.explaining.settings import Settings, advise, render
-from systolic.explaining.speed import speed
+from systolic.explaining.speed import checkpoints, evaluation, speed
 from systolic.job import Evaluation, GuardRule, Job, Optimizer, OptimizerKind
 from systolic.report.explain.text import HEIGHT, lines
 from systolic.session.resuming import finished
@@ -317,6 +317,10 @@ def fabricated(path: Path, time: dict[str, float], **train: float) -> Run:
         run.append(
             {"kind": "start", "step": 0, "time": 0.0, "devices": "4 x TPU v5 lite", "batch": 8}
         )
+        for step in (10, 20, 30, 40):
+            found = {"split": "validation", "metrics": {"loss": 1.0}, "seconds": 3.75}
+            read = {"batches": 96, "of": 96} | ({"final": True} if step == 40 else {})
+            run.append({"kind": "eval", "step": step, "time": step} | found | read)
         for step in range(1, 41):
             figures = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 1e-3, "step_seconds": 1.0}
             waits = {"data_wait": 0.0, "device_wait": 0.9, "tokens_per_second": 8.0}
@@ -341,6 +345,81 @@ def test_speed_names_what_took_the_time_most_first(tmp_path: Path):
     assert "systolic data pack" in found[0].advice[1]
     assert found[1].advice == ["--evaluation.every 30", "--evaluation.batches 32"]
     assert "x was float32[16,8]" in found[2].evidence[0]
+
+
+@pytest.mark.parametrize(
+    ("every", "evals", "advice"),
+    [
+        # One evaluation, at the end: another period leaves it where it is.
+        (50, [(40, 15, True)], ["--evaluation.final-batches 5", "more steps"]),
+        (50, [(40, 1, True)], ["more steps"]),
+        (30, [(30, 15, False), (40, 15, True)], ["--evaluation.every 0", "--evaluation.batches 5"]),
+        (10, [(n, 0, n == 40) for n in (10, 20, 30, 40)], ["--evaluation.every 30"]),
+    ],
+    ids=["the end", "one batch", "rarely", "often"],
+)
+def test_advice_about_evaluations_leaves_fewer_of_them(
+    every: int, evals: list[tuple[int, int, bool]], advice: list[str]
+):
+    options = {"evaluation": {"every": every, "batches": 15, "final_batches": None}}
+    if len(evals) > 1:
+        options["evaluation"]["batches"] = 0
+    records = [
+        {"step": step, "split": "validation", "metrics": {}, "batches": read, "final": last}
+        for step, read, last in evals
+    ]
+    history = RunRecord(
+        path=Path("runs/e"), job={"options": options, "job": {"steps": 40}}, evals=records
+    )
+    cause = evaluation(history, {"eval": 15.0}, 100.0)
+    assert cause is not None
+    assert [one.partition(":")[0] for one in cause.advice] == advice
+    options["checkpoints"] = {"every": 50}
+    saved = [{"name": "checkpoint", "step": 40}]
+    cause = checkpoints(replace(history, events=saved), {"checkpoint": 15.0}, 100.0)
+    assert cause is not None
+    assert [one.partition(":")[0] for one in cause.advice] == [
+        "a faster disk for --run",
+        "more steps",
+    ]
+
+
+def test_advice_is_a_change_of_the_present_settings():
+    """Options that have the value already, or go further than it, are not advised."""
+    settings = Settings({"optimizer": {"clip": 0.5, "b2": 0.95}, "steps": 10, "decay": 0})
+    assert settings.change("optimizer.b2", value=0.95) == ""
+    assert settings.lower("optimizer.clip", value=1.0) == ""
+    assert settings.lower("optimizer.clip", value=0.1) == "--optimizer.clip 0.1"
+    assert settings.lower("decay", value=1.0) == "--decay 1", "0 is no limit"
+    assert settings.higher("steps", value=10) == ""
+    assert settings.higher("steps", value=20) == "--steps 20"
+
+    options = {
+        "optimizer": {"learning_rate": 1e-3, "clip": 1.0},
+        "schedule": {"warmup": 800},
+        "guard": {"rule": "skip"},
+        "batch": 1,
+    }
+    flat = [
+        {"step": n, "loss": 5.0, "grad_norm": 1.0, "learning_rate": 1e-3 * n / 800}
+        for n in range(1, 101)
+    ]
+    event = {"name": "skip", "step": 90, "detail": "the loss of step 90 is not a number"}
+    history = RunRecord(
+        path=Path("runs/s"), job={"options": options, "job": {"steps": 1000}}, train=flat
+    )
+    broken = diverged(replace(history, events=[event]))
+    assert broken is not None
+    rate, replayed = broken.advice
+    assert rate.startswith("--optimizer.learning-rate")
+    assert replayed.startswith("systolic train --replay")
+    # The warm-up has not ended: a higher rate than the one asked for is not what it lacks.
+    still = plateau(history)
+    assert still is not None
+    assert still.advice[0] == "--schedule.warmup 10"
+    probe = {"parameters": {}, "batch": 1, "parts": 2, "big_square": 1.0, "small_square": 1.0}
+    probes = [probe | {"step": n, "learning_rate": 1e-3, "loss": 1.0} for n in (50, 100)]
+    assert layers.batch(replace(history, diagnoses=probes)) is None, "one example is the least"
 
 
 def test_an_accelerator_that_waits_for_the_host_is_seen(tmp_path: Path):
@@ -399,8 +478,8 @@ def test_a_damaged_summary_is_named_and_the_rest_is_read(
     assert "summary.json is damaged" in shown["notes"][0]
     lines = (run.path / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run.path / "metrics.jsonl").write_text("".join(lines[:-1]))
-    # 9 s of compiling again and the 40 steps of a second.
-    assert {c.name: c.share for c in session_causes(run)}["recompilation"] == pytest.approx(9 / 49)
+    # 9 s of compiling again, the 40 steps of a second, and the 15 s of evaluations.
+    assert {c.name: c.share for c in session_causes(run)}["recompilation"] == pytest.approx(9 / 64)
     assert finished(run, planted.job(), changed=False) is None, "a resume writes it anew"
 
 
@@ -436,10 +515,10 @@ def test_looks_at_the_end_of_a_decay_tell_nothing_of_updates(tmp_path: Path):
     assert any("has decayed" in line for line in unknown(decayed))
     assert not any("has decayed" in line for line in unknown(history))
     running = replace(history, path=Path("a run"), diagnoses=(), summary=None)
-    assert unknown(running)[0].endswith("; systolic train --resume 'a run' --diagnose 50")
+    assert unknown(running)[0].endswith("; systolic train --resume 'a run' --diagnose 15")
     done = replace(running, summary=history.summary)
     assert unknown(done)[0].endswith("; systolic explain 'a run'")
-    assert unknown(done, probed=True)[0].endswith("; train a new run with --diagnose 50")
+    assert unknown(done, probed=True)[0].endswith("; train a new run with --diagnose 15")
 
 
 def test_a_validation_loss_below_the_training_loss_is_not_learnt_by_heart(tmp_path: Path):

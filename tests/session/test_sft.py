@@ -10,13 +10,19 @@ import numpy as np
 import pytest
 
 import systolic
+from systolic.artifact import Run
 from systolic.cli.main import main
 from systolic.core.errors import DataError, NotFoundError, OptionError, RunError
+from systolic.interop.outline import outlined
 from systolic.interop.outputs import outputs_of
 from systolic.job import AdapterKind, Checkpoints, Evaluation, Layout, Optimizer, Schedule
 from systolic.job.optimizer import ScheduleKind
 from systolic.models.adapters import compact_base
+from systolic.models.decoder.config import Decoder
+from systolic.recipes.lm import lm
 from systolic.recipes.sft import sft
+from systolic.serving.text.opening import EngineSizes, context_of, plan_engine
+from systolic.steps.lengths import learned_text, longest_text
 from tests.interop import folders
 from tests.models.foreign import relative
 
@@ -132,6 +138,7 @@ def test_matrices_in_4_bits_are_those_of_the_folder(
         systolic.train(
             "sft", run=run, steps=2, log_every=1, **{**options, **QLORA, "from_": source}
         )
+        assert systolic.explain(run).figures["noise_scale"] is not None
         frozen = systolic.open(run, checkpoint="last").weights.model_state
         for path in ("blocks/query", "blocks/out", "blocks/mlp/down"):
             axes = (
@@ -150,6 +157,10 @@ def test_matrices_in_4_bits_are_those_of_the_folder(
 
 def test_another_adapter_can_not_resume(options: dict[str, Any], tmp_path: Path) -> None:
     systolic.train("sft", run=tmp_path / "run", steps=2, **{**options, **LORA})
+    explained = systolic.explain(tmp_path / "run")
+    assert explained.notes[0].startswith("2 records are too few"), "no probe failed"
+    assert explained.figures["noise_scale"] is not None
+    assert explained.figures["update_ratio"] is None, "adapters begin at zero: no ratio is usual"
     with pytest.raises(OptionError, match=r"--rank 3 \(was 2\) can't change"):
         systolic.resume(tmp_path / "run", steps=4, rank=3)
     again = {**options, **LORA, "from_": tmp_path / "run"}
@@ -260,6 +271,57 @@ def test_a_fine_tuned_model_keeps_its_ends_and_its_context(
         assert generation.eos_token_id == [258, 257, 0, 3]
         assert generation.temperature == 0.6
     assert systolic.open(tmp_path / "bundle").job.data.ends == opened.job.data.ends
+    # Rows have 48 tokens: what they hold was learned at the first positions, and the others are as they were.
+    prompt = "the capital of France is Paris, " * 40
+    for name in ("run", "bundle", "hf"):
+        other = systolic.open(tmp_path / name)
+        steps = other.setup.steps
+        assert other.job.data.context == 8192
+        assert context_of(steps, other.job.data, EngineSizes()) == 4096  # of any model
+        assert context_of(steps, other.job.data, EngineSizes(context=8192)) == 8192
+        with pytest.raises(OptionError, match="made for texts of 8192 tokens"):
+            context_of(steps, other.job.data, EngineSizes(context=8193))
+        assert other.generate(prompt, tokens=2)
+        assert other.warnings == []
+    plan = plan_engine(opened.setup.steps, EngineSizes())
+    assert plan.beyond is None
+    assert plan.origin == "made for 8,192, --context for more; fine-tuned in rows of 48"
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("fields", "context", "longest"),
+    [
+        ({"rope_scaling": {**YARN, "rope_theta": 1e4}, "max_position_embeddings": 64}, 256, 256),
+        # Linear stretching leaves open whether the positions are those before or after it.
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, 256, 512),
+        ({"max_position_embeddings": 16}, 16, 48),
+    ],
+    ids=["yarn", "linear", "fewer than a row"],
+)
+def test_the_context_is_what_the_base_was_made_for(
+    options: dict[str, Any], tmp_path: Path, fields: dict[str, Any], context: int, longest: int
+) -> None:
+    """Longer rows, whose conversations were learned, may be asked for."""
+    folders.folder(tmp_path / "model", folders.llama(**fields))
+    job = sft(**{**options, "from_": tmp_path / "model"}, steps=1)
+    assert (job.data.context, longest_text(job), learned_text(job)) == (context, longest, None)
+    beyond = [line for line in job.data.notes() if "the model was made for" in line]
+    assert bool(beyond) == (context < 48)
+
+
+def test_a_run_from_random_weights_has_the_context_of_its_rows(tmp_path: Path) -> None:
+    """With rotary embeddings, and with learned positions, of which its rows reach the first ones only."""
+    sizes = {"layers": 1, "d_model": 16, "d_ff": 16, "heads": 2, "kv_heads": 2, "head_dim": 8}
+    for positions, longest in ((0, None), (512, 512)):
+        run = tmp_path / str(positions)
+        model = Decoder(**sizes, learned_positions=positions)
+        job = lm(model=model, sequence=32, steps=1, batch=2, layout=Layout(data=1, fsdp=1))
+        assert (learned_text(job), longest_text(job)) == (32, longest)
+        with Run.create(run, {"job": job.to_json(), "options": {}}):
+            assert outlined(run).positions == 32
 
 
 def test_a_run_of_a_run_stops_where_the_first_model_did(
@@ -271,6 +333,7 @@ def test_a_run_of_a_run_stops_where_the_first_model_did(
     systolic.train("sft", run=tmp_path / "b", steps=1, **{**options, "from_": tmp_path / "a"})
     assert systolic.open(tmp_path / "b").job.data.ends >= {258, 257}
     systolic.export_model(tmp_path / "b", tmp_path / "home")
+    assert systolic.open(tmp_path / "b").job.data.context == 8192
     config = json.loads((tmp_path / "home" / "config.json").read_text())
     assert config["max_position_embeddings"] == 8192
     assert set(config["eos_token_id"]) >= {258, 257}

@@ -90,7 +90,7 @@ def test_programs_are_compiled_once_for_prompts_of_a_size(precision: Precision):
     texts = ["".join(generator.stream(text, tokens=20)) for text in ("a", "some text", "a")]
     assert texts[0] == texts[2] != ""
     assert generator._programs.prefill._cache_size() == generator._programs.step._cache_size() == 1
-    assert generator.context == 32
+    assert generator.data.context == 32
     warned: list[str] = []
     generator.stream("x" * 11, tokens=20, warn=warned.append)
     assert warned == [], "11 bytes and the document's token and 20"

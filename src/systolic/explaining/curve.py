@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from systolic.artifact.record import Record, RunRecord
 from systolic.explaining import layers
 from systolic.explaining.cause import Cause
-from systolic.explaining.settings import settings_of
+from systolic.explaining.settings import changes, settings_of
 
 FEW = 12
 """Fewest records from which a curve is judged."""
@@ -37,6 +37,9 @@ TOKENS_PER_PARAMETER = 20
 DROPPED = 0.02
 """Share of dropped expert choices from which the experts are reported as uneven."""
 
+RISING = 0.9
+"""Share of the peak learning rate below which a run has not left its warm-up."""
+
 FALL = 0.08
 """Relative fall of the loss in as many steps again from which a run counts as too short."""
 
@@ -57,8 +60,8 @@ def diverged(history: RunRecord) -> Cause | None:
     settings = settings_of(history)
     lower = [
         settings.learning_rate(history.peak_rate / 3),
-        settings.change("schedule.warmup", value=_longer_warmup(history)),
-        settings.change("optimizer.clip", value=1.0),
+        settings.higher("schedule.warmup", value=_longer_warmup(history)),
+        settings.lower("optimizer.clip", value=1.0),
     ]
     bad = [e for e in history.events if e["name"] in ("bad_step", "skip")]
     broken = next((r for r in history.train if not math.isfinite(r["loss"])), None)
@@ -72,7 +75,8 @@ def diverged(history: RunRecord) -> Cause | None:
         if bad:
             batch = shlex.quote(f"{history.path}/bad/step-{step}.npz")
             advice += [f"systolic train --replay {batch}"]
-            advice += ["--guard.rule skip, where the batch is to blame"]
+            if settings.change("guard.rule", value="skip"):
+                advice += ["--guard.rule skip, where the batch is to blame"]
         title = f"The loss went bad at step {step}"
         return _cause("divergence", title, evidence, advice)
     if len(history.train) < FEW:
@@ -114,7 +118,7 @@ def spikes(history: RunRecord) -> Cause | None:
     clip = settings.get("optimizer.clip")
     norms = [record["grad_norm"] for record in history.train if math.isfinite(record["grad_norm"])]
     usual = statistics.median(norms) if norms else 1.0
-    if not clip or clip > 2 * usual:
+    if usual > 0 and (not clip or clip > 2 * usual):
         advice.append(settings.change("optimizer.clip", value=float(f"{usual:.1g}")))
     if (settings.get("optimizer.b2") or 0.0) > 0.95:
         advice.append(settings.change("optimizer.b2", value=0.95))
@@ -148,6 +152,10 @@ def plateau(history: RunRecord) -> Cause | None:
     # The rate may be too low or too high; probes, where there are any, tell which.
     ways = {True: [lower], False: [higher]}
     advice = ways[ratio > layers.USUAL_RATIO] if ratio else [higher, lower]
+    meant = settings.get("optimizer.learning_rate", "learning_rate")
+    if higher in advice and meant and rate < RISING * meant:
+        # The warm-up never ended, so that the rate that was asked for is not tried yet.
+        advice = [settings.lower("schedule.warmup", value=max(history.train_steps[-1] // 10, 1))]
     advice.append("systolic data inspect, to see what the model sees")
     return _cause("plateau", "The loss has hardly moved", evidence, advice)
 
@@ -183,7 +191,9 @@ def overfitting(history: RunRecord) -> Cause | None:
             advice.append(settings.change("evaluation.patience", value=3))
     decay = settings.get("optimizer.weight_decay") or 0.0
     advice.append(settings.change("optimizer.weight_decay", value=max(3 * decay, 0.1)))
-    advice.append("more data, or a smaller model")
+    rank = settings.get("rank") if _adapts(history) else None
+    advice.append(settings.change("rank", value=rank // 2) if rank and rank > 1 else "")
+    advice.append("more data" if _begun(history) else "more data, or a smaller model")
     title = f"The model overfits: validation loss {last:.4g}, training loss {now:.4g}"
     return _cause("overfitting", title, evidence, advice)
 
@@ -198,7 +208,8 @@ def repeats(history: RunRecord) -> Cause | None:
     ]
     settings = settings_of(history)
     steps = max(round(history.train[-1]["step"] * EPOCHS / epochs), 1)
-    advice = ["more text (--path)", settings.change("steps", value=steps)]
+    source = next((f" (--{name})" for name in ("path", "data") if settings.has(name)), "")
+    advice = [f"more text{source}", settings.change("steps", value=steps)]
     return _cause("data-repeats", f"The text was read {epochs:.3g} times", evidence, advice)
 
 
@@ -238,7 +249,9 @@ def full_experts(history: RunRecord) -> Cause | None:
         share=None,
         seconds=None,
         evidence=evidence,
-        advice=[*([even] if uneven else []), f"{more}: more slots, which cost time in proportion"],
+        advice=changes(
+            [even if uneven else "", f"{more}: more slots, which cost time in proportion"]
+        ),
     )
 
 
@@ -264,7 +277,7 @@ def short(history: RunRecord) -> Cause | None:
         evidence.append(
             f"{tokens / size:.3g} tokens a parameter; about {TOKENS_PER_PARAMETER} make the most of the compute (Hoffmann et al. 2022)"
         )
-    advice = [settings_of(history).change("steps", value=2 * steps[-1])]
+    advice = [settings_of(history).higher("steps", value=2 * steps[-1])]
     return _cause("too-short", "The loss was still falling quickly at the end", evidence, advice)
 
 
@@ -322,8 +335,21 @@ def _slope(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
     return slope, math.sqrt(rest / (len(x) - 2) / spread)
 
 
+def _begun(history: RunRecord) -> bool:
+    """Whether it began with the weights of a model, whose sizes are given."""
+    return bool((history.job.get("job") or {}).get("start"))
+
+
+def _adapts(history: RunRecord) -> bool:
+    """Whether adapters train beside frozen weights."""
+    adapter = (history.job.get("job") or {}).get("adapter") or {}
+    return adapter.get("kind", "none") != "none"
+
+
 def _cause(name: str, title: str, evidence: Sequence[str], advice: Sequence[str]) -> Cause:
-    return Cause(name=name, title=title, share=None, seconds=None, evidence=evidence, advice=advice)
+    return Cause(
+        name=name, title=title, share=None, seconds=None, evidence=evidence, advice=changes(advice)
+    )
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from systolic.artifact.record import Record, RunRecord
 from systolic.explaining.cause import Cause
-from systolic.explaining.settings import advise, settings_of
+from systolic.explaining.settings import advise, changes, settings_of
 
 DEAD = 1e-8
 """Ratio to the model's median gradient (per element) below which a gradient counts as none."""
@@ -33,6 +33,9 @@ SOME_RATE = 0.1
 
 LOST = 0.25
 """Share of lost updates from which they are reported."""
+
+ADAPTERS = ("lora_a", "lora_b")
+"""Last names of the paths of adapters."""
 
 LARGE_BATCH = 4.0
 """Ratio of batch to noise scale that counts as too large: it needs 1 + 4 times the fewest examples."""
@@ -65,6 +68,11 @@ class LayerShare:
             return self.path.split("/")[0], self.layer
         found = re.match(r"(.*?)/(\d+)/", self.path)
         return (found[1], int(found[2])) if found else (self.path.split("/")[0], None)
+
+    @property
+    def is_weight(self) -> bool:
+        """Whether it is a matrix of the model, and no adapter beside one."""
+        return self.is_matrix and self.path.rpartition("/")[2] not in ADAPTERS
 
     @property
     def slope(self) -> float:
@@ -164,10 +172,13 @@ def uneven(history: RunRecord) -> Cause | None:
             "gradient per weight (root mean square): "
             + ", ".join(f"{stack}/{place} {_few(slopes)[place]:.1e}" for place in _few(slopes))
         ]
+        settings = settings_of(history)
         advice = [
             "residual connections with a norm before each branch, and output weights scaled by 1/sqrt(2 layers)",
-            settings_of(history).change("model.layers", value=max(len(slopes) // 2, 1)),
+            settings.lower("model.layers", value=max(len(slopes) // 2, 1)),
         ]
+        if (history.job.get("job") or {}).get("start"):
+            advice = [settings.learning_rate(history.peak_rate / 3)]  # Its layers are given.
         name = "vanishing-gradients" if vanish else "exploding-gradients"
         word = "vanish towards" if vanish else "explode towards"
         return _cause(name, f"Gradients {word} the first layers of {stack}", evidence, advice)
@@ -191,7 +202,7 @@ def exploding(history: RunRecord) -> Cause | None:
     ]
     settings = settings_of(history)
     advice = [settings.learning_rate(history.peak_rate / 3)]
-    advice.append(settings.change("optimizer.clip", value=float(f"{early:.1g}")))
+    advice.append(settings.lower("optimizer.clip", value=float(f"{early:.1g}")))
     title = f"The gradient norm grew {last / early:.0f} times"
     return _cause("exploding-gradients", title, evidence, advice)
 
@@ -199,7 +210,8 @@ def exploding(history: RunRecord) -> Cause | None:
 def ratios(history: RunRecord) -> dict[str, float]:
     """Name of each weight matrix to the median ratio of its updates to it, at the peak learning rate.
 
-    A probe at a lower rate is scaled up, since updates are proportional to the rate.
+    A probe at a lower rate is scaled up, since updates are proportional to the rate. Adapters are left out: they
+    begin at zero or stand beside matrices that do, so that no ratio is usual for them.
     """
     peak = history.peak_rate or max(probe["learning_rate"] for probe in history.diagnoses)
     probes = [x for x in history.diagnoses if x["learning_rate"] >= NEAR_PEAK * peak]
@@ -210,7 +222,7 @@ def ratios(history: RunRecord) -> dict[str, float]:
     for probe in probes:
         scale = max(peak / probe["learning_rate"], 1.0)
         for part in parts(probe):
-            if part.is_matrix and math.isfinite(part.ratio) and part.gradient > 0:
+            if part.is_weight and math.isfinite(part.ratio) and part.gradient > 0:
                 found.setdefault(part.name, []).append(part.ratio * scale)
     return {name: statistics.median(values) for name, values in found.items()}
 
@@ -239,8 +251,8 @@ def rate(history: RunRecord) -> Cause | None:
 
 
 def _moving(probe: Record) -> list[float]:
-    """The ratios of the matrices that have a gradient."""
-    return [part.ratio for part in parts(probe) if part.is_matrix and part.gradient > 0]
+    """The ratios of the matrices that have a gradient, adapters left out."""
+    return [part.ratio for part in parts(probe) if part.is_weight and part.gradient > 0]
 
 
 def training(history: RunRecord) -> list[Record]:
@@ -270,7 +282,10 @@ def lost(history: RunRecord) -> Cause | None:
     ]
     settings = settings_of(history)
     advice = []
-    if kind != "float32":
+    stored = settings.change("dtypes.parameters", value="f32")
+    if kind != "float32" and settings.has("dtypes.parameters"):
+        advice.append(stored)
+    elif kind != "float32":
         way = advise(
             "float32 weights (param_dtype) with {} bf16, which computes in bf16 and keeps float32 master weights",
             "precision",
@@ -307,16 +322,26 @@ def batch(history: RunRecord) -> Cause | None:
     scale, size = noise_scale(history), history.diagnoses[-1]["batch"]
     if scale is None or size <= LARGE_BATCH * scale or len(_late(history)) < 2:
         return None
-    useful = max(2 ** round(math.log2(max(scale, 1.0))), 1)
+    useful = max(2 ** round(math.log2(max(scale, 1.0))), 1, _fewest(history))
+    if useful >= size:
+        return None
     evidence = [
         f"gradient noise scale {scale:.3g} {history.unit}, batch {size}",
         f"at this batch the run needs {1 + size / max(scale, 1e-9):.3g} times the fewest {history.unit}, and {1 + scale / size:.2f} times the fewest steps (McCandlish et al. 2018)",
     ]
     advice = [
         f"{settings_of(history).batch(useful, size)} for {(1 + scale / useful) / (1 + scale / size):.2g} times the steps",
-        "or the same batch with a higher learning rate, where time matters more than cost",
+        "the same batch with a higher learning rate, where time matters more than cost",
     ]
     return _cause("large-batch", "The batch is larger than useful", evidence, advice)
+
+
+def _fewest(history: RunRecord) -> int:
+    """Examples of the smallest batch that the run's layout divides."""
+    layout: Record = history.start.get("layout") or {}
+    plain: Record = (history.job.get("job") or {}).get("layout") or {}
+    ways = [int(layout.get(axis) or 1) for axis in ("data", "fsdp", "expert")]
+    return math.prod(ways) * int(plain.get("accumulate") or 1)
 
 
 def _late(history: RunRecord) -> Sequence[Record]:
@@ -355,4 +380,6 @@ def _median(values: Iterable[float]) -> float:
 
 
 def _cause(name: str, title: str, evidence: Sequence[str], advice: Sequence[str]) -> Cause:
-    return Cause(name=name, title=title, share=None, seconds=None, evidence=evidence, advice=advice)
+    return Cause(
+        name=name, title=title, share=None, seconds=None, evidence=evidence, advice=changes(advice)
+    )

@@ -7,6 +7,7 @@ from typing import Any
 from systolic.artifact.record import RunRecord, State
 from systolic.explaining import curve, layers
 from systolic.explaining.cause import Cause
+from systolic.explaining.settings import settings_of
 
 EVERY = 50
 """Steps between probes in advice."""
@@ -47,9 +48,10 @@ def unknown(history: RunRecord, *, probed: bool = False) -> list[str]:
         probed: A probe of its newest checkpoint was tried, so that explaining it again shows no more.
     """
     where = str(history.path)
-    afresh = f"train a new run with --diagnose {EVERY}"
+    every = max(min(EVERY, (history.steps or history.step) // 4), 1)
+    afresh = f"train a new run with --diagnose {every}"
     over = history.is_finished or history.state is State.stopped
-    again = shlex.join(["systolic", "train", "--resume", where, "--diagnose", str(EVERY)])
+    again = shlex.join(["systolic", "train", "--resume", where, "--diagnose", str(every)])
     probing = shlex.join(["systolic", "explain", where]) if not probed else afresh
     if not history.train:
         return ["the run has no record of a step, so nothing can be judged"]
@@ -74,8 +76,22 @@ def unknown(history: RunRecord, *, probed: bool = False) -> list[str]:
         )
     if not curve.validation(history):
         found.append(
-            "overfitting can't be judged: the run has no evaluation of the validation split; --evaluation.every 100"
+            f"overfitting can't be judged: the run has no evaluation of the validation split; {_evaluated(history)}"
         )
     if history.epochs is None:
         found.append("the run has no record of how often the data was read")
     return found
+
+
+def _evaluated(history: RunRecord) -> str:
+    """What gives a run evaluations of validation data, of which it has none so far."""
+    settings = settings_of(history)
+    steps = history.steps or history.step
+    asked = settings.get("evaluation.every")
+    if history.is_finished or (asked and history.step >= asked):
+        # The end has one wherever there is such data.
+        for name, value in (("validation", "DATA"), ("validation_share", 0.05)):
+            if settings.has(name) and (more := settings.change(name, value=value)):
+                return f"train with data for it, {more}"
+        return "give the recipe validation data"
+    return settings.change("evaluation.every", value=max(min(100, steps // 2), 1)) or "train on"

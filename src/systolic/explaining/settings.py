@@ -1,6 +1,6 @@
 """Advice in terms of a recipe's options, as typed on the command line."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,18 +51,32 @@ class Settings:
         return next((self._flat[name] for name in names if name in self._flat), None)
 
     def change(self, *names: str, value: float | int | str) -> str:
-        """An option with a new value: ``--optimizer.learning-rate 0.0003``.
+        """An option with a new value: ``--optimizer.learning-rate 0.0003``; "" where it has that value already.
 
         Args:
             names: Names of the option in recipes, most usual first; ``optimizer.learning_rate``.
             value: The new value; floats are shown with three significant digits.
         """
-        text = f"{value:.3g}" if isinstance(value, float) else str(value)
+        text = _text(value)
         for name in names:
             if name in self._flat:
-                return f"{_typed(name)} {text}"
+                return "" if text == _text(self._flat[name]) else f"{_typed(name)} {text}"
         what = names[0].rpartition(".")[2].replace("_", " ")
         return f"{what} {text} {_LACKS}"
+
+    def higher(self, *names: str, value: float) -> str:
+        """As :meth:`change`; "" where the option is as high already."""
+        now = self.get(*names)
+        return "" if now is not None and now >= value else self.change(*names, value=value)
+
+    def lower(self, *names: str, value: float) -> str:
+        """As :meth:`change`; "" where the option is as low already. 0 is no limit, and above all."""
+        now = self.get(*names)
+        return "" if now and now <= value else self.change(*names, value=value)
+
+    def has(self, *names: str) -> bool:
+        """Whether the recipe has one of these options."""
+        return any(name in self._flat for name in names)
 
     def learning_rate(self, value: float) -> str:
         """The peak learning rate."""
@@ -83,6 +97,15 @@ def render(advice: Advice | str, settings: Settings | None) -> str:
     if settings is not None:
         return settings.render(advice)
     return advice.text.format(*map(_typed, advice.options))
+
+
+def changes(advice: Iterable[str]) -> list[str]:
+    """Advice that changes something: without texts that are empty, and each once."""
+    return list(dict.fromkeys(one for one in advice if one))
+
+
+def _text(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _typed(name: str, lacking: bool = False) -> str:

@@ -4,12 +4,13 @@ import math
 import os
 import statistics
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from systolic.artifact import spent as records
 from systolic.artifact.record import RunRecord
 from systolic.core.units import duration
 from systolic.explaining.cause import Cause
-from systolic.explaining.settings import settings_of
+from systolic.explaining.settings import changes, settings_of
 
 WAIT = 0.05
 """Share of the wall time from which waiting for data is reported."""
@@ -66,9 +67,15 @@ def input_wait(history: RunRecord, spent: Mapping[str, float], total: float) -> 
     evidence = [
         f"{duration(waited)} of {duration(waited + spent['step'])} in the loop; worst before step {worst['step']}: {worst['data_wait'] * 100:.0f} %"
     ]
-    advice = [f"--workers {max((os.cpu_count() or 2) // 2, 1)}"]
-    if history.reads_text:
+    cores, now = os.cpu_count() or 2, history.start.get("workers") or 0
+    more = max(cores // 2, 1)
+    advice = [f"--workers {more if more > now else cores}" if now < cores else ""]
+    if history.reads_text and _is_streamed(history):
         advice.append("systolic data pack, so that text is tokenized once and not while training")
+    if not any(advice):
+        advice = [
+            f"files on a faster disk, or a larger model: {now} workers fill this machine's {cores} cores"
+        ]
     return _cause("input-wait", "Steps wait for their batches", (waited, total), evidence, advice)
 
 
@@ -134,16 +141,21 @@ def evaluation(history: RunRecord, spent: Mapping[str, float], total: float) -> 
         return None
     count = len(history.evals)
     each = seconds / max(count, 1)
-    evidence = [f"{count} evaluations of {duration(each)}"]
-    settings, advice = settings_of(history), []
-    every = settings.get("evaluation.every")
-    if every:
-        factor = math.ceil(seconds / total / (EVALUATION / 2))
-        advice.append(settings.change("evaluation.every", value=every * factor))
-    if every and settings.get("evaluation.batches") == 0:
-        advice.append(settings.change("evaluation.batches", value=32))
-    if not every:
-        advice.append("the evaluation at the end reads all of the validation data; give less of it")
+    factor = math.ceil(seconds / total / (EVALUATION / 2))
+    evidence = [f"{count} {'evaluation' if count == 1 else 'evaluations'} of {duration(each)}"]
+    settings = settings_of(history)
+    within = [one for one in history.evals if not one.get("final")]
+    last = [one for one in history.evals if one.get("final")]
+    advice = [_rarer(history, "evaluation.every", factor)] if within else []
+    name = "evaluation.batches" if within else "evaluation.final_batches"
+    name = name if settings.has(name) else "evaluation.batches"
+    read = max((one.get("batches") or 0 for one in within or last), default=0)
+    if read:
+        evidence[0] += f", up to {read} batches each" if count > 1 else f", {read} batches"
+    if read > 1:
+        advice.append(settings.lower(name, value=max(read // factor, 1)))
+    if last and not within:
+        advice.append("more steps: there is one evaluation, at the end, however long the run is")
     return _cause("evaluation", "Evaluation takes long", (seconds, total), evidence, advice)
 
 
@@ -153,13 +165,13 @@ def checkpoints(history: RunRecord, spent: Mapping[str, float], total: float) ->
     if seconds < CHECKPOINT * total:
         return None
     count = sum(event["name"] == "checkpoint" for event in history.events)
-    evidence = [f"{count} checkpoints, {duration(seconds / max(count, 1))} each"]
-    settings = settings_of(history)
-    every = settings.get("checkpoints.every")
-    advice = ["a faster disk for --run"]
-    if every:
-        factor = math.ceil(seconds / total / (CHECKPOINT / 2))
-        advice.insert(0, settings.change("checkpoints.every", value=every * factor))
+    evidence = [
+        f"{count} {'checkpoint' if count == 1 else 'checkpoints'}, {duration(seconds / max(count, 1))} each"
+    ]
+    factor = math.ceil(seconds / total / (CHECKPOINT / 2))
+    advice = [_rarer(history, "checkpoints.every", factor), "a faster disk for --run"]
+    if count == 1:
+        advice.append("more steps: there is one checkpoint, at the end, however long the run is")
     return _cause("checkpoints", "Saving takes long", (seconds, total), evidence, advice)
 
 
@@ -169,7 +181,7 @@ def compiling(history: RunRecord, spent: Mapping[str, float], total: float) -> C
     if seconds < COMPILE * total:
         return None
     evidence = [f"{duration(seconds)} of {duration(total)}"]
-    advice = ["nothing: programs are kept, so the next run of the same job starts sooner"]
+    advice = ["the same job again, which starts sooner: its programs are kept"]
     return _cause(
         "compile",
         "Compiling takes a large share of this short run",
@@ -187,6 +199,7 @@ def probes(history: RunRecord, spent: Mapping[str, float], total: float) -> Caus
     gap = history.diagnoses[-1]["step"] - history.diagnoses[-2]["step"]
     evidence = [f"{count} probes, {duration(seconds / count)} each"]
     every = max(gap, 1) * math.ceil(seconds / total / (DIAGNOSE / 2))
+    every = every if every < (history.steps or math.inf) else 0
     return _cause(
         "diagnosis",
         "Gradient probes take long",
@@ -207,6 +220,26 @@ def other(history: RunRecord, spent: Mapping[str, float], total: float) -> Cause
     return _cause("start-up", "Starting took long", (seconds, total), evidence, ["systolic doctor"])
 
 
+def _is_streamed(history: RunRecord) -> bool:
+    """Whether text is tokenized while it trains; rows of instructions and packed data are not."""
+    from systolic.data.text.packed import MANIFEST
+
+    data = (history.job.get("job") or {}).get("data") or {}
+    if data.get("type", "Documents") != "Documents":
+        return False
+    return not (Path(data.get("path") or "") / MANIFEST).is_file()
+
+
+def _rarer(history: RunRecord, name: str, factor: int) -> str:
+    """An option of steps between events, times a factor; 0, for the end alone, where that is beyond the run. "" where only the end has one."""
+    settings = settings_of(history)
+    every, steps = settings.get(name), history.steps or history.step
+    if not every or every >= steps:
+        return ""
+    rarer = every * factor
+    return settings.change(name, value=rarer if rarer < steps else 0)
+
+
 def _cause(
     name: str,
     title: str,
@@ -217,5 +250,10 @@ def _cause(
     """``of`` is (seconds, wall seconds); ``None`` where the loss of time is not measured."""
     seconds, share = (None, None) if of is None else (of[0], of[0] / of[1])
     return Cause(
-        name=name, title=title, share=share, seconds=seconds, evidence=evidence, advice=advice
+        name=name,
+        title=title,
+        share=share,
+        seconds=seconds,
+        evidence=evidence,
+        advice=changes(advice),
     )

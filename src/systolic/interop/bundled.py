@@ -13,8 +13,10 @@ from systolic.artifact.bundle_job import read_job
 from systolic.artifact.packed import RestoredTensor
 from systolic.core.digest import digest
 from systolic.data.audio.recordings import Recordings
+from systolic.data.text.instructions import Instructions
 from systolic.data.text.sentences import Sentences
 from systolic.data.text.text_data import TextData
+from systolic.interop.outline import positions_of
 from systolic.interop.program.model import ExportedProgram
 from systolic.interop.source import Source
 from systolic.job import Data, Job, Quantization
@@ -80,7 +82,11 @@ class BundleSource(Source):
         job = read_job(self.bundle.record, self.model, self.path / MANIFEST)
         if job is None or self.tokenizer is None:
             return job
-        return replace(job, data=_with_tokenizer(job.data, self.path))
+        data = _with_tokenizer(job.data, self.path)
+        if isinstance(data, Instructions) and not data.positions:
+            # A Bundle of an earlier version says it in the config.json of its base alone.
+            data = replace(data, positions=positions_of(self.config, self.model, str(self.path)))
+        return replace(job, data=data)
 
     def fingerprint(self) -> str:
         """See :class:`Source`."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 from systolic.core.errors import OptionError
 from systolic.data.input_files import InputFiles
 from systolic.data.text.prompts import Prompts
-from systolic.interop.outline import ends_of
+from systolic.interop.outline import ends_of, positions_of
 from systolic.interop.pictures import classifier
 from systolic.interop.program.model import ExportedProgram
 from systolic.interop.sentences import embedder
@@ -26,8 +26,6 @@ from systolic.steps.tasks.language import LanguageModel
 
 ROW = 1024
 """Tokens of a row of text to score, or fewer where the model takes fewer."""
-POSITIONS = ("max_position_embeddings", "n_positions")
-"""Fields of a config.json with the tokens that a model takes at once."""
 
 
 def job_of(source: Source, *, texts: bool = True) -> Job:
@@ -66,7 +64,7 @@ def _decoder(source: Source, texts: bool) -> Job:
     model = source.model
     assert isinstance(model, Decoder)
     tokenizer = tokenizer_of(source, model.vocab, texts=texts)
-    positions = _positions(source)
+    positions = positions_of(source.config, model, str(source.path)) or ROW
     return Job(
         name=source.path.name,
         model=model,
@@ -81,24 +79,6 @@ def _decoder(source: Source, texts: bool) -> Job:
         batch=Batch(per_device=1),
         dtypes=dtypes_of(source),
     )
-
-
-def _positions(source: Source) -> int:
-    """Tokens that a language model takes at once.
-
-    Raises:
-        OptionError: its config.json gives no number from 1.
-    """
-    for name in POSITIONS:
-        given = source.config.get(name)
-        if given is None:
-            continue
-        if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-            raise OptionError(
-                f"{name} of {source.path} is {given!r}; write the tokens that the model takes at once, a whole number from 1"
-            )
-        return given
-    return ROW
 
 
 def _stops(source: Source, vocab: int) -> tuple[int, ...]:

@@ -11,13 +11,20 @@ from systolic.artifact.job_record import JobRecord
 from systolic.artifact.run import JOB, TOKENIZER, Run
 from systolic.core.errors import NotFoundError, OptionError
 from systolic.data.text.instructions import Instructions
+from systolic.data.text.text_data import TextData
 from systolic.data.text.tokenizer import Around
 from systolic.job import Model
 from systolic.models.decoder.config import Decoder
+from systolic.models.decoder.rotary import Stretching
 from systolic.models.families import CONFIG, GENERATION, Config, family, read_config
+from systolic.models.unread import NESTED
 
 if TYPE_CHECKING:
     from systolic.interop.source import Source
+
+
+POSITIONS = ("max_position_embeddings", "n_positions")
+"""Fields of a config.json with the tokens that a model takes at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +38,8 @@ class SourceOutline:
     """Ids that end a text, besides the tokenizer's end."""
     around: Around = Around.own
     """Tokens around a text that it was trained on."""
+    positions: int = 0
+    """Tokens of a text that it was made for; 0 where nothing says so."""
 
 
 def ends_of(config: Config, generation: Path | None) -> tuple[int, ...]:
@@ -39,6 +48,34 @@ def ends_of(config: Config, generation: Path | None) -> tuple[int, ...]:
     found = fields.get("eos_token_id")
     several = found if isinstance(found, list) else [found]
     return tuple(int(one) for one in several if one is not None)
+
+
+def positions_of(config: Config, model: Model, source: str) -> int:
+    """Tokens of a text that a model was made for, by its config.json: its positions, with those that stretched rotary embeddings add; 0 where no field says so.
+
+    Linear stretching adds none here: some files give the positions before it, and some those after it.
+
+    Args:
+        config: Fields of its config.json.
+        model: The model of it.
+        source: Its name in messages.
+
+    Raises:
+        OptionError: a field is no whole number from 1.
+    """
+    fields = {**config, **(config.get(NESTED) or {})}
+    given = next(((n, fields[n]) for n in POSITIONS if fields.get(n) is not None), None)
+    if given is None:
+        return model.learned_positions if isinstance(model, Decoder) else 0
+    name, found = given
+    if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+        raise OptionError(
+            f"{name} of {source} is {found!r}; write the tokens that the model takes at once, a whole number from 1"
+        )
+    scaling = model.rope_scaling if isinstance(model, Decoder) else None
+    if not scaling or scaling.kind is Stretching.linear:
+        return found
+    return max(found, int(scaling.factor * scaling.original_positions))
 
 
 def outlined(path: Path) -> SourceOutline:
@@ -60,13 +97,23 @@ def outlined(path: Path) -> SourceOutline:
             model=made,
             tokenizer=_existing(path / "tokenizer.json"),
             stops=ends_of(config, _existing(path / GENERATION)),
+            positions=positions_of(config, made, str(path)),
         )
     source = _opened(path)
     return SourceOutline(
         model=source.model,
         tokenizer=source.tokenizer,
         stops=ends_of(source.config, source.files().get(GENERATION)),
+        positions=_positions_of_source(source),
     )
+
+
+def _positions_of_source(source: "Source") -> int:
+    """See :attr:`SourceOutline.positions`; of a Bundle that was a run without a config.json those of its rows."""
+    found = positions_of(source.config, source.model, str(source.path))
+    if found or (trained := source.trained_job()) is None:
+        return found
+    return trained.data.context if isinstance(trained.data, TextData) else 0
 
 
 def _existing(file: Path) -> Path | None:
@@ -92,8 +139,14 @@ def _of_run(path: Path) -> SourceOutline:
     folder = path / TOKENIZER
     config = read_config(folder) if (folder / CONFIG).is_file() else {}
     tuned = data.get("type") == Instructions.__name__
+    model = msgspec.convert(fields, Decoder)
+    made_for = data.get("positions") or positions_of(config, model, str(folder))
+    row = data.get("sequence", 0)
+    if not config and not tuned and model.learned_positions:
+        made_for = min(made_for, row)  # The positions behind its rows have never been learned.
     return SourceOutline(
-        model=msgspec.convert(fields, Decoder),
+        model=model,
+        positions=made_for or row,
         tokenizer=_existing(folder / "tokenizer.json"),
         stops=ends_of(config, _existing(folder / GENERATION)),
         around=Around(data.get("around", Around.own.value)) if tuned else Around.document,

@@ -64,7 +64,7 @@ def sft(
         validation: Validation conversations; by default a share of the data.
         validation_share: That share, chosen by a hash of each line.
         template: A chat template in jinja2; by default the model's own, or "### Instruction:" and "### Response:" where it has none.
-        sequence: Tokens per row.
+        sequence: Tokens per row, which conversations are packed into; the model's context stays what the model was made for.
         filling: Several conversations in a row, which don't see each other, or one.
         too_long: Whether a conversation that is longer than a row is cut at its end or left out.
         adapter: What trains: all weights, low-rank adapters, or adapters beside matrices that are stored in 4 bits.
@@ -105,6 +105,7 @@ def sft(
         stops=source.stops,
         vocab=source.model.vocab if isinstance(source.model, Decoder) else 0,
         around=source.around,
+        positions=source.positions,
     )
     return Job(
         name="sft",

@@ -51,6 +51,8 @@ class ConsoleLog(EventLog):
                 text = f"reading {fields['model']} from {fields['path']}"
             case "layout":
                 text = _layout(fields)
+            case "context":
+                text = f"{fields['model']}: texts of up to {fields['context']:,} tokens, prompt and answer ({fields['origin']})"
             case "sizes":
                 text = "\n".join(_sizes(fields))
             case "memory":

@@ -10,7 +10,6 @@ import numpy as np
 
 from systolic.artifact.bundle import check_free
 from systolic.core.errors import OptionError
-from systolic.data.text.text_data import TextData
 from systolic.exporting.settings import LITERT, ExportSettings
 from systolic.interop.jobs import job_of
 from systolic.interop.source import open_source
@@ -23,6 +22,7 @@ from systolic.session.trained import (
     keep_programs,
     prepare_model,
 )
+from systolic.steps.lengths import learned_text
 
 if TYPE_CHECKING:
     from systolic.exporting.litert.export import LiteExport
@@ -191,8 +191,9 @@ def _warnings(job: Job) -> list[str]:
 
 def _length_note(job: Job, sequence: int) -> list[str]:
     """That a fixed length is beyond what a run was trained on, which rotary embeddings allow."""
-    if not isinstance(job.data, TextData) or sequence <= job.data.context:
+    learned = learned_text(job)
+    if learned is None or sequence <= learned:
         return []
     return [
-        f"texts of {sequence} tokens are longer than the {job.data.context} of a row in training; what lies beyond is worse"
+        f"texts of {sequence} tokens are longer than the {learned} of a row in training; what lies beyond is worse"
     ]

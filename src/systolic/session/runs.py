@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from systolic.artifact.job_record import JobRecord
 from systolic.artifact.record import load_run
 from systolic.artifact.run import Run
 from systolic.core.errors import SystolicError
@@ -72,6 +73,7 @@ def probe(
 ) -> tuple[list[dict[str, Any]], str]:
     """Measures gradients, updates and noise by layer at the newest checkpoint; returns them, or the reason for none."""
     from systolic.session.run_files import rebuild
+    from systolic.session.starting import with_start
     from systolic.session.trained import set_up_here
     from systolic.training.probe import examine, too_large
 
@@ -83,6 +85,8 @@ def probe(
             return [], reason
         text = "probing the newest checkpoint, layer by layer"
         watch(ExplainProgress(stage=ExplainStage.compiling, text=text))
+        if setup.steps.network.frozen:
+            setup, _ = with_start(setup, run.path, JobRecord.from_json(run.read_job()))
         return list(examine(setup, run)), ""
     except SystolicError as error:
         return [], f"the newest checkpoint could not be probed: {error}"

@@ -364,8 +364,10 @@ def _engine(
         return {**weights.params, **weights.model_state}
 
     plan = plan_engine(model.setup.steps, settings.sizes, store)
-    if plan.beyond is not None and number == 0:
-        log.warn(f"{target.name}: {plan.beyond}")
+    if number == 0:
+        log.write("context", model=target.name, context=plan.context, origin=plan.origin)
+        if plan.beyond is not None:
+            log.warn(f"{target.name}: {plan.beyond}")
     book, opening = settings.book, TextOpening(target.name, meter, log, number)
     watcher = (
         meter if book is None else RecordedEngine(inner=meter, recorder=book.text(target.name))

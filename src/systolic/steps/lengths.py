@@ -1,6 +1,8 @@
 """Tokens of the longest text that a language model takes, prompt and answer together."""
 
+from systolic.data.text.instructions import Instructions
 from systolic.data.text.prompts import Prompts
+from systolic.data.text.text_data import TextData
 from systolic.job import Job
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.rotary import RopeScaling, Stretching
@@ -10,9 +12,9 @@ LEAST_TEXT = 2
 
 
 def longest_text(job: Job) -> int | None:
-    """The positions of a job's model, or the tokens that a model in files was made for.
+    """The positions of a job's model, or the tokens that a model in files was made for, before it was fine-tuned here too.
 
-    None for a run with rotary embeddings, which continues texts longer than its rows, and for other models.
+    None for a run from random weights with rotary embeddings, which continues texts longer than its rows, and for other models.
     """
     model = job.model
     if not isinstance(model, Decoder):
@@ -21,7 +23,21 @@ def longest_text(job: Job) -> int | None:
         return model.learned_positions
     if isinstance(job.data, Prompts):
         return _rotary_context(job.data.context, model.rope_scaling)
+    if isinstance(job.data, Instructions) and job.data.positions:
+        # Conversations of longer rows were learned at positions that the model had not seen before.
+        return max(_rotary_context(job.data.positions, model.rope_scaling), job.data.sequence)
     return None
+
+
+def learned_text(job: Job) -> int | None:
+    """Tokens of the rows of a model from random weights, beyond which it has learned no position.
+
+    None for a model that was made elsewhere, fine-tuned here or not, and for one that reads no text.
+    """
+    data = job.data
+    if isinstance(data, Prompts) or not isinstance(data, TextData):
+        return None
+    return None if isinstance(data, Instructions) and data.positions else data.context
 
 
 def _rotary_context(context: int, scaling: RopeScaling) -> int:

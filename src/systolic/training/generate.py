@@ -12,7 +12,7 @@ from systolic.data.text.chat import Messages
 from systolic.data.text.stops import Continuation, Finish, Stops
 from systolic.data.text.text_data import TextData
 from systolic.job import Job, Sampling
-from systolic.steps.lengths import longest_text
+from systolic.steps.lengths import learned_text, longest_text
 from systolic.steps.programs import generation
 from systolic.steps.steps import StepFunctions
 
@@ -68,11 +68,6 @@ class Generator:
         self.params = self._programs.weights(params)
 
     @property
-    def context(self) -> int:
-        """Tokens of a row in training; the model was not trained on later positions."""
-        return self.data.context
-
-    @property
     def most(self) -> int | None:
         """Tokens of the longest text, prompt and answer together; ``None`` where there is no limit."""
         return self._programs.decode.max_positions or longest_text(self.job)
@@ -123,11 +118,12 @@ class Generator:
             raise OptionError(
                 f"the prompt has {size} tokens and {self.job.name} takes texts of {most} with their answer; give a prompt of at most {most - 1}"
             )
-        if most is None and size + tokens > self.context:
-            warn(
-                f"{size} tokens of prompt and up to {tokens} new ones exceed the {self.context} tokens of a row in training; text beyond these is worse: give a shorter prompt or fewer --tokens, or train with a longer --sequence"
-            )
         room = tokens if most is None else min(tokens, most - size)
+        learned = learned_text(self.job)
+        if learned is not None and size + room > learned:
+            warn(
+                f"{size} tokens of prompt and up to {room} new ones exceed the {learned} tokens of a row in training; text beyond these is worse: give a shorter prompt or fewer --tokens, or train with a longer --sequence"
+            )
         found = Continuation()
         found.pieces = self._ended(found, ids, room, seed, ends)
         if room < tokens:

@@ -216,6 +216,7 @@ class Trainer:
             flags=list(self.setup.flags),
             batch=steps.batch_size,
             examples=self.examples,
+            workers=self.workers,
             layout=self.job.layout.mesh_shape,
             resumed_from=None if restored is None else restored.step,
         )

@@ -66,8 +66,9 @@ class Rows(Table):
     arrays: Mapping[str, np.ndarray]
     """tokens, targets, segments, positions: int32[rows, sequence]."""
     counts: Mapping[str, int] = field(default_factory=dict)
-    """conversations, learned (tokens), cut, dropped, unanswered, missing (answers)."""
+    """conversations, learned (tokens), cut, dropped, unanswered, missing (answers), beyond (the model's context)."""
     sequence: int = 0
+    context: int = 0
 
     def __len__(self) -> int:
         return len(self.arrays["tokens"])
@@ -82,6 +83,7 @@ class Rows(Table):
             "cut": f"conversations are longer than a row of {self.sequence} tokens and were cut there",
             "dropped": f"conversations are longer than a row of {self.sequence} tokens and were left out",
             "unanswered": "conversations have no answer in their row and were left out",
+            "beyond": f"conversations are longer than the {self.context} tokens that the model was made for; what lies beyond is at positions that it has not seen",
             "missing": "answers are changed by the chat template where later turns follow, and are not learned",
         }
         return tuple(
@@ -312,6 +314,7 @@ def _laid(data: "Instructions", conversations: Sequence[Tokens]) -> Rows:
     from systolic.data.text.instructions import Filling, TooLong
 
     counts = Counter(conversations=len(conversations), cut=0, dropped=0, unanswered=0, missing=0)
+    counts["beyond"] = 0
     pairs, most = [], data.sequence + 1
     for ids, learned, missing in conversations:
         counts["missing"] += missing
@@ -323,6 +326,7 @@ def _laid(data: "Instructions", conversations: Sequence[Tokens]) -> Rows:
             counts["unanswered"] += 1
             continue
         counts["cut"] += len(ids) > most
+        counts["beyond"] += len(pair) > data.context + 1
         pairs.append(pair)
     if data.filling is Filling.packed:
         pieces = fit(pairs, data.sequence)
@@ -332,4 +336,4 @@ def _laid(data: "Instructions", conversations: Sequence[Tokens]) -> Rows:
     labels = lay([Piece(piece.tokens[:, 1], piece.row) for piece in pieces], data.sequence)
     arrays = {**rows, "targets": labels["targets"]}
     counts["learned"] = int((arrays["targets"] >= 0).sum())
-    return Rows(arrays=arrays, counts=counts, sequence=data.sequence)
+    return Rows(arrays=arrays, counts=counts, sequence=data.sequence, context=data.context)

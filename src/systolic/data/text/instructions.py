@@ -72,6 +72,8 @@ class Instructions(TextData):
     """Token ids that the model has; conversations with others are refused. 0 for no limit."""
     around: Around = Around.own
     """Tokens around a text without turns, as the model had them before."""
+    positions: Annotated[int, NOT_NEGATIVE] = 0
+    """Tokens of a text that the model was made for before; 0 takes those of a row."""
 
     def __post_init__(self) -> None:
         as_paths(self, "path", "tokenizer", "validation")
@@ -84,6 +86,11 @@ class Instructions(TextData):
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer given."""
         return Tokenizer(path=self.tokenizer, around=self.around)
+
+    @property
+    def context(self) -> int:
+        """See :class:`TextData`: the context of the model before, which rows of conversations neither shorten nor lengthen."""
+        return self.positions or self.sequence
 
     @property
     def ends(self) -> frozenset[int]:

@@ -40,7 +40,12 @@ class TextData(Data):
 
     @property
     def context(self) -> int:
-        """Tokens that the model sees at once in training."""
+        """Tokens of a text that the model is made for: those that it sees at once in training."""
+        return self.row
+
+    @property
+    def row(self) -> int:
+        """Tokens of a row."""
         return self.fields()["tokens"].shape[0]
 
     @property

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from systolic.aot.program_store import EntryCheck, ProgramStore
 from systolic.core.errors import OptionError
+from systolic.data.text.instructions import Instructions
 from systolic.data.text.text_data import TextData
 from systolic.forecasting.serving_memory import ServingMemory
 from systolic.job import ServedCache
@@ -22,7 +23,7 @@ from systolic.serving.text.pages import PagePool
 from systolic.serving.text.programs import Programs
 from systolic.serving.text.runner import StepRunner
 from systolic.serving.text.scheduler import Scheduler, StepLimits
-from systolic.steps.lengths import LEAST_TEXT, longest_text
+from systolic.steps.lengths import LEAST_TEXT, learned_text, longest_text
 from systolic.steps.paged import PagedSteps
 from systolic.steps.steps import StepFunctions
 
@@ -170,10 +171,20 @@ class EnginePlan:
     @property
     def beyond(self) -> str | None:
         """A warning where texts may be longer than those of training, which rotary positions allow."""
-        trained = self.data.context
-        if self.context <= trained:
+        learned = learned_text(self.paged.steps.job)
+        if learned is None or self.context <= learned:
             return None
-        return f"context is {self.context} and the model was trained on texts of {trained} tokens, beyond which answers get worse; give {trained} or less"
+        return f"context is {self.context} and the model was trained on texts of {learned} tokens, beyond which answers get worse; give {learned} or less"
+
+    @property
+    def origin(self) -> str:
+        """What the model was made for and fine-tuned on: ``made for 8,192, --context for more; fine-tuned in rows of 256``."""
+        data, learned = self.data, learned_text(self.paged.steps.job)
+        if learned is not None:
+            return f"trained in rows of {learned:,}"
+        more = ", --context for more" if self.context < data.context else ""
+        tuned = f"; fine-tuned in rows of {data.row:,}" if isinstance(data, Instructions) else ""
+        return f"made for {data.context:,}{more}{tuned}"
 
     @property
     def wanted(self) -> int:
