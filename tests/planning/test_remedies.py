@@ -13,7 +13,7 @@ from systolic.planning.change import Change, ChangedPart, compatible, layout_cha
 from systolic.planning.facts import facts_of
 from systolic.planning.flags import SETS, joined
 from systolic.planning.ladder import difference
-from systolic.planning.remedies import Remedy, base_of, changes, try_all
+from systolic.planning.remedies import Remedy, base_of, changes, training_changes, try_all
 from systolic.planning.space import check
 from systolic.session.command_line import option_words
 from tests.planning import fabricated
@@ -35,12 +35,16 @@ def test_changes_divide_and_differ(on: str, experts: int) -> None:
     for change, candidate in made.items():
         assert candidate != base
         assert check(job, candidate) is None
-        same = candidate.batch == base.batch and candidate.precision is base.precision
-        assert change.same_result == same
-    for start in ("remat full", "accumulate 2 -> 1", "fsdp", "flags", "batch", "attention block"):
+        assert (candidate.batch, candidate.precision) == (base.batch, base.precision)
+        assert change.same_result
+    for start in ("remat full", "accumulate 2 -> 1", "fsdp", "flags", "attention block"):
         assert any(text.startswith(start) for text in texts), start
-    # What training would notice is not what is tried first.
-    assert found[0].same_result
+    # What training would notice is tried apart.
+    others = training_changes(facts, base)
+    assert others
+    for change in others:
+        assert not change.same_result
+        assert check(job, change.on(base)) is None
 
 
 V6E = "--xla_tpu_scoped_vmem_limit_kib=122880"
@@ -141,7 +145,7 @@ def test_a_remedy_says_what_became_of_it() -> None:
             problem=problem,
         ).verdict
 
-    assert remedy(0.111) == "+11.1% (fits, 14.00 GiB of 16.00 GiB)"
+    assert remedy(0.111) == "+11.1% tokens/s, 1.0 s a step (fits, 14.00 GiB of 16.00 GiB)"
     assert remedy(-0.02).startswith("-2.0%")
     assert remedy(0.001).startswith("no gain")
     assert remedy(None).startswith("does not fit")

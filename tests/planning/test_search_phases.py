@@ -67,7 +67,7 @@ def test_a_deadline_just_missed_is_met_by_flags_or_a_full_compile(finalists: int
     free = Goal(units=20e9, objective=Objective.cost)
     plain = best_seconds(planned("v6e-8", goal=free, finalists=finalists))
     tight = replace(free, deadline_seconds=plain * 1.01)
-    assert best_seconds(planned("v6e-8", goal=tight, finalists=finalists)) == pytest.approx(plain)
+    assert best_seconds(planned("v6e-8", goal=tight, finalists=finalists)) <= plain * 1.0001
 
 
 def test_schedules_are_ranked_as_if_they_were_compiled_in_full() -> None:

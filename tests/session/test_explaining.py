@@ -43,7 +43,13 @@ def test_a_step_is_explained_with_what_changes_gain(
     assert made.best.same_result
     assert made.best.gain == max(one.gain or 0.0 for one in made.remedies if one.same_result)
     stages = list(dict.fromkeys(one.stage for one in seen))
-    assert stages == [ExplainStage.compiling, ExplainStage.explained, ExplainStage.changing]
+    assert stages == [
+        ExplainStage.compiling,
+        ExplainStage.explained,
+        ExplainStage.changing,
+        ExplainStage.combining,
+        ExplainStage.training,
+    ]
     told = [one.remedy for one in seen if one.remedy is not None]
     assert sorted(told, key=lambda one: one.text) == sorted(made.remedies, key=lambda one: one.text)
 

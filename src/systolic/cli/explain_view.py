@@ -2,7 +2,7 @@
 
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any, TextIO
@@ -34,6 +34,14 @@ from systolic.session.saved import RecipeStep, StepComparison
 
 QUICK = "from the compiler's schedule, the time of ops estimated: systolic forecast without --quick has the compiler's cycles"
 CHANGES_TRAINING = "  [changes training]"
+HEADS: Mapping[ExplainStage, str] = {
+    ExplainStage.changing: "\nup to {} changes, each compiled and forecast again, and what helps together:",
+    ExplainStage.combining: "\non from the best, up to {} combinations of settings, until none gains:",
+    ExplainStage.training: "\non top of the best, changes of precision and batch, which change training:",
+}
+"""First lines of the stages in which changes are tried."""
+LEFT = 3
+"""Most causes that are named of the best."""
 
 
 class ExplainView:
@@ -71,7 +79,7 @@ class ExplainView:
                 self._ticking(self._title).say(progress.text)
             case ExplainStage.explained:
                 self._explained(progress.explanation)
-            case ExplainStage.changing:
+            case ExplainStage.changing | ExplainStage.combining | ExplainStage.training:
                 self._changing(progress)
             case ExplainStage.fitting:
                 self._fitting(progress)
@@ -107,13 +115,12 @@ class ExplainView:
 
     def _changing(self, progress: ExplainProgress) -> None:
         line, one = self._ticking("changes"), progress.remedy
-        done = f"{progress.done} of {progress.of} compiled"
         if one is None:
-            count = f"{progress.of} changes" if progress.of != 1 else "1 change"
-            text = f"\n{count}, each compiled and forecast again, and what helps together:"
-        else:
-            text = f"  {one.verdict:<42}  {one.text}{'' if one.same_result else CHANGES_TRAINING}"
-        line.told(text, self._stream, done)
+            line.told(HEADS[progress.stage].format(progress.of), self._stream, "")
+            return
+        changes = "" if one.same_result else CHANGES_TRAINING
+        done = f"{progress.done} of {progress.of} at most compiled"
+        line.told(f"  {one.verdict:<59}  {one.text}{changes}", self._stream, done)
 
     def _fitting(self, progress: ExplainProgress) -> None:
         assert progress.search is not None
@@ -176,7 +183,7 @@ def show_step(target: str, of: RecipeStep, made: StepExplanation, *, as_json: bo
     """Prints what to do about a step; returns the exit code, 1 where nothing fits."""
     if not made.forecast.fits:
         return show_attempts(target, of, made, as_json=as_json)
-    told = show_remedies(of, made.best, made.remedies, made.job, "forecast", as_json=as_json)
+    told = show_remedies(of, made, "forecast", as_json=as_json)
     if as_json:
         print_json(
             {
@@ -198,27 +205,45 @@ def show_step(target: str, of: RecipeStep, made: StepExplanation, *, as_json: bo
 
 
 def show_remedies(
-    of: RecipeStep,
-    best: Remedy | None,
-    remedies: Sequence[Remedy],
-    job: Any,
-    verb: str,
-    *,
-    as_json: bool,
+    of: RecipeStep, made: StepExplanation, verb: str, *, as_json: bool
 ) -> dict[str, Any]:
-    """Prints the command of the best change; returns what JSON has of all."""
+    """Prints the commands of the best changes; returns what JSON has of all."""
     stream: TextIO = sys.stderr if as_json else sys.stdout
-    typed = None
+    best, other, job = made.best, made.best_changed, made.job
+    before = duration(made.forecast.step_seconds or 0.0)
+
+    def command(one: Remedy | None) -> str | None:
+        if one is None:
+            return None
+        return applied(of, one.candidate.settings(job), one.candidate, verb)
+
+    lines: list[str | None] = []
     if best is not None:
-        typed = applied(of, best.candidate.settings(job), best.candidate, verb)
-        text = f"the best that keeps training the same: {best.text}, {best.verdict}"
-        print("\n".join(["", text, *([f"  {typed}"] if typed else [])]), file=stream)
-    elif remedies:
-        print("\nnone of the changes that keep training the same is faster", file=stream)
-    settings = [one.candidate.settings(job) for one in remedies]
+        text = f"the best that keeps training the same: {best.text}, {best.verdict}, now {before}"
+        lines += ["", text, command(best)]
+        if made.remaining:
+            left = (f"{one.title} {one.share or 0.0:.0%}" for one in made.remaining[:LEFT])
+            lines.append(f"  where its time goes: {'; '.join(left)}")
+    elif made.remedies:
+        lines += ["", "none of the changes that keep training the same is faster"]
+    if other is not None:
+        text = f"faster, and changes training: {other.text}, {other.verdict}, now {before}"
+        lines += ["", text, command(other)]
+    if lines:
+        print(
+            "\n".join(
+                f"  {line}" if line and line.startswith("systolic ") else line
+                for line in lines
+                if line is not None
+            ),
+            file=stream,
+        )
+    settings = [one.candidate.settings(job) for one in made.remedies]
     return {
-        "remedies": [one.to_json(how) for one, how in zip(remedies, settings, strict=True)],
-        "command": typed,
+        "remedies": [one.to_json(how) for one, how in zip(made.remedies, settings, strict=True)],
+        "command": command(best),
+        "changes_training_command": command(other),
+        "remaining": [plain(cause) for cause in made.remaining],
     }
 
 
@@ -356,8 +381,7 @@ def show_profile(target: str, made: ProfileExplanation, *, as_json: bool) -> int
         print(f"\nno changes were tried: {made.problem}", file=stream)
         more = {"remedies": [], "command": None, "problem": made.problem}
     elif made.of is not None and made.simulated is not None:
-        job = made.simulated.job
-        told = show_remedies(made.of, made.best, made.remedies, job, "train", as_json=as_json)
+        told = show_remedies(made.of, made.simulated, "train", as_json=as_json)
         seconds = made.simulated.forecast.step_seconds
         more = {"slice": made.of.on.name, "forecast_step_seconds": seconds, **told}
     if as_json:

@@ -91,6 +91,11 @@ class ModelStats:
     """Elements of keys and values per token and layer, which the context axis gathers."""
     routed: int = 0
     """Copies of a token that a mixture sends to its experts; 0 in a dense model."""
+    experts: int = 0
+    """Experts of a mixture that drops no token: over an expert axis each device has rows for all tokens of the
+    axis, and the tensor axis sums whole results. 0 in other models."""
+    hidden: Mapping[Remat, int] = field(default_factory=dict)
+    """Of the ``split`` elements that each policy saves, those in rows of experts."""
     vocab: int = 0
     kept: Mapping[Remat, tuple[int, int]] = field(default_factory=dict)
     """(whole, split) elements that each policy saves for the backward pass."""

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from systolic.chips import Slice
-from systolic.job import Axis, Remat, Residual
+from systolic.job import Axis, Layout, ModelStats, Precision, Remat, Residual
 from systolic.planning.candidate import Candidate
 from systolic.planning.facts import Facts
 from systolic.sim.calibration import constant
@@ -27,8 +27,16 @@ EXPOSED: float = constant("analytic.exposed", FOLDER)
 VISIBLE = {Axis[name]: share for name, share in constant("analytic.visible", FOLDER).items()}
 HALF = 2.0
 """Bytes of a bf16 element."""
+WHOLE = 4.0
+"""Bytes of an f32 element."""
 LOGIT_BYTES = 8.0
-"""A logit in bf16 and in f32, and its gradient."""
+"""Bytes of a logit in bf16 and in f32, and of its gradient."""
+WORKING = 1.5
+"""Times that a layer's activations are in memory while its gradient is computed."""
+LIVE_LOGIT = 5.0
+"""Bytes of a logit that are in memory at once: less than are made, since the loss is fused."""
+GATHERED = 1.5
+"""Layers whose gathered weights and gradients are whole at once; of compiled mixtures 1 to 2 are."""
 ACCUMULATES = 4.0
 """Memory moves of a pass's gradients when they are summed: write, read both, write."""
 RESERVED = 1.005
@@ -132,8 +140,22 @@ def _stream_ways(facts: Facts, candidate: Candidate) -> int:
     return 1 if dim % ways else layout.tensor
 
 
+def _element(candidate: Candidate) -> float:
+    """Bytes of an element of activations and of gathered weights."""
+    return WHOLE if candidate.precision is Precision.f32 else HALF
+
+
+def _rows(outline: ModelStats, layout: Layout) -> float:
+    """Rows that a device has for its experts' tokens, over those that a uniform choice fills."""
+    if not outline.experts:
+        return 1.0
+    own = max(outline.experts // layout.expert, 1)
+    return layout.expert * min(outline.routed, own) / max(outline.routed, 1)
+
+
 def _memory(facts: Facts, candidate: Candidate) -> tuple[float, float]:
     layout, outline = candidate.layout, facts.outline(candidate.layout)
+    element = _element(candidate)
     parameters, tokens = _shards(facts, candidate), _tokens(facts, candidate)
     state = facts.state_bytes * parameters
     layers = outline.layers / layout.pipeline
@@ -142,16 +164,21 @@ def _memory(facts: Facts, candidate: Candidate) -> tuple[float, float]:
     bound = state + inputs / layout.tensor
     whole, split = outline.kept.get(layout.remat, (outline.stream, 0))
     ways = _stream_ways(facts, candidate)
-    kept = layers * tokens * (whole / ways + split / layout.tensor) * HALF
+    empty = _rows(outline, layout) - 1.0
+    split += empty * outline.hidden.get(layout.remat, 0)
+    kept = layers * tokens * (whole / ways + split / layout.tensor) * element
     once = outline.kept.get(Remat.none, (0, 0))
     # Gathered weights of a layer are whole while its matmuls run.
-    working = 2.0 * tokens * (once[0] + once[1] / layout.tensor) * HALF
-    summed = facts.job.dtypes.gradients.bytes if layout.accumulate > 1 else HALF
+    spread = once[1] + empty * outline.hidden.get(Remat.none, 0)
+    working = (
+        WORKING * tokens * (once[0] / ways + outline.stream + spread / layout.tensor) * element
+    )
+    summed = facts.job.dtypes.gradients.bytes if layout.accumulate > 1 else element
     gradients = summed * parameters * facts.trained_share
     matrices = layout.tensor * layout.pipeline * layout.expert
-    gathered = 3.0 * HALF * outline.parameters / max(outline.layers, 1) / matrices
+    gathered = GATHERED * element * outline.parameters / max(outline.layers, 1) / matrices
     chunks = layout.loss_chunks
-    logits = tokens / layout.pipeline * outline.vocab / layout.tensor / chunks * LOGIT_BYTES
+    logits = tokens / layout.pipeline * outline.vocab / layout.tensor / chunks * LIVE_LOGIT
     return bound, state + gradients + kept + gathered + max(working, logits)
 
 
@@ -159,8 +186,12 @@ def _time(facts: Facts, candidate: Candidate, rates: Speeds) -> tuple[float, flo
     layout, on = candidate.layout, candidate.on
     outline = facts.outline(layout)
     matmul_format = candidate.precision.matmul_format
+    element = _element(candidate)
+    best_peak = max(rates.peaks.values()) if matmul_format else rates.peaks["bf16"]
+    # A TPU multiplies f32 operands in one pass of bf16; what they cost is their bytes.
     peak = rates.peaks["bf16"]
-    best_peak = max(rates.peaks.values()) if matmul_format else peak
+    if candidate.precision is Precision.f32:
+        peak = rates.peaks.get("f32", peak)
     model = facts.train_flops * candidate.batch / on.num_devices
     state = facts.state_bytes * _shards(facts, candidate)
     bound = max(model / best_peak, state / rates.hbm)
@@ -173,11 +204,12 @@ def _time(facts: Facts, candidate: Candidate, rates: Speeds) -> tuple[float, flo
         flops += 2.0 * outline.vocab * outline.stream * _passed(facts, candidate)
     compute = flops / (EFFICIENCY * (0.5 * fast + 0.5 * peak if matmul_format else peak))
     once = outline.kept.get(Remat.none, (0, 0))
-    elements = outline.layers * (once[0] / ways + once[1] / layout.tensor) / layout.pipeline
+    spread = once[1] + (_rows(outline, layout) - 1.0) * outline.hidden.get(Remat.none, 0)
+    elements = outline.layers * (once[0] / ways + spread / layout.tensor) / layout.pipeline
     elements += outline.vocab / layout.tensor / layout.pipeline
-    touched = _tokens(facts, candidate) * layout.accumulate * elements * HALF
+    touched = _tokens(facts, candidate) * layout.accumulate * elements * element
     compute += REREAD * (1 + repeated / 3) * touched / rates.hbm
-    weights = HALF * outline.parameters / (layout.tensor * layout.pipeline * layout.expert)
+    weights = element * outline.parameters / (layout.tensor * layout.pipeline * layout.expert)
     # Each pass writes and reads the gathered weights again, for any number of tokens.
     compute = max(compute, 6.0 * weights * layout.accumulate / rates.hbm)
     passes = layout.accumulate * layout.pipeline
@@ -208,7 +240,8 @@ def _traffic(
     layout, outline = candidate.layout, facts.outline(candidate.layout)
     tokens = _tokens(facts, candidate)
     layers = outline.layers / layout.pipeline
-    stream = tokens * outline.stream * HALF * layout.accumulate
+    element = _element(candidate)
+    stream = tokens * outline.stream * element * layout.accumulate
     slices = candidate.on.num_slices
     crossing = layout.slices
     inside = {axis: layout.size(axis) for axis in Axis}
@@ -224,12 +257,17 @@ def _traffic(
         return whole_bytes * (ways - 1) / ways / _rate(candidate.on, rates, ways, stride)
 
     again = 1.0 if layout.remat in (Remat.full, Remat.offload) else 0.0
+    # Four gathers and scatters of the stream a block, again for its gradient. A mixture that drops no token sums whole
+    # results over the tensor axis, of all tokens of the expert axis, which it gathers and scatters once.
+    tensor, expert = 8.0 + 4.0 * again, (4.0 + 2.0 * again) * outline.routed
+    if outline.experts:
+        tensor = (0.5 + layout.expert) * tensor
+        expert = (4.0 + 2.0 * again) * layout.expert
     sharded = weights / max(inside[Axis.fsdp], 1)
     found = {
         "weights": seconds(Axis.fsdp, 2.0 * weights) * passes,
         "gradients": seconds(Axis.fsdp, weights) * passes + seconds(Axis.data, 4.0 * sharded),
-        "tensor": VISIBLE[Axis.tensor]
-        * seconds(Axis.tensor, (8.0 + 4.0 * again) * layers * stream),
+        "tensor": VISIBLE[Axis.tensor] * seconds(Axis.tensor, tensor * layers * stream),
         "context": VISIBLE[Axis.context]
         * seconds(
             Axis.context,
@@ -238,12 +276,12 @@ def _traffic(
             * tokens
             * layout.context
             * outline.keys
-            * HALF
+            * element
             * layout.accumulate,
         ),
         "expert": VISIBLE[Axis.expert]
-        * seconds(Axis.expert, (4.0 + 2.0 * again) * layers * stream * outline.routed)
-        / max(inside[Axis.expert] / 4, 1),
+        * seconds(Axis.expert, expert * layers * stream)
+        / (1.0 if outline.experts else max(inside[Axis.expert] / 4, 1)),
     }
     if slices > 1:
         share = 4.0 * _shards(facts, candidate) if crossing is Axis.data else 6.0 * weights * passes

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from systolic.job import Precision
+from systolic.job import Layout, Precision
 from systolic.job.layout import Group, group_of
 from systolic.planning.candidate import Candidate
 from systolic.planning.flags import DEFAULT, FlagSet, joined
@@ -93,3 +93,9 @@ def compatible(helped: Iterable[Change]) -> list[Change]:
             touched |= one.touches
             found.append(one)
     return found
+
+
+def differences(before: Layout, after: Candidate) -> list[str]:
+    """Settings of a layout that a candidate changes, and the flags that it adds: ``accumulate 2 -> 1``."""
+    flags = [] if after.flags is DEFAULT else [f"flags {after.flags.name}"]
+    return [*before.difference(after.layout), *flags]

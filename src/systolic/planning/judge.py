@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from systolic.forecasting import Forecast
 from systolic.planning.analytic import Analysis, capacity
 from systolic.planning.candidate import Candidate
 from systolic.planning.facts import Facts
@@ -60,6 +61,27 @@ class Judge:
         """Score by the optimistic estimate."""
         return self.estimated(ranked, OPTIMISM)
 
+    def beside(self, ranked: Ranked, base: Trial) -> float:
+        """Score by the figures of a compiled candidate near it, times the ratio of the corrected estimates.
+
+        Errors that both have in common cancel. Infinite where the bound exceeds the base's score.
+        """
+        candidate, analysis = ranked.candidate, ranked.analysis
+        assert base.forecast is not None
+        step = base.forecast.step_seconds
+        assert step is not None
+        near = self.time_off.ratio(candidate) / self.time_off.ratio(base.candidate)
+        seconds = step * near * analysis.seconds_estimate / base.analysis.seconds_estimate
+        need = _need(base.forecast)
+        ratio = self.bytes_off.ratio(candidate)
+        need += ratio * (analysis.bytes_estimate - base.analysis.bytes_estimate)
+        fits = likely(need, capacity(candidate.on))
+        # One that does not fit costs a compile and no more.
+        penalty = 1 + 0.1 * (1 - fits) + (20 if fits < 0.03 else 0)
+        total = self.total(candidate, max(seconds, analysis.seconds_bound))
+        limit = 1.0 if self.goal.broken(total) is None else 3.0
+        return self.goal.score(total) * penalty * limit
+
     def score(self, trial: Trial) -> float:
         """Score of a compiled candidate; infinite where it does not fit."""
         return float("inf") if trial.total is None else self.goal.score(trial.total)
@@ -69,10 +91,15 @@ class Judge:
         made = trial.forecast
         if made is None:
             return
-        need = made.memory.peak_bytes if made.memory else 0
-        need = need or (made.rejected or {}).get("need_bytes", 0)
+        need = _need(made)
         if need:
             self.bytes_off.learn(ranked.candidate, need / ranked.analysis.bytes_estimate)
         if made.step_seconds:
             ratio = made.step_seconds / ranked.analysis.seconds_estimate
             self.time_off.learn(ranked.candidate, ratio)
+
+
+def _need(made: Forecast) -> float:
+    """Bytes of a device that a compiled step needs, whether it fits or not; 0 where unknown."""
+    known = made.memory.peak_bytes if made.memory is not None else 0
+    return float(known or (made.rejected or {}).get("need_bytes", 0))

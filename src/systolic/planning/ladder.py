@@ -8,9 +8,9 @@ from systolic.chips import Slice
 from systolic.chips.slices import named_slices
 from systolic.job import Batch, Layout, OptimizerKind
 from systolic.planning.candidate import Candidate
+from systolic.planning.change import differences
 from systolic.planning.evaluator import CompilingEvaluator, OpenEvaluator
 from systolic.planning.facts import Facts
-from systolic.planning.flags import DEFAULT
 from systolic.planning.goal import Goal
 from systolic.planning.objective import Objective
 from systolic.planning.plan import SearchStop, Trial, reason_of
@@ -18,9 +18,11 @@ from systolic.planning.search import Limits, Search, Watch
 from systolic.planning.space import global_batch
 
 FIRST = 8
-"""Most programs on the slice itself; fewer once one fits and no better one is likely."""
+"""Most programs on the slice itself while none fits."""
 LARGER = 4
-"""Most programs on each larger slice."""
+"""Most programs on each larger slice while none fits."""
+FASTER = 16
+"""Most further programs once one fits: the fastest that fits is wanted; fewer when no better one is likely."""
 SLICES = 4
 """Number of larger slices tried."""
 
@@ -85,7 +87,9 @@ def find_fit(
             facts=of,
             slices=[at],
             goal=Goal(objective=Objective.time, units=1.0, unit=of.unit),
-            limits=Limits(programs=programs, finalists=0, workers=workers),
+            limits=Limits(
+                programs=programs + FASTER, fruitless=programs, finalists=0, workers=workers
+            ),
             flags=flags,
             watch=watch,
             evaluator=evaluator,
@@ -125,7 +129,4 @@ def _larger(on: Slice) -> list[Slice]:
 
 def difference(before: Layout, after: Candidate) -> str:
     """Settings that changed, as text."""
-    parts = before.difference(after.layout)
-    if after.flags is not DEFAULT:
-        parts.append(f"flags {after.flags.name}")
-    return ", ".join(parts) or "the same layout"
+    return ", ".join(differences(before, after)) or "the same layout"

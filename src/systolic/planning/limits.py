@@ -18,6 +18,8 @@ class Limits:
 
     programs: int = 24
     """Most compiles up to the schedule, those from the store included."""
+    fruitless: int | None = None
+    """Most compiles while none fits; None for no limit of its own."""
     seconds: float | None = None
     workers: int = 0
     """Compiles at once, at most one a core; 0: as many as cores and memory allow."""

@@ -1,27 +1,51 @@
 """Changes of settings for a slow step, each compiled and simulated for its gain."""
 
+import enum
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from systolic.chips import Slice
 from systolic.core.errors import SystolicError
-from systolic.core.units import gibibytes
+from systolic.core.units import duration, gibibytes
 from systolic.forecasting import Forecast
 from systolic.job import Axis, Layout, Precision, Remat
 from systolic.job.layout import Group
 from systolic.planning import variants
 from systolic.planning.analytic import analyse, capacity
 from systolic.planning.candidate import Candidate
-from systolic.planning.change import Change, ChangedPart, compatible, layout_change, together
+from systolic.planning.change import (
+    Change,
+    ChangedPart,
+    compatible,
+    differences,
+    layout_change,
+    together,
+)
 from systolic.planning.evaluator import CandidateEvaluator, PendingForecast
 from systolic.planning.facts import Facts
-from systolic.planning.space import NAMED, check, narrower
+from systolic.planning.goal import Goal
+from systolic.planning.limits import Limits
+from systolic.planning.objective import Objective
+from systolic.planning.plan import Trial
+from systolic.planning.search import Search, SearchProgress
+from systolic.planning.space import NAMED, Freedom, check, narrower
 
 GAIN = 0.005
 """Relative gain below which a change counts as no gain."""
+
+
+class RemedyStage(enum.Enum):
+    """Stages in which changes are tried; the values are those of the JSON."""
+
+    single = "single"
+    """One setting alone, and those that helped together."""
+    combined = "combined"
+    """On from the best, any settings, until none gains."""
+    training = "training"
+    """On top of the best: precision or batch, which change training."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,19 +55,23 @@ class Remedy:
     text: str
     """``remat full -> minimal``."""
     candidate: Candidate
+    stage: RemedyStage = RemedyStage.single
     same_result: bool = True
     """Whether training gives the same model but for rounding."""
     step_seconds: float | None = None
     units_per_second: float | None = None
+    unit: str = "tokens"
     need_bytes: int = 0
     have_bytes: int
     gain: float | None = None
     """Units a second over those of the base, minus 1; None when it does not fit or compile."""
     problem: str = ""
+    trial: Trial | None = None
+    """What was compiled, with its forecast; None where it did not compile."""
 
     @property
     def verdict(self) -> str:
-        """``+11 % (fits, 13.9 of 15.7 GiB)``."""
+        """``+11.1% tokens/s, 410 ms a step (fits, 13.90 GiB of 15.75 GiB)``."""
         if self.problem:
             return self.problem
         size = f"{gibibytes(self.need_bytes)} of {gibibytes(self.have_bytes)}"
@@ -51,18 +79,21 @@ class Remedy:
             return f"does not fit: {size}"
         if abs(self.gain) < GAIN:
             return f"no gain (fits, {size})"
-        return f"{self.gain:+.1%} (fits, {size})"
+        step = f", {duration(self.step_seconds)} a step" if self.step_seconds else ""
+        return f"{self.gain:+.1%} {self.unit}/s{step} (fits, {size})"
 
     def to_json(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Plain values; ``settings`` are the options of the change."""
         return {
             "change": self.text,
+            "stage": self.stage.value,
             "settings": settings,
             "flags": list(self.candidate.compiler_flags),
             "same_result": self.same_result,
             "fits": self.gain is not None,
             "step_seconds": self.step_seconds,
             "gain": self.gain,
+            "gain_of": f"{self.unit} per second",
             "need_bytes": self.need_bytes,
             "have_bytes": self.have_bytes,
             "verdict": self.verdict,
@@ -70,7 +101,7 @@ class Remedy:
 
 
 def changes(facts: Facts, base: Candidate) -> list[Change]:
-    """Single changes of a candidate, the likeliest gains by the analytic model first."""
+    """Single changes of a candidate that keep training the same, the likeliest gains by the analytic model first."""
     have = capacity(base.on)
     speeds: dict[Change, float] = {}
     for one in _all(facts, base):
@@ -85,7 +116,7 @@ def changes(facts: Facts, base: Candidate) -> list[Change]:
     turns: dict[Change, int] = {}
     for one in sorted(speeds, key=lambda change: speeds[change]):
         kinds[one.touches] += 1
-        turns[one] = kinds[one.touches] + (0 if one.same_result else 2)
+        turns[one] = kinds[one.touches]
     return sorted(turns, key=lambda change: turns[change])
 
 
@@ -97,13 +128,16 @@ def _all(facts: Facts, base: Candidate) -> Iterator[Change]:
             yield layout_change(accumulate=accumulate)
     yield from _meshes(facts, layout)
     yield from variants.changes(facts.job, base)
-    # Changes that change training:
-    yield Change(batch=2 * base.batch)
+
+
+def training_changes(facts: Facts, base: Candidate) -> list[Change]:
+    """Changes of a candidate that change training: a narrower precision and twice the batch."""
+    found = [Change(batch=2 * base.batch)]
     if base.precision is Precision.bf16:
-        for precision in narrower(facts.job, base.on):
-            yield Change(precision=precision)
+        found[:0] = [Change(precision=one) for one in narrower(facts.job, base.on)]
     if base.precision is Precision.f32:
-        yield Change(precision=Precision.bf16)
+        found.insert(0, Change(precision=Precision.bf16))
+    return [one for one in found if check(facts.job, one.on(base)) is None]
 
 
 def _policies(facts: Facts, layout: Layout) -> Iterator[Change]:
@@ -158,16 +192,124 @@ def try_all(
     # Answers are taken in the order of the changes, whichever compile ends first.
     for change, pending in [(change, start(change.on(base))) for change in wanted]:
         text, same = change.text(base), change.same_result
-        remedies[change] = _remedy(made, change.on(base), pending, text, same_result=same)
+        remedies[change] = _remedy(facts, made, change.on(base), pending, text, same_result=same)
         watch(remedies[change], len(remedies), len(wanted))
     joint = compatible(_helped(remedies))
     after = together(base, joint)
     last = []
     if len(joint) > 1 and check(facts.job, after) is None:
         text = "together: " + "; ".join(remedies[change].text for change in joint)
-        last.append(_remedy(made, after, start(after), text, same_result=True))
+        last.append(_remedy(facts, made, after, start(after), text, same_result=True))
         watch(last[0], len(remedies) + 1, len(wanted) + 1)
     return sorted((*remedies.values(), *last), key=lambda remedy: -_gain(remedy))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Follower:
+    """Goes on from changes that were tried alone, until nothing gains.
+
+    Args:
+        facts: Facts of the job.
+        made: Forecast of ``base``, the reference for gains.
+        base: The candidate that is changed.
+        evaluator: Forecasts the changes.
+        most: Most compiles of one climb.
+        workers: Compiles at once.
+        watch: Called with each remedy when it is known, the number compiled so far and the most there may be.
+    """
+
+    facts: Facts
+    made: Forecast
+    base: Candidate
+    evaluator: CandidateEvaluator
+    most: int
+    workers: int = 1
+    watch: RemedyWatch = lambda *_: None
+
+    def combine(self, tried: Sequence[Remedy]) -> list[Remedy]:
+        """Remedies of a climb from the best of some that keep training the same, or from the base."""
+        known = [one.trial for one in tried if one.trial is not None and one.same_result]
+        return self._climb(self.facts, [self._own, *known], RemedyStage.combined)
+
+    def change_training(self, tried: Sequence[Remedy]) -> list[Remedy]:
+        """Changes of training on top of the best that keeps it the same, and a climb from the best precision."""
+        same = [one for one in tried if one.same_result and _gain(one) > GAIN]
+        best = max(same, key=_gain).candidate if same else self.base
+        least = max(map(_gain, same), default=GAIN)
+        found: list[Remedy] = []
+        wanted = training_changes(self.facts, best)
+        for change in wanted:
+            candidate = change.on(best)
+            pending = self.evaluator.submit(self.facts.job, candidate, full=False)
+            text = _difference(self.base, candidate)
+            one = _remedy(self.facts, self.made, candidate, pending, text, same_result=False)
+            found.append(replace(one, stage=RemedyStage.training))
+            self.watch(found[-1], len(found), len(wanted))
+        narrow = [one for one in found if one.candidate.precision is not best.precision]
+        first = max(narrow, key=_gain, default=None)
+        if first is None or first.trial is None or _gain(first) <= least:
+            return found
+        job = replace(self.facts.job, precision=first.candidate.precision)
+        facts = replace(self.facts, job=job)
+        return [*found, *self._climb(facts, [first.trial], RemedyStage.training)]
+
+    @property
+    def _own(self) -> Trial:
+        return _trial(self.facts, self.base, self.made)
+
+    def _climb(self, facts: Facts, known: Sequence[Trial], stage: RemedyStage) -> list[Remedy]:
+        """Remedies that a local search compiles, in their order."""
+        found: list[Remedy] = []
+
+        def see(progress: SearchProgress) -> None:
+            one = progress.latest
+            if one is not None:
+                found.append(self._remedy_of(one, stage))
+                self.watch(found[-1], len(found), self.most)
+
+        search = Search(
+            facts=facts,
+            slices=[self.base.on],
+            goal=_goal(facts),
+            freedom=Freedom(),
+            limits=Limits(programs=len(known) + self.most, finalists=0, workers=self.workers),
+            watch=see,
+            tried=[*known],
+        )
+        search.climb(self.evaluator)
+        return found
+
+    def _remedy_of(self, one: Trial, stage: RemedyStage) -> Remedy:
+        same = one.candidate.precision is self.base.precision
+        text = _difference(self.base, one.candidate)
+        made = _of_trial(self.made, one, text, same_result=same)
+        return replace(made, stage=stage)
+
+
+def _goal(facts: Facts) -> Goal:
+    return Goal(objective=Objective.time, units=1.0, unit=facts.unit)
+
+
+def _trial(facts: Facts, candidate: Candidate, made: Forecast) -> Trial:
+    goal = _goal(facts)
+    units = candidate.batch * facts.units_per_example
+    seconds = made.step_seconds
+    return Trial(
+        candidate=candidate,
+        analysis=analyse(facts, candidate),
+        forecast=made,
+        total=goal.total(candidate.on, units, seconds) if seconds else None,
+    )
+
+
+def _difference(before: Candidate, after: Candidate) -> str:
+    """Settings that changed, as text."""
+    parts = differences(before.layout, after)
+    if before.batch != after.batch:
+        parts.append(f"batch {before.batch} -> {after.batch}")
+    if before.precision is not after.precision:
+        parts.append(f"precision {before.precision.value} -> {after.precision.value}")
+    return ", ".join(parts) or "the same settings"
 
 
 def _gain(one: Remedy) -> float:
@@ -181,18 +323,32 @@ def _helped(found: Mapping[Change, Remedy]) -> list[Change]:
 
 
 def _remedy(
-    base: Forecast, candidate: Candidate, pending: PendingForecast, text: str, *, same_result: bool
+    facts: Facts,
+    base: Forecast,
+    candidate: Candidate,
+    pending: PendingForecast,
+    text: str,
+    *,
+    same_result: bool,
 ) -> Remedy:
-    have = int(capacity(candidate.on))
     try:
         found = pending.result()
     except SystolicError as error:
+        one = Trial(candidate=candidate, analysis=analyse(facts, candidate), problem=str(error))
+    else:
+        one = _trial(facts, candidate, found)
+    return _of_trial(base, one, text, same_result=same_result)
+
+
+def _of_trial(base: Forecast, one: Trial, text: str, *, same_result: bool) -> Remedy:
+    have, found = int(capacity(one.candidate.on)), one.forecast
+    if found is None:
         return Remedy(
             text=text,
-            candidate=candidate,
+            candidate=one.candidate,
             same_result=same_result,
             have_bytes=have,
-            problem=str(error),
+            problem=one.problem or "",
         )
     need = found.memory.peak_bytes if found.memory is not None else 0
     need = need or int((found.rejected or {}).get("need_bytes", 0))
@@ -200,13 +356,15 @@ def _remedy(
     gain = speed / before - 1 if speed and before and found.fits else None
     return Remedy(
         text=text,
-        candidate=candidate,
+        candidate=one.candidate,
         same_result=same_result,
         step_seconds=found.step_seconds,
         units_per_second=speed,
+        unit=found.unit,
         need_bytes=need,
         have_bytes=have,
         gain=gain,
+        trial=one,
     )
 
 

@@ -9,7 +9,7 @@ import itertools
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from systolic.chips import Slice
@@ -19,7 +19,7 @@ from systolic.core.units import gibibytes
 from systolic.job.layout import Group
 from systolic.planning.analytic import Analysis, analyse, capacity
 from systolic.planning.candidate import Candidate
-from systolic.planning.change import together
+from systolic.planning.change import ChangedPart
 from systolic.planning.evaluator import (
     CandidateEvaluator,
     CompilingEvaluator,
@@ -27,13 +27,15 @@ from systolic.planning.evaluator import (
     PendingForecast,
 )
 from systolic.planning.facts import Facts
+from systolic.planning.flags import joined
 from systolic.planning.goal import Goal, days
 from systolic.planning.judge import Judge, Ranked
 from systolic.planning.limits import Limits
+from systolic.planning.neighbours import Kind, Neighbour, neighbours
 from systolic.planning.plan import CompileDepth, Plan, SearchStop, Trial, ranking
 from systolic.planning.space import Freedom, RefusalRule, Refused, check
 from systolic.planning.survey import Survey
-from systolic.planning.variants import changes, like
+from systolic.planning.variants import like
 
 HOPELESS = 1.15
 """Ratio of the best remaining optimistic score to the best score at which the search ends."""
@@ -45,6 +47,14 @@ NEW_SLICE = 1.5
 """Ratio to the best score up to which a slice's first layout is compiled: its result corrects other estimates."""
 NEAR = 1.5
 """Ratio to a limit within which flags or a full compile may still meet it."""
+UNKNOWN = 0.97
+"""Ratio to the best score that a change is expected to reach whose effect no estimate knows."""
+MAY_GAIN = 1.05
+"""Ratio to the best score, by estimates, up to which a neighbour is compiled."""
+WEARY = 1.02
+"""Factor on the expected score for each compile with the same mesh, or of a kind of change that did not gain."""
+CLIMB_PATIENCE = 8
+"""Neighbours without a gain after which a climb ends."""
 POLL_SECONDS = 0.5
 """Interval between progress reports while a compile runs."""
 PATIENCE = 10
@@ -82,6 +92,11 @@ class SearchProgress:
 Watch = Callable[[SearchProgress], None]
 
 
+def _mesh(candidate: Candidate) -> tuple[str, tuple[int, ...]]:
+    """The slice and the axes of a candidate."""
+    return candidate.on.name, tuple(candidate.layout.mesh_shape.values())
+
+
 def shared(on: Slice) -> tuple[str, ...]:
     """Compiler flags that all jobs on a slice's chip share."""
     return resolved("", on.chip)
@@ -116,6 +131,8 @@ class Search:
         self._survey = Survey(
             judge=self._judge, freedom=self.freedom, base=self.flags, only=self.only
         )
+        for known in self.tried:
+            self._judge.learn(Ranked(candidate=known.candidate, analysis=known.analysis), known)
         # Ties must not depend on the order of the command line.
         self.slices = sorted(self.slices, key=lambda on: (on.chip.name, on.num_chips, on.name))
 
@@ -135,6 +152,10 @@ class Search:
         except KeyboardInterrupt:
             self.stopped = SearchStop.interrupted
         return self.answer()
+
+    def climb(self, pool: CandidateEvaluator) -> None:
+        """Moves the best of what was tried to better neighbours, without a survey of the space first."""
+        self._climb(pool, self.limits.programs)
 
     def answer(self) -> Plan:
         """The plan so far."""
@@ -184,13 +205,13 @@ class Search:
             self._compile_best_first(pool, most - most // 2)
             plain = self.leader()
             rivals = self._rivals()
-            self._refine(pool, most - most // (3 if rivals else 4))
+            self._climb(pool, most - (most // 3 if rivals else most // 8))
             leader = self.leader()
             self._refine_rivals(pool, rivals, most - most // 6)
             if leader is not plain:
-                self._spread(pool, most - (0 if rivals else most // 8))
+                self._spread(pool, most - (0 if rivals else most // 16))
             if self.leader() is not leader:
-                self._refine(pool, most)
+                self._climb(pool, most)
         self._compile_best_first(pool, most)
         self._settle(pool)
 
@@ -209,8 +230,10 @@ class Search:
         visited = {one.candidate.on.name for one in self.tried}
         chips = {one.candidate.on.chip.name for one in self.tried}
         queue = self._survey.queue
-        while asked < quota and queue and not self._late():
-            queue.sort(key=self._judge.hopeful)
+        while asked < quota and queue and not self._late() and not self._fruitless():
+            meshes = Counter(_mesh(one.candidate) for one in self.tried)
+            meshes.update(_mesh(ranked.candidate) for ranked, _ in self._running)
+            queue.sort(key=lambda r: self._judge.hopeful(r) * WEARY ** meshes[_mesh(r.candidate)])
             best = self.best()
             pick = queue[0]
             # A chip's first compile corrects the estimates of all its slices.
@@ -241,6 +264,12 @@ class Search:
             chips.add(pick.candidate.on.chip.name)
             asked += 1
             yield pick
+
+    def _fruitless(self) -> bool:
+        """Whether as many compiles as the limits allow have ended without one that fits."""
+        most = self.limits.fruitless
+        tried = len(self.tried) + len(self._running)
+        return most is not None and tried >= most and all(one.total is None for one in self.tried)
 
     def _worth(self, ranked: Ranked, best: Trial | None, margin: float) -> bool:
         if best is None or best.total is None:
@@ -286,7 +315,7 @@ class Search:
         ]
 
     def _refine_rivals(self, pool: CandidateEvaluator, rivals: Sequence[Trial], most: int) -> None:
-        """Applies the leader's settings to the best of each other slice, then refines these in equal shares."""
+        """Applies the leader's settings to the best of each other slice, then climbs from these in equal shares."""
         leader = self.leader()
         if leader is None:
             return
@@ -295,30 +324,89 @@ class Search:
         self._try(pool, possible, most)
         for number, one in enumerate(rivals):
             share = (most - len(self.tried)) // (len(rivals) - number)
-            self._refine(pool, len(self.tried) + share, one.candidate.on)
+            self._climb(pool, len(self.tried) + share, one.candidate.on)
 
-    def _refine(self, pool: CandidateEvaluator, most: int, on: Slice | None = None) -> None:
-        """Tries attention blocks, loss chunks and flag sets on the best (of a slice), two at a time; keeps what helps."""
-        first = self.leader(on)
-        if first is None:
-            return
-        memory = first.forecast.memory if first.forecast is not None else None
-        tight = memory is not None and memory.peak_bytes > TIGHT * capacity(first.candidate.on)
-        wanted = changes(self.facts.job, first.candidate, tight)
-        for index in range(0, len(wanted), 2):
+    def _climb(self, pool: CandidateEvaluator, most: int, on: Slice | None = None) -> None:
+        """Moves the best (of a slice) to a better neighbour until none is likely to gain, up to ``most`` compiles.
+
+        Neighbours are compiled by their estimated scores. A kind of change that did not gain waits behind
+        others; settings that no estimate knows are expected to gain :data:`UNKNOWN`.
+        """
+        failures: Counter[Kind] = Counter()
+        moves: list[tuple[Neighbour, Ranked]] = []
+        around: Trial | None = None
+        gained = 0
+        while len(self.tried) < most and not self._late():
             base = self.leader(on)
-            assert base is not None
-            made = {change: change.on(base.candidate) for change in wanted[index : index + 2]}
-            self._try(pool, made.values(), most)
+            if base is None:
+                return
+            if base is not around:
+                moves, around = self._moves(base), base
+            ranked = self._promising(moves, base, failures)
+            if not ranked or sum(failures.values()) - gained >= CLIMB_PATIENCE:
+                return
+            picked = ranked[: self.limits.at_once]
+            self._try(pool, [one.candidate for one in picked], most)
             known = {one.candidate: self._judge.score(one) for one in self.tried}
-            helped = [
-                change
-                for change, candidate in made.items()
-                if known.get(candidate, math.inf) < HELPS * self._judge.score(base)
-            ]
-            helped.sort(key=lambda change: known[made[change]])
+            before = self._judge.score(base)
+            for one in picked:
+                if known.get(one.candidate, math.inf) >= HELPS * before:
+                    failures[one.kind] += 1
+            helped = [one for one in picked if known.get(one.candidate, math.inf) < HELPS * before]
+            if helped:
+                gained = sum(failures.values())
             if len(helped) > 1:
-                self._try(pool, [together(base.candidate, helped)], most)
+                self._try_together(pool, base, helped, most)
+
+    def _try_together(
+        self, pool: CandidateEvaluator, base: Trial, helped: Sequence[Neighbour], most: int
+    ) -> None:
+        """Compiles neighbours that helped alone as one, where they change different settings."""
+        joint, plain = base.candidate, base.candidate.layout
+        touched: frozenset[Group | ChangedPart] = frozenset()
+        for one in helped:
+            if touched & one.kind - {ChangedPart.flags}:
+                return
+            touched |= one.kind
+            new = one.candidate.layout
+            groups = [group for group in Group if plain.take(new, group) != plain]
+            flags = joined(joint.flags, one.candidate.flags)
+            joint = replace(joint, layout=joint.layout.take(new, *groups), flags=flags)
+        if check(self.facts.job, joint) is None:
+            self._try(pool, [joint], most)
+
+    def _moves(self, base: Trial) -> list[tuple[Neighbour, Ranked]]:
+        """Neighbours of a trial that its memory may hold and whose bound is below its score."""
+        memory = base.forecast.memory if base.forecast is not None else None
+        have = capacity(base.candidate.on)
+        tight = memory is not None and memory.peak_bytes > TIGHT * have
+        best, found = self._judge.score(base), []
+        for one in neighbours(self.facts, base.candidate, self.freedom, tight):
+            analysis = analyse(self.facts, one.candidate)
+            bound = self._judge.total(one.candidate, analysis.seconds_bound)
+            if analysis.bytes_bound <= have and self.goal.score(bound) < best:
+                found.append((one, Ranked(candidate=one.candidate, analysis=analysis)))
+        return found
+
+    def _promising(
+        self,
+        moves: Sequence[tuple[Neighbour, Ranked]],
+        base: Trial,
+        failures: Mapping[Kind, int],
+    ) -> list[Neighbour]:
+        """Neighbours not compiled yet that may beat a trial, the most promising first."""
+        known = {one.candidate for one in self.tried}
+        before = self._judge.score(base)
+        found: list[tuple[float, Neighbour]] = []
+        for one, ranked in moves:
+            if one.candidate in known or self._dominated(one.candidate) is not None:
+                continue
+            expected = UNKNOWN * before if not one.estimated else self._judge.beside(ranked, base)
+            expected *= WEARY ** failures.get(one.kind, 0)
+            if expected < MAY_GAIN * before:
+                found.append((expected, one))
+        found.sort(key=lambda pair: pair[0])
+        return [one for _, one in found]
 
     def _spread(self, pool: CandidateEvaluator, most: int) -> None:
         """Applies the leader's settings to the next best layouts and to those not compiled yet."""

@@ -20,6 +20,9 @@ LONG = 16384
 LARGEST_ACCUMULATE = 64
 MOST_LOGITS = 0.1
 """Share of the memory from which logits are also tried in chunks."""
+FEW_LOGITS = 0.03
+"""Share from which more loss chunks free too little to be tried."""
+LOSS_CHUNKS = tuple(2**power for power in range(7))
 LARGEST_LOGITS = 1.0
 """Share from which logits are tried in chunks only; the compiler keeps fewer bytes a logit than estimated."""
 NAMED: Sequence[tuple[str, ...]] = (
@@ -105,16 +108,16 @@ def candidates(job: Job, on: Slice, freedom: Freedom) -> Iterator[Candidate]:
     own = _own(job, on)
     if own is not None:
         yield own
-    sequence = _sequence(job)
+    sequence = sequence_of(job)
     known = job.model.outline(job.layout)
     vocab = known.vocab if known is not None else 0
-    precisions = _precisions(job, on, freedom)
-    for batch in _batches(job, on, freedom):
+    precisions = precisions_of(job, on, freedom)
+    for batch in batches(job, on, freedom):
         for mesh in meshes(job, on, freedom, sequence):
-            for accumulate in _accumulations(batch, mesh):
+            for accumulate in accumulations(batch, mesh):
                 plain = replace(mesh, accumulate=accumulate)
                 for chunked in _chunked(plain, on, batch, sequence, vocab):
-                    for layout in _policies(job, chunked, on):
+                    for layout in policies(job, chunked, on):
                         for precision in precisions:
                             yield Candidate(on=on, layout=layout, batch=batch, precision=precision)
 
@@ -199,7 +202,8 @@ def _across_slices(layout: Layout, on: Slice) -> Iterator[Layout]:
             yield replace(layout, slices=axis)
 
 
-def _policies(job: Job, layout: Layout, on: Slice) -> Iterator[Layout]:
+def policies(job: Job, layout: Layout, on: Slice) -> Iterator[Layout]:
+    """The layout with each rematerialisation policy of the model."""
     plain = replace(layout, remat_names=Layout().remat_names, saved_names=())
     for remat in Remat:
         if remat not in job.model.policies():
@@ -220,25 +224,42 @@ def _chunked(
     layout: Layout, on: Slice, batch: int, sequence: int | None, vocab: int
 ) -> Iterator[Layout]:
     """The layout, and with loss chunks too (or only) where logits would fill much of the memory."""
-    examples = batch / (layout.batch_ways * layout.accumulate * layout.pipeline)
-    tokens = examples * (sequence or 0) / layout.context
-    share = LOGIT_BYTES * tokens * vocab / layout.tensor / on.program_bytes
+    share = logit_share(layout, on, batch, sequence, vocab)
     if layout.loss_chunks > 1 or share <= MOST_LOGITS:
         yield layout
         return
     if share <= LARGEST_LOGITS:
         yield layout
-    assert sequence is not None
-    for power in range(1, 7):
-        chunks = 2**power
-        if sequence % (chunks * layout.context):
-            return
-        if share / chunks <= MOST_LOGITS:
-            yield replace(layout, loss_chunks=chunks)
-            return
+    several = [n for n in chunks_of(layout, share, sequence) if n > 1]
+    enough = [n for n in several if share / n <= MOST_LOGITS]
+    for chunks in enough[:1] or several[-1:]:
+        yield replace(layout, loss_chunks=chunks)
 
 
-def _accumulations(batch: int, layout: Layout) -> list[int]:
+def logit_share(layout: Layout, on: Slice, batch: int, sequence: int | None, vocab: int) -> float:
+    """Share of a device's memory that the logits of one pass take without loss chunks."""
+    examples = batch / (layout.batch_ways * layout.accumulate * layout.pipeline)
+    tokens = examples * (sequence or 0) / layout.context
+    return LOGIT_BYTES * tokens * vocab / layout.tensor / on.program_bytes
+
+
+def chunks_of(layout: Layout, share: float, sequence: int | None) -> list[int]:
+    """Numbers of loss chunks worth a compile: from logits that may fit to logits that hardly count.
+
+    Args:
+        layout: The layout; its context axis limits the chunks.
+        share: Share of the memory that the logits take in one chunk.
+        sequence: Tokens of a row; None where there are none.
+    """
+    if sequence is None:
+        return [1]
+    divides = [n for n in LOSS_CHUNKS if sequence % (n * layout.context) == 0]
+    small = [n for n in divides if share / n <= FEW_LOGITS]
+    last = small[0] if small else divides[-1] if divides else 1
+    return [n for n in divides if share / n <= LARGEST_LOGITS and n <= last]
+
+
+def accumulations(batch: int, layout: Layout) -> list[int]:
     """Numbers of passes that give each device a whole number of examples."""
     per_way, rest = divmod(batch, layout.batch_ways)
     if rest or not per_way:
@@ -248,7 +269,8 @@ def _accumulations(batch: int, layout: Layout) -> list[int]:
     return _divisors(per_way, min(per_way, LARGEST_ACCUMULATE))
 
 
-def _batches(job: Job, on: Slice, freedom: Freedom) -> list[int]:
+def batches(job: Job, on: Slice, freedom: Freedom) -> list[int]:
+    """Global batches that the search may choose from."""
     own = global_batch(job, on)
     if not freedom.batch:
         return [own]
@@ -263,7 +285,8 @@ def global_batch(job: Job, on: Slice) -> int:
     return max(1, int((job.batch.per_device or 1) * on.num_devices * job.layout.accumulate))
 
 
-def _precisions(job: Job, on: Slice, freedom: Freedom) -> list[Precision]:
+def precisions_of(job: Job, on: Slice, freedom: Freedom) -> list[Precision]:
+    """Precisions that the search may choose from, the job's own first."""
     own = job.precision.resolve(on.platform)
     if not freedom.precision or own not in (Precision.bf16, Precision.f32):
         return [own]
@@ -276,7 +299,8 @@ def narrower(job: Job, on: Slice) -> list[Precision]:
     return [one for one in (Precision.int8, Precision.fp8) if one.value in known]
 
 
-def _sequence(job: Job) -> int | None:
+def sequence_of(job: Job) -> int | None:
+    """Tokens of a row; None where the data has none."""
     field = job.data.fields().get("tokens")
     return field.shape[0] if field is not None else None
 

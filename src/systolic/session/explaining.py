@@ -25,11 +25,21 @@ from systolic.planning.evaluator import CompilingEvaluator, OpenEvaluator
 from systolic.planning.facts import facts_of
 from systolic.planning.ladder import Attempt, find_fit
 from systolic.planning.plan import Trial
-from systolic.planning.remedies import GAIN, Remedy, base_of, changes, try_all
+from systolic.planning.remedies import (
+    GAIN,
+    Follower,
+    Remedy,
+    RemedyWatch,
+    base_of,
+    changes,
+    try_all,
+)
 from systolic.planning.search import Limits, SearchProgress
 
 REMEDIES = 10
 """Changes that are tried for a step, unless another number is asked for."""
+FOLLOWING = 2
+"""Most compiles of each following stage over those of the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +56,9 @@ class StepExplanation:
     causes: Sequence[Cause] = ()
     """Where the time goes, largest share first; none of a step that does not fit."""
     remedies: Sequence[Remedy] = ()
-    """Changes of settings of a step that fits, the largest gain first."""
+    """Changes of settings of a step that fits, each stage's largest gain first."""
+    remaining: Sequence[Cause] = ()
+    """Where the time of the best goes, largest share first; none where no change gains."""
     attempts: Sequence[Attempt] = ()
     """Searches for a layout that fits, of a step that does not; the last has it if any."""
 
@@ -54,6 +66,13 @@ class StepExplanation:
     def best(self) -> Remedy | None:
         """The change that gains most and trains the same; None where none gains."""
         good = [one for one in self.remedies if one.same_result and (one.gain or 0.0) > GAIN]
+        return max(good, key=lambda one: one.gain or 0.0, default=None)
+
+    @property
+    def best_changed(self) -> Remedy | None:
+        """The change that gains most although it changes training; None where it gains no more than :attr:`best`."""
+        least = GAIN if self.best is None else (self.best.gain or 0.0) + GAIN
+        good = [one for one in self.remedies if not one.same_result and (one.gain or 0.0) > least]
         return max(good, key=lambda one: one.gain or 0.0, default=None)
 
     @property
@@ -71,6 +90,10 @@ class ExplainStage(enum.Enum):
     """Causes are known; of a step that does not fit, what holds its memory."""
     changing = "changing"
     """Changes of settings, each compiled."""
+    combining = "combining"
+    """On from the best change, until none gains."""
+    training = "training"
+    """On top of the best: changes that change training."""
     fitting = "fitting"
     """Layouts that may fit, each compiled."""
 
@@ -146,7 +169,21 @@ class StepExplainer:
         causes = causes_of_forecast(made, module, self.job.model, self.known)
         result = replace(result, causes=causes)
         self.watch(ExplainProgress(stage=ExplainStage.explained, explanation=result))
-        return replace(result, remedies=self.try_changes(made)) if tries else result
+        return self._improved(replace(result, remedies=self.try_changes(made))) if tries else result
+
+    def _improved(self, result: StepExplanation) -> StepExplanation:
+        """The explanation with the causes that are left of the best; the program is in the store."""
+        best = result.best
+        if best is None or best.trial is None or best.trial.forecast is None:
+            return result
+        flags, job = best.candidate.compiler_flags, best.candidate.job(self.job)
+        compiler = Compiler(flags=flags).quick()
+        outcome = compile_program(JobProgram(job=job, verb=self.step), self.on, compiler)
+        if not isinstance(outcome, Compiled):
+            return result
+        made = of_outcome(outcome, job.name, self.on, 0.0)
+        causes = causes_of_forecast(made, parse(outcome.hlo), job.model, self.known)
+        return replace(result, remaining=causes)
 
     def forecast(self) -> tuple[Forecast, Any]:
         """The step as it is, up to its schedule, and the compiler's answer."""
@@ -164,13 +201,37 @@ class StepExplainer:
         facts = facts_of(self.job)
         base = base_of(facts, self.on, self.flags)
         wanted = changes(facts, base)[: self.remedies]
+        workers = Limits(workers=self.workers).at_once
+        with self.evaluator(workers) as evaluator:
+            watch = self._watching(ExplainStage.changing, len(wanted))
+            tried = try_all(facts, made, base, wanted, evaluator, watch)
+            follower = Follower(
+                facts=facts,
+                made=made,
+                base=base,
+                evaluator=evaluator,
+                most=FOLLOWING * self.remedies,
+                workers=workers,
+            )
+            for stage, follow in (
+                (ExplainStage.combining, Follower.combine),
+                (ExplainStage.training, Follower.change_training),
+            ):
+                watch = self._watching(stage, follower.most)
+                tried += sorted(
+                    follow(replace(follower, watch=watch), tried),
+                    key=lambda one: -(one.gain if one.gain is not None else -1.0),
+                )
+        return tried
+
+    def _watching(self, stage: ExplainStage, of: int) -> RemedyWatch:
+        """Begins a stage of changes; returns what is called with each."""
 
         def watch(one: Remedy | None, done: int, of: int) -> None:
-            self.watch(ExplainProgress(stage=ExplainStage.changing, remedy=one, done=done, of=of))
+            self.watch(ExplainProgress(stage=stage, remedy=one, done=done, of=of))
 
-        watch(None, 0, len(wanted))
-        with self.evaluator(Limits(workers=self.workers).at_once) as evaluator:
-            return try_all(facts, made, base, wanted, evaluator, watch)
+        watch(None, 0, of)
+        return watch
 
     def _attempts(self, result: StepExplanation) -> list[Attempt]:
         def watch(now: SearchProgress) -> None:

@@ -28,8 +28,12 @@ def outline(config: "Decoder", layout: Layout) -> ModelStats:
             sum(size for name, size in split.items() if name in names),
         )
 
-    some, more = kept({"layer_input", *matmuls})
     everything = kept({*whole, *split})
+    dropless = config.experts > 1 and config.dispatch is Dispatch.dropless
+    expert_rows = split["mlp"] if dropless else 0
+    # Grouped products are kernels, which a policy for matmuls does not save.
+    saved = {name for name in matmuls if not (dropless and name in ("mlp", "down"))}
+    some, more = kept({"layer_input", *saved})
     return ModelStats(
         parameters=config.num_parameters,
         layers=config.layers,
@@ -37,6 +41,14 @@ def outline(config: "Decoder", layout: Layout) -> ModelStats:
         keys=_key_heads(config) * (config.query_dim + config.value_dim),
         routed=config.experts_per_token if config.experts > 1 else 0,
         vocab=config.vocab,
+        experts=config.experts if dropless else 0,
+        hidden={
+            Remat.none: expert_rows + expert_rows // 2,
+            Remat.minimal: 0,
+            Remat.save_names: expert_rows if "mlp" in named else 0,
+            Remat.offload: expert_rows if "mlp" in stays else 0,
+            Remat.full: 0,
+        },
         kept={
             # Besides what is named: the norms' results, the rotated queries and keys, the activation.
             Remat.none: (
@@ -50,7 +62,7 @@ def outline(config: "Decoder", layout: Layout) -> ModelStats:
         },
         repeated={
             Remat.none: 0.0,
-            Remat.minimal: ATTENTION,
+            Remat.minimal: _repeated(config, saved | {"attention"}) + ATTENTION,
             Remat.save_names: _repeated(config, {*named}),
             Remat.offload: _repeated(config, named | stays),
             Remat.full: 1.0,
