@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, replace
+from typing import Any
 
 from systolic.hlo import Computation, Instruction, Module
 from systolic.sim.calibration import Calibration, constant
@@ -16,7 +17,7 @@ from systolic.sim.grouped import grouped_cost
 from systolic.sim.kernels import kernel_cost
 from systolic.sim.masked import masked_seconds, masked_share
 from systolic.sim.rates import Rates
-from systolic.sim.rules import ruled
+from systolic.sim.rules import carries_index, ruled
 from systolic.sim.timeline import PricedBy, Resource
 from systolic.sim.work import Work, work_of
 
@@ -142,7 +143,11 @@ def _price(
     )
     if rule is not None and (touched > _SMALL or rule.seconds > _SMALL_SECONDS):
         resource = Resource.hbm if rule.on_memory else Resource.vpu
-        more = {"low": rule.low, "high": rule.high}
+        more: dict[str, Any] = {"low": rule.low, "high": rule.high}
+        if opcode == "sort" and carries_index(computation, instruction):
+            more["note"] = (
+                f"{instruction.name} moves an index beside its keys, so that equal ones keep their order: a sort costs what an argsort does; jax.lax.sort(…, is_stable=False) leaves it out"
+            )
         return OpPrice(rule.seconds, resource, rule.by, 0.0, work.bytes, **more)
     if touched <= _SMALL:
         return OpPrice(_SMALL_SECONDS, Resource.vpu, PricedBy.small, 0.0, work.bytes)
