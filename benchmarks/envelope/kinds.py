@@ -494,8 +494,13 @@ KINDS: dict[str, Kind] = {
     "gather": Kind(
         gather,
         lambda r: {
-            "table": 2 ** r.choice((10, 17, 22)),
-            "width": r.choice((1, 1, 128)),
+            **dict(
+                zip(
+                    ("table", "width"),
+                    r.choice(((2**22, 128), (2**27, 1), (2**17, 1), (2**10, 1))),
+                    strict=True,
+                )
+            ),
             "count": 2 ** r.choice((12, 16, 20)),
             "dtype": r.choice(("float32", "bfloat16", "int32")),
         },

@@ -61,10 +61,9 @@ def test_a_top_k_grows_with_k_and_with_its_rows_not_with_their_dtype() -> None:
     costs = [cost(name, PricedBy.top_k) for name in ("topk1", "topk10", "topk100")]
     assert costs == sorted(costs)
     assert costs[2] > 2 * costs[1] > 4 * costs[0]
-    assert cost("topk10", PricedBy.top_k) == pytest.approx(2 * cost("topk10_half", PricedBy.top_k))
-    # Narrow keys are compared in registers of 32 bits.
+    # Narrow keys are compared in registers of 32 bits; integers are sorted whole by the compiler.
     assert cost("topk10_bf16", PricedBy.top_k) == cost("topk10", PricedBy.top_k)
-    assert cost("topk10_quick", PricedBy.top_k) == cost("topk10", PricedBy.top_k)
+    assert cost("topk10_s32", PricedBy.sort) > cost("topk100", PricedBy.top_k)
 
 
 def test_a_top_k_is_not_below_a_comparison_of_each_element_nor_above_a_sort() -> None:
@@ -105,18 +104,32 @@ def test_stages_by_hand() -> None:
 
 def test_a_sort_costs_its_network_whichever_axis() -> None:
     assert cost("sort", PricedBy.sort) == pytest.approx(cost("sort_first_axis", PricedBy.sort))
-    ratio = cost("sort", PricedBy.sort) / cost("sort_half", PricedBy.sort)
-    assert ratio == pytest.approx(2 * network_stages(LONG) / network_stages(LONG // 2))
+    assert 0.5 * cost("sort", PricedBy.sort) < cost("sort_bf16", PricedBy.sort)
     rates = rates_of(slice("v5e-1"))
     compared = ELEMENTS * (math.log2(LONG) - 1.45)
     assert least("sort", PricedBy.sort) > compared / (1024 * 4 * rates.clock_hz)
 
 
 def test_each_operand_of_a_sort_is_moved() -> None:
-    one, two, four = (
-        cost(name, PricedBy.sort) for name in ("sort_unstable", "sort_flat", "sort_four")
-    )
-    assert 1.5 * one < two < four
+    def stage(name: str, size: int) -> float:
+        return cost(name, PricedBy.sort) / size / network_stages(size)
+
+    one = stage("sort_unstable", LONG)
+    two, four = (stage(name, 2**20) for name in ("sort_flat", "sort_four"))
+    assert 1.5 * one < two
+    assert 1.5 * two < four
+
+
+# vllm-project/tpu-inference, pull request 3488: 21.7 and 106.6 us in a mixture's routing, whose size it does not give; 81,920 is
+# what a prefill of 8,192 tokens with ten experts each has.
+@pytest.mark.parametrize(
+    ("name", "measured"), [("sort_unstable_tpu7x", 21.7e-6), ("argsort_tpu7x", 106.6e-6)]
+)
+def test_the_range_of_a_sort_of_one_row_holds_what_chips_took(name: str, measured: float) -> None:
+    span = rule(name, PricedBy.sort)
+    assert span.low is not None
+    assert span.high is not None
+    assert span.low < measured < span.high
 
 
 def test_a_stable_sort_is_an_argsort_and_a_note_says_so() -> None:
@@ -131,16 +144,13 @@ def test_a_stable_sort_is_an_argsort_and_a_note_says_so() -> None:
 
 def test_single_elements_are_gathered_one_address_at_a_time() -> None:
     count = 1_000_000
-    for name, chip, granule in (("gather", "v5e-1", 512), ("gather_v6e", "v6e-1", 32)):
-        rates = rates_of(slice(chip))
-        assert rates.chip.hbm_granule_bytes == granule
-        span = rule(name, PricedBy.gather)
-        assert span.seconds > count * granule / rates.hbm
-        assert least(name, PricedBy.gather) >= min(count * granule, 4e8) / rates.hbm
-        assert count / span.seconds < 0.1 * rates.clock_hz
-    assert cost("gather", PricedBy.gather) == pytest.approx(
-        2 * cost("gather_half", PricedBy.gather)
-    )
+    rates = rates_of(slice("v5e-1"))
+    assert rates.chip.hbm_granule_bytes == 512
+    assert slice("v6e-1").chip.hbm_granule_bytes == 32
+    # A table of 400 MB is read whole at the most, and an index takes a cycle at the least.
+    assert cost("gather", PricedBy.gather) > count * 512 / rates.hbm
+    assert least("gather", PricedBy.gather) >= max(4e8 / rates.hbm, count / rates.clock_hz)
+    assert count / cost("gather", PricedBy.gather) < 0.1 * rates.clock_hz
     # A table in vector memory saves the bytes, not the addresses.
     assert cost("gather_small", PricedBy.gather) <= cost("gather", PricedBy.gather)
 
@@ -155,6 +165,7 @@ def test_rows_that_lie_apart_cost_their_granules() -> None:
     rates = rates_of(slice("v5e-1"))
     # The table's 32 columns lie in 32 sublanes of a million lanes: every element of a row is a granule of its own.
     assert cost("gather_rows_32", PricedBy.gather) > 100_000 * 32 * 512 / rates.hbm
+    assert cost("gather_rows_128", PricedBy.gather) > 2 * 100_000 * 512 / rates.hbm
     rows = rule("gather_rows_4096", PricedBy.gather)
     assert rows.seconds >= 2 * 8192 * 4096 * 2 / rates.hbm
     assert rows.seconds < 2 * 2 * 8192 * 4096 * 2 / rates.hbm
@@ -167,6 +178,7 @@ def test_updates_take_an_address_each_and_large_ones_their_bytes() -> None:
     # 20 to 22 ns on v2 and 16 to 17 ns on v3 of 13 M updates (pytorch/xla, issue 8720): 14 to 16 cycles.
     cycles = cost("scatter_add", PricedBy.scatter) * rates.clock_hz / 1_000_000
     assert cycles == pytest.approx(15, rel=0.1)
+    assert cost("scatter_rows", PricedBy.scatter) > 3 * 100_000 * 512 / rates.hbm
     gradient = cost("embedding_gradient", PricedBy.scatter)
     assert gradient > (50_000 + 8192) * 4096 * 4 / rates.hbm
     # Updates of one place after another are sorted before.

@@ -35,7 +35,7 @@ def record(names: list[str]) -> None:
             kind, _, dims = one.rstrip("]").partition("[")
             args.append(jax.ShapeDtypeStruct(tuple(map(int, dims.split(","))), kinds[kind]))
         function = eval(source, {"jax": jax, "jnp": jnp, "lax": lax})
-        made = forecast_function(function, *args, on=on, quick=name.endswith("_quick"))
+        made = forecast_function(function, *args, on=on)
         assert made.answer is not None
         lines = made.answer.hlo.splitlines()
         kept = [
