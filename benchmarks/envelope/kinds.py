@@ -11,6 +11,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import jax
 import jax.numpy as jnp
+from cases import whole_families
 from jax import ShapeDtypeStruct, lax
 from jax.sharding import PartitionSpec
 
@@ -653,9 +654,4 @@ def case_of(family: str, kind: str, on: str, member: Member, options: Mapping[st
 
 def functions(count: int, seed: int) -> list[Case]:
     """The first ``count`` of them, whole families."""
-    found: list[Case] = []
-    for members in families(seed):
-        if len(found) >= count:
-            return found
-        found += members
-    return found
+    return whole_families(families(seed), count)
