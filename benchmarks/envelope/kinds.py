@@ -1,5 +1,6 @@
 """The random plain functions of the envelope: kinds of functions with variants, and what each must do by hand."""
 
+import itertools
 import math
 import random
 import sys
@@ -232,7 +233,7 @@ def gather(o: Mapping[str, Any]) -> Built:
 
     row = width * BITS[dtype] / 8
     # What comes out is written; of a table beyond vector memory each index reads its row, a granule at least.
-    large = table * row > 2**28
+    large = table * row > 2**27
     work = Work(
         bytes=count * row,
         granules=count if large else 0.0,
@@ -613,18 +614,21 @@ KINDS: dict[str, Kind] = {
 
 
 def families(seed: int) -> Iterator[list[Case]]:
-    """Families of all kinds in turn, without end, the same for the same seed."""
-    at = 0
-    while True:
+    """Families of all kinds in turn, without end, the same for the same seed and none twice."""
+    seen: set[str] = set()
+    for at in itertools.count():
         for name, kind in KINDS.items():
-            pick = random.Random(f"{seed}/{at}/{name}")
-            options, on = kind.draw(pick), pick.choice(kind.slices)
-            base = Member("base", least=0.0)
-            yield [
-                case_of(f"{at:02d}-{name}", name, on, member, options)
-                for member in (base, *kind.members(options))
-            ]
-        at += 1
+            for salt in range(100):
+                pick = random.Random(
+                    f"{seed}/{at}/{name}/{salt}" if salt else f"{seed}/{at}/{name}"
+                )
+                options, on = kind.draw(pick), pick.choice(kind.slices)
+                members = [Member("base", least=0.0), *kind.members(options)]
+                made = [case_of(f"{at:02d}-{name}", name, on, one, options) for one in members]
+                if not seen & {case.key for case in made}:
+                    break
+            seen |= {case.key for case in made}
+            yield made
 
 
 def case_of(family: str, kind: str, on: str, member: Member, options: Mapping[str, Any]) -> Case:
