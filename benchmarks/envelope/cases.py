@@ -5,7 +5,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from systolic import recipes
 from systolic.aot import StepKind
@@ -14,6 +14,8 @@ from systolic.core.digest import digest
 from systolic.core.errors import SystolicError
 from systolic.job import Layout, Remat
 from systolic.models.decoder.config import Decoder
+
+Member = TypeVar("Member")
 
 CHIPS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 VERBS = (StepKind.train, StepKind.train, StepKind.prefill, StepKind.decode, StepKind.decode)
@@ -145,11 +147,14 @@ def spread(pick: random.Random, devices: int, axes: Sequence[str]) -> dict[str, 
 
 def jobs(count: int, seed: int) -> list[Case]:
     """The first ``count`` of them, whole families."""
-    found: list[Case] = []
-    for members in families(seed):
-        if len(found) >= count:
-            return found
-        found += members
+    return whole_families(families(seed), count)
+
+
+def whole_families(families: Iterator[list[Member]], count: int) -> list[Member]:
+    """Members of as many families as hold ``count`` of them."""
+    found: list[Member] = []
+    while len(found) < count:
+        found += next(families)
     return found
 
 

@@ -9,12 +9,16 @@ from types import ModuleType
 
 import pytest
 
+from systolic.chips import slice
+from systolic.sim.rates import rates_of
+
 ROOT = Path(__file__).parents[2]
 SCHEDULES = ROOT / "tests" / "recorded" / "envelope"
 
 
 sys.path.insert(0, str(ROOT / "benchmarks" / "envelope"))  # its modules import each other by name
 cases, physics = importlib.import_module("cases"), importlib.import_module("physics")
+kinds, functions = importlib.import_module("kinds"), importlib.import_module("functions")
 
 
 def _load() -> ModuleType:
@@ -104,3 +108,53 @@ def test_rules_catch_what_they_are_for() -> None:
     assert [one.rule for one in found] == ["floor"]
     found, _ = physics.breaks([record(base, 100 * floor), record(layers, 99 * floor)])
     assert [one.rule for one in found] == ["layers"]
+
+
+def test_functions_are_of_all_kinds_and_the_same_for_the_same_seed() -> None:
+    found = kinds.functions(150, 0)
+    assert len(found) >= 150
+    assert {case.kind for case in found} == set(kinds.KINDS)
+    assert [case.key for case in found] == [case.key for case in kinds.functions(150, 0)]
+    assert len({case.key for case in found}) == len({case.name for case in found})
+    assert any(case.x64 for case in found)
+    assert all(max(case.work.seconds(rates_of(slice(case.on))).values()) > 0 for case in found)
+
+
+def test_a_function_s_floor_by_hand() -> None:
+    (gather,) = [c for c in kinds.functions(150, 0) if c.name == "01-gather-base"]
+    table, count = gather.options["table"], gather.options["count"]
+    assert (table, gather.options["width"]) == (2**27, 1)
+    rates = rates_of(slice(gather.on))
+    granule = rates.chip.hbm_granule_bytes
+    floor = gather.work.seconds(rates)
+    assert floor["granules"] == pytest.approx(
+        min(count * granule, table * gather.work.bytes / count) / rates.hbm
+    )
+    assert floor["addresses"] == pytest.approx(count / rates.clock_hz)
+    (loop,) = [c for c in kinds.functions(150, 0) if c.name == "00-loop-base"]
+    by_hand = 2 * loop.options["d"] ** 3 * loop.options["trips"]
+    assert loop.work.flops == by_hand
+
+
+def test_rules_of_functions_catch_what_they_are_for() -> None:
+    family = [c for c in kinds.functions(10, 0) if c.name.startswith("00-loop")]
+    base = family[0]
+    floor = max(base.work.seconds(rates_of(slice(base.on))).values())
+
+    def record(seconds: float, **more: object) -> dict[str, object]:
+        made = {"step_seconds": seconds, "low": 0.9 * seconds, "high": 1.1 * seconds}
+        return {**made, "lower_bound": False, "unpriced": 0.0, **more}
+
+    good = {c.key: record(100 * floor * max(c.least, 1.0)) for c in family}
+    assert functions.breaks(family, good)[0] == []
+    x64 = next(c for c in family if c.x64)
+    for changed, rule in (
+        ({base.key: record(0.5 * floor)}, "floor"),
+        ({x64.key: record(50 * floor)}, "x64"),
+        ({base.key: record(100 * floor, high=99 * floor)}, "range"),
+        ({base.key: record(100 * floor, lower_bound=True)}, "bound"),
+        ({base.key: record(100 * floor, unpriced=floor * 2)}, "priced"),
+        ({family[1].key: record(101 * floor)}, "grows"),
+        ({family[1].key: {"problem": "failed"}}, "answer"),
+    ):
+        assert [one.rule for one in functions.breaks(family, {**good, **changed})[0]] == [rule]

@@ -112,7 +112,7 @@ def test_the_halves_of_an_all_reduce_take_as_long_as_it(name: str, axis: int | N
         <= both / took["all-reduce"]
         <= (1.6 if sum(size > 1 for size in of.shape) > 2 and axis is None else 1.25)
     )
-    assert took["all-gather"] < took["reduce-scatter"] <= took["all-reduce"]
+    assert took["all-gather"] <= took["reduce-scatter"] <= took["all-reduce"]
     assert took["all-to-all"] < took["all-gather"] * groups.size
 
 

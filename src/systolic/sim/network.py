@@ -8,7 +8,7 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from systolic.chips import Slice
@@ -80,6 +80,8 @@ class CollectiveCost:
     """Bytes of one device on the links."""
     steps: int = 1
     """Steps one after the other, each to the next chip."""
+    share: float = 1.0
+    """Share of the directions of its links inside a slice that it reaches."""
 
 
 class Network:
@@ -188,7 +190,7 @@ class Network:
         costs = [self._cost(kind, extent, whole) for extent in self._extents[groups]]
         lanes = dict.fromkeys(lane for cost in costs for lane in cost.lanes)
         slowest = max(costs, key=lambda cost: cost.seconds)
-        return CollectiveCost(slowest.seconds, tuple(lanes), slowest.bytes, slowest.steps)
+        return replace(slowest, lanes=tuple(lanes))
 
     def _cost(self, kind: str, extent: Extent, whole: float) -> CollectiveCost:
         seconds, moved = 0.0, 0.0
@@ -208,7 +210,8 @@ class Network:
             moved += over
             lanes = (*lanes, "dcn")
         steps = sum(span.hops for span in extent.spans)
-        return CollectiveCost(seconds + self.rates.collective_seconds, lanes, moved, max(steps, 1))
+        fixed = self.rates.collective_seconds
+        return CollectiveCost(seconds + fixed, lanes, moved, max(steps, 1), _summed(kind, extent))
 
     def _within(self, kind: str, extent: Extent, whole: float) -> tuple[float, float]:
         """Seconds and bytes inside a slice; ``whole`` is the gathered array on one device."""
@@ -228,12 +231,7 @@ class Network:
         # one chip share its links, and so do groups that lie in one place.
         rate = sum(self.rates.link * span.ways / span.share for span in extent.spans)
         moved = whole * (n - 1) / n
-        rings = sum(span.ring for span in extent.spans)
-        summed = ALL_REDUCE_OVER_RINGS if rings > 1 else ALL_REDUCE
-        if kind == "all-reduce":
-            rate *= summed
-        elif kind == "reduce-scatter":
-            rate *= summed if not rings and len(extent.spans) < 2 else _one_ring(extent, summed)
+        rate *= _summed(kind, extent)
         return rounds * (moved / rate + latency), rounds * moved
 
     def _permute(self, groups: Groups, bytes_: float) -> CollectiveCost:
@@ -273,13 +271,21 @@ class Network:
         return CollectiveCost(seconds, names or ("die",), bytes_)
 
 
-def _one_ring(extent: Extent, summed: float) -> float:
-    """Share of the links that a reduce-scatter reaches: one ring, one way, through all members.
+def _summed(kind: str, extent: Extent) -> float:
+    """Share of the directions of its links that a collective reaches; sums reach less than gathers.
 
-    An all-reduce has a color for each direction, ``summed`` of the links; a reduce-scatter ("StrategyRing", 1 color) is
-    never above it, which has both of its halves to do. On a line the ring's way back is the links' other direction.
+    Over one wrapped axis the compiler names one strategy for both ("StrategyRing", 1 color), and no measurement says that it
+    reaches less than a gather. Elsewhere an all-reduce has a color for each direction, and a reduce-scatter one ring, one way,
+    through all members; it is never above an all-reduce, which has both of its halves to do. On a line the ring's way back is
+    the links' other direction.
     """
-    return max(REDUCE_SCATTER * 2 / max(len(extent.spans), 2), summed / 2)
+    rings, axes = sum(span.ring for span in extent.spans), len(extent.spans)
+    if kind not in ("all-reduce", "reduce-scatter") or (rings == axes == 1):
+        return 1.0
+    summed = ALL_REDUCE_OVER_RINGS if rings > 1 else ALL_REDUCE
+    if kind == "all-reduce" or axes == 1:
+        return summed
+    return max(REDUCE_SCATTER * 2 / max(axes, 2), summed / 2)
 
 
 def crossings(transfer: Instruction, num_slices: int) -> tuple[float, str]:

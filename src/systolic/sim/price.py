@@ -16,7 +16,7 @@ from systolic.sim.grouped import grouped_cost
 from systolic.sim.kernels import kernel_cost
 from systolic.sim.masked import masked_seconds, masked_share
 from systolic.sim.rates import Rates
-from systolic.sim.rules import ruled
+from systolic.sim.rules import Ruled, carries_index, ruled
 from systolic.sim.timeline import PricedBy, Resource
 from systolic.sim.work import Work, work_of
 
@@ -141,9 +141,7 @@ def _price(
         shape.padded_bytes for shape in computation.operand_shapes(instruction)
     )
     if rule is not None and (touched > _SMALL or rule.seconds > _SMALL_SECONDS):
-        resource = Resource.hbm if rule.on_memory else Resource.vpu
-        more = {"low": rule.low, "high": rule.high}
-        return OpPrice(rule.seconds, resource, rule.by, 0.0, work.bytes, **more)
+        return _by_rule(computation, instruction, rule, work)
     if touched <= _SMALL:
         return OpPrice(_SMALL_SECONDS, Resource.vpu, PricedBy.small, 0.0, work.bytes)
     if opcode == "custom-call":
@@ -160,6 +158,24 @@ def _price(
         by = PricedBy.cycles if work.flops else PricedBy.bytes
     seconds *= calibration.factor(by.value if work.flops else "memory")
     return OpPrice(seconds, _bound(seconds, matrix, memory), by, work.flops, work.bytes)
+
+
+def _by_rule(
+    computation: Computation, instruction: Instruction, rule: Ruled, work: Work
+) -> OpPrice:
+    note = ""
+    if instruction.opcode == "sort" and carries_index(computation, instruction):
+        note = f"{instruction.name} moves an index beside its keys, so that equal ones keep their order: a sort costs what an argsort does; jax.lax.sort(…, is_stable=False) leaves it out"
+    resource = Resource.hbm if rule.on_memory else Resource.vpu
+    return OpPrice(
+        rule.seconds,
+        resource,
+        rule.by,
+        bytes=work.bytes,
+        note=note,
+        low=rule.low,
+        high=rule.high,
+    )
 
 
 _ADDRESSED = frozenset(

@@ -179,6 +179,19 @@ def _sort(
     return _network(operations * stages, crossed, work.bytes * passes, rates, PricedBy.sort)
 
 
+def carries_index(computation: Computation, sort: Instruction) -> bool:
+    """Whether a sort moves an index beside its keys that nobody reads: the compiler's way to keep equal keys in order."""
+    last = computation.index.get(sort.operands[-1]) if len(sort.operands) > 1 else None
+    if last is None or last.opcode != "iota":
+        return False
+    read = {
+        one.tuple_index
+        for one in computation
+        if one.opcode == "get-tuple-element" and one.operands[0] == sort.name
+    }
+    return not sort.root and len(sort.operands) - 1 not in read
+
+
 def _network(operations: float, crossed: float, moved: float, rates: Rates, by: PricedBy) -> Ruled:
     """Price of register operations, and of cycles that registers cross lanes."""
     least = operations * REGISTER / vector_rate(rates)
@@ -252,20 +265,16 @@ def _top_k(computation: Computation, instruction: Instruction, work: Work, rates
 def _touched(table: Shape, sizes: list[int], granule: int) -> float:
     """Bytes of device memory that one slice of a table touches: whole granules, at each place where it lies apart.
 
-    A row of a tile lies in one piece; rows of 16-bit and 8-bit elements share words with their neighbours.
+    A row of a tile lies in one piece. Rows of 16-bit elements share words with a neighbour's, which is not counted: no
+    measurement says what a gather of them costs beside their own bytes.
     """
     if table.space != HBM:
         return 0.0
     order = table.minor_to_major or tuple(range(len(table.dims) - 1, -1, -1))
-    packed = max(WORD_BITS // max(table.bits, 1), 1)
     width = table.tile[-1] if table.tile else LANES
     minor = sizes[order[0]] if order else 1
-    pieces, piece = math.ceil(minor / width), min(minor, width)
-    if len(order) > 1:
-        pieces *= math.ceil(sizes[order[1]] / packed)
-        piece *= packed
-    pieces *= math.prod(sizes[dim] for dim in order[2:])
-    bytes_ = piece * table.bits / 8
+    pieces = math.ceil(minor / width) * math.prod(sizes[dim] for dim in order[1:])
+    bytes_ = min(minor, width) * table.bits / 8
     return pieces * max(math.ceil(bytes_ / granule), 1) * granule
 
 
@@ -327,11 +336,10 @@ def _scatter(
     left = iter(window)
     sizes = [1 if dim in single else next(left, 1) for dim in range(len(buffer.dims))]
     touched = 2 * count * _touched(buffer, sizes, _granule(rates)) * len(buffers_of(scatter))
-    # Rows are combined in registers: a load, an operation and a store of each.
-    rows = count * max(math.prod(sizes) / LANES, 1) * len(buffers_of(scatter))
+    # Addresses are made beside the work on rows: a load, an operation and a store of each register.
+    registers = count * math.prod(sizes) / REGISTER * len(buffers_of(scatter))
     seconds, least = _indexed(count, UPDATE_CYCLES, rates, sparse=sparse)
-    rate = rates.clock_hz * cores(rates)
-    seconds += 0.0 if sparse else (rows - count) / rate
+    seconds = max(seconds, 0.0 if sparse else registers / (rates.clock_hz * cores(rates)))
     # A buffer that fits vector memory is read and written once.
     memory = max(work.bytes, min(touched, 2.0 * buffer.padded_bytes))
     return _made(seconds, least, memory / rates.hbm, rates, PricedBy.scatter, UNMEASURED)

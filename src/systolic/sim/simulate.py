@@ -99,7 +99,7 @@ def simulate(
             notes=merged(run.notes),
         )
         seconds += over
-    made = replace(made, notes=(*made.notes, *_rule_notes(made), *_one_way(made)))
+    made = replace(made, notes=(*made.notes, *_rule_notes(made), *_one_way(made, run.one_way)))
     estimated = sum(s.seconds * n for s, n in made.leaves() if s.priced_by is PricedBy.estimate)
     if estimated > MUCH * seconds:
         note = f"ops without the compiler's cycles take {estimated / seconds:.0%} of the time, at rates fitted to other programs"
@@ -125,17 +125,17 @@ def _rule_notes(made: Timeline) -> list[str]:
     return [f"estimated by rule, since the compiler has no cycles for them: {listed}"]
 
 
-def _one_way(made: Timeline) -> list[str]:
+def _one_way(made: Timeline, names: set[str]) -> list[str]:
     """Note on reduce-scatters that the core waits for: why one takes more than half an all-reduce."""
     waited = sum(
         span.seconds * times
         for span, times in made.leaves()
-        if span.lane == "core" and span.opcode.removeprefix("wait ") == "reduce-scatter"
+        if span.lane == "core" and span.name in names
     )
     if waited <= MUCH * made.seconds:
         return []
     return [
-        f"{waited / made.seconds:.0%} of the step is reduce-scatters: the compiler runs them as fusions with one ring, one way, at {REDUCE_SCATTER:.0%} of what the links carry (measured on v5p-8 and v6e-8), so that one takes more than half an all-reduce"
+        f"{waited / made.seconds:.0%} of the step is reduce-scatters: the compiler runs them as fusions with one ring, one way, at {REDUCE_SCATTER:.0%} of what the links carry or less (measured on v5p-8 and v6e-8), so that one takes more than half an all-reduce"
     ]
 
 
@@ -167,6 +167,8 @@ class _Run:
     num_devices: int
     notes: dict[str, None] = field(default_factory=dict)
     known: dict[str, _Ran] = field(default_factory=dict)
+    one_way: set[str] = field(default_factory=set)
+    """Reduce-scatters that run one ring, one way."""
 
     def computation(self, computation: Computation) -> _Ran:
         """One run of it, simulated once."""
@@ -468,6 +470,8 @@ class _Order:
             result = result.parts[1] if len(result.parts) > 1 else result
         groups = groups_of(inner, self.on.num_devices)
         cost = self.on.network.collective(kind, groups, float(result.bytes), float(operands))
+        if kind == "reduce-scatter" and cost.share <= REDUCE_SCATTER:
+            self.on.one_way.add(instruction.name)
         seconds = cost.seconds * self.on.calibration.factor("collective")
         resource = Resource.dcn if "dcn" in cost.lanes else Resource.ici
         lane = "dcn" if resource is Resource.dcn else "ici"
