@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from systolic.core.errors import SystolicError
     from systolic.exporting.settings import ExportSettings, LiteQuantization
     from systolic.forecasting import Forecast, Spread
+    from systolic.planning.serving import ServingPlan
     from systolic.session.comparing import Comparison, ComparisonOptions, compare_models
     from systolic.session.explaining import explain
     from systolic.session.exporting import Exported, export_model
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from systolic.session.public import resume, train
     from systolic.session.public_tuning import tune
     from systolic.session.quantizing import QuantizedModel, quantize_model
+    from systolic.session.serving_plan import plan_serving
     from systolic.session.trained import TrainedModel
     from systolic.session.trained import open_model as open
     from systolic.session.training import TrainResult
@@ -56,6 +58,8 @@ _HOME = {
     "import_model": "systolic.session.importing",
     "open": "systolic.session.trained",
     "plan": "systolic.session.planning",
+    "plan_serving": "systolic.session.serving_plan",
+    "ServingPlan": "systolic.planning.serving",
     "quantize_model": "systolic.session.quantizing",
     "resume": "systolic.session.public",
     "slice": "systolic.chips",
@@ -77,6 +81,7 @@ __all__ = [
     "Imported",
     "LiteQuantization",
     "QuantizedModel",
+    "ServingPlan",
     "Slice",
     "Spread",
     "StudyResult",
@@ -95,6 +100,7 @@ __all__ = [
     "import_model",
     "open",
     "plan",
+    "plan_serving",
     "quantize_model",
     "resume",
     "slice",
