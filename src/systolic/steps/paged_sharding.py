@@ -30,7 +30,7 @@ from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.page_ragged import LANES
 from systolic.models.quantized import NARROW_DTYPES, QUANTILES
 from systolic.models.quantizing import CODES, SCALES, plain_path
-from systolic.steps.decode import EXPERT_ORDERS, PROJECTIONS, reads_experts_in_order
+from systolic.steps.decode import EXPERT_ORDERS, PROJECTIONS
 from systolic.steps.network import Arrays, ModelStructure
 from systolic.steps.steps import StepFunctions
 from systolic.steps.target import MeshTarget
@@ -83,7 +83,7 @@ def in_order(steps: StepFunctions, shardings: Mapping[str, Any]) -> dict[str, An
     if steps.target.platform != "tpu" or not isinstance(model, Decoder):
         return placed
     orders: dict[Any, tuple[int, ...]] = {EMBEDDING: (0, 1)}
-    orders |= EXPERT_ORDERS if reads_experts_in_order(steps) else {}
+    orders |= EXPERT_ORDERS if model.experts > 1 else {}
     if not model.head_dim % LANES:
         orders |= dict.fromkeys(PROJECTIONS, (1, 0, 2))
     for path, axes in {**steps.network.axes, **steps.network.frozen}.items():

@@ -24,8 +24,8 @@ from systolic.models.quantized import NARROW_DTYPES, Quantized
 
 HALVES = 2
 """Sums of the experts that are made apart: on v4 and v5p each of two cores makes one."""
-SUBLANES = 16
-"""Rows of a register in bf16."""
+ROW_MULTIPLE = 16
+"""Tokens are padded to a multiple of it: the rows of a register in bf16."""
 TILE_ROWS = {1: 32, 2: 8, 4: 8}
 """Rows of matrices that a transfer's places are a multiple of, by the bytes of an element."""
 LEAST_TILE = 64
@@ -50,7 +50,7 @@ class FewSizes:
     @property
     def rows(self) -> int:
         """Tokens with padding to whole registers."""
-        return -(-self.tokens // SUBLANES) * SUBLANES
+        return -(-self.tokens // ROW_MULTIPLE) * ROW_MULTIPLE
 
     @property
     def tile(self) -> int | None:
