@@ -156,8 +156,18 @@ def test_what_is_dearer_at_its_floor_is_not_compiled(known: list[tuple[str, int]
 
 
 def test_slices_of_a_chip_are_those_of_one_machine() -> None:
-    found = serving_plan._slices("v6e,v5e-4", 256, PriceTerm.on_demand)
+    found, larger = serving_plan._slices("v6e,v5e-4", 64, PriceTerm.on_demand)
     assert [on.name for on in found] == ["v6e-1", "v6e-4", "v6e-8", "v5e-4"]
+    assert [on.name for on in larger] == ["v6e-16", "v6e-32", "v6e-64"]
+
+
+def test_a_model_that_no_machine_holds_gets_several(known: list[tuple[str, int]]) -> None:
+    """405 B parameters are 756 GiB, and eight chips of v6e have 250."""
+    plan = planned("llama-3.1-405b", "v6e", max_chips=32, candidates=1)
+    assert plan.best is not None
+    assert plan.best.on.name == known[0][0] == "v6e-32"
+    assert {one.name for one in plan.rejected} == {"v6e-1", "v6e-4", "v6e-8", "v6e-16"}
+    assert plan.notes
 
 
 def test_a_slice_of_several_machines_is_taken_by_name_and_says_so(

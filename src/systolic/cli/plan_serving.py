@@ -21,7 +21,8 @@ MODEL is a published model that systolic recipes lists (llama-3.1-8b), a config.
 Bundle; weights are not needed. For each slice: engines and how the devices of each are split, the requests that an
 engine takes within --ttft and --tpot, replicas, dollars an hour and per million tokens, headroom. Layouts are ranked
 by the floors of their steps, and compiled best first until no floor is below the cheapest. Compiles are kept.
-SLICES is a list: v6e-8,v5e-8; v6e stands for the slices of that chip that are one machine, any for those of all TPUs.
+SLICES is a list: v6e-8,v5e-8; v6e stands for the slices of that chip that are one machine, as systolic serve needs
+them, or for larger ones where no machine holds the model; any for those of all TPUs.
 
 Exits with 1 when nothing takes the demand."""
 

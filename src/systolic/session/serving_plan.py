@@ -121,22 +121,28 @@ def plan_serving(  # noqa: PLR0913  the options of systolic plan serve
         watch=watch,
     )
     return replace(
-        search.run(_slices(on, max_chips, term), candidates, finalists),
+        search.run(*_slices(on, max_chips, term), candidates, finalists),
         weights=served.value,
         cache=cache.value,
     )
 
 
-def _slices(on: str | Sequence[Slice], max_chips: int, price: PriceTerm) -> list[Slice]:
-    """The slices that were named, and of a chip or ``any`` those of one machine."""
+def _slices(
+    on: str | Sequence[Slice], max_chips: int, price: PriceTerm
+) -> tuple[list[Slice], list[Slice]]:
+    """The slices that were named, with those of one machine of a chip or ``any``; and these chips' slices of several machines."""
     if not isinstance(on, str):
-        return list(on)
+        return list(on), []
     found: dict[str, Slice] = {}
+    larger: dict[str, Slice] = {}
     for word in filter(None, (part.strip() for part in on.split(","))):
         meant = slices_of(word, max_chips, price)
-        small = [one for one in meant if one_machine(one)]
-        found |= {one.name: one for one in (small if len(meant) > 1 else meant)}
-    return list(found.values()) or slices_of(on, max_chips, price)
+        small = [one for one in meant if one_machine(one) or len(meant) == 1]
+        found |= {one.name: one for one in small}
+        larger |= {one.name: one for one in meant if one not in small}
+    if not found and not larger:
+        return slices_of(on, max_chips, price), []
+    return list(found.values()), list(larger.values())
 
 
 def one_machine(on: Slice) -> bool:
@@ -156,8 +162,13 @@ class _Search:
     watch: Callable[[str], None]
     rejected: list[ServingRejection] = field(default_factory=list)
 
-    def run(self, slices: Sequence[Slice], candidates: int, finalists: int) -> ServingPlan:
+    def run(
+        self, slices: Sequence[Slice], larger: Sequence[Slice], candidates: int, finalists: int
+    ) -> ServingPlan:
+        """The plan; ``larger`` are analysed where no slice of one machine of their chip takes the demand."""
         every = [one for on in slices for one in self.analysed(on)]
+        taking = {one.on.chip.name for one in every}
+        every += [one for on in larger if on.chip.name not in taking for one in self.analysed(on)]
         every.sort(key=lambda one: one.cost)
         kept = self.promising(every)
         done: list[ServingCandidate] = []
