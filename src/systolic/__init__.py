@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from systolic.exporting.settings import ExportSettings, LiteQuantization
     from systolic.forecasting import Forecast, Spread
     from systolic.forecasting.table import ForecastTable
+    from systolic.planning.serving import ServingPlan
     from systolic.session.comparing import Comparison, ComparisonOptions, compare_models
     from systolic.session.explaining import explain
     from systolic.session.exporting import Exported, export_model
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from systolic.session.public import resume, train
     from systolic.session.public_tuning import tune
     from systolic.session.quantizing import QuantizedModel, quantize_model
+    from systolic.session.serving_plan import plan_serving
     from systolic.session.trained import TrainedModel
     from systolic.session.trained import open_model as open
     from systolic.session.training import TrainResult
@@ -58,6 +60,8 @@ _HOME = {
     "import_model": "systolic.session.importing",
     "open": "systolic.session.trained",
     "plan": "systolic.session.planning",
+    "plan_serving": "systolic.session.serving_plan",
+    "ServingPlan": "systolic.planning.serving",
     "quantize_model": "systolic.session.quantizing",
     "resume": "systolic.session.public",
     "slice": "systolic.chips",
@@ -80,6 +84,7 @@ __all__ = [
     "Imported",
     "LiteQuantization",
     "QuantizedModel",
+    "ServingPlan",
     "Slice",
     "Spread",
     "StudyResult",
@@ -98,6 +103,7 @@ __all__ = [
     "import_model",
     "open",
     "plan",
+    "plan_serving",
     "quantize_model",
     "resume",
     "slice",

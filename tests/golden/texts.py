@@ -30,6 +30,7 @@ def commands() -> Iterator[tuple[str, tuple[str, ...]]]:
     for part in ("pack", "inspect", "tokenizer"):
         yield f"help/data-{part}.txt", ("data", part, "--help")
     yield "help/launch-serve.txt", ("launch", "serve", "--help")
+    yield "help/plan-serve.txt", ("plan", "serve", "--help")
     for name in recipes.shipped():
         yield f"train/{name}.txt", ("train", name, "--help")
 

@@ -22,6 +22,7 @@ WORDS = "a public call with the words of the command line"
 
 LONG_FUNCTIONS: dict[str, str] = {
     "src/systolic/session/planning.py:plan": "the options of systolic plan, for Python",
+    "src/systolic/session/serving_plan.py:plan_serving": "the options of systolic plan serve, for Python",
     "src/systolic/session/public.py:train": WORDS,
     "src/systolic/session/public.py:resume": WORDS,
     "src/systolic/session/public_tuning.py:tune": WORDS,
@@ -31,6 +32,8 @@ LONG_FUNCTIONS: dict[str, str] = {
 
 MANY_PARAMETERS: dict[str, str] = {
     "tests/training/tiny.py:job": COMMAND,
+    "src/systolic/session/capacity.py:forecast_serving": "the options of systolic forecast --serve, for Python",
+    "src/systolic/session/serving_plan.py:plan_serving": "the options of systolic plan serve, for Python",
     "src/systolic/session/planning.py:plan": "the options of systolic plan, for Python",
     "src/systolic/session/public.py:train": WORDS,
     "src/systolic/session/public.py:resume": WORDS,

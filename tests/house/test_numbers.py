@@ -25,6 +25,7 @@ ALLOWED: dict[str, str] = {
     "sim/attention.py:_VECTOR_OPS": COUNTED,
     "sim/estimate.py:_OPS": COUNTED,
     "sim/grouped.py:_MASK_OPS": COUNTED,
+    "sim/grouped.py:_SUM_OPS,_UNIT_OPS,_WIDEN_OPS": COUNTED,
     "sim/masks.py:_STEPS": SEARCH,
     "sim/price.py:_SMALL": SEARCH,
     "sim/reads.py:_LEAST_BYTES": SEARCH,

@@ -17,7 +17,7 @@ from systolic.chips.flags import resolved
 from systolic.forecasting import Forecast, forecast_program
 from systolic.job import Layout
 from systolic.models.decoder import few
-from systolic.models.decoder.config import Mlp
+from systolic.models.decoder.config import Dispatch, Mlp
 from systolic.models.decoder.dropless import _grouped
 from systolic.models.decoder.few import HALVES, FewSizes, few_product, visits
 from systolic.models.quantized import quantized
@@ -105,13 +105,15 @@ def test_tiles_fit_beside_the_tokens(
     assert sizes.tile == tile
 
 
-def step(model: str, on: str, tensor: int, *, rows: int = 16, chunk: int = 0) -> Forecast:
-    """A step of two layers of a published model (of DeepSeek's one mixture), all engines of a slice."""
+def step(
+    model: str, on: str, tensor: int, *, rows: int = 16, chunk: int = 0, **sizes: Any
+) -> Forecast:
+    """A step of two layers of a published model, all engines of a slice; ``sizes`` are other fields of the model."""
     target = slice(on)
     job = source_of(model, {"layout": Layout(data=-1, fsdp=1, tensor=tensor)}).job
-    job = replace(job, model=replace(job.model, layers=2))
-    sizes = {"rows": 0, "chunk": chunk} if chunk else {"rows": rows}
-    program = PagedProgram(job=job, pages=4, num_pages=4 * (rows or 1) + 1, page_size=64, **sizes)
+    job = replace(job, model=replace(job.model, layers=2, **sizes))
+    texts = {"rows": 0, "chunk": chunk} if chunk else {"rows": rows}
+    program = PagedProgram(job=job, pages=4, num_pages=4 * (rows or 1) + 1, page_size=64, **texts)
     compiler = Compiler(flags=resolved("", target.chip)).quick()
     return forecast_program(program, job.name, target, compiler=compiler)
 
@@ -148,6 +150,16 @@ def test_a_step_copies_no_matrix_and_is_near_its_floor(model: str, on: str, tens
     assert floor < made.step_seconds < 2.2 * floor
     assert copied_bytes(made) < 8 << 20
     assert any("are read" in note for note in made.notes)
+
+
+@pytest.mark.slow
+def test_tokens_of_a_mixture_with_slots_have_one_each_and_read_their_experts_alone() -> None:
+    """As 128 experts of one slot each, every token was multiplied with all of them."""
+    pytest.importorskip("libtpu")
+    made = step("qwen3-30b-a3b", "v6e-8", 4, dispatch=Dispatch.slots)
+    dropless = step("qwen3-30b-a3b", "v6e-8", 4)
+    assert made.step_seconds == pytest.approx(dropless.step_seconds, rel=0.02)
+    assert made.hardware_flops == pytest.approx(dropless.hardware_flops, rel=0.02)
 
 
 def test_the_kernel_takes_the_steps_of_the_chosen_experts() -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from systolic.cli.output import bounded_workers, print_json
 from systolic.cli.parse import Required, print_verb_help
+from systolic.cli.plan_serving import SERVE, plan_server
 from systolic.cli.target import Request, first, request
 from systolic.core.files import check_writable, write_json
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from systolic.planning.search import Limits, SearchProgress
 
 FORMS = """usage: systolic plan RECIPE --on SLICES [options]
+       systolic plan serve MODEL --on SLICES --requests-per-second N [options]
 
 RECIPE is a name that systolic recipes lists, path/to/file.py:function, or a model: llama-3.1-70b, a config.json,
 a Hugging Face folder or a Bundle; weights are not needed. Every layout of every slice is
@@ -25,7 +27,8 @@ analysed; the most promising are compiled by the real compiler, best first, unti
 are kept: rerun to continue where Ctrl-C or --time-limit ended the search.
 SLICES is a list: v5e-16,v5p-8; v5e stands for all slices of that chip, any for all of TPUs that have a
 price. 8xh100 stands beside them by a roofline, which knows the GPU's rates and not its compiler.
-It plans train steps; systolic forecast and systolic explain have --step for others.
+It plans train steps; systolic forecast and systolic explain have --step for others. plan serve plans a server of a
+model for a demand: systolic plan serve --help shows its options.
 
 Exits with 1 when nothing fits and keeps the goal. systolic train RECIPE --plan plan.json runs it.
 systolic plan RECIPE --help shows the recipe's options."""
@@ -101,6 +104,8 @@ def run(args: Sequence[str]) -> int:
     """The verb."""
     if not args or args[0] in ("-h", "--help"):
         return print_verb_help(FORMS, PlanOptions)
+    if args[0] == SERVE:
+        return plan_server(args[1:])
     target, rest = first(args, "plan", "a recipe or a model")
     return answer(request(target, rest, "plan", PlanOptions))
 

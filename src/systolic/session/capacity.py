@@ -74,7 +74,72 @@ def forecast_serving(  # noqa: PLR0913  the options of systolic forecast --serve
         for count in counts:
             if count not in COUNT:
                 raise OptionError(f"{name} is {count}; it takes {COUNT}")
-    target = slice(on) if isinstance(on, str) else on
+    server = _server(
+        job,
+        slice(on) if isinstance(on, str) else on,
+        load,
+        page_size=page_size,
+        served=served,
+        compiler=compiler,
+        watch=watch,
+    )
+    server.limits = limits
+    return server.forecast(concurrency)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerTimes:
+    """Steps of a server, compiled and priced."""
+
+    forecast: ServingForecast
+    """Memory, programs and notes, without points."""
+    times: StepTimes
+    """Of an engine, with the host's work."""
+    floor: StepTimes | None
+    """The least that its bytes and FLOPs take."""
+    room: int
+    """Requests at their full length that an engine holds."""
+
+
+def server_times(
+    job: Job,
+    on: Slice,
+    load: Load,
+    rows: Sequence[int],
+    *,
+    served: Served | None = None,
+    compiler: Compiler | None = None,
+    watch: Callable[[str], None] = lambda _: None,
+) -> ServerTimes | ServingForecast:
+    """Seconds of a server's steps at numbers of texts of an engine, or the forecast of one that does not fit.
+
+    Args:
+        job: A language model under the layout that serves it.
+        on: The slice.
+        load: The requests.
+        rows: Texts of an engine's decode steps, beside one; those without room are cut to the most that have.
+        served: As :func:`forecast_serving` takes it.
+        compiler: As :func:`forecast_serving` takes it.
+        watch: As :func:`forecast_serving` takes it.
+
+    Raises: as :func:`forecast_serving`.
+    """
+    server = _server(
+        job, on, load, page_size=PAGE_SIZE, served=served, compiler=compiler, watch=watch
+    )
+    return server.measured(rows)
+
+
+def _server(
+    job: Job,
+    target: Slice,
+    load: Load,
+    *,
+    page_size: int,
+    served: Served | None,
+    compiler: Compiler | None,
+    watch: Callable[[str], None],
+) -> "_Server":
     if isinstance(job.model, Decoder) and 0 < job.model.learned_positions < load.tokens:
         raise OptionError(
             f"--prompt-tokens {load.prompt_tokens} and --output-tokens {load.output_tokens} are {load.tokens} and {job.name} has positions for {job.model.learned_positions}; give fewer"
@@ -83,7 +148,7 @@ def forecast_serving(  # noqa: PLR0913  the options of systolic forecast --serve
     steps = server_steps(replace(job, layout=layout), target, load, page_size, served)
     if isinstance(steps, BatchSteps):
         steps = replace(steps, job=with_heads_for(job, layout, steps.served))
-    server = _Server(
+    return _Server(
         job=job,
         axes=", ".join(f"{axis} {n}" for axis, n in layout.mesh_shape.items() if n > 1)
         or "one device",
@@ -92,10 +157,8 @@ def forecast_serving(  # noqa: PLR0913  the options of systolic forecast --serve
         page_size=page_size,
         steps=steps,
         compiler=compiler or Compiler(flags=resolved("", target.chip)),
-        limits=limits,
         watch=watch,
     )
-    return server.forecast(concurrency)
 
 
 @dataclass
@@ -108,8 +171,8 @@ class _Server:
     page_size: int
     steps: ServerSteps
     compiler: Compiler
-    limits: LatencyLimits
     watch: Callable[[str], None]
+    limits: LatencyLimits = field(default_factory=LatencyLimits)
     made: dict[Key, Forecast] = field(default_factory=dict)
     refusal: Forecast | None = None
     excess_bytes: int = 0
@@ -117,14 +180,41 @@ class _Server:
     beyond: int | None = None
     """Fewest texts of a replica whose step does not fit, of those that were compiled."""
 
-    def forecast(self, wanted: Sequence[int]) -> ServingForecast:
-        ways = self.steps.replicas
+    def begin(self) -> bool:
+        """Compiles what one text needs; returns whether it fits."""
         self.step(1, 1)
         for tokens in self.steps.prompts:
             self.step(1, tokens)
-        if self.refusal is not None or (memory := self.memory()).num_pages == 0:
+        return self.refusal is None and self.memory().num_pages > 0
+
+    def measured(self, rows: Sequence[int]) -> ServerTimes | ServingForecast:
+        """See :func:`server_times`."""
+        if not self.begin():
             return self.rejected()
-        most = memory.concurrency(self.load.tokens)
+        room = self.memory().concurrency(self.load.tokens) // self.steps.replicas
+        if not room:
+            return self.answer(self.memory(), (), ())
+        wanted = min(max(rows), room)
+        most = self.find_room(room) if wanted > self.room_beside(room) else wanted
+        for count in held(rows, most):
+            self.step(count, 1)
+        self.narrow()
+        memory, device = self.memory(), self.times(lambda made: made.step_seconds)
+        assert device is not None
+        # Steps of more texts than were compiled take more temporaries.
+        held_most = memory.concurrency(self.load.tokens) // self.steps.replicas
+        return ServerTimes(
+            forecast=self.answer(memory, (), ()),
+            times=replace(device, host=self.load.host_seconds),
+            floor=self.times(floor_seconds),
+            room=min(held_most, max(self.room_beside(held_most), self.fitting())),
+        )
+
+    def forecast(self, wanted: Sequence[int]) -> ServingForecast:
+        ways = self.steps.replicas
+        if not self.begin():
+            return self.rejected()
+        most = self.memory().concurrency(self.load.tokens)
         if not wanted or max(wanted) > (rough := self.room_beside(most // ways) * ways):
             most = self.find_room(most // ways) * ways
         else:

@@ -81,10 +81,10 @@ def plan(  # noqa: PLR0913  the options of systolic plan
     wanted = Wanted(
         tokens=tokens,
         examples=examples,
-        objective=None if goal is None else _member(Objective, goal, "--goal"),
+        objective=None if goal is None else member(Objective, goal, "--goal"),
         deadline_seconds=None if deadline is None else span(deadline),
         budget_usd=budget,
-        price=_member(PriceTerm, price, "--price"),
+        price=member(PriceTerm, price, "--price"),
     )
     slices = slices_of(on, max_chips, wanted.price) if isinstance(on, str) else list(on)
     facts = facts_of(job)
@@ -126,7 +126,12 @@ def _with_notes(made: Plan, search: Search, wanted: "Wanted") -> Plan:
 Member = TypeVar("Member", bound=enum.Enum)
 
 
-def _member(kind: type[Member], value: Member | str, option: str) -> Member:
+def member(kind: type[Member], value: Member | str, option: str) -> Member:
+    """The member of an enum, or of its value.
+
+    Raises:
+        OptionError: a word that is none of its values.
+    """
     names = [one.value for one in kind]
     if isinstance(value, str) and value not in names:
         raise OptionError(

@@ -49,8 +49,10 @@ def engine_layout(
         saved = saved_bytes(job, item)
 
     def need(tensor: int) -> EngineNeed:
-        positions = rows * load.tokens * _position(model, tensor) * (cache.item_bytes or item)
-        held = _weights(model, tensor) * item - saved / tensor + positions
+        positions = (
+            rows * load.tokens * position_elements(model, tensor) * (cache.item_bytes or item)
+        )
+        held = served_parameters(model, tensor) * item - saved / tensor + positions
         return EngineNeed(bytes=int(held), capacity_bytes=on.program_bytes)
 
     shares = share(ServingLayout(), on.num_devices, model, need)
@@ -74,12 +76,12 @@ def layout_of_requests(
         rows = each
 
 
-def _weights(model: Decoder, tensor: int) -> float:
+def served_parameters(model: Decoder, tensor: int) -> float:
     """Weights of a device, with the copies of key-value heads."""
     return replace(model, kv_heads=served_kv_heads(model, tensor)).num_parameters / tensor
 
 
-def _position(model: Decoder, tensor: int) -> float:
+def position_elements(model: Decoder, tensor: int) -> float:
     """Elements of a position's keys and values, all layers, on a device; latents are whole on each."""
     if model.latent:
         return model.layers * (model.latent.kv_lora_rank + model.latent.qk_rope_head_dim)

@@ -1,5 +1,6 @@
 """Text generation as pure functions: prefill reads a prompt into the cache, decode makes tokens from it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -32,6 +33,17 @@ from systolic.steps.target import RULES, SERVING, SERVING_HEADS
 
 PROJECTIONS = (("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim"))
 """Logical dims of weights that project to heads."""
+EXPERT_ORDERS: Mapping[tuple[str, ...], tuple[int, ...]] = {
+    ("experts", "expert_embed", "mlp"): (0, 2, 1),
+    ("experts", "mlp", "expert_embed"): (0, 1, 2),
+}
+"""Logical dims of the experts' gate and up, and of down, with the order in which kernels read them: hidden units as rows."""
+
+
+def reads_experts_in_order(steps: StepFunctions) -> bool:
+    """Whether kernels of a TPU multiply with the experts: those of a mixture without slots."""
+    model = steps.job.model
+    return steps.target.platform == "tpu" and isinstance(model, Decoder) and model.grouped
 
 
 @jax.tree_util.register_dataclass
@@ -65,6 +77,10 @@ class Decode:
         if steps.target.layout.expert > 1 and steps.target.rules is RULES:
             rules = SERVING_HEADS if served.expert_axis is ExpertAxis.heads else SERVING
             steps = StepFunctions(steps.job, replace(steps.target, rules=rules))
+        # Codes lie as XLA's own kernel reads them.
+        plain = served.weights is ServedWeights.plain and not steps.job.quantization
+        if plain and reads_experts_in_order(steps):
+            steps = StepFunctions(steps.job, replace(steps.target, serves=True))
         self.steps, self.sampling, self.served = steps, sampling, served
         self.cache_dtype = jnp.dtype(steps.target.dtype)
         if served.cache is ServedCache.fp8:
@@ -94,15 +110,20 @@ class Decode:
 
         Matmuls of the decode step read whole weights and contract the second to last dim of those that project to
         heads: in the default order [embed, heads, head_dim] these would be copied out of the stacked array for
-        every token.
+        every token. Kernels read the experts in the order of :data:`EXPERT_ORDERS`, codes excepted.
         """
         placed: dict[str, Any] = dict(self.steps.shardings.params)
         if self.steps.target.platform == "tpu":
+            orders: dict[Any, tuple[int, ...]] = dict.fromkeys(PROJECTIONS, (1, 0, 2))
+            in_order = self.steps.target.serves and reads_experts_in_order(self.steps)
+            orders |= EXPERT_ORDERS if in_order else {}
             for path, axes in self.steps.network.axes.items():
-                if axes is not None and axes[-3:] in PROJECTIONS:
-                    outer = range(len(axes) - 3)
-                    order = Order((*outer, *(len(outer) + dim for dim in (1, 0, 2))))
-                    placed[path] = Format(order, placed[path])
+                inner = None if axes is None else orders.get(axes[-3:])
+                if axes is None or inner is None:
+                    continue
+                outer = range(len(axes) - 3)
+                order = Order((*outer, *(len(outer) + dim for dim in inner)))
+                placed[path] = Format(order, placed[path])
         for path, inputs in self._rounded.items():
             rank = len(self.steps.network.params[path].shape)
             codes: Any = self.steps.shardings.params[path]

@@ -30,7 +30,7 @@ from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.page_ragged import LANES
 from systolic.models.quantized import NARROW_DTYPES, QUANTILES
 from systolic.models.quantizing import CODES, SCALES, plain_path
-from systolic.steps.decode import PROJECTIONS
+from systolic.steps.decode import EXPERT_ORDERS, PROJECTIONS
 from systolic.steps.network import Arrays, ModelStructure
 from systolic.steps.steps import StepFunctions
 from systolic.steps.target import MeshTarget
@@ -46,10 +46,6 @@ PAGED: Mapping[str, tuple[str, ...]] = {
 """Logical name of a dim to the mesh axes that split it, as :data:`systolic.steps.target.RULES`; no other is split."""
 LOGITS = (None, "vocab")
 """Logical names of the dims of a step's logits."""
-EXPERTS_INWARD = ("experts", "expert_embed", "mlp")
-"""Logical dims of the experts' gate and up."""
-EXPERTS_OUTWARD = ("experts", "mlp", "expert_embed")
-"""Logical dims of the experts' down."""
 EMBEDDING = ("vocab", "embed")
 """Logical dims of the embedding."""
 GATHERED_BYTES = 32 << 20
@@ -86,8 +82,8 @@ def in_order(steps: StepFunctions, shardings: Mapping[str, Any]) -> dict[str, An
     model, placed = steps.job.model, dict(shardings)
     if steps.target.platform != "tpu" or not isinstance(model, Decoder):
         return placed
-    orders: dict[Any, tuple[int, ...]] = {EXPERTS_INWARD: (0, 2, 1), EXPERTS_OUTWARD: (0, 1, 2)}
-    orders[EMBEDDING] = (0, 1)
+    orders: dict[Any, tuple[int, ...]] = {EMBEDDING: (0, 1)}
+    orders |= EXPERT_ORDERS if model.experts > 1 else {}
     if not model.head_dim % LANES:
         orders |= dict.fromkeys(PROJECTIONS, (1, 0, 2))
     for path, axes in {**steps.network.axes, **steps.network.frozen}.items():

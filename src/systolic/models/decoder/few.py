@@ -24,8 +24,8 @@ from systolic.models.quantized import NARROW_DTYPES, Quantized
 
 HALVES = 2
 """Sums of the experts that are made apart: on v4 and v5p each of two cores makes one."""
-SUBLANES = 16
-"""Rows of a register in bf16."""
+ROW_MULTIPLE = 16
+"""Tokens are padded to a multiple of it: the rows of a register in bf16."""
 TILE_ROWS = {1: 32, 2: 8, 4: 8}
 """Rows of matrices that a transfer's places are a multiple of, by the bytes of an element."""
 LEAST_TILE = 64
@@ -50,7 +50,7 @@ class FewSizes:
     @property
     def rows(self) -> int:
         """Tokens with padding to whole registers."""
-        return -(-self.tokens // SUBLANES) * SUBLANES
+        return -(-self.tokens // ROW_MULTIPLE) * ROW_MULTIPLE
 
     @property
     def tile(self) -> int | None:
@@ -191,52 +191,19 @@ def _call(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
-    tile = sizes.tile
+    tile, width = sizes.tile, sizes.d_model
     assert tile is not None
-    parts, width = sizes.d_ff // tile, sizes.d_model
-
-    def place(half: Any, step: Any, part: Any, count: Any, experts: Any) -> tuple[Any, Any]:
-        """Expert and tile of a step; past the last expert what was fetched last."""
-        at = step * HALVES + half
-        return experts[at], jnp.where(at < count[0], part, parts - 1)
-
-    def rows(*step: Any) -> tuple[Any, ...]:
-        expert, part = place(*step)
-        return expert, part, 0
-
-    def columns(*step: Any) -> tuple[Any, ...]:
-        expert, part = place(*step)
-        return expert, part, 0, 0
-
-    def outputs(*step: Any) -> tuple[Any, ...]:
-        return place(*step)[0], 0, 0
-
-    def whole(*_: Any) -> tuple[int, int]:
-        return 0, 0
-
-    once = pl.Buffered(1)
-    matrix = pl.BlockSpec((None, tile, width), rows)
-    hidden = pl.BlockSpec((None, None, 1, tile), columns)
-    specs = [
-        pl.BlockSpec((sizes.rows, width), whole, pipeline_mode=once),
-        pl.BlockSpec((sizes.rows, sizes.experts), whole, pipeline_mode=once),
-        *[matrix] * 3,
-    ]
-    if scaled:
-        specs += [hidden, hidden, pl.BlockSpec((None, 1, width), outputs)]
-    specs += [hidden] * 2 * biased
 
     def grid_call(count: jax.Array, experts: jax.Array, *arrays: jax.Array) -> jax.Array:
         # One step at least, which makes the sums 0 where no expert is this device's.
         steps = jnp.maximum((count[0] + HALVES - 1) // HALVES, 1)
-        matrix_bytes = 3 * width * sizes.d_ff * sizes.item_bytes
         return pl.pallas_call(
             partial(_kernel, mlp, scaled, biased),
             out_shape=jax.ShapeDtypeStruct((HALVES, sizes.rows, width), jnp.float32),
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=2,
-                grid=(HALVES, steps, parts),
-                in_specs=specs,
+                grid=(HALVES, steps, sizes.d_ff // tile),
+                in_specs=_windows(sizes, biased, scaled),
                 out_specs=pl.BlockSpec((None, sizes.rows, width), lambda half, *_: (half, 0, 0)),
             ),
             compiler_params=pltpu.CompilerParams(
@@ -244,7 +211,7 @@ def _call(
             ),
             cost_estimate=pl.CostEstimate(
                 flops=6 * sizes.rows * width * sizes.d_ff * expected,
-                bytes_accessed=matrix_bytes * expected,
+                bytes_accessed=3 * width * sizes.d_ff * sizes.item_bytes * expected,
                 transcendentals=sizes.rows * sizes.d_ff * expected,
             ),
             interpret=interpret,
@@ -252,6 +219,36 @@ def _call(
         )(count, experts, *arrays)
 
     return grid_call
+
+
+def _windows(sizes: FewSizes, biased: bool, scaled: bool) -> list[Any]:
+    """Windows of tokens, shares and :func:`_operands`, by the places of the grid."""
+    from jax.experimental import pallas as pl
+
+    tile, width = sizes.tile, sizes.d_model
+    assert tile is not None
+    parts = sizes.d_ff // tile
+
+    def place(half: Any, step: Any, part: Any, count: Any, experts: Any) -> tuple[Any, Any]:
+        """Expert and tile of a step; past the last expert what was fetched last."""
+        at = step * HALVES + half
+        return experts[at], jnp.where(at < count[0], part, parts - 1)
+
+    def whole(*_: Any) -> tuple[int, int]:
+        return 0, 0
+
+    once = pl.Buffered(1)
+    matrix = pl.BlockSpec((None, tile, width), lambda *step: (*place(*step), 0))
+    hidden = pl.BlockSpec((None, None, 1, tile), lambda *step: (*place(*step), 0, 0))
+    specs = [
+        pl.BlockSpec((sizes.rows, width), whole, pipeline_mode=once),
+        pl.BlockSpec((sizes.rows, sizes.experts), whole, pipeline_mode=once),
+        *[matrix] * 3,
+    ]
+    if scaled:
+        outputs = pl.BlockSpec((None, 1, width), lambda *step: (place(*step)[0], 0, 0))
+        specs += [hidden, hidden, outputs]
+    return specs + [hidden] * 2 * biased
 
 
 def _kernel(mlp: Mlp, scaled: bool, biased: bool, count: Any, experts: Any, *refs: Any) -> None:

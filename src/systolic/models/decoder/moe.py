@@ -79,7 +79,7 @@ class Mixture(nnx.Module):
             logits = logits + self.router_bias[...].astype(jnp.float32)
         scores, weights, chosen = choose(config.router, config.experts_per_token, logits, bias)
         routing = routed_as(config.router, scores, chosen)
-        if config.dispatch is Dispatch.dropless:
+        if config.dispatch is Dispatch.dropless or self._alone(x):
             out = self._dropless(given, chosen, weights, count)
         else:
             places = _places(config, chosen, capacity(config, x.shape[1]), count, order)
@@ -91,6 +91,10 @@ class Mixture(nnx.Module):
         if self.shared is not None:
             out = out + self.shared(x)[0]
         return out, routing
+
+    def _alone(self, x: jax.Array) -> bool:
+        """Whether a server's tokens [tokens, 1, d_model] are routed each for itself: all their choices have a slot, and kernels of a TPU read the chosen experts alone."""
+        return self.target.serves and self.target.platform == "tpu" and x.shape[1] == 1
 
     def _slots(self, x: jax.Array, weights: jax.Array, address: jax.Array) -> jax.Array:
         config, constrain = self.config, self.target.constrain

@@ -1,0 +1,125 @@
+"""Plan of a server: ranked slices, layouts and replicas for a demand, and what was rejected."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from systolic.chips import Slice
+from systolic.forecasting.demand import Demand, Fleet
+from systolic.forecasting.serving import ServingForecast
+from systolic.job import Layout, ServedCache, ServedWeights
+from systolic.planning.objective import PriceTerm
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingCandidate:
+    """A layout of engines on a slice."""
+
+    on: Slice
+    layout: Layout
+    least: Fleet
+    """Replicas at the floors of the steps."""
+    made: Fleet | None = None
+    """Replicas at the steps that were compiled; None where none were."""
+    room: int = 0
+    """Requests that an engine holds, by its compiled steps."""
+    quick: bool = True
+    """Whether the compiles ended at the schedule."""
+    forecast: ServingForecast | None = field(default=None, repr=False)
+
+    @property
+    def name(self) -> str:
+        """``v6e-8: 2 engines of tensor 4``."""
+        axes = [(axis, getattr(self.layout, axis)) for axis in ("tensor", "expert")]
+        split = " ".join(f"{axis} {ways}" for axis, ways in axes if ways > 1) or "one device"
+        engines = self.layout.data
+        return f"{self.on.name}: {engines} engine{'s' if engines > 1 else ''} of {split}"
+
+    @property
+    def options(self) -> str:
+        """Options of ``systolic serve`` that give this layout."""
+        words = [f"--layout.data {self.layout.data}", f"--layout.tensor {self.layout.tensor}"]
+        words += [f"--layout.expert {self.layout.expert}"] if self.layout.expert > 1 else []
+        return " ".join(words)
+
+    @property
+    def fleet(self) -> Fleet:
+        """Of the compiled steps, else of the floors."""
+        return self.made or self.least
+
+    @property
+    def chips(self) -> int:
+        """Of all replicas."""
+        return self.fleet.replicas * self.on.num_chips
+
+    @property
+    def cost(self) -> tuple[float, float]:
+        """Dollars an hour and chips, for the order; without a price last."""
+        usd = self.fleet.usd_per_hour
+        return (float("inf") if usd is None else usd), float(self.chips)
+
+    def to_json(self) -> dict[str, Any]:
+        """All figures."""
+        made = self.forecast
+        return {
+            "slice": self.on.name,
+            "layout": {axis: getattr(self.layout, axis) for axis in ("data", "tensor", "expert")},
+            "chips": self.chips,
+            "room_per_engine": self.room,
+            **self.fleet.to_json(),
+            "compiled": self.made is not None,
+            "quick": self.quick,
+            "floor": self.least.to_json(),
+            "memory": None if made is None else made.memory.to_json(),
+            "steps": [] if made is None else [one.to_json() for one in made.steps],
+            "notes": [] if made is None else list(made.notes),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingRejection:
+    """A slice, or a layout of it, that does not take the demand, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingPlan:
+    """The ranked ways to serve a demand."""
+
+    name: str
+    demand: Demand
+    price: PriceTerm
+    ranked: Sequence[ServingCandidate]
+    """Compiled ones, cheapest first."""
+    rejected: Sequence[ServingRejection]
+    uncompiled: Sequence[ServingCandidate] = ()
+    """Known by their floors alone, cheapest first."""
+    weights: str = ServedWeights.plain.value
+    cache: str = ServedCache.plain.value
+    notes: Sequence[str] = ()
+
+    @property
+    def best(self) -> ServingCandidate | None:
+        """The cheapest, None where nothing takes the demand."""
+        return self.ranked[0] if self.ranked else None
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as plain values."""
+        demand = self.demand
+        return {
+            "model": self.name,
+            "requests_per_second": demand.requests_per_second,
+            "prompt_tokens": demand.load.prompt_tokens,
+            "output_tokens": demand.load.output_tokens,
+            "time_to_first_token_seconds": demand.limits.first_token_seconds,
+            "time_per_output_token_seconds": demand.limits.token_seconds,
+            "price": self.price.value,
+            "weights": self.weights,
+            "kv_dtype": self.cache,
+            "ranked": [one.to_json() for one in self.ranked],
+            "uncompiled": [one.to_json() for one in self.uncompiled],
+            "rejected": [{"name": one.name, "reason": one.reason} for one in self.rejected],
+            "notes": list(self.notes),
+        }

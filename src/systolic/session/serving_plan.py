@@ -1,0 +1,368 @@
+"""Slices, layouts and replicas that serve a demand at the least cost: what ``systolic plan serve`` and :func:`systolic.plan_serving` call."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
+
+from systolic.aot import Compiler
+from systolic.chips import Slice
+from systolic.chips.flags import resolved
+from systolic.core.errors import LayoutError, OptionError, SystolicError
+from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, check_arguments
+from systolic.core.units import duration, gibibytes
+from systolic.forecasting.demand import Demand, Fleet, engine_state, fleet
+from systolic.forecasting.serving import LatencyLimits, Load, StepTimes, latency
+from systolic.job import Job, Layout, Served, ServedCache, ServedWeights
+from systolic.models.decoder.checks import check_served
+from systolic.models.decoder.config import Decoder
+from systolic.planning.goal import hourly
+from systolic.planning.objective import PriceTerm
+from systolic.planning.serving import ServingCandidate, ServingPlan, ServingRejection
+from systolic.session.capacity import ServerTimes, server_times
+from systolic.session.job_source import source_of
+from systolic.session.planning import MAX_CHIPS, member, slices_of
+from systolic.session.server_steps import with_formats
+from systolic.session.serving_floor import LeastServer
+
+CANDIDATES = 6
+"""Layouts that are compiled, those of the least floors."""
+LAYOUTS = 3
+"""Layouts of one slice that may be compiled."""
+ROUNDS = 3
+"""Times that a candidate's steps are compiled, each with the rows that the one before led to."""
+BEYOND = 1.1
+"""Rows over those of the largest step that was compiled, up to which its seconds go on along a line."""
+PARTS = 4
+"""Rows that are compiled first over those at the floor: longer steps hold more texts. A mixture's steps are compiled at a part of the rows too: the experts that are read grow less than the rows."""
+HOSTS = "{} hosts, and systolic serve takes the devices of one machine"
+
+
+def plan_serving(  # noqa: PLR0913  the options of systolic plan serve
+    job: Job | str,
+    *,
+    on: str | Sequence[Slice],
+    requests_per_second: Annotated[float, POSITIVE],
+    prompt_tokens: Annotated[int, COUNT] = 1024,
+    output_tokens: Annotated[int, COUNT] = 256,
+    ttft: str | float | None = None,
+    tpot: str | float | None = None,
+    price: PriceTerm | str = PriceTerm.on_demand,
+    weights: ServedWeights | str = ServedWeights.plain,
+    kv_dtype: ServedCache | str = ServedCache.plain,
+    chunk: Annotated[int, COUNT] = 256,
+    host_ms: Annotated[float, NOT_NEGATIVE] = 0.0,
+    max_chips: Annotated[int, COUNT] = MAX_CHIPS,
+    candidates: Annotated[int, COUNT] = CANDIDATES,
+    finalists: Annotated[int, NOT_NEGATIVE] = 1,
+    flags: str = "",
+    compiler: Compiler | None = None,
+    target: str = "",
+    watch: Callable[[str], None] = lambda _: None,
+    **options: Any,
+) -> ServingPlan:
+    """Slices, layouts and replicas that serve a demand, cheapest first; nothing of the slices need be there.
+
+    Args:
+        job: A language model: a Job, the name of a published model, or the path of a config.json, a Hugging Face folder or a Bundle.
+        on: Slices, or names with commas: ``v6e-8,v5e-8``; ``v6e`` for the slices of a chip of one machine, ``any`` for all of TPUs.
+        requests_per_second: Requests that come, by chance.
+        prompt_tokens: Of each request.
+        output_tokens: New tokens of each request.
+        ttft: Time to the first token that 99 % of the requests keep: ``1s``, or seconds; None for no limit.
+        tpot: Mean time of each further token: ``50ms``, or seconds; None for no limit.
+        price: ``on-demand``, ``spot`` or ``committed``.
+        weights: Format of the matrices, as ``systolic quantize`` makes them.
+        kv_dtype: Format of keys and values: ``plain``, ``int8`` or ``fp8``.
+        chunk: Prompt tokens that a step reads.
+        host_ms: Milliseconds of the host's work for each step, an assumption.
+        max_chips: Of a slice that ``any`` or the name of a chip stands for.
+        candidates: Layouts that are compiled up to the schedule, those of the least floors.
+        finalists: How many of the best get a full compile.
+        flags: Of the compiler, beside those that all jobs on a chip share; ``none`` leaves these out.
+        compiler: Where compiles are kept; its flags are those of each slice.
+        target: What a Job was made of: a quantized Bundle has formats of its own.
+        watch: Called with each stage, a few words.
+        options: Of the recipe that ``job`` names.
+
+    Raises:
+        OptionError: an option that does not parse or is out of its range, or the model is no language model.
+        NotFoundError: a name that is neither a slice nor a chip.
+    """
+    numbers: dict[str, float] = {"requests_per_second": requests_per_second, "host_ms": host_ms}
+    numbers |= {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens, "chunk": chunk}
+    numbers |= {"max_chips": max_chips, "candidates": candidates, "finalists": finalists}
+    check_arguments(plan_serving, numbers, lambda name: f"--{name.replace('_', '-')}")
+    name = job if isinstance(job, str) else target or job.name
+    made = source_of(job, options).job if isinstance(job, str) else job
+    if not isinstance(made.model, Decoder):
+        raise OptionError(
+            f"{name} is no language model; plan serve takes a decoder such as llama-3.1-8b"
+        )
+    served = member(ServedWeights, weights, "--weights")
+    cache = member(ServedCache, kv_dtype, "--kv-dtype")
+    term = member(PriceTerm, price, "--price")
+    load = Load(
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        chunk=chunk,
+        host_seconds=host_ms / 1e3,
+    )
+    limits = LatencyLimits(
+        first_token_seconds=latency(ttft, "--ttft"), token_seconds=latency(tpot, "--tpot")
+    )
+    search = _Search(
+        name=name,
+        job=with_formats(made, name, served),
+        demand=Demand(requests_per_second=requests_per_second, load=load, limits=limits),
+        price=term,
+        cache=cache,
+        flags=flags,
+        compiler=compiler or Compiler(),
+        watch=watch,
+    )
+    return replace(
+        search.run(*_slices(on, max_chips, term), candidates, finalists),
+        weights=served.value,
+        cache=cache.value,
+    )
+
+
+def _slices(
+    on: str | Sequence[Slice], max_chips: int, price: PriceTerm
+) -> tuple[list[Slice], list[Slice]]:
+    """The slices that were named, with those of one machine of a chip or ``any``; and these chips' slices of several machines."""
+    if not isinstance(on, str):
+        return list(on), []
+    found: dict[str, Slice] = {}
+    larger: dict[str, Slice] = {}
+    for word in filter(None, (part.strip() for part in on.split(","))):
+        meant = slices_of(word, max_chips, price)
+        small = [one for one in meant if one_machine(one) or len(meant) == 1]
+        found |= {one.name: one for one in small}
+        larger |= {one.name: one for one in meant if one not in small}
+    if not found and not larger:
+        return slices_of(on, max_chips, price), []
+    return list(found.values()), list(larger.values())
+
+
+def one_machine(on: Slice) -> bool:
+    """Whether its chips can be rented in one machine, as ``systolic serve`` needs them."""
+    return on.num_slices == 1 and on.num_chips <= (on.chip.chips_per_host or 1)
+
+
+@dataclass
+class _Search:
+    name: str
+    job: Job
+    demand: Demand
+    price: PriceTerm
+    cache: ServedCache
+    flags: str
+    compiler: Compiler
+    watch: Callable[[str], None]
+    rejected: list[ServingRejection] = field(default_factory=list)
+
+    def run(
+        self, slices: Sequence[Slice], larger: Sequence[Slice], candidates: int, finalists: int
+    ) -> ServingPlan:
+        """The plan; ``larger`` are analysed where no slice of one machine of their chip takes the demand."""
+        every = [one for on in slices for one in self.analysed(on)]
+        taking = {one.on.chip.name for one in every}
+        every += [one for on in larger if on.chip.name not in taking for one in self.analysed(on)]
+        every.sort(key=lambda one: one.cost)
+        kept = self.promising(every)
+        done: list[ServingCandidate] = []
+        tried: list[ServingCandidate] = []
+        for one in kept:
+            cheapest = min((found.cost for found in done), default=None)
+            # A floor is a bound: what is dearer at its floor than another compiled is dearer.
+            if len(tried) >= candidates or (cheapest is not None and one.cost >= cheapest):
+                break
+            tried.append(one)
+            self.watch(f"{len(tried)}/{min(candidates, len(kept))} {one.name}")
+            if (made := self.compiled(one, quick=True)) is not None:
+                done.append(made)
+        done.sort(key=lambda one: one.cost)
+        done = self.settled(done, finalists)
+        left = [one for one in every if not any(_same(one, other) for other in tried)]
+        return ServingPlan(
+            name=self.name,
+            demand=self.demand,
+            price=self.price,
+            ranked=done,
+            rejected=self.rejected,
+            uncompiled=left,
+            notes=self.notes(done),
+        )
+
+    def settled(self, done: list[ServingCandidate], finalists: int) -> list[ServingCandidate]:
+        """The candidates with a full compile of the best, until the best has one."""
+        for _ in range(finalists):
+            first = next((one for one in done[:finalists] if one.quick), None)
+            if first is None:
+                break
+            self.watch(f"full compile of {first.name}")
+            full = self.compiled(first, quick=False)
+            done = [one for one in done if one is not first] + ([full] if full else [])
+            done.sort(key=lambda one: one.cost)
+        return done
+
+    def promising(self, every: Sequence[ServingCandidate]) -> list[ServingCandidate]:
+        """Candidates by their floors' cost, few of each slice."""
+        taken: dict[str, int] = {}
+        found = []
+        for one in every:
+            taken[one.on.name] = taken.get(one.on.name, 0) + 1
+            if taken[one.on.name] <= LAYOUTS:
+                found.append(one)
+        return found
+
+    def reject(self, name: str, reason: str) -> None:
+        """Keeps a reason."""
+        self.rejected.append(ServingRejection(name=name, reason=reason))
+
+    def analysed(self, on: Slice) -> list[ServingCandidate]:
+        """The layouts of a slice whose floors keep the demand's limits."""
+        if on.platform != "tpu":
+            self.reject(
+                on.name, "plan serve is for TPU slices; systolic forecast --serve has others"
+            )
+            return []
+        found: list[ServingCandidate] = []
+        reasons: dict[str, str] = {}
+        for layout in self.layouts(on):
+            least = LeastServer(
+                job=self.job, on=on, load=self.demand.load, layout=layout, cache=self.cache
+            )
+            each = layout.tensor * layout.expert
+            if not least.room:
+                need, have = gibibytes(least.weight_bytes()), gibibytes(least.capacity_bytes)
+                over = "one device" if each == 1 else f"each of {each} devices"
+                reasons["room"] = (
+                    f"{need} of weights on {over} leave no room for a request of {self.demand.load.tokens:,} tokens in {have}"
+                )
+                continue
+            made = self.fleet(on, layout, least.times(), least.room)
+            if made is None:
+                reasons["latency"] = self.too_slow(least)
+                continue
+            found.append(ServingCandidate(on=on, layout=layout, least=made, room=least.room))
+        if not found:
+            fallback = "no tensor or expert axis of its devices divides the model"
+            self.reject(on.name, reasons.get("latency") or reasons.get("room") or fallback)
+        return found
+
+    def too_slow(self, least: LeastServer) -> str:
+        """Why not even one request keeps the limits, at the floors of the steps."""
+        times, load = least.times(), self.demand.load
+        first = load.chunks * times.chunk
+        return f"above the limits of {self.demand.limits} even at the floor: {duration(first)} for the prompt alone, {duration(times.decode_seconds(1))} per token"
+
+    def layouts(self, on: Slice) -> list[Layout]:
+        """Engines of equal size on all devices, split over a tensor axis and, of a mixture, an expert axis."""
+        found = []
+        model, devices = self.job.model, on.num_devices
+        assert isinstance(model, Decoder)
+        for each in (n for n in range(1, devices + 1) if devices % n == 0):
+            experts = [n for n in range(1, each + 1) if each % n == 0] if model.experts > 1 else [1]
+            for expert in experts:
+                layout = Layout(data=devices // each, fsdp=1, tensor=each // expert, expert=expert)
+                try:
+                    check_served(model, layout)
+                except LayoutError:
+                    continue
+                found.append(layout)
+        return found
+
+    def fleet(self, on: Slice, layout: Layout, times: StepTimes, room: int) -> Fleet | None:
+        """The replicas that take the demand with these steps."""
+        return fleet(
+            self.demand,
+            times,
+            room=room,
+            engines=layout.data,
+            usd_per_hour=hourly(on, self.price),
+        )
+
+    def compiled(self, one: ServingCandidate, *, quick: bool) -> ServingCandidate | None:
+        """The candidate by its compiled steps; None where they do not take the demand."""
+        rows = self.rows(one)
+        for _ in range(ROUNDS):
+            made = self.timed(one, rows, quick=quick)
+            if made is None:
+                return None
+            found = self.fleet(one.on, one.layout, made.times, made.room)
+            if found is None:
+                alone = made.times.decode_seconds(1)
+                prompt = self.demand.load.chunks * (alone + made.times.chunk)
+                self.reject(
+                    one.name,
+                    f"above the limits of {self.demand.limits}: {duration(prompt)} for a prompt alone, {duration(alone)} per token",
+                )
+                return None
+            most = _rows_at_most(self.demand.load, made.times, found)
+            if most <= BEYOND * max(made.times.decode) or most <= max(rows):
+                break
+            # Beyond the steps that were compiled their seconds would be a guess.
+            rows = [*rows, most]
+        return replace(one, made=found, room=made.room, quick=quick, forecast=made.forecast)
+
+    def timed(
+        self, one: ServingCandidate, rows: Sequence[int], *, quick: bool
+    ) -> ServerTimes | None:
+        """Steps of a candidate; None where they do not compile or do not fit."""
+        compiler = replace(self.compiler, flags=resolved(self.flags, one.on.chip))
+        plain = self.cache is ServedCache.plain
+        try:
+            made = server_times(
+                replace(self.job, layout=one.layout),
+                one.on,
+                self.demand.load,
+                rows,
+                served=None if plain else Served(cache=self.cache),
+                compiler=compiler.quick() if quick else compiler,
+                watch=lambda stage: self.watch(f"{one.name}, {stage}"),
+            )
+        except SystolicError as error:
+            self.reject(one.name, str(error))
+            return None
+        if isinstance(made, ServerTimes):
+            return made
+        memory = made.memory
+        need = gibibytes(memory.weights_bytes + memory.temporary_bytes)
+        self.reject(
+            one.name,
+            f"weights and temporaries of {need} leave no room in {gibibytes(memory.capacity_bytes)}",
+        )
+        return None
+
+    def rows(self, one: ServingCandidate) -> list[int]:
+        """Rows of the steps to compile first: some times those of the floor at its most, and of a mixture some between."""
+        state = one.least.state
+        least = state.decode_rows * one.least.most_rate / state.requests_per_second
+        most = max(min(round(PARTS * least), one.room), 1)
+        model = self.job.model
+        assert isinstance(model, Decoder)
+        between = [most // PARTS] if model.experts > 1 and most // PARTS > 1 else []
+        return [*between, most]
+
+    def notes(self, done: Sequence[ServingCandidate]) -> list[str]:
+        """What holds of the plan as a whole."""
+        found = [
+            f"{one.on.name} has {HOSTS.format(one.on.num_hosts)}"
+            for one in done
+            if not one_machine(one.on)
+        ]
+        unpriced = {one.on.name for one in done if one.fleet.usd_per_hour is None}
+        found += [f"{name} has no price {self.price.value}; it is ranked last" for name in unpriced]
+        return list(dict.fromkeys(found))
+
+
+def _rows_at_most(load: Load, times: StepTimes, found: Fleet) -> int:
+    """Rows of an engine's decode steps at the most that it takes."""
+    state = engine_state(load, times, found.most_rate)
+    return 1 if state is None else max(round(state.decode_rows), 1)
+
+
+def _same(one: ServingCandidate, other: ServingCandidate) -> bool:
+    return one.on == other.on and one.layout == other.layout
