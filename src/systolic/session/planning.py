@@ -14,11 +14,13 @@ from systolic.job import Job
 from systolic.planning.evaluator import CompilingEvaluator, OpenEvaluator
 from systolic.planning.facts import Facts, facts_of
 from systolic.planning.goal import Goal, hourly, span
+from systolic.planning.ladder import smallest_fit
 from systolic.planning.notes import after_search, before_search
 from systolic.planning.objective import Objective, PriceTerm
 from systolic.planning.plan import Plan, default_objective
 from systolic.planning.search import Limits, Search, SearchProgress
 from systolic.planning.space import Freedom, global_batch
+from systolic.planning.wall import Conditions, wall_of
 from systolic.session.job_source import source_of
 
 ANY = "any"
@@ -35,7 +37,8 @@ def plan(  # noqa: PLR0913  the options of systolic plan
     goal: Objective | str | None = None,
     deadline: str | None = None,
     budget: Annotated[float | None, POSITIVE] = None,
-    price: PriceTerm | str = PriceTerm.on_demand,
+    price: PriceTerm | str | float = PriceTerm.on_demand,
+    conditions: Conditions | None = None,
     free: str = "",
     flags: str = "",
     max_chips: Annotated[int, COUNT] = MAX_CHIPS,
@@ -52,10 +55,11 @@ def plan(  # noqa: PLR0913  the options of systolic plan
         on: Slices, or names with commas: ``v5e-16,v5p-8``; ``v5e`` for all slices of a chip, ``any`` for all of TPUs.
         tokens: To train on; by default the job's own steps times its batch.
         examples: To train on, instead of tokens.
-        goal: ``time``, ``cost``, ``energy`` or ``pareto``; by default by the limits, as the command's.
+        goal: ``time``, ``cost``, ``energy``, ``pareto`` or ``fit``, the fewest chips; by default by the limits, as the command's.
         deadline: For all the training: ``90m``, ``36h``, ``3d``.
         budget: Dollars for all the training.
-        price: ``on-demand``, ``spot`` or ``committed``.
+        price: ``on-demand``, ``spot`` or ``committed``; or dollars of a chip and hour, 0 for chips that cost nothing.
+        conditions: What the wall-clock depends on besides the steps: start-up, storage, preemptions, the grid's carbon.
         free: What may change beside the layout: ``batch``, ``precision`` or ``batch,precision``.
         flags: Of the compiler, beside those that all jobs on a chip share; ``none`` leaves these out.
         max_chips: Of a slice that ``any`` or the name of a chip stands for.
@@ -78,15 +82,21 @@ def plan(  # noqa: PLR0913  the options of systolic plan
         raise OptionError("--tokens and --examples say the same in two ways; give one of them")
     resolved(flags, None)  # its words, before anything takes time
     freedom, limits = freed(free), limits or Limits()
+    term, chip_usd = price_of(price)
     wanted = Wanted(
         tokens=tokens,
         examples=examples,
         objective=None if goal is None else _member(Objective, goal, "--goal"),
         deadline_seconds=None if deadline is None else span(deadline),
         budget_usd=budget,
-        price=_member(PriceTerm, price, "--price"),
+        price=term,
+        chip_usd=chip_usd,
     )
-    slices = slices_of(on, max_chips, wanted.price) if isinstance(on, str) else list(on)
+    slices = (
+        slices_of(on, max_chips, None if chip_usd is not None else term)
+        if isinstance(on, str)
+        else list(on)
+    )
     facts = facts_of(job)
     search = Search(
         facts=facts,
@@ -98,7 +108,11 @@ def plan(  # noqa: PLR0913  the options of systolic plan
         watch=watch,
         evaluator=evaluator,
     )
-    made = _with_notes(search.run(), search, wanted)
+    found = smallest_fit(search) if search.goal.objective is Objective.fit else search.run()
+    best = found.best
+    if best is not None:
+        found = replace(found, wall=wall_of(facts, found.goal, best, conditions or Conditions()))
+    made = _with_notes(found, search, wanted)
     if source is None:
         return made
     return replace(made, target=source.recipe.target, options=recipes.plain(source.options))
@@ -145,6 +159,26 @@ class Wanted:
     deadline_seconds: float | None = None
     budget_usd: float | None = None
     price: PriceTerm = PriceTerm.on_demand
+    chip_usd: float | None = None
+
+
+def price_of(given: PriceTerm | str | float) -> tuple[PriceTerm, float | None]:
+    """A kind of price of the catalogue, and dollars of a chip and hour where these are given instead.
+
+    Raises:
+        OptionError: neither a kind of price nor dollars from 0 on.
+    """
+    if isinstance(given, PriceTerm):
+        return given, None
+    try:
+        usd = float(given)
+    except ValueError:
+        return _member(PriceTerm, str(given), "--price"), None
+    if not 0.0 <= usd < float("inf"):
+        raise OptionError(
+            f"--price is {given}; give dollars of a chip and hour from 0 on, or on-demand, spot or committed"
+        )
+    return PriceTerm.on_demand, usd
 
 
 def goal_of(facts: Facts, slices: Sequence[Slice], wanted: Wanted) -> Goal:
@@ -174,6 +208,7 @@ def goal_of(facts: Facts, slices: Sequence[Slice], wanted: Wanted) -> Goal:
         deadline_seconds=wanted.deadline_seconds,
         budget_usd=wanted.budget_usd,
         price=wanted.price,
+        chip_usd=wanted.chip_usd,
     )
 
 
@@ -192,8 +227,8 @@ def freed(text: str) -> Freedom:
     return Freedom(batch="batch" in words, precision="precision" in words)
 
 
-def slices_of(text: str, max_chips: int, price: PriceTerm) -> list[Slice]:
-    """The slices of a list of names, of chips and of ``any``; each once, as given.
+def slices_of(text: str, max_chips: int, price: PriceTerm | None) -> list[Slice]:
+    """The slices of a list of names, of chips and of ``any`` (those with a price, where ``price`` is given); each once, as given.
 
     Raises:
         NotFoundError: a name that is neither a slice nor a chip.
@@ -208,12 +243,17 @@ def slices_of(text: str, max_chips: int, price: PriceTerm) -> list[Slice]:
     return list(found.values())
 
 
-def _meant(word: str, max_chips: int, price: PriceTerm) -> list[Slice]:
+def _meant(word: str, max_chips: int, price: PriceTerm | None) -> list[Slice]:
     """The slices that one word of the list stands for."""
     tpus = [one for one in chips() if one.kind is ChipKind.tpu and one.slice_rule is not None]
     if word.lower() == ANY:
-        found = [on for one in tpus for on in named_slices(one) if hourly(on, price) is not None]
-        what = f"with a price {price.value}"
+        found = [
+            on
+            for one in tpus
+            for on in named_slices(one)
+            if price is None or hourly(on, price) is not None
+        ]
+        what = "of TPUs" if price is None else f"with a price {price.value}"
     else:
         meant = [one for one in tpus if word.lower() in (one.name, *one.aliases)]
         if not meant:
