@@ -1,6 +1,6 @@
 """Answers of the compiler that an explanation, a search for a fit and a plan ask for, kept for tests.
 
-``python benchmarks/plan/answers.py --out answers.json`` explains a slow step, makes one fit that does not, and plans a
+``python -m benchmarks.plan.answers --out answers.json`` explains a slow step, makes one fit that does not, and plans a
 mixture, each with the compiler, and writes step times and memory of every candidate that was compiled
 (tests/recorded/plan/answers.json). A file that exists keeps its rows.
 """

@@ -1,6 +1,6 @@
 """Layouts that a plan did not compile, compiled: does one of them beat the answer by more than the margin that it states?
 
-``python benchmarks/plan/pruned.py --sample 200 --out pruned.json`` plans a 1B decoder on v5e-16 with 24 compiles, then
+``python -m benchmarks.plan.pruned --sample 200 --out pruned.json`` plans a 1B decoder on v5e-16 with 24 compiles, then
 compiles 200 layouts at random of those that the search left out by estimates, up to their schedules (a few seconds
 of CPU each; what is in the store is not compiled again). ``--model mixtral-8x7b --on v5e-256 --batch 1024`` takes a
 published model.

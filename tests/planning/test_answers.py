@@ -9,8 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.plan.answers import job_of, key
-from benchmarks.plan.exhaustive import job as decoder_job
+from systolic import recipes
 from systolic.chips import slice
 from systolic.chips.flags import resolved
 from systolic.core.errors import RunError
@@ -32,6 +31,8 @@ from systolic.planning.plan import Trial
 from systolic.planning.remedies import base_of
 from systolic.planning.search import Search
 from systolic.session.explaining import StepExplainer
+from systolic.session.job_source import source_of
+from tests.planning import fabricated
 from tests.planning.evaluators import AnsweringEvaluator
 
 FOLDER = Path(__file__).parent.parent / "recorded" / "plan"
@@ -46,6 +47,17 @@ HAND_F32, HAND_BF16 = 0.254, 0.176
 @cache
 def cases() -> dict[str, Any]:
     return json.loads((FOLDER / "answers.json").read_text())
+
+
+def job_of(case: dict[str, Any]) -> Job:
+    if case["target"] != "lm":
+        return source_of(case["target"], case["options"]).job
+    recipe = recipes.find("lm")
+    return recipe(recipes.typed(recipe, case["options"]))
+
+
+def key(one: Candidate) -> str:
+    return f"{one.text} batch {one.batch} {one.precision.value}"
 
 
 def forecast(one: Candidate, facts: Facts, seconds: float | None, need: int) -> Forecast:
@@ -160,7 +172,7 @@ def candidate(row: dict[str, Any]) -> Candidate:
 def test_no_layout_left_out_beats_the_answer_by_more_than_the_margin() -> None:
     """200 at random of those that the search left out, compiled."""
     read = json.loads((FOLDER / "pruned.json").read_text())
-    facts = facts_of(decoder_job())
+    facts = fabricated.facts()
     goal = Goal(units=1e9)
     judge = Judge(facts=facts, goal=goal)
 

@@ -16,7 +16,6 @@ from systolic.planning.objective import Objective, PriceTerm
 if TYPE_CHECKING:
     from systolic.planning.plan import Plan
     from systolic.planning.search import Limits, SearchProgress
-    from systolic.planning.wall import Conditions
 
 FORMS = """usage: systolic plan RECIPE --on SLICES [options]
 
@@ -101,23 +100,6 @@ class PlanOptions:
             seconds=None if self.time_limit is None else span(self.time_limit),
         )
 
-    @property
-    def conditions(self) -> "Conditions":
-        """What the wall-clock depends on besides the steps.
-
-        Raises:
-            OptionError: ``start_up`` is not a time.
-        """
-        from systolic.planning.goal import span
-        from systolic.planning.wall import Conditions
-
-        return Conditions(
-            start_seconds=None if self.start_up is None else span(self.start_up),
-            storage_bytes_per_second=None if self.storage_rate is None else self.storage_rate * 1e9,
-            preemptions_per_day=self.preemptions_per_day,
-            grid_g_per_kwh=self.grid_intensity,
-        )
-
 
 Watch = Callable[["SearchProgress"], None]
 Planner = Callable[[Request[PlanOptions], Watch], "Plan"]
@@ -145,7 +127,10 @@ def search(asked: Request[PlanOptions], watch: Watch) -> "Plan":
         deadline=options.deadline,
         budget=options.budget,
         price=options.price,
-        conditions=options.conditions,
+        start_up=options.start_up,
+        storage_rate=options.storage_rate,
+        preemptions_per_day=options.preemptions_per_day,
+        grid_intensity=options.grid_intensity,
         free=options.free,
         flags=options.flags,
         max_chips=options.max_chips,

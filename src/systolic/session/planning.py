@@ -9,7 +9,7 @@ from systolic import recipes
 from systolic.chips import ChipKind, Slice, chips, named_slices, slice
 from systolic.chips.flags import resolved
 from systolic.core.errors import OptionError, nearest
-from systolic.core.ranges import COUNT, POSITIVE, check_arguments
+from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, check_arguments
 from systolic.job import Job
 from systolic.planning.evaluator import CompilingEvaluator, OpenEvaluator
 from systolic.planning.facts import Facts, facts_of
@@ -38,7 +38,10 @@ def plan(  # noqa: PLR0913  the options of systolic plan
     deadline: str | None = None,
     budget: Annotated[float | None, POSITIVE] = None,
     price: PriceTerm | str | float = PriceTerm.on_demand,
-    conditions: Conditions | None = None,
+    start_up: str | None = None,
+    storage_rate: Annotated[float | None, POSITIVE] = None,
+    preemptions_per_day: Annotated[float | None, NOT_NEGATIVE] = None,
+    grid_intensity: Annotated[float | None, NOT_NEGATIVE] = None,
     free: str = "",
     flags: str = "",
     max_chips: Annotated[int, COUNT] = MAX_CHIPS,
@@ -59,7 +62,10 @@ def plan(  # noqa: PLR0913  the options of systolic plan
         deadline: For all the training: ``90m``, ``36h``, ``3d``.
         budget: Dollars for all the training.
         price: ``on-demand``, ``spot`` or ``committed``; or dollars of a chip and hour, 0 for chips that cost nothing.
-        conditions: What the wall-clock depends on besides the steps: start-up, storage, preemptions, the grid's carbon.
+        start_up: Start of the job with its compile, ``5m``; for the wall-clock, as the next three.
+        storage_rate: GB/s that a host reads from and writes to storage.
+        preemptions_per_day: Preemptions of the slice.
+        grid_intensity: Grams of CO2 per kWh.
         free: What may change beside the layout: ``batch``, ``precision`` or ``batch,precision``.
         flags: Of the compiler, beside those that all jobs on a chip share; ``none`` leaves these out.
         max_chips: Of a slice that ``any`` or the name of a chip stands for.
@@ -75,12 +81,20 @@ def plan(  # noqa: PLR0913  the options of systolic plan
     source = source_of(job, options) if isinstance(job, str) else None
     job = _job(job, options) if source is None else source.job
     numbers = {"tokens": tokens, "examples": examples, "budget": budget, "max_chips": max_chips}
+    numbers |= {"storage_rate": storage_rate, "preemptions_per_day": preemptions_per_day}
+    numbers |= {"grid_intensity": grid_intensity}
     check_arguments(plan, numbers, lambda name: f"--{name.replace('_', '-')}")
     if deadline is not None and not isinstance(deadline, str):
         raise OptionError(f"--deadline is {deadline!r}; write it like '90m', '36h' or '3d'")
     if tokens is not None and examples is not None:
         raise OptionError("--tokens and --examples say the same in two ways; give one of them")
     resolved(flags, None)  # its words, before anything takes time
+    conditions = Conditions(
+        start_seconds=None if start_up is None else span(start_up),
+        storage_bytes_per_second=None if storage_rate is None else storage_rate * 1e9,
+        preemptions_per_day=preemptions_per_day,
+        grid_g_per_kwh=grid_intensity,
+    )
     freedom, limits = freed(free), limits or Limits()
     term, chip_usd = price_of(price)
     wanted = Wanted(
@@ -108,14 +122,20 @@ def plan(  # noqa: PLR0913  the options of systolic plan
         watch=watch,
         evaluator=evaluator,
     )
-    found = smallest_fit(search) if search.goal.objective is Objective.fit else search.run()
-    best = found.best
-    if best is not None:
-        found = replace(found, wall=wall_of(facts, found.goal, best, conditions or Conditions()))
-    made = _with_notes(found, search, wanted)
+    made = _searched(search, wanted, conditions)
     if source is None:
         return made
     return replace(made, target=source.recipe.target, options=recipes.plain(source.options))
+
+
+def _searched(search: Search, wanted: "Wanted", conditions: Conditions) -> Plan:
+    """The plan of a search, with the wall-clock of its best and with notes."""
+    smallest = search.goal.objective is Objective.fit
+    found = smallest_fit(search) if smallest else search.run()
+    if found.best is not None:
+        wall = wall_of(search.facts, found.goal, found.best, conditions)
+        found = replace(found, wall=wall)
+    return _with_notes(found, search, wanted)
 
 
 def _job(given: Any, options: Mapping[str, Any]) -> Job:
