@@ -22,7 +22,7 @@ FORMS = """usage: systolic explain RECIPE --on SLICE [options]
        systolic explain PROFILE [--remedies N] [--workers N] [--trust] [--json]
 
 RECIPE (or a model: llama-3.1-70b, a config.json) is forecast on the slice: where its step's time goes, and what changes of settings gain, each compiled
-and forecast again; for a step that does not fit, layouts and slices where it does. FORECAST.json is what
+and forecast again, then combined until none gains; for a step that does not fit, the fastest layout where it does. FORECAST.json is what
 systolic forecast --json or systolic plan wrote; it takes the options of a recipe too, and --against says
 what makes one slower. Both are forecast from the compiler's schedule, whichever way the files were made.
 
@@ -49,7 +49,7 @@ class ExplainOptions:
         on: The slice: v5e-16, v5p-128, tpu7x-8, 2xv5e-256.
         step: Which of the job's steps: train, eval, prefill or decode; changes of settings are tried for train steps only.
         flags: Compiler flags on top of the set that all jobs on the chip share (systolic chips v5e lists it); none leaves that set out.
-        remedies: Changes of settings to compile and forecast again where the step fits; 0 names causes only.
+        remedies: Changes of settings to compile and forecast again, one at a time, where the step fits; up to twice as many follow, combined from the best until none gains, and changes of precision and batch. 0 names causes only.
         workers: Compiles at once; 0 takes as many as cores and memory allow.
         json: Print one JSON object on stdout.
     """
@@ -71,7 +71,7 @@ class ExplainSavedOptions:
         on: Another slice than the file's.
         step: Another of the job's steps than the file's.
         flags: Compiler flags on top of those of the file; none leaves these out.
-        remedies: Changes of settings to compile and forecast again where the step fits; 0 names causes only.
+        remedies: Changes of settings to compile and forecast again, one at a time, where the step fits; up to twice as many follow, combined from the best until none gains, and changes of precision and batch. 0 names causes only.
         workers: Compiles at once; 0 takes as many as cores and memory allow.
         json: Print one JSON object on stdout.
     """
@@ -105,7 +105,7 @@ class ExplainProfileOptions:
     """Options of a profile.
 
     Args:
-        remedies: Changes of settings to compile and forecast, of the profile of a run on TPUs; 0 names causes only.
+        remedies: Changes of settings to compile and forecast, one at a time, of the profile of a run on TPUs; up to twice as many follow, combined from the best. 0 names causes only.
         workers: Compiles at once; 0 takes as many as cores and memory allow.
         trust: Execute the run's recipe.py although it is another user's, now and later: its digest is remembered.
         json: Print one JSON object on stdout.

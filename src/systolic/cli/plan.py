@@ -44,10 +44,14 @@ class PlanOptions:
         on: Slices, chips (all slices of them) or any, with commas: v5e-16,v5p.
         tokens: Tokens to train on; by default the job's own steps times its batch.
         examples: Examples to train on, instead of tokens.
-        goal: What is made small: time, cost, energy, or pareto for time and cost. By default cost under a deadline, time under a budget or on one slice, else pareto.
+        goal: What is made small: time, cost, energy, pareto for time and cost, or fit for the fewest chips that it fits on, with passes and rematerialisation free. By default cost under a deadline, time under a budget or on one slice, else pareto.
         deadline: For all the training: 90m, 36h, 3d or 1w.
         budget: Dollars for all the training.
-        price: Which price of the catalogue: on-demand, spot or committed.
+        price: Which price of the catalogue: on-demand, spot or committed; or dollars of a chip and hour, 0 for chips that cost nothing.
+        start_up: Start of the job with its compile: 5m. By default the compile on this machine and 2 minutes, an assumption.
+        storage_rate: GB/s that a host reads from and writes to storage, for checkpoints and data; by default 1, an assumption.
+        preemptions_per_day: Preemptions of the slice; by default 0, and with spot prices 1, an assumption.
+        grid_intensity: Grams of CO2 per kWh where the slice runs; the plan then tells kilograms.
         free: What may change beside the layout: batch, precision or batch,precision.
         flags: Compiler flags on top of the set that all jobs on a chip share (systolic chips v5e lists it); none leaves that set out.
         max_chips: Chips at most of a slice that any or the name of a chip stands for.
@@ -66,7 +70,11 @@ class PlanOptions:
     goal: Objective | None = None
     deadline: str | None = None
     budget: Annotated[float | None, POSITIVE] = None
-    price: PriceTerm = PriceTerm.on_demand
+    price: str = PriceTerm.on_demand.value
+    start_up: str | None = None
+    storage_rate: Annotated[float | None, POSITIVE] = None
+    preemptions_per_day: Annotated[float | None, NOT_NEGATIVE] = None
+    grid_intensity: Annotated[float | None, NOT_NEGATIVE] = None
     free: str = ""
     flags: str = ""
     max_chips: Annotated[int, COUNT] = 256
@@ -124,6 +132,10 @@ def search(asked: Request[PlanOptions], watch: Watch) -> "Plan":
         deadline=options.deadline,
         budget=options.budget,
         price=options.price,
+        start_up=options.start_up,
+        storage_rate=options.storage_rate,
+        preemptions_per_day=options.preemptions_per_day,
+        grid_intensity=options.grid_intensity,
         free=options.free,
         flags=options.flags,
         max_chips=options.max_chips,

@@ -42,6 +42,11 @@ class Facts:
         return _FROZEN_BYTES[self.job.adapter.kind] + self.trained_share * self._trained_bytes
 
     @property
+    def saved_bytes(self) -> float:
+        """Bytes of a checkpoint: what trains, its optimizer state and its average."""
+        return self.trained_share * self._trained_bytes * self.parameters
+
+    @property
     def trained_share(self) -> float:
         """Parameters that train over those of the model: 1 without adapters."""
         return self.job.adapter_parameters / self.parameters if self.job.adapter else 1.0

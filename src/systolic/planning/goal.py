@@ -44,12 +44,29 @@ class Goal:
     deadline_seconds: float | None = None
     budget_usd: float | None = None
     price: PriceTerm = PriceTerm.on_demand
+    chip_usd: float | None = None
+    """Dollars of a chip and hour, instead of the catalogue's price; 0 for chips that cost nothing."""
+
+    def hourly(self, on: Slice) -> float | None:
+        """Dollars an hour of a whole slice; None where the catalogue has no price."""
+        return hourly(on, self.price) if self.chip_usd is None else self.chip_usd * on.num_chips
+
+    def priced(self, on: Slice) -> dict[str, str]:
+        """What the price is of: ``price_region`` and ``price_as_of``, empty where it has none or is the user's."""
+        if self.chip_usd is None:
+            return priced(on, self.price)
+        return {"price_region": "", "price_as_of": ""}
+
+    @property
+    def price_text(self) -> str:
+        """``on-demand``, or ``given`` for the user's own."""
+        return self.price.value if self.chip_usd is None else "given"
 
     def total(self, on: Slice, units_per_step: float, step_seconds: float) -> Total:
         """Time, dollars and kilowatt-hours at a step time."""
         steps = max(self.units / units_per_step, 1.0)
         seconds = steps * step_seconds
-        price = hourly(on, self.price)
+        price = self.hourly(on)
         bill = bill_of(on)
         watts = bill.watts
         return Total(
@@ -80,10 +97,15 @@ class Goal:
         return max(shares)
 
     def score(self, total: Total) -> float:
-        """Score of a total; smaller is better, infinite where the figure is unknown."""
+        """Score of a total; smaller is better, infinite where the figure is unknown.
+
+        Among slices :attr:`Objective.fit` goes by their chips first (:func:`systolic.planning.plan.ranking`).
+        """
         match self.objective:
-            case Objective.time:
+            case Objective.time | Objective.fit:
                 return total.seconds
+            case Objective.cost | Objective.pareto if total.usd == 0.0:
+                return total.seconds  # chips that cost nothing differ in time only
             case Objective.cost:
                 return float("inf") if total.usd is None else total.usd
             case Objective.energy:
@@ -99,6 +121,7 @@ class Goal:
             "deadline_seconds": self.deadline_seconds,
             "budget_usd": self.budget_usd,
             "price": self.price.value,
+            "usd_per_chip_hour": self.chip_usd,
         }
 
 

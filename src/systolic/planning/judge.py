@@ -45,13 +45,16 @@ class Judge:
         ratio = self.time_off.ratio(ranked.candidate)
         return self.total(ranked.candidate, ranked.analysis.seconds_estimate * ratio)
 
+    def need(self, ranked: Ranked) -> float:
+        """Bytes of a device by the corrected estimate."""
+        return ranked.analysis.bytes_estimate * self.bytes_off.ratio(ranked.candidate)
+
     def estimated(self, ranked: Ranked, optimism: float = 0.0) -> float:
         """Score by the corrected estimate, with a penalty for a candidate that may not fit."""
         candidate, analysis = ranked.candidate, ranked.analysis
         ratio = self.time_off.ratio(candidate, optimism)
         seconds = max(analysis.seconds_estimate * ratio, analysis.seconds_bound)
-        need = analysis.bytes_estimate * self.bytes_off.ratio(candidate)
-        fits = likely(need, capacity(candidate.on))
+        fits = likely(self.need(ranked), capacity(candidate.on))
         penalty = 1 + 0.4 * (1 - fits) + (20 if fits < 0.03 else 0)
         total = self.total(candidate, seconds)
         limit = 1.0 if self.goal.broken(total) is None else 3.0

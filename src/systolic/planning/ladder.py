@@ -1,5 +1,6 @@
 """How to make a job fit: a search on the same slice, then on larger ones."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,9 +14,9 @@ from systolic.planning.evaluator import CompilingEvaluator, OpenEvaluator
 from systolic.planning.facts import Facts
 from systolic.planning.goal import Goal
 from systolic.planning.objective import Objective
-from systolic.planning.plan import SearchStop, Trial, reason_of
-from systolic.planning.search import Limits, Search, Watch
-from systolic.planning.space import global_batch
+from systolic.planning.plan import Plan, SearchStop, Trial, reason_of, size
+from systolic.planning.search import Limits, Search, SearchProgress, Watch
+from systolic.planning.space import RefusalRule, Refused, global_batch
 
 FIRST = 8
 """Most programs on the slice itself while none fits."""
@@ -114,6 +115,61 @@ def find_fit(
         other = replace(facts, job=replace(facts.job, optimizer=leaner))
         attempt("adafactor, which keeps no full moments", other, on, LARGER, same=False)
     return made
+
+
+def smallest_fit(search: Search) -> Plan:
+    """The smallest slice of each chip that the job fits on and that keeps the goal's limits.
+
+    Slices are searched one after another, fewest chips first; after one that fits the larger ones of its chip are left
+    out. Passes, rematerialisation, offload and loss chunks are free, as in every search.
+
+    Args:
+        search: The search as it would run over all its slices.
+    """
+    parts: list[Plan] = []
+    refused: list[Refused] = []
+    fits: dict[str, Slice] = {}
+    began = time.monotonic()
+
+    def plan(now: Plan | None = None) -> Plan:
+        found = [*parts, *([now] if now is not None else [])]
+        best = min(
+            (one for one in found if one.best is not None),
+            key=lambda one: size(one.best.candidate.on, search.goal) if one.best else (0, 0.0, ""),
+            default=None,
+        )
+        return Plan(
+            facts=search.facts,
+            goal=search.goal,
+            tried=[trial for one in found for trial in one.tried],
+            refused=[*(each for one in found for each in one.refused), *refused],
+            searched=sum(one.searched for one in found),
+            seconds=time.monotonic() - began,
+            stopped=next((one.stopped for one in found if one.stopped is not None), None),
+            margin=None if best is None else best.margin,
+        )
+
+    for on in sorted(search.slices, key=lambda one: size(one, search.goal)):
+        if (smaller := fits.get(on.chip.name)) is not None:
+            why = f"has {on.num_chips} chips, and {smaller.name} with {smaller.num_chips} fits"
+            refused.append(Refused(on=on, rule=RefusalRule.larger, reason=why))
+            continue
+        left = search.limits.seconds
+        if left is not None:
+            left = max(left - (time.monotonic() - began), 0.0)
+
+        def watch(progress: SearchProgress) -> None:
+            answer = progress.answer
+            search.watch(replace(progress, answer=lambda: plan(answer())))
+
+        limits = replace(search.limits, fruitless=FIRST, seconds=left)
+        one = replace(search, slices=[on], limits=limits, watch=watch, tried=[]).run()
+        parts.append(one)
+        if one.best is not None:
+            fits[on.chip.name] = on
+        if one.stopped is not None:
+            break
+    return plan()
 
 
 def _global(facts: Facts, on: Slice) -> Batch:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from systolic.chips import Slice
 from systolic.planning.facts import Facts
-from systolic.planning.goal import Goal, hourly
-from systolic.planning.objective import PriceTerm
+from systolic.planning.goal import Goal
+from systolic.planning.margin import Margin
+from systolic.planning.objective import Objective, PriceTerm
 from systolic.planning.plan import CompileDepth, Plan, full_over_schedule
 from systolic.planning.space import Freedom, global_batch
 
@@ -79,6 +80,29 @@ class PricesUnknown:
     slices: tuple[str, ...]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NotCompiled:
+    """Layouts were left out by estimates, which are no bounds; the margin says what they may be worth."""
+
+    margin: Margin
+    objective: Objective
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WallAssumed:
+    """What the wall-clock assumes."""
+
+    assumptions: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WallLate:
+    """The steps end before the deadline, and the job does not."""
+
+    seconds: float
+    deadline_seconds: float
+
+
 class WayToAnswer(enum.Enum):
     """Ways to an answer where there is none."""
 
@@ -104,6 +128,9 @@ PlanNote = (
     | ChipsNotCompiled
     | GpusByRoofline
     | PricesUnknown
+    | NotCompiled
+    | WallAssumed
+    | WallLate
     | NoAnswer
 )
 
@@ -147,6 +174,13 @@ def after_search(
     if best.depth is CompileDepth.schedule:
         full = sum(one.full for one in plan.tried)
         found.append(ScheduleOnly(full_compiles=full, asked=finalists > full))
+    deadline, wall = plan.goal.deadline_seconds, plan.wall
+    if wall is not None and deadline is not None and wall.seconds > deadline:
+        found.append(WallLate(seconds=wall.seconds, deadline_seconds=deadline))
+    if wall is not None and wall.assumptions:
+        found.append(WallAssumed(assumptions=wall.assumptions))
+    if plan.margin is not None:
+        found.append(NotCompiled(margin=plan.margin, objective=plan.goal.objective))
     for chip, ratio in full_over_schedule(plan.tried).items():
         if abs(ratio - 1) > OFF:
             found.append(FullCompileRatio(chip=chip, ratio=ratio))
@@ -158,7 +192,7 @@ def after_search(
     if any(on.platform == "gpu" for on in slices):
         found.append(GpusByRoofline())
     price = plan.goal.price
-    if unknown := sorted({on.name for on in slices if hourly(on, price) is None}):
+    if unknown := sorted({on.name for on in slices if plan.goal.hourly(on) is None}):
         found.append(PricesUnknown(price=price, slices=tuple(unknown)))
     return found
 

@@ -11,6 +11,8 @@ class Objective(enum.Enum):
     energy = "energy"
     pareto = "pareto"
     """Time and cost: the candidates that no other beats in both; the best has the least cost per speed."""
+    fit = "fit"
+    """Fewest chips that the job fits on; of as many chips the cheapest, and on these the fastest."""
 
 
 class PriceTerm(enum.Enum):

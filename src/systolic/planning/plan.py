@@ -1,24 +1,28 @@
 """Plan: the answer of a search, as a value and as JSON."""
 
 import enum
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from systolic.artifact.chosen import FORMAT
+from systolic.chips import Slice
 from systolic.core.notebook import notebook_html
 from systolic.forecasting import Forecast
 from systolic.forecasting.forecast import COSTS
 from systolic.planning.analytic import Analysis
 from systolic.planning.candidate import Candidate
 from systolic.planning.facts import Facts
-from systolic.planning.goal import Goal, Total, front, priced
+from systolic.planning.goal import Goal, Total, front
 from systolic.planning.objective import Objective
 from systolic.planning.space import RefusalRule, Refused
 
 if TYPE_CHECKING:
+    from systolic.planning.margin import Margin
     from systolic.planning.notes import PlanNote
+    from systolic.planning.wall import Wall
 
 
 class SearchStop(enum.Enum):
@@ -78,6 +82,10 @@ class Plan:
     seconds: float
     stopped: SearchStop | None = None
     """Reason that the search ended early; None when it ended by itself."""
+    margin: "Margin | None" = None
+    """By how much layouts that were not compiled may beat the best; None where there are none."""
+    wall: "Wall | None" = None
+    """Wall-clock of the best; None without one."""
     target: str = ""
     """The recipe as it was given; empty for a plan of a Job."""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -141,6 +149,8 @@ class Plan:
                 {"slice": r.on.name, "layout": r.layout, "rule": r.rule.value, "reason": r.reason}
                 for r in self.refused
             ],
+            "margin": None if self.margin is None else self.margin.to_json(),
+            "wall": None if self.wall is None else self.wall.to_json(),
             "searched": self.searched,
             "compiled": len(self.tried),
             "seconds": round(self.seconds, 2),
@@ -159,7 +169,7 @@ class Plan:
                 "steps": trial.total.steps,
                 "seconds": trial.total.seconds,
                 "usd": trial.total.usd,
-                **priced(trial.candidate.on, self.goal.price),
+                **self.goal.priced(trial.candidate.on),
                 "kwh": trial.total.kwh,
             },
             "pareto": id(trial) in front,
@@ -194,7 +204,15 @@ def ranking(tried: Sequence[Trial], goal: Goal) -> list[Trial]:
         return goal.score(one.total.times(known))
 
     good = [one for one in tried if one.total is not None and one.broken is None]
+    if goal.objective is Objective.fit:
+        return sorted(good, key=lambda one: (*size(one.candidate.on, goal), score(one)))
     return sorted(good, key=score)
+
+
+def size(on: Slice, goal: Goal) -> tuple[int, float, str]:
+    """Sort key of slices by size: chips, then dollars an hour, then name."""
+    price = goal.hourly(on)
+    return on.num_chips, math.inf if price is None else price, on.name
 
 
 def full_over_schedule(tried: Sequence[Trial]) -> dict[str, float]:

@@ -31,6 +31,7 @@ from systolic.planning.flags import joined
 from systolic.planning.goal import Goal, days
 from systolic.planning.judge import Judge, Ranked
 from systolic.planning.limits import Limits
+from systolic.planning.margin import margin_of
 from systolic.planning.neighbours import Kind, Neighbour, neighbours
 from systolic.planning.plan import CompileDepth, Plan, SearchStop, Trial, ranking
 from systolic.planning.space import Freedom, RefusalRule, Refused, check
@@ -55,6 +56,8 @@ WEARY = 1.02
 """Factor on the expected score for each compile with the same mesh, or of a kind of change that did not gain."""
 CLIMB_PATIENCE = 8
 """Neighbours without a gain after which a climb ends."""
+FEW_UNFIT = 3
+"""Compiles without one that fits after which every second one is the layout of the least memory."""
 POLL_SECONDS = 0.5
 """Interval between progress reports while a compile runs."""
 PATIENCE = 10
@@ -125,6 +128,7 @@ class Search:
     _running: deque[tuple[Ranked, PendingForecast]] = field(default_factory=deque)
     _settling: deque[tuple[Trial, PendingForecast]] = field(default_factory=deque)
     _since: int = 0
+    _ended: bool = False
 
     def __post_init__(self) -> None:
         self._judge = Judge(facts=self.facts, goal=self.goal)
@@ -151,7 +155,13 @@ class Search:
                     self._collect()
         except KeyboardInterrupt:
             self.stopped = SearchStop.interrupted
+        self._ended = True
         return self.answer()
+
+    @property
+    def not_compiled(self) -> list[Ranked]:
+        """Candidates that a compile may still show to be better than their estimates."""
+        return [*self._survey.queue, *self._survey.left]
 
     def climb(self, pool: CandidateEvaluator) -> None:
         """Moves the best of what was tried to better neighbours, without a survey of the space first."""
@@ -174,9 +184,13 @@ class Search:
             )
             for name, ranked in nearest.items()
         ]
+        best, margin = self.best(), None
+        if best is not None and self._ended:
+            margin = margin_of(self._judge, best, self.not_compiled)
         return Plan(
             facts=self.facts,
             goal=self.goal,
+            margin=margin,
             tried=tuple(self.tried),
             refused=(*self._survey.refused, *waiting),
             searched=self._survey.searched,
@@ -188,7 +202,7 @@ class Search:
         """Reason that a slice's most promising layout was not compiled."""
         total = self._judge.expected(ranked)
         price = "" if total.usd is None else f" and ${total.usd:,.2f}"
-        text = f"estimated at {days(total.seconds)}{price} at best ({ranked.candidate.text})"
+        text = f"estimated at {days(total.seconds)}{price} ({ranked.candidate.text})"
         best = self.best()
         if best is not None and self._judge.estimated(ranked) <= self._judge.score(best):
             if self.stopped:
@@ -236,6 +250,8 @@ class Search:
             queue.sort(key=lambda r: self._judge.hopeful(r) * WEARY ** meshes[_mesh(r.candidate)])
             best = self.best()
             pick = queue[0]
+            if self._unfit() >= FEW_UNFIT and len(self.tried) % 2:
+                pick = min(queue, key=lambda r: self._judge.need(r) / capacity(r.candidate.on))
             # A chip's first compile corrects the estimates of all its slices.
             fresh = next(
                 (r for r in queue if r.candidate.on.chip.name not in chips),
@@ -268,8 +284,11 @@ class Search:
     def _fruitless(self) -> bool:
         """Whether as many compiles as the limits allow have ended without one that fits."""
         most = self.limits.fruitless
-        tried = len(self.tried) + len(self._running)
-        return most is not None and tried >= most and all(one.total is None for one in self.tried)
+        return most is not None and self._unfit() + len(self._running) >= most
+
+    def _unfit(self) -> int:
+        """Compiles without one that fits; 0 once one does."""
+        return 0 if any(one.total is not None for one in self.tried) else len(self.tried)
 
     def _worth(self, ranked: Ranked, best: Trial | None, margin: float) -> bool:
         if best is None or best.total is None:

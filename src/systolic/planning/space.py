@@ -64,6 +64,8 @@ class RefusalRule(enum.Enum):
     """Estimated slower than the layouts of its slice that are kept."""
     more_memory = "more memory"
     """Keeps at least as much memory as one that did not fit."""
+    larger = "larger"
+    """A slice with more chips than one that fits, where the goal is the smallest."""
     divisibility = "divisibility"
     """No mesh divides the model and the batch."""
     unknown_chip = "unknown chip"

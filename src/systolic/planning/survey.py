@@ -13,7 +13,9 @@ from systolic.planning.judge import Judge, Ranked
 from systolic.planning.space import Freedom, RefusalRule, Refused, candidates, global_batch
 
 KEEP = 300
-"""Most layouts of a slice that are kept, by their estimates."""
+"""Fewest layouts of a slice that are kept, by their estimates."""
+KEEP_ALL = 6000
+"""Layouts of all slices that are kept where there are fewer than this over :data:`KEEP` slices."""
 
 
 @dataclass
@@ -26,11 +28,15 @@ class Survey:
     """Compiler flags of all candidates on a slice."""
     only: Sequence[Candidate] | None = None
     queue: list[Ranked] = field(default_factory=list)
+    left: list[Ranked] = field(default_factory=list)
+    """The next :data:`KEEP` of each slice, which the search does not look at."""
     refused: list[Refused] = field(default_factory=list)
     searched: int = 0
 
     def analyse_all(self, slices: Iterable[Slice], begin: Callable[[Slice], None]) -> None:
         """Analyses every layout of every slice; calls ``begin`` with each slice first."""
+        slices = list(slices)
+        most = max(KEEP, KEEP_ALL // max(len(slices), 1))
         for on in slices:
             begin(on)
             try:
@@ -39,14 +45,15 @@ class Survey:
                 self._refuse(on, None, RefusalRule.unknown_chip, str(error))
                 continue
             kept.sort(key=self.judge.estimated)
-            self.queue += kept[:KEEP]
-            if len(kept) > KEEP:
-                last = duration(kept[KEEP].analysis.seconds_estimate)
+            self.queue += kept[:most]
+            self.left += kept[most : most + KEEP]
+            if len(kept) > most:
+                last = duration(kept[most].analysis.seconds_estimate)
                 self._refuse(
                     on,
-                    len(kept) - KEEP,
+                    len(kept) - most,
                     RefusalRule.estimate,
-                    f"estimated at {last} a step or more, slower than {KEEP} others of the slice",
+                    f"estimated at {last} a step or more, slower than {most:,} others of the slice; an estimate and no bound",
                 )
 
     def _possible(self, on: Slice) -> Iterator[Ranked]:

@@ -9,16 +9,18 @@ from systolic import recipes
 from systolic.chips import ChipKind, Slice, chips, named_slices, slice
 from systolic.chips.flags import resolved
 from systolic.core.errors import OptionError, nearest
-from systolic.core.ranges import COUNT, POSITIVE, check_arguments
+from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, check_arguments
 from systolic.job import Job
 from systolic.planning.evaluator import CompilingEvaluator, OpenEvaluator
 from systolic.planning.facts import Facts, facts_of
 from systolic.planning.goal import Goal, hourly, span
+from systolic.planning.ladder import smallest_fit
 from systolic.planning.notes import after_search, before_search
 from systolic.planning.objective import Objective, PriceTerm
 from systolic.planning.plan import Plan, default_objective
 from systolic.planning.search import Limits, Search, SearchProgress
 from systolic.planning.space import Freedom, global_batch
+from systolic.planning.wall import Conditions, wall_of
 from systolic.session.job_source import source_of
 
 ANY = "any"
@@ -35,7 +37,11 @@ def plan(  # noqa: PLR0913  the options of systolic plan
     goal: Objective | str | None = None,
     deadline: str | None = None,
     budget: Annotated[float | None, POSITIVE] = None,
-    price: PriceTerm | str = PriceTerm.on_demand,
+    price: PriceTerm | str | float = PriceTerm.on_demand,
+    start_up: str | None = None,
+    storage_rate: Annotated[float | None, POSITIVE] = None,
+    preemptions_per_day: Annotated[float | None, NOT_NEGATIVE] = None,
+    grid_intensity: Annotated[float | None, NOT_NEGATIVE] = None,
     free: str = "",
     flags: str = "",
     max_chips: Annotated[int, COUNT] = MAX_CHIPS,
@@ -52,10 +58,14 @@ def plan(  # noqa: PLR0913  the options of systolic plan
         on: Slices, or names with commas: ``v5e-16,v5p-8``; ``v5e`` for all slices of a chip, ``any`` for all of TPUs.
         tokens: To train on; by default the job's own steps times its batch.
         examples: To train on, instead of tokens.
-        goal: ``time``, ``cost``, ``energy`` or ``pareto``; by default by the limits, as the command's.
+        goal: ``time``, ``cost``, ``energy``, ``pareto`` or ``fit``, the fewest chips; by default by the limits, as the command's.
         deadline: For all the training: ``90m``, ``36h``, ``3d``.
         budget: Dollars for all the training.
-        price: ``on-demand``, ``spot`` or ``committed``.
+        price: ``on-demand``, ``spot`` or ``committed``; or dollars of a chip and hour, 0 for chips that cost nothing.
+        start_up: Start of the job with its compile, ``5m``; for the wall-clock, as the next three.
+        storage_rate: GB/s that a host reads from and writes to storage.
+        preemptions_per_day: Preemptions of the slice.
+        grid_intensity: Grams of CO2 per kWh.
         free: What may change beside the layout: ``batch``, ``precision`` or ``batch,precision``.
         flags: Of the compiler, beside those that all jobs on a chip share; ``none`` leaves these out.
         max_chips: Of a slice that ``any`` or the name of a chip stands for.
@@ -71,22 +81,36 @@ def plan(  # noqa: PLR0913  the options of systolic plan
     source = source_of(job, options) if isinstance(job, str) else None
     job = _job(job, options) if source is None else source.job
     numbers = {"tokens": tokens, "examples": examples, "budget": budget, "max_chips": max_chips}
+    numbers |= {"storage_rate": storage_rate, "preemptions_per_day": preemptions_per_day}
+    numbers |= {"grid_intensity": grid_intensity}
     check_arguments(plan, numbers, lambda name: f"--{name.replace('_', '-')}")
     if deadline is not None and not isinstance(deadline, str):
         raise OptionError(f"--deadline is {deadline!r}; write it like '90m', '36h' or '3d'")
     if tokens is not None and examples is not None:
         raise OptionError("--tokens and --examples say the same in two ways; give one of them")
     resolved(flags, None)  # its words, before anything takes time
+    conditions = Conditions(
+        start_seconds=None if start_up is None else span(start_up),
+        storage_bytes_per_second=None if storage_rate is None else storage_rate * 1e9,
+        preemptions_per_day=preemptions_per_day,
+        grid_g_per_kwh=grid_intensity,
+    )
     freedom, limits = freed(free), limits or Limits()
+    term, chip_usd = price_of(price)
     wanted = Wanted(
         tokens=tokens,
         examples=examples,
         objective=None if goal is None else member(Objective, goal, "--goal"),
         deadline_seconds=None if deadline is None else span(deadline),
         budget_usd=budget,
-        price=member(PriceTerm, price, "--price"),
+        price=term,
+        chip_usd=chip_usd,
     )
-    slices = slices_of(on, max_chips, wanted.price) if isinstance(on, str) else list(on)
+    slices = (
+        slices_of(on, max_chips, None if chip_usd is not None else term)
+        if isinstance(on, str)
+        else list(on)
+    )
     facts = facts_of(job)
     search = Search(
         facts=facts,
@@ -98,10 +122,20 @@ def plan(  # noqa: PLR0913  the options of systolic plan
         watch=watch,
         evaluator=evaluator,
     )
-    made = _with_notes(search.run(), search, wanted)
+    made = _searched(search, wanted, conditions)
     if source is None:
         return made
     return replace(made, target=source.recipe.target, options=recipes.plain(source.options))
+
+
+def _searched(search: Search, wanted: "Wanted", conditions: Conditions) -> Plan:
+    """The plan of a search, with the wall-clock of its best and with notes."""
+    smallest = search.goal.objective is Objective.fit
+    found = smallest_fit(search) if smallest else search.run()
+    if found.best is not None:
+        wall = wall_of(search.facts, found.goal, found.best, conditions)
+        found = replace(found, wall=wall)
+    return _with_notes(found, search, wanted)
 
 
 def _job(given: Any, options: Mapping[str, Any]) -> Job:
@@ -150,6 +184,26 @@ class Wanted:
     deadline_seconds: float | None = None
     budget_usd: float | None = None
     price: PriceTerm = PriceTerm.on_demand
+    chip_usd: float | None = None
+
+
+def price_of(given: PriceTerm | str | float) -> tuple[PriceTerm, float | None]:
+    """A kind of price of the catalogue, and dollars of a chip and hour where these are given instead.
+
+    Raises:
+        OptionError: neither a kind of price nor dollars from 0 on.
+    """
+    if isinstance(given, PriceTerm):
+        return given, None
+    try:
+        usd = float(given)
+    except ValueError:
+        return member(PriceTerm, str(given), "--price"), None
+    if not 0.0 <= usd < float("inf"):
+        raise OptionError(
+            f"--price is {given}; give dollars of a chip and hour from 0 on, or on-demand, spot or committed"
+        )
+    return PriceTerm.on_demand, usd
 
 
 def goal_of(facts: Facts, slices: Sequence[Slice], wanted: Wanted) -> Goal:
@@ -179,6 +233,7 @@ def goal_of(facts: Facts, slices: Sequence[Slice], wanted: Wanted) -> Goal:
         deadline_seconds=wanted.deadline_seconds,
         budget_usd=wanted.budget_usd,
         price=wanted.price,
+        chip_usd=wanted.chip_usd,
     )
 
 
@@ -197,8 +252,8 @@ def freed(text: str) -> Freedom:
     return Freedom(batch="batch" in words, precision="precision" in words)
 
 
-def slices_of(text: str, max_chips: int, price: PriceTerm) -> list[Slice]:
-    """The slices of a list of names, of chips and of ``any``; each once, as given.
+def slices_of(text: str, max_chips: int, price: PriceTerm | None) -> list[Slice]:
+    """The slices of a list of names, of chips and of ``any`` (those with a price, where ``price`` is given); each once, as given.
 
     Raises:
         NotFoundError: a name that is neither a slice nor a chip.
@@ -213,12 +268,17 @@ def slices_of(text: str, max_chips: int, price: PriceTerm) -> list[Slice]:
     return list(found.values())
 
 
-def _meant(word: str, max_chips: int, price: PriceTerm) -> list[Slice]:
+def _meant(word: str, max_chips: int, price: PriceTerm | None) -> list[Slice]:
     """The slices that one word of the list stands for."""
     tpus = [one for one in chips() if one.kind is ChipKind.tpu and one.slice_rule is not None]
     if word.lower() == ANY:
-        found = [on for one in tpus for on in named_slices(one) if hourly(on, price) is not None]
-        what = f"with a price {price.value}"
+        found = [
+            on
+            for one in tpus
+            for on in named_slices(one)
+            if price is None or hourly(on, price) is not None
+        ]
+        what = "of TPUs" if price is None else f"with a price {price.value}"
     else:
         meant = [one for one in tpus if word.lower() in (one.name, *one.aliases)]
         if not meant:

@@ -247,7 +247,10 @@ def tokenized(lines: Sequence[Line], template: ChatTemplate, tokenizer: Tokenize
     """
     made = []
     for line in lines:
-        for name, taken in (("tools", template.takes_tools), ("documents", template.takes_documents)):
+        for name, taken in (
+            ("tools", template.takes_tools),
+            ("documents", template.takes_documents),
+        ):
             if name in line.beside and not taken:
                 raise DataError(
                     f"{line.place} has {name} and the chat template of {template.origin} takes none; take the field out, or write it into the system's turn"

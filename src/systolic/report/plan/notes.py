@@ -1,9 +1,11 @@
 """Notes of a plan as text."""
 
+import math
 from collections.abc import Mapping
 
 from systolic.chips.flags import described
 from systolic.core.units import si
+from systolic.planning.goal import days
 from systolic.planning.notes import (
     BaseFlags,
     BatchDiffers,
@@ -11,12 +13,16 @@ from systolic.planning.notes import (
     FullCompileRatio,
     GpusByRoofline,
     NoAnswer,
+    NotCompiled,
     OwnWork,
     PlanNote,
     PricesUnknown,
     ScheduleOnly,
+    WallAssumed,
+    WallLate,
     WayToAnswer,
 )
+from systolic.planning.objective import Objective
 from systolic.planning.plan import Plan
 
 NAMED = 4
@@ -27,6 +33,15 @@ WAYS: Mapping[WayToAnswer, str] = {
     WayToAnswer.deadline: "a later deadline",
     WayToAnswer.budget: "a larger budget",
 }
+
+BETTER: Mapping[Objective, str] = {
+    Objective.time: "faster",
+    Objective.cost: "cheaper",
+    Objective.energy: "better in energy",
+    Objective.pareto: "better in time x cost",
+    Objective.fit: "faster",
+}
+"""What a better score is in words."""
 
 
 def notes(plan: Plan) -> list[str]:
@@ -46,6 +61,13 @@ def text(note: PlanNote) -> str:
             if note.asked:
                 more = "its full compile did not end in time; --time-limit 2h gives it more time"
             return f"the best was compiled up to its schedule only: memory is exact, op times are estimates; {more}"
+        case WallAssumed():
+            return f"wall-clock: {'; '.join(note.assumptions)}"
+        case WallLate():
+            took = days(note.seconds) if math.isfinite(note.seconds) else "no finite time"
+            return f"with start-up, checkpoints, data and preemptions the job takes {took}, and the deadline is {days(note.deadline_seconds)}"
+        case NotCompiled():
+            return _not_compiled(note)
         case FullCompileRatio():
             return f"steps of full compiles on {note.chip} take {note.ratio:.0%} of the time by their schedules; the others are ranked with the same ratio"
         case BaseFlags():
@@ -59,3 +81,16 @@ def text(note: PlanNote) -> str:
             return f"no {note.price.value} price is known for {', '.join(note.slices[:NAMED])}{more}; add prices in a file, see systolic chips --help"
         case NoAnswer():
             return f"to try: {', '.join(WAYS[way] for way in note.ways)}"
+
+
+def _not_compiled(note: NotCompiled) -> str:
+    margin = note.margin
+    at = margin.nearest - 1.0
+    beside = f"{at:.0%} above the best" if at >= 0 else f"{-at:.0%} below the best"
+    word = BETTER[note.objective]
+    worth = f"up to {margin.share:.0%} {word}" if margin.share >= 0.005 else f"no {word}"
+    return (
+        f"{margin.layouts:,} layouts that may fit were left out by estimates, not bounds ({margin.bounded:,} more by bounds): the best of them "
+        f"is estimated {beside}; the {margin.compiled} compiled took {margin.low:.2f} to {margin.high:.2f} times such estimates, "
+        f"so that one may be {worth} than the answer; --programs compiles more"
+    )

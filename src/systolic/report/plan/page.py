@@ -9,7 +9,7 @@ from systolic.aot.outcome import REPORT
 from systolic.core.errors import SystolicError
 from systolic.core.files import write_atomically
 from systolic.core.store import Store, cache_home, read_json
-from systolic.planning.goal import HOUR, days, hourly
+from systolic.planning.goal import HOUR, days
 from systolic.planning.plan import Plan, Trial
 from systolic.report import curves, figures
 from systolic.report.curves import PlotAxis
@@ -117,7 +117,7 @@ def tiles(plan: Plan) -> list[Tile]:
     if best is None or best.forecast is None or best.total is None:
         return []
     made, total = best.forecast, best.total
-    price, kind = hourly(made.on, plan.goal.price), plan.goal.price.value
+    price, kind = plan.goal.hourly(made.on), plan.goal.price_text
     found = [
         Tile(label="done in", value=days(total.seconds), small=f"{total.steps:,.0f} steps"),
         Tile(
@@ -125,6 +125,7 @@ def tiles(plan: Plan) -> list[Tile]:
             value=readings.money(total.usd),
             small="" if price is None else f"${price:,.2f}/h {kind}",
         ),
+        *_wall_tiles(plan),
         Tile(label="energy", value=f"{readings.energy(total.kwh)} kWh"),
         Tile(
             label="step",
@@ -138,6 +139,18 @@ def tiles(plan: Plan) -> list[Tile]:
     return [tile for tile in found if figures.MISSING not in tile.value]
 
 
+def _wall_tiles(plan: Plan) -> list[Tile]:
+    if plan.wall is None:
+        return []
+    found = [
+        Tile(label="wall-clock", value=readings.wall_time(plan.wall), small="with all but steps")
+    ]
+    if plan.wall.kg_co2 is not None:
+        kilograms = f"{readings.energy(plan.wall.kg_co2)} kg"
+        found.append(Tile(label="CO2", value=kilograms, small="by the given grid"))
+    return found
+
+
 def _facts(plan: Plan) -> list[tuple[str, str]]:
     best = plan.best
     found = [
@@ -148,6 +161,8 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
         found.insert(0, ("layout", best.candidate.text))
         found.insert(0, ("slice", best.candidate.on.name))
         found.append(("flags", " ".join(best.candidate.compiler_flags)))
+    if plan.wall is not None:
+        found.append(("wall-clock", readings.wall(plan.wall)))
     return [(name, text) for name, text in found if text]
 
 
@@ -230,7 +245,7 @@ def _axis(values: Sequence[float]) -> PlotAxis:
 
 def _cost(done: Sequence[Trial]) -> tuple[str, Any]:
     """Label and value of the chart's cost axis."""
-    if all(one.total is not None and one.total.usd is not None for one in done):
+    if all(one.total is not None and one.total.usd for one in done):
         return "dollars", lambda one: one.total.usd
     return "chip-hours", lambda one: one.total.seconds / HOUR * one.candidate.on.num_chips
 
@@ -240,7 +255,8 @@ def _limits(plan: Plan, x: PlotAxis, y: PlotAxis, scale: float) -> list[tuple[st
     goal = plan.goal
     if goal.deadline_seconds is not None and (at := goal.deadline_seconds / HOUR / scale) <= x.high:
         found.append(("x", round(x.place(at) * 100, 2), "deadline"))
-    if goal.budget_usd is not None and goal.budget_usd <= y.high:
+    priced = goal.chip_usd != 0.0
+    if goal.budget_usd is not None and priced and goal.budget_usd <= y.high:
         found.append(("y", round(y.place(goal.budget_usd) * 100, 2), "budget"))
     return found
 

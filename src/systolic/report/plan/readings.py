@@ -9,10 +9,11 @@ from pathlib import Path
 from systolic.core.units import GIB, dollars, duration, si
 from systolic.job import Layout
 from systolic.planning.candidate import Candidate
-from systolic.planning.goal import days, priced
+from systolic.planning.goal import days
 from systolic.planning.objective import Objective, PriceTerm
 from systolic.planning.plan import CompileDepth, Plan, SearchStop, Trial, reason_of
 from systolic.planning.space import RefusalRule, Refused
+from systolic.planning.wall import Wall
 from systolic.report import figures
 from systolic.report.forecast import readings
 from systolic.report.verdict import Tone, Verdict
@@ -26,6 +27,7 @@ RULES = {
     RefusalRule.memory_bound: "weights, optimizer state and inputs alone exceed the memory",
     RefusalRule.estimate: "estimated slower than others of the slice",
     RefusalRule.more_memory: "keep at least as much memory as one that did not fit",
+    RefusalRule.larger: "larger than a slice of the same chip that fits",
     RefusalRule.divisibility: "no mesh divides the model and the batch",
     RefusalRule.unknown_chip: "the catalogue lacks a rate",
     RefusalRule.not_compiled: "not compiled",
@@ -91,6 +93,33 @@ def energy(kwh: float | None) -> str:
     return figures.MISSING if kwh is None else readings.figure(kwh)
 
 
+def wall_time(wall: Wall) -> str:
+    """The whole wall-clock, or that it has no end."""
+    return days(wall.seconds) if math.isfinite(wall.seconds) else "never ends"
+
+
+def wall(one: Wall) -> str:
+    """Wall-clock as text: ``4.1 days: 4 days of steps, start-up 3 m 20 s, …``."""
+    parts = [f"{days(one.train_seconds)} of steps", f"start-up {duration(one.start_seconds)}"]
+    size = f"{one.checkpoint_bytes / 1e9:.3g} GB"
+    count = figures.plural(one.checkpoints, "checkpoint")
+    parts.append(f"{count} of {size} {duration(one.checkpoint_seconds)}")
+    need, have = one.data_bytes_per_second / 1e9, one.host_bytes_per_second / 1e9
+    data = f"data {need:.2g} GB/s a host, which reads {have:.3g}"
+    if one.data_seconds:
+        data += f": {days(one.data_seconds)} of waiting"
+    parts.append(data)
+    if one.preemptions and math.isfinite(one.seconds):
+        lost = days(one.lost_seconds)
+        parts.append(f"{one.preemptions:.2g} preemptions expected, which cost {lost}")
+    elif one.preemptions:
+        parts.append("preemptions undo more than a start and half the steps of a checkpoint take")
+    ends = [money(one.usd)] if one.usd is not None else []
+    if one.kg_co2 is not None:
+        ends.append(f"{energy(one.kg_co2)} kg CO2")
+    return f"{wall_time(one)}: {', '.join(parts)}" + (f"; {', '.join(ends)}" if ends else "")
+
+
 def interval(one: Trial) -> str:
     """Interval of the step time: ``−8 to +12 %``; empty where unknown."""
     made = one.forecast
@@ -123,7 +152,7 @@ def verdict(plan: Plan) -> Verdict:
     assert best.total is not None
     parts = [days(best.total.seconds)]
     if best.total.usd is not None:
-        of = ", ".join(filter(None, priced(best.candidate.on, plan.goal.price).values()))
+        of = ", ".join(filter(None, plan.goal.priced(best.candidate.on).values()))
         parts.append(f"{money(best.total.usd)} ({of})" if of else money(best.total.usd))
     if best.forecast is not None and best.forecast.mfu is not None:
         parts.append(f"{figures.percent(best.forecast.mfu)} MFU")
@@ -317,13 +346,16 @@ def work(plan: Plan) -> str:
         Objective.cost: "lowest cost",
         Objective.energy: "lowest energy",
         Objective.pareto: "time and cost",
+        Objective.fit: "the smallest slice that fits",
     }
     parts = [f"{si(goal.units)} {goal.unit}", words[goal.objective]]
     if goal.deadline_seconds is not None:
         parts.append(f"within {days(goal.deadline_seconds)}")
     if goal.budget_usd is not None:
         parts.append(f"for {money(goal.budget_usd)} at most")
-    if goal.price is not PriceTerm.on_demand:
+    if goal.chip_usd is not None:
+        parts.append(f"{dollars(goal.chip_usd)} a chip and hour")
+    elif goal.price is not PriceTerm.on_demand:
         parts.append(f"{goal.price.value} prices")
     return ", ".join(parts)
 

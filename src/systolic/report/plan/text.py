@@ -60,6 +60,9 @@ def lines(plan: Plan, path: Path | None, width: int) -> list[Text]:
     shown = [head, *_wrapped(verdict.sentence, width, f"bold {colour}")]
     if plan.best is not None:
         shown.append(_row("run", readings.command(plan, path), "bold cyan"))
+    if plan.wall is not None:
+        first, *rest = textwrap.wrap(readings.wall(plan.wall), width - INDENT)
+        shown += [_row("wall", first), *(_row("", line) for line in rest)]
     table = _table(plan, width)
     shown += [Text(""), *table] if table else []
     rejected = _rejected(plan, width)
