@@ -8,11 +8,14 @@ import jax.numpy as jnp
 
 from systolic.core.heap import trim
 from systolic.core.leave import start_native
+from systolic.core.units import duration
 from systolic.training.ledger import Ledger, Spent
 
 Signature = Mapping[str, tuple[tuple[int, ...], str]]
 
 
+SHORT = 0.1
+"""Seconds beside other work below which they are not told."""
 POLL_SECONDS = 0.1
 """Interval of checking for a signal while a thread compiles."""
 
@@ -23,7 +26,8 @@ class CompiledStep:
     Args:
         name: For events.
         jitted: ``jax.jit`` of ``function(*state, batch)``.
-        report: Called with (event, seconds, detail) after each compile.
+        report: Called with (event, seconds, detail) after each compile; the seconds are those that the ledger has
+            of it, so that events add up to its account, and the detail has the time that passed beside other work.
     """
 
     def __init__(
@@ -34,6 +38,8 @@ class CompiledStep:
         self._signature: Signature = {}
         self._ahead: _Ahead | None = None
         self._refused: bool | None = None
+        self._waited = 0.0
+        """Seconds of the present compile that the ledger has."""
         self.recompiles = 0
 
     def prepare(self, *arguments: Any) -> None:
@@ -42,10 +48,11 @@ class CompiledStep:
         A later call with a batch of another signature counts as a recompile: the
         data is not what its fields say.
         """
+        started = self._ledger.clock()
         with self._ledger.spend(Spent.compile):
-            started = self._ledger.clock()
             lowered = self._jitted.lower(*arguments)
             self._ahead = _Ahead(lowered, arguments[-1], self._ledger.clock, started)
+        self._waited += self._ledger.clock() - started
 
     def adopt(self, batch: Mapping[str, Any], compiled: Any, seconds: float) -> None:
         """Uses a program compiled elsewhere for batches like ``batch``, instead of compiling.
@@ -61,8 +68,11 @@ class CompiledStep:
         """Whether the compile started by :meth:`prepare` is done, after waiting at most ``seconds``."""
         if self._ahead is None:
             return True
+        started = self._ledger.clock()
         with self._ledger.spend(Spent.compile):
-            return self._ahead.wait(seconds)
+            done = self._ahead.wait(seconds)
+        self._waited += self._ledger.clock() - started
+        return done
 
     def __call__(self, *arguments: Any) -> Any:
         """Runs the program on (*state, batch), compiling it first where the batch is of a new shape."""
@@ -77,10 +87,12 @@ class CompiledStep:
         return self._jitted(*arguments) if self._refused else compiled(*arguments)
 
     def _await(self, ahead: "_Ahead") -> None:
-        self._ahead = None
+        self._ahead, started = None, self._ledger.clock()
         with self._ledger.spend(Spent.compile):
             compiled, seconds = ahead.result()
-        self._keep(ahead.batch, compiled, seconds)
+        self._waited += self._ledger.clock() - started
+        self._keep(ahead.batch, compiled, self._waited, beside=seconds - self._waited)
+        self._waited = 0.0
 
     def _compile(self, arguments: tuple[Any, ...]) -> Any:
         start = self._ledger.clock()
@@ -91,7 +103,13 @@ class CompiledStep:
         return compiled
 
     def _keep(
-        self, batch: Mapping[str, Any], compiled: Any, seconds: float, event: str = "compile"
+        self,
+        batch: Mapping[str, Any],
+        compiled: Any,
+        seconds: float,
+        event: str = "compile",
+        *,
+        beside: float = 0.0,
     ) -> None:
         signature = {name: (array.shape, str(array.dtype)) for name, array in batch.items()}
         if self._signature:
@@ -100,7 +118,8 @@ class CompiledStep:
                 "recompile", seconds, f"{self.name} step: {_difference(self._signature, signature)}"
             )
         else:
-            self._report(event, seconds, f"{self.name} step")
+            more = f", and {duration(beside)} beside other work" if beside >= SHORT else ""
+            self._report(event, seconds, f"{self.name} step{more}")
         self._signature = signature
         self._compiled[_key(batch)] = compiled
 
