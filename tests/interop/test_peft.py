@@ -44,6 +44,7 @@ LLAMA = {
     "num_key_value_heads": 2,
 }
 GPT2 = {"vocab_size": 304, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+GPT2 |= {"bos_token_id": 0, "eos_token_id": 0}
 MIXTURE = {"num_local_experts": 2, "num_experts_per_tok": 1}
 LATENT = {
     "n_routed_experts": 2,

@@ -8,14 +8,11 @@ import jax.numpy as jnp
 
 from systolic.core.heap import trim
 from systolic.core.leave import start_native
-from systolic.core.units import duration
 from systolic.training.ledger import Ledger, Spent
 
 Signature = Mapping[str, tuple[tuple[int, ...], str]]
 
 
-SHORT = 0.1
-"""Seconds beside other work below which they are not told."""
 POLL_SECONDS = 0.1
 """Interval of checking for a signal while a thread compiles."""
 
@@ -27,7 +24,7 @@ class CompiledStep:
         name: For events.
         jitted: ``jax.jit`` of ``function(*state, batch)``.
         report: Called with (event, seconds, detail) after each compile; the seconds are those that the ledger has
-            of it, so that events add up to its account, and the detail has the time that passed beside other work.
+            of it, so that events add up to its account: a compile in a thread takes longer, beside other work.
     """
 
     def __init__(
@@ -51,7 +48,7 @@ class CompiledStep:
         started = self._ledger.clock()
         with self._ledger.spend(Spent.compile):
             lowered = self._jitted.lower(*arguments)
-            self._ahead = _Ahead(lowered, arguments[-1], self._ledger.clock, started)
+            self._ahead = _Ahead(lowered, arguments[-1])
         self._waited += self._ledger.clock() - started
 
     def adopt(self, batch: Mapping[str, Any], compiled: Any, seconds: float) -> None:
@@ -89,9 +86,9 @@ class CompiledStep:
     def _await(self, ahead: "_Ahead") -> None:
         self._ahead, started = None, self._ledger.clock()
         with self._ledger.spend(Spent.compile):
-            compiled, seconds = ahead.result()
+            compiled = ahead.result()
         self._waited += self._ledger.clock() - started
-        self._keep(ahead.batch, compiled, self._waited, beside=seconds - self._waited)
+        self._keep(ahead.batch, compiled, self._waited)
         self._waited = 0.0
 
     def _compile(self, arguments: tuple[Any, ...]) -> Any:
@@ -103,13 +100,7 @@ class CompiledStep:
         return compiled
 
     def _keep(
-        self,
-        batch: Mapping[str, Any],
-        compiled: Any,
-        seconds: float,
-        event: str = "compile",
-        *,
-        beside: float = 0.0,
+        self, batch: Mapping[str, Any], compiled: Any, seconds: float, event: str = "compile"
     ) -> None:
         signature = {name: (array.shape, str(array.dtype)) for name, array in batch.items()}
         if self._signature:
@@ -118,8 +109,7 @@ class CompiledStep:
                 "recompile", seconds, f"{self.name} step: {_difference(self._signature, signature)}"
             )
         else:
-            more = f", and {duration(beside)} beside other work" if beside >= SHORT else ""
-            self._report(event, seconds, f"{self.name} step{more}")
+            self._report(event, seconds, f"{self.name} step")
         self._signature = signature
         self._compiled[_key(batch)] = compiled
 
@@ -127,25 +117,21 @@ class CompiledStep:
 class _Ahead:
     """Compile in its own thread; XLA releases Python's lock."""
 
-    def __init__(
-        self, lowered: Any, batch: Mapping[str, Any], clock: Callable[[], float], started: float
-    ) -> None:
-        self.batch = batch
-        self._lowered, self._clock, self._started = lowered, clock, started
+    def __init__(self, lowered: Any, batch: Mapping[str, Any]) -> None:
+        self.batch, self._lowered = batch, lowered
         self._compiled: Any = None
         self._error: Exception | None = None
-        self._seconds = 0.0
         self._thread = start_native("compile", self._run)
 
     def wait(self, seconds: float) -> bool:
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
-    def result(self) -> tuple[Any, float]:
+    def result(self) -> Any:
         self._thread.join()
         if self._error is not None:
             raise self._error
-        return self._compiled, self._seconds
+        return self._compiled
 
     def _run(self) -> None:
         try:
@@ -153,7 +139,6 @@ class _Ahead:
             trim()
         except Exception as error:  # raised again where the program is called
             self._error = error
-        self._seconds = self._clock() - self._started
 
 
 def never() -> bool:
