@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -178,12 +179,24 @@ def test_a_folder_in_which_no_file_can_be_made_is_named(
 
 
 def test_paths_of_this_machine_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Relative ones are nowhere else, and are refused before anything is written."""
     Path("texts").mkdir()
     Path("texts/a.txt").write_text("some text " * 1000)
-    out, _ = run(
-        "launch lm --path texts --on v5e-4 --via gke --image r/s:1 --run gs://b-b/x", capsys
-    )
-    assert "--path is texts, a path of this machine" in out
+    for via in ("gke --image r/s:1", "tpu-vm --zone us-west4-a", "skypilot"):
+        there = f"--on v5e-4 --via {via} --run gs://b-b/x"
+        _, err = run(f"launch lm --path texts {there}", capsys, 2)
+        name = via.split()[0]
+        told = f"--path is texts, a path relative to this folder, which the machines of {name} do"
+        assert told in err
+        _, err = run(f"launch lm {there} --train=--init-from=texts/a.txt", capsys, 2)
+        assert "--train is texts/a.txt, a path relative" in err
+        assert not Path("launches").exists()
+        out, _ = run(f"launch lm --path {Path('texts').resolve()} {there}", capsys)
+        assert f"--path is {Path('texts').resolve()}, a path of this machine" in out
+        assert "launch   lm-v5e-4 on" in out
+        shutil.rmtree("launches")
+    out, _ = run("launch lm --path texts --on v5e-4 --via local", capsys)
+    assert "launch   lm-v5e-4 on" in out, "the same name"
 
 
 def test_the_bill_counts_the_steps_that_the_machines_train() -> None:

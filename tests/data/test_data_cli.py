@@ -32,7 +32,7 @@ def drawn(renderable, **console) -> str:
 
 def test_pack_then_inspect(corpus, tmp_path, capsys):
     out = tmp_path / "packed"
-    assert main(["data", "pack", str(corpus), "--to", str(out), "--json"]) == 0
+    assert main(["data", "pack", str(corpus), "--out", str(out), "--json"]) == 0
     packed = json.loads(capsys.readouterr().out)
     assert packed["kind"] == "text"
     documents = [packed["splits"][split]["documents"] for split in ("train", "validation")]

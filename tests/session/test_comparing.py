@@ -77,10 +77,14 @@ def test_a_run_whose_data_has_moved_is_quantized_and_compared(
     assert main([*int8, "--repeats", "0"]) == 0
     shown = capsys.readouterr().out
     assert f"quality was not measured (data moved: {gone} does not exist): give the" in shown
+    kept = json.loads((tmp_path / "int8" / "bundle.json").read_text())["source"]
+    assert (kept["kind"], kept["name"]) == ("run", "run")
     assert main(["compare", str(run), str(tmp_path / "int8"), "--repeats", "0"]) == 0
     assert "same greedy token at" in capsys.readouterr().out
     assert main(["export", str(run), "--out", str(tmp_path / "hf")]) == 0
-    assert "no tokenizer is in it: the model reads bytes" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "no tokenizer is in it: the model reads bytes" in shown
+    assert "parity with the source over" in shown
     again = ["--to", "bundle", "--out", str(tmp_path / "again")]
     assert main(["export", str(tmp_path / "int8"), *again]) == 2
     assert "int8 is a Bundle already; copy its folder to" in capsys.readouterr().err

@@ -15,7 +15,15 @@ from systolic.cli.main import main
 from systolic.core.errors import DataError, NotFoundError, OptionError, RunError
 from systolic.interop.outline import outlined
 from systolic.interop.outputs import outputs_of
-from systolic.job import AdapterKind, Checkpoints, Evaluation, Layout, Optimizer, Schedule
+from systolic.job import (
+    AdapterKind,
+    Checkpoints,
+    Evaluation,
+    Layout,
+    Optimizer,
+    OptimizerChange,
+    Schedule,
+)
 from systolic.job.optimizer import ScheduleKind
 from systolic.models.adapters import compact_base
 from systolic.models.decoder.config import Decoder
@@ -191,6 +199,11 @@ def test_exported_adapters_are_merged(
         assert main([*words, "--json"]) == 0
         told = json.loads(capfd.readouterr().out)
         assert told["parameters"] == folders.llama().num_parameters()
+        assert told["parity"]["passed"]
+    (started,) = Run.open(run).records("start")
+    assert started["total_parameters"] == folders.llama().num_parameters()
+    compared = systolic.compare_models(run, bundle, systolic.ComparisonOptions(repeats=0))
+    assert compared.a.parameters == compared.b.parameters == folders.llama().num_parameters()
     tokens = np.random.default_rng(0).integers(0, 300, (2, 19)).astype(np.int32)
     opened, bundled = systolic.open(run, checkpoint="last"), systolic.open(bundle)
     trained = outputs_of(opened.setup.steps, opened.weights, {"tokens": tokens})
@@ -362,3 +375,30 @@ def test_a_model_with_fewer_ids_than_its_tokenizer_is_not_trained_on_others(
         DataError, match=r"line \d+ has the token .* and the model has ids below 260"
     ):
         systolic.train("sft", run=tmp_path / "run", steps=1, **{**options, "from_": model})
+
+
+def test_all_weights_have_a_tenth_of_the_rate_of_adapters(options: dict[str, Any]) -> None:
+    plain = {name: value for name, value in options.items() if name != "optimizer"}
+    assert sft(**plain).optimizer.learning_rate == 1e-5
+    assert sft(**plain, **LORA).optimizer.learning_rate == 1e-4
+    given = {**plain, "optimizer": OptimizerChange(learning_rate=2e-4)}
+    assert sft(**given).optimizer.learning_rate == sft(**given, **LORA).optimizer.learning_rate
+    assert sft(**given).optimizer.weight_decay == 0.0
+    assert sft(**options).optimizer == options["optimizer"], "all of one, in Python"
+
+
+def test_from_is_named_as_it_is_typed(
+    options: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A launch refuses the relative path of a model, and a recipe names what it needs, by the option that is typed."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(options["from_"], "model")
+    words = f"launch sft --from model --data {options['data']} --on v5e-4 --via gke --image r/s:1"
+    assert main([*words.split(), "--run", "gs://b-b/x"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("systolic: --from is model, a path relative to this folder")
+    assert main(["recipes", "sft"]) == 0
+    assert "The job depends on --from, --data: add it" in capsys.readouterr().out

@@ -37,7 +37,7 @@ def test_a_recompile_says_which_argument_changed(tmp_path: Path):
     job = tiny.job(steps=6, halve=(4, 5), evaluation=Evaluation(), checkpoints=Checkpoints())
     summary = train(job, tmp_path)
     assert summary["recompiles"] == 1, "the smaller batch comes twice and is compiled once"
-    assert len(events(tmp_path, "compile")) == 2
+    assert len(events(tmp_path, "compile")) == 3, "initial weights, and both steps"
     (told,) = events(tmp_path, "recompile")
     assert told.startswith("train step: ")
     assert sorted(told.removeprefix("train step: ").split("; ")) == [
@@ -105,6 +105,11 @@ def test_the_time_of_a_session_adds_up(tmp_path: Path):
     assert math.fsum(time.values()) == pytest.approx(summary["seconds"])
     assert all(time[kind] > 0 for kind in ("compile", "step", "eval", "checkpoint"))
     assert summary["goodput"] == pytest.approx(time["step"] / summary["seconds"])
+    # Compiles are told one by one as they are added up, in events and on the page's time line.
+    compiles = [r for r in seen.records if r.get("name") in ("compile", "recompile")]
+    told = {r["detail"]: r["seconds"] for r in compiles}
+    assert list(told) == ["initial weights", "train step", "eval step"]
+    assert math.fsum(told.values()) == pytest.approx(time["compile"], abs=0.02)
     assert summary == Run.open(tmp_path).read_summary()
     (start,) = [r for r in seen.records if r["kind"] == "start"]
     assert start["devices"] == f"{start['num_devices']} x {start['device_kind']}"

@@ -51,7 +51,7 @@ SHARD_BYTES = 4 * 10**9
 """Size of a weights file; a larger tensor has a file of its own."""
 WEIGHTS = "weights"
 """Stem of the names of its weights files."""
-FORMATS = {WEIGHTS: "systolic", "model": "pt"}
+FORMATS = {WEIGHTS: "systolic", "model": "pt", "adapter_model": "pt"}
 """``format`` in the metadata of weights files by their stem; transformers opens ``pt`` only."""
 RECORDED = "recorded/"
 """Folder of recorded inputs and outputs, which are no weights."""

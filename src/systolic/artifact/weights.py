@@ -59,6 +59,13 @@ def sizes_of(variables: Mapping[str, Any]) -> WeightSizes:
     return WeightSizes(elements=elements, bytes_by_dtype=found)
 
 
+def plain_parameters(steps: StepFunctions) -> int:
+    """Parameters of a job's model without adapters: those that train, or those that are frozen beside them."""
+    network = steps.network
+    frozen = {path: network.model_state[path] for path in network.frozen}
+    return sizes_of(frozen).elements if steps.job.adapter else sizes_of(network.params).elements
+
+
 def load(run: Run, steps: StepFunctions, which: str = "best") -> Weights:
     """Reads a checkpoint's weights onto the mesh of ``steps``.
 

@@ -67,7 +67,7 @@ class PackOptions:
     """
 
     path: Annotated[Path, tyro.conf.Positional]
-    to: Path
+    to: Annotated[Path, tyro.conf.arg(aliases=("--out",))]
     tokenizer: Path | None = None
     field: str = "text"
     validation: Path | None = None
@@ -166,7 +166,7 @@ class TokenizerOptions:
     """
 
     path: Annotated[Path, tyro.conf.Positional]
-    to: Path
+    to: Annotated[Path, tyro.conf.arg(aliases=("--out",))]
     vocab: Annotated[int, Range(least=SMALLEST_VOCAB)] = 32_768
     field: str = "text"
     documents: Annotated[int, NOT_NEGATIVE] = 0

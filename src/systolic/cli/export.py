@@ -25,15 +25,15 @@ QUANTIZED = (LiteQuantization.dynamic.value, LiteQuantization.int8.value)
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """Writes a trained model in the format of another library, as programs, a run as a Bundle, or a Bundle as an image's build folder; adapters are merged.
+    """Writes a trained model in the format of another library, as programs, a run as a Bundle, or a Bundle as an image's build folder; adapters are merged, or written alone (peft).
 
-    A model that the format has no options for is refused, with the option's name. A GGUF file and programs are opened
-    again and compared with their source on the same inputs before they get their name.
+    A model that the format has no options for is refused, with the option's name. What is written is opened
+    again and compared with its source on the same inputs before it gets its name.
 
     Args:
         run: The run's directory, or a model: a Bundle, a Hugging Face folder or a GGUF file. With --edge-tpu also a .tflite file to check.
         out: The new folder; of gguf, litert and onnx the new file. Not needed to check a .tflite file.
-        to: hf is a folder that transformers opens: config.json, safetensors, tokenizer; bundle is a Bundle of a run, which needs the run no more; gguf is a file that llama.cpp opens, of a language model; docker is the build folder of an image that serves a Bundle; stablehlo are programs that plain JAX reloads on cpu, tpu and cuda; savedmodel are programs for TensorFlow and TensorFlow Serving; litert is a .tflite file for phones and small devices; onnx is a file for ONNX Runtime.
+        to: hf is a folder that transformers opens: config.json, safetensors, tokenizer; peft is a folder that PEFT opens, with a run's adapters alone; bundle is a Bundle of a run, which needs the run no more; gguf is a file that llama.cpp opens, of a language model; docker is the build folder of an image that serves a Bundle; stablehlo are programs that plain JAX reloads on cpu, tpu and cuda; savedmodel are programs for TensorFlow and TensorFlow Serving; litert is a .tflite file for phones and small devices; onnx is a file for ONNX Runtime.
         precision: Of the matrices of a gguf file, where auto keeps that of the weights; of what programs compute, f32 or bf16, where auto is f32; of litert f32, dynamic (weights in int8) or int8 (all numbers).
         for_: Of docker: what the image runs on.
         mount: Of docker: leave the Bundle out of the image; the container mounts it at /srv/model.
@@ -52,9 +52,9 @@ class ExportOptions:
 
     run: Annotated[Path, tyro.conf.Positional]
     out: Path | None = None
-    to: Literal["hf", "bundle", "gguf", "docker", "savedmodel", "stablehlo", "litert", "onnx"] = (
-        "hf"
-    )
+    to: Literal[
+        "hf", "peft", "bundle", "gguf", "docker", "savedmodel", "stablehlo", "litert", "onnx"
+    ] = "hf"
     precision: Literal["auto", "f32", "f16", "bf16", "q8_0", "dynamic", "int8"] = "auto"
     for_: Annotated[Literal["cpu", "tpu", "cuda"], tyro.conf.arg(name="for")] = "cpu"
     mount: bool = False

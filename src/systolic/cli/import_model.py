@@ -25,7 +25,8 @@ class ImportOptions:
     interrupted, or computes something else than the source.
 
     Args:
-        source: A Hugging Face folder (config.json, safetensors, tokenizer), a GGUF file, or a Bundle; a PyTorch
+        source: A Hugging Face folder (config.json, safetensors, tokenizer), a GGUF file, a Bundle, or a PEFT folder, which
+            is merged into its base; a PyTorch
             module or Keras model as file.py:function (a function that returns the module with example
             inputs, or the Keras model), a .pt2 program of torch.export, a .keras file, or a SavedModel's
             folder.
@@ -33,6 +34,7 @@ class ImportOptions:
         dtype: Round the weights to f32 or bf16; auto stores each as it is.
         parity: Compare outputs with those of the other library, where it is installed.
         signature: Signature of a SavedModel; by default serving_default.
+        base: Of a PEFT folder: its base, in place of the one that it names.
         example: An .npz file with example inputs, for a .keras file or SavedModel that leaves sizes open.
         python: Python of the environment that has the framework, such as TensorFlow's; by default this one.
         json: Print one JSON object.
@@ -43,6 +45,7 @@ class ImportOptions:
     dtype: Literal["auto", "f32", "bf16"] = "auto"
     parity: bool = True
     signature: str | None = None
+    base: Path | None = None
     example: Path | None = None
     python: Path | None = None
     json: bool = False
@@ -64,6 +67,7 @@ def run(args: Sequence[str]) -> int:
             framework=Framework(
                 signature=options.signature, example=options.example, python=options.python
             ),
+            base=options.base,
             say=progress.say,
         )
     seconds = time.perf_counter() - begun

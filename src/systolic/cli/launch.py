@@ -161,6 +161,7 @@ def launch(asked: Request[LaunchOptions], args: Sequence[str]) -> int:
 
     options = asked.verb
     request = request_of(asked, args)
+    launching.check_paths(request)
     made = launching.describe(request)
     made = launched.as_before(made, folder_of(made, options.out))
     prepared = prepare(options.via, made)

@@ -15,6 +15,7 @@ from systolic.cli import train
 from systolic.cli.output import print_json
 from systolic.cli.parse import known, parse
 from systolic.cli.target import request
+from systolic.core.ranges import dashed
 from systolic.models.published import published
 from systolic.recipes import Recipe
 
@@ -92,7 +93,7 @@ def show(target: str, args: Sequence[str]) -> int:
     with contextlib.suppress(SystemExit):
         request(target, ["--help"], "train", train.TrainOptions)
     if job is None:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
+        names = ", ".join(f"--{dashed(name)}" for name in missing)
         print(f"The job depends on {names}: add it to see the resolved job.")
     else:
         print("The resolved job:")

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from systolic.artifact.record import RunRecord
+from systolic.core.ranges import dashed
 
 _LACKS = "(the recipe has no option for it; change it there)"
 
@@ -25,7 +26,7 @@ def advise(text: str, *options: str) -> Advice:
 
 def settings_of(run: RunRecord) -> "Settings":
     """Settings of the recipe that a run trains."""
-    return Settings(run.job.get("options") or {})
+    return Settings(run.job.get("options") or {}, run.job.get("job") or {})
 
 
 class Settings:
@@ -33,10 +34,13 @@ class Settings:
 
     Args:
         options: Arguments of the recipe as ``job.json`` keeps them, nested by part.
+        job: The job made from them: what an option is that was left to the recipe.
     """
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        self._flat = dict(_flat(options, ""))
+    def __init__(self, options: Mapping[str, Any], job: Mapping[str, Any] | None = None) -> None:
+        settled = dict(_flat(job or {}, ""))
+        given = dict(_flat(options, ""))
+        self._flat = {n: settled.get(n) if v is None else v for n, v in given.items()}
 
     def render(self, advice: Advice | str) -> str:
         """Text of advice: options as typed where the recipe has them, else their names."""
@@ -109,7 +113,7 @@ def _text(value: Any) -> str:
 
 
 def _typed(name: str, lacking: bool = False) -> str:
-    return f"{'' if lacking else '--'}{name.replace('_', '-')}"
+    return f"{'' if lacking else '--'}{dashed(name)}"
 
 
 def _flat(options: Mapping[str, Any], prefix: str) -> Any:

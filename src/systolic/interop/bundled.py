@@ -10,6 +10,7 @@ import numpy as np
 
 from systolic.artifact.bundle import MANIFEST, ORIGIN, Bundle, arrays, open_bundle
 from systolic.artifact.bundle_job import read_job
+from systolic.artifact.bundle_record import ImportedFrom
 from systolic.artifact.packed import RestoredTensor
 from systolic.core.digest import digest
 from systolic.data.audio.recordings import Recordings
@@ -34,6 +35,8 @@ class BundleSource(Source):
     """The model of a Bundle."""
 
     bundle: Bundle
+    made_from: ImportedFrom | None = None
+    """What it was made from, where it is a Bundle only for a step in between."""
 
     @property
     def dtype(self) -> str:

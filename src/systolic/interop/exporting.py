@@ -76,7 +76,11 @@ def outgoing(source: Source) -> Outgoing:
         return Outgoing(
             config=source.config, specs=specs, pieces=lambda name: iter([tensors[name].read()])
         )
-    assert isinstance(source, BundleSource)
+    if not isinstance(source, BundleSource):
+        from systolic.interop.peft import PeftSource
+
+        assert isinstance(source, PeftSource)
+        return outgoing_model(source.model, source.weights(), source.config)
     return outgoing_model(source.model, LazyWeights(source.bundle), source.config)
 
 

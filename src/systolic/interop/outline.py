@@ -1,7 +1,7 @@
 """What a recipe needs of a model in files: its sizes and its tokenizer, without its weights, which need not be there."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from systolic.interop.source import Source
 
 
+ADAPTERS = "adapter_config.json"
+"""File of a folder of PEFT; here too, since the module that reads one imports NumPy."""
 POSITIONS = ("max_position_embeddings", "n_positions")
 """Fields of a config.json with the tokens that a model takes at once."""
 
@@ -90,6 +92,14 @@ def outlined(path: Path) -> SourceOutline:
         raise NotFoundError(f"{path} does not exist; check --from")
     if (path / JOB).is_file():
         return _of_run(path)
+    if (path / ADAPTERS).is_file():
+        from systolic.interop.peft import base_of  # imports NumPy
+        from systolic.interop.source import is_peft
+
+        if is_peft(path):
+            found = outlined(base_of(path))
+            own = _existing(path / "tokenizer.json")
+            return replace(found, tokenizer=own) if own else found
     if (path / CONFIG).is_file():
         config = read_config(path)
         made = family(config, str(path / CONFIG)).model(config)

@@ -41,6 +41,10 @@ LENGTHS, POOLING = "sentence_bert_config.json", "1_Pooling/config.json"
 """Files of sentence-transformers: the longest text, and how vectors of tokens become one."""
 PROMPTS = "config_sentence_transformers.json"
 """Its file of texts that are written before others."""
+ADAPTERS = "adapter_config.json"
+"""File that makes a folder one of PEFT, with adapters beside a model that lies elsewhere."""
+FULL_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+"""Files of a whole model, which some folders have beside that of PEFT."""
 STATE_DICTS = (".pth", ".pt")
 """Suffixes of files that ``torch.save`` writes of a module's ``state_dict()``."""
 OTHER_FILES = (
@@ -249,7 +253,7 @@ def most_common(tensors: "Iterable[Tensor | TensorSpec]") -> str:
 
 
 def open_source(path: Path | str) -> Source:
-    """The model at a path: a Hugging Face folder, a GGUF file, a Bundle, or a state dict of torchvision.
+    """The model at a path: a Hugging Face folder, a GGUF file, a Bundle, a PEFT folder with its base, or a state dict of torchvision.
 
     Raises:
         NotFoundError: nothing is there, or a file of it is missing.
@@ -267,6 +271,10 @@ def open_source(path: Path | str) -> Source:
         from systolic.interop.bundled import open_bundled
 
         return open_bundled(path)
+    if is_peft(path):
+        from systolic.interop.peft import open_peft
+
+        return open_peft(path)
     if is_ctranslate2(path):
         from systolic.interop.ctranslate2 import open_ctranslate2
 
@@ -290,7 +298,7 @@ def open_source(path: Path | str) -> Source:
     if said := gguf_inside(path, "systolic import "):
         raise OptionError(f"{path} is no model itself; {said}")
     raise OptionError(
-        f"{path} is no model in a format known here; give a Hugging Face folder (with {CONFIG}), a GGUF file, a Bundle (with {MANIFEST}) or a state dict of torchvision ({', '.join(STATE_DICTS)})"
+        f"{path} is no model in a format known here; give a Hugging Face folder (with {CONFIG}), a GGUF file, a Bundle (with {MANIFEST}), a PEFT folder (with {ADAPTERS}) or a state dict of torchvision ({', '.join(STATE_DICTS)})"
     )
 
 
@@ -306,6 +314,12 @@ def gguf_inside(path: Path, command: str = "") -> str:
     return f"it holds GGUF files: give one, {command}{' or '.join(names[:SHOWN_FILES])}{more}"
 
 
+def is_peft(path: Path) -> bool:
+    """Whether a path is a folder of PEFT with adapters alone."""
+    whole = any((path / name).is_file() for name in FULL_WEIGHTS)
+    return (path / ADAPTERS).is_file() and not whole
+
+
 def is_ctranslate2(path: Path) -> bool:
     """Whether a path is a folder of CTranslate2."""
     if not (path / BINARY).is_file():
@@ -319,6 +333,7 @@ def known_source(path: Path) -> bool:
     return (
         (path / MANIFEST).is_file()
         or (path / CONFIG).is_file()
+        or (path / ADAPTERS).is_file()
         or is_ctranslate2(path)
         or (path.suffix in (GGUF, ONNX, *STATE_DICTS) and path.is_file())
     )

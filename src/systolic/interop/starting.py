@@ -1,7 +1,7 @@
 """The weights that a job begins with, streamed from a model in files into the shards of the job's state."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,9 @@ from systolic.artifact.run import JOB
 from systolic.artifact.weights import Weights, begin_with
 from systolic.core.errors import DataError, OptionError, RunError
 from systolic.core.heap import trim
+from systolic.interop.peft import PeftSource, same_adapter
 from systolic.interop.source import Source, open_source
-from systolic.models.adapters import BASE, CODES, SCALES, STACKED, compact_base
+from systolic.models.adapters import BASE, CODES, SCALES, STACKED, A, B, compact_base
 from systolic.steps.sharding import parameter_spec
 from systolic.steps.steps import StepFunctions
 
@@ -62,7 +63,22 @@ def starting_weights(path: Path, steps: StepFunctions) -> tuple[Weights, StartOr
             f"{path} holds another model than {steps.job.name} trains; give the job the model of its config.json"
         )
     origin = StartOrigin(path=str(path), kind=source.kind, fingerprint=source.fingerprint())
+    if isinstance(source, PeftSource) and steps.job.adapter:
+        same_adapter(source, steps.job.adapter)
+        return _continued(source, steps), origin
     return _weights(source, steps), origin
+
+
+def _continued(source: PeftSource, steps: StepFunctions) -> Weights:
+    """Adapters of a folder of PEFT, to be trained on, beside the weights of their base."""
+    made = _weights(source.base, steps)
+    params = {}
+    for path, pair in source.pairs.items():
+        for last, value in ((A, pair.a), (B, pair.b)):
+            like = steps.abstract_state.params[f"{path}/{last}"]
+            array = jax.device_put(value.astype(like.dtype), like.sharding)
+            params[f"{path}/{last}"] = _owned(array, steps)
+    return replace(made, params=params)
 
 
 def _of_run(path: Path, steps: StepFunctions) -> tuple[Weights, StartOrigin]:

@@ -1,5 +1,6 @@
 """Fine-tuning of a language model that is there already, on instructions."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +20,7 @@ from systolic.job import (
     Job,
     Layout,
     Optimizer,
+    OptimizerChange,
     Precision,
     Schedule,
 )
@@ -26,7 +28,9 @@ from systolic.models.decoder.config import Decoder
 from systolic.steps.tasks.language import LanguageModel
 
 BATCH = Batch(per_device=4)
-OPTIMIZER = Optimizer(learning_rate=1e-4, b2=0.999, weight_decay=0.0)
+ADAPTERS = Optimizer(learning_rate=1e-4, b2=0.999, weight_decay=0.0)
+WHOLE = replace(ADAPTERS, learning_rate=1e-5)
+"""Optimizer of all weights: a tenth of the learning rate of adapters, which begin at zero."""
 SCHEDULE = Schedule(warmup=20)
 
 
@@ -46,7 +50,7 @@ def sft(
     batch_per_device: float | None = None,
     batch: int | None = None,
     steps: int = 200,
-    optimizer: Optimizer = OPTIMIZER,
+    optimizer: OptimizerChange = OptimizerChange(),
     schedule: Schedule = SCHEDULE,
     precision: Precision = Precision.auto,
     dtypes: Dtypes = Dtypes(),
@@ -74,7 +78,7 @@ def sft(
         batch_per_device: Rows per device and pass, by default 4; may be a fraction where an axis splits a row over devices.
         batch: Rows per optimizer step, instead of batch-per-device.
         steps: Optimizer steps.
-        optimizer: The update rule; training all weights usually takes a learning rate of a tenth or less of an adapter's.
+        optimizer: The update rule; by default AdamW without decay, at 0.0001 for adapters and 0.00001 for all weights.
         schedule: The learning rate over the steps; the default warm-up is at most a tenth of them.
         precision: Compute dtype; auto is bf16 where the chip has it, f32 on a CPU. Frozen weights are stored in it.
         dtypes: Dtypes of what trains: weights, gradients and optimizer state.
@@ -84,6 +88,9 @@ def sft(
         guard: Handling of a loss that is not a number or jumps.
         seed: Seed of the adapters' initial weights and the order of the data.
     """
+    own = WHOLE if adapter is AdapterKind.none else ADAPTERS
+    # Callers in Python may give all of an optimizer.
+    rule = optimizer if isinstance(optimizer, Optimizer) else optimizer.of(own)
     source = outlined(from_)
     if source.tokenizer is None:
         raise OptionError(
@@ -114,7 +121,7 @@ def sft(
         data=rows,
         steps=steps,
         batch=Batch.given(batch, batch_per_device, BATCH),
-        optimizer=optimizer,
+        optimizer=rule,
         schedule=schedule.shortened(SCHEDULE, steps),
         precision=precision,
         dtypes=dtypes,

@@ -1,6 +1,7 @@
 """Progress of a command on stderr: one line that ticks on a terminal, one line for each stage elsewhere."""
 
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -11,6 +12,10 @@ from systolic.core.units import duration
 from systolic.report import terminal
 
 TICK_SECONDS = 0.2
+EVERY_SECONDS = 60.0
+"""Time between lines of a stage that counts, where no line can be drawn again."""
+COUNT = re.compile(r"\d[\d.,]*")
+"""A number in a stage's text, which changes while the stage goes on."""
 
 
 class ProgressLine:
@@ -30,6 +35,7 @@ class ProgressLine:
         )
         self._began = clock()
         self._stage = ""
+        self._said = ("", self._began)
         self._over = threading.Event()
         self._ticker: threading.Thread | None = None
 
@@ -53,7 +59,11 @@ class ProgressLine:
             return
         self._stage = stage
         if not self._live:
-            terminal.say(self._stream, self._line())
+            # In a log a stage that counts has a line when it begins, and one a minute.
+            words, now = COUNT.sub("", stage), self._clock()
+            if words != self._said[0] or now - self._said[1] >= EVERY_SECONDS:
+                self._said = (words, now)
+                terminal.say(self._stream, self._line())
         elif self._ticker is None:
             self._ticker = threading.Thread(target=self._tick, daemon=True)
             self._ticker.start()

@@ -44,7 +44,7 @@ class ComparedModel:
     precision: str
     """Compute dtype here."""
     parameters: int
-    """Elements of trained and of frozen weights, adapters included."""
+    """Elements of its weights; of a run with adapters those of its model, in which they are merged."""
     bytes_by_dtype: Mapping[str, int]
     """Of all weights, as they are in memory here."""
     file_bytes: int | None
@@ -178,7 +178,8 @@ def _described(model: TrainedModel) -> ComparedModel:
 
     job, weights = model.job, model.weights
     frozen = model.setup.steps.network.frozen
-    counted = weights.params | {p: one for p, one in weights.model_state.items() if p in frozen}
+    held = {path: one for path, one in weights.model_state.items() if path in frozen}
+    counted = held if job.adapter else weights.params | held
     return ComparedModel(
         path=model.path,
         kind=type(job.model).__name__,

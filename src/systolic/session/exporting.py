@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,24 @@ from systolic.artifact.tensors import TensorSpec
 from systolic.core.errors import OptionError
 from systolic.data.text.tokenizer import BYTES_START
 from systolic.interop.exporting import Outgoing
+from systolic.interop.parity import Parity
 from systolic.interop.source import most_common
 from systolic.models.families import CONFIG
 from systolic.session.docker.folder import ExportedImage, ImageOptions, export_docker
 from systolic.session.exporting_gguf import ExportedGguf, GgufOptions, export_gguf
-from systolic.session.outgoing import floats_line, in_files, leaving, origin_of, text_files
+from systolic.session.outgoing import checked, floats_line, in_files, leaving, origin_of, text_files
 from systolic.session.trained import open_model
 from systolic.session.written import written
 
 DTYPES = ("dtype", "torch_dtype")
 """Names of the weights' dtype in a config.json, of transformers 5 and before."""
-HF, BUNDLE, GGUF, DOCKER = "hf", "bundle", "gguf", "docker"
-FORMATS = (HF, BUNDLE, GGUF, DOCKER)
-"""Formats of an export: ``hf`` is a folder of Hugging Face transformers, ``bundle`` a Bundle, ``gguf`` a file of llama.cpp, ``docker`` an image's build folder."""
+HF, PEFT, BUNDLE, GGUF, DOCKER = "hf", "peft", "bundle", "gguf", "docker"
+FORMATS = (HF, PEFT, BUNDLE, GGUF, DOCKER)
+"""Formats of an export: ``hf`` is a folder of Hugging Face transformers, ``peft`` a run's adapters alone, ``bundle`` a Bundle, ``gguf`` a file of llama.cpp, ``docker`` an image's build folder."""
+
+
+Check = Callable[[Path, list[TensorSpec]], dict[str, Any]]
+"""Compares what is in a folder, with its tensors, with its source; fields of :class:`Exported`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +49,10 @@ class Exported:
     """Dtypes of the matrices that were quantized, now floats."""
     reads_bytes: bool = False
     """Whether a token is a byte, so that no tokenizer was written."""
+    parity: Parity | None = None
+    """Differences between the outputs of what was written and those of its source."""
+    notes: tuple[str, ...] = ()
+    """Why there is no parity, and what the folder does not hold."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -52,11 +62,14 @@ class Exported:
             "parameters": self.parameters,
             "bytes": self.bytes,
             "restored": len(self.restored),
+            "parity": None if self.parity is None else self.parity.to_json(),
+            "notes": list(self.notes),
         }
 
     def lines(self) -> list[str]:
-        """What became of quantized matrices and of bytes; a model's files are not compared."""
-        made = floats_line(self.restored)
+        """The comparison, notes, and what became of quantized matrices and of bytes."""
+        made = [*([self.parity.line()] if self.parity else []), *self.notes]
+        made += floats_line(self.restored)
         if self.reads_bytes:
             made.append(
                 f"no tokenizer is in it: the model reads bytes, a token is the value of a byte of UTF-8, and {BYTES_START} begins and ends a text"
@@ -75,12 +88,15 @@ def export_model(
     trust: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> Exported | ExportedGguf | ExportedImage:
-    """Writes a run, a Bundle or another model in files for another library, or a run as a Bundle; adapters are merged.
+    """Writes a run, a Bundle or another model in files for another library, or a run as a Bundle; adapters are merged, but for ``peft``.
+
+    What is written is opened again and its outputs are compared with those of its source before it gets its name.
 
     Args:
         path: The run's directory, or the model.
         out: The new folder, or for ``gguf`` the new file.
-        to: ``hf``, what transformers opens: config.json, safetensors, tokenizer; ``bundle``, which this
+        to: ``hf``, what transformers opens: config.json, safetensors, tokenizer; ``peft``, the adapters of a
+            run alone, which PEFT opens beside the model that the run began with; ``bundle``, which this
             library opens without the run; ``gguf``, what llama.cpp
             opens: of a language model; or ``docker``, the build folder of an image that serves a Bundle.
         gguf: For ``gguf``: the precision of the matrices.
@@ -107,22 +123,39 @@ def export_model(
     if to == DOCKER:
         return export_docker(path, out, image, say=say)
     check_free(out)
-    if to == BUNDLE:
-        if (path / MANIFEST).is_file():
-            raise OptionError(f"{path} is a Bundle already; copy its folder to {out}")
-        if in_files(path):
-            raise OptionError(
-                f"{path} is a model in files already; write it as a Bundle with systolic import {path} --out {out}"
-            )
-        model = open_model(path, checkpoint, trust=trust)
-        from systolic.session.exporting_bundle import write_bundle
+    if to == PEFT:
+        from systolic.session.exporting_peft import export_peft
 
-        files = text_files(model.job.data)
-        specs = write_bundle(model, files, origin_of(model), out, say)
-        return _exported(out, BUNDLE, specs)
+        return export_peft(path, out, checkpoint=checkpoint, trust=trust, say=say)
+    check = partial(checked, path, checkpoint, trust=trust, say=say)
+    if to == BUNDLE:
+        return _bundle(path, out, checkpoint, trust, say, check)
     found = leaving(path, checkpoint, trust=trust)
-    made = _write(found.made, found.files, out, say)
+    made = _write(found.made, found.files, out, say, check)
     return replace(made, restored=found.restored, reads_bytes=found.reads_bytes)
+
+
+def _bundle(
+    path: Path,
+    out: Path,
+    checkpoint: str | int,
+    trust: bool,
+    say: Callable[[str], None],
+    check: Check,
+) -> Exported:
+    """A run as a Bundle; errors as :func:`export_model`."""
+    if (path / MANIFEST).is_file():
+        raise OptionError(f"{path} is a Bundle already; copy its folder to {out}")
+    if in_files(path):
+        raise OptionError(
+            f"{path} is a model in files already; write it as a Bundle with systolic import {path} --out {out}"
+        )
+    model = open_model(path, checkpoint, trust=trust)
+    from systolic.session.exporting_bundle import write_bundle
+
+    files = text_files(model.job.data)
+    specs, about = write_bundle(model, files, origin_of(model), out, say, check)
+    return replace(_exported(out, BUNDLE, specs), **about)
 
 
 def _check_used(to: str, gguf: GgufOptions, image: ImageOptions) -> None:
@@ -140,7 +173,11 @@ def _check_used(to: str, gguf: GgufOptions, image: ImageOptions) -> None:
 
 
 def _write(
-    made: Outgoing, files: dict[str, bytes], out: Path, say: Callable[[str], None]
+    made: Outgoing,
+    files: dict[str, bytes],
+    out: Path,
+    say: Callable[[str], None],
+    check: Check,
 ) -> Exported:
     stored = next((name for name in DTYPES if name in made.config), DTYPES[0])
     # What came with another dtype, such as a run's frozen weights, is said to be what it is now.
@@ -151,8 +188,9 @@ def _write(
             folder.add(name, content)
         size = sum(spec.nbytes for spec in made.specs)
         folder.weights(made.specs, made.pieces, written(size, say), stem="model")
+        about = check(folder.folder, made.specs)
         folder.rename()
-    return _exported(out, made.config["model_type"], made.specs)
+    return replace(_exported(out, made.config["model_type"], made.specs), **about)
 
 
 def _exported(out: Path, kind: str, specs: list[TensorSpec]) -> Exported:

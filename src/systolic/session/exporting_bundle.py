@@ -37,8 +37,9 @@ def write_bundle(
     origin: Config,
     out: Path,
     say: Callable[[str], None],
-) -> list[TensorSpec]:
-    """Writes the model of a run as a Bundle; its tensors.
+    check: Callable[[Path, list[TensorSpec]], dict[str, Any]],
+) -> tuple[list[TensorSpec], dict[str, Any]]:
+    """Writes the model of a run as a Bundle; its tensors, and what ``check`` found.
 
     Args:
         model: The run.
@@ -46,6 +47,7 @@ def write_bundle(
         origin: The config.json of the model that it began with; {} where it began with none.
         out: The Bundle's folder.
         say: Called with each stage.
+        check: Called with the folder and its tensors before it gets its name.
 
     Raises:
         OptionError: a part of the run is code of its recipe, or data in memory.
@@ -64,8 +66,10 @@ def write_bundle(
         made.weights(specs, lambda p: iter([np.asarray(weights[p])]), progress)
         about["dtype"] = most_common(specs)
         say("recorded inputs")
-        made.finish(**about, recorded=record_answers(made, about))
-    return specs
+        recorded = record_answers(made, about)
+        found = check(made.folder, specs)
+        made.finish(**about, recorded=recorded)
+    return specs, found
 
 
 def _text(

@@ -10,24 +10,25 @@ import numpy as np
 
 from systolic.artifact.bundle import BundleDraft, check_free, draft
 from systolic.core.errors import OptionError, RunError
-from systolic.core.units import si
 from systolic.interop.gguf_metadata import Described, describe
 from systolic.interop.gguf_words import Words, words_of
 from systolic.interop.gguf_writing import OF_DTYPES, PRECISIONS, GgufSpec, plan, write_gguf
 from systolic.interop.parity import Parity, compare
-from systolic.interop.probe import ParityInputs, probe_of
+from systolic.interop.probe import probe_of
 from systolic.interop.source import GGUF as SUFFIX
 from systolic.interop.source import most_common, open_source
-from systolic.job import Precision
-from systolic.session.outgoing import Leaving, floats_line, leaving
-from systolic.session.trained import prepare_model
+from systolic.session.outgoing import (
+    TOLERANCES,
+    Leaving,
+    elements_of,
+    floats_line,
+    leaving,
+    no_room,
+    outputs_of_source,
+)
 from systolic.session.written import written
 
 AUTO = "auto"
-TOLERANCES = {"f32": 1e-4, "f16": 0.02, "bf16": 0.1, "q8_0": 0.2}
-"""Largest difference over the largest logit: what rounding makes is far below, rows in a wrong order far above."""
-ROOM = 1.25
-"""Memory of float32 weights and of what is computed with them, over the weights alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +123,7 @@ def export_gguf(
     if precision == AUTO:
         precision = OF_DTYPES.get(most_common(found.made.specs), "f32")
     tensors = plan(found.made, described, precision)
-    unchecked, parity = _impossible(tensors), None
+    unchecked, parity = no_room(elements_of([one.source for one in tensors])), None
     with draft(out) as made:
         file = made.folder / out.name
         words = _write(made, file, path, found, described, tensors, precision, say)
@@ -199,17 +200,6 @@ def _notes(
     return tuple(notes)
 
 
-def _impossible(tensors: list[GgufSpec]) -> str | None:
-    """Why the file can't be compared here; ``None`` where it can."""
-    import psutil
-
-    wanted = 4 * ROOM * sum(int(np.prod(one.source.shape)) for one in tensors)
-    free = psutil.virtual_memory().available
-    if wanted <= free:
-        return None
-    return f"not compared with its source: float32 weights need {si(wanted, 'B')} of memory, {si(free, 'B')} free"
-
-
 def _compared(file: Path, path: Path, checkpoint: str | int, trust: bool, precision: str) -> Parity:
     """Logits of a written file against those of its source, both computed here in float32.
 
@@ -217,18 +207,11 @@ def _compared(file: Path, path: Path, checkpoint: str | int, trust: bool, precis
         RunError: they are others.
     """
     probe = probe_of(open_source(file))
-    ours = _outputs(file, "best", False, probe)
-    theirs = _outputs(path, checkpoint, trust, probe)
+    ours = outputs_of_source(file, "best", False, probe.ours)
+    theirs = outputs_of_source(path, checkpoint, trust, probe.ours)
     found = compare(ours, theirs, "the source", TOLERANCES[precision])
     if not found.passed:
         raise RunError(
             f"the GGUF file of {path} computes something else: {found.line()}; please report it, nothing was kept"
         )
     return found
-
-
-def _outputs(path: Path, checkpoint: str | int, trust: bool, probe: ParityInputs) -> np.ndarray:
-    from systolic.interop.outputs import outputs_of
-
-    made = prepare_model(path, str(checkpoint), precision=Precision.f32, trust=trust)
-    return outputs_of(made.setup.steps, made.read(), probe.ours)

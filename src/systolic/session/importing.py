@@ -22,6 +22,7 @@ from systolic.interop.bundled import BundleSource
 from systolic.interop.importing import planned, write_weights
 from systolic.interop.jobs import job_of
 from systolic.interop.parity import Parity, check, impossible
+from systolic.interop.peft import open_peft
 from systolic.interop.probe import ParityInputs
 from systolic.interop.program.convert import (
     Framework,
@@ -29,7 +30,7 @@ from systolic.interop.program.convert import (
     ProgramRequest,
     kind_of,
 )
-from systolic.interop.source import Source, most_common, open_source
+from systolic.interop.source import Source, is_peft, most_common, open_source
 from systolic.session.importing_program import check_passed, import_program
 from systolic.session.replaying import answers, record_answers
 from systolic.session.written import written
@@ -97,6 +98,7 @@ def import_model(
     dtype: str = AUTO,
     parity: bool = True,
     framework: Framework = Framework(),  # noqa: B008
+    base: Path | str | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Imported:
     """Writes a model of another library as a Bundle, one tensor in memory at a time.
@@ -108,6 +110,7 @@ def import_model(
         dtype: ``f32`` or ``bf16`` rounds the weights; ``auto`` stores each as it is.
         parity: Compare outputs with those of transformers, where it is installed.
         framework: How to convert a model that is code or a program.
+        base: Of a PEFT folder: the model that its adapters stand beside, in place of the one that it names.
         say: Called with each stage.
 
     Raises:
@@ -123,7 +126,7 @@ def import_model(
         asked = ProgramRequest(source=str(source), kind=kind, how=framework)
         return _program(asked, out, dtype, parity, say)
     framework.check_unused(source)
-    opened = _sound(source)
+    opened = _sound(source, None if base is None else Path(base))
     final = FOLDER / opened.path.resolve().stem if out is None else Path(out)
     say("read descriptions")
     tensors = planned(opened, np.dtype(DTYPES[dtype]) if dtype != AUTO else None)
@@ -150,9 +153,18 @@ def import_model(
     )
 
 
-def _sound(path: Path | str) -> Source:
-    """An opened source whose files do not contradict each other and are those that were written."""
-    found = open_source(path)
+def _sound(path: Path | str, base: Path | None = None) -> Source:
+    """An opened source whose files do not contradict each other and are those that were written.
+
+    Raises:
+        OptionError: a base is given for what is no PEFT folder; and as :func:`systolic.interop.source.open_source`.
+    """
+    if base is None:
+        found = open_source(path)
+    elif is_peft(Path(path)):
+        found = open_peft(Path(path), base)
+    else:
+        raise OptionError(f"--base is {base} and {path} is no PEFT folder; leave it out")
     job_of(found, texts=False)
     found.verify()
     return found

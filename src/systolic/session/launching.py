@@ -12,6 +12,7 @@ from systolic import recipes
 from systolic.chips import Slice
 from systolic.core.errors import DataError, OptionError
 from systolic.core.files import write_atomically
+from systolic.core.ranges import dashed
 from systolic.launching import CODE, Launch, LaunchBill, Prepared, Purchase, Site, SlurmOptions
 from systolic.launching.names import NAME_LENGTH, fitting, is_bucket
 from systolic.recipes import Recipe
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from systolic.artifact.chosen import Chosen
     from systolic.job import Job
 
-LOCAL, SLURM, DOCKER = "local", "slurm", "docker"
+LOCAL, SLURM, DOCKER, GKE = "local", "slurm", "docker", "gke"
 OURS: Mapping[str, str] = {
     LOCAL: "none: runs on this machine",
     DOCKER: "none: runs on this machine",
@@ -142,9 +143,8 @@ def notes(request: LaunchRequest) -> list[str]:
     if request.via in OURS:
         return []
     found = [
-        f"--{name.replace('_', '-')} is {value}, a path of this machine; it must exist at the same path on the others"
-        for name, value in request.options.items()
-        if isinstance(value, Path) and value.exists()
+        f"--{dashed(name)} is {value}, a path of this machine; it must exist at the same path on the others"
+        for name, value in _local(request)
     ]
     if request.recipe.target in _paths(request):
         found.append(
@@ -153,9 +153,51 @@ def notes(request: LaunchRequest) -> list[str]:
     return found
 
 
+def check_paths(request: LaunchRequest) -> None:
+    """Refuses paths in the command that no other machine can have: those relative to this folder.
+
+    Raises:
+        OptionError: an option, or the recipe, is one.
+    """
+    if request.via in OURS:
+        return
+    words = [(word.partition("=")[0], word.partition("=")[2] or word) for word in request.train]
+    named = [(f"--{dashed(name)}", str(value)) for name, value in _local(request)]
+    named += [("--train", word) for _, word in words if "/" in word and Path(word).exists()]
+    target = request.recipe.target
+    named += [("the recipe", target)] if target in _paths(request) else []
+    for option, path in named:
+        if not Path(path).is_absolute():
+            raise OptionError(
+                f"{option} is {path}, a path relative to this folder, which the machines of {request.via} do not have; {_elsewhere(request, path)}"
+            )
+
+
+def _elsewhere(request: LaunchRequest, path: str) -> str:
+    """Where the machines of a platform can have a path."""
+    name = Path(path).name
+    if request.via == GKE:
+        volume = f"on the volume of --claim, as /runs/{name}" if request.site.claim else ""
+        where = volume or f"in the image, or on a volume of --claim, as /runs/{name}"
+    elif request.via == "skypilot":
+        where = "in the bucket or the image of its task"
+    else:
+        where = "on their disks, by a startup script of yours"
+    return f"put it {where}, and give that absolute path, which must hold the same here: the options are checked with it"
+
+
+def _local(request: LaunchRequest) -> list[tuple[str, Path]]:
+    """Options of the recipe with paths that exist here; of several paths each."""
+    found: list[tuple[str, Path]] = []
+    for name, value in request.options.items():
+        several = value if isinstance(value, tuple | list) else (value,)
+        found += [(name, one) for one in several if isinstance(one, Path) and one.exists()]
+    return found
+
+
 def _paths(request: LaunchRequest) -> list[str]:
     """Paths of this machine in the command: those in options, and the target if it is a path but not a recipe's file."""
-    found = [str(one) for one in request.options.values() if isinstance(one, Path) and one.exists()]
+    found = [str(one) for _, one in _local(request)]
     target = request.recipe.target
     return [*found, *([target] if request.recipe.file is None and Path(target).exists() else [])]
 
@@ -274,13 +316,20 @@ def _counted(on: Slice) -> str:
 
 def _default_name(recipe: Recipe, on: Slice) -> str:
     """A launch's name where none is given: the recipe, its function where that is not ``job``, and the slice in full."""
+    return default_name(_stem(recipe), on)
+
+
+def default_name(what: str, on: Slice) -> str:
+    """A launch's name where none is given, on every platform: what is launched, and the slice in full."""
     counted = _counted(on)
-    return fitting(f"{fitting(_stem(recipe), NAME_LENGTH - len(counted) - 1)}-{counted}")
+    return fitting(f"{fitting(what, NAME_LENGTH - len(counted) - 1)}-{counted}")
 
 
 def _stem(recipe: Recipe) -> str:
     if recipe.file is None:
-        return recipe.target
+        target = Path(recipe.target)
+        # A model's folder has the name that its server has, however the path to it is written.
+        return target.resolve().name if target.exists() else recipe.target
     function = recipes.split(recipe.target)[1]
     return recipe.file.stem if function == "job" else f"{recipe.file.stem}-{function}"
 

@@ -8,8 +8,9 @@ from systolic.chips import Slice
 from systolic.core.errors import OptionError
 from systolic.launching import Launch, LaunchBill, Purchase, Site
 from systolic.launching.gke_serve import GkeServer
-from systolic.launching.names import fitting, is_bucket, refuse_secrets
+from systolic.launching.names import is_bucket, refuse_secrets
 from systolic.session.docker.folder import name_of
+from systolic.session.launching import default_name
 
 
 def describe(
@@ -47,7 +48,7 @@ def describe(
         )
     model = names[0] or name_of(Path(bundle.rstrip("/").rpartition("/")[2] or bundle))
     return Launch(
-        name=names[1] or fitting(f"{model}-{on.name}"),
+        name=names[1] or default_name(model, on),
         on=on,
         target=model,
         options=tuple(words),

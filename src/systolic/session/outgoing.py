@@ -1,20 +1,34 @@
 """A run or a model in files on its way out: its weights under transformers' names, and the files of its text."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from systolic.artifact.run import JOB, TOKENIZER
+from systolic.artifact.tensors import TensorSpec
+from systolic.core.errors import RunError
+from systolic.core.units import si
 from systolic.data.audio.recordings import Recordings
 from systolic.data.text.text_data import TextData
 from systolic.data.text.tokenizer import Around
 from systolic.interop.exporting import Outgoing, outgoing, outgoing_model, with_text
+from systolic.interop.gguf_writing import OF_DTYPES
+from systolic.interop.parity import compare
 from systolic.interop.pictures import PICTURED, with_pictures
-from systolic.interop.source import OTHER_FILES, TEXT_FILES, known_source, open_source
+from systolic.interop.probe import probe_of
+from systolic.interop.source import OTHER_FILES, TEXT_FILES, known_source, most_common, open_source
+from systolic.job import Precision
 from systolic.models.families import CONFIG, Config, read_config
-from systolic.session.trained import TrainedModel, open_model
+from systolic.session.replaying import answers, probe_inputs
+from systolic.session.trained import TrainedModel, open_model, prepare_model
 
+TOLERANCES = {"f32": 1e-4, "f16": 0.02, "bf16": 0.1, "q8_0": 0.2}
+"""Largest difference over the largest output: what rounding makes is far below, rows in a wrong order far above."""
+ROOM = 1.25
+"""Memory of float32 weights and of what is computed with them, over the weights alone."""
 WIDE = "float32"
 """Dtype that holds what a code stands for as it is."""
 
@@ -110,3 +124,78 @@ def text_files(data: Any) -> dict[str, bytes]:
     beside = {name: file.parent / name for name in (*TEXT_FILES, *OTHER_FILES)}
     found = {name: path.read_bytes() for name, path in beside.items() if path.is_file()}
     return found | data.get_tokenizer().files()
+
+
+def checked(
+    path: Path,
+    checkpoint: str | int,
+    folder: Path,
+    specs: Sequence[TensorSpec],
+    *,
+    trust: bool,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """``parity`` and ``notes`` of a model that was written: its outputs against those of its source, both computed here in float32.
+
+    Args:
+        path: The source: a run or a model in files.
+        checkpoint: Of a run.
+        folder: What was written.
+        specs: Its tensors.
+        trust: Execute the run's recipe although it is not yours.
+        say: Called with each stage.
+
+    Raises:
+        RunError: the outputs are others.
+    """
+    made = open_source(folder)
+    inputs = probe_inputs(made)
+    if inputs is None:
+        return {
+            "notes": (f"not compared with its source: no inputs for a {type(made.model).__name__}",)
+        }
+    if (why := no_room(elements_of(specs))) is not None:
+        return {"notes": (why,)}
+    say("comparing")
+    ours, _ = answers(made, inputs)
+    tolerance = TOLERANCES[OF_DTYPES.get(most_common(specs), "f32")]
+    found = compare(
+        ours,
+        outputs_of_source(path, checkpoint, trust, inputs),
+        "the source",
+        tolerance,
+        probe_of(made),
+    )
+    if not found.passed:
+        raise RunError(
+            f"what was written of {path} computes something else: {found.line()}; please report it, nothing was kept"
+        )
+    return {"parity": found}
+
+
+def outputs_of_source(
+    path: Path, checkpoint: str | int, trust: bool, inputs: Mapping[str, np.ndarray]
+) -> np.ndarray:
+    """Outputs float32[rows, ..., n] of a run or a model in files."""
+    from systolic.interop.outputs import outputs_of
+
+    if in_files(path):
+        return answers(open_source(path), inputs)[0]
+    made = prepare_model(path, str(checkpoint), precision=Precision.f32, trust=trust)
+    return outputs_of(made.setup.steps, made.read(), inputs)
+
+
+def elements_of(specs: Sequence[TensorSpec]) -> int:
+    """Elements of all tensors."""
+    return sum(int(np.prod(one.shape)) for one in specs)
+
+
+def no_room(elements: int) -> str | None:
+    """Why a model of so many parameters can't be compared here; ``None`` where it can."""
+    import psutil
+
+    wanted = 4 * ROOM * elements
+    free = psutil.virtual_memory().available
+    if wanted <= free:
+        return None
+    return f"not compared with its source: float32 weights need {si(wanted, 'B')} of memory, {si(free, 'B')} free"

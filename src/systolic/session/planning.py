@@ -9,7 +9,7 @@ from systolic import recipes
 from systolic.chips import ChipKind, Slice, chips, named_slices, slice
 from systolic.chips.flags import resolved
 from systolic.core.errors import OptionError, nearest
-from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, check_arguments
+from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, check_arguments, dashed
 from systolic.job import Job
 from systolic.planning.evaluator import CompilingEvaluator, OpenEvaluator
 from systolic.planning.facts import Facts, facts_of
@@ -83,7 +83,7 @@ def plan(  # noqa: PLR0913  the options of systolic plan
     numbers = {"tokens": tokens, "examples": examples, "budget": budget, "max_chips": max_chips}
     numbers |= {"storage_rate": storage_rate, "preemptions_per_day": preemptions_per_day}
     numbers |= {"grid_intensity": grid_intensity}
-    check_arguments(plan, numbers, lambda name: f"--{name.replace('_', '-')}")
+    check_arguments(plan, numbers, lambda name: f"--{dashed(name)}")
     if deadline is not None and not isinstance(deadline, str):
         raise OptionError(f"--deadline is {deadline!r}; write it like '90m', '36h' or '3d'")
     if tokens is not None and examples is not None:

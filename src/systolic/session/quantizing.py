@@ -389,7 +389,9 @@ def _as_source(path: Path, out: Path, trust: bool, say: Callable[[str], None]) -
             raise OptionError(
                 f"a quantized model is a Bundle, and {reason}; quantize a run that has one"
             ) from error
-        yield open_source(whole)
+        opened = open_source(whole)
+        assert isinstance(opened, BundleSource)
+        yield replace(opened, made_from=opened.bundle.record.source)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -464,16 +466,23 @@ def _write(
     return {
         "systolic": __version__,
         "model": model_record(source.model),
-        "source": ImportedFrom(
-            kind=source.kind,
-            name=source.path.resolve().name,
-            digest=source.fingerprint(),
-            licence=source.licence,
-        ),
+        "source": origin_of_bundle(source),
         "dtype": source.dtype,
         "quantization": records,
         **(carried(source.bundle.record) if isinstance(source, BundleSource) else {}),
     }
+
+
+def origin_of_bundle(source: Source) -> ImportedFrom:
+    """What a quantized Bundle was made from."""
+    if isinstance(source, BundleSource) and source.made_from is not None:
+        return source.made_from
+    return ImportedFrom(
+        kind=source.kind,
+        name=source.path.resolve().name,
+        digest=source.fingerprint(),
+        licence=source.licence,
+    )
 
 
 def _described(one: "Matrix", how: MatrixFormat | None) -> QuantizedMatrix:

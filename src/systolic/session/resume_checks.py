@@ -12,6 +12,7 @@ from systolic.artifact.chosen import Chosen
 from systolic.artifact.job_record import JobRecord
 from systolic.artifact.run import Run
 from systolic.core.errors import DataError, OptionError, SystolicError
+from systolic.core.ranges import dashed
 from systolic.data.fingerprint import contents_of, difference
 from systolic.job import Job, Split
 from systolic.job.data import Contents
@@ -188,7 +189,7 @@ def _option(name: str, value: Any, options: Mapping[str, Any]) -> str:
     for option in (name, last):
         if option in options and options[option] == value:
             return typed(option, value)
-    return f"{name.replace('_', '-')} {plain_words(value)}"
+    return f"{dashed(name)} {plain_words(value)}"
 
 
 def _checkpoints(run: Run) -> list[Any]:

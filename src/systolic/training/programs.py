@@ -23,7 +23,8 @@ class CompiledStep:
     Args:
         name: For events.
         jitted: ``jax.jit`` of ``function(*state, batch)``.
-        report: Called with (event, seconds, detail) after each compile.
+        report: Called with (event, seconds, detail) after each compile; the seconds are those that the ledger has
+            of it, so that events add up to its account: a compile in a thread takes longer, beside other work.
     """
 
     def __init__(
@@ -34,6 +35,8 @@ class CompiledStep:
         self._signature: Signature = {}
         self._ahead: _Ahead | None = None
         self._refused: bool | None = None
+        self._waited = 0.0
+        """Seconds of the present compile that the ledger has."""
         self.recompiles = 0
 
     def prepare(self, *arguments: Any) -> None:
@@ -42,10 +45,11 @@ class CompiledStep:
         A later call with a batch of another signature counts as a recompile: the
         data is not what its fields say.
         """
+        started = self._ledger.clock()
         with self._ledger.spend(Spent.compile):
-            started = self._ledger.clock()
             lowered = self._jitted.lower(*arguments)
-            self._ahead = _Ahead(lowered, arguments[-1], self._ledger.clock, started)
+            self._ahead = _Ahead(lowered, arguments[-1])
+        self._waited += self._ledger.clock() - started
 
     def adopt(self, batch: Mapping[str, Any], compiled: Any, seconds: float) -> None:
         """Uses a program compiled elsewhere for batches like ``batch``, instead of compiling.
@@ -61,8 +65,11 @@ class CompiledStep:
         """Whether the compile started by :meth:`prepare` is done, after waiting at most ``seconds``."""
         if self._ahead is None:
             return True
+        started = self._ledger.clock()
         with self._ledger.spend(Spent.compile):
-            return self._ahead.wait(seconds)
+            done = self._ahead.wait(seconds)
+        self._waited += self._ledger.clock() - started
+        return done
 
     def __call__(self, *arguments: Any) -> Any:
         """Runs the program on (*state, batch), compiling it first where the batch is of a new shape."""
@@ -77,10 +84,12 @@ class CompiledStep:
         return self._jitted(*arguments) if self._refused else compiled(*arguments)
 
     def _await(self, ahead: "_Ahead") -> None:
-        self._ahead = None
+        self._ahead, started = None, self._ledger.clock()
         with self._ledger.spend(Spent.compile):
-            compiled, seconds = ahead.result()
-        self._keep(ahead.batch, compiled, seconds)
+            compiled = ahead.result()
+        self._waited += self._ledger.clock() - started
+        self._keep(ahead.batch, compiled, self._waited)
+        self._waited = 0.0
 
     def _compile(self, arguments: tuple[Any, ...]) -> Any:
         start = self._ledger.clock()
@@ -108,25 +117,21 @@ class CompiledStep:
 class _Ahead:
     """Compile in its own thread; XLA releases Python's lock."""
 
-    def __init__(
-        self, lowered: Any, batch: Mapping[str, Any], clock: Callable[[], float], started: float
-    ) -> None:
-        self.batch = batch
-        self._lowered, self._clock, self._started = lowered, clock, started
+    def __init__(self, lowered: Any, batch: Mapping[str, Any]) -> None:
+        self.batch, self._lowered = batch, lowered
         self._compiled: Any = None
         self._error: Exception | None = None
-        self._seconds = 0.0
         self._thread = start_native("compile", self._run)
 
     def wait(self, seconds: float) -> bool:
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
-    def result(self) -> tuple[Any, float]:
+    def result(self) -> Any:
         self._thread.join()
         if self._error is not None:
             raise self._error
-        return self._compiled, self._seconds
+        return self._compiled
 
     def _run(self) -> None:
         try:
@@ -134,7 +139,6 @@ class _Ahead:
             trim()
         except Exception as error:  # raised again where the program is called
             self._error = error
-        self._seconds = self._clock() - self._started
 
 
 def never() -> bool:

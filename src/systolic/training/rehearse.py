@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from systolic.artifact import CheckpointStore
+from systolic.artifact.weights import plain_parameters
 from systolic.chips import Slice
 from systolic.core.errors import LayoutError, RunError
 from systolic.core.units import duration, gibibytes
@@ -204,6 +205,7 @@ class _Stage:
         metrics = self._evaluate(state)
         return {
             "num_parameters": steps.network.num_parameters,
+            "total_parameters": plain_parameters(steps),
             "batch_size": steps.batch_size,
             "losses": losses,
             "metrics": metrics,

@@ -15,6 +15,7 @@ import numpy as np
 from systolic.aot.executable import Loaded
 from systolic.artifact import Run
 from systolic.artifact.checkpoint import Restored
+from systolic.artifact.weights import plain_parameters
 from systolic.core.errors import RunError
 from systolic.data.process_share import first_reader
 from systolic.data.skipped_files import FILES
@@ -209,6 +210,7 @@ class Trainer:
             steps=self.job.steps,
             unit=self.setup.unit,
             num_parameters=steps.network.num_parameters,
+            total_parameters=plain_parameters(steps),
             devices=self.setup.machine.name,
             num_devices=len(self.setup.machine.devices),
             device_kind=self.setup.machine.kind,
@@ -230,10 +232,18 @@ class Trainer:
         if self.loaded is not None:
             loaded = self.loaded
             self.train_program.adopt(steps.abstract_batch(), loaded.compiled, loaded.seconds)
-        with self.ledger.spend(Spent.compile):
-            state = self.setup.first_state(interrupt.alone) if restored is None else restored.state
+        state = self._first_state(interrupt) if restored is None else restored.state
         if self.validates and not interrupt.alone():
             self.eval_program.prepare(*self.setup.abstract_evaluation)
+        return state
+
+    def _first_state(self, interrupt: Interrupt) -> Any:
+        """The state before the first step, whose program is compiled; ``None`` where the process was asked to stop before."""
+        started = self.ledger.clock()
+        with self.ledger.spend(Spent.compile):
+            state = self.setup.first_state(interrupt.alone)
+        if state is not None:
+            self.event("compile", self.ledger.clock() - started, "initial weights")
         return state
 
     def _restore(self, feed: Any) -> Restored | None:

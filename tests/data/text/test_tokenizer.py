@@ -101,7 +101,7 @@ def test_a_tokenizer_is_trained_and_used(tmp_path, capsys):
             "the array flows \u4e2d while pulses beat\n" * (number + 1)
         )
     out = tmp_path / "out"
-    args = ["data", "tokenizer", str(text), "--to", str(out)]
+    args = ["data", "tokenizer", str(text), "--out", str(out)]
     assert main([*args, "--vocab", "270", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     made = Tokenizer(path=out)

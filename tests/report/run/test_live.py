@@ -4,13 +4,17 @@ import io
 import math
 import random
 import threading
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from systolic.artifact.record import RunRecord
+from systolic.report.progress import ProgressLine
 from systolic.report.run.live import Live, Quiet
-from systolic.report.run.plain import Plain
+from systolic.report.run.plain import Plain, headline
 from systolic.report.run.screen import MAX_LINES, Screen
+from systolic.report.run.verdict import judge
 from systolic.report.terminal import BoundedCurve, can_redraw, one_line, sparkline
 from tests.report.run.fabricate_run import event, records, start, train
 
@@ -201,12 +205,14 @@ def test_plain_lines_thin_out_and_a_bad_loss_is_always_said() -> None:
     clock = Clock()
     stream = io.StringIO()
     plain = Plain(stream=stream, clock=clock)
-    plain.see(start(steps=100_000))
+    plain.see(start(steps=2_500))
     for number in range(1, 2001):
-        clock.now += 0.01
+        clock.now += 0.1
         plain.see(step(number, loss=math.nan if 1000 <= number < 1005 else 2.0))
     printed = [line for line in stream.getvalue().splitlines() if line.startswith("train")]
-    assert len(printed) == 1 + 1 + 3, "the first, the NaN, and one each five seconds"
+    assert len(printed) == 1 + 1 + 2, (
+        "the first, the NaN, and one a minute, however many tenths of the steps"
+    )
     assert sum("loss NaN" in line for line in printed) == 1
 
 
@@ -215,7 +221,7 @@ def test_a_long_evaluation_says_how_far_it_is() -> None:
     view = Plain(stream=stream, clock=clock)
     for number in range(12):
         view.see(evaluating(number))
-        clock.now += 1.0
+        clock.now += 12.0
     view.see(
         {
             "kind": "eval",
@@ -232,6 +238,41 @@ def test_a_long_evaluation_says_how_far_it_is() -> None:
         "eval    step 7, validation: 10 of 12 batches",
         "eval    step 7, validation: loss 1.0000 (12.0 s, 12 of 40 batches)",
     ]
+
+
+def test_a_stage_that_counts_has_a_line_a_minute_in_a_log() -> None:
+    clock, stream = Clock(), io.StringIO()
+    with ProgressLine(stream, "export", environ={}, clock=clock) as progress:
+        for number in range(1, 11):
+            progress.say(f"weights {10 * number} % of 1.5 GB")
+            clock.now += 15.0
+        progress.say("comparing")
+    assert stream.getvalue().splitlines() == [
+        "export: weights 10 % of 1.5 GB, 0 ms",
+        "export: weights 50 % of 1.5 GB, 1 m 00 s",
+        "export: weights 90 % of 1.5 GB, 2 m 00 s",
+        "export: comparing, 2 m 30 s",
+    ]
+
+
+def test_adapters_are_headed_as_a_part_of_their_model() -> None:
+    whole = {"name": "sft", "num_parameters": 134_500_000, "total_parameters": 134_500_000}
+    assert headline(whole) == "sft · 134 M parameters"
+    adapted = whole | {"num_parameters": 4_880_000}
+    assert headline(adapted) == "sft · 4.88 M parameters trained, of 134 M"
+    assert headline({"name": "sft", "num_parameters": 5}) == "sft · 5 parameters", "of before"
+
+
+def test_a_run_is_headed_by_the_metric_that_it_is_ranked_by() -> None:
+    metrics = {"validation_loss": 0.5, "validation_mae": 0.25, "validation_accuracy": 0.5}
+    summary = {"steps": 1, "time": {}, "final": {"loss": 0.4, "metrics": metrics}}
+
+    def sentence(metric: str) -> str:
+        job = {"job": {"evaluation": {"metric": metric}}}
+        return judge(RunRecord(path=Path("runs/a"), job=job, summary=summary)).sentence
+
+    assert sentence("mae") == "Validation mae 0.2500."
+    assert sentence("loss").startswith("Validation accuracy")
 
 
 def test_the_panel_shows_an_evaluation_while_it_runs() -> None:

@@ -57,6 +57,27 @@ def test_a_chat(page: Page) -> None:
     assert page.locator(".error").count() == 0
 
 
+def test_settings_give_way_to_the_answer_on_a_telephone(page: Page) -> None:
+    """390 px wide: open they push the conversation down, and sending closes them."""
+    page.set_viewport_size({"width": 390, "height": 700})
+    page.select_option("#model", "echo")
+    page.fill("#text", "hello")
+    page.press("#text", "Enter")
+    expect(page.locator("#speed")).to_contain_text("tokens")
+    page.click("#settings summary")
+    page.fill("#tokens", "12")
+    panel, log = (page.locator(one).bounding_box() for one in ("#settings > div", "#log"))
+    assert panel is not None
+    assert log is not None
+    assert panel["y"] + panel["height"] <= log["y"] + 1
+    assert panel["x"] >= 0
+    assert panel["x"] + panel["width"] <= 390
+    page.fill("#text", "again")
+    page.press("#text", "Enter")
+    assert page.locator("#settings").get_attribute("open") is None
+    expect(page.locator("#speed")).to_contain_text("12 tokens")
+
+
 def test_a_picture(page: Page, tmp_path: Path) -> None:
     file = tmp_path / "red.png"
     file.write_bytes(red())

@@ -114,10 +114,9 @@ def header_facts(run: RunRecord) -> list[tuple[str, str]]:
     start = run.start
     layout = run.job.get("layout") or {}
     axes = " × ".join(f"{axis} {size}" for axis, size in layout.items() if size != 1)
-    number = figures.number(start.get("num_parameters"))
     facts = [
         ("recipe", run.job.get("recipe")),
-        ("parameters", None if number is None else figures.si(number)),
+        ("parameters", plain.parameters_text(dict(start)).replace(" parameters", "", 1)),
         ("devices", start.get("devices")),
         ("layout", axes),
         ("precision", start.get("precision")),

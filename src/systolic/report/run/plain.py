@@ -7,30 +7,26 @@ from typing import Any, TextIO
 from systolic.chips.flags import described
 from systolic.report import figures, terminal
 
-SLOWEST = 60.0
-"""Longest time between lines, however long the run."""
+EVERY_SECONDS = 60.0
+"""Time between lines: a log of a day has 1,440."""
 
 
 class Plain:
     """A watcher that prints one line at a time, at a limited rate.
 
-    A train record is printed when it is the first or the last, when the loss is not a number, when
-    another tenth of the steps is done, or when ``every_seconds`` have passed since the last line (a
-    hundredth of the time so far in long runs, 60 s at most). Evaluations that take longer say so
-    at the same pace.
+    A train record is printed when it is the first or the last, when the loss is not a number, or when
+    ``every_seconds`` have passed since the last line. Evaluations that take longer say so at the same pace.
     """
 
     def __init__(
-        self, *, stream: TextIO, clock: Callable[[], float], every_seconds: float = 5.0
+        self, *, stream: TextIO, clock: Callable[[], float], every_seconds: float = EVERY_SECONDS
     ) -> None:
         self._stream = stream
         self._clock = clock
         self._every_seconds = every_seconds
         self._steps: int | None = None
-        self._began = clock()
         self._last: float | None = None
-        self._spoke = self._began
-        self._tenth = 0
+        self._spoke = clock()
         self._was_bad = False
         self._closed = False
 
@@ -42,7 +38,7 @@ class Plain:
         if kind == "start":
             self._steps = record.get("steps")
         if kind == "evaluating":
-            due = self._clock() - self._spoke >= self._pause(self._clock())
+            due = self._clock() - self._spoke >= self._every_seconds
         else:
             due = kind != "train" or self._is_due(record)
         line = line_of(record, self._steps) if due else ""
@@ -55,26 +51,17 @@ class Plain:
         self._closed = True
 
     def _is_due(self, record: dict[str, Any]) -> bool:
-        now = self._clock()
-        step = record.get("step") or 0
-        tenth = step * 10 // self._steps if self._steps else 0
-        pause = self._pause(now)
-        bad = is_bad(record)
+        now, bad = self._clock(), is_bad(record)
         due = (
             self._last is None
-            or now - self._last >= pause
-            or tenth > self._tenth
-            or step == self._steps
+            or now - self._last >= self._every_seconds
+            or (record.get("step") or 0) == self._steps
             or (bad and not self._was_bad)
         )
         self._was_bad = bad
         if due:
             self._last = now
-            self._tenth = tenth
         return due
-
-    def _pause(self, now: float) -> float:
-        return min(max(self._every_seconds, (now - self._began) / 100), SLOWEST)
 
 
 def is_bad(record: dict[str, Any]) -> bool:
@@ -120,10 +107,9 @@ def part_text(record: dict[str, Any]) -> str:
 
 def headline(start: dict[str, Any]) -> str:
     """The start record on one line: name, parameters, devices, batch, steps."""
-    num_parameters = figures.number(start.get("num_parameters"))
     parts = [str(start.get("name") or "run")]
-    if num_parameters is not None:
-        parts.append(f"{figures.si(num_parameters)} parameters")
+    if sizes := parameters_text(start):
+        parts.append(sizes)
     parts += [str(start[key]) for key in ("devices", "precision") if start.get(key)]
     parts += [described(start["flags"])] if start.get("flags") else []
     if start.get("batch"):
@@ -133,6 +119,16 @@ def headline(start: dict[str, Any]) -> str:
     if start.get("resumed_from") is not None:
         parts.append(f"resumed from step {figures.count(start['resumed_from'])}")
     return terminal.one_line(" · ".join(parts), 200)
+
+
+def parameters_text(start: dict[str, Any]) -> str:
+    """``134 M parameters``, or of adapters ``4.88 M parameters trained, of 134 M``; "" where it is unknown."""
+    trained = figures.number(start.get("num_parameters"))
+    if trained is None:
+        return ""
+    total = figures.number(start.get("total_parameters"))
+    beside = "" if total in (None, trained) else f" trained, of {figures.si(total)}"
+    return f"{figures.si(trained)} parameters{beside}"
 
 
 def event_text(event: dict[str, Any]) -> str:

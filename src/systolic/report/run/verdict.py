@@ -44,10 +44,15 @@ def judge(run: RunRecord) -> Verdict:
         return Verdict(
             word="stopped", sentence=f"Stopped at {place}{_reason(run, 'stopped')}.", tone=Tone.fair
         )
-    return _judge_metrics(run.final_metrics, run.final_loss, text=run.reads_text)
+    rule = (run.job.get("job") or {}).get("evaluation") or {}
+    return _judge_metrics(
+        run.final_metrics, run.final_loss, text=run.reads_text, asked=rule.get("metric") or "loss"
+    )
 
 
-def _judge_metrics(metrics: Mapping[str, Any], loss: float | None, *, text: bool) -> Verdict:
+def _judge_metrics(
+    metrics: Mapping[str, Any], loss: float | None, *, text: bool, asked: str
+) -> Verdict:
     own = figures.number(metrics.get("validation_bits_per_byte"))
     gzip = figures.number(metrics.get("gzip_bits_per_byte"))
     if own is not None and gzip is not None and gzip > 0 and math.isfinite(own):
@@ -60,9 +65,12 @@ def _judge_metrics(metrics: Mapping[str, Any], loss: float | None, *, text: bool
             return Verdict(word="beats gzip", sentence=sentence, tone=Tone.good)
         sentence = f"{where}: {-gain * 100:.0f} % more. Train longer or take a larger model."
         return Verdict(word="behind gzip", sentence=sentence, tone=Tone.bad)
-    if text and (sentence := _of_text(metrics)):
+    # The metric that ranks the run's checkpoints, where it is not the loss, is the one that is wanted.
+    chosen = () if asked == "loss" else (f"test_{asked}", f"validation_{asked}")
+    if text and not any(name in metrics for name in chosen) and (sentence := _of_text(metrics)):
         return Verdict(word="trained", sentence=sentence, tone=Tone.good)
-    best = ("test_accuracy", "validation_bits_per_byte", "validation_accuracy", "validation_loss")
+    usual = ("test_accuracy", "validation_bits_per_byte", "validation_accuracy", "validation_loss")
+    best = (*chosen, *usual)
     for name in best:
         if name in metrics:
             sentence = f"{figures.label(name).capitalize()} {figures.metric(name, metrics[name])}."
