@@ -112,6 +112,8 @@ def impossible(source: Source) -> str | None:
         job_of(source, texts=False)
     except SystolicError as error:
         return f"no parity check: {error}"
+    if source.kind == "gguf" and len(source.weight_files) > 1:
+        return "no parity check: transformers reads no GGUF file that is split"
     needed = {
         "torch": importlib.util.find_spec("torch"),
         "transformers": importlib.util.find_spec("transformers"),
