@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from systolic.core.errors import DataError, NotFoundError
+from systolic.core.files import refuse_pointer
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 STRING, ARRAY, BOOL = 8, 9, 7
@@ -64,6 +65,7 @@ class GgufHeader:
         Raises:
             ValueError: the file is none, or damaged.
         """
+        refuse_pointer(path)
         with path.open("rb") as file:
             if path.stat().st_size < len(MAGIC):
                 raise ValueError("it is too short")

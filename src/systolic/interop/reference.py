@@ -16,12 +16,14 @@ import numpy as np
 from systolic.core.errors import DataError
 from systolic.core.machine import end_with
 from systolic.interop.source import (
+    COPIES,
     GGUF,
     STATE_DICTS,
     TransformersSource,
     is_ctranslate2,
     open_source,
 )
+from systolic.models.families import CONFIG
 
 DROPPED = (
     "rope_scaling",
@@ -43,7 +45,7 @@ def opened(path: Path, loader: Any, rounded: str | None = None) -> Any:
     if path.suffix == GGUF:
         place = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
         place["config"] = whole_config(path)
-    if path.suffix in STATE_DICTS or is_ctranslate2(path):
+    if path.suffix in STATE_DICTS or is_ctranslate2(path) or has_other_names(path):
         model = renamed(path, loader)
     else:
         model = loader.from_pretrained(**place, dtype=torch.float32, trust_remote_code=False)
@@ -71,6 +73,14 @@ def whole_config(path: Path) -> Any:
     return transformers.AutoConfig.for_model(found.pop("model_type"), **found)
 
 
+def has_other_names(path: Path) -> bool:
+    """Whether a folder has its tensors under names that transformers may not know."""
+    if not (path / CONFIG).is_file():
+        return False
+    source = open_source(path)
+    return isinstance(source, TransformersSource) and source.renamed
+
+
 def renamed(path: Path, loader: Any) -> Any:
     """A model whose file has the names of another library, with the same tensors under those of transformers.
 
@@ -90,7 +100,8 @@ def renamed(path: Path, loader: Any) -> Any:
         for name, tensor in source.tensors.items()
     }
     lacking, unknown = model.load_state_dict(given, strict=False)
-    wrong = [*unknown, *(name for name in lacking if not name.endswith(UNREAD))]
+    unread = (*UNREAD, *COPIES) if fields.get("tie_word_embeddings", True) else UNREAD
+    wrong = [*unknown, *(name for name in lacking if not name.endswith(unread))]
     if wrong:
         raise DataError(
             f"{path} and transformers' {kind} do not both have {wrong[0]}; report it with the file"
