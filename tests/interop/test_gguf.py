@@ -322,12 +322,13 @@ def test_a_damaged_header_is_one_line_or_a_model(
         damaged.append(bytes(made))
     for one in damaged:
         path.write_bytes(one)
+        told = None
         try:
             job_of(open_source(path)).data.notes()
         except SystolicError as error:
-            refused += 1
-            assert "\n" not in str(error)
-            assert len(str(error)) < 1000
+            told = str(error)
+        refused += told is not None
+        assert told is None or ("\n" not in told and len(told) < 1000), told
     assert refused > 0.6 * len(damaged)
 
 
@@ -352,7 +353,9 @@ def test_a_split_file_is_read_whole_from_any_part(tmp_path: Path, model: Any) ->
     # A part that is missing, has another name, or is of another file.
     kept = parts[2].read_bytes()
     parts[2].unlink()
-    with pytest.raises(NotFoundError, match=r"one of 4 parts .* 1 are missing .* first parts-00003"):
+    with pytest.raises(
+        NotFoundError, match=r"one of 4 parts .* 1 are missing .* first parts-00003"
+    ):
         open_source(parts[0])
     parts[2].write_bytes(parts[3].read_bytes())
     with pytest.raises(DataError, match="says that it is part 3"):
@@ -362,7 +365,7 @@ def test_a_split_file_is_read_whole_from_any_part(tmp_path: Path, model: Any) ->
         open_source(parts[0])
     other = tmp_path / "renamed.gguf"
     other.write_bytes(kept)
-    with pytest.raises(DataError, match="one of 4 parts .* give the parts their names back"):
+    with pytest.raises(DataError, match=r"one of 4 parts .* give the parts their names back"):
         open_source(other)
 
 

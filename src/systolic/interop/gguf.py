@@ -76,7 +76,9 @@ def open_gguf(path: Path) -> TransformersSource:
         return _opened(reader)
     except SystolicError:
         raise
-    except Exception as error:  # A file may say anything; the library of tokenizers raises bare Exception.
+    except (
+        Exception
+    ) as error:  # A file may say anything; the library of tokenizers raises bare Exception.
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise DataError(
             f"{path} has metadata that contradict themselves or are damaged ({reason}); copy or convert it again"

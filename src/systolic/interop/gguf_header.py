@@ -91,7 +91,9 @@ def read_parts(path: Path) -> tuple[GgufHeader, tuple[Path, ...]]:
         raise DataError(
             f"{path} is one of {count} parts of a split model (its {NUMBER} is {number}), and its name is not that of a part, such as model-00001-of-{count:05}.gguf; give the parts their names back"
         )
-    files = [path.with_name(f"{named['name']}-{n:05}-of-{count:05}.gguf") for n in range(1, count + 1)]
+    files = [
+        path.with_name(f"{named['name']}-{n:05}-of-{count:05}.gguf") for n in range(1, count + 1)
+    ]
     if missing := [file.name for file in files if not file.is_file()]:
         raise NotFoundError(
             f"{path} is one of {count} parts of a split model, and {len(missing)} are missing beside it, first {missing[0]}; copy all parts into one folder"
@@ -118,7 +120,9 @@ def _part(file: Path) -> GgufHeader:
     try:
         return GgufHeader.of(file)
     except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
-        raise DataError(f"{file} is no intact part of a GGUF file ({error}); copy it again") from error
+        raise DataError(
+            f"{file} is no intact part of a GGUF file ({error}); copy it again"
+        ) from error
 
 
 class _Cursor:

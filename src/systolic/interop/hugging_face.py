@@ -27,7 +27,9 @@ PACKED = ("gpt_oss",)
 """Families that read weights in a format of blocks with scales, and refuse others themselves."""
 SHARD = re.compile(r"model-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
 """Name of a part of the weights."""
-PICKLES = re.compile(r"(pytorch_model|model|consolidated|flax_model|tf_model).*\.(bin|pth|pt|ckpt|msgpack|h5)")
+PICKLES = re.compile(
+    r"(pytorch_model|model|consolidated|flax_model|tf_model).*\.(bin|pth|pt|ckpt|msgpack|h5)"
+)
 """Names of weights in other formats, in one file or in parts."""
 LICENCE = re.compile(r"\A---\n(?:.*\n)*?license: *[\"']?([\w.+-]+)", re.MULTILINE)
 """Licence in the front matter of a model card."""
@@ -113,7 +115,9 @@ def _without_index(folder: Path) -> tuple[dict[str, MappedTensor], tuple[Path, .
     if not parts:
         raise NotFoundError(_no_weights(folder))
     counts = sorted({int(named["count"]) for named in parts.values()})
-    names = [f"model-{number:05}-of-{counts[0]:05}.safetensors" for number in range(1, counts[0] + 1)]
+    names = [
+        f"model-{number:05}-of-{counts[0]:05}.safetensors" for number in range(1, counts[0] + 1)
+    ]
     missing = [name for name in names if not (folder / name).is_file()]
     if len(counts) > 1 or missing:
         told = f"first {missing[0]}" if missing else f"of {' and '.join(map(str, counts))} shards"
@@ -124,16 +128,18 @@ def _without_index(folder: Path) -> tuple[dict[str, MappedTensor], tuple[Path, .
     for name in names:
         held = read_header(folder / name)[0]
         if twice := next((one for one in held if one in found), None):
-            raise DataError(f"{folder / name} has {twice}, which another shard has too; copy the folder again")
+            raise DataError(
+                f"{folder / name} has {twice}, which another shard has too; copy the folder again"
+            )
         found |= held
     return found, tuple(folder / name for name in names)
 
 
-def _headless(
-    folder: Path, tensors: Tensors, conversion: Conversion
-) -> str | None:
+def _headless(folder: Path, tensors: Tensors, conversion: Conversion) -> str | None:
     """What to do about a language model that lacks its last matrix alone."""
-    wanted = {name for rule in conversion.rules for place in rule.places() for name in rule.names(place)}
+    wanted = {
+        name for rule in conversion.rules for place in rule.places() for name in rule.names(place)
+    }
     missing = wanted - set(tensors)
     if not missing or not all(name.endswith(COPIES) for name in missing):
         return None

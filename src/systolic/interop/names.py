@@ -55,9 +55,7 @@ def _prefixes(given: Mapping[str, One], wanted: set[str]) -> Iterator[tuple[str,
                 break
 
 
-def _renamed(
-    given: Mapping[str, One], old: str, new: str, wanted: set[str]
-) -> dict[str, One]:
+def _renamed(given: Mapping[str, One], old: str, new: str, wanted: set[str]) -> dict[str, One]:
     made: dict[str, One] = {}
     for name, tensor in given.items():
         other = new + name.removeprefix(old)

@@ -307,7 +307,8 @@ def _instead(path: Path) -> str:
         return "it holds adapters of PEFT: merge them into their model with PEFT's merge_and_unload, and give what save_pretrained writes then"
     if (path / "params.json").is_file():
         return f"it is in its makers' own format (params.json): give the same model in the format of transformers, with a {CONFIG}"
-    inner = sorted(file.parent for file in (*path.glob(f"*/{CONFIG}"), *path.glob(f"snapshots/*/{CONFIG}")))
+    inside = (*path.glob(f"*/{CONFIG}"), *path.glob(f"snapshots/*/{CONFIG}"))
+    inner = sorted(file.parent for file in inside if b'"model_type"' in file.read_bytes())
     if inner:
         more = f", or one of {len(inner) - 1} others" if len(inner) > 1 else ""
         return f"it holds a model in a folder of it: give {shlex.quote(str(inner[-1]))}{more}"

@@ -6,7 +6,7 @@ they are named after.
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from functools import cache
 from pathlib import Path
@@ -173,6 +173,16 @@ def as_trained(folder: Path, file: Path, row: Mapping[str, Any]) -> list[int]:
     return made.ids.tolist()
 
 
+def tried(make: Callable[[], Any]) -> tuple[Any, str]:
+    """What is made, or None and the one line of its refusal."""
+    try:
+        return make(), ""
+    except (DataError, ProblemError) as error:
+        refused = str(error)
+    assert "\n" not in refused
+    return None, refused
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_texts_and_tokens_are_those_of_transformers(
     name: str, tmp_path_factory: pytest.TempPathFactory
@@ -190,31 +200,21 @@ def test_texts_and_tokens_are_those_of_transformers(
             and (key != "documents" or model.template.takes_documents)
         }
         expected = theirs(name, tokenizer, asked, answer=False)
-        try:
-            ids = as_trained(folder, folder / "row.jsonl", asked)
-        except DataError as error:
-            assert "\n" not in str(error)
-            refused = "does not put answers behind" in str(error)
-            assert refused or expected is None, (title, str(error))
-            count["refused"] += 1
+        ids, refused = tried(lambda asked=asked: as_trained(folder, folder / "row.jsonl", asked))
+        if ids is None:
+            assert expected is None or "does not put answers behind" in refused, (title, refused)
         else:
             assert expected is not None, title
             assert ids == tokenizer(expected, add_special_tokens=False)["input_ids"], title
-            count["trained"] += 1
+        count["trained"] += ids is not None
         for stop in range(1, len(row["messages"])):
             if row["messages"][stop]["role"] != "assistant":
                 continue
             part = {**asked, "messages": row["messages"][:stop]}
             expected = theirs(name, tokenizer, part, answer=True)
-            try:
-                found = as_served(model, part)
-            except ProblemError as error:
-                assert expected is None, (title, stop, str(error))
-                assert "\n" not in str(error)
-                count["refused"] += 1
-            else:
-                assert found == expected, (title, stop)
-                count["served"] += 1
+            found, refused = tried(lambda part=part: as_served(model, part))
+            assert found == expected, (title, stop, refused)
+            count["served"] += found is not None
     assert count["served"] >= 12
     # Those whose prompt begins a thought don't put every answer behind it.
     assert count["trained"] >= (4 if name in THINK else 12)

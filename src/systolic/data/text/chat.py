@@ -239,9 +239,7 @@ def named_templates(folder: Path) -> tuple[dict[str, str], Path]:
     origin = folder / CONFIG
     found = token_config(folder).get("chat_template")
     if isinstance(found, list):
-        found = {
-            one.get("name"): one.get("template") for one in found if isinstance(one, Mapping)
-        }
+        found = {one.get("name"): one.get("template") for one in found if isinstance(one, Mapping)}
     elif isinstance(found, str):
         found = {DEFAULT: found}
     named = {} if found is None else {str(k): v for k, v in found.items() if isinstance(v, str)}

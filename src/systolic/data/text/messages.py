@@ -205,9 +205,7 @@ def _sample(role: str, content: Any) -> list[dict[str, Any]]:
     return [*SAMPLES[role](), message, *after]
 
 
-def _shows(
-    template: str, messages: list[dict[str, Any]], *texts: str, without: str = "\0"
-) -> bool:
+def _shows(template: str, messages: list[dict[str, Any]], *texts: str, without: str = "\0") -> bool:
     """Whether the text of some messages has some texts, and lacks another."""
     for names in CALLING:
         given = [{**names, **one} for one in messages]

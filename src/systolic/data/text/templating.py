@@ -101,7 +101,7 @@ def _refuse(message: Any) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _now(format: str) -> str:  # noqa: A002 (transformers' name, which a template may give)
+def _now(format: str) -> str:
     return datetime.now().strftime(format)
 
 
@@ -140,7 +140,9 @@ def check(text: str, origin: Path) -> None:
     """
     try:
         _compiled(text, False)
-    except Exception as error:  # A template is a program of others; deep nesting is a RecursionError.
+    except (
+        Exception
+    ) as error:  # A template is a program of others; deep nesting is a RecursionError.
         raise DataError(
             f"the chat template of {origin} is not valid ({_reason(error)}){_where(error)}; fix it, or give another with --template"
         ) from error

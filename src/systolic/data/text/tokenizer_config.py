@@ -98,12 +98,16 @@ def added_tokens(folder: Path, config: Mapping[str, Any]) -> list[dict[str, Any]
                 f"{folder / CONFIG} has an {LISTED} of another form ({error!r}); copy it again"
             ) from error
         if not all(isinstance(one, str) and one for one in contents):
-            raise DataError(f"{folder / CONFIG} has a token without a text in {LISTED}; copy it again")
+            raise DataError(
+                f"{folder / CONFIG} has a token without a text in {LISTED}; copy it again"
+            )
     else:
         ids = {k: v for k, v in read_fields(folder / ADDED).items() if isinstance(v, int)}
         for content, number in sorted(ids.items(), key=lambda one: one[1]):
             known = content in names
-            found.append({"content": content, "id": number, "special": known, "normalized": not known})
+            found.append(
+                {"content": content, "id": number, "special": known, "normalized": not known}
+            )
     have = {one["content"] for one in found}
     for one in special:
         content = token_text(one)

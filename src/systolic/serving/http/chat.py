@@ -132,7 +132,9 @@ class _AskedChat:
         template = self.served.template
         if not self.tools or template is None:
             return None
-        return CallReader(marked=OPEN in template.chosen(tools=True), names=self.tools, forced=self.forced)
+        return CallReader(
+            marked=OPEN in template.chosen(tools=True), names=self.tools, forced=self.forced
+        )
 
 
 async def chat_completions(request: Request, desk: Desk) -> Response:
