@@ -11,6 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from systolic.cli.main import main
 from systolic.core.errors import SystolicError
 from systolic.data.text.tokenizer import Tokenizer
 from systolic.interop import reference
@@ -184,3 +185,24 @@ def test_a_config_with_a_byte_order_mark_is_read(tied: Path, tmp_path: Path) -> 
     fields = json.dumps(json.loads((tied / "config.json").read_text()))
     (path / "config.json").write_text("\ufeff" + fields, encoding="utf-8")
     same(tied, path)
+
+
+@pytest.mark.slow
+def test_parity_compares_texts_and_ids(
+    tied: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens that tokenizer.json lacks are alike on both sides; a tokenizer that splits otherwise is told."""
+    path = tmp_path / "m"
+    shutil.copytree(tied, path)
+    file = path / "tokenizer_config.json"
+    said = json.loads(file.read_text()) | {"eos_token": "<|unlisted|>"}
+    file.write_text(json.dumps(said))
+    assert main(["import", str(path), "--out", str(tmp_path / "one")]) == 0
+    line = next(one for one in capsys.readouterr().out.splitlines() if one.startswith("parity"))
+    assert "tokenizer alike over 12 texts" in line
+    # As it was before those tokens were followed.
+    monkeypatch.setattr("systolic.data.text.tokenizer.added_tokens", lambda folder, config: [])
+    (path / "added_tokens.json").write_text("{}")  # the tokenizer is read anew
+    assert main(["import", str(path), "--out", str(tmp_path / "other")]) == 0
+    line = next(one for one in capsys.readouterr().out.splitlines() if one.startswith("parity"))
+    assert "warning: the tokenizer differs over 1 of 12 texts, first 'x<|unlisted|>y" in line

@@ -1,8 +1,8 @@
 """``python -m systolic.interop.reference``: outputs of transformers for :mod:`systolic.interop.parity`.
 
 Reads one JSON object from stdin: ``path`` of the model, ``inputs`` (an .npz of arguments by name), ``loader`` (class
-of transformers), ``outputs`` (fields of its answer), ``rounded`` (dtype that weights are rounded to, or null) and ``out``, the
-.npz to write.
+of transformers), ``outputs`` (fields of its answer), ``rounded`` (dtype that weights are rounded to, or null), ``texts`` for its tokenizer and ``out``,
+the .npz to write.
 """
 
 import json
@@ -123,6 +123,22 @@ def compute(model: Any, inputs: dict[str, np.ndarray], outputs: list[str]) -> np
     return np.concatenate([one.reshape(len(one), -1, one.shape[-1]) for one in found], axis=1)
 
 
+def words(path: Path, texts: list[str]) -> list[tuple[list[int], str]]:
+    """Ids of texts with the special tokens around them, and the texts of those ids without; [] where transformers has no tokenizer for a folder."""
+    if not texts:
+        return []
+    import transformers
+
+    try:
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        found = [tokenizer(text, padding=False, truncation=False)["input_ids"] for text in texts]
+        return [(ids, tokenizer.decode(ids, skip_special_tokens=True)) for ids in found]
+    except (
+        Exception
+    ):  # Classes that need other packages or files; the outputs are compared all the same.
+        return []
+
+
 def main() -> None:
     """Computes what stdin asks for."""
     end_with(os.getppid())
@@ -133,7 +149,12 @@ def main() -> None:
     model = opened(Path(asked["path"]), getattr(transformers, asked["loader"]), asked["rounded"])
     with np.load(asked["inputs"]) as inputs:
         found = compute(model, dict(inputs), asked["outputs"])
-    np.savez(asked["out"], found=found, framework=f"transformers {transformers.__version__}")
+    np.savez(
+        asked["out"],
+        found=found,
+        framework=f"transformers {transformers.__version__}",
+        words=json.dumps(words(Path(asked["path"]), asked["texts"])),
+    )
 
 
 if __name__ == "__main__":

@@ -7,12 +7,12 @@ import lzma
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from systolic.core.errors import DataError, MissingExtraError
 
 SUFFIXES = (".jsonl", ".ndjson", ".json")
-COMPRESSED: dict[str, Callable[[Path], Any]] = {
+COMPRESSED: dict[str, Callable[..., Any]] = {
     ".gz": gzip.open,
     ".bz2": bz2.open,
     ".xz": lzma.open,
@@ -67,12 +67,12 @@ def lines_of(file: Path) -> Iterator[tuple[str, bytes]]:
         ) from error
 
 
-def opened(file: Path) -> "BinaryIO | _Recoded":
+def opened(file: Path) -> Any:
     """A file of lines for reading, decompressed, in UTF-8 without a byte order mark."""
     with file.open("rb") as raw:
         compressed = raw.read(2) == GZIP
-    opener = gzip.open if compressed else COMPRESSED.get(file.suffix, Path.open)
-    content = opener(file, "rb")  # ty: ignore[invalid-argument-type]
+    opener = gzip.open if compressed else COMPRESSED.get(file.suffix, open)
+    content: Any = opener(file, "rb")
     first = content.peek(4)[:4] if isinstance(content, io.BufferedReader) else _first(content)
     encoding = next((name for mark, name in WIDE_MARKS.items() if first.startswith(mark)), None)
     if encoding is not None:

@@ -373,7 +373,7 @@ def _load(tokenizer: Tokenizer) -> _Loaded:
     changed = with_spaces(described, config)
     backend = _backend(file, raw if changed == described else json.dumps(changed).encode())
     more = add_lacking(backend, added_tokens(file.parent, config))
-    added |= {token: backend.token_to_id(token) for token in more}
+    added |= {token: number for token in more if (number := backend.token_to_id(token)) is not None}
     vocab = backend.get_vocab(with_added_tokens=True)
     apart = changed != described or more
     return _Loaded(
