@@ -5,6 +5,7 @@ they are named after.
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from datetime import datetime
@@ -22,10 +23,12 @@ from systolic.core.errors import DataError, SystolicError
 from systolic.data.text import templating
 from systolic.data.text.chat import DATE, find_template
 from systolic.data.text.conversations import read, tokenized
+from systolic.data.text.messages import takes_of
 from systolic.data.text.tokenizer import Tokenizer
 from systolic.serving.http.chat import ChatFields
 from systolic.serving.http.messages import checked_messages, rendered
 from systolic.serving.http.problems import ProblemError
+from systolic.serving.http.tools import ToolCall
 from systolic.serving.served import ServedText
 from tests.data.text.conversations import CONVERSATIONS
 from tests.interop import folders
@@ -240,6 +243,17 @@ def test_a_call_without_a_content_stays_in_the_prompt(
         tokenizer.apply_chat_template(meant("", asked["messages"])[:3], tokenize=False)
     ids = as_trained(folder, tmp_path / "row.jsonl", asked)
     assert "weather" in tokenizer.decode(ids)
+
+
+def test_ids_of_calls_are_such_as_the_template_takes_back() -> None:
+    """Mistral's takes nine letters and digits; a client sends the server's own ids with the next request."""
+    short = {name for name in NAMES if takes_of((FORMS / f"{name}.jinja").read_text()).short_ids}
+    assert short == {"mistral_v3"}
+    made = ToolCall(name="f", arguments="{}")
+    ids = {made.body(short=True)["id"] for _ in range(50)}
+    assert len(ids) == 50
+    assert all(re.fullmatch(r"[a-z0-9]{9}", one) for one in ids)
+    assert made.body(0)["id"].startswith("call")
 
 
 def test_named_templates_and_their_files(tmp_path: Path) -> None:
