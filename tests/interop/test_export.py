@@ -131,7 +131,7 @@ def test_what_was_trained_here_opens_there(
     rows = np.random.default_rng(0).integers(0, 300, (2, 24)).astype(np.int32)
     # In a second process, as a user of transformers opens it.
     probe = of_text(rows)
-    theirs, framework = reference(open_source(tmp_path / "home"), probe)
+    theirs, framework, _ = reference(open_source(tmp_path / "home"), probe)
     model = systolic.open(run)
     ours = outputs_of(model.setup.steps, model.weights, probe.ours)
     found = compare(ours, theirs, framework, 1e-4)

@@ -150,6 +150,11 @@ def test_a_model_without_names_says_so_and_a_vit_of_another_size_is_refused(tmp_
         "the model does not say the names of its classes; labels are their numbers"
     ]
     assert opened.predict(file)[0]["label"].isdigit()
+    (folder / PREPROCESSOR).unlink()
+    warned = systolic.open(folder).warnings
+    assert len(warned) == 2
+    assert "has no preprocessor_config.json, so how it wants its pictures is a guess" in warned[1]
+    assert "224 x 224 from the centre, mean 0.485, 0.456, 0.406 and deviation" in warned[1]
     config = transformers.ViTConfig(
         hidden_size=16,
         num_hidden_layers=1,

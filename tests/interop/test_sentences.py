@@ -162,6 +162,57 @@ def test_case_prompts_and_lengths_are_those_of_the_folder(tmp_path: Path) -> Non
     assert systolic.open(path).job.data.fields()["tokens"].shape == (7,)
 
 
+@pytest.mark.parametrize(
+    ("mode", "included"),
+    [("mean_tokens", False), ("max_tokens", False), ("cls_token", False), ("mean_tokens", True)],
+)
+def test_a_prompt_is_pooled_or_not_as_the_folder_says(
+    mode: str, included: bool, tmp_path: Path
+) -> None:
+    """Without it the tokens of the prompt and the one before it are read and not pooled (sentence-transformers' Pooling)."""
+    path = tmp_path / "tiny"
+    model = folder(path, STEPS, mode)
+    prompts = {"prompts": {"query": "the market: "}, "default_prompt_name": "query"}
+    (path / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    file = path / "1_Pooling" / "config.json"
+    said = json.loads(file.read_text()) | {"include_prompt": included}
+    file.write_text(json.dumps(said))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    tokenizer.backend_tokenizer.no_padding()
+    expected = []
+    for text in TEXTS:
+        asked = tokenizer(f"the market: {text}", truncation=True, max_length=12, return_tensors="pt")  # fmt: skip
+        with torch.no_grad():
+            hidden = model(**asked).last_hidden_state[0]
+        # The prompt alone, without the [SEP] that ends it.
+        start = len(tokenizer("the market: ")["input_ids"]) - (
+            len(tokenizer("the market: ")["input_ids"]) if included else 1
+        )
+        made = {
+            "mean_tokens": hidden[start:].mean(0),
+            "max_tokens": hidden[start:].max(0).values,
+            "cls_token": hidden[0],
+        }[mode]
+        expected.append(torch.nn.functional.normalize(made, dim=0).numpy())
+    found = np.array([answer["embedding"] for answer in systolic.open(path).predict(TEXTS)])
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    bundle = import_model(path, tmp_path / "bundle", parity=False).path
+    assert systolic.open(bundle).job.task == systolic.open(path).job.task
+
+
+def test_what_a_folder_leaves_open_is_said(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "tiny"
+    folder(path)
+    prompts = {"prompts": {"query": "q: ", "document": ""}, "default_prompt_name": None}
+    (path / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    assert main(["predict", str(path), "a cat"]) == 0
+    assert "has the prompts query and no default_prompt_name" in capsys.readouterr().err
+    (path / "config_sentence_transformers.json").unlink()
+    (path / "modules.json").unlink()
+    assert main(["predict", str(path), "a cat"]) == 0
+    assert "has no modules.json of sentence-transformers" in capsys.readouterr().err
+
+
 def test_what_is_not_followed_is_one_line(tmp_path: Path) -> None:
     for number, (steps, mode, says) in enumerate(
         (

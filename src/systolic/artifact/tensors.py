@@ -16,6 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from systolic.core.errors import DataError, NotFoundError
+from systolic.core.files import refuse_pointer
 from systolic.models.mapping import ALIGNMENT, aligned
 
 SUFFIX = ".safetensors"
@@ -106,6 +107,7 @@ def read_header(file: Path) -> tuple[dict[str, MappedTensor], dict[str, str]]:
         NotFoundError: there is no such file.
         DataError: it is no safetensors file, is cut short, or has a dtype without an array type.
     """
+    refuse_pointer(file)
     try:
         size = file.stat().st_size
         with file.open("rb") as opened:

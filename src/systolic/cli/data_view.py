@@ -39,6 +39,8 @@ def summary(record: Mapping[str, Any]) -> RenderableType:
         parts += _text(record["text"], record["examples"], record["split"])
     if "label_counts" in record:
         parts += ["", _labels(record["label_counts"], record["examples"])]
+    if record["notes"]:
+        parts += ["", *(Text(f"note: {line}") for line in record["notes"])]
     return Group(*parts)
 
 

@@ -15,6 +15,27 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """A full disk, a quota or a size limit."""
 
 
+POINTER = b"version https://git-lfs.github.com/spec/"
+"""First bytes of what Git has in place of a large file (https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md)."""
+
+
+def refuse_pointer(file: Path) -> None:
+    """Refuses what Git has in place of a large file; a file that can't be read is none.
+
+    Raises:
+        DataError: it is a pointer of Git LFS.
+    """
+    try:
+        with file.open("rb") as opened:
+            first = opened.read(len(POINTER))
+    except OSError:
+        return
+    if first == POINTER:
+        raise DataError(
+            f"{file} is a pointer of Git LFS and not the file itself; run git lfs pull in {file.parent}, or download the folder with hf download"
+        )
+
+
 def _mode() -> int:
     """Mode that open() gives a new file; a temporary file is private to its owner."""
     mask = os.umask(0)

@@ -8,6 +8,7 @@ import numpy as np
 
 from systolic.core.errors import DataError
 from systolic.data.text.documents import Documents
+from systolic.data.text.instructions import Instructions
 from systolic.data.text.text_data import TextData
 from systolic.data.text.tokenizer import Tokenizer
 from systolic.job.data import MASK, Data, Read, Split
@@ -27,8 +28,8 @@ def inspect(data: Data, split: Split, examples: int, seed: int = 0) -> dict[str,
         seed: of the shuffle.
 
     Returns:
-        JSON values: data, fields, splits, split, examples, labels, values (each field's range),
-        and for text ``text``, for labelled data ``label_counts``.
+        JSON values: data, fields, splits, split, examples, labels, notes (such as what was left out), values
+        (each field's range), and for text ``text``, for labelled data ``label_counts``.
 
     Raises:
         DataError: no examples in the split, or damaged data.
@@ -44,6 +45,7 @@ def inspect(data: Data, split: Split, examples: int, seed: int = 0) -> dict[str,
         "split": split.value,
         "examples": len(next(iter(sample.values()))),
         "labels": list(data.labels()),
+        "notes": list(_notes(data, split)),
         "values": {
             name: {
                 "min": array.min().item(),
@@ -59,6 +61,11 @@ def inspect(data: Data, split: Split, examples: int, seed: int = 0) -> dict[str,
     elif "label" in sample and sample["label"].ndim == 1:
         record["label_counts"] = _labels(sample["label"], data.labels())
     return record
+
+
+def _notes(data: Data, split: Split) -> tuple[str, ...]:
+    """Warnings as those of a training, such as how many conversations were left out of a split."""
+    return data.rows(split).notes() if isinstance(data, Instructions) else data.notes()
 
 
 def pictures(data: Data, split: Split, count: int, seed: int = 0) -> dict[str, np.ndarray]:

@@ -6,13 +6,14 @@ What is particular to an architecture is in :mod:`systolic.interop.gguf_families
 import math
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from systolic.core.errors import OptionError, nearest
+from systolic.core.errors import DataError, OptionError, SystolicError, nearest
 from systolic.interop.gguf_families import (
     ARCHITECTURES,
     FREQUENCIES,
@@ -26,6 +27,8 @@ from systolic.interop.source import TransformersSource
 from systolic.models.decoder.config import Decoder
 from systolic.models.families import family
 
+PLAIN = ("F32", "F16", "BF16")
+"""Kinds of numbers that are read as they are."""
 LAYER = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
 EMBEDDING, OUTPUT, LAST_NORM = "token_embd.weight", "output.weight", "output_norm.weight"
 WHOLE = {
@@ -55,7 +58,7 @@ class GgufTensor:
         import gguf
 
         raw = np.memmap(self.file, np.uint8, "r", self.offset, self.stored)
-        if self.kind.name in ("F32", "F16", "BF16"):
+        if self.kind.name in PLAIN:
             return self.change(raw.view(self.dtype))
         return self.change(gguf.quants.dequantize(raw, self.kind))
 
@@ -68,13 +71,27 @@ def open_gguf(path: Path) -> TransformersSource:
         DataError: the file is damaged, or tensors are missing or unknown.
         OptionError: an architecture, a tokenizer or a field that is not known.
     """
+    reader = Reader(path)
+    try:
+        return _opened(reader)
+    except SystolicError:
+        raise
+    except (
+        Exception
+    ) as error:  # A file may say anything; the library of tokenizers raises bare Exception.
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise DataError(
+            f"{path} has metadata that contradict themselves or are damaged ({reason}); copy or convert it again"
+        ) from error
+
+
+def _opened(reader: Reader) -> TransformersSource:
     from systolic.interop.gguf_tokenizer import tokenizer_folder
 
-    reader = Reader(path)
-    kind = reader.need("general.architecture")
+    path, kind = reader.path, reader.need("general.architecture")
     if kind not in ARCHITECTURES:
         raise OptionError(
-            f"{path} has the architecture {kind!r}{nearest(str(kind), ARCHITECTURES)}; read are {', '.join(ARCHITECTURES)}: import the Hugging Face folder of this model"
+            f"{path} has the architecture {str(kind)[:60]!r}{nearest(str(kind), ARCHITECTURES)}; read are {', '.join(ARCHITECTURES)}: import the Hugging Face folder of this model"
         )
     architecture = ARCHITECTURES[kind]
     config = architecture.config(reader.fields, reader)
@@ -91,7 +108,7 @@ def open_gguf(path: Path) -> TransformersSource:
         kind="gguf",
         tensors=tensors,
         conversion=conversion,
-        weight_files=(path,),
+        weight_files=reader.files,
         folder=tokenizer_folder(path, reader.fields),
         licence=licence if isinstance(licence, str) else None,
     )
@@ -110,15 +127,34 @@ def _tensors(reader: Reader, architecture: Architecture, model: Decoder) -> dict
         elif (parts := LAYER.fullmatch(theirs)) and parts[2] in architecture.layer:
             part = architecture.layer[parts[2]]
             name, change = f"model.layers.{parts[1]}.{part}.{parts[3]}", changes.get(part, NONE)
-        made[name] = _tensor(reader.path, tensor, change.read)
+        if not _is_read(tensor.kind):
+            raise OptionError(
+                f"{tensor.file} has {theirs} stored as {tensor.kind.name}, which is not read; convert the model again as F16 or Q8_0"
+            )
+        made[name] = _tensor(tensor, change.read)
     return made
 
 
-def _tensor(path: Path, place: GgufPlace, change: Edit) -> GgufTensor:
+@lru_cache
+def _is_read(kind: Any) -> bool:
+    """Whether the package ``gguf`` makes floats of a kind of stored numbers."""
+    import gguf
+
+    _, size = gguf.constants.GGML_QUANT_SIZES[kind]
+    if kind.name in PLAIN:
+        return True
+    try:
+        gguf.quants.dequantize(np.zeros((1, size), np.uint8), kind)
+    except (NotImplementedError, ValueError, KeyError):
+        return False
+    return True
+
+
+def _tensor(place: GgufPlace, change: Edit) -> GgufTensor:
     kept = {"F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
     rows = place.shape[:-1]
     return GgufTensor(
-        file=path,
+        file=place.file,
         offset=place.offset,
         stored=(*rows, place.bytes // max(math.prod(rows), 1)),
         kind=place.kind,

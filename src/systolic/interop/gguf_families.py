@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from systolic.core.errors import DataError, MissingExtraError, OptionError
-from systolic.interop.gguf_header import GgufHeader
+from systolic.interop.gguf_header import read_parts
+from systolic.interop.gguf_tokenizer import token_id
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.rotary import RopeScaling, Stretching
 
@@ -112,11 +113,29 @@ class Reader:
         except ImportError as error:
             raise MissingExtraError("reading a GGUF file", "gguf") from error
         try:
-            header = GgufHeader.of(path)
+            header, self.files = read_parts(path)
             self.fields, self.tensors = header.fields, header.tensors
-        except (ValueError, IndexError, KeyError, TypeError, OverflowError) as error:
-            raise DataError(f"{path} is no intact GGUF file ({error}); copy it again") from error
+        except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
+            reason = " ".join(str(error).split())
+            raise DataError(f"{path} is no intact GGUF file ({reason}); copy it again") from error
         self.path = path
+
+    def count(self, name: str, default: int | None = None) -> int:
+        """A field that counts something.
+
+        Raises:
+            DataError: it is absent and has no default, or is no number from 1.
+        """
+        found = self.need(name) if default is None else self.fields.get(name, default)
+        if isinstance(found, bool) or not isinstance(found, int) or not 1 <= found < 2**31:
+            raise DataError(
+                f"{self.path} has a {name} of {str(found)[:40]}, and it is a number from 1; convert the model again"
+            )
+        return found
+
+    def token(self, name: str) -> int | None:
+        """The id of a special token; ``None`` where there is none, which some files write as 4294967295."""
+        return token_id(self.fields, name)
 
     def need(self, name: str) -> Any:
         """A field.
@@ -136,11 +155,15 @@ def _shared(fields: Fields, reader: Reader) -> dict[str, Any]:
     """Fields of a config.json that all architectures have."""
     kind = reader.need("general.architecture")
 
-    def own(name: str) -> Any:
-        return reader.need(f"{kind}.{name}")
+    def own(name: str, default: int | None = None) -> int:
+        return reader.count(f"{kind}.{name}", default)
 
     heads, width = own("attention.head_count"), own("embedding_length")
-    head_dim = fields.get(f"{kind}.attention.key_length", width // heads)
+    head_dim = own("attention.key_length", max(width // heads, 1))
+    if (layers := own("block_count")) > len(reader.tensors):
+        raise DataError(
+            f"{reader.path} has {layers} layers by its {kind}.block_count and {len(reader.tensors)} tensors; copy or convert it again"
+        )
     if (rotated := fields.get(f"{kind}.rope.dimension_count", head_dim)) != head_dim:
         raise OptionError(
             f"{reader.path} rotates {rotated} of a head's {head_dim} dims and only all are known; import the Hugging Face folder of this model"
@@ -149,18 +172,18 @@ def _shared(fields: Fields, reader: Reader) -> dict[str, Any]:
     if token is None:
         raise DataError(f"{reader.path} has no token_embd.weight; copy the whole file")
     tokens = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
-    named = {k: fields.get(f"tokenizer.ggml.{v}_token_id") for k, v in tokens.items()}
+    named = {k: reader.token(v) for k, v in tokens.items()}
     return {
         "vocab_size": token.shape[0],
         "hidden_size": width,
         "intermediate_size": own("feed_forward_length"),
-        "num_hidden_layers": own("block_count"),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": fields.get(f"{kind}.attention.head_count_kv", heads),
+        "num_key_value_heads": own("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "max_position_embeddings": own("context_length"),
         "rope_theta": _single(fields.get(f"{kind}.rope.freq_base", 10_000.0)),
-        "rms_norm_eps": _single(own("attention.layer_norm_rms_epsilon")),
+        "rms_norm_eps": _single(reader.need(f"{kind}.attention.layer_norm_rms_epsilon")),
         "tie_word_embeddings": "output.weight" not in reader.tensors,
         **{name: value for name, value in named.items() if value is not None},
     }
@@ -287,7 +310,7 @@ def _stretched(fields: Fields, reader: Reader, config: Mapping[str, Any]) -> dic
     place = reader.tensors.get(FREQUENCIES)
     if place is None:
         return None
-    found = np.fromfile(reader.path, np.float32, place.shape[0], offset=place.offset)
+    found = np.fromfile(place.file, np.float32, place.shape[0], offset=place.offset)
     size, factor = config["head_dim"], float(found.max(initial=0.0))
     if place.kind.name != "F32" or found.shape != (size // 2,) or not 1 < factor < np.inf:
         raise OptionError(_unknown(reader))

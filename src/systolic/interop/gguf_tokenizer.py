@@ -18,7 +18,7 @@ from systolic.core.store import cache_home
 if TYPE_CHECKING:
     import tokenizers
 
-VERSION = 1
+VERSION = 2
 """Of what is written here; a folder in the cache is of one version."""
 KEY = "tokenizer.ggml."
 TEMPLATE = "tokenizer.chat_template"
@@ -26,6 +26,9 @@ CONTROL, USER = 3, 4
 """Types of tokens that are found in a text before it is split: control tokens, and others."""
 SPACE = "\u2581"
 """SentencePiece's space."""
+
+LONGEST_PIECE = 1024
+"""Characters of a piece that is joined from others; SentencePiece makes none above 16 unless it is told to."""
 
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 PATTERNS = {
@@ -43,6 +46,14 @@ BEGIN = ("llama-bpe",)
 """Byte-level kinds that begin a text with bos where the file does not say."""
 
 Fields = Mapping[str, Any]
+
+
+def token_id(fields: Fields, name: str) -> int | None:
+    """The id of a special token; ``None`` where there is none, or none of that number, as of the 4294967295 of files without one."""
+    tokens, number = fields.get(f"{KEY}tokens"), fields.get(f"{KEY}{name}_token_id")
+    if isinstance(number, bool) or not isinstance(number, int) or not isinstance(tokens, list):
+        return None
+    return number if 0 <= number < len(tokens) else None
 
 
 def tokenizer_folder(path: Path, fields: Fields) -> Path:
@@ -88,6 +99,8 @@ def build(path: Path, fields: Fields) -> "tokenizers.Tokenizer":
         )
     if not tokens:
         raise DataError(f"{path} has no {KEY}tokens; convert the model again")
+    if not isinstance(tokens, list) or not all(isinstance(one, str) for one in tokens):
+        raise DataError(f"{path} has {KEY}tokens that are no texts; convert the model again")
     made = makers[kind](path, fields, {token: i for i, token in enumerate(tokens)})
     types = fields.get(f"{KEY}token_type") or [1] * len(tokens)
     added = [
@@ -133,7 +146,7 @@ def _sentence_piece(path: Path, fields: Fields, vocab: dict[str, int]) -> "token
         raise DataError(f"{path} has no score for each token; convert the model again")
     types = fields.get(f"{KEY}token_type") or [1] * len(vocab)
     plain = {t: s for t, s, sort in zip(vocab, scores, types, strict=True) if sort == 1}
-    unknown = fields.get(f"{KEY}unknown_token_id")
+    unknown = token_id(fields, "unknown")
     made = Tokenizer(
         models.BPE(
             vocab=vocab,
@@ -160,6 +173,7 @@ def merges_of(scores: Mapping[str, float]) -> list[tuple[str, str]]:
     found = [
         (score, piece[:cut], piece[cut:])
         for piece, score in scores.items()
+        if len(piece) <= LONGEST_PIECE
         for cut in range(1, len(piece))
         if piece[:cut] in scores and piece[cut:] in scores
     ]
@@ -170,15 +184,15 @@ def merges_of(scores: Mapping[str, float]) -> list[tuple[str, str]]:
 def _begin(fields: Fields) -> str | None:
     """The token that begins a text; ``None`` if none does."""
     default = fields.get(f"{KEY}model") == "llama" or fields.get(f"{KEY}pre") in BEGIN
-    number = fields.get(f"{KEY}bos_token_id")
+    number = token_id(fields, "bos")
     if number is None or not fields.get(f"{KEY}add_bos_token", default):
         return None
     return fields[f"{KEY}tokens"][number]
 
 
 def _ends(fields: Fields) -> list[int]:
-    numbers = (fields.get(f"{KEY}{name}_token_id") for name in ("eos", "eot", "eom"))
-    return sorted({int(number) for number in numbers if number is not None})
+    numbers = (token_id(fields, name) for name in ("eos", "eot", "eom"))
+    return sorted({number for number in numbers if number is not None})
 
 
 def _config(fields: Fields) -> dict[str, Any]:
@@ -186,9 +200,16 @@ def _config(fields: Fields) -> dict[str, Any]:
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     made: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     for ours, theirs in names.items():
-        number = fields.get(f"{KEY}{theirs}_token_id")
+        number = token_id(fields, theirs)
         if number is not None:
             made[f"{ours}_token"] = tokens[number]
-    if isinstance(template := fields.get(TEMPLATE), str):
-        made["chat_template"] = template
+    named = {"default": fields.get(TEMPLATE)} | {
+        name.removeprefix(f"{TEMPLATE}."): text
+        for name, text in fields.items()
+        if name.startswith(f"{TEMPLATE}.")
+    }
+    known = [{"name": k, "template": v} for k, v in named.items() if isinstance(v, str)]
+    if known:
+        alone = [one["template"] for one in known if one["name"] == "default"]
+        made["chat_template"] = alone[0] if len(known) == len(alone) else known
     return made

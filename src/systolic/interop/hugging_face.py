@@ -6,9 +6,12 @@ from pathlib import Path
 
 from systolic.artifact.tensors import MappedTensor, read_header
 from systolic.core.errors import DataError, NotFoundError
-from systolic.interop.source import TransformersSource
+from systolic.core.files import refuse_pointer
+from systolic.interop.names import as_expected
+from systolic.interop.source import COPIES, TransformersSource, gguf_inside
 from systolic.models.decoder.families.mixtures import refuse_quantized
 from systolic.models.families import CONFIG, family, read_config
+from systolic.models.mapping import Conversion, Tensors
 from systolic.models.unread import notes_of
 
 WEIGHTS = "model.safetensors"
@@ -22,6 +25,12 @@ OTHER_WEIGHTS = (
 """Weights in formats that are not read, with pickles among them."""
 PACKED = ("gpt_oss",)
 """Families that read weights in a format of blocks with scales, and refuse others themselves."""
+SHARD = re.compile(r"model-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
+"""Name of a part of the weights."""
+PICKLES = re.compile(
+    r"(pytorch_model|model|consolidated|flax_model|tf_model).*\.(bin|pth|pt|ckpt|msgpack|h5)"
+)
+"""Names of weights in other formats, in one file or in parts."""
 LICENCE = re.compile(r"\A---\n(?:.*\n)*?license: *[\"']?([\w.+-]+)", re.MULTILINE)
 """Licence in the front matter of a model card."""
 
@@ -41,6 +50,10 @@ def open_folder(folder: Path) -> TransformersSource:
     model, conversion = known.model(settled), known.conversion(settled)
     if config["model_type"] not in PACKED:
         refuse_quantized(config)
+    before = set(tensors)
+    tensors = as_expected(tensors, conversion)
+    if said := _headless(folder, tensors, conversion):
+        raise DataError(said)
     conversion.check(tensors, str(folder))
     return TransformersSource(
         path=folder,
@@ -51,6 +64,7 @@ def open_folder(folder: Path) -> TransformersSource:
         conversion=conversion,
         weight_files=files,
         folder=folder,
+        renamed=before != set(tensors),
         licence=_licence(folder),
         notes=notes_of(settled, str(folder / CONFIG)),
     )
@@ -65,9 +79,10 @@ def tensors_of(folder: Path) -> tuple[dict[str, MappedTensor], tuple[Path, ...]]
     """
     index = folder / INDEX
     if not index.is_file():
-        if not (folder / WEIGHTS).is_file():
-            raise NotFoundError(_no_weights(folder))
-        return read_header(folder / WEIGHTS)[0], (folder / WEIGHTS,)
+        if (folder / WEIGHTS).is_file():
+            return read_header(folder / WEIGHTS)[0], (folder / WEIGHTS,)
+        return _without_index(folder)
+    refuse_pointer(index)
     try:
         places = json.loads(index.read_bytes())["weight_map"]
         wanted = {str(name): str(file) for name, file in places.items()}
@@ -89,11 +104,66 @@ def tensors_of(folder: Path) -> tuple[dict[str, MappedTensor], tuple[Path, ...]]
     return found, tuple(folder / name for name in names)
 
 
+def _without_index(folder: Path) -> tuple[dict[str, MappedTensor], tuple[Path, ...]]:
+    """Tensors of shards that no index lists.
+
+    Raises:
+        NotFoundError: there is no shard, or one is missing.
+        DataError: two have the same tensor.
+    """
+    parts = {file: named for file in folder.iterdir() if (named := SHARD.fullmatch(file.name))}
+    if not parts:
+        raise NotFoundError(_no_weights(folder))
+    counts = sorted({int(named["count"]) for named in parts.values()})
+    names = [
+        f"model-{number:05}-of-{counts[0]:05}.safetensors" for number in range(1, counts[0] + 1)
+    ]
+    missing = [name for name in names if not (folder / name).is_file()]
+    if len(counts) > 1 or missing:
+        told = f"first {missing[0]}" if missing else f"of {' and '.join(map(str, counts))} shards"
+        raise NotFoundError(
+            f"{folder} has {len(parts)} shards, no {INDEX}, and lacks {len(missing)}, {told}; copy the whole folder"
+        )
+    found: dict[str, MappedTensor] = {}
+    for name in names:
+        held = read_header(folder / name)[0]
+        if twice := next((one for one in held if one in found), None):
+            raise DataError(
+                f"{folder / name} has {twice}, which another shard has too; copy the folder again"
+            )
+        found |= held
+    return found, tuple(folder / name for name in names)
+
+
+def _headless(folder: Path, tensors: Tensors, conversion: Conversion) -> str | None:
+    """What to do about a language model that lacks its last matrix alone."""
+    wanted = {
+        name for rule in conversion.rules for place in rule.places() for name in rule.names(place)
+    }
+    missing = wanted - set(tensors)
+    if not missing or not all(name.endswith(COPIES) for name in missing):
+        return None
+    return f"{folder} lacks {', '.join(sorted(missing))} alone, as AutoModel saves it, and its config.json says that it is not tied to the embedding; save it with AutoModelForCausalLM, or set tie_word_embeddings to true where they are one"
+
+
 def _no_weights(folder: Path) -> str:
-    other = next((name for name in OTHER_WEIGHTS if (folder / name).is_file()), None)
-    if other is None:
-        return f"{folder} has a {CONFIG} and no {WEIGHTS}; copy the weights too"
-    return f"{folder} has its weights in {other}, which is not read (it may execute code); save it with transformers' save_pretrained, which writes {WEIGHTS}"
+    has = f"{folder} has a {CONFIG} and no {WEIGHTS}"
+    names = sorted(file.name for file in folder.iterdir() if file.is_file())
+    if "adapter_model.safetensors" in names or "adapter_config.json" in names:
+        return f"{folder} holds an adapter of PEFT and not the model itself; merge it into its model with PEFT's merge_and_unload, and give what save_pretrained writes then"
+    pickles = [name for name in names if name in OTHER_WEIGHTS or PICKLES.fullmatch(name)]
+    if pickles:
+        return f"{folder} has its weights in {pickles[0]}, which is not read (it may execute code); save it with transformers' save_pretrained, which writes {WEIGHTS}"
+    if unfinished := [name for name in names if name.endswith((".incomplete", ".part", ".aria2"))]:
+        return f"{has}, and {unfinished[0]} is a download that has not ended; download the folder again"
+    if said := gguf_inside(folder):
+        return f"{has}; {said}"
+    others = [name for name in names if name.endswith(".safetensors")]
+    if len(others) == 1:
+        return f"{has}; its weights are in {others[0]}: if they are all of the model's, rename it to {WEIGHTS}"
+    if others:
+        return f"{has}; its weights are in {len(others)} files such as {others[0]}, which no {INDEX} lists: copy that index too"
+    return f"{has}; copy the weights too"
 
 
 def _licence(folder: Path) -> str | None:

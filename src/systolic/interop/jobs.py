@@ -6,6 +6,7 @@ from dataclasses import replace
 from systolic.core.errors import OptionError
 from systolic.data.input_files import InputFiles
 from systolic.data.text.prompts import Prompts
+from systolic.interop import pictures, sentences
 from systolic.interop.outline import ends_of, positions_of
 from systolic.interop.pictures import classifier
 from systolic.interop.program.model import ExportedProgram
@@ -52,7 +53,10 @@ def job_of(source: Source, *, texts: bool = True) -> Job:
 
 def notes_of(source: Source, job: Job) -> tuple[str, ...]:
     """Warnings about a model in files and its job; the data of a run may be gone, and was warned of in training."""
-    return source.notes if source.trained_job() else (*source.notes, *job.data.notes())
+    if source.trained_job():
+        return source.notes
+    open_questions = GUESSES.get(type(source.model), lambda _: ())
+    return (*source.notes, *job.data.notes(), *open_questions(source))
 
 
 def _decoder(source: Source, texts: bool) -> Job:
@@ -124,6 +128,13 @@ def _program(source: Source, texts: bool) -> Job:
     )
 
 
+GUESSES: Mapping[type[Model], Callable[[Source], tuple[str, ...]]] = {
+    Encoder: sentences.notes_of,
+    MobileNetV2: pictures.notes_of,
+    ResNet: pictures.notes_of,
+    ViT: pictures.notes_of,
+}
+"""Class of a model to what says which of its job's settings its files leave open."""
 MAKERS: Mapping[type[Model], Callable[[Source, bool], Job]] = {
     Decoder: _decoder,
     Encoder: embedder,

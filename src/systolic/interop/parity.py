@@ -6,18 +6,20 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from systolic.core.errors import RunError, SystolicError
 from systolic.interop.cosine import Cosine
 from systolic.interop.jobs import job_of
-from systolic.interop.probe import PROBES, ParityInputs, probe_of
+from systolic.interop.probe import PASSAGE, PROBES, ParityInputs, probe_of
 from systolic.interop.source import Source, TransformersSource
+from systolic.models.decoder.config import Decoder
+from systolic.models.encoder.config import Encoder
 
 EXACT = 1e-4
 """Largest difference over the largest output; weights that --dtype rounds are rounded on the other side too."""
@@ -46,6 +48,12 @@ class Parity:
     """What the largest output is; ``None`` for vectors."""
     cosine: Cosine | None = None
     """Of vectors."""
+    texts: int = 0
+    """Texts that both tokenizers turned into ids, and of a language model back into text."""
+    texts_alike: int = 0
+    """Those with the same ids and text on both sides."""
+    text_differs: str | None = None
+    """The first that differs, in words."""
 
     @property
     def passed(self) -> bool:
@@ -54,7 +62,14 @@ class Parity:
 
     def line(self) -> str:
         """The figures on one line."""
-        return f"parity with {self.framework} over {self.tokens} {self.unit}, float32: max {self.max_abs:.2e} (relative {self.max_relative:.2e}, tolerance {self.tolerance:.0e}), mean {self.mean_abs:.2e}, {self.agreement}"
+        return f"parity with {self.framework} over {self.tokens} {self.unit}, float32: max {self.max_abs:.2e} (relative {self.max_relative:.2e}, tolerance {self.tolerance:.0e}), mean {self.mean_abs:.2e}, {self.agreement}{self._words()}"
+
+    def _words(self) -> str:
+        if not self.texts:
+            return ""
+        if self.text_differs is None:
+            return f", tokenizer alike over {self.texts} texts"
+        return f"; warning: the tokenizer differs over {self.texts - self.texts_alike} of {self.texts} texts, first {self.text_differs}"
 
     @property
     def agreement(self) -> str:
@@ -66,6 +81,15 @@ class Parity:
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return {**asdict(self), "passed": self.passed}
+
+
+class Reference(NamedTuple):
+    """What the other library answers."""
+
+    outputs: np.ndarray
+    framework: str
+    words: list[tuple[list[int], str]]
+    """Ids of each text, and the text of those without special tokens; [] where it has no tokenizer for them."""
 
 
 def compare(
@@ -112,6 +136,8 @@ def impossible(source: Source) -> str | None:
         job_of(source, texts=False)
     except SystolicError as error:
         return f"no parity check: {error}"
+    if source.kind == "gguf" and len(source.weight_files) > 1:
+        return "no parity check: transformers reads no GGUF file that is split"
     needed = {
         "torch": importlib.util.find_spec("torch"),
         "transformers": importlib.util.find_spec("transformers"),
@@ -128,14 +154,18 @@ def impossible(source: Source) -> str | None:
 
 
 def reference(
-    source: Source, probe: ParityInputs, rounded: str | None = None
-) -> tuple[np.ndarray, str]:
+    source: Source,
+    probe: ParityInputs,
+    rounded: str | None = None,
+    texts: Sequence[str] = (),
+) -> "Reference":
     """Outputs float32[rows, ..., n] of transformers, computed in a process of its own, and its version.
 
     Args:
         source: The model.
         probe: What it reads.
         rounded: Numpy name of the dtype that its weights are rounded to before.
+        texts: What its tokenizer turns into ids, and those into text.
 
     Raises:
         RunError: it failed.
@@ -149,6 +179,7 @@ def reference(
             "loader": probe.loader,
             "outputs": probe.outputs,
             "rounded": rounded,
+            "texts": list(texts),
             "out": str(out),
         }
         done = subprocess.run(
@@ -164,7 +195,8 @@ def reference(
                 f"transformers could not compute {source.path} ({lines[-1]}); import with --no-parity to leave the comparison out"
             )
         with np.load(out) as found:
-            return found["found"], str(found["framework"])
+            words = json.loads(str(found["words"]))
+            return Reference(found["found"], str(found["framework"]), words)
 
 
 def check(
@@ -179,10 +211,52 @@ def check(
     """
     probe = probe_of(source)
     # One after the other: the memory of both is never needed at once.
-    theirs, framework = reference(source, probe, rounded)
+    texts = _texts(source)
+    theirs = reference(source, probe, rounded, texts)
+    framework = theirs.framework
     if rounded is not None:
         framework = f"{framework} with weights rounded to {rounded}"
-    return compare(ours(probe), theirs, framework, EXACT, probe)
+    found = compare(ours(probe), theirs.outputs, framework, EXACT, probe)
+    differs = [said for said in _differences(source, texts, theirs.words) if said]
+    return replace(
+        found,
+        texts=len(theirs.words),
+        texts_alike=len(theirs.words) - len(differs),
+        text_differs=differs[0] if differs else None,
+    )
+
+
+def _texts(source: Source) -> list[str]:
+    """What both tokenizers read: prose, code, spaces, and the special tokens that the files name."""
+    if source.kind != "hugging-face" or not isinstance(source.model, Decoder | Encoder):
+        return []
+    if (file := source.tokenizer) is None:
+        return []
+    from systolic.data.text.chat import special_tokens
+
+    own = [text for _, text in special_tokens(file.parent)]
+    return [PASSAGE, *PASSAGE.splitlines(), " a", "a\n  b ", *(f"x{one}y {one} z" for one in own)]
+
+
+def _differences(
+    source: Source, texts: Sequence[str], words: Sequence[tuple[list[int], str]]
+) -> Iterator[str | None]:
+    """What differs of each text, in words."""
+    from systolic.data.text.tokenizer import Around, Tokenizer
+
+    tokenizer = Tokenizer(path=source.tokenizer, around=Around.own)
+    for text, (ids, back) in zip(texts, words, strict=False):
+        (own,) = tokenizer.documents([text])
+        if own.tolist() != ids:
+            place = next((i for i, (a, b) in enumerate(zip(own.tolist(), ids, strict=False)) if a != b), -1)  # fmt: skip
+            told = (
+                "" if place < 0 else f": token {place} is {own[place]} here and {ids[place]} there"
+            )
+            yield f"{text[:40]!r} has {len(own)} ids here and {len(ids)} there{told}"
+        elif isinstance(source.model, Decoder) and tokenizer.decode(ids) != back:
+            yield f"{text[:40]!r} comes back as {tokenizer.decode(ids)[:40]!r} here and {back[:40]!r} there"
+        else:
+            yield None
 
 
 def _elements(source: TransformersSource) -> int:

@@ -218,6 +218,20 @@ def classifier(source: Source) -> Job:
     )
 
 
+def notes_of(source: Source) -> tuple[str, ...]:
+    """What a folder leaves open, and what is done."""
+    if PREPROCESSOR in source.files():
+        return ()
+    job = classifier(source)
+    assert isinstance(job.data, OutsidePictures)
+    side, shorter = job.data.preparation.side, job.data.preparation.shorter
+    pixels = _pictured(job.model).pixels
+    numbers = [", ".join(f"{one:g}" for one in values) for values in (pixels.mean, pixels.std)]
+    return (
+        f"{source.path} has no {PREPROCESSOR}, so how it wants its pictures is a guess: the shorter edge at {shorter} pixels, {side} x {side} from the centre, mean {numbers[0]} and deviation {numbers[1]}; copy that file from where the model came from",
+    )
+
+
 def fields_of(preparation: Preparation, pixels: Pixels) -> dict[str, Any]:
     """A preprocessor_config.json for pictures of a model, that transformers reads."""
     filter_ = FILTERS.index(preparation.resample)

@@ -1,8 +1,8 @@
 """``python -m systolic.interop.reference``: outputs of transformers for :mod:`systolic.interop.parity`.
 
 Reads one JSON object from stdin: ``path`` of the model, ``inputs`` (an .npz of arguments by name), ``loader`` (class
-of transformers), ``outputs`` (fields of its answer), ``rounded`` (dtype that weights are rounded to, or null) and ``out``, the
-.npz to write.
+of transformers), ``outputs`` (fields of its answer), ``rounded`` (dtype that weights are rounded to, or null), ``texts`` for its tokenizer and ``out``,
+the .npz to write.
 """
 
 import json
@@ -16,12 +16,14 @@ import numpy as np
 from systolic.core.errors import DataError
 from systolic.core.machine import end_with
 from systolic.interop.source import (
+    COPIES,
     GGUF,
     STATE_DICTS,
     TransformersSource,
     is_ctranslate2,
     open_source,
 )
+from systolic.models.families import CONFIG
 
 DROPPED = (
     "rope_scaling",
@@ -43,7 +45,7 @@ def opened(path: Path, loader: Any, rounded: str | None = None) -> Any:
     if path.suffix == GGUF:
         place = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
         place["config"] = whole_config(path)
-    if path.suffix in STATE_DICTS or is_ctranslate2(path):
+    if path.suffix in STATE_DICTS or is_ctranslate2(path) or has_other_names(path):
         model = renamed(path, loader)
     else:
         model = loader.from_pretrained(**place, dtype=torch.float32, trust_remote_code=False)
@@ -71,6 +73,14 @@ def whole_config(path: Path) -> Any:
     return transformers.AutoConfig.for_model(found.pop("model_type"), **found)
 
 
+def has_other_names(path: Path) -> bool:
+    """Whether a folder has its tensors under names that transformers may not know."""
+    if not (path / CONFIG).is_file():
+        return False
+    source = open_source(path)
+    return isinstance(source, TransformersSource) and source.renamed
+
+
 def renamed(path: Path, loader: Any) -> Any:
     """A model whose file has the names of another library, with the same tensors under those of transformers.
 
@@ -90,7 +100,8 @@ def renamed(path: Path, loader: Any) -> Any:
         for name, tensor in source.tensors.items()
     }
     lacking, unknown = model.load_state_dict(given, strict=False)
-    wrong = [*unknown, *(name for name in lacking if not name.endswith(UNREAD))]
+    unread = (*UNREAD, *COPIES) if fields.get("tie_word_embeddings", True) else UNREAD
+    wrong = [*unknown, *(name for name in lacking if not name.endswith(unread))]
     if wrong:
         raise DataError(
             f"{path} and transformers' {kind} do not both have {wrong[0]}; report it with the file"
@@ -112,6 +123,22 @@ def compute(model: Any, inputs: dict[str, np.ndarray], outputs: list[str]) -> np
     return np.concatenate([one.reshape(len(one), -1, one.shape[-1]) for one in found], axis=1)
 
 
+def words(path: Path, texts: list[str]) -> list[tuple[list[int], str]]:
+    """Ids of texts with the special tokens around them, and the texts of those ids without; [] where transformers has no tokenizer for a folder."""
+    if not texts:
+        return []
+    import transformers
+
+    try:
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        found = [tokenizer(text, padding=False, truncation=False)["input_ids"] for text in texts]
+        return [(ids, tokenizer.decode(ids, skip_special_tokens=True)) for ids in found]
+    except (
+        Exception
+    ):  # Classes that need other packages or files; the outputs are compared all the same.
+        return []
+
+
 def main() -> None:
     """Computes what stdin asks for."""
     end_with(os.getppid())
@@ -122,7 +149,12 @@ def main() -> None:
     model = opened(Path(asked["path"]), getattr(transformers, asked["loader"]), asked["rounded"])
     with np.load(asked["inputs"]) as inputs:
         found = compute(model, dict(inputs), asked["outputs"])
-    np.savez(asked["out"], found=found, framework=f"transformers {transformers.__version__}")
+    np.savez(
+        asked["out"],
+        found=found,
+        framework=f"transformers {transformers.__version__}",
+        words=json.dumps(words(Path(asked["path"]), asked["texts"])),
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The job of an imported encoder: vectors of texts, pooled as the folder of sentence-transformers says."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +39,17 @@ def embedder(source: Source, texts: bool) -> Job:
     assert isinstance(model, Encoder)
     tokenizer = tokenizer_of(source, model.vocab, texts=texts)
     files = source.files()
+    data = Sentences(
+        tokenizer=tokenizer,
+        sequence=_longest(files, model),
+        lower=LENGTHS in files and bool(read_config(files[LENGTHS]).get("do_lower_case")),
+        before=_before(files),
+    )
     return Job(
         name=source.path.name,
         model=model,
-        task=_task(files),
-        data=Sentences(
-            tokenizer=tokenizer,
-            sequence=_longest(files, model),
-            lower=LENGTHS in files and bool(read_config(files[LENGTHS]).get("do_lower_case")),
-            before=_before(files),
-        ),
+        task=_task(files, data),
+        data=data,
         steps=1,
         batch=Batch(per_device=1),
         dtypes=dtypes_of(source),
@@ -77,7 +79,39 @@ def _before(files: dict[str, Path]) -> str:
     return "" if name is None else str(known[name])
 
 
-def _task(files: dict[str, Path]) -> Embedding:
+def notes_of(source: Source) -> tuple[str, ...]:
+    """What a folder leaves open, and what is done."""
+    files = source.files()
+    found = []
+    if MODULES not in files:
+        found.append(
+            f"{source.path} has no {MODULES} of sentence-transformers, which says how vectors are made; they are means over tokens, of length 1"
+        )
+    fields = read_config(files[PROMPTS]) if PROMPTS in files else {}
+    known = [name for name, text in (fields.get("prompts") or {}).items() if text]
+    if known and fields.get("default_prompt_name") is None:
+        found.append(
+            f"{files[PROMPTS]} has the prompts {', '.join(known)} and no default_prompt_name, so that none is written before a text; write it there yourself, or name one in the file"
+        )
+    if fields.get("truncate_dim"):
+        found.append(
+            f"{files[PROMPTS]} has truncate_dim {fields['truncate_dim']}, which is not followed; vectors have all their numbers"
+        )
+    return tuple(found)
+
+
+def _unpooled(file: Path, data: Sentences) -> int:
+    """Tokens before a text that are not pooled: the prompt and what the tokenizer puts before it, where include_prompt is false."""
+    if read_config(file).get("include_prompt", True) or not data.before or not data.tokenizer:
+        return 0
+    tokenizer = data.get_tokenizer()
+    (prompt,) = replace(data, before="").encode([data.before], tokenizer)
+    # The prompt alone has the end of a text behind it, which is not before one.
+    after = len(tokenizer.documents([""])[0]) - len(tokenizer.prompt(""))
+    return max(len(prompt) - after, 0)
+
+
+def _task(files: dict[str, Path], data: Sentences) -> Embedding:
     """Pooling and length of vectors by modules.json.
 
     Raises:
@@ -101,7 +135,11 @@ def _task(files: dict[str, Path]) -> Embedding:
         raise OptionError(
             f"{files[MODULES]} names a pooling and {POOLING} is not there; copy the whole folder"
         )
-    return Embedding(pooling=_pooling(files[POOLING]), normalise="Normalize" in steps)
+    return Embedding(
+        pooling=_pooling(files[POOLING]),
+        normalise="Normalize" in steps,
+        unpooled=_unpooled(files[POOLING], data),
+    )
 
 
 def _pooling(file: Path) -> TextPooling:

@@ -15,6 +15,7 @@ import numpy as np
 from systolic.artifact.bundle import MANIFEST
 from systolic.artifact.tensors import TensorSpec
 from systolic.core.errors import DataError, NotFoundError, OptionError
+from systolic.core.files import refuse_pointer
 from systolic.data.fingerprint import of_files
 from systolic.job import Dtypes, Job, Model, Quantization, Stored
 from systolic.models.families import CONFIG, GENERATION, Config
@@ -173,6 +174,8 @@ class TransformersSource(Source):
     weight_files: tuple[Path, ...]
     folder: Path
     """Holds the files of tokenizer and preprocessing."""
+    renamed: bool = False
+    """Whether the files have other names for the tensors than the family, which transformers may not open."""
 
     @cached_property
     def dtype(self) -> str:
@@ -295,11 +298,31 @@ def open_source(path: Path | str) -> Source:
         raise OptionError(
             f"{path} is an ONNX file, and no maintained package turns ONNX into JAX (jaxonnxruntime's last release is of 2023); import what it was exported from: a Hugging Face folder, a PyTorch module or a Keras model"
         )
-    if said := gguf_inside(path, "systolic import "):
+    if said := gguf_inside(path, "systolic import ") or _instead(path):
         raise OptionError(f"{path} is no model itself; {said}")
     raise OptionError(
         f"{path} is no model in a format known here; give a Hugging Face folder (with {CONFIG}), a GGUF file, a Bundle (with {MANIFEST}), a PEFT folder (with {ADAPTERS}) or a state dict of torchvision ({', '.join(STATE_DICTS)})"
     )
+
+
+def _instead(path: Path) -> str:
+    """What a path that is no model holds, and what to give in its place; "" for what is not known."""
+    if path.is_file():
+        refuse_pointer(path)
+        beside = path.parent if (path.parent / CONFIG).is_file() else None
+        return f"it is a file of one: give its folder, {beside}" if beside else ""
+    if (path / "adapter_config.json").is_file():
+        return "it holds adapters of PEFT: merge them into their model with PEFT's merge_and_unload, and give what save_pretrained writes then"
+    if (path / "params.json").is_file():
+        return f"it is in its makers' own format (params.json): give the same model in the format of transformers, with a {CONFIG}"
+    inside = (*path.glob(f"*/{CONFIG}"), *path.glob(f"snapshots/*/{CONFIG}"))
+    inner = sorted(file.parent for file in inside if b'"model_type"' in file.read_bytes())
+    if inner:
+        more = f", or one of {len(inner) - 1} others" if len(inner) > 1 else ""
+        return f"it holds a model in a folder of it: give {shlex.quote(str(inner[-1]))}{more}"
+    if any(path.glob("*.safetensors")):
+        return f"it has weights and no {CONFIG}: copy that from where the model came from"
+    return ""
 
 
 def gguf_inside(path: Path, command: str = "") -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from systolic.core.errors import DataError, MissingExtraError, OptionError
-from systolic.core.files import write_json
+from systolic.core.files import refuse_pointer, write_json
 from systolic.core.store import cache_home
 from systolic.interop.pictures import PREPROCESSOR, TORCHVISION
 from systolic.interop.source import TransformersSource
@@ -55,6 +55,7 @@ def open_state_dict(path: Path) -> TransformersSource:
         DataError: the file is damaged, or holds other objects than tensors.
         OptionError: it is of another model.
     """
+    refuse_pointer(path)
     state = read(path)
     if MOBILE in state:
         config, renamed = mobilenet(state), {name: mobile_name(name) for name in state}

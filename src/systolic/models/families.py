@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from systolic.core.errors import DataError, NotFoundError, OptionError, nearest
+from systolic.core.files import refuse_pointer
 from systolic.job import Model
 
 if TYPE_CHECKING:
@@ -112,8 +113,9 @@ def read_config(path: Path) -> dict[str, Any]:
         DataError: it is no JSON object.
     """
     file = path / CONFIG if path.is_dir() else path
+    refuse_pointer(file)
     try:
-        found = json.loads(file.read_text())
+        found = json.loads(file.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise NotFoundError(f"{file} can't be read ({error.strerror}); check the path") from error
     except ValueError as error:

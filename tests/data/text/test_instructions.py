@@ -296,3 +296,106 @@ def test_a_token_that_the_model_lacks_is_named(folder: Path, tmp_path: Path) -> 
         data(folder, file, vocab=int(largest) - 9, validation=file).rows(Split.train)
     assert "line 1 has the token" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+PAIRS = [{"prompt": f"one {n} é", "completion": f"two {n}"} for n in range(30)]
+
+
+def test_files_as_people_have_them_are_the_same_conversations(folder: Path, tmp_path: Path) -> None:
+    """With a byte order mark, in other Unicode, compressed, and as Parquet; a file of each alone and in a folder."""
+    import bz2
+    import gzip
+    import lzma
+
+    import pyarrow
+    import pyarrow.parquet
+
+    text = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in PAIRS)
+    raw = text.encode()
+    files = {
+        "plain.jsonl": raw,
+        "marked.jsonl": b"\xef\xbb\xbf" + raw,
+        "wide.jsonl": text.encode("utf-16"),
+        "windows.jsonl": b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode(),
+        "big.jsonl": b"\xfe\xff" + text.encode("utf-16-be"),
+        "a.jsonl.gz": gzip.compress(raw),
+        "marked.jsonl.gz": gzip.compress(b"\xef\xbb\xbf" + raw),
+        "named.jsonl": gzip.compress(raw),
+        "a.jsonl.bz2": bz2.compress(raw),
+        "a.json.xz": lzma.compress(raw),
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    table = pyarrow.Table.from_pylist([*PAIRS, {"prompt": "last", "completion": "one"}][:30])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=7)
+    rows: dict[str, Any] = {}
+    for name in (*files, "a.parquet"):
+        made = data(folder, tmp_path / name, validation_share=0.0, filling=Filling.single)
+        rows[name] = made.rows(Split.train).arrays["tokens"]
+        np.testing.assert_array_equal(rows[name], rows["plain.jsonl"])
+    inner = tmp_path / "folder"
+    inner.mkdir()
+    for name in ("a.jsonl.gz", "a.parquet", "a.json.xz"):
+        (inner / name).write_bytes((tmp_path / name).read_bytes())
+    assert len(data(folder, inner, validation_share=0.0, filling=Filling.single).rows(Split.train)) == 90  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        (
+            "cut.jsonl.gz",
+            b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03",
+            "can't be read behind line 0",
+        ),
+        ("no.jsonl.bz2", b"{}", "can't be read behind line 0"),
+        ("no.parquet", b"PAR1", "can't be read as Parquet"),
+        ("a.jsonl.zst", b"(\xb5/\xfd", "Zstandard, which is not read; decompress it first"),
+        ("wide.jsonl", b"\xff\xfe{\x00\xd8", "can't be read behind line 0"),
+    ],
+)
+def test_damaged_files_are_named(
+    folder: Path, tmp_path: Path, name: str, content: bytes, says: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=says) as caught:
+        data(folder, tmp_path / name).rows(Split.train)
+    assert name in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_row_may_bring_tools_documents_and_names(folder: Path, tmp_path: Path) -> None:
+    """As JSON or, as datasets keep columns, as its text; what the template does not take is refused by name."""
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    template = "{{ tools | tojson if tools }}{{ documents[0].text if documents }}{{ mode }}{% for m in messages %}<s>{{ m.content }}{% if m.role == 'assistant' %}{% generation %}</s>{% endgeneration %}{% endif %}{% endfor %}"
+    given = {
+        "messages": CHATS[0],
+        "documents": [{"text": "D"}],
+        "chat_template_kwargs": {"mode": "M"},
+    }
+    file = written(tmp_path, [{**given, "tools": tools}, {**given, "tools": json.dumps(tools)}])
+    made = data(folder, file, template=template, validation=file, filling=Filling.single, sequence=256)  # fmt: skip
+    texts = [
+        Tokenizer(path=folder).decode(row[row > 0])
+        for row in made.rows(Split.train).arrays["tokens"]
+    ]
+    assert texts == [f"{json.dumps(tools)}DMhihello there"] * 2
+    for more, says in (
+        ({"tools": "{"}, "line 1 has tools that are no JSON"),
+        ({"tools": {"a": 1}}, "line 1 has tools of another form; give a list of objects"),
+        ({"tools": [1]}, "line 1 has tools of another form"),
+        ({"chat_template_kwargs": [1]}, "give an object"),
+        ({"documents": [{"text": "a"}]}, "line 1 has documents and the chat template of .* takes none"),
+    ):  # fmt: skip
+        file = written(tmp_path, [{"messages": CHATS[0], **more}])
+        with pytest.raises(DataError, match=says):
+            data(folder, file).rows(Split.train)
+
+
+def test_inspect_says_what_was_left_out_as_train_does(folder: Path, tmp_path: Path) -> None:
+    rows = [*PAIRS, {"prompt": "a", "completion": "hello there " * 60}]
+    file = written(tmp_path, rows)
+    made = data(folder, file, too_long=TooLong.drop, validation=file)
+    record = inspect(made, Split.train, 8)
+    assert record["notes"] == list(made.notes())
+    assert "1 conversations are longer than a row of 64 tokens and were left out" in record["notes"]

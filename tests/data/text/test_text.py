@@ -477,3 +477,15 @@ def test_fields_need_no_data():
     fields = Documents(path=Path("/nowhere"), sequence=9).fields()
     assert {field.shape for field in fields.values()} == {(9,)}
     assert set(fields) == {"tokens", "targets", "segments", "positions"}
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    """In the first line of a JSONL file, and at the start of a text; another Unicode is named."""
+    rows = "".join(f"{json.dumps({'text': text})}\n" for text in ("one", "two"))
+    for name, content in (("a.jsonl", rows), ("b.txt", "one")):
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content.encode())
+        corpus, _ = Documents(path=tmp_path / name).documents(Split.train)
+        assert corpus.read(np.arange(1)) == [b"one"]
+        (tmp_path / name).write_bytes(content.encode("utf-16"))
+        with pytest.raises(DataError, match=rf"{name} is UTF-16 .* iconv -f UTF-16 -t UTF-8"):
+            Documents(path=tmp_path / name).documents(Split.train)

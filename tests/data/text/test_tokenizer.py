@@ -159,7 +159,14 @@ def test_a_file_that_was_replaced_is_another_tokenizer(tmp_path):
 
 
 BYTE = ("GPT2Tokenizer", "GPT2TokenizerFast", "Qwen2Tokenizer", "RobertaTokenizer")
-SPACED = ("hello world", " hello", "a\n b<s> c</s>d", "", "x <|end|> y<|end|>z [TOOL] ", "<PAD><|im|>")
+SPACED = (
+    "hello world",
+    " hello",
+    "a\n b<s> c</s>d",
+    "",
+    "x <|end|> y<|end|>z [TOOL] ",
+    "<PAD><|im|>",
+)
 
 
 def _trained(kind: str) -> tokenizers.Tokenizer:

@@ -1,6 +1,7 @@
 """Each line of an input has one result, as the server would have answered it, whatever else is in the file."""
 
 import asyncio
+import gzip
 import json
 import math
 import tracemalloc
@@ -52,6 +53,23 @@ def run(folder: Path, served: Served, in_flight: int = 4) -> BatchProgress:
         served.drain(0.0)
         output.close()
         assert warned == []
+
+
+@pytest.mark.parametrize("form", ["marked", "wide", "compressed"])
+def test_a_first_line_behind_a_byte_order_mark_is_a_request(form: str, tmp_path: Path) -> None:
+    """As editors of Windows write it; also in UTF-16, and compressed."""
+    text = "\n".join(line(name, "/v1/completions", TEXT) for name in ("first", "second"))
+    content = {
+        "marked": b"\xef\xbb\xbf" + text.encode(),
+        "wide": text.encode("utf-16"),
+        "compressed": gzip.compress(text.encode()),
+    }[form]
+    (tmp_path / "in.jsonl").write_bytes(content)
+    run(tmp_path, echo_model())
+    assert sorted(one["custom_id"] for one in results(tmp_path)) == ["first", "second"]
+    assert {one["response"]["status_code"] for one in results(tmp_path)} == {200}
+    # The same command again has nothing left to do.
+    assert run(tmp_path, echo_model()).earlier == 2
 
 
 def test_results_are_the_answers_of_the_routes(tmp_path: Path) -> None:

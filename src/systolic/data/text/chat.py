@@ -15,7 +15,7 @@ from typing import Any
 import jinja2.meta
 
 from systolic.core.errors import DataError, NotFoundError
-from systolic.data.text.messages import ANSWERS, TOKENS, Messages, prepared
+from systolic.data.text.messages import ANSWERS, ONE, TOKENS, Messages, prepared
 from systolic.data.text.templating import CLOSE, OPEN, check, environment, rendered
 from systolic.data.text.tokenizer import Tokenizer
 from systolic.data.text.tokenizer_config import CONFIG, read_fields, token_config, token_text
@@ -43,6 +43,31 @@ PLAIN = (
     "{% endif %}{% endfor %}{% if add_generation_prompt %}### Response:\n{% endif %}"
 )
 """Template for a model without one."""
+
+TURN_ENDS = (
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+    "<|eom_id|>",
+    "<end_of_turn>",
+    "<turn|>",
+    "<|endofturn|>",
+    "[|endofturn|]",
+    "<|END_OF_TURN_TOKEN|>",
+    "<end_of_utterance>",
+    "<EOT>",
+    "[EOT]",
+    "<|eot|>",
+    "<|end_of_text|>",
+    "<|endoftext|>",
+)
+"""Tokens that end a turn or a text by what they say, as llama.cpp knows them (``llama-vocab.cpp``), whose files may name another end."""
+SHORT: Messages = ({"role": "user", "content": "a"}, {"role": ANSWERS, "content": ONE})
+"""A question with its answer."""
+CHANNEL_END, CHANNELS = "<|end|>", "<|channel|>"
+"""A token that ends one channel of several in the answers of gpt-oss, which goes on behind it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -257,6 +282,28 @@ def template_for(folder: Path, file: Path | None) -> ChatTemplate:
     for text in filter(None, (known.text, known.with_tools)):
         check(text, known.origin)
     return known
+
+
+def turn_ends(template: ChatTemplate | None, tokenizer: Tokenizer) -> frozenset[int]:
+    """Ids that end an answer: tokens that say so, and the one that the template writes behind an answer."""
+    if tokenizer.path is None:
+        return frozenset()
+    texts = set(TURN_ENDS)
+    if tokenizer.find(CHANNELS) is not None:
+        texts.discard(CHANNEL_END)
+    found = {number for text in texts if (number := tokenizer.find(text)) is not None}
+    return frozenset(found if template is None else found | _written_end(template, tokenizer))
+
+
+def _written_end(template: ChatTemplate, tokenizer: Tokenizer) -> set[int]:
+    try:
+        text = template.render(SHORT, answer=False)
+    except DataError:  # It takes no such conversation.
+        return set()
+    behind = text.rfind(ONE) + len(ONE)
+    ((ids, starts, special),) = tokenizer.spans([text])
+    ends = ids[(starts >= behind) & special] if ONE in text else ids[:0]
+    return {int(one) for one in ends[:1]}
 
 
 def special_tokens(folder: Path) -> tuple[tuple[str, str], ...]:

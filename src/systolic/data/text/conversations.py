@@ -137,20 +137,20 @@ def beside_of(row: Mapping[str, Any], place: str) -> dict[str, Any]:
         DataError: one is of another form.
     """
     found = {}
-    for field, name in BESIDE.items():
-        value = row.get(field)
+    for column, name in BESIDE.items():
+        value = row.get(column)
         if isinstance(value, str) and value.strip():
             # A column of a dataset has one type, so tools of many forms are kept in it as JSON.
             try:
                 value = msgspec.json.decode(value)
             except ValueError as error:
-                raise DataError(f"{place} has {field} that are no JSON ({error})") from error
+                raise DataError(f"{place} has {column} that are no JSON ({error})") from error
         if not value:
             continue
         form, rows = (dict, [value]) if name == "names" else (list, value)
         if not isinstance(value, form) or not all(isinstance(one, dict) for one in rows):
             told = "an object" if form is dict else "a list of objects"
-            raise DataError(f"{place} has {field} of another form; give {told}")
+            raise DataError(f"{place} has {column} of another form; give {told}")
         found[name] = value
     return found
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from systolic.core.errors import DataError, MissingExtraError, nearest
 from systolic.data.shuffle import mix
+from systolic.data.text.line_files import UTF8_MARK
 from systolic.data.text.parquet_order import sorted_by
 
 CHECKED_BYTES = 1 << 20
@@ -71,7 +72,8 @@ class TextFiles(Corpus):
             file, start, stop = self._spans[number]
             with self.files[file].open("rb") as opened:
                 opened.seek(start)
-                out.append(opened.read(stop - start))
+                text = opened.read(stop - start)
+                out.append(text if start else text.removeprefix(UTF8_MARK))
         return out
 
     def keys(self) -> np.ndarray:
@@ -123,7 +125,7 @@ class Lines(Corpus):
         import msgspec
 
         try:
-            row = msgspec.json.decode(line)
+            row = msgspec.json.decode(line if start else line.removeprefix(UTF8_MARK))
         except ValueError as error:
             raise DataError(
                 f"{self._place(file, start)} is not JSON ({error}); each line must be one JSON object"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from systolic.core.errors import DataError, NotFoundError
 from systolic.data.text.corpus import ArrayRecords, Corpus, HuggingFace, Lines, Parquet, TextFiles
+from systolic.data.text.line_files import WIDE_MARKS
 
 TEXT = frozenset(
     (
@@ -90,6 +91,8 @@ def find_corpus(path: Path, field: str, piece_bytes: int, stamp: int) -> Corpus:
         return _plain(path, root, found, piece_bytes)
     kind, files = next(iter(kinds.items()))
     if kind == "JSONL":
+        for file in files:
+            check_encoding(file)
         return Lines(root, files, field)
     if kind == "Parquet":
         return Parquet(root, files, field)
@@ -129,12 +132,28 @@ def _plain(path: Path, root: Path, found: list[Path], piece_bytes: int) -> Corpu
     return TextFiles(root, texts, piece_bytes)
 
 
+def check_encoding(file: Path) -> None:
+    """Refuses another Unicode than UTF-8, whose places can't be reached.
+
+    Raises:
+        DataError: its first bytes say so.
+    """
+    with file.open("rb") as opened:
+        first = opened.read(4)
+    other = next((name for mark, name in WIDE_MARKS.items() if first.startswith(mark)), None)
+    if other is not None:
+        raise DataError(
+            f"{file} is {other.upper()} by its first bytes, and text is read as UTF-8; convert it first: iconv -f {other.upper()} -t UTF-8"
+        )
+
+
 def check_text(file: Path) -> None:
     """Refuses a binary file: one with a zero byte near its start.
 
     Raises:
         DataError: it is binary.
     """
+    check_encoding(file)
     with file.open("rb") as opened:
         start = opened.read(HEAD_BYTES)
     if (place := start.find(b"\0")) >= 0:

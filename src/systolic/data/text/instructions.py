@@ -94,12 +94,14 @@ class Instructions(TextData):
 
     @property
     def ends(self) -> frozenset[int]:
-        """See :class:`TextData`; also those of the model before, and the token that the template ends an answer with."""
+        """See :class:`TextData`; also those of the model before, the token that the template ends an answer with, and others that end a turn."""
+        from systolic.data.text.chat import turn_ends
         from systolic.data.text.conversations import closing
 
         tokenizer = self.get_tokenizer()
         own = (tokenizer.end, closing(self.chat_template, tokenizer))
-        return frozenset((*self.stops, *(one for one in own if one is not None)))
+        found = frozenset((*self.stops, *(one for one in own if one is not None)))
+        return found | turn_ends(self.chat_template, tokenizer)
 
     def with_tokenizer(self, path: Path) -> "Instructions":
         """See :class:`TextData`."""

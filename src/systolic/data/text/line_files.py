@@ -7,12 +7,12 @@ import lzma
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from systolic.core.errors import DataError, MissingExtraError
 
 SUFFIXES = (".jsonl", ".ndjson", ".json")
-COMPRESSED: dict[str, Callable[[Path], Any]] = {
+COMPRESSED: dict[str, Callable[..., Any]] = {
     ".gz": gzip.open,
     ".bz2": bz2.open,
     ".xz": lzma.open,
@@ -28,7 +28,8 @@ WIDE_MARKS = {
 }
 """First bytes of files in other Unicode encodings, such as PowerShell writes; the longer ones first."""
 GZIP = b"\x1f\x8b"
-DAMAGED = (OSError, EOFError, zlib.error, lzma.LZMAError)
+DAMAGED = (OSError, EOFError, zlib.error, lzma.LZMAError, UnicodeDecodeError)
+"""What reading a damaged file raises; an OSError without a number is of the library that decompresses."""
 ROWS = 1024
 """Rows of a Parquet file that are read at a time."""
 
@@ -60,21 +61,18 @@ def lines_of(file: Path) -> Iterator[tuple[str, bytes]]:
                 if line.strip():
                     yield f"{file} line {number}", line
     except DAMAGED as error:
+        reason = error.reason if isinstance(error, UnicodeDecodeError) else str(error)
         raise DataError(
-            f"{file} is damaged behind line {number} ({error}); copy it again"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{file} is not the Unicode that its first bytes say, behind line {number} ({error.reason}); save it as UTF-8"
+            f"{file} can't be read behind line {number} ({reason}); copy it again, or save it as UTF-8"
         ) from error
 
 
-def opened(file: Path) -> "BinaryIO | _Recoded":
+def opened(file: Path) -> Any:
     """A file of lines for reading, decompressed, in UTF-8 without a byte order mark."""
     with file.open("rb") as raw:
         compressed = raw.read(2) == GZIP
-    opener = gzip.open if compressed else COMPRESSED.get(file.suffix, Path.open)
-    content = opener(file, "rb")  # ty: ignore[invalid-argument-type]
+    opener = gzip.open if compressed else COMPRESSED.get(file.suffix, open)
+    content: Any = opener(file, "rb")
     first = content.peek(4)[:4] if isinstance(content, io.BufferedReader) else _first(content)
     encoding = next((name for mark, name in WIDE_MARKS.items() if first.startswith(mark)), None)
     if encoding is not None:
@@ -82,11 +80,6 @@ def opened(file: Path) -> "BinaryIO | _Recoded":
     if first.startswith(UTF8_MARK):
         content.read(len(UTF8_MARK))
     return content
-
-
-def without_mark(line: bytes) -> bytes:
-    """A first line without a byte order mark."""
-    return line.removeprefix(UTF8_MARK)
 
 
 def _first(content: Any) -> bytes:

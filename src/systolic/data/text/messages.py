@@ -6,7 +6,7 @@ where it joins them to text, parts of a content as one text where it has no loop
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -55,6 +55,8 @@ class Takes:
     """Roles whose contents it takes as lists of parts."""
     typed: frozenset[str]
     """Roles of these whose contents it does not take as text."""
+    short_ids: bool
+    """Whether it takes ids of calls of nine letters and digits alone, as Mistral's do."""
 
 
 def prepared(messages: Messages, template: str) -> list[dict[str, Any]]:
@@ -154,7 +156,12 @@ def takes_of(template: str) -> Takes:
     if tree is None:
         nothing = frozenset[str]()
         return Takes(
-            constants=nothing, asks_none=False, joins_arguments=False, parts=nothing, typed=nothing
+            constants=nothing,
+            asks_none=False,
+            joins_arguments=False,
+            parts=nothing,
+            typed=nothing,
+            short_ids=False,
         )
     as_text = {role: _shows(template, _sample(role, ONE), ONE) for role in SAMPLES}
     pair = [{"type": "text", "text": ONE}, {"type": "text", "text": OTHER}]
@@ -174,6 +181,8 @@ def takes_of(template: str) -> Takes:
         joins_arguments=_joins_arguments(template),
         parts=frozenset(parts),
         typed=frozenset(role for role in parts if not as_text[role]),
+        short_ids=as_text["tool"]
+        and not _shows(template, _sample("tool", ONE, id=f"call_{CALL}"), ONE),
     )
 
 
@@ -181,28 +190,23 @@ CALLING: Sequence[Mapping[str, Any]] = ({}, {"content": None}, {"content": "a"})
 """Contents beside a sample's call: templates ask whether it is none, or whether it is there, or read it as any other."""
 
 
-def _called(arguments: Any) -> list[dict[str, Any]]:
+def _called(arguments: Any, id: str = CALL) -> list[dict[str, Any]]:
     function = {"name": "zqxcall", "arguments": arguments}
-    call = {"id": CALL, "type": "function", "function": function}
+    call = {"id": id, "type": "function", "function": function}
     return [{"role": "user", "content": "a"}, {"role": ANSWERS, "tool_calls": [call]}]
 
 
-SAMPLES: Mapping[str, Callable[[], list[dict[str, Any]]]] = {
-    "user": list,
-    "system": list,
-    "developer": list,
-    ANSWERS: lambda: [{"role": "user", "content": "a"}],
-    "tool": lambda: _called({"a": 1}),
-}
-"""Roles to the messages before one of that role."""
+SAMPLES = ("user", "system", "developer", ANSWERS, "tool")
+"""Roles of which there are samples."""
 
 
-def _sample(role: str, content: Any) -> list[dict[str, Any]]:
+def _sample(role: str, content: Any, id: str = CALL) -> list[dict[str, Any]]:
     message = {"role": role, "content": content}
     if role == "tool":
-        message |= {"tool_call_id": CALL, "name": "zqxcall"}
-    after = [] if role in ("user", "tool") else [{"role": "user", "content": "a"}]
-    return [*SAMPLES[role](), message, *after]
+        return [*_called({"a": 1}, id), {**message, "tool_call_id": id, "name": "zqxcall"}]
+    after = [] if role == "user" else [{"role": "user", "content": "a"}]
+    before = [{"role": "user", "content": "a"}] if role == ANSWERS else []
+    return [*before, message, *after]
 
 
 def _shows(template: str, messages: list[dict[str, Any]], *texts: str, without: str = "\0") -> bool:

@@ -39,9 +39,12 @@ class Prompts(TextData):
 
     @property
     def ends(self) -> frozenset[int]:
-        """See :class:`TextData`."""
-        end = self.get_tokenizer().end
-        return frozenset(self.stops if end is None else (*self.stops, end))
+        """See :class:`TextData`; also those that end a turn, which the model's files may not name."""
+        from systolic.data.text.chat import turn_ends
+
+        tokenizer = self.get_tokenizer()
+        own = frozenset(self.stops if tokenizer.end is None else (*self.stops, tokenizer.end))
+        return own | turn_ends(self.find_template(), tokenizer)
 
     def fields(self) -> Mapping[str, Field]:
         """tokens, targets, segments, positions: int32[sequence]."""

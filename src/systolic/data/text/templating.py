@@ -53,7 +53,7 @@ class _Unmarked(_Answers):
 class _Namespace(Namespace):
     """``namespace(…)`` without attributes of a leading underscore, which transformers refuses too."""
 
-    def __init__(*args: Any, **names: Any) -> None:  # ty: ignore[invalid-method-override]
+    def __init__(*args: Any, **names: Any) -> None:
         # Without a parameter of its own name, so that a template may have an attribute ``self``.
         given, kept = args[1:], args[0]
         names = dict(*given, **names)
@@ -118,12 +118,13 @@ def environment(*, marked: bool = False) -> ImmutableSandboxedEnvironment:
         extensions=[_Answers if marked else _Unmarked, loopcontrols],
     )
     made.filters["tojson"] = _to_json
-    made.globals |= {
+    given: dict[str, Any] = {
         "raise_exception": _refuse,
         "strftime_now": _now,
         "dict": _Dict(),
         "namespace": _Namespace,
     }
+    made.globals.update(given)
     return made
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from systolic.core.errors import DataError, MissingExtraError, NotFoundError, nearest
-from systolic.core.files import as_paths
+from systolic.core.files import as_paths, refuse_pointer
 from systolic.data.text.tokenizer_config import (
     ADDED,
     CONFIG,
@@ -359,6 +359,7 @@ def _load(tokenizer: Tokenizer) -> _Loaded:
     file = _file(tokenizer.path)
     if tokenizer.stamp != _stamp(tokenizer.path):
         raise DataError(f"{file} has changed since it was opened; open the model again")
+    refuse_pointer(file)
     raw = file.read_bytes()
     try:
         described = json.loads(raw)
@@ -372,7 +373,7 @@ def _load(tokenizer: Tokenizer) -> _Loaded:
     changed = with_spaces(described, config)
     backend = _backend(file, raw if changed == described else json.dumps(changed).encode())
     more = add_lacking(backend, added_tokens(file.parent, config))
-    added |= {token: backend.token_to_id(token) for token in more}
+    added |= {token: number for token in more if (number := backend.token_to_id(token)) is not None}
     vocab = backend.get_vocab(with_added_tokens=True)
     apart = changed != described or more
     return _Loaded(

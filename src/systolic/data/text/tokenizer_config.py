@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from systolic.core.errors import DataError
+from systolic.core.files import refuse_pointer
 
 if TYPE_CHECKING:
     import tokenizers
@@ -56,6 +57,7 @@ def read_fields(file: Path) -> dict[str, Any]:
     """
     if not file.is_file():
         return {}
+    refuse_pointer(file)
     try:
         found = json.loads(file.read_bytes())
     except ValueError as error:

@@ -9,6 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from systolic.data.text.messages import takes_of
 from systolic.serving.http.bodies import encode, read
 from systolic.serving.http.desk import Desk, Ticket, new_id
 from systolic.serving.http.events import DONE, attended, event, streamed
@@ -127,6 +128,12 @@ class _AskedChat:
             **more,
         }
 
+    @property
+    def short_ids(self) -> bool:
+        """Whether the template takes back ids of calls of nine characters alone."""
+        template = self.served.template
+        return template is not None and takes_of(template.chosen(tools=True)).short_ids
+
     def reader(self) -> CallReader | None:
         """What finds calls in a choice's text; None where no tools were given."""
         template = self.served.template
@@ -217,7 +224,7 @@ def _choice(asked: _AskedChat, number: int, text: Whole) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": said, "refusal": None}
     if calls:
         message["content"] = said.strip() or None
-        message["tool_calls"] = [one.body() for one in calls]
+        message["tool_calls"] = [one.body(short=asked.short_ids) for one in calls]
         reason = "tool_calls" if reason == "stop" else reason
     logprobs = _logprobs(text.tokens, asked) if asked.fields.logprobs else None
     return {"index": number, "message": message, "logprobs": logprobs, "finish_reason": reason}
@@ -271,7 +278,7 @@ class _ChatWriter:
         if said or (self._asked.fields.logprobs and self._tokens):
             out += self._one({"content": said}, logprobs=True)
         for call in calls:
-            out += self._one({"tool_calls": [call.body(self._calls)]})
+            out += self._one({"tool_calls": [call.body(self._calls, short=self._asked.short_ids)]})
             self._calls += 1
         if finish is not None:
             reason = "tool_calls" if self._calls and finish == "stop" else finish

@@ -2,6 +2,7 @@
 
 import json
 import re
+import secrets
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,10 +24,15 @@ class ToolCall:
     arguments: str
     """JSON."""
 
-    def body(self, index: int | None = None) -> dict[str, Any]:
-        """The call as clients read it; ``index`` counts the calls of a stream."""
+    def body(self, index: int | None = None, *, short: bool = False) -> dict[str, Any]:
+        """The call as clients read it, and send it back.
+
+        Args:
+            index: Counts the calls of a stream.
+            short: Whether the template takes ids of nine letters and digits alone.
+        """
         made: dict[str, Any] = {
-            "id": new_id("call"),
+            "id": secrets.token_hex(5)[:9] if short else new_id("call"),
             "type": "function",
             "function": {"name": self.name, "arguments": self.arguments},
         }

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from systolic.core.errors import DataError, NotFoundError, OptionError, RunError
 from systolic.core.files import check_writable
+from systolic.data.text.line_files import DAMAGED, opened
 from systolic.serving.offline.lines import EXPECTED, answered_line, custom_id_of, no_request
 from systolic.serving.offline.progress import BatchProgress
 
@@ -57,7 +58,7 @@ class BatchInput:
         digests, ids = array("Q"), array("Q")
         problems: tuple[str, ...] | None = ()
         try:
-            with path.open("rb") as file:
+            with opened(path) as file:
                 for number, line in enumerate(file, 1):
                     digests.append(digest_of(line))
                     if digests[-1] != BLANK:
@@ -66,9 +67,13 @@ class BatchInput:
                         told = no_request(number, line)
                         said = f"line {number} is no request ({told}), nor is any other"
                         problems = None if told is None else (problems or (said,))
-        except OSError as error:
-            raise NotFoundError(
-                f"{path} cannot be read ({error.strerror}); check the path"
+        except DAMAGED as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise NotFoundError(
+                    f"{path} cannot be read ({error.strerror}); check the path"
+                ) from error
+            raise DataError(
+                f"{path} is damaged behind line {len(digests)} ({error}); copy it again"
             ) from error
         if problems:
             raise DataError(f"{path}: {problems[0]}; {EXPECTED}")
@@ -87,7 +92,7 @@ class BatchInput:
         Raises:
             RunError: the file has changed since it was read.
         """
-        with self.path.open("rb") as file:
+        with opened(self.path) as file:
             for number, (line, digest) in enumerate(zip(file, self.digests, strict=False), 1):
                 if digest == BLANK or skip[number]:
                     continue
@@ -106,7 +111,7 @@ class BatchInput:
         if not twice:
             return
         first: dict[str, int] = {}
-        with self.path.open("rb") as file:
+        with opened(self.path) as file:
             for number, line in enumerate(file, 1):
                 name = custom_id_of(number, line)
                 if digest_of(line) == BLANK or _hash(name.encode()) not in twice:

@@ -3,9 +3,10 @@
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from systolic.core.errors import OptionError
+from systolic.core.ranges import NOT_NEGATIVE, check
 from systolic.job import Task
 from systolic.job.model import Mean
 
@@ -34,6 +35,11 @@ class Embedding(Task):
     pooling: TextPooling = TextPooling.mean
     normalise: bool = True
     """Whether vectors have length 1, so that their dot product is the cosine of their angle."""
+    unpooled: Annotated[int, NOT_NEGATIVE] = 0
+    """Tokens at the start of each text that are read and not pooled: those of a prompt with ``include_prompt: false``."""
+
+    def __post_init__(self) -> None:
+        check(self)
 
     def terms(
         self, model: Any, batch: "Mapping[str, jax.Array]", train: bool
@@ -53,7 +59,10 @@ class Embedding(Task):
         import jax.numpy as jnp
 
         hidden = model(batch["tokens"], batch["segments"], batch["positions"]).astype(jnp.float32)
-        there = (batch["segments"] > 0)[..., None]
+        there = batch["segments"] > 0
+        if self.unpooled:
+            there &= batch["positions"] >= self.unpooled
+        there = there[..., None]
         match self.pooling:
             case TextPooling.mean:
                 count = jnp.maximum(there.sum(axis=1), 1)
@@ -61,7 +70,8 @@ class Embedding(Task):
             case TextPooling.first:
                 vector = hidden[:, 0]
             case TextPooling.maximum:
-                vector = jnp.where(there, hidden, -jnp.inf).max(axis=1)
+                # As sentence-transformers: a finite number, for a text that is cut within its prompt.
+                vector = jnp.where(there, hidden, -1e9).max(axis=1)
         if self.normalise:
             length = jnp.linalg.norm(vector, axis=-1, keepdims=True)
             vector = vector / jnp.maximum(length, 1e-12)
