@@ -12,7 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from systolic.core.errors import OptionError, nearest
+from systolic.core.errors import OptionError, misspelt
 from systolic.interop.gguf_families import (
     ARCHITECTURES,
     FREQUENCIES,
@@ -74,7 +74,7 @@ def open_gguf(path: Path) -> TransformersSource:
     kind = reader.need("general.architecture")
     if kind not in ARCHITECTURES:
         raise OptionError(
-            f"{path} has the architecture {kind!r}{nearest(str(kind), ARCHITECTURES)}; read are {', '.join(ARCHITECTURES)}: import the Hugging Face folder of this model"
+            f"{path} has the architecture {kind!r}{misspelt(str(kind), ARCHITECTURES)}; read are {', '.join(ARCHITECTURES)}: import the Hugging Face folder of this model"
         )
     architecture = ARCHITECTURES[kind]
     config = architecture.config(reader.fields, reader)

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from systolic.core.errors import NotFoundError, OptionError, RunError, nearest
+from systolic.core.errors import NotFoundError, OptionError, RunError, misspelt, nearest, of_family
 from systolic.core.ranges import check_arguments, dashed
 from systolic.job import Job, Layout
 from systolic.job.layout import RENAMED
@@ -36,6 +36,8 @@ _SCALARS = {
     NoneType: "None",
 }
 """Types whose values are converted and checked where Python gives them as options, and their names."""
+FAMILY = 6
+"""Models of a family that a message names."""
 _folders: list[str] = []
 """Folders of loaded recipes, at the end of ``sys.path``."""
 
@@ -115,11 +117,24 @@ def find(target: str) -> Recipe:
         models = import_module(f"{__name__}.models.named")
         if models.is_model(target):
             return Recipe(target=target, function=models.recipe_of_model(target))
-        known = [*shipped(), *models.names()]
         raise NotFoundError(
-            f"there is no recipe or model {target!r}{nearest(target, known)}; systolic recipes lists them, and your own is given as path/to/file.py:function"
+            f"there is no recipe or model {target!r}{_near(target, models.names())}; systolic recipes lists them, and your own is given as path/to/file.py:function"
         )
     return from_file(Path(path), name, target)
+
+
+def _near(target: str, models: list[str]) -> str:
+    """Recipes and models that may be meant: one that is misspelt, else those of the same family."""
+    alike, typed = of_family(target, models), target.lower()
+    for one in alike:
+        if len(one) == len(typed) and sum(a != b for a, b in zip(one, typed, strict=True)) == 1:
+            return f"; did you mean {one}?"
+    if typo := misspelt(target, [*shipped(), *models]):
+        return typo
+    if not alike:
+        return nearest(target, [*shipped(), *models])
+    shown = ", ".join(alike[:FAMILY]) + (" …" if len(alike) > FAMILY else "")
+    return f"; of that family it knows {shown}, and takes the config.json of any other"
 
 
 def notes(target: str, *, trains: bool) -> list[str]:

@@ -15,7 +15,7 @@ from systolic.sim.estimate import (
 from systolic.sim.grouped import grouped_cost
 from systolic.sim.kernels import kernel_cost
 from systolic.sim.masked import masked_seconds, masked_share
-from systolic.sim.rates import Rates, vector_rate
+from systolic.sim.rates import Rates, number_format, vector_rate
 from systolic.sim.timeline import PricedBy, Resource
 from systolic.sim.work import Work, work_of
 
@@ -70,6 +70,8 @@ class OpPrice:
     """FLOPs of matmuls on the vector units, besides ``flops``."""
     padding_flops: float = 0.0
     """FLOPs of a convolution's taps on the padding, besides ``flops``."""
+    number_format: str = "bf16"
+    """Format of the matmul's operands in the matrix units."""
 
 
 def price(
@@ -89,9 +91,14 @@ def price(
             return None
     work = work_of(module, computation, instruction)
     paid = _price(module, computation, instruction, work, (rates, calibration))
-    if not (work.vector_flops or work.padding_flops):
+    if not (work.flops or work.vector_flops):
         return paid
-    return replace(paid, vector_flops=work.vector_flops, padding_flops=work.padding_flops)
+    return replace(
+        paid,
+        vector_flops=work.vector_flops,
+        padding_flops=work.padding_flops,
+        number_format=number_format(work.dtype),
+    )
 
 
 def _price(
@@ -110,9 +117,10 @@ def _price(
         )
         if cost is not None:
             seconds = cost.seconds * calibration.factor("kernel")
-            return OpPrice(
+            paid = OpPrice(
                 seconds, Resource.mxu, PricedBy.kernel, cost.flops, work.bytes, cost.note
             )
+            return replace(paid, number_format=cost.number_format)
         return OpPrice(memory, Resource.hbm, PricedBy.nothing, 0.0, work.bytes)
     masked = masked_seconds(instruction, rates)
     if masked is not None:
