@@ -149,7 +149,9 @@ def test_no_format_is_used_above_its_peak(tmp_path: Path) -> None:
     assert made.to_json()["executed_flops_by_format"] == {"int8": 2 * 8192**3}
     # Half of the work in each format: each at its own peak.
     halves = {"int8": made.hardware_flops / 2, "bf16": made.hardware_flops / 2}
-    assert replace(made, flops_by_format=halves).hfu == pytest.approx(made.hfu * 1.5)
+    assert replace(made, flops_by_format=halves).hfu == pytest.approx(
+        made.hfu * (1 + 393 / 197) / 2
+    )
     # bf16 alone has one peak, which needs no name.
     plain = replace(made, flops_by_format={"bf16": made.hardware_flops})
     assert dict(readings.speed(plain))["HFU"].endswith(" %")

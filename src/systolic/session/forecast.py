@@ -54,16 +54,19 @@ def forecast(
 def forecast(what: Any, /, *args: Any, on: str | Slice, **options: Any) -> Forecast:
     """Memory, time and cost of a Job's step, or of a function, on a slice that need not be there.
 
-    A Job takes the options of :func:`forecast_step`. A name is that of a recipe or of a published model
+    A Job takes the options of :func:`forecast_step`, and ``steps`` and ``layout``. A name is that of a recipe or of a published model
     (``llama-3.1-70b``), or the path of a config.json, a Hugging Face folder or a Bundle, and takes the options
-    of that recipe as well. Anything else is a function, jitted or plain, whose arguments and options are those
+    of that recipe as well. Fields of an option are options, too: ``**{"model.layers": 12, "layout.fsdp": 8}``. Anything else is a function, jitted or plain, whose arguments and options are those
     of :func:`~systolic.forecasting.forecast_function`.
     """
-    if isinstance(what, Job):
-        return forecast_step(what, *args, on=on, **options)
-    if isinstance(what, str):
+    if isinstance(what, Job | str):
+        if args:
+            raise OptionError(
+                f"forecast takes a Job or a name without further arguments, and was given {args[0]!r}; give options by name"
+            )
         own = {name: options.pop(name) for name in STEP_OPTIONS if name in options}
-        return forecast_step(source_of(what, options).job, *args, on=on, **own)
+        job = what if isinstance(what, Job) and not options else source_of(what, options).job
+        return forecast_step(job, on=on, **own)
     if not callable(what):
         raise OptionError(
             f"forecast takes a Job, the name of a recipe or a model, or a function, and was given {what!r}; give one"

@@ -169,14 +169,18 @@ def find_template(folder: Path) -> ChatTemplate | None:
     return ChatTemplate(text=found, tokens=special_tokens(folder), origin=origin)
 
 
-def template_for(folder: Path, file: Path | None) -> ChatTemplate:
+def template_for(folder: Path | None, file: Path | None) -> ChatTemplate:
     """The chat template to train with: of a file, else the one beside a tokenizer.json, else :data:`PLAIN`; with the tokenizer's special tokens.
+
+    Args:
+        folder: The tokenizer's folder; None where there is none.
+        file: A template.
 
     Raises:
         NotFoundError: the file can't be read.
         DataError: the template does not parse, or tokenizer_config.json is no JSON.
     """
-    known = find_template(folder)
+    known = None if folder is None else find_template(folder)
     if file is not None:
         try:
             text, origin = file.read_text(), file
@@ -194,7 +198,8 @@ def template_for(folder: Path, file: Path | None) -> ChatTemplate:
         raise DataError(
             f"the chat template of {origin} is not valid ({error}); fix it, or give another with --template"
         ) from error
-    return ChatTemplate(text=text, tokens=special_tokens(folder), origin=origin)
+    tokens = () if folder is None else special_tokens(folder)
+    return ChatTemplate(text=text, tokens=tokens, origin=origin)
 
 
 def special_tokens(folder: Path) -> tuple[tuple[str, str], ...]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from systolic.core.errors import OptionError
+from systolic.core.ranges import check
 from systolic.job import Task
 from systolic.job.model import Mean
 
@@ -34,6 +35,9 @@ class Embedding(Task):
     pooling: TextPooling = TextPooling.mean
     normalise: bool = True
     """Whether vectors have length 1, so that their dot product is the cosine of their angle."""
+
+    def __post_init__(self) -> None:
+        check(self)
 
     def terms(
         self, model: Any, batch: "Mapping[str, jax.Array]", train: bool
