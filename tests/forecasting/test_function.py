@@ -21,6 +21,7 @@ from systolic.core.errors import OptionError
 from systolic.forecasting import function as forecasting_function
 from systolic.forecasting.costs import by_op
 from systolic.forecasting.function import _flags, function_program
+from systolic.report import progress
 from tests.devices import virtual_devices
 
 ON = slice("v5e-4")
@@ -244,6 +245,18 @@ def test_a_filter_jit_object_is_a_function_as_any_other(cache: Path) -> None:
     memory = made.answer.report["memory"]
     assert memory["argument_size_in_bytes"] == weights + 4 * 64 * 32
     assert memory["alias_size_in_bytes"] == weights
+
+
+def test_a_long_compile_shows_its_progress_from_python(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stages: list[str] = []
+    for watch in (None, stages.append):
+        monkeypatch.setattr(progress, "PATIENCE_SECONDS", 0.001)
+        systolic.forecast(jnp.sin, X, on="cpu", watch=watch)
+        shown = capsys.readouterr().err
+        assert ("sin for cpu: tracing, " in shown) == (watch is None)
+    assert "compiling" in stages or "found" in stages
 
 
 def test_what_partition_leaves_is_an_argument(cache: Path) -> None:

@@ -150,6 +150,9 @@ def _pickler() -> Any:
             if isinstance(obj, type):
                 self.found.check_module(obj.__module__)
                 return _with_registration(obj, super().reducer_override(obj))
+            if isinstance(obj, types.CodeType):
+                # cloudpickle leaves out the file, by which costs and errors name their source.
+                return restored.code, (*self.dispatch_table[types.CodeType](obj), obj.co_filename)
             if isinstance(obj, types.FunctionType):
                 self.found.check_module(obj.__module__)
                 if (made := _of_library(obj)) is not None:

@@ -154,6 +154,11 @@ def bare(kind: type) -> Any:
     return object.__new__(kind)
 
 
+def code(maker: Callable[..., Any], arguments: tuple[Any, ...], file: str) -> types.CodeType:
+    """The code of a function with the file that it was written in."""
+    return maker(*arguments).replace(co_filename=file)
+
+
 def library_function(code: Any, module: str, name: str, closure: tuple[Any, ...]) -> Any:
     """A function inside one of an installed package, with the globals of its module there."""
     from importlib import import_module

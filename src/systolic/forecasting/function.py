@@ -53,6 +53,7 @@ def forecast_function(
     units: tuple[str, float] | None = None,
     flags: str | Sequence[str] = (),
     quick: bool = False,
+    watch: Callable[[str], None] = lambda _: None,
     **kwargs: Any,
 ) -> Forecast:
     """Forecasts ``function(*args, **kwargs)`` on a slice that need not be there.
@@ -71,6 +72,8 @@ def forecast_function(
             default none, as your own program has them.
         quick: Stop at the schedule: memory exactly and a rougher time, in seconds. For TPUs;
             elsewhere the compile is no longer than that.
+        watch: Called with each stage of the compile, a few words. :func:`systolic.forecast` writes the stage and the time
+            so far to stderr by default, once it takes more than ten seconds.
         **kwargs: As ``args``.
 
     Meshes, devices and shardings of this process, wherever the function has them (closures, globals, attributes,
@@ -93,7 +96,11 @@ def forecast_function(
     )
     compiler = Compiler(flags=_flags(flags))
     return forecast_program(
-        program, name_of(function), target, compiler=compiler.quick() if quick else compiler
+        program,
+        name_of(function),
+        target,
+        compiler=compiler.quick() if quick else compiler,
+        say=watch,
     )
 
 

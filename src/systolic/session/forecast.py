@@ -1,10 +1,13 @@
 """From a Job, or anyone's function, to a forecast: what ``systolic forecast`` and :func:`systolic.forecast` call."""
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, overload
 
 from systolic.aot import Compiler, StepKind, executable
+from systolic.aot.traced import name_of
 from systolic.chips import Slice, slice
 from systolic.chips.flags import resolved
 from systolic.core.errors import OptionError, nearest
@@ -26,7 +29,7 @@ def forecast(
     flags: str = "",
     quick: bool = False,
     save: Path | str | None = None,
-    watch: Callable[[str], None] = ...,
+    watch: Callable[[str], None] | None = ...,
 ) -> Forecast: ...
 
 
@@ -40,7 +43,7 @@ def forecast(
     flags: str = "",
     quick: bool = False,
     save: Path | str | None = None,
-    watch: Callable[[str], None] = ...,
+    watch: Callable[[str], None] | None = ...,
     **options: Any,
 ) -> Forecast: ...
 
@@ -71,7 +74,22 @@ def forecast(what: Any, /, *args: Any, on: str | Slice, **options: Any) -> Forec
         raise OptionError(
             f"forecast takes a Job, the name of a recipe or a model, or a function, and was given {what!r}; give one"
         )
-    return forecast_function(what, *args, on=on, **options)
+    target = slice(on) if isinstance(on, str) else on
+    watch = options.pop("watch", None)
+    with patient(watch, f"{name_of(what)} for {target.name}") as say:
+        return forecast_function(what, *args, on=target, watch=say, **options)
+
+
+@contextmanager
+def patient(watch: Callable[[str], None] | None, title: str) -> Generator[Callable[[str], None]]:
+    """What a call's stages are given to: ``watch``, else lines on stderr once it takes long."""
+    if watch is not None:
+        yield watch
+        return
+    from systolic.report.progress import PATIENCE_SECONDS, ProgressLine
+
+    with ProgressLine(sys.stderr, title, quiet_seconds=PATIENCE_SECONDS) as progress:
+        yield progress.say
 
 
 def forecast_step(
@@ -82,7 +100,7 @@ def forecast_step(
     flags: str = "",
     quick: bool = False,
     save: Path | str | None = None,
-    watch: Callable[[str], None] = lambda _: None,
+    watch: Callable[[str], None] | None = None,
 ) -> Forecast:
     """One of a job's steps on a slice.
 
@@ -93,7 +111,8 @@ def forecast_step(
         flags: Compiler flags on top of the set that all jobs on the chip share; ``none`` leaves that set out.
         quick: Stop at the compiler's schedule: memory is exact, the time of ops estimated.
         save: A file for the compiled executable; nothing is written when the step does not fit.
-        watch: Called with each stage of the compile, a few words.
+        watch: Called with each stage of the compile, a few words; by default the stage and the time so far are
+            written to stderr once it takes more than ten seconds.
 
     Raises:
         OptionError: an option has no such value, or ``quick`` is asked for with ``save``.
@@ -106,13 +125,15 @@ def forecast_step(
         )
     target = slice(on) if isinstance(on, str) else on
     compiler = Compiler(flags=resolved(flags, target.chip), save=save is not None)
-    made = forecast_job(
-        job,
-        target,
-        verb=step if isinstance(step, StepKind) else _kind(step),
-        compiler=compiler.quick() if quick else compiler,
-        say=watch,
-    )
+    verb = step if isinstance(step, StepKind) else _kind(step)
+    with patient(watch, f"{job.name} for {target.name}") as say:
+        made = forecast_job(
+            job,
+            target,
+            verb=verb,
+            compiler=compiler.quick() if quick else compiler,
+            say=say,
+        )
     if save is not None:
         save_executable(made, Path(save))
     return made
