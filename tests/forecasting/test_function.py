@@ -1,11 +1,16 @@
 """``systolic.forecast`` of anyone's function: arguments as they come, mistakes in one line."""
 
+import json
+import subprocess
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -13,10 +18,14 @@ import systolic
 from systolic import Spread
 from systolic.chips import slice
 from systolic.core.errors import OptionError
+from systolic.forecasting import function as forecasting_function
 from systolic.forecasting.costs import by_op
 from systolic.forecasting.function import _flags, function_program
+from systolic.report import progress
+from tests.devices import virtual_devices
 
 ON = slice("v5e-4")
+ROOT = Path(__file__).parents[2]
 
 
 def apply(params: Any, x: jax.Array) -> jax.Array:
@@ -98,10 +107,93 @@ def test_a_jitted_function_reaches_the_child_with_what_jit_was_told(cache: Path)
     assert seconds[1] > 2 * 2**30 / 819e9  # and here the whole cache, read and written
 
 
-def test_shardings_of_this_machine_are_refused(cache: Path) -> None:
+def test_a_jit_for_one_device_is_refused_on_several(cache: Path) -> None:
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    with pytest.raises(OptionError, match="apply is jitted with shardings"):
+    told = "apply is jitted for a single device and v5e-4 has 4; give in_shardings over a mesh of 4"
+    with pytest.raises(OptionError, match=told):
         systolic.forecast(jax.jit(apply, in_shardings=here), PARAMS, X, on=ON, quick=True)
+
+
+def run_child(name: str, devices: int, *args: str) -> Any:
+    """What a script of this folder prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", f"tests.forecasting.{name}", *args],
+        cwd=ROOT,
+        env=virtual_devices(devices),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_meshes_of_this_machine_stand_for_the_slices(tmp_path: Path) -> None:
+    found = run_child("mesh_child", 16, str(tmp_path))
+    assert len(found) == 28
+    assert [name for name, same in found.items() if not same] == []
+
+
+def test_a_script_with_its_mesh_is_forecast_as_with_the_slices(cache: Path) -> None:
+    pytest.importorskip("libtpu")
+    mine, slices = run_child("script_child", 4)
+    assert mine == slices
+    layout, seconds, memory = mine
+    assert layout == {"data": 2, "model": 2}
+    # Weights and both moments of Adam, f32, once and whole on every device: 256 x 512 twice.
+    assert memory["peak_bytes"] > 3 * 2 * 4 * 256 * 512
+    assert seconds > 3 * 2 * 2 * 4 * 256 * 512 / 819e9  # read and written
+
+
+def small_mesh() -> jax.sharding.Mesh:
+    return jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "model"))
+
+
+def test_a_mesh_of_another_size_says_which_is_needed() -> None:
+    mesh = small_mesh()
+
+    def f(x: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, P("data")))
+
+    with pytest.raises(OptionError) as raised:
+        function_program(f, (X,), {}, ON, Spread())
+    assert str(raised.value) == (
+        "f has a mesh of 1 device (data 1 x model 1) but v5e-4 has 4; make it of 4 virtual devices"
+        " (jax.config.update('jax_num_cpu_devices', 4) before JAX starts), or give its sizes there"
+        ' as spread={"data": …, "model": …}'
+    )
+    spread = Spread(mesh={"data": 2, "model": 2})
+    assert function_program(f, (X,), {}, ON, spread).mesh == {"data": 2, "model": 2}
+    with pytest.raises(OptionError, match="spread is 4; it takes axis names with sizes"):
+        function_program(f, (X,), {}, ON, Spread(mesh=4))
+
+
+def test_what_cannot_travel_and_large_constants_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, weights = threading.Lock(), np.zeros((2048, 4096), np.float32)
+
+    def locked(x: jax.Array) -> jax.Array:
+        with lock:
+            return x
+
+    def constant(x: jax.Array) -> jax.Array:
+        return x @ weights
+
+    told = "locked refers to something that cannot be sent to the process that compiles"
+    with pytest.raises(OptionError, match=told):
+        function_program(locked, (X,), {}, ON, Spread())
+    (note,) = function_program(constant, (array(64, 2048),), {}, ON, Spread()).notes
+    assert "constant refers to 32.0 MiB of arrays" in note
+    monkeypatch.setattr(forecasting_function, "MOST_CONSTANT_BYTES", 2**24)
+    with pytest.raises(OptionError, match=r"and the limit is 16\.0 MiB; pass them as arguments"):
+        function_program(constant, (array(64, 2048),), {}, ON, Spread())
+
+
+def test_a_pmap_over_fewer_rows_than_devices_is_refused() -> None:
+    program = function_program(jax.pmap(jnp.sin), (array(3, 8),), {}, slice("v5e-1"), Spread())
+    with pytest.raises(
+        OptionError, match=r"sin is a jax\.pmap over 3 rows and the slice has 1 dev"
+    ):
+        program.trace(slice("v5e-1"), jax.devices()[:1])
 
 
 @pytest.fixture
@@ -153,6 +245,18 @@ def test_a_filter_jit_object_is_a_function_as_any_other(cache: Path) -> None:
     memory = made.answer.report["memory"]
     assert memory["argument_size_in_bytes"] == weights + 4 * 64 * 32
     assert memory["alias_size_in_bytes"] == weights
+
+
+def test_a_long_compile_shows_its_progress_from_python(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stages: list[str] = []
+    for watch in (None, stages.append):
+        monkeypatch.setattr(progress, "PATIENCE_SECONDS", 0.001)
+        systolic.forecast(jnp.sin, X, on="cpu", watch=watch)
+        shown = capsys.readouterr().err
+        assert ("sin for cpu: tracing, " in shown) == (watch is None)
+    assert "compiling" in stages or "found" in stages
 
 
 def test_what_partition_leaves_is_an_argument(cache: Path) -> None:

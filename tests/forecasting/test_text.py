@@ -1,3 +1,6 @@
+"""Forecasts of dumps: programs that others compiled."""
+
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -5,6 +8,7 @@ import pytest
 from systolic.chips import slice
 from systolic.core.errors import DataError, OptionError
 from systolic.forecasting import forecast_text
+from systolic.report.forecast import readings
 from tests.recorded import hlo as recorded
 
 
@@ -127,3 +131,27 @@ def test_a_dump_that_does_not_fit_says_so(tmp_path: Path) -> None:
     assert not made.fits
     assert made.step_seconds is None
     assert (made.rejected or {})["need_bytes"] == 3 * 2 * 131072**2
+
+
+def test_no_format_is_used_above_its_peak(tmp_path: Path) -> None:
+    path = tmp_path / "int8.txt"
+    path.write_text(recorded.text("int8-v5e-1"))
+    made = forecast_text(path, slice("v5e-1"))
+    assert made.flops_by_format == {"int8": 2 * 8192**3}
+    assert made.step_seconds is not None
+    assert made.hfu == pytest.approx(2 * 8192**3 / 393e12 / made.step_seconds)
+    assert 0.9 < made.hfu <= 1
+    assert dict(readings.speed(made))["HFU"] == f"{made.hfu * 100:.1f} % of the int8 peak"
+    # FLOPs of a model are compared with the bf16 peak, whatever ran.
+    model = replace(made, model_flops=made.hardware_flops)
+    assert model.mfu == pytest.approx(2 * 8192**3 / 197e12 / made.step_seconds)
+    assert dict(readings.speed(model))["MFU"] == f"{model.mfu * 100:.1f} % of the bf16 peak"
+    assert made.to_json()["executed_flops_by_format"] == {"int8": 2 * 8192**3}
+    # Half of the work in each format: each at its own peak.
+    halves = {"int8": made.hardware_flops / 2, "bf16": made.hardware_flops / 2}
+    assert replace(made, flops_by_format=halves).hfu == pytest.approx(
+        made.hfu * (1 + 393 / 197) / 2
+    )
+    # bf16 alone has one peak, which needs no name.
+    plain = replace(made, flops_by_format={"bf16": made.hardware_flops})
+    assert dict(readings.speed(plain))["HFU"].endswith(" %")

@@ -41,3 +41,10 @@ def test_a_name_is_that_here_or_on_hugging_face() -> None:
 def test_an_unknown_kind_of_model_is_refused() -> None:
     with pytest.raises(OptionError, match=r"config.json is of the kind 'lama'; did you mean llama"):
         family({"model_type": "lama"}, "config.json")
+
+
+@pytest.mark.parametrize("kind", ["gemma", "gpt_neox", "qwen2_vl", "roberta", "mistral3"])
+def test_another_kind_of_model_is_no_misspelt_one(kind: str) -> None:
+    with pytest.raises(OptionError) as raised:
+        family({"model_type": kind}, "config.json")
+    assert f"config.json is of the kind {kind!r}; known are bert, " in str(raised.value)

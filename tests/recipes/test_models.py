@@ -57,6 +57,23 @@ def test_an_unknown_name_has_its_nearest() -> None:
         recipes.find("llama-3.1-71b")
 
 
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("gemma", "of that family it knows gemma-3-27b, and takes the config.json of any other;"),
+        ("llama", "of that family it knows llama-3.1-8b, llama-3.1-70b, llama-3.1-405b, and"),
+        ("google/gemma-2-9b", "of that family it knows gemma-3-27b, and"),
+        ("bert", "'bert'; systolic recipes lists them"),
+        ("imagee", "did you mean image?"),
+    ],
+)
+def test_another_model_is_no_misspelt_one(name: str, told: str) -> None:
+    with pytest.raises(NotFoundError) as raised:
+        recipes.find(name)
+    assert told in str(raised.value)
+    assert ("did you mean" in str(raised.value)) == ("did you mean" in told)
+
+
 def test_a_config_is_found_by_file_and_by_folder(folder: Path) -> None:
     for target in (folder, folder / CONFIG):
         found = recipes.find(str(target))

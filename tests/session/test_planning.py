@@ -152,5 +152,7 @@ def test_what_is_neither_a_job_nor_a_name_is_refused() -> None:
         systolic.plan(3, on="v6e-8")  # ty: ignore[invalid-argument-type]
     with pytest.raises(OptionError, match="forecast takes a Job, the name of a recipe or a model"):
         systolic.forecast(3, on="v6e-8")  # ty: ignore[no-matching-overload]
-    with pytest.raises(OptionError, match="plan takes no option sequence with a Job"):
+    with pytest.raises(
+        OptionError, match="has no option 'sequence'; its options are steps, layout,"
+    ):
         systolic.plan(fabricated.facts().job, on="v6e-8", sequence=128)

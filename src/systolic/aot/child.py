@@ -62,8 +62,19 @@ def main(folder: Path, desk: Path) -> int:
         else:
             # An error in a user's function, whose message is the reason.
             traceback.print_exc()
-            _fail("program", f"{type(error).__name__}: {error}")
+            _fail("program", f"{type(error).__name__}: {error}", where=_place(error))
     return 1
+
+
+def _place(error: Exception) -> str:
+    """``file.py:14``, the last line of the user's on the way to an error; empty without one."""
+    found = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        path = Path(frame.filename)
+        own = Path(__file__).parents[1] in path.parents or "site-packages" in path.parts
+        if path.suffix == ".py" and not own and Path(os.__file__).parent not in path.parents:
+            found = f"{path.name}:{frame.lineno}"
+    return found
 
 
 def _read_request() -> bytes:
@@ -288,8 +299,8 @@ def versions_here(on: Slice) -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in names}
 
 
-def _fail(who: str, text: str, kind: str = "") -> None:
-    say(stage=FAILED, who=who, text=text, kind=kind)
+def _fail(who: str, text: str, kind: str = "", where: str = "") -> None:
+    say(stage=FAILED, who=who, text=text, kind=kind, where=where)
 
 
 def _write(path: Path, value: Any) -> None:

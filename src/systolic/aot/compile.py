@@ -50,6 +50,8 @@ Say = Callable[[str], None]
 compiling, serializing, compiled or found."""
 
 LOG_LINES = 40
+REASON = 500
+"""Characters of an error that a message has."""
 _NO_OPTION = re.compile(r"No such compile option: '([^']+)'")
 
 
@@ -317,7 +319,8 @@ def _run_child(task: _Task, say: Say, children: _Children) -> _Answer | Failed:
         flag = f"--{found[1]}"
         reason = f"libtpu {version('libtpu')} or XLA does not know a flag: {flag}; leave it out"
         return Failed(reason=reason, log=log, unknown_flag=flag)
-    return Failed(reason=_first_line(told["text"]), log=log)
+    where = f" (at {told['where']})" if told["where"] else ""
+    return Failed(reason=f"{_first_line(told['text'])}{where}", log=log)
 
 
 def _send(process: "subprocess.Popen[bytes]", request: bytes) -> None:
@@ -373,7 +376,7 @@ def _runtime(compiler: Compiler) -> tuple[str, ...]:
 
 
 def _first_line(text: str) -> str:
-    return " ".join(text.split())[:300]
+    return " ".join(text.split())[:REASON]
 
 
 def _request_name(asked: _Asked) -> str | None:

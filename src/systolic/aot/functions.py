@@ -1,13 +1,25 @@
 """User functions, traced on a mesh of a described slice."""
 
+import contextlib
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+import numpy as np
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    SingleDeviceSharding,
+)
 
-from systolic.aot.traced import FunctionCall, Traced, is_filtered, name_of
+from systolic.aot.restored import is_pmapped, key_of, standing, trace_pmapped
+from systolic.aot.traced import CalledFunction, FunctionCall, Traced, is_filtered, name_of
 from systolic.chips import Slice
 from systolic.core.errors import OptionError
 from systolic.steps.mesh import place, slices_of
@@ -15,36 +27,92 @@ from systolic.steps.mesh import place, slices_of
 
 def trace_function(program: FunctionCall, on: Slice, devices: Sequence[Any]) -> Traced:
     """See :class:`FunctionCall`."""
-    mesh = _mesh(program.mesh, devices)
-    leaves, tree = jax.tree.flatten((program.args, dict(program.kwargs)))
-    placed = [_placed(leaf, spec, mesh) for leaf, spec in zip(leaves, program.specs, strict=True)]
-    args, kwargs = jax.tree.unflatten(tree, placed)
-    function: Any = program.function
-    with jax.set_mesh(mesh):
-        if is_filtered(function):
-            traced = _filtered(function, args, kwargs)
-        else:
-            if not isinstance(function, jax.stages.Wrapped):
-                function = _jitted(program, mesh)
-            traced = function.trace(*args, **kwargs)
+    mesh = _mesh(program, devices)
+    with standing(mesh, program.devices) as there:
+        try:
+            traced = _traced(program, mesh, on)
+        except Exception:
+            if program.own_mesh:
+                raise
+            traced = None
+    if not program.own_mesh and (there.made or traced is None):
+        # The function may have made a mesh, in whose order the devices are then, and which is no mesh of JAX's context.
+        own = replace(program, own_mesh=True, in_context=False)
+        if there.made:
+            made = there.made[0]
+            own = replace(own, mesh=dict(made.shape), axis_types=made.axis_types)
+        return trace_function(own, on, devices)
     unit, units = program.units or ("calls", 1)
     return Traced(
         traced=traced,
         mesh=mesh,
         facts={
-            "name": name_of(program.function),
+            "name": program.name,
             "verb": "function",
             "model_flops": program.model_flops,
             "unit": unit,
             "units": units,
             "precision": None,
             "layout": {axis: int(size) for axis, size in mesh.shape.items()},
-            "notes": [],
+            "notes": list(program.notes),
         },
     )
 
 
-def _jitted(program: FunctionCall, mesh: Mesh) -> Any:
+def _traced(program: FunctionCall, mesh: Mesh, on: Slice) -> Any:
+    import cloudpickle
+
+    call: CalledFunction = cloudpickle.loads(program.content)
+    function: Any = call.function
+    if is_pmapped(function):
+        return trace_pmapped(function, call.args, call.kwargs)
+    _check_single(function, on)
+    own = _has_in_shardings(function)
+    leaves, tree = jax.tree.flatten((call.args, dict(call.kwargs)))
+    placed = [
+        _placed(leaf, spec, None if own else mesh, mesh)
+        for leaf, spec in zip(leaves, program.specs, strict=True)
+    ]
+    args, kwargs = jax.tree.unflatten(tree, placed)
+    with _context(program, call, mesh):
+        if is_filtered(function):
+            return _filtered(function, args, kwargs)
+        if not isinstance(function, jax.stages.Wrapped):
+            function = _jitted(program, function, mesh)
+        return function.trace(*args, **kwargs)
+
+
+def _context(program: FunctionCall, call: CalledFunction, mesh: Mesh) -> Any:
+    """JAX's mesh of the trace: the user's where one is set, else the program's."""
+    if call.context is None:
+        return jax.set_mesh(mesh) if program.in_context else contextlib.nullcontext()
+    if isinstance(call.context, AbstractMesh):
+        return jax.sharding.use_abstract_mesh(call.context)
+    if not call.entered:
+        return jax.set_mesh(call.context)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # the user's choice
+        stack = contextlib.ExitStack()
+        stack.enter_context(call.context)
+    return stack
+
+
+def _has_in_shardings(function: Any) -> bool:
+    info = vars(function).get("_jit_info") if isinstance(function, jax.stages.Wrapped) else None
+    return info is not None and info.user_specified_in_shardings
+
+
+def _check_single(function: Any, on: Slice) -> None:
+    """Raises OptionError for a function that is jitted for one device, of a slice of several."""
+    if not _has_in_shardings(function) or on.num_devices == 1:
+        return
+    if any(isinstance(one, SingleDeviceSharding) for one in function._jit_info.in_shardings_leaves):
+        raise OptionError(
+            f"{name_of(function)} is jitted for a single device and {on.name} has {on.num_devices}; give in_shardings over a mesh of {on.num_devices}, or forecast it for one device"
+        )
+
+
+def _jitted(program: FunctionCall, function: Any, mesh: Mesh) -> Any:
     out: dict[str, Any] = {}
     if program.out_specs is not None:
         out["out_shardings"] = jax.tree.map(
@@ -53,11 +121,20 @@ def _jitted(program: FunctionCall, mesh: Mesh) -> Any:
             is_leaf=lambda x: isinstance(x, PartitionSpec),
         )
     return jax.jit(
-        program.function,
+        _hashable(function),
         static_argnums=program.static_argnums or None,
         donate_argnums=program.donate_argnums or None,
         **out,
     )
+
+
+def _hashable(function: Any) -> Any:
+    """A function that ``jax.jit`` takes: a module whose fields are arrays has no hash."""
+    try:
+        hash(function)
+    except TypeError:
+        return lambda *args, **kwargs: function(*args, **kwargs)
+    return function
 
 
 def _filtered(function: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -80,10 +157,17 @@ def _is_abstract(leaf: Any) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
-def _mesh(axes: Mapping[str, int], devices: Sequence[Any]) -> Mesh:
+def _mesh(program: FunctionCall, devices: Sequence[Any]) -> Mesh:
+    axes = program.mesh
     names, sizes = tuple(axes), tuple(axes.values())
-    grid = place(sizes, _across(axes, slices_of(devices)), devices)
-    return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
+    types = program.axis_types or (AxisType.Auto,) * len(names)
+    by_key = {key_of(device): device for device in devices}
+    if set(program.devices) == set(by_key):
+        # A mesh of described devices has its order from the user.
+        grid = np.array([by_key[key] for key in program.devices], dtype=object).reshape(sizes)
+    else:
+        grid = place(sizes, _across(axes, slices_of(devices)), devices)
+    return Mesh(grid, names, axis_types=types)
 
 
 def _across(axes: Mapping[str, int], num_slices: int) -> list[int]:
@@ -97,8 +181,13 @@ def _across(axes: Mapping[str, int], num_slices: int) -> list[int]:
     )
 
 
-def _placed(leaf: Any, spec: Any, mesh: Mesh) -> Any:
+def _placed(leaf: Any, spec: Any, whole: Mesh | None, mesh: Mesh) -> Any:
+    """A leaf with its own sharding, that of its spec, or whole on all devices of ``whole``."""
     if not hasattr(leaf, "shape"):
         return leaf
-    where = NamedSharding(mesh, spec if spec is not None else PartitionSpec())
+    where = getattr(leaf, "sharding", None)
+    if spec is not None:
+        where = NamedSharding(mesh, spec, memory_kind=where.memory_kind if where else None)
+    elif where is None and whole is not None:
+        where = NamedSharding(whole, PartitionSpec())
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)

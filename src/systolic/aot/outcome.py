@@ -12,7 +12,7 @@ from typing import Any
 from systolic.core.errors import RunError
 from systolic.core.owner import others_who_write
 from systolic.core.store import read_json
-from systolic.core.units import GIB
+from systolic.core.units import gibibytes
 
 HLO, PROTO, REPORT, EXECUTABLE = (
     "module.hlo.gz",
@@ -222,4 +222,4 @@ def _bytes(number: str, unit: str) -> int:
 
 def line(rejected: Rejected) -> str:
     """``needs 20.30 GiB of hbm, 15.75 GiB available``."""
-    return f"needs {rejected.need_bytes / GIB:.2f} GiB of {rejected.space}, {rejected.have_bytes / GIB:.2f} GiB available"
+    return f"needs {gibibytes(rejected.need_bytes)} of {rejected.space}, {gibibytes(rejected.have_bytes)} available"

@@ -1,6 +1,7 @@
 """Inputs and results of traces, without imports from their own package."""
 
 import enum
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping
@@ -32,22 +33,42 @@ class Traced:
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionCall:
-    """Function with abstract arguments and their shardings.
+    """Function with abstract arguments and their shardings."""
 
-    ``args`` hold ShapeDtypeStructs (or arrays) whose shardings are PartitionSpecs over ``mesh``:
-    each leaf's spec is in ``specs``, the flat list of the arguments' leaves.
-    """
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    content: bytes
+    """A ``CalledFunction`` as :func:`systolic.aot.pickled.packed` writes it."""
+    name: str
     mesh: Mapping[str, int]
     specs: tuple[Any, ...]
+    """PartitionSpecs over ``mesh`` by leaf of the arguments; None where ``in_specs`` and shardings have none."""
+    axis_types: tuple[Any, ...] | None = None
+    """Types of the axes as the user's mesh has them; None for ``Auto``."""
+    devices: tuple[tuple[str, int], ...] = ()
+    """Platform and number of the user's devices in the order of the mesh; empty where there is no such mesh."""
+    in_context: bool = True
+    """Whether ``mesh`` is JAX's mesh while the function is traced."""
+    own_mesh: bool = True
+    """Whether ``mesh`` is the user's; a default one gives way to a mesh that the function makes."""
     out_specs: Any = None
     static_argnums: tuple[int, ...] = ()
     donate_argnums: tuple[int, ...] = ()
     model_flops: float | None = None
     units: tuple[str, float] | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalledFunction:
+    """The part of a :class:`FunctionCall` that refers to devices."""
+
+    context: Any
+    """JAX's mesh where the forecast was asked for; None for none."""
+    entered: bool
+    """Whether that mesh was entered with ``with mesh``, and not set."""
+    args: tuple[Any, ...]
+    """ShapeDtypeStructs with the shardings that they were given, or static values."""
+    kwargs: Mapping[str, Any]
+    function: Callable[..., Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +111,10 @@ class PagedCall:
 
 def name_of(function: Callable[..., Any]) -> str:
     """Name of a function in a report."""
-    inner = inspect.unwrap(function)
+    inner: Any = function
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    inner = inspect.unwrap(inner)
     return getattr(inner, "__name__", type(function).__name__)
 
 

@@ -121,7 +121,7 @@ def request_for(
     prog = f"systolic {verb} {target or (recipe if isinstance(recipe, str) else recipe.target)}"
     wants_help = asks_help(args)
     # Before the recipe is imported, which takes longer than to refuse a line.
-    words = [] if wants_help else renamed(args)
+    words = [] if wants_help else _with_first(recipe, renamed(args))
     given, rest = ({}, []) if wants_help else known(options, words, prog)
     found = recipes.find(recipe) if isinstance(recipe, str) else recipe
     taken = inspect.signature(options).parameters
@@ -147,6 +147,18 @@ def request_for(
     values, unknown = known(function, rest, prog)
     refuse_unknown(unknown, names, prog, takes)
     return Request(recipe=found, options=values, verb=own, typed=tuple(rest))
+
+
+FIRST = {"sft": "--from", "image": "--path"}
+"""Shipped recipes that take a first word without its option: the model, the pictures."""
+
+
+def _with_first(recipe: "Recipe | str", words: list[str]) -> list[str]:
+    """Words of a command line with the option of a first word that has none: ``sft llama-3.1-8b --on v5e-8``."""
+    option = FIRST.get(recipe) if isinstance(recipe, str) else None
+    if option is None or not words or words[0].startswith("-") or option in words:
+        return words
+    return [option, *words]
 
 
 class UnderPlan(Protocol):

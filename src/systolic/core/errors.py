@@ -5,6 +5,7 @@ exceptions. What is raised here reaches the terminal as one line and a non-zero 
 """
 
 import difflib
+import re
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 
@@ -75,6 +76,29 @@ def nearest(name: str, known: Iterable[str]) -> str:
     folded = {k.lower(): k for k in known}
     close = difflib.get_close_matches(name.lower(), list(folded), n=1, cutoff=0.6)
     return f"; did you mean {folded[close[0]]}?" if close else ""
+
+
+def misspelt(name: str, known: Iterable[str]) -> str:
+    """As :func:`nearest`, for a name that a file holds: only of one that can be a slip of the keyboard.
+
+    ``gemma`` is no misspelt ``gemma3``, nor ``gpt_neox`` ``gpt_oss``: they are other things.
+    """
+    folded = {k.lower(): k for k in known}
+    close = difflib.get_close_matches(name.lower(), list(folded), n=1, cutoff=0.85)
+    if not close or close[0] in name.lower() or _letters(close[0]) == _letters(name):
+        return ""
+    return f"; did you mean {folded[close[0]]}?"
+
+
+def of_family(name: str, known: Iterable[str]) -> list[str]:
+    """Those of ``known`` that begin with the same word: ``llama-3.1-8b`` and its sizes for ``llama`` or ``llama-2-7b``."""
+    word = re.match(r"[a-z]*", name.lower().rpartition("/")[2])
+    first = word[0] if word else ""
+    return [k for k in known if len(first) > 2 and re.match(r"[a-z]*", k.lower())[0] == first]  # ty: ignore[not-subscriptable]
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[^a-z]", "", name.lower())
 
 
 @contextmanager

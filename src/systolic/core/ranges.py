@@ -1,10 +1,14 @@
-"""Ranges of numbers, stated once beside their field or parameter.
+"""Ranges of numbers and choices of words, stated once beside their field or parameter.
 
 ``learning_rate: Annotated[float, Range(above=0)] = 3e-4`` says what the field takes; :func:`check` in
 the record's ``__post_init__`` enforces it, and the command line checks the parameters of its verbs
-alike. Every number is finite, and a whole number fits the 32 bits that devices count in.
+alike. Every number is finite, and a whole number fits the 32 bits that devices count in. A field or parameter of an
+enum takes a member or its text, as on the command line: ``Layout(remat="full")``.
 """
 
+import enum
+import functools
+import inspect
 import math
 import re
 import typing
@@ -12,9 +16,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from types import NoneType, UnionType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
-from systolic.core.errors import OutOfRangeError
+from systolic.core.errors import OptionError, OutOfRangeError, nearest
+
+P, R = ParamSpec("P"), TypeVar("R")
 
 LARGEST_INT = 2**31 - 1
 """Steps, token ids and seeds are int32 on the devices."""
@@ -87,7 +93,7 @@ def dashed(name: str) -> str:
 
 
 def check(record: Any, prefix: str = "", error: type[Exception] = OutOfRangeError) -> None:
-    """Checks the ranged fields of a dataclass instance.
+    """Checks the ranged fields of a dataclass instance, and puts the member of an enum in place of its text.
 
     Args:
         record: The instance; its class annotates fields with :class:`Range`.
@@ -96,7 +102,16 @@ def check(record: Any, prefix: str = "", error: type[Exception] = OutOfRangeErro
 
     Raises:
         OutOfRangeError: or ``error``, for the first value out of its range: the value and the range.
+        OptionError: or ``error``, for a value that is no member of its field's enum.
     """
+    for name, choice in choices_of(type(record)).items():
+        given = getattr(record, name)
+        try:
+            made = choice.member(_option(f"{prefix}.{name}" if prefix else name), given)
+        except OptionError as told:
+            raise (told if error is OutOfRangeError else error(str(told))) from told
+        if made is not given:
+            object.__setattr__(record, name, made)  # the record is frozen, and not made yet
     for name, ranged in ranges_of(type(record)).items():
         told = complaint(
             _option(f"{prefix}.{name}" if prefix else name), ranged, getattr(record, name)
@@ -118,6 +133,77 @@ def check_arguments(
             told = complaint(spell(name), ranged, values[name])
             if told is not None:
                 raise OutOfRangeError(told)
+
+
+class Choice(typing.NamedTuple):
+    """Enum of one field or parameter."""
+
+    kind: type[enum.Enum]
+    optional: bool
+    """Whether it takes ``None``."""
+    several: bool
+    """Whether it is a tuple of members."""
+
+    def member(self, name: str, value: Any) -> Any:
+        """The member that a value is or names, or several of them.
+
+        Raises:
+            OptionError: there is no such member; ``name`` is what the message calls the option.
+        """
+        if self.several and not isinstance(value, str):
+            found = tuple(self._member(name, one) for one in value)
+            return value if found == value else found
+        if self.several:
+            return (self._member(name, value),)
+        return None if value is None and self.optional else self._member(name, value)
+
+    def _member(self, name: str, value: Any) -> enum.Enum:
+        if isinstance(value, self.kind):
+            return value
+        known = {str(one.value): one for one in self.kind}
+        plain = str(value.value if isinstance(value, enum.Enum) else value)
+        found = known.get(plain) or known.get(plain.lower().replace("_", "-"))
+        if found is None or isinstance(value, bool):
+            near = nearest(value, known) if isinstance(value, str) else ""
+            raise OptionError(f"{name} is {value!r}{near}; it takes {', '.join(known)}")
+        return found
+
+
+@lru_cache
+def choices_of(annotated: Any) -> Mapping[str, Choice]:
+    """Name to choice of the fields of a class or the parameters of a function that take members of an enum."""
+    hints = typing.get_type_hints(annotated)
+    found = {name: _choice(hint) for name, hint in hints.items() if name != "return"}
+    return {name: choice for name, choice in found.items() if choice is not None}
+
+
+def _choice(hint: Any) -> Choice | None:
+    kinds = [kind for kind in _alternatives(hint) if kind is not NoneType]
+    if len(kinds) != 1:
+        return None
+    several = typing.get_origin(kinds[0]) is tuple
+    kind = typing.get_args(kinds[0])[0] if several and typing.get_args(kinds[0]) else kinds[0]
+    if not (isinstance(kind, type) and issubclass(kind, enum.Enum)):
+        return None
+    return Choice(kind=kind, optional=NoneType in _alternatives(hint), several=several)
+
+
+def with_choices(function: Callable[P, R]) -> Callable[P, R]:
+    """A function whose parameters of an enum take a member or its text.
+
+    Raises:
+        OptionError: the function is called with a text that is no member's.
+    """
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        bound = inspect.signature(function).bind(*args, **kwargs)
+        for name, choice in choices_of(function).items():
+            if name in bound.arguments:
+                bound.arguments[name] = choice.member(dashed(name), bound.arguments[name])
+        return function(*bound.args, **bound.kwargs)
+
+    return called
 
 
 def complaint(name: str, ranged: Ranged, value: Any) -> str | None:

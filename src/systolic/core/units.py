@@ -4,6 +4,7 @@ import math
 
 GIB = 2**30
 MIB = 2**20
+KIB = 2**10
 
 _DECIMAL = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -19,8 +20,13 @@ def si(value: float, unit: str = "", digits: int = 3) -> str:
 
 
 def gibibytes(num_bytes: float) -> str:
-    """Bytes as MiB or GiB, whichever reads better."""
-    if abs(num_bytes) < GIB:
+    """Bytes as GiB, MiB, KiB or B, the largest of which there is at least one."""
+    size = abs(num_bytes)
+    if size < KIB:
+        return f"{num_bytes:.0f} B"
+    if size < MIB:
+        return f"{num_bytes / KIB:.1f} KiB"
+    if size < GIB:
         return f"{num_bytes / MIB:.1f} MiB"
     return f"{num_bytes / GIB:.2f} GiB"
 

@@ -12,6 +12,7 @@ from systolic.core.units import duration
 from systolic.forecasting.cost import Bill
 from systolic.forecasting.costs import by_op, seconds_by_place
 from systolic.forecasting.memory import MemoryMap
+from systolic.sim.rates import peaks_of
 from systolic.sim.timeline import PricedBy, Resource, Timeline
 
 BILLION, MILLION = 1e9, 1e6
@@ -33,7 +34,8 @@ class Forecast:
     """Time, memory and cost of a program on a slice.
 
     Times in seconds, memory in bytes of one device. MFU counts model FLOPs (no rematerialisation)
-    against the bf16 peak of all chips, HFU those of the matmuls that are executed.
+    against the bf16 peak of all chips; HFU those of the matmuls that are executed, each against the peak of
+    the format of its operands.
     """
 
     recipe: str
@@ -56,6 +58,8 @@ class Forecast:
     """Tokens, examples or calls of a step, all devices."""
     hardware_flops: float = 0.0
     """FLOPs that one device executes."""
+    flops_by_format: Mapping[str, float] = field(default_factory=dict)
+    """``hardware_flops`` by the format of the operands: ``bf16``, ``fp8``, ``int8``, ``int4``."""
     bill: Bill
     compiler: Mapping[str, Any] = field(default_factory=dict)
     layout: Mapping[str, Any] = field(default_factory=dict)
@@ -78,13 +82,31 @@ class Forecast:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs over the bf16 peak."""
+        """Model FLOPs over the bf16 peak; above 1 is possible for matmuls in a format with a higher peak."""
         return self._share(self.model_flops)
 
     @property
     def hfu(self) -> float | None:
-        """Executed FLOPs over the bf16 peak."""
-        return self._share(self.hardware_flops * self.on.num_devices)
+        """Executed FLOPs, each over the peak of its operands' format: the share of the step that the matrix units need at least."""
+        bf16, peaks = self.on.chip.peak_bf16_flops_per_second, peaks_of(self.on.chip)
+        if not self.flops_by_format or not bf16:
+            return self._share(self.hardware_flops * self.on.num_devices)
+        at_bf16 = sum(
+            flops * bf16 / max(peaks.get(name, bf16), bf16)
+            for name, flops in self.flops_by_format.items()
+        )
+        return self._share(at_bf16 * self.on.num_devices)
+
+    @property
+    def fastest_format(self) -> str:
+        """The format other than bf16 in which most matmuls run faster than in bf16; ``bf16`` where none does."""
+        peaks = peaks_of(self.on.chip)
+        faster = {
+            name: flops
+            for name, flops in self.flops_by_format.items()
+            if peaks.get(name, 0.0) > peaks.get("bf16", 0.0)
+        }
+        return max(faster, key=lambda name: faster[name], default="bf16")
 
     def _share(self, flops: float | None) -> float | None:
         peak = self.on.chip.peak_bf16_flops_per_second
@@ -172,6 +194,7 @@ class Forecast:
             else None,
             "mfu": self.mfu,
             "hfu": self.hfu,
+            "executed_flops_by_format": dict(self.flops_by_format),
             f"{self.unit}_per_second": self.units_per_second,
             "time_by_resource": self.time_by_resource,
             "exposed_collective_seconds": self.exposed_collective_seconds,

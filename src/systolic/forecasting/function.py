@@ -1,7 +1,9 @@
 """Forecasts of anyone's function."""
 
+import functools
 import math
 import shlex
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,20 +11,29 @@ from typing import Any
 import numpy as np
 
 from systolic.aot import Compiler, FunctionProgram
-from systolic.aot.traced import is_filtered, name_of
+from systolic.aot.pickled import MeshFound, Packed, packed
+from systolic.aot.restored import is_pmapped, shape_text
+from systolic.aot.traced import CalledFunction, is_filtered, name_of
 from systolic.chips import Slice
 from systolic.chips import slice as slice_named
 from systolic.core.errors import OptionError
+from systolic.core.units import gibibytes
 from systolic.forecasting.forecast import Forecast
 from systolic.forecasting.run import forecast_program
+
+MANY_CONSTANT_BYTES = 2**24
+"""Arrays that a function refers to, above which a note says so."""
+MOST_CONSTANT_BYTES = 2**30
+"""Arrays that a function refers to, above which it is refused: XLA reads no program of 2 GiB."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
     """Layout of a function's arguments on a mesh, and the work of a call."""
 
-    mesh: Mapping[str, int] | None = None
-    """Axis name to size; by default one axis ``devices`` over all of them."""
+    mesh: Mapping[str, int] | Any = None
+    """Axis name to size, or a mesh of JAX; by default the mesh of the function or its arguments, else one axis
+    ``devices`` over all of them."""
     in_specs: Any = None
     """One entry a positional argument: a PartitionSpec, None (whole on every device) or a tree of
     them like that argument, whose own ``None`` leaves have no spec. One PartitionSpec alone is
@@ -42,6 +53,7 @@ def forecast_function(
     units: tuple[str, float] | None = None,
     flags: str | Sequence[str] = (),
     quick: bool = False,
+    watch: Callable[[str], None] = lambda _: None,
     **kwargs: Any,
 ) -> Forecast:
     """Forecasts ``function(*args, **kwargs)`` on a slice that need not be there.
@@ -49,17 +61,25 @@ def forecast_function(
     Args:
         function: Jitted, made by ``equinox.filter_jit``, or plain; a plain one is jitted. It is
             compiled under the settings of ``jax.config`` that this thread has.
-        *args: Arrays or ShapeDtypeStructs. A NamedSharding's spec, or ``Spread.in_specs``, says how
+        *args: Arrays or ShapeDtypeStructs. A NamedSharding, or ``Spread.in_specs``, says how
             each is spread over the mesh; what says nothing is whole on every device.
         on: The slice, or its name.
-        spread: The mesh (axis name to size), or a :class:`Spread`.
+        spread: The mesh (axis name to size, or a mesh of JAX), or a :class:`Spread`. By default the mesh
+            that the function or its arguments refer to, else one axis ``devices``.
         model_flops: FLOPs that the mathematics needs, for the MFU.
         units: What a call works off, ``("tokens", 1 << 20)``.
         flags: libtpu's, such as ``--xla_tpu_scoped_vmem_limit_kib=65536``: a list, or one text. By
             default none, as your own program has them.
         quick: Stop at the schedule: memory exactly and a rougher time, in seconds. For TPUs;
             elsewhere the compile is no longer than that.
+        watch: Called with each stage of the compile, a few words. :func:`systolic.forecast` writes the stage and the time
+            so far to stderr by default, once it takes more than ten seconds.
         **kwargs: As ``args``.
+
+    Meshes, devices and shardings of this process, wherever the function has them (closures, globals, attributes,
+    ``jax.set_mesh``), stand for those of the slice: a mesh of all its devices follows its torus, with the same axes.
+    A mesh of another size is taken with the sizes that ``spread`` has for its axes. While the function is traced,
+    ``jax.devices()``, ``jax.device_count()``, ``jax.default_backend()`` and ``jax.make_mesh()`` answer for the slice.
 
     Raises:
         OptionError: the mesh does not fit the slice, ``in_specs`` not the arguments or the mesh, a
@@ -76,7 +96,11 @@ def forecast_function(
     )
     compiler = Compiler(flags=_flags(flags))
     return forecast_program(
-        program, name_of(function), target, compiler=compiler.quick() if quick else compiler
+        program,
+        name_of(function),
+        target,
+        compiler=compiler.quick() if quick else compiler,
+        say=watch,
     )
 
 
@@ -104,42 +128,198 @@ def function_program(
 ) -> FunctionProgram:
     """A function with abstract arguments and their partitions; see :func:`forecast_function`."""
     import jax
-    from jax.sharding import NamedSharding
 
-    axes = dict(spread.mesh) if spread.mesh else {"devices": on.num_devices}
-    if math.prod(axes.values()) != on.num_devices:
-        shape = " x ".join(f"{name} {size}" for name, size in axes.items())
-        raise OptionError(
-            f"the mesh ({shape}) has {math.prod(axes.values())} devices but {on.name} has {on.num_devices}; change an axis"
-        )
+    function, bound, kwargs = _unbound(function, kwargs)
     jitted = isinstance(function, jax.stages.Wrapped) or is_filtered(function)
     if jitted and (spread.out_specs is not None or spread.donate_argnums):
         raise OptionError(
             f"{name_of(function)} is jitted already, so Spread.out_specs and donate_argnums would be ignored; give them to its jit, or give the plain function"
         )
-
-    def spec_of(leaf: Any) -> Any:
-        where = leaf.sharding if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) else None
-        return where.spec if isinstance(where, NamedSharding) else None
-
-    def abstract(leaf: Any) -> Any:
-        if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct, np.ndarray)):
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-        return leaf
-
-    specs = [spec_of(leaf) for leaf in jax.tree.leaves((args, dict(kwargs)))]
+    context, entered = _context()
+    abstract, named = jax.tree.map(_abstract, ((*bound, *args), dict(kwargs)))
+    call = CalledFunction(
+        context=context, entered=entered, args=abstract, kwargs=named, function=function
+    )
+    name = name_of(function)
+    content = packed(call, name)
+    _check_arrays(content.array_bytes, name)
+    place = _place(spread, content, name, on, in_context=context is not None)
+    leaves = jax.tree.leaves((abstract, named))
+    specs = [_spec_of(leaf) for leaf in leaves]
     if spread.in_specs is not None:
-        given = _leaf_specs(spread.in_specs, args, axes)
-        specs[: len(given)] = given
-    args, named = jax.tree.map(abstract, (args, dict(kwargs)))
+        given = _leaf_specs(spread.in_specs, args, place.axes)
+        first = len(jax.tree.leaves(abstract[: len(bound)]))
+        specs[first : first + len(given)] = given
     return FunctionProgram(
-        function=function,
-        args=args,
-        kwargs=named,
-        mesh=axes,
+        content=content.content,
+        name=name,
+        mesh=place.axes,
+        axis_types=place.axis_types,
+        devices=place.devices,
+        in_context=place.in_context,
+        own_mesh=place.own_mesh,
         specs=tuple(specs),
         out_specs=spread.out_specs,
         donate_argnums=tuple(spread.donate_argnums),
+        notes=_array_notes(content.array_bytes, name),
+    )
+
+
+def _unbound(
+    function: Callable[..., Any], kwargs: Mapping[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]:
+    """A function of ``jax.jit`` without what a method or ``functools.partial`` binds, and the bound arguments.
+
+    Jitted again with them inside it would lose what its own jit says, such as donated arguments.
+    """
+    import jax
+
+    bound: tuple[Any, ...] = ()
+    inner: Any = function
+    while True:
+        if isinstance(inner, types.MethodType):
+            bound, inner = (inner.__self__, *bound), inner.__func__
+        elif isinstance(inner, functools.partial):
+            bound, kwargs = (*inner.args, *bound), {**inner.keywords, **kwargs}
+            inner = inner.func
+        else:
+            break
+    if isinstance(inner, jax.stages.Wrapped) or is_pmapped(inner):
+        return inner, bound, kwargs
+    return function, (), kwargs
+
+
+def _abstract(leaf: Any) -> Any:
+    """Shape, dtype and sharding over a mesh of an array; other values as they are."""
+    import jax
+    from jax.sharding import NamedSharding
+
+    if isinstance(leaf, np.ndarray):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    if not isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
+        return leaf
+    where = leaf.sharding if isinstance(leaf.sharding, NamedSharding) else None
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+
+def _spec_of(leaf: Any) -> Any:
+    where = getattr(leaf, "sharding", None)
+    return None if where is None else where.spec
+
+
+def _context() -> tuple[Any, bool]:
+    """The mesh that JAX has set in this thread or None, and whether it was entered with ``with mesh``."""
+    import jax
+    from jax._src import mesh as meshes
+
+    mesh = jax.sharding.get_mesh()
+    if not mesh.empty:
+        return mesh, False
+    abstract = jax.sharding.get_abstract_mesh()
+    if not abstract.empty:
+        return abstract, False
+    entered = meshes.thread_resources.env.physical_mesh
+    return (None, False) if entered.empty else (entered, True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """The mesh of a program; see :class:`~systolic.aot.traced.FunctionCall`."""
+
+    axes: Mapping[str, int]
+    axis_types: tuple[Any, ...] | None = None
+    devices: tuple[tuple[str, int], ...] = ()
+    in_context: bool = True
+    own_mesh: bool = True
+
+
+def _place(spread: Spread, content: Packed, name: str, on: Slice, *, in_context: bool) -> _Place:
+    """The mesh of ``spread``, else that of the user's meshes which has the slice's size, else one axis over all devices.
+
+    Args:
+        spread: What the user says of the mesh.
+        content: The function and its arguments, with the meshes that they refer to.
+        name: Name of the function.
+        on: The slice.
+        in_context: Whether the first of these meshes is the one that JAX has set.
+
+    Raises:
+        OptionError: the mesh has another number of devices than the slice.
+    """
+    found, axes = content.meshes, _axes_of(spread.mesh)
+    given = bool(axes)
+    if given:
+        if math.prod(axes.values()) != on.num_devices:
+            raise OptionError(
+                f"the mesh ({shape_text(axes)}) has {math.prod(axes.values())} devices but {on.name} has {on.num_devices}; change an axis"
+            )
+        same = [one for one in found if set(one.axes) == set(axes)]
+    else:
+        same = [one for one in found if one.size == on.num_devices]
+        if not in_context:
+            # A mesh over one axis is often beside the one that the program is made for.
+            same.sort(key=lambda one: -sum(size > 1 for size in one.axes.values()))
+        axes = dict(same[0].axes) if same else {"devices": on.num_devices}
+    odd = [one for one in found if one.size > on.num_devices or not (same or given)]
+    odd = [one for one in odd if not set(one.axes) <= set(axes)]
+    if odd:
+        sizes = ", ".join(f'"{axis}": …' for axis in odd[0].axes)
+        raise OptionError(
+            f"{name} has a mesh of {odd[0].size} device{'s' * (odd[0].size > 1)} ({odd[0]}) but {on.name} has {on.num_devices}; make it of {on.num_devices} virtual devices (jax.config.update('jax_num_cpu_devices', {on.num_devices}) before JAX starts), or give its sizes there as spread={{{sizes}}}"
+        )
+    like = [one for one in same if one.axes == axes]
+    ordered = [one.devices for one in like if one.devices is not None]
+    ordered += [one.devices for one in same if one.devices is not None]
+    types = _types(same, axes)
+    plain = types is None or all(str(one).endswith("Auto") for one in types)
+    return _Place(
+        axes=axes,
+        axis_types=types,
+        devices=ordered[0] if ordered and len(ordered[0]) == on.num_devices else (),
+        in_context=plain
+        and not content.maps_devices
+        and all(set(one.axes) == set(axes) for one in found),
+        own_mesh=given or bool(found),
+    )
+
+
+def _axes_of(mesh: Any) -> dict[str, int]:
+    """Axis names to sizes of a mapping, of a mesh of JAX, or of none."""
+    from jax.sharding import AbstractMesh, Mesh
+
+    if isinstance(mesh, Mesh | AbstractMesh):
+        return dict(mesh.shape)
+    sizes = dict(mesh) if isinstance(mesh, Mapping) else {None: mesh}
+    if mesh is not None and not all(
+        isinstance(name, str) and isinstance(size, int) and size > 0 for name, size in sizes.items()
+    ):
+        raise OptionError(
+            f"spread is {mesh!r}; it takes axis names with sizes, such as {{'data': 4, 'model': 2}}, a mesh of JAX or a systolic.Spread"
+        )
+    return {} if mesh is None else sizes
+
+
+def _types(found: Sequence[MeshFound], axes: Mapping[str, int]) -> tuple[Any, ...] | None:
+    """Types of the axes as the first mesh with the same names has them."""
+    for one in found:
+        if set(one.axes) == set(axes):
+            by_name = dict(zip(one.axes, one.axis_types, strict=True))
+            return tuple(by_name[axis] for axis in axes)
+    return None
+
+
+def _check_arrays(array_bytes: int, name: str) -> None:
+    if array_bytes > MOST_CONSTANT_BYTES:
+        raise OptionError(
+            f"{name} refers to {gibibytes(array_bytes)} of arrays, which would be constants of its program, and the limit is {gibibytes(MOST_CONSTANT_BYTES)}; pass them as arguments, as jax.ShapeDtypeStruct"
+        )
+
+
+def _array_notes(array_bytes: int, name: str) -> tuple[str, ...]:
+    if array_bytes < MANY_CONSTANT_BYTES:
+        return ()
+    return (
+        f"{name} refers to {gibibytes(array_bytes)} of arrays, constants of the program that are whole on every device and that its memory does not count; pass them as arguments",
     )
 
 

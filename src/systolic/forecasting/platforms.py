@@ -65,6 +65,7 @@ def forecast_host(outcome: Compiled, name: str, on: Slice, seconds: float) -> Fo
         unit=facts.get("unit", "calls"),
         units=facts.get("units", 1),
         hardware_flops=timeline.executed_flops if timeline is not None else 0.0,
+        flops_by_format=timeline.flops_by_format if timeline is not None else {},
         bill=bill_of(on),
         compiler={
             **report["versions"],

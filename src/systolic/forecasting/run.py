@@ -150,6 +150,7 @@ def assemble(
         unit=facts.get("unit", "calls"),
         units=facts.get("units", 1),
         hardware_flops=timeline.executed_flops,
+        flops_by_format=timeline.flops_by_format,
         bill=bill_of(on),
         compiler=compiler,
         layout=facts.get("layout", {}),

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from systolic.core.origin import Origin
+from systolic.core.units import gibibytes
 
 PADDING_PAGES = 1
 """Pages that rows of padding write to, which no text has."""
@@ -82,7 +83,7 @@ class ServingMemory:
     def rows(self) -> list[MemoryRow]:
         """The table; the bytes sum to the capacity."""
         size = f"{self.num_pages:,} of {self.page_size} positions"
-        size += f", {self.page_bytes / 2**20:.3g} MiB each"
+        size += f", {gibibytes(self.page_bytes)} each"
         return [
             MemoryRow(name="weights", bytes=self.weights_bytes),
             MemoryRow(name="pages", bytes=self.pages_bytes, text=size),

@@ -13,7 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from systolic.core.errors import DataError, OptionError, SystolicError, nearest
+from systolic.core.errors import DataError, OptionError, SystolicError, misspelt
 from systolic.interop.gguf_families import (
     ARCHITECTURES,
     FREQUENCIES,
@@ -91,7 +91,7 @@ def _opened(reader: Reader) -> TransformersSource:
     path, kind = reader.path, reader.need("general.architecture")
     if kind not in ARCHITECTURES:
         raise OptionError(
-            f"{path} has the architecture {str(kind)[:60]!r}{nearest(str(kind), ARCHITECTURES)}; read are {', '.join(ARCHITECTURES)}: import the Hugging Face folder of this model"
+            f"{path} has the architecture {str(kind)[:60]!r}{misspelt(str(kind), ARCHITECTURES)}; read are {', '.join(ARCHITECTURES)}: import the Hugging Face folder of this model"
         )
     architecture = ARCHITECTURES[kind]
     config = architecture.config(reader.fields, reader)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from systolic.core.digest import digest
-from systolic.core.errors import DataError, MissingExtraError, OptionError, nearest
+from systolic.core.errors import DataError, MissingExtraError, OptionError, misspelt
 from systolic.core.files import write_atomically
 from systolic.core.store import cache_home
 
@@ -122,7 +122,7 @@ def _byte_level(path: Path, fields: Fields, vocab: dict[str, int]) -> "tokenizer
     kind = fields.get(f"{KEY}pre", "gpt-2")
     if kind not in PATTERNS:
         raise OptionError(
-            f"{path} splits words in a way that is not known, {kind!r}{nearest(str(kind), PATTERNS)}; known are {', '.join(PATTERNS)}: import the Hugging Face folder of this model"
+            f"{path} splits words in a way that is not known, {kind!r}{misspelt(str(kind), PATTERNS)}; known are {', '.join(PATTERNS)}: import the Hugging Face folder of this model"
         )
     pattern = PATTERNS[kind]
     parts: list[Any] = []

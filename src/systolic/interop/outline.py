@@ -17,6 +17,7 @@ from systolic.job import Model
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.rotary import Stretching
 from systolic.models.families import CONFIG, GENERATION, Config, family, read_config
+from systolic.models.published import PublishedModel, find_published
 from systolic.models.unread import NESTED
 
 if TYPE_CHECKING:
@@ -81,15 +82,28 @@ def positions_of(config: Config, model: Model, source: str) -> int:
 
 
 def outlined(path: Path) -> SourceOutline:
-    """The model at a path: a Hugging Face folder (its config.json is enough), a Bundle, a GGUF file or a run.
+    """The model at a path: a Hugging Face folder (its config.json is enough), a Bundle, a GGUF file or a run; or a published one by name.
 
     Raises:
-        NotFoundError: nothing is there.
+        NotFoundError: nothing is there, and no published model has that name.
         OptionError: it is of another kind or family.
         DataError: a file is damaged.
     """
     if not path.exists():
-        raise NotFoundError(f"{path} does not exist; check --from")
+        known = published_at(path)
+        if known is None:
+            raise NotFoundError(
+                f"{path} does not exist, and no published model has that name; check --from"
+            )
+        return SourceOutline(model=known.model(), tokenizer=None, stops=ends_of(known.config, None))
+    if path.is_file() and path.suffix == ".json":
+        # A config.json is enough for a forecast, as in its folder.
+        config = read_config(path)
+        return SourceOutline(
+            model=family(config, str(path)).model(config),
+            tokenizer=_existing(path.parent / "tokenizer.json"),
+            stops=ends_of(config, _existing(path.parent / GENERATION)),
+        )
     if (path / JOB).is_file():
         return _of_run(path)
     if (path / ADAPTERS).is_file():
@@ -124,6 +138,12 @@ def _positions_of_source(source: "Source") -> int:
     if found or (trained := source.trained_job()) is None:
         return found
     return trained.data.context if isinstance(trained.data, TextData) else 0
+
+
+def published_at(path: Path) -> PublishedModel | None:
+    """The published model that a path which does not exist names; options from Python are absolute paths."""
+    names = (str(path), "/".join(path.parts[-2:]), path.name)
+    return next((known for name in names if (known := find_published(name)) is not None), None)
 
 
 def _existing(file: Path) -> Path | None:

@@ -14,6 +14,7 @@ from systolic.artifact.run import JOB
 from systolic.artifact.weights import Weights, begin_with
 from systolic.core.errors import DataError, OptionError, RunError
 from systolic.core.heap import trim
+from systolic.interop.outline import published_at
 from systolic.interop.peft import PeftSource, same_adapter
 from systolic.interop.source import Source, open_source
 from systolic.models.adapters import BASE, CODES, SCALES, STACKED, A, B, compact_base
@@ -57,6 +58,10 @@ def starting_weights(path: Path, steps: StepFunctions) -> tuple[Weights, StartOr
     """
     if (path / JOB).is_file():
         return _of_run(path, steps)
+    if not path.exists() and (known := published_at(path)) is not None:
+        raise OptionError(
+            f"{known.name} is known here by its sizes, which only a forecast does with; training begins with weights: download {known.hub}, and give its folder as --from"
+        )
     source = open_source(path)
     if source.model != steps.job.model:
         raise OptionError(

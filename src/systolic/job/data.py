@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from systolic.core.errors import DataError, OptionError
+from systolic.core.ranges import check
 from systolic.job.layout import Layout
 
 if TYPE_CHECKING:
@@ -44,6 +45,9 @@ class FileReading:
 
     on_error: OnError = OnError.skip
 
+    def __post_init__(self) -> None:
+        check(self, "data")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Field:
@@ -71,6 +75,9 @@ class Read:
     shards: int = 1
     workers: int = 0
     """Worker processes that read and transform ahead; 0 uses threads of this process."""
+
+    def __post_init__(self) -> None:
+        check(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,6 +129,10 @@ class Data(ABC):
         """Files that hold the examples of a split, those of training where it comes out of them; none where there are none of their own."""
         del split
         return ()
+
+    def missing(self) -> str:
+        """What a training needs of this data that was not given, as a message; empty where nothing is missing."""
+        return ""
 
     @abstractmethod
     def size(self, split: Split) -> int | None:

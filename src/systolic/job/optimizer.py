@@ -90,6 +90,9 @@ class OptimizerChange:
     ema: float | None = None
     """Decay of the exponential moving average of the weights that evaluation uses; 0 keeps none."""
 
+    def __post_init__(self) -> None:
+        check(self, "optimizer")
+
     def of(self, own: Optimizer, *others: Optimizer) -> Optimizer:
         """The optimizer with these changes.
 

@@ -159,6 +159,9 @@ class Served:
     expert_axis: ExpertAxis = ExpertAxis.rows
     layers: LayerArrays = LayerArrays.stacked
 
+    def __post_init__(self) -> None:
+        check(self)
+
     def to_json(self) -> dict[str, str]:
         """Values by field."""
         return {
@@ -179,3 +182,6 @@ class Dtypes:
     """Gradients and their sum over the passes of a step; in bf16 the sum of many passes loses small terms."""
     moments: Stored = Stored.f32
     """Optimizer state. bf16 takes stochastic rounding, so that slow averages still move."""
+
+    def __post_init__(self) -> None:
+        check(self, "dtypes")

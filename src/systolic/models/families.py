@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from systolic.core.errors import DataError, NotFoundError, OptionError, nearest
+from systolic.core.errors import DataError, NotFoundError, OptionError, misspelt
 from systolic.core.files import refuse_pointer
 from systolic.job import Model
 
@@ -100,7 +100,7 @@ def family(config: Config, source: str) -> Family:
         raise DataError(f"{source} has no model_type; give a config.json of transformers")
     if kind not in HOMES:
         raise OptionError(
-            f"{source} is of the kind {kind!r}{nearest(kind, HOMES)}; known are {', '.join(sorted(HOMES))}, others can be imported as a PyTorch module"
+            f"{source} is of the kind {kind!r}{misspelt(kind, HOMES)}; known are {', '.join(sorted(HOMES))}, others can be imported as a PyTorch module"
         )
     return import_module(HOMES[kind]).FAMILIES[kind]
 

@@ -11,7 +11,7 @@ import pkgutil
 import sys
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, is_dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, NoneType, UnionType
@@ -19,8 +19,9 @@ from typing import Any
 
 import msgspec
 
-from systolic.core.errors import NotFoundError, OptionError, RunError, nearest
+from systolic.core.errors import NotFoundError, OptionError, RunError, misspelt, nearest, of_family
 from systolic.core.ranges import check_arguments, dashed
+from systolic.core.spelling import nearest_option
 from systolic.job import Job, Layout
 from systolic.job.layout import RENAMED
 from systolic.recipes.folder import bytecode
@@ -36,6 +37,8 @@ _SCALARS = {
     NoneType: "None",
 }
 """Types whose values are converted and checked where Python gives them as options, and their names."""
+FAMILY = 6
+"""Models of a family that a message names."""
 _folders: list[str] = []
 """Folders of loaded recipes, at the end of ``sys.path``."""
 
@@ -115,11 +118,24 @@ def find(target: str) -> Recipe:
         models = import_module(f"{__name__}.models.named")
         if models.is_model(target):
             return Recipe(target=target, function=models.recipe_of_model(target))
-        known = [*shipped(), *models.names()]
         raise NotFoundError(
-            f"there is no recipe or model {target!r}{nearest(target, known)}; systolic recipes lists them, and your own is given as path/to/file.py:function"
+            f"there is no recipe or model {target!r}{_near(target, models.names())}; systolic recipes lists them, and your own is given as path/to/file.py:function"
         )
     return from_file(Path(path), name, target)
+
+
+def _near(target: str, models: list[str]) -> str:
+    """Recipes and models that may be meant: one that is misspelt, else those of the same family."""
+    alike, typed = of_family(target, models), target.lower()
+    for one in alike:
+        if len(one) == len(typed) and sum(a != b for a, b in zip(one, typed, strict=True)) == 1:
+            return f"; did you mean {one}?"
+    if typo := misspelt(target, [*shipped(), *models]):
+        return typo
+    if not alike:
+        return nearest(target, [*shipped(), *models])
+    shown = ", ".join(alike[:FAMILY]) + (" …" if len(alike) > FAMILY else "")
+    return f"; of that family it knows {shown}, and takes the config.json of any other"
 
 
 def notes(target: str, *, trains: bool) -> list[str]:
@@ -252,6 +268,88 @@ def _line(error: BaseException, path: Path) -> str:
 def plain(options: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of a recipe as JSON values."""
     return msgspec.to_builtins(dict(options), enc_hook=str)
+
+
+def expanded(
+    recipe: Recipe, options: Mapping[str, Any], base: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Arguments from Python in which ``"model.layers": 12`` is a field of an argument, as on the command line.
+
+    Args:
+        recipe: The recipe.
+        options: By parameter, or as an option is typed, without the dashes before it.
+        base: Arguments of which fields are changed; by default the recipe's.
+
+    Raises:
+        OptionError: the recipe has no such option.
+    """
+    parameters = inspect.signature(recipe.function).parameters
+    found = {name: value for name, value in options.items() if name in parameters}
+    changes: dict[str, Any] = {}
+    for name, value in options.items():
+        if name in parameters:
+            continue
+        first, *inner = _parts(recipe, name)
+        if not inner:
+            found[first] = value
+            continue
+        place = changes.setdefault(first, {})
+        for part in inner[:-1]:
+            place = place.setdefault(part, {})
+        place[inner[-1]] = value
+    before = {**{n: p.default for n, p in parameters.items()}, **(base or {}), **found}
+    return found | {
+        name: _changed(before[name], fields, dashed(name)) for name, fields in changes.items()
+    }
+
+
+def _parts(recipe: Recipe, name: str) -> list[str]:
+    """Parameter of a recipe and fields below it that an option names.
+
+    Raises:
+        OptionError: the recipe has no such option.
+    """
+    parameters = inspect.signature(recipe.function).parameters
+    known = [f"--{each}" for each in _option_names(recipe.function)]
+    typed = f"--{dashed(name.removeprefix('--'))}"
+    if typed not in known:
+        near = nearest_option(typed, known).replace("--", "")
+        raise OptionError(
+            f"{recipe.target} has no option {name!r}{near}; its options are {', '.join(parameters)}, and their fields, such as 'layout.fsdp'"
+        )
+    first, *inner = typed[2:].replace("-", "_").split(".")
+    return [first if first in parameters else f"{first}_", *inner]
+
+
+def _changed(record: Any, changes: Mapping[str, Any], option: str) -> Any:
+    """A record with other values of fields, all changed at once, since one may need another."""
+    if not is_dataclass(record) or isinstance(record, type):
+        raise OptionError(
+            f"{option}.{next(iter(changes))} is a field of {record!r}; give all of {option}, or leave the field out"
+        )
+    hints = typing.get_type_hints(type(record))
+    made = {
+        name: _changed(getattr(record, name), value, f"{option}.{dashed(name)}")
+        if isinstance(value, dict)
+        else Path(value)
+        if isinstance(value, str) and hints[name] in (Path, Path | None)
+        else value
+        for name, value in changes.items()
+    }
+    return replace(record, **made)
+
+
+def _option_names(function: Callable[..., Any], prefix: str = "") -> list[str]:
+    """Options of a function and of the records that it takes, as they are typed, without the dashes before them."""
+    found = []
+    hints = typing.get_type_hints(function)
+    for name, parameter in inspect.signature(function).parameters.items():
+        hint = hints.get(name, parameter.annotation)
+        typed = f"{prefix}{dashed(name)}"
+        found.append(typed)
+        if isinstance(hint, type) and is_dataclass(hint):
+            found += _option_names(hint, f"{typed}.")
+    return found
 
 
 def converted(recipe: Recipe, options: Mapping[str, Any]) -> dict[str, Any]:

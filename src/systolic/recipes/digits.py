@@ -2,6 +2,7 @@
 
 import enum
 
+from systolic.core.ranges import with_choices
 from systolic.data.image.digits import SIZE, Digits
 from systolic.job import (
     Batch,
@@ -55,6 +56,7 @@ OPTIMIZERS = {
 """Muon, which reaches 98 % in this time; with AdamW a transformer learns little from 1257 images."""
 
 
+@with_choices
 def digits(
     model: DigitsModel = DigitsModel.cnn,
     steps: int | None = None,

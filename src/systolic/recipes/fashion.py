@@ -3,6 +3,7 @@
 import enum
 from pathlib import Path
 
+from systolic.core.ranges import with_choices
 from systolic.data.image.idx import DEBIAN, Idx
 from systolic.job import (
     Batch,
@@ -69,6 +70,7 @@ BATCH = Batch(total=128)
 SCHEDULE = Schedule(warmup=100, final=0.01)
 
 
+@with_choices
 def fashion(
     path: Path = DEBIAN / "fashion-mnist",
     model: FashionModel = FashionModel.resnet,

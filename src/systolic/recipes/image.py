@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from systolic.core.errors import OptionError
-from systolic.core.ranges import COUNT, NOT_NEGATIVE
+from systolic.core.ranges import COUNT, NOT_NEGATIVE, with_choices
 from systolic.data.image.augmentation import Augmentation
 from systolic.data.image.images import Images
 from systolic.job import (
@@ -70,14 +70,17 @@ LARS = Optimizer(kind=OptimizerKind.lars, learning_rate=0.8, b1=0.9, weight_deca
 REFERENCE_BATCH = 256
 """Batch of the default learning rates, which are scaled in proportion to the batch."""
 SCHEDULE = Schedule(warmup=500, final=0.0)
+CLASSES = 1000
+"""Classes of ImageNet, which a forecast without pictures is made with."""
 PATCH = 16
 """Default pixels on a side of a vision transformer's patch."""
 SMALL_SIZE = 64
 """Largest image size at which a residual network uses the small stem by default."""
 
 
+@with_choices
 def image(
-    path: Path,
+    path: Path | None = None,
     model: ImageModel = ImageModel.resnet50,
     size: int = 224,
     patch: Annotated[int, COUNT] = PATCH,
@@ -103,13 +106,13 @@ def image(
     """Trains a ResNet, a MobileNetV2 or a ViT on a folder of pictures with one folder a class.
 
     Args:
-        path: Folder of class folders, of train/, val/ and test/ with class folders, or a folder from systolic data pack --images.
+        path: Folder of class folders, of train/, val/ and test/ with class folders, or a folder from systolic data pack --images. A forecast does without.
         model: The network.
         size: Height and width of the crops that the network sees.
         patch: Pixels on a side of a patch (vit only).
         stem: Layers before the stages (resnet only); by default imagenet, and small for sizes up to 64.
         norm_examples: Examples that share batch norm statistics (not vit), a divisor of the batch of a pass: 32 with 32 examples a device keeps them on each device; 0 shares them over all.
-        classes: Number of classes; by default the number of class folders.
+        classes: Number of classes; by default the number of class folders, and 1000 without a path.
         steps: Optimizer steps.
         batch: Images per optimizer step; by default 256.
         batch_per_device: Images per device and pass, instead of batch.
@@ -127,11 +130,12 @@ def image(
         seed: Seed of the initial weights, the order and the crops.
     """
     images = Images(path=path, side=size, augmentation=augmentation, on_error=data.on_error)
-    num_classes = len(images.labels()) if classes is None else classes
+    if classes is None:
+        classes = CLASSES if path is None else len(images.labels())
     size_of_batch = Batch.given(batch, batch_per_device, Batch(total=REFERENCE_BATCH))
     return Job(
         name="image",
-        model=network(model, size, patch, num_classes, stem, norm_examples),
+        model=network(model, size, patch, classes, stem, norm_examples),
         task=Classification(label_smoothing=label_smoothing),
         data=images,
         steps=steps,

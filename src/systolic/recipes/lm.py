@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 from systolic.core.errors import OptionError
-from systolic.core.ranges import COUNT
+from systolic.core.ranges import COUNT, with_choices
 from systolic.data.text.bytes import StandardLibrary
 from systolic.data.text.documents import Documents
 from systolic.data.text.text_data import TextData
@@ -30,6 +30,7 @@ VOCAB_MULTIPLE = 128
 """Multiple that vocabularies are rounded up to: the matrix units' lane count, which also splits evenly."""
 
 
+@with_choices
 def lm(
     path: Path | None = None,
     tokenizer: Path | None = None,

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 from systolic.core.errors import OptionError
-from systolic.core.ranges import COUNT, Range
+from systolic.core.ranges import COUNT, Range, with_choices
 from systolic.data.text.masked import Masked
 from systolic.job import (
     Batch,
@@ -30,6 +30,7 @@ OPTIMIZER = Optimizer(learning_rate=1e-4, b2=0.999, weight_decay=0.01)
 SCHEDULE = Schedule(kind=ScheduleKind.linear, warmup=100, final=0.0)
 
 
+@with_choices
 def mlm(
     path: Path | None = None,
     tokenizer: Path | None = None,

@@ -4,8 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-from systolic.core.errors import OptionError
-from systolic.core.ranges import COUNT, POSITIVE, SHARE
+from systolic.core.ranges import COUNT, POSITIVE, SHARE, with_choices
 from systolic.data.text.chat import template_for
 from systolic.data.text.instructions import Filling, Instructions, TooLong
 from systolic.interop.outline import outlined
@@ -34,9 +33,10 @@ WHOLE = replace(ADAPTERS, learning_rate=1e-5)
 SCHEDULE = Schedule(warmup=20)
 
 
+@with_choices
 def sft(
     from_: Path,
-    data: Path,
+    data: Path | None = None,
     validation: Path | None = None,
     validation_share: Annotated[float, SHARE] = 0.05,
     template: Path | None = None,
@@ -63,8 +63,8 @@ def sft(
     """Fine-tunes a language model on instructions: all of it, or low-rank adapters beside frozen weights (LoRA, QLoRA).
 
     Args:
-        from_: The model: a Hugging Face directory, a Bundle, a GGUF file or a run. A forecast reads its config.json only.
-        data: JSONL, one conversation a line: messages (role, content), or prompt and completion, or instruction, input and output; or a folder of such files.
+        from_: The model: a Hugging Face directory, a Bundle, a GGUF file or a run. A forecast reads its config.json only, and takes the name of a published model.
+        data: JSONL, one conversation a line: messages (role, content), or prompt and completion, or instruction, input and output; or a folder of such files. A forecast does without.
         validation: Validation conversations; by default a share of the data.
         validation_share: That share, chosen by a hash of each line.
         template: A chat template in jinja2; by default the model's own, or "### Instruction:" and "### Response:" where it has none.
@@ -92,11 +92,7 @@ def sft(
     # Callers in Python may give all of an optimizer.
     rule = optimizer if isinstance(optimizer, Optimizer) else optimizer.of(own)
     source = outlined(from_)
-    if source.tokenizer is None:
-        raise OptionError(
-            f"{from_} has no tokenizer.json; copy it from where the model came from, beside its weights"
-        )
-    folder = source.tokenizer.parent
+    folder = None if source.tokenizer is None else source.tokenizer.parent
     chat = template_for(folder, template)
     rows = Instructions(
         path=data,

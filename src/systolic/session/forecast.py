@@ -1,11 +1,14 @@
 """From a Job, or anyone's function, to a forecast: what ``systolic forecast`` and :func:`systolic.forecast` call."""
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, overload
 
 from systolic.aot import Compiler, StepKind, executable
+from systolic.aot.traced import name_of
 from systolic.chips import Slice, slice
 from systolic.chips.flags import resolved
 from systolic.core.errors import DataError, LayoutError, OptionError, RunError, nearest
@@ -28,7 +31,7 @@ def forecast(
     flags: str = "",
     quick: bool = False,
     save: Path | str | None = None,
-    watch: Callable[[str], None] = ...,
+    watch: Callable[[str], None] | None = ...,
 ) -> Forecast: ...
 
 
@@ -42,7 +45,7 @@ def forecast(
     flags: str = "",
     quick: bool = False,
     save: Path | str | None = None,
-    watch: Callable[[str], None] = ...,
+    watch: Callable[[str], None] | None = ...,
     **options: Any,
 ) -> Forecast: ...
 
@@ -74,9 +77,9 @@ def forecast(
 ) -> Forecast | ForecastTable:
     """Memory, time and cost of a Job's step, or of a function, on a slice that need not be there.
 
-    A Job takes the options of :func:`forecast_step`. A name is that of a recipe or of a published model
+    A Job takes the options of :func:`forecast_step`, and ``steps`` and ``layout``. A name is that of a recipe or of a published model
     (``llama-3.1-70b``), or the path of a config.json, a Hugging Face folder or a Bundle, and takes the options
-    of that recipe as well. Anything else is a function, jitted or plain, whose arguments and options are those
+    of that recipe as well. Fields of an option are options, too: ``**{"model.layers": 12, "layout.fsdp": 8}``. Anything else is a function, jitted or plain, whose arguments and options are those
     of :func:`~systolic.forecasting.forecast_function`.
 
     Several slices (a list, or names with commas) and ``vary``, options of the recipe with several values each,
@@ -84,16 +87,34 @@ def forecast(
     """
     if not isinstance(on, (str, Slice)) or (isinstance(on, str) and "," in on) or vary:
         return forecast_table(what, *args, on=on, vary=vary or {}, **options)
-    if isinstance(what, Job):
-        return forecast_step(what, *args, on=on, **options)
-    if isinstance(what, str):
+    if isinstance(what, Job | str):
+        if args:
+            raise OptionError(
+                f"forecast takes a Job or a name without further arguments, and was given {args[0]!r}; give options by name"
+            )
         own = {name: options.pop(name) for name in STEP_OPTIONS if name in options}
-        return forecast_step(source_of(what, options).job, *args, on=on, **own)
+        job = what if isinstance(what, Job) and not options else source_of(what, options).job
+        return forecast_step(job, on=on, **own)
     if not callable(what):
         raise OptionError(
             f"forecast takes a Job, the name of a recipe or a model, or a function, and was given {what!r}; give one"
         )
-    return forecast_function(what, *args, on=on, **options)
+    target = slice(on) if isinstance(on, str) else on
+    watch = options.pop("watch", None)
+    with patient(watch, f"{name_of(what)} for {target.name}") as say:
+        return forecast_function(what, *args, on=target, watch=say, **options)
+
+
+@contextmanager
+def patient(watch: Callable[[str], None] | None, title: str) -> Generator[Callable[[str], None]]:
+    """What a call's stages are given to: ``watch``, else lines on stderr once it takes long."""
+    if watch is not None:
+        yield watch
+        return
+    from systolic.report.progress import PATIENCE_SECONDS, ProgressLine
+
+    with ProgressLine(sys.stderr, title, quiet_seconds=PATIENCE_SECONDS) as progress:
+        yield progress.say
 
 
 def forecast_step(
@@ -104,7 +125,7 @@ def forecast_step(
     flags: str = "",
     quick: bool = False,
     save: Path | str | None = None,
-    watch: Callable[[str], None] = lambda _: None,
+    watch: Callable[[str], None] | None = None,
 ) -> Forecast:
     """One of a job's steps on a slice.
 
@@ -115,7 +136,8 @@ def forecast_step(
         flags: Compiler flags on top of the set that all jobs on the chip share; ``none`` leaves that set out.
         quick: Stop at the compiler's schedule: memory is exact, the time of ops estimated.
         save: A file for the compiled executable; nothing is written when the step does not fit.
-        watch: Called with each stage of the compile, a few words.
+        watch: Called with each stage of the compile, a few words; by default the stage and the time so far are
+            written to stderr once it takes more than ten seconds.
 
     Raises:
         OptionError: an option has no such value, or ``quick`` is asked for with ``save``.
@@ -128,13 +150,15 @@ def forecast_step(
         )
     target = slice(on) if isinstance(on, str) else on
     compiler = Compiler(flags=resolved(flags, target.chip), save=save is not None)
-    made = forecast_job(
-        job,
-        target,
-        verb=step if isinstance(step, StepKind) else _kind(step),
-        compiler=compiler.quick() if quick else compiler,
-        say=watch,
-    )
+    verb = step if isinstance(step, StepKind) else _kind(step)
+    with patient(watch, f"{job.name} for {target.name}") as say:
+        made = forecast_job(
+            job,
+            target,
+            verb=verb,
+            compiler=compiler.quick() if quick else compiler,
+            say=say,
+        )
     if save is not None:
         save_executable(made, Path(save))
     return made
@@ -146,7 +170,6 @@ def forecast_table(
     *args: Any,
     on: str | Slice | Sequence[str | Slice],
     vary: Mapping[str, Sequence[Any]],
-    watch: Callable[[str], None] = lambda _: None,
     **options: Any,
 ) -> ForecastTable:
     """Forecasts of each combination of slices and of values of the options in ``vary``."""
@@ -161,9 +184,7 @@ def forecast_table(
 
     def case(place: Slice, settings: Mapping[str, Any]) -> ForecastRow:
         def one() -> Forecast:
-            # The table has the progress, since the overloads of a single forecast take other options.
-            extra = {"watch": watch} if isinstance(what, (str, Job)) else {}
-            return forecast(what, *args, on=place, **options, **settings, **extra)
+            return forecast(what, *args, on=place, **options, **settings)
 
         return row_of(place, settings, one)
 
@@ -206,7 +227,7 @@ def row_of(on: Slice, settings: Mapping[str, Any], make: Callable[[], Forecast])
 def _name(what: Any) -> str:
     if isinstance(what, Job):
         return what.name
-    return what if isinstance(what, str) else getattr(what, "__name__", type(what).__name__)
+    return what if isinstance(what, str) else name_of(what)
 
 
 def save_executable(made: Forecast, path: Path) -> None:

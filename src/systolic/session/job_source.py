@@ -56,6 +56,7 @@ def arguments_of(recipe: Recipe, options: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         OptionError: an option is missing, unknown or of another type.
     """
+    options = recipes.expanded(recipe, options)
     try:
         bound = inspect.signature(recipe.function).bind(**options)
     except TypeError as error:

@@ -143,11 +143,7 @@ def _job(given: Any, options: Mapping[str, Any]) -> Job:
         raise OptionError(
             f"plan takes a Job or the name of a recipe or a model and was given {given!r}; give one"
         )
-    if options:
-        raise OptionError(
-            f"plan takes no option {min(options)} with a Job; change the Job, or give the name of its recipe"
-        )
-    return given
+    return source_of(given, options).job if options else given
 
 
 def _with_notes(made: Plan, search: Search, wanted: "Wanted") -> Plan:

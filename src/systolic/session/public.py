@@ -10,6 +10,7 @@ from systolic.artifact.chosen import read
 from systolic.chips import Slice, slice
 from systolic.core.errors import OptionError
 from systolic.job import Job
+from systolic.recipes import expanded
 from systolic.session.job_source import JobSource, source_of, with_plan
 from systolic.session.planned import candidate_of
 from systolic.session.resuming import continue_run, opened
@@ -147,15 +148,11 @@ def resume(  # noqa: PLR0913
     )
     expected = _slice(on)
     with opened(Path(path), trust=trust, job=job) as run:
-        unknown = sorted(set(options) - set(inspect.signature(run.recipe.function).parameters))
-        if unknown:
-            raise OptionError(
-                f"{path} takes no option {unknown[0]}; its options are {', '.join(inspect.signature(run.recipe.function).parameters)}"
-            )
         before = run.saved if job is None else {"steps": job.steps, "layout": job.layout}
+        changed = expanded(run.recipe, options, before)
         return continue_run(
             run,
-            run.source({**before, **options}),
+            run.source({**before, **changed}),
             session,
             audience,
             on=expected,

@@ -131,6 +131,8 @@ def start(
     from systolic.training.setup import set_up
 
     ledger = ledger or Ledger()
+    if missing := source.job.data.missing():
+        raise OptionError(missing)
     hosts.join()
     if on is not None:
         check_slice(on)

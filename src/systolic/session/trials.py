@@ -23,7 +23,7 @@ from systolic.core.errors import (
     is_out_of_memory,
 )
 from systolic.core.leave import remembered
-from systolic.core.units import dollars
+from systolic.core.units import dollars, gibibytes
 from systolic.job import Job, Precision, Split
 from systolic.planning.goal import HOUR, hourly
 from systolic.session.forecast import forecast_step
@@ -285,9 +285,9 @@ class TrialWorker:
                 return f"refused: {error}"
             if not made.fits:
                 need = (made.rejected or {}).get("need_bytes")
-                has = f"{made.capacity_bytes / 2**30:.1f} GiB"
+                has = gibibytes(made.capacity_bytes)
                 memory = (
-                    f"{need / 2**30:.1f} GiB per device needed, {has} available"
+                    f"{gibibytes(need)} per device needed, {has} available"
                     if need
                     else f"{has} per device available"
                 )

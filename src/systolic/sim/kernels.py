@@ -14,7 +14,7 @@ from systolic.hlo import Computation, Instruction, Module
 from systolic.sim.attention import attention_of, flops_of, seconds_of
 from systolic.sim.calibration import constant
 from systolic.sim.ragged import is_ragged, ragged_seconds
-from systolic.sim.rates import Rates, cores, cores_used, f32_passes, vector_rate
+from systolic.sim.rates import Rates, cores, cores_used, f32_passes, number_format, vector_rate
 from systolic.sim.work import PASSES
 
 _NAME = re.compile(r"(splash_mha|splash_mqa|flash_attention|flash_mha)")
@@ -30,6 +30,8 @@ class KernelCost:
     seconds: float
     flops: float
     note: str = ""
+    number_format: str = "bf16"
+    """Format of most FLOPs."""
 
 
 def kernel_cost(
@@ -95,7 +97,8 @@ def _counted(
         if counted["whole"]
         else f"kernel {call.name} has loops or branches on data, counted as taken once"
     )
-    return KernelCost(seconds, sum(flops.values()), note)
+    most = max(flops, key=lambda name: flops[name], default="bf16")
+    return KernelCost(seconds, sum(flops.values()), note, number_format(_HLO.get(most, most)))
 
 
 _HLO = {"f32x6": "f32", "i8": "s8", "i4": "s4"}

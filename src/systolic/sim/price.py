@@ -15,7 +15,7 @@ from systolic.sim.estimate import (
 from systolic.sim.grouped import grouped_cost
 from systolic.sim.kernels import kernel_cost
 from systolic.sim.masked import masked_seconds, masked_share
-from systolic.sim.rates import Rates
+from systolic.sim.rates import Rates, number_format
 from systolic.sim.rules import Ruled, carries_index, ruled
 from systolic.sim.timeline import PricedBy, Resource
 from systolic.sim.work import Work, work_of
@@ -75,6 +75,8 @@ class OpPrice:
     """Least seconds, of a rule; None elsewhere."""
     high: float | None = None
     """Most seconds, likewise."""
+    number_format: str = "bf16"
+    """Format of the matmul's operands in the matrix units."""
 
 
 def price(
@@ -95,9 +97,14 @@ def price(
             return None
     work = work_of(module, computation, instruction)
     paid = _price(module, computation, instruction, work, (rates, calibration, sparse))
-    if not (work.vector_flops or work.padding_flops):
+    if not (work.flops or work.vector_flops or work.padding_flops):
         return paid
-    return replace(paid, vector_flops=work.vector_flops, padding_flops=work.padding_flops)
+    return replace(
+        paid,
+        vector_flops=work.vector_flops,
+        padding_flops=work.padding_flops,
+        number_format=number_format(work.dtype),
+    )
 
 
 def _price(
@@ -116,9 +123,10 @@ def _price(
         )
         if cost is not None:
             seconds = cost.seconds * calibration.factor("kernel")
-            return OpPrice(
+            paid = OpPrice(
                 seconds, Resource.mxu, PricedBy.kernel, cost.flops, work.bytes, cost.note
             )
+            return replace(paid, number_format=cost.number_format)
         return OpPrice(memory, Resource.hbm, PricedBy.nothing, 0.0, work.bytes)
     masked = masked_seconds(instruction, rates)
     if masked is not None:

@@ -21,6 +21,7 @@ from systolic.sim.calibration import constant
 from systolic.sim.estimate import vector_operations
 from systolic.sim.notes import merged
 from systolic.sim.price import FREE
+from systolic.sim.rates import number_format
 from systolic.sim.reads import OperandReads
 from systolic.sim.spans import span_of
 from systolic.sim.switched import Switched, switched
@@ -243,6 +244,7 @@ class _Walk:
             flops=work.flops,
             vector_flops=work.vector_flops,
             padding_flops=work.padding_flops,
+            number_format=number_format(work.dtype),
             bytes=work.bytes,
             priced_by=by,
         )

@@ -247,6 +247,7 @@ class _Order:
             flops=paid.flops,
             vector_flops=paid.vector_flops,
             padding_flops=paid.padding_flops,
+            number_format=paid.number_format,
             bytes=paid.bytes,
             priced_by=paid.by,
             low=paid.low,

@@ -90,6 +90,8 @@ class Span:
     """FLOPs of matmuls that the compiler gave to the vector units."""
     padding_flops: float = 0.0
     """FLOPs of a convolution's taps on the padding."""
+    number_format: str = "bf16"
+    """Format of the matmul's operands in the matrix units: ``bf16``, ``fp8``, ``int8``, ``int4``."""
     bytes: float = 0.0
     """HBM bytes, or bytes on the links."""
     priced_by: PricedBy | None = None
@@ -125,10 +127,17 @@ class Timeline:
 
         Taps of convolutions that lie on the padding count, as in the model's own FLOPs (``models/vision.py``).
         """
-        return sum(
-            (span.flops + span.vector_flops + span.padding_flops) * times
-            for span, times in self.leaves()
-        )
+        return sum(self.flops_by_format.values())
+
+    @property
+    def flops_by_format(self) -> dict[str, float]:
+        """:attr:`executed_flops` by the format of the operands, since each has a peak of its own."""
+        found: dict[str, float] = {}
+        for span, times in self.leaves():
+            flops = (span.flops + span.vector_flops + span.padding_flops) * times
+            if flops:
+                found[span.number_format] = found.get(span.number_format, 0.0) + flops
+        return found
 
     @property
     def by_rule(self) -> tuple[float, float, float]:

@@ -54,6 +54,16 @@ def scatter() -> None:
     )
 
 
+def int8_matmul(left: jax.Array, right: jax.Array) -> jax.Array:
+    """int32[8192,8192] of two int8 matrices."""
+    return jax.lax.dot(left, right, preferred_element_type=jnp.int32)
+
+
+def int8() -> None:
+    side = jax.ShapeDtypeStruct((8192, 8192), jnp.int8)
+    compiled("int8-v5e-1", int8_matmul, side, side, compiler=Compiler())
+
+
 def pallas_matmul(left: jax.Array, right: jax.Array, estimate: Any = None) -> jax.Array:
     """f32[2048,2048] of f32[2048,1024] and f32[1024,2048] in blocks of 512, by default without a cost estimate."""
     from jax.experimental import pallas
@@ -239,6 +249,7 @@ def job_step(name: str, options: Mapping[str, str], verb: StepKind) -> None:
 PROGRAMS: Mapping[str, Callable[[], None]] = {
     "scatter": scatter,
     "precise": precise,
+    "int8": int8,
     "kernel": kernel,
     "splash": splash,
     "layer": layer,

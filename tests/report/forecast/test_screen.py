@@ -92,6 +92,36 @@ def test_progress_in_a_log_is_a_line_a_stage() -> None:
     assert stream.getvalue() == "lm: tracing, 1.0 s\nlm: compiling, 1 m 01 s\n"
 
 
+def test_a_long_stage_in_a_log_has_a_line_now_and_then() -> None:
+    stream = io.StringIO()
+    with ProgressLine(stream, "lm", environ={}, clock=lambda: 1.0, beat_seconds=0.001) as progress:
+        progress.say("compiling")
+        while stream.getvalue().count("\n") < 3:
+            pass
+    assert set(stream.getvalue().splitlines()) == {"lm: compiling, 0 ms"}
+
+
+def test_a_call_shows_nothing_before_it_takes_long() -> None:
+    for stream in (io.StringIO(), Terminal()):
+        now = iter([0.0])
+        with ProgressLine(
+            stream,
+            "f",
+            environ={"TERM": "xterm"},
+            clock=lambda: next(now, 5.0),
+            quiet_seconds=10,
+        ) as progress:
+            progress.say("tracing")
+            progress.say("compiling")
+        assert stream.getvalue() == ""
+    stream = io.StringIO()
+    with ProgressLine(stream, "f", environ={}, quiet_seconds=0.001) as progress:
+        progress.say("compiling")
+        while not stream.getvalue():
+            pass
+    assert stream.getvalue().startswith("f: compiling, ")
+
+
 class Terminal(io.StringIO):
     encoding = "utf-8"  # ty: ignore
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from systolic.core.errors import DataError, NotFoundError
+from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.core.files import as_paths, write_json
 from systolic.core.ranges import Range, check
 from systolic.data.image.augmentation import Augmentation
@@ -51,7 +51,8 @@ class Images(Data):
     centre.
     """
 
-    path: Path
+    path: Path | None
+    """None where only shapes are needed, as for a forecast."""
     side: Annotated[int, Range(least=1, most=2**14)] = 224
     """Height and width after cropping and resizing."""
     channels: Annotated[int, Range(least=1, most=3)] = 3
@@ -80,11 +81,28 @@ class Images(Data):
             "label": Field(shape=(), dtype="int32"),
         }
 
+    def missing(self) -> str:
+        """See :class:`Data`."""
+        if self.path is not None:
+            return ""
+        return "image is given no pictures, which only a forecast does without; add --path with a folder that has one folder of pictures a class"
+
+    @property
+    def folder(self) -> Path:
+        """The path.
+
+        Raises:
+            OptionError: there is none.
+        """
+        if self.path is None:
+            raise OptionError(self.missing())
+        return self.path
+
     def notes(self) -> tuple[str, ...]:
         """Class folders without a picture."""
-        if _index(self.path):
+        if _index(self.folder):
             return ()
-        root = _layout(self.path)[0]
+        root = _layout(self.folder)[0]
         return tuple(
             f"{root / name} has no picture ({', '.join(sorted(SUFFIXES))}) and is no class"
             for name in _folders(root)
@@ -100,12 +118,12 @@ class Images(Data):
         """
         if self.classes:
             return self.classes
-        packed = _index(self.path)
-        return tuple(packed["labels"]) if packed else _classes(_layout(self.path)[0])
+        packed = _index(self.folder)
+        return tuple(packed["labels"]) if packed else _classes(_layout(self.folder)[0])
 
     def size(self, split: Split) -> int:
         """Pictures in a split."""
-        packed = _index(self.path)
+        packed = _index(self.folder)
         if packed:
             return packed["splits"].get(split.value, 0)
         return len(self.listing(split).files)
@@ -134,25 +152,25 @@ class Images(Data):
     def listing(self, split: Split) -> Listing:
         """The pictures of a split of a plain folder."""
         if not self.whole:
-            return listing(self.path, self.held_out, split, self.classes)
+            return listing(self.folder, self.held_out, split, self.classes)
         if split is not Split.validation:
             return _nothing()
-        return _scan(_layout(self.path)[0], self.labels())
+        return _scan(_layout(self.folder)[0], self.labels())
 
     def contents(self, split: Split) -> Contents | None:
         """Fingerprint of the split's pictures."""
         from systolic.data.fingerprint import of_files
 
-        packed = _index(self.path)
+        packed = _index(self.folder)
         if packed is not None and split.value not in packed["splits"]:
             return None
-        index = [] if packed is None else [self.path / INDEX]
-        return of_files(self.path, [*index, *self.files(split)])
+        index = [] if packed is None else [self.folder / INDEX]
+        return of_files(self.folder, [*index, *self.files(split)])
 
     def files(self, split: Split) -> Sequence[Path]:
         """See :class:`Data`."""
-        if _index(self.path) is not None:
-            return [self.path / f"{split.value}.array_record"]
+        if _index(self.folder) is not None:
+            return [self.folder / f"{split.value}.array_record"]
         return [Path(file) for file in self.listing(split).files]
 
     def lasting(self) -> frozenset[str]:
@@ -175,10 +193,10 @@ class Images(Data):
 
         if importlib.util.find_spec("PIL") is None:
             raise MissingExtraError("reading pictures", "image")
-        packed = _index(self.path)
+        packed = _index(self.folder)
         if packed:
             source = PackedPictures(
-                str(self.path / f"{read.split.value}.array_record"), self.size(read.split)
+                str(self.folder / f"{read.split.value}.array_record"), self.size(read.split)
             )
         else:
             source = PictureFiles(*self.listing(read.split))
@@ -266,11 +284,11 @@ def pack(
     import msgspec
     from array_record.python.array_record_module import ArrayRecordWriter  # ty: ignore[import-not-found]
 
-    if _index(images.path):
-        raise DataError(f"{images.path} is packed already; give a folder of pictures")
+    if _index(images.folder):
+        raise DataError(f"{images.folder} is packed already; give a folder of pictures")
     labels, splits = images.labels(), {}
     for split in Split:
-        files, classes = listing(images.path, images.held_out, split)
+        files, classes = listing(images.folder, images.held_out, split)
         if not files:
             continue
         out.mkdir(parents=True, exist_ok=True)
@@ -284,7 +302,7 @@ def pack(
         writer.close()
         splits[split.value] = len(files)
     if not splits:
-        raise DataError(f"{images.path} has no picture in its class folders; nothing was packed")
+        raise DataError(f"{images.folder} has no picture in its class folders; nothing was packed")
     # The index comes last: a set without one is not taken for whole.
     write_json(out / INDEX, {"labels": list(labels), "splits": splits})
     return splits

@@ -261,14 +261,19 @@ def _read(file: Path) -> str:
         raise DataError(f"{file} is not UTF-8; copy it again") from error
 
 
-def template_for(folder: Path, file: Path | None) -> ChatTemplate:
+def template_for(folder: Path | None, file: Path | None) -> ChatTemplate:
     """The chat template to train with: of a file, else the one beside a tokenizer.json, else :data:`PLAIN`; with the tokenizer's special tokens.
+
+    Args:
+        folder: The tokenizer's folder; None where there is none.
+        file: A template.
 
     Raises:
         NotFoundError: the file can't be read.
         DataError: the template does not parse, or tokenizer_config.json is no JSON.
     """
-    known = find_template(folder)
+    known = None if folder is None else find_template(folder)
+    tokens = () if folder is None else special_tokens(folder)
     if file is not None:
         try:
             text = _read(file)
@@ -276,9 +281,9 @@ def template_for(folder: Path, file: Path | None) -> ChatTemplate:
             raise NotFoundError(
                 f"{file} can't be read ({error.strerror}); check --template"
             ) from error
-        known = ChatTemplate(text=text, tokens=special_tokens(folder), origin=file)
+        known = ChatTemplate(text=text, tokens=tokens, origin=file)
     elif known is None:
-        known = ChatTemplate(text=PLAIN, tokens=special_tokens(folder), origin=Path("plain"))
+        known = ChatTemplate(text=PLAIN, tokens=tokens, origin=Path("plain"))
     for text in filter(None, (known.text, known.with_tools)):
         check(text, known.origin)
     return known

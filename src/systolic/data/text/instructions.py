@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from systolic.core.errors import DataError
+from systolic.core.errors import DataError, OptionError
 from systolic.core.files import as_paths
 from systolic.core.ranges import NOT_NEGATIVE, SHARE, check
 from systolic.data.text.chat import ChatTemplate
@@ -47,9 +47,10 @@ class Instructions(TextData):
     last two). ``tools``, ``documents`` and ``chat_template_kwargs`` may come beside the messages. Rows are packed once; their order changes every epoch.
     """
 
-    path: Path
-    tokenizer: Path
-    """A ``tokenizer.json`` or its folder."""
+    path: Path | None
+    """None where only shapes are needed, as for a forecast."""
+    tokenizer: Path | None
+    """A ``tokenizer.json`` or its folder; None where only shapes are needed."""
     template: str
     """The chat template, in Jinja."""
     tool_template: str = ""
@@ -83,8 +84,22 @@ class Instructions(TextData):
         """tokens, targets (-1 where nothing is learned), segments, positions: int32[sequence]."""
         return row_fields(self.sequence)
 
+    def missing(self) -> str:
+        """See :class:`Data`."""
+        if self.path is None:
+            return "sft is given no conversations, which only a forecast does without; add --data with JSONL, one conversation a line"
+        if self.tokenizer is None:
+            return "the model that sft begins with has no tokenizer.json, which only a forecast does without; give a folder as --from that has it beside the weights"
+        return ""
+
     def get_tokenizer(self) -> Tokenizer:
-        """The tokenizer given."""
+        """The tokenizer given.
+
+        Raises:
+            OptionError: there is none.
+        """
+        if self.tokenizer is None:
+            raise OptionError(replace(self, path=Path()).missing())
         return Tokenizer(path=self.tokenizer, around=self.around)
 
     @property
@@ -110,11 +125,13 @@ class Instructions(TextData):
     @property
     def chat_template(self) -> ChatTemplate:
         """The template with its tokens."""
+        origin = self.get_tokenizer().path
+        assert origin is not None
         return ChatTemplate(
             text=self.template,
             with_tools=self.tool_template,
             tokens=self.tokens,
-            origin=self.tokenizer,
+            origin=origin,
         )
 
     def find_template(self) -> ChatTemplate:
@@ -142,9 +159,16 @@ class Instructions(TextData):
         return _rows(self, split, stamp)
 
     def file(self, split: Split) -> Path:
-        """The path of a split."""
-        given = self.validation is not None and split is Split.validation
-        return self.validation if given and self.validation is not None else self.path
+        """The path of a split.
+
+        Raises:
+            OptionError: there is none.
+        """
+        given = self.validation if split is Split.validation else None
+        found = given or self.path
+        if found is None:
+            raise OptionError(self.missing())
+        return found
 
     def contents(self, split: Split) -> Contents | None:
         """Fingerprint of the training file, and of the validation file if it is separate."""

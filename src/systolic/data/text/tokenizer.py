@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from systolic.core.errors import DataError, MissingExtraError, NotFoundError, nearest
 from systolic.core.files import as_paths, refuse_pointer
+from systolic.core.ranges import check
 from systolic.data.text.tokenizer_config import (
     ADDED,
     CONFIG,
@@ -81,6 +82,7 @@ class Tokenizer:
     """When its files were written, and their sizes: a model that was loaded anew must not get what another one read."""
 
     def __post_init__(self) -> None:
+        check(self)
         as_paths(self, "path")
         if self.path is not None:
             object.__setattr__(self, "stamp", _stamp(self.path))

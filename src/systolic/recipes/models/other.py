@@ -58,7 +58,7 @@ def _masked(own: Encoder, name: str) -> Callable[..., Job]:
 def _pictures(own: MobileNetV2 | ResNet | ViT, name: str) -> Callable[..., Job]:
     """The recipe ``image`` for the model's own picture size and classes."""
     kind = {MobileNetV2: ImageModel.mobilenet_v2, ResNet: ImageModel.resnet50}
-    defaults: dict[str, Any] = {"path": Path("pictures"), "model": own}
+    defaults: dict[str, Any] = {"model": own}
 
     def job(**options: Any) -> Job:
         given = {**defaults, **options}

@@ -81,9 +81,19 @@ def speed(forecast: Forecast) -> list[tuple[str, str]]:
     if (rate := forecast.units_per_second) is not None and forecast.unit != "calls":
         found.append(("throughput", f"{si(rate)} {forecast.unit}/s"))
     if not forecast.is_lower_bound:  # The FLOPs of unknown kernels are not counted either.
+        fastest = forecast.fastest_format
+        of_bf16, of_own = ("", "")
+        if fastest != "bf16":  # several peaks are in play
+            formats = sorted(forecast.flops_by_format, key=lambda name: name == "bf16")
+            of_bf16 = " of the bf16 peak"
+            of_own = f" of the {' and '.join(formats)} peak{'s' * (len(formats) > 1)}"
         found += [
-            ("MFU", figures.percent(forecast.mfu)),
-            ("HFU", figures.percent(forecast.hfu)),
+            (name, f"{text}{peak}")
+            for name, text, peak in (
+                ("MFU", figures.percent(forecast.mfu), of_bf16),
+                ("HFU", figures.percent(forecast.hfu), of_own),
+            )
+            if text != figures.MISSING
         ]
     found += [
         ("bound by", forecast.bound_by or figures.MISSING),

@@ -5,7 +5,7 @@ from dataclasses import fields as dataclass_fields
 from enum import Enum
 from typing import Any
 
-from systolic.core.errors import OptionError, nearest
+from systolic.core.errors import OptionError, misspelt
 from systolic.models.decoder.config import Decoder, Mlp
 from systolic.models.decoder.rotary import RopeScaling, Stretching
 from systolic.models.families import Config, UnsaidError
@@ -101,7 +101,7 @@ def rotary(
     name = given.get("rope_type", given.get("type", "default"))
     if name not in KINDS:
         raise OptionError(
-            f"rope_type is {name!r}{nearest(str(name), KINDS)} and only {', '.join(KINDS)} are known"
+            f"rope_type is {name!r}{misspelt(str(name), KINDS)} and only {', '.join(KINDS)} are known"
         )
     kind = KINDS[name]
     original = config.get("original_max_position_embeddings") or given.get(
