@@ -1,11 +1,14 @@
 """Programs as bytes for the child: by cloudpickle, with ``jax.jit`` functions as function and options.
 
-A ``jax.jit`` object that is pickled directly can be called but not traced.
+A ``jax.jit`` object that is pickled directly can be called but not traced. Code keeps the name of its file, which
+cloudpickle drops: the compiler's text, and so every table of costs, names lines of it.
 """
 
 import io
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from systolic.core.errors import OptionError
@@ -36,6 +39,9 @@ def dumps(value: Any) -> bytes:
                 info = vars(obj).get("_jit_info")
                 if info is not None:
                     return jitted, (obj.__wrapped__, _options(obj, info))
+            if isinstance(obj, CodeType) and Path(obj.co_filename).is_file():
+                _, arguments, *_ = self.dispatch_table[CodeType](obj)
+                return placed, (arguments, obj.co_filename)
             return super().reducer_override(obj)
 
     buffer = io.BytesIO()
@@ -48,6 +54,11 @@ def jitted(function: Callable[..., Any], options: Mapping[str, Any]) -> Any:
     import jax
 
     return jax.jit(function, **options)
+
+
+def placed(arguments: Sequence[Any], filename: str) -> CodeType:
+    """Restores code with the name of its file."""
+    return CodeType(*arguments).replace(co_filename=filename)
 
 
 def _options(function: Any, info: Any) -> dict[str, Any]:
