@@ -22,6 +22,7 @@ WORDS = "a public call with the words of the command line"
 
 LONG_FUNCTIONS: dict[str, str] = {
     "src/systolic/session/planning.py:plan": "the options of systolic plan, for Python",
+    "src/systolic/session/explaining.py:explain": WORDS,
     "src/systolic/session/public.py:train": WORDS,
     "src/systolic/session/public.py:resume": WORDS,
     "src/systolic/session/public_tuning.py:tune": WORDS,
@@ -32,6 +33,10 @@ LONG_FUNCTIONS: dict[str, str] = {
 MANY_PARAMETERS: dict[str, str] = {
     "tests/training/tiny.py:job": COMMAND,
     "src/systolic/session/planning.py:plan": "the options of systolic plan, for Python",
+    "src/systolic/forecasting/function.py:forecast_function": WORDS,
+    "src/systolic/session/explaining.py:explain": WORDS,
+    "src/systolic/session/forecast.py:forecast": "the overload for names, with the options of forecast_step",
+    "src/systolic/session/forecast.py:forecast_step": WORDS,
     "src/systolic/session/public.py:train": WORDS,
     "src/systolic/session/public.py:resume": WORDS,
     "src/systolic/session/public_tuning.py:tune": WORDS,

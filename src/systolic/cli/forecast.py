@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from systolic.aot import StepKind
 from systolic.cli.forecast_serving import SERVE, ServingOptions, forecast_server
 from systolic.cli.output import print_json
-from systolic.cli.parse import Required, parse, print_verb_help
+from systolic.cli.parse import Repeated, Required, parse, print_verb_help
 from systolic.cli.target import Request, first, request
 from systolic.core.files import check_writable
 from systolic.session.command_line import option_words
@@ -32,7 +32,7 @@ machine doesn't have (h100, 8xh100, 2xh200 …) gets a roofline of the partition
 assumed. MODEL is a published model that systolic recipes lists (llama-3.1-70b), a config.json, a Hugging Face folder
 or a Bundle; weights are not needed. It takes the options of the recipe lm, with the model's sizes as defaults.
 dump.txt is scheduled HLO that another program wrote: compiled.as_text(), or XLA's dump
-after optimizations; it takes --on, --html, --perfetto, --xprof, --against and --json.
+after optimizations; it takes --on, --html, --perfetto, --xprof, --against, --trips, --cost and --json.
 --serve forecasts a server of the model with continuous batching: tokens per second, time to the first
 and to each further token, the requests that fit and dollars per million tokens, at several concurrencies.
 SLICE is one of systolic chips: v5e-16, v5p-128, tpu7x-8, 2xv5e-256, 8xh100, cpu.
@@ -55,6 +55,8 @@ class ForecastOptions:
         perfetto: Write a trace for Perfetto or Chrome to this file; .gz compresses it.
         xprof: Write a profile into this folder, for xprof --logdir.
         against: Print what changed since the forecast in this JSON file.
+        trips: Trips of a loop that the program leaves open, NAME=NUMBER, such as while.5=100 or train.py:42=100; may be repeated.
+        cost: Time of one call of a kernel, custom call or callback, NAME=TIME, such as my_kernel=1.2ms or EighTpu=350us; may be repeated.
         json: Print one JSON object on stdout.
     """
 
@@ -67,6 +69,8 @@ class ForecastOptions:
     perfetto: Path | None = None
     xprof: Path | None = None
     against: Path | None = None
+    trips: Repeated = ()
+    cost: Repeated = ()
     json: bool = False
 
 
@@ -80,6 +84,8 @@ class DumpOptions:
         perfetto: Write a trace for Perfetto or Chrome to this file; .gz compresses it.
         xprof: Write a profile into this folder, for xprof --logdir.
         against: Print what changed since the forecast in this JSON file.
+        trips: Trips of a loop that the program leaves open, NAME=NUMBER, such as while.5=100 or train.py:42=100; may be repeated.
+        cost: Time of one call of a kernel, custom call or callback, NAME=TIME, such as my_kernel=1.2ms or EighTpu=350us; may be repeated.
         json: Print one JSON object on stdout.
     """
 
@@ -88,6 +94,8 @@ class DumpOptions:
     perfetto: Path | None = None
     xprof: Path | None = None
     against: Path | None = None
+    trips: Repeated = ()
+    cost: Repeated = ()
     json: bool = False
 
 
@@ -112,9 +120,11 @@ def forecast_dump(path: Path, options: ForecastOptions) -> int:
     """Forecasts scheduled HLO text; returns the exit code."""
     from systolic.chips import slice
     from systolic.forecasting import forecast_text
+    from systolic.sim.incomplete import given
 
     before = _before(options)
-    return show(forecast_text(path, slice(options.on)), options, before)
+    made = forecast_text(path, slice(options.on), given(options.trips, options.cost))
+    return show(made, options, before)
 
 
 def forecast_recipe(asked: Request[ForecastOptions]) -> int:
@@ -144,11 +154,16 @@ def arguments_of(asked: Request[ForecastOptions]) -> list[str]:
     options = replace(
         asked.verb,
         **dict.fromkeys(("save", "html", "perfetto", "xprof", "against")),
+        **dict.fromkeys(("trips", "cost"), ()),
         json=False,
         quick=False,
     )
-    given = option_words(asked.recipe.function, asked.options)
-    return [*given, *option_words(ForecastOptions, vars(options))]
+    words = option_words(asked.recipe.function, asked.options)
+    open_parts = [
+        *(word for text in asked.verb.trips for word in ("--trips", text)),
+        *(word for text in asked.verb.cost for word in ("--cost", text)),
+    ]
+    return [*words, *option_words(ForecastOptions, vars(options)), *open_parts]
 
 
 def is_text(target: str) -> bool:
@@ -170,6 +185,8 @@ def compiled(job: "Job", on: "Slice", options: ForecastOptions) -> "Forecast":
             quick=options.quick,
             save=options.save,
             watch=progress.say,
+            trips=options.trips,
+            costs=options.cost,
         )
 
 

@@ -15,6 +15,7 @@ from systolic.chips import slice as slice_named
 from systolic.core.errors import OptionError
 from systolic.forecasting.forecast import Forecast
 from systolic.forecasting.run import forecast_program
+from systolic.sim.incomplete import Costs, Trips, given
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +34,7 @@ class Spread:
     """Arguments whose memory the result may take. For plain functions; a jitted one says so itself."""
 
 
-def forecast_function(
+def forecast_function(  # noqa: PLR0913
     function: Callable[..., Any],
     *args: Any,
     on: str | Slice,
@@ -42,6 +43,8 @@ def forecast_function(
     units: tuple[str, float] | None = None,
     flags: str | Sequence[str] = (),
     quick: bool = False,
+    trips: Trips = (),
+    costs: Costs = (),
     **kwargs: Any,
 ) -> Forecast:
     """Forecasts ``function(*args, **kwargs)`` on a slice that need not be there.
@@ -59,11 +62,15 @@ def forecast_function(
             default none, as your own program has them.
         quick: Stop at the schedule: memory exactly and a rougher time, in seconds. For TPUs;
             elsewhere the compile is no longer than that.
+        trips: Trips of loops that depend on data: ``{"while.5": 100}``, by the loop's name in the forecast's notes or
+            by ``file.py:line``.
+        costs: Time of one call of a kernel, a custom call or a callback: ``{"my_kernel": 1.2e-3}`` in seconds, or ``"1.2ms"``.
         **kwargs: As ``args``.
 
     Raises:
         OptionError: the mesh does not fit the slice, ``in_specs`` not the arguments or the mesh, a
-            flag is none, or ``spread`` asks of a jitted function what only jit can say.
+            flag is none, ``spread`` asks of a jitted function what only jit can say, or the program has nothing of a
+            name in ``trips`` or ``costs``.
         RunError: the compiler failed.
     """
     target = slice_named(on) if isinstance(on, str) else on
@@ -76,7 +83,11 @@ def forecast_function(
     )
     compiler = Compiler(flags=_flags(flags))
     return forecast_program(
-        program, name_of(function), target, compiler=compiler.quick() if quick else compiler
+        program,
+        name_of(function),
+        target,
+        compiler=compiler.quick() if quick else compiler,
+        given=given(trips, costs),
     )
 
 

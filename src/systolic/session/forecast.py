@@ -11,8 +11,9 @@ from systolic.core.errors import OptionError, nearest
 from systolic.forecasting import Forecast, forecast_function, forecast_job
 from systolic.job import Job
 from systolic.session.job_source import source_of
+from systolic.sim.incomplete import Costs, Trips, given
 
-STEP_OPTIONS = ("step", "flags", "quick", "save", "watch")
+STEP_OPTIONS = ("step", "flags", "quick", "save", "watch", "trips", "costs")
 """Options of a forecast; others are those of the recipe."""
 
 
@@ -27,6 +28,8 @@ def forecast(
     quick: bool = False,
     save: Path | str | None = None,
     watch: Callable[[str], None] = ...,
+    trips: Trips = (),
+    costs: Costs = (),
 ) -> Forecast: ...
 
 
@@ -41,6 +44,8 @@ def forecast(
     quick: bool = False,
     save: Path | str | None = None,
     watch: Callable[[str], None] = ...,
+    trips: Trips = (),
+    costs: Costs = (),
     **options: Any,
 ) -> Forecast: ...
 
@@ -71,7 +76,7 @@ def forecast(what: Any, /, *args: Any, on: str | Slice, **options: Any) -> Forec
     return forecast_function(what, *args, on=on, **options)
 
 
-def forecast_step(
+def forecast_step(  # noqa: PLR0913
     job: Job,
     *,
     on: str | Slice,
@@ -80,6 +85,8 @@ def forecast_step(
     quick: bool = False,
     save: Path | str | None = None,
     watch: Callable[[str], None] = lambda _: None,
+    trips: Trips = (),
+    costs: Costs = (),
 ) -> Forecast:
     """One of a job's steps on a slice.
 
@@ -91,9 +98,12 @@ def forecast_step(
         quick: Stop at the compiler's schedule: memory is exact, the time of ops estimated.
         save: A file for the compiled executable; nothing is written when the step does not fit.
         watch: Called with each stage of the compile, a few words.
+        trips: Trips of loops that the program leaves open: ``{"while.5": 100}``, by the loop's name or ``file.py:line``.
+        costs: Time of one call of a kernel, a custom call or a callback: ``{"my_kernel": 1.2e-3}`` in seconds, or ``"1.2ms"``.
 
     Raises:
-        OptionError: an option has no such value, or ``quick`` is asked for with ``save``.
+        OptionError: an option has no such value, ``quick`` is asked for with ``save``, or the program has nothing of a
+            name in ``trips`` or ``costs``.
         LayoutError: the layout does not divide the slice, the model or the batch.
         RunError: the compiler failed, or ``save`` can't be written.
     """
@@ -109,6 +119,7 @@ def forecast_step(
         verb=step if isinstance(step, StepKind) else _kind(step),
         compiler=compiler.quick() if quick else compiler,
         say=watch,
+        given=given(trips, costs),
     )
     if save is not None:
         save_executable(made, Path(save))

@@ -13,6 +13,7 @@ from typing import Any
 from systolic.hlo import Computation, Instruction, Module
 from systolic.sim.attention import attention_of, flops_of, seconds_of
 from systolic.sim.calibration import constant
+from systolic.sim.incomplete import DATA
 from systolic.sim.ragged import is_ragged, ragged_seconds
 from systolic.sim.rates import Rates, cores, cores_used, f32_passes, vector_rate
 from systolic.sim.work import PASSES
@@ -30,6 +31,8 @@ class KernelCost:
     seconds: float
     flops: float
     note: str = ""
+    missing: str = ""
+    """What is left out, of a kernel that may take longer."""
 
 
 def kernel_cost(
@@ -90,12 +93,9 @@ def _counted(
         seconds += (
             moved / rates.hbm / steps + steps * STEP_SECONDS
         )  # the first blocks come before any work
-    note = (
-        ""
-        if counted["whole"]
-        else f"kernel {call.name} has loops or branches on data, counted as taken once"
-    )
-    return KernelCost(seconds, sum(flops.values()), note)
+    missing = DATA if counted.get("loops", not counted["whole"]) else ""
+    note = "" if counted["whole"] or missing else f"kernel {call.name}: branches on data are taken"
+    return KernelCost(seconds, sum(flops.values()), note, missing)
 
 
 _HLO = {"f32x6": "f32", "i8": "s8", "i4": "s4"}
