@@ -202,8 +202,11 @@ def figure(value: float | None) -> str:
 
 
 def notes(forecast: Forecast) -> list[str]:
-    """Warnings, the source of the interval, ops without a price, assumptions."""
-    found = [*forecast.cautions, *forecast.warnings, *forecast.notes]
+    """What makes the time wrong or one-sided, what slows it, what its price assumes; then all that changes no figure."""
+    assumed = [] if forecast.timeline is None else forecast.timeline.notes
+    priced = [note for note in forecast.notes if note in assumed]
+    others = [note for note in forecast.notes if note not in assumed]
+    found = [*forecast.cautions, *forecast.warnings, *priced, *others]
     if forecast.interval:
         found.append(f"interval: {forecast.interval}")
     if forecast.timeline is not None and forecast.priced_fraction < 0.9995:
