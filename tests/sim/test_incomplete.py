@@ -16,6 +16,7 @@ from systolic.report.forecast.text import lines
 from systolic.report.printing import plain
 from systolic.sim import simulate
 from systolic.sim.incomplete import GapKind, given
+from systolic.sim.roofline import ModuleSource, Peaks, roofline
 from systolic.sim.timeline import PricedBy
 from tests.recorded import loops
 
@@ -119,6 +120,21 @@ def test_a_bounded_loop_has_an_upper_end(tmp_path: Path) -> None:
     (part,) = made.to_json()["unpriced"]
     assert (part["least_trips"], part["most_trips"], part["counted_trips"]) == (0, 50, 1)
     assert "at most 50 times" in made.cautions[0]
+
+
+@pytest.mark.parametrize("name", ["traced", "until_large_or_50", "eigh", "pure", "scan64"])
+def test_a_roofline_says_so_too(name: str) -> None:
+    module = loops.module(name)
+    peaks = Peaks(matmul={"f32": 1e12}, memory=1e11)
+    made = roofline(module, peaks, 1, ModuleSource.compiled)
+    found = {(one.part, one.label) for one in made.incomplete}
+    assert found == MISSING.get(name, {(GapKind.loop, "")} if name.startswith("until") else set())
+    assert (made.most_seconds is not None) == (name == "until_large_or_50")
+    if name == "traced":
+        (loop,) = made.incomplete
+        more = roofline(module, peaks, 1, ModuleSource.compiled, given({loop.name: 50}))
+        assert more.seconds - made.seconds == pytest.approx(49 * loop.seconds)
+        assert more.incomplete == ()
 
 
 def test_trips_that_are_given_are_multiplied_out_and_told(tmp_path: Path) -> None:
