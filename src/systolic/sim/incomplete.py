@@ -317,7 +317,8 @@ def label_of(instruction: Instruction) -> str:
         base = re.sub(r"\.\d+$|\.clone$", "", instruction.name)
         return base if last in ("", "pallas_call") else last
     if instruction.opcode == "custom-call":
-        return instruction.target
+        asks = "callback" in instruction.target and last
+        return last if asks else instruction.target
     return last if is_callback(instruction) else ""
 
 
