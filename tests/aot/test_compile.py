@@ -1,10 +1,12 @@
 """The real compiler on a small function, in its child process."""
 
+import pickle
 import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from systolic import recipes
 from systolic.aot import Compiled, Compiler, Failed, JobProgram, Outcome, Rejected, compile
 from systolic.aot.compile import Pool
+from systolic.aot.pickled import dumps
 from systolic.chips import slice
 from systolic.core.errors import LayoutError
 from systolic.forecasting.run import of_outcome
@@ -222,3 +225,11 @@ def test_the_quick_compile_knows_the_same_memory(tmp_path: Path) -> None:
     assert isinstance(short, Compiled)
     assert short.digest != whole.digest
     assert short.report["memory"]["used_in_bytes"] == whole.report["memory"]["used_in_bytes"]
+
+
+def test_code_keeps_the_name_of_its_file() -> None:
+    def outer() -> Any:
+        return lambda: None
+
+    restored = pickle.loads(dumps(outer))
+    assert restored.__code__.co_filename == restored().__code__.co_filename == __file__

@@ -45,6 +45,7 @@ def test_a_body_is_counted_as_by_hand() -> None:
         # A block of a megabyte for each of 32 steps from both sides, and 16 of the result.
         "bytes": (32 + 32 + 16) * 2**20,
         "whole": True,
+        "loops": False,
     }
     assert counted(text) == text
 

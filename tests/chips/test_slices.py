@@ -44,7 +44,10 @@ def test_every_row_of_the_table(row: dict[str, str]) -> None:
     assert made.chips_per_host_bounds == bounds
     assert made.num_devices == int(row["devices"])
     assert made.num_chips == prod(shape)
-    assert made.num_hosts == prod(shape) // prod(bounds)
+    # Google rents the eight chips of v5e and v6e as one machine; larger slices are machines of four.
+    one_machine = prod(shape) == 8 and made.chip.name in ("v5e", "v6e")
+    assert made.num_hosts == (1 if one_machine else prod(shape) // prod(bounds))
+    assert made.num_chips // made.num_hosts <= (made.chip.chips_per_host or 0)
     assert made.num_slices == 1
     assert (*made.wrap, False)[:3] == wrap
 

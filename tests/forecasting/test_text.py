@@ -7,8 +7,11 @@ import pytest
 
 from systolic.chips import slice
 from systolic.core.errors import DataError, OptionError
+from systolic.core.origin import Origin
 from systolic.forecasting import forecast_text
 from systolic.report.forecast import readings
+from systolic.report.forecast.text import lines
+from systolic.report.printing import plain
 from tests.recorded import hlo as recorded
 
 
@@ -106,14 +109,52 @@ ENTRY %main (x: bf16[8192,8192], y: bf16[8192,8192]) -> bf16[8192,8192] {{
 """
 
 
-@pytest.mark.parametrize(("on", "word"), [("v5e-1", "taken as"), ("v6e-1", "slower chip")])
-def test_a_dump_does_not_name_its_chip_and_the_forecast_says_so(
-    on: str, word: str, tmp_path: Path
-) -> None:
+def test_cycles_name_the_generation_and_another_is_priced_as_assumed(tmp_path: Path) -> None:
     path = tmp_path / "dump.txt"
     # 2 x 8192^3 FLOPs at 95 % of v5e's 131,333 a cycle.
     path.write_text(MATMUL.format(cycles=int(2 * 8192**3 / 131_333 / 0.95)))
-    assert any(word in note for note in forecast_text(path, slice(on)).notes)
+    own = forecast_text(path, slice("v5e-1"))
+    assert (own.compiled_for, own.doubt, own.origin) == ("v5e", "", Origin.simulated)
+    for on in ("v6e-1", "v5p-8", "tpu7x-8"):
+        made = forecast_text(path, slice(on))
+        assert made.origin is Origin.assumed
+        assert made.to_json()["compiled_for"] == "v5e"
+        assert made.to_json()["notes"][0].startswith("the dump was scheduled for v5e by")
+        assert readings.verdict(made).sentence.startswith("Scheduled for v5e, not ")
+        shown = "\n".join(plain(lines(made, 80)))
+        assert "[assumed]" in shown
+        assert "choose a slice of v5e" in " ".join(shown.split())
+
+
+@pytest.mark.parametrize("which", ["topology", "arguments"])
+def test_the_files_beside_xlas_dump_name_the_generation(which: str, tmp_path: Path) -> None:
+    # As libtpu 0.0.42.1 writes them; the module itself has no cycles then.
+    stem = "module_0000.jit_f.cl_933746096"
+    path = tmp_path / f"{stem}.after_optimizations.txt"
+    path.write_text(MATMUL.replace('"estimated_cycles":"{cycles}"', "").format())
+    if which == "topology":
+        (tmp_path / stem).mkdir()
+        (tmp_path / stem / "topology.textproto").write_text(
+            'platform_name: "tpu"\nplatform_version: "TFRT TPU v5 lite\\nBuilt on Jun 17 2026"\n'
+        )
+    else:
+        (tmp_path / f"{stem}.target_arguments.txt").write_text(
+            'tpu_topology_args {\n  version: TPU_VERSION_VIPERFISH\n  variant: "lite"\n}\n'
+        )
+    own = forecast_text(path, slice("v5e-1"))
+    assert (own.compiled_for, own.doubt) == ("v5e", "")
+    assert "scheduled for v5e, as" in own.notes[0]
+    made = forecast_text(path, slice("v6e-1"))
+    assert (made.compiled_for, made.origin) == ("v5e", Origin.assumed)
+    assert "beside it says" in made.cautions[0]
+
+
+def test_a_dump_that_nothing_names_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "dump.txt"
+    path.write_text(MATMUL.replace('"estimated_cycles":"{cycles}"', "").format())
+    made = forecast_text(path, slice("v6e-1"))
+    assert made.compiled_for is None
+    assert made.notes[0] == "the dump does not name its chip: taken as scheduled for v6e"
 
 
 def test_a_faster_chip_s_schedule_is_refused(tmp_path: Path) -> None:

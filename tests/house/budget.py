@@ -23,6 +23,7 @@ WORDS = "a public call with the words of the command line"
 LONG_FUNCTIONS: dict[str, str] = {
     "src/systolic/session/planning.py:plan": "the options of systolic plan, for Python",
     "src/systolic/session/serving_plan.py:plan_serving": "the options of systolic plan serve, for Python",
+    "src/systolic/session/explaining.py:explain": WORDS,
     "src/systolic/session/public.py:train": WORDS,
     "src/systolic/session/public.py:resume": WORDS,
     "src/systolic/session/public_tuning.py:tune": WORDS,
@@ -35,6 +36,10 @@ MANY_PARAMETERS: dict[str, str] = {
     "src/systolic/session/capacity.py:forecast_serving": "the options of systolic forecast --serve, for Python",
     "src/systolic/session/serving_plan.py:plan_serving": "the options of systolic plan serve, for Python",
     "src/systolic/session/planning.py:plan": "the options of systolic plan, for Python",
+    "src/systolic/forecasting/function.py:forecast_function": WORDS,
+    "src/systolic/session/explaining.py:explain": WORDS,
+    "src/systolic/session/forecast.py:forecast": "the overload for names, with the options of forecast_step",
+    "src/systolic/session/forecast.py:forecast_step": WORDS,
     "src/systolic/session/public.py:train": WORDS,
     "src/systolic/session/public.py:resume": WORDS,
     "src/systolic/session/public_tuning.py:tune": WORDS,

@@ -26,6 +26,8 @@ ALLOWED: dict[str, str] = {
     "sim/estimate.py:_OPS": COUNTED,
     "sim/grouped.py:_MASK_OPS": COUNTED,
     "sim/grouped.py:_SUM_OPS,_UNIT_OPS,_WIDEN_OPS": COUNTED,
+    "sim/incomplete.py:ENDLESS": "the largest s32",
+    "sim/incomplete.py:_SECONDS": "units of time",
     "sim/masks.py:_STEPS": SEARCH,
     "sim/price.py:_SMALL": SEARCH,
     "sim/reads.py:_LEAST_BYTES": SEARCH,

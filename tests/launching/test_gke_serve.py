@@ -283,4 +283,4 @@ def test_numbers_that_contradict_each_other_are_one_line() -> None:
     ):
         with pytest.raises(OptionError, match=text):
             GkeServer(**fields)
-    assert slice("v5e-8").num_hosts == 2
+    assert slice("v5e-8").num_hosts == 1

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import time
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +55,7 @@ def test_all_slices_agree_with_the_catalogue() -> None:
         assert int(found.get("node-count", 1)) == on.num_slices, on.name
         assert ("node-id" in found) == (on.num_slices == 1), on.name
         hosts = prepare("tpu-vm", launch(on.name)).hosts
-        one_machine = prod(on.topology) == 8 and on.chip.name in ("v5e", "v6e")
-        assert hosts == (on.num_slices if one_machine else on.num_hosts), on.name
+        assert hosts == on.num_hosts, on.name
 
 
 def test_how_the_chips_are_paid_for() -> None:

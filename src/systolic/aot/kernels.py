@@ -49,7 +49,7 @@ def counted(text: str) -> str:
 
     The object has ``grid`` and ``steps``, and ``parallel``, the dims of the grid that cores may share; over the whole call ``flops`` by the dtype of the matmuls' operands
     (``f32x6`` for f32 at full precision), ``vector`` operations, elements of ``tanh``, ``bytes`` of device memory that its windows and
-    transfers move, and ``whole``: false where a loop or a branch depends on data, so that it may do more. For a grid
+    transfers move, and ``whole``: false where a loop or a branch depends on data; a branch counts as taken, and with ``loops`` a loop counts once. For a grid
     with dynamic bounds it has only ``windows``, the block sizes of each operand and result.
     """
     known: dict[str, str | None] = {}
@@ -119,6 +119,9 @@ class _Kernel:
     functions: Mapping[str, Any]
     grid: Sequence[int]
     whole: bool = True
+    """Whether no loop and no branch depends on data."""
+    loops: bool = False
+    """Whether a loop depends on data."""
     values: dict[Any, int | None] = field(default_factory=dict)
     """Values of arguments: indices of the grid and of loops, and loop carries."""
     memo: dict[Any, int | None] = field(default_factory=dict)
@@ -181,6 +184,7 @@ class _Kernel:
             "tanh": totals.tanh,
             "bytes": totals.bytes,
             "whole": self.whole,
+            "loops": self.loops,
         }
 
     def block(self, block: Any, times: float, totals: _Totals) -> None:
@@ -191,7 +195,7 @@ class _Kernel:
             if name == "for":
                 self.loop(operation, times, totals)
             elif name == "while":
-                self.whole = False
+                self.whole, self.loops = False, True
                 for region in operation.regions:
                     self.block(region.blocks[0], times, totals)
             elif name == "if":
@@ -213,7 +217,7 @@ class _Kernel:
         bounds = [self.value(operation.operands[n]) for n in range(3)]
         body = operation.regions[0].blocks[0]
         if None in bounds:
-            self.whole = False
+            self.whole, self.loops = False, True
             self.block(body, times, totals)
             return
         low, high, step = (int(n or 0) for n in bounds)

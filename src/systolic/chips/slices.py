@@ -29,8 +29,9 @@ class Slice:
     interconnect and whether that axis has wraparound links. ``topology_name``,
     ``chip_config_name`` and ``chips_per_host_bounds`` are what libtpu takes to describe it.
 
-    An 8-chip v5e or v6e counts two hosts of four chips, as trainers and GKE have it; Google also
-    rents it as one machine of eight.
+    A v5e or v6e slice of eight chips is one machine of eight; larger ones are machines of four. For libtpu
+    ``chips_per_host_bounds`` stays 2x2 there, as MaxText's table has it, and GKE has a node pool of two
+    machines of four for it too, which ``systolic launch`` trains on.
     """
 
     name: str
@@ -190,13 +191,14 @@ def _of_shape(given: str, known: Chip, shape: Shape, count: int) -> Slice:
     named = num_chips in rule.named_chips() and shape == rule.shape(num_chips)
     one = f"{known.name}-{_number(known, rule, num_chips)}" if named else f"{known.name}:{text}"
     bounds = (1, 1, 1) if num_chips == 1 else (2, 2, 1)
+    whole = num_chips <= (known.chips_per_host or 1)
     return Slice(
         name=one if count == 1 else f"{count}x{one}",
         chip=known,
         topology=shape,
         num_chips=num_chips * count,
         num_devices=num_chips * (known.devices_per_chip or 1) * count,
-        num_hosts=num_chips // prod(bounds) * count,
+        num_hosts=(1 if whole else num_chips // prod(bounds)) * count,
         num_slices=count,
         wrap=rule.wrap(shape),
         platform="tpu",

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from math import prod
 from typing import Annotated, Any
 
 import tyro
@@ -159,6 +160,16 @@ def _listing(title: str, rows: dict[str, str]) -> list[RenderableType]:
     return [Text(f"\n{title}", style="bold"), table]
 
 
+def _hosts(found: Slice) -> str:
+    """Number of hosts; of eight chips that are one machine, with the other way in which Google has them."""
+    bounds = found.chips_per_host_bounds
+    chips_per_slice = found.num_chips // found.num_slices
+    if bounds is None or found.num_hosts > found.num_slices or prod(bounds) == chips_per_slice:
+        return f"{found.num_hosts}"
+    pools = f"GKE also has pools of {chips_per_slice // prod(bounds)} machines of {prod(bounds)}"
+    return f"{found.num_hosts}, with all {chips_per_slice} chips of a slice ({pools})"
+
+
 def _one_slice(found: Slice) -> RenderableType:
     shape = "x".join(map(str, found.topology))
     wrapped = [str(size) for size, around in zip(found.topology, found.wrap, strict=True) if around]
@@ -167,7 +178,7 @@ def _one_slice(found: Slice) -> RenderableType:
         "chip": f"{found.chip.name}  {found.chip.title}",
         "chips": f"{found.num_chips}",
         "JAX devices": f"{found.num_devices}",
-        "hosts": f"{found.num_hosts}",
+        "hosts": _hosts(found),
         "slices": f"{found.num_slices}",
         "topology": shape + (f", wraps {' and '.join(wrapped)}" if wrapped else ", no wraparound"),
         "memory": "-" if found.hbm_bytes is None else gibibytes(found.hbm_bytes),

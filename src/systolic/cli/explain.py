@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from systolic.aot import StepKind
 from systolic.cli.output import bounded_workers
-from systolic.cli.parse import Required, parse, print_verb_help
+from systolic.cli.parse import Repeated, Required, parse, print_verb_help
 from systolic.cli.target import Request, first, renamed, request, request_for
 from systolic.core.errors import NotFoundError, OptionError, nearest
 from systolic.core.ranges import NOT_NEGATIVE
@@ -51,6 +51,8 @@ class ExplainOptions:
         flags: Compiler flags on top of the set that all jobs on the chip share (systolic chips v5e lists it); none leaves that set out.
         remedies: Changes of settings to compile and forecast again, one at a time, where the step fits; up to twice as many follow, combined from the best until none gains, and changes of precision and batch. 0 names causes only.
         workers: Compiles at once; 0 takes as many as cores and memory allow.
+        trips: Trips of a loop that the program leaves open, NAME=NUMBER, such as while.5=100; may be repeated.
+        cost: Time of one call of a kernel, custom call or callback, NAME=TIME, such as my_kernel=1.2ms; may be repeated.
         json: Print one JSON object on stdout.
     """
 
@@ -59,6 +61,8 @@ class ExplainOptions:
     flags: str = ""
     remedies: Annotated[int, NOT_NEGATIVE] = 10
     workers: Annotated[int, NOT_NEGATIVE] = 0
+    trips: Repeated = ()
+    cost: Repeated = ()
     json: bool = False
 
 
@@ -73,6 +77,8 @@ class ExplainSavedOptions:
         flags: Compiler flags on top of those of the file; none leaves these out.
         remedies: Changes of settings to compile and forecast again, one at a time, where the step fits; up to twice as many follow, combined from the best until none gains, and changes of precision and batch. 0 names causes only.
         workers: Compiles at once; 0 takes as many as cores and memory allow.
+        trips: Trips of a loop that the program leaves open, NAME=NUMBER, such as while.5=100; may be repeated.
+        cost: Time of one call of a kernel, custom call or callback, NAME=TIME, such as my_kernel=1.2ms; may be repeated.
         json: Print one JSON object on stdout.
     """
 
@@ -82,6 +88,8 @@ class ExplainSavedOptions:
     flags: str = ""
     remedies: Annotated[int, NOT_NEGATIVE] = 10
     workers: Annotated[int, NOT_NEGATIVE] = 0
+    trips: Repeated = ()
+    cost: Repeated = ()
     json: bool = False
 
 
@@ -244,6 +252,7 @@ def explain_step(
 ) -> int:
     """Explains with progress, prints; returns the exit code."""
     from systolic.cli.explain_view import ExplainView, show_step
+    from systolic.sim.incomplete import given
 
     with ExplainView(f"{of.recipe.target} for {of.on.name}", as_json=options.json) as view:
         explainer = replace(
@@ -251,6 +260,7 @@ def explain_step(
             remedies=options.remedies,
             workers=bounded_workers(options.workers),
             watch=view.see,
+            given=given(options.trips, options.cost),
         )
         made = explainer.explain()
     return show_step(target, of, made, as_json=options.json)

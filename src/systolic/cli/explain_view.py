@@ -171,12 +171,13 @@ def print_step(made: StepExplanation) -> None:
     """Causes of a step that fits."""
     seconds = made.forecast.step_seconds
     assert seconds is not None
-    title = f"{made.job.name} on {made.on.name}: {duration(seconds)} a step"
-    if made.forecast.mfu is not None:
+    least = "at least " if made.forecast.is_lower_bound else ""
+    title = f"{made.job.name} on {made.on.name}: {least}{duration(seconds)} a step"
+    if made.forecast.mfu is not None and not least:
         title += f", MFU {made.forecast.mfu:.1%}"
     words = described(made.flags)
     remarks = [f"compiled with {words}"] if words else []
-    print_causes(title, made.causes, remarks=[QUICK, *remarks])
+    print_causes(title, made.causes, remarks=[*made.forecast.cautions, QUICK, *remarks])
 
 
 def show_step(target: str, of: RecipeStep, made: StepExplanation, *, as_json: bool) -> int:
@@ -196,6 +197,8 @@ def show_step(target: str, of: RecipeStep, made: StepExplanation, *, as_json: bo
                 "layout": dict(made.forecast.layout),
                 "step_seconds": made.forecast.step_seconds,
                 "mfu": made.forecast.mfu,
+                "lower_bound": made.forecast.is_lower_bound,
+                "given": list(made.forecast.given),
                 "flags": list(made.flags),
                 "causes": [plain(cause) for cause in made.causes],
                 **told,

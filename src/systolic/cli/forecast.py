@@ -12,7 +12,7 @@ import tyro
 from systolic.aot import StepKind
 from systolic.cli.forecast_serving import SERVE, ServingOptions, forecast_server
 from systolic.cli.output import print_json
-from systolic.cli.parse import Required, parse, print_verb_help
+from systolic.cli.parse import Repeated, Required, parse, print_verb_help
 from systolic.cli.target import Request, first, request
 from systolic.core.errors import OptionError
 from systolic.core.files import check_writable, write_atomically
@@ -37,7 +37,7 @@ machine doesn't have (h100, 8xh100, 2xh200 …) gets a roofline of the partition
 assumed. MODEL is a published model that systolic recipes lists (llama-3.1-70b), a config.json, a Hugging Face folder
 or a Bundle; weights are not needed. It takes the options of the recipe lm, with the model's sizes as defaults.
 dump.txt is scheduled HLO that another program wrote: compiled.as_text(), or XLA's dump
-after optimizations; it takes --on, --html, --perfetto, --xprof, --against and --json.
+after optimizations; it takes --on, --html, --perfetto, --xprof, --against, --trips, --cost and --json.
 --serve forecasts a server of the model with continuous batching: tokens per second, time to the first
 and to each further token, the requests that fit and dollars per million tokens, at several concurrencies.
 SLICE is one of systolic chips: v5e-16, v5p-128, tpu7x-8, 2xv5e-256, 8xh100, cpu. Several with commas, and
@@ -64,6 +64,8 @@ class ForecastOptions:
         xprof: Write a profile into this folder, for xprof --logdir.
         against: Print what changed since the forecast in this JSON file.
         csv: Write the table to this file as CSV.
+        trips: Trips of a loop that the program leaves open, NAME=NUMBER, such as while.5=100 or train.py:42=100; may be repeated.
+        cost: Time of one call of a kernel, custom call or callback, NAME=TIME, such as my_kernel=1.2ms or EighTpu=350us; may be repeated.
         json: Print one JSON object on stdout.
     """
 
@@ -78,6 +80,8 @@ class ForecastOptions:
     xprof: Path | None = None
     against: Path | None = None
     csv: Path | None = None
+    trips: Repeated = ()
+    cost: Repeated = ()
     json: bool = False
 
 
@@ -92,6 +96,8 @@ class DumpOptions:
         xprof: Write a profile into this folder, for xprof --logdir.
         against: Print what changed since the forecast in this JSON file.
         csv: Write the table to this file as CSV.
+        trips: Trips of a loop that the program leaves open, NAME=NUMBER, such as while.5=100 or train.py:42=100; may be repeated.
+        cost: Time of one call of a kernel, custom call or callback, NAME=TIME, such as my_kernel=1.2ms or EighTpu=350us; may be repeated.
         json: Print one JSON object on stdout.
     """
 
@@ -101,6 +107,8 @@ class DumpOptions:
     xprof: Path | None = None
     against: Path | None = None
     csv: Path | None = None
+    trips: Repeated = ()
+    cost: Repeated = ()
     json: bool = False
 
 
@@ -131,9 +139,11 @@ def forecast_dump(path: Path, options: ForecastOptions) -> int:
     """Forecasts scheduled HLO text; returns the exit code."""
     from systolic.chips import slice
     from systolic.forecasting import forecast_text
+    from systolic.sim.incomplete import given
 
     before = _before(options)
-    return show(forecast_text(path, slice(options.on)), options, before)
+    made = forecast_text(path, slice(options.on), given(options.trips, options.cost))
+    return show(made, options, before)
 
 
 def forecast_recipe(asked: Request[ForecastOptions]) -> int:
@@ -187,11 +197,13 @@ def forecast_dumps(path: Path, options: ForecastOptions) -> int:
     """Forecasts scheduled HLO text on several slices; returns the exit code."""
     from systolic.forecasting import forecast_text
     from systolic.session.forecast import row_of, slices_of
+    from systolic.sim.incomplete import given
 
     _check_table(options)
+    supplied = given(options.trips, options.cost)
 
     def row(on: "Slice") -> "ForecastRow":
-        return row_of(on, {}, lambda: forecast_text(path, on))
+        return row_of(on, {}, lambda: forecast_text(path, on, supplied))
 
     return show_table(path.name, list(map(row, slices_of(options.on))), options)
 
@@ -286,11 +298,16 @@ def arguments_of(asked: Request[ForecastOptions]) -> list[str]:
     options = replace(
         asked.verb,
         **dict.fromkeys(("save", "html", "perfetto", "xprof", "against", "csv")),
+        **dict.fromkeys(("trips", "cost"), ()),
         json=False,
         quick=False,
     )
-    given = option_words(asked.recipe.function, asked.options)
-    return [*given, *option_words(ForecastOptions, vars(options))]
+    words = option_words(asked.recipe.function, asked.options)
+    open_parts = [
+        *(word for text in asked.verb.trips for word in ("--trips", text)),
+        *(word for text in asked.verb.cost for word in ("--cost", text)),
+    ]
+    return [*words, *option_words(ForecastOptions, vars(options)), *open_parts]
 
 
 def is_text(target: str) -> bool:
@@ -312,6 +329,8 @@ def compiled(job: "Job", on: "Slice", options: ForecastOptions, title: str = "")
             quick=options.quick,
             save=options.save,
             watch=progress.say,
+            trips=options.trips,
+            costs=options.cost,
         )
 
 

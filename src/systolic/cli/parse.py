@@ -25,6 +25,9 @@ T = TypeVar("T")
 CONFIG = (tyro.conf.AvoidSubcommands, tyro.conf.EnumChoicesFromValues)
 """One flat set of options for each verb; enums by value."""
 
+Repeated = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
+"""Values of an option that is given once for each."""
+
 _NUMBER = {"INT": "a whole number", "FLOAT": "a number"}
 _REWORDED: Sequence[tuple[re.Pattern[str], Callable[[re.Match[str]], str]]] = (
     (

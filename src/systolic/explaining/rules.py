@@ -425,7 +425,7 @@ RULES: Sequence[Callable[[Step], Iterable[Cause]]] = (
 
 
 def _times(op: StepOp) -> str:
-    return f" x{op.times}" if op.times > 1 else ""
+    return f" x{op.times:g}" if op.times > 1 else ""
 
 
 def _matmul_dims(op: StepOp) -> list[tuple[int, ...]]:

@@ -70,7 +70,7 @@ MESH = tuple(axis.value for axis in Axis)
 """Axes in the order of the mesh, outermost first."""
 
 
-def _simulated(span: Span, times: int, place: Place, windowed: Set[str]) -> StepOp:
+def _simulated(span: Span, times: float, place: Place, windowed: Set[str]) -> StepOp:
     source = named(place.module, place.computation, place.instruction)
     dtype = work_of(*_where(place)).dtype if span.flops else ""
     return StepOp(

@@ -53,7 +53,7 @@ class StepOp:
     resource: Resource
     """The resource that bounds it."""
     seconds: float
-    times: int = 1
+    times: float = 1
     """Runs in a step."""
     flops: float = 0.0
     """FLOPs of all runs."""

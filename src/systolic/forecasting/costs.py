@@ -98,7 +98,7 @@ def seconds_by_place(timeline: Timeline) -> dict[str, float]:
     return dict(sorted(found.items(), key=lambda pair: -pair[1]))
 
 
-def core(timeline: Timeline) -> Iterable[tuple[Span, int]]:
+def core(timeline: Timeline) -> Iterable[tuple[Span, float]]:
     """The ops that run one after another, and the waits between them, with how often each runs."""
     return ((span, times) for span, times in timeline.leaves() if span.lane == "core")
 
@@ -140,13 +140,13 @@ def _is_source(path: str) -> bool:
 
 
 def _grouped(timeline: Timeline, key: Callable[[Span], str]) -> list[OpCost]:
-    groups: dict[str, list[tuple[Span, int]]] = defaultdict(list)
+    groups: dict[str, list[tuple[Span, float]]] = defaultdict(list)
     for span, times in core(timeline):
         groups[key(span)].append((span, times))
     return sorted((_cost(name, found) for name, found in groups.items()), key=lambda c: -c.seconds)
 
 
-def _cost(name: str, found: Sequence[tuple[Span, int]]) -> OpCost:
+def _cost(name: str, found: Sequence[tuple[Span, float]]) -> OpCost:
     seconds: defaultdict[Resource, float] = defaultdict(float)
     sources: defaultdict[str, float] = defaultdict(float)
     for span, times in found:
@@ -157,7 +157,7 @@ def _cost(name: str, found: Sequence[tuple[Span, int]]) -> OpCost:
     return OpCost(
         name=name,
         seconds=sum(seconds.values()),
-        runs=sum(times for _, times in found),
+        runs=round(sum(times for _, times in found)),
         resource=max(seconds, key=lambda r: seconds[r]),
         place=place_of(largest),
         source=max(named, key=lambda s: named[s], default=""),

@@ -12,12 +12,11 @@ from systolic.core.units import duration
 from systolic.forecasting.cost import Bill
 from systolic.forecasting.costs import by_op, seconds_by_place
 from systolic.forecasting.memory import MemoryMap
+from systolic.sim.incomplete import Incomplete
 from systolic.sim.rates import peaks_of
 from systolic.sim.timeline import PricedBy, Resource, Timeline
 
 BILLION, MILLION = 1e9, 1e6
-UNKNOWN = 0.02
-"""Share of a step in kernels of unknown work above which its time is only a lower bound."""
 LARGEST = 12
 """Buffers named in the JSON."""
 TOP_OPS = 20
@@ -64,6 +63,12 @@ class Forecast:
     compiler: Mapping[str, Any] = field(default_factory=dict)
     layout: Mapping[str, Any] = field(default_factory=dict)
     rejected: Mapping[str, Any] | None = None
+    doubt: str = ""
+    """Why the time is not the slice's, in the words of a verdict; empty without a reason."""
+    compiled_for: str | None = None
+    """Generation that a dump was scheduled for; None where nothing says it, and of what was compiled for the slice."""
+    cautions: Sequence[str] = ()
+    """Notes on what makes the figures wrong or one-sided; shown before all others, and never left out."""
     warnings: Sequence[str] = ()
     """Notes on settings that slow the program down; shown before all other notes."""
     notes: Sequence[str] = ()
@@ -159,12 +164,19 @@ class Forecast:
         ]
 
     @property
+    def incomplete(self) -> Sequence[Incomplete]:
+        """Loops, kernels, custom calls and callbacks that may take longer than what is counted for them."""
+        return () if self.timeline is None else self.timeline.incomplete
+
+    @property
     def is_lower_bound(self) -> bool:
-        """Whether kernels that nothing prices but their bytes take more than :data:`UNKNOWN` of the step."""
-        if self.timeline is None or not self.timeline.seconds:
-            return False
-        kernels = sum(seconds for op, seconds in self.unpriced if op.startswith("custom-call "))
-        return kernels > UNKNOWN * self.timeline.seconds
+        """Whether the time is only a lower bound: a part of the program is priced incompletely."""
+        return bool(self.incomplete)
+
+    @property
+    def given(self) -> Sequence[str]:
+        """Trips and costs that the user gave, a line each."""
+        return () if self.timeline is None else self.timeline.given
 
     @property
     def units_per_second(self) -> float | None:
@@ -188,6 +200,7 @@ class Forecast:
             "step_seconds_high": self.high,
             "interval": self.interval,
             "lower_bound": self.is_lower_bound,
+            "compiled_for": self.compiled_for,
             "model_flops_per_step": self.model_flops,
             "tflops_per_chip": self.model_flops / seconds / self.on.num_chips / 1e12
             if seconds and self.model_flops
@@ -200,19 +213,26 @@ class Forecast:
             "exposed_collective_seconds": self.exposed_collective_seconds,
             "bound_by": self.bound_by,
             "priced_fraction": self.priced_fraction,
-            "unpriced": [{"op": op, "seconds": s} for op, s in self.unpriced],
+            "unpriced": self._unpriced(),
+            "given": list(self.given),
             "usd_per_hour": self.bill.usd_per_hour,
             f"usd_per_{per}": self.bill.usd_per(scale, self.units, seconds) if seconds else None,
             f"kwh_per_{per}": self.bill.kwh_per(scale, self.units, seconds) if seconds else None,
             **self._bill(),
             "compiler": dict(self.compiler),
             "layout": dict(self.layout),
-            "notes": [*self.warnings, *self.notes],
+            "notes": [*self.cautions, *self.warnings, *self.notes],
             **self._costs(),
         }
         if self.rejected is not None:
             record["rejected"] = dict(self.rejected)
         return record
+
+    def _unpriced(self) -> list[dict[str, Any]]:
+        """Parts that are priced incompletely, and ops of which only the bytes are known."""
+        found = [part.to_json() for part in self.incomplete]
+        named = {part["op"] for part in found}
+        return [*found, *({"op": op, "seconds": s} for op, s in self.unpriced if op not in named)]
 
     def _hbm(self) -> dict[str, Any]:
         memory = self.memory

@@ -20,6 +20,7 @@ from systolic.core.errors import OptionError
 from systolic.core.units import gibibytes
 from systolic.forecasting.forecast import Forecast
 from systolic.forecasting.run import forecast_program
+from systolic.sim.incomplete import Costs, Trips, given
 
 MANY_CONSTANT_BYTES = 2**24
 """Arrays that a function refers to, above which a note says so."""
@@ -44,7 +45,7 @@ class Spread:
     """Arguments whose memory the result may take. For plain functions; a jitted one says so itself."""
 
 
-def forecast_function(
+def forecast_function(  # noqa: PLR0913
     function: Callable[..., Any],
     *args: Any,
     on: str | Slice,
@@ -54,6 +55,8 @@ def forecast_function(
     flags: str | Sequence[str] = (),
     quick: bool = False,
     watch: Callable[[str], None] = lambda _: None,
+    trips: Trips = (),
+    costs: Costs = (),
     **kwargs: Any,
 ) -> Forecast:
     """Forecasts ``function(*args, **kwargs)`` on a slice that need not be there.
@@ -74,6 +77,9 @@ def forecast_function(
             elsewhere the compile is no longer than that.
         watch: Called with each stage of the compile, a few words. :func:`systolic.forecast` writes the stage and the time
             so far to stderr by default, once it takes more than ten seconds.
+        trips: Trips of loops that depend on data: ``{"while.5": 100}``, by the loop's name in the forecast's notes or
+            by ``file.py:line``.
+        costs: Time of one call of a kernel, a custom call or a callback: ``{"my_kernel": 1.2e-3}`` in seconds, or ``"1.2ms"``.
         **kwargs: As ``args``.
 
     Meshes, devices and shardings of this process, wherever the function has them (closures, globals, attributes,
@@ -83,7 +89,8 @@ def forecast_function(
 
     Raises:
         OptionError: the mesh does not fit the slice, ``in_specs`` not the arguments or the mesh, a
-            flag is none, or ``spread`` asks of a jitted function what only jit can say.
+            flag is none, ``spread`` asks of a jitted function what only jit can say, or the program has nothing of a
+            name in ``trips`` or ``costs``.
         RunError: the compiler failed.
     """
     target = slice_named(on) if isinstance(on, str) else on
@@ -101,6 +108,7 @@ def forecast_function(
         target,
         compiler=compiler.quick() if quick else compiler,
         say=watch,
+        given=given(trips, costs),
     )
 
 

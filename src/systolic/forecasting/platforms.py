@@ -13,10 +13,12 @@ from systolic.chips import Slice
 from systolic.core.errors import NotFoundError
 from systolic.core.origin import Origin
 from systolic.core.units import gibibytes
+from systolic.forecasting.cautions import cautions_of, ended
 from systolic.forecasting.cost import bill_of
 from systolic.forecasting.forecast import LARGEST, Forecast
 from systolic.forecasting.memory import MemoryMap, memory_map
 from systolic.hlo import Module, parse
+from systolic.sim.incomplete import NOTHING, Given
 from systolic.sim.roofline import ModuleSource, Peaks, gpu_peaks, roofline
 from systolic.sim.timeline import Timeline
 
@@ -33,8 +35,10 @@ HOST_TIME = "step time is a roofline over the compiled program, op after op"
 MEASURED = "rates of this CPU were measured when the program was compiled"
 
 
-def forecast_host(outcome: Compiled, name: str, on: Slice, seconds: float) -> Forecast:
-    """The forecast of a program for a CPU or GPU slice."""
+def forecast_host(
+    outcome: Compiled, name: str, on: Slice, seconds: float, given: Given = NOTHING
+) -> Forecast:
+    """The forecast of a program for a CPU or GPU slice, with the trips and costs that it leaves open."""
     report = outcome.report
     built = Built(report["built"])
     module = parse(outcome.hlo)
@@ -42,7 +46,7 @@ def forecast_host(outcome: Compiled, name: str, on: Slice, seconds: float) -> Fo
     memory = memory_map(module, _peak(report["memory"]))
     have = capacity(on)
     notes = [*facts.get("notes", ()), *_notes(built, on, memory, have, report)]
-    timeline, why = _timeline(module, on, built, report)
+    timeline, why = _timeline(module, on, (built, report), given)
     if timeline is None:
         notes.append(why)
     fits = not have or memory.peak_bytes <= have
@@ -78,6 +82,7 @@ def forecast_host(outcome: Compiled, name: str, on: Slice, seconds: float) -> Fo
         },
         layout=facts.get("layout", {}),
         rejected=None if fits else _rejected(memory, have),
+        cautions=cautions_of(timeline) if timeline is not None else (),
         notes=(*notes, *(timeline.notes if timeline is not None else ())),
         answer=outcome,
     )
@@ -98,13 +103,14 @@ def _peak(stats: Mapping[str, int]) -> int | None:
 
 
 def _timeline(
-    module: Module, on: Slice, built: Built, report: Mapping[str, Any]
+    module: Module, on: Slice, how: tuple[Built, Mapping[str, Any]], given: Given
 ) -> tuple[Timeline | None, str]:
     """The roofline, or None and what the catalogue lacks for it."""
+    built, report = how
     program = ModuleSource.stand_in if built is Built.stand_in else ModuleSource.compiled
     try:
         peaks = _cpu_peaks(report["rates"]) if on.platform == "cpu" else gpu_peaks(on)
-        return roofline(module, peaks, on.num_devices, program), ""
+        return roofline(module, peaks, on.num_devices, program, given), ""
     except NotFoundError as error:
         return None, f"no step time: {error}"
 
@@ -123,16 +129,10 @@ def _interval(on: Slice, timeline: Timeline | None) -> tuple[float | None, float
         return None, None, ""
     seconds = timeline.seconds
     if on.platform == "cpu":
-        return (
-            seconds / CPU_FACTOR,
-            seconds * CPU_FACTOR,
-            f"a factor of {CPU_FACTOR:g} either way: a roofline does not model threads, caches or small ops",
-        )
-    return (
-        seconds * (1 - GPU_ERROR),
-        seconds * (1 + GPU_ERROR),
-        f"{GPU_ERROR:.0%} either way: the error of plain rooflines, overlapping collectives included",
-    )
+        text = f"a factor of {CPU_FACTOR:g} either way: a roofline does not model threads, caches or small ops"
+        return seconds / CPU_FACTOR, *ended(timeline, seconds * CPU_FACTOR, text)
+    text = f"{GPU_ERROR:.0%} either way: the error of plain rooflines, overlapping collectives included"
+    return seconds * (1 - GPU_ERROR), *ended(timeline, seconds * (1 + GPU_ERROR), text)
 
 
 def _origin(built: Built, timeline: Timeline | None, fits: bool) -> Origin:

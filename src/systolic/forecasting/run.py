@@ -20,6 +20,7 @@ from systolic.chips import Slice
 from systolic.chips.flags import resolved
 from systolic.core.errors import RunError
 from systolic.core.origin import Origin
+from systolic.forecasting.cautions import cautions_of, ended
 from systolic.forecasting.cost import bill_of
 from systolic.forecasting.forecast import LARGEST, Forecast
 from systolic.forecasting.interval import detail_of, range_of
@@ -29,6 +30,7 @@ from systolic.forecasting.windowed import note_of, windowed
 from systolic.hlo import Module, parse
 from systolic.job import Job
 from systolic.sim import simulate
+from systolic.sim.incomplete import NOTHING, Given
 from systolic.sim.layers import layer_of
 from systolic.sim.timeline import Timeline
 
@@ -42,8 +44,11 @@ def forecast_job(
     verb: StepKind = StepKind.train,
     compiler: Compiler | None = None,
     say: Say = lambda _: None,
+    given: Given = NOTHING,
 ) -> Forecast:
     """One of a job's steps on a slice; without a ``compiler`` with the flags that jobs share there.
+
+    ``given`` has the trips and costs that the program leaves open.
 
     Raises:
         LayoutError: the layout does not divide the slice, the model or the batch.
@@ -51,7 +56,7 @@ def forecast_job(
     """
     compiler = compiler or Compiler(flags=resolved("", on.chip))
     return forecast_program(
-        JobProgram(job=job, verb=verb), job.name, on, compiler=compiler, say=say
+        JobProgram(job=job, verb=verb), job.name, on, compiler=compiler, say=say, given=given
     )
 
 
@@ -62,18 +67,22 @@ def forecast_program(
     *,
     compiler: Compiler | None = None,
     say: Say = lambda _: None,
+    given: Given = NOTHING,
 ) -> Forecast:
-    """Any program on a slice."""
+    """Any program on a slice, with the trips and costs that it leaves open."""
     begin = time.perf_counter()
     outcome = compile_program(program, on, compiler, say)
-    return of_outcome(outcome, name, on, time.perf_counter() - begin)
+    return of_outcome(outcome, name, on, time.perf_counter() - begin, given)
 
 
-def of_outcome(outcome: Outcome, name: str, on: Slice, seconds: float) -> Forecast:
+def of_outcome(
+    outcome: Outcome, name: str, on: Slice, seconds: float, given: Given = NOTHING
+) -> Forecast:
     """The forecast that a compiler's answer makes.
 
     Raises:
         RunError: the compiler failed.
+        OptionError: the program has nothing of a name that is given, or contradicts a number of trips.
     """
     match outcome:
         case Failed(reason=reason):
@@ -81,9 +90,9 @@ def of_outcome(outcome: Outcome, name: str, on: Slice, seconds: float) -> Foreca
         case Rejected():
             return _rejected(outcome, name, on, seconds)
         case Compiled() if on.platform != "tpu":
-            return forecast_host(outcome, name, on, seconds)
+            return forecast_host(outcome, name, on, seconds, given)
         case Compiled():
-            return _compiled(outcome, name, on, seconds)
+            return _compiled(outcome, name, on, seconds, given)
 
 
 def capacity(on: Slice) -> int:
@@ -91,11 +100,11 @@ def capacity(on: Slice) -> int:
     return on.program_bytes
 
 
-def _compiled(outcome: Compiled, name: str, on: Slice, seconds: float) -> Forecast:
+def _compiled(outcome: Compiled, name: str, on: Slice, seconds: float, given: Given) -> Forecast:
     report = outcome.report
     module = parse(outcome.hlo)
     places = [tuple(place) for place in report["places"]] or None
-    timeline = simulate(module, on, places, flags=report["flags"])
+    timeline = simulate(module, on, places, flags=report["flags"], given=given)
     stats = report["memory"]
     # The figure that libtpu compares with the chip's memory; its peak_memory has on-chip memory in it.
     memory = memory_map(
@@ -133,6 +142,7 @@ def assemble(
 ) -> Forecast:
     """The forecast of a simulated step; ``facts`` is what the program says of itself."""
     low, high, text = range_of(on.chip.name, timeline, facts, detail_of(module))
+    high, text = ended(timeline, high, text)
     return Forecast(
         recipe=name,
         on=on,
@@ -154,6 +164,7 @@ def assemble(
         bill=bill_of(on),
         compiler=compiler,
         layout=facts.get("layout", {}),
+        cautions=cautions_of(timeline),
         warnings=_warnings(module, timeline),
         notes=(*facts.get("notes", ()), *timeline.notes),
     )

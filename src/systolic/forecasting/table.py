@@ -33,6 +33,12 @@ class ForecastRow:
         return self.forecast is not None and self.forecast.fits
 
     @property
+    def is_comparable(self) -> bool:
+        """Whether its time may be set against others': the step fits, and the time is no lower bound nor another chip's."""
+        made = self.forecast
+        return made is not None and made.fits and not made.is_lower_bound and not made.doubt
+
+    @property
     def usd_per_unit(self) -> float | None:
         """Dollars for a token, an example or a call; None without a price or a step time."""
         made = self.forecast
@@ -98,7 +104,7 @@ class ForecastTable(Sequence[ForecastRow]):
         return self._least(lambda row: row.usd_per_unit)
 
     def _least(self, of: Callable[[ForecastRow], float | None]) -> ForecastRow | None:
-        scored = [(of(row), row) for row in self.rows if row.fits]
+        scored = [(of(row), row) for row in self.rows if row.is_comparable]
         known = [(score, row) for score, row in scored if score is not None]
         return min(known, key=lambda pair: pair[0], default=(None, None))[1]
 

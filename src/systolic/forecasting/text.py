@@ -1,12 +1,19 @@
-"""Forecasts of scheduled HLO text that another program dumped."""
+"""Forecasts of scheduled HLO text that another program dumped, and the generation that it was scheduled for.
 
+``compiled.as_text()`` names no chip, but its matmuls have the compiler's cycles: as many as the chip's matrix units
+take. XLA's own dump leaves cycles out and writes the topology into files beside the module.
+"""
+
+import re
 import time
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from systolic.aot.kernels import counted_elsewhere
-from systolic.chips import Slice
-from systolic.core.errors import DataError, OptionError
+from systolic.chips import Slice, by_device_kind, chips
+from systolic.chips.slices import named_slices
+from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.core.origin import Origin
 from systolic.core.units import gibibytes
 from systolic.forecasting.forecast import LARGEST, Forecast
@@ -15,6 +22,7 @@ from systolic.forecasting.run import assemble, capacity
 from systolic.hlo import Module, parse
 from systolic.hlo.check import check, platform_of
 from systolic.sim import simulate
+from systolic.sim.incomplete import NOTHING, Given
 from systolic.sim.rates import rates_of
 from systolic.sim.work import work_of
 
@@ -22,22 +30,41 @@ CMEM = 3
 """Memory space of v4's common memory, which no other generation has."""
 LARGE_FLOPS = 1e10
 """FLOPs of a matmul large enough to fill the matrix units, where memory does not bound it."""
-BEYOND, SLOW = 1.05, 0.4
-"""Best rate of the large matmuls by the dump's cycles, over the chip's: above the first it can't be this chip's
-schedule; below the second it resembles a slower chip's."""
+BEYOND, FITTING, SLOW = 1.05, 0.6, 0.55
+"""Best rate of the large matmuls by the dump's cycles, over a chip's: above the first it can't be that chip's schedule,
+from the second on it may be, below the third it is not where it fits another chip. Recorded schedules reach 0.64 to 0.98."""
+VERSIONS = {
+    "JELLYFISH": "v2",
+    "DRAGONFISH": "v3",
+    "PUFFERFISH": "v4",
+    "VIPERFISH": "v5p",
+    "VIPERFISH lite": "v5e",
+    "GHOSTLITE": "v6e",
+}
+"""Generations by ``version`` and ``variant`` in the ``target_arguments.txt`` that libtpu 0.0.42.1 dumps beside a module."""
+_STAGE = re.compile(r"\.[\w-]*after_(?:optimizations|codegen)[\w-]*\.txt$")
+_KIND = re.compile(r'platform_version: "TFRT (TPU[^"\\]*)')
+_VERSION = re.compile(r"version: TPU_VERSION_(\w+)")
+_VARIANT = re.compile(r'variant: "(\w+)"')
 
 
-def forecast_text(path: Path, on: Slice) -> Forecast:
+def forecast_text(path: Path, on: Slice, given: Given = NOTHING) -> Forecast:
     """Scheduled HLO text that another program dumped.
 
+    Args:
+        path: Of the text. Where XLA dumped it, the files beside it name the generation.
+        on: The slice that it was compiled for.
+        given: Trips and costs that the program leaves open.
+
     Raises:
-        OptionError: the slice is no TPU.
+        OptionError: the slice is no TPU, or ``given`` has a name that the program has not.
         DataError: the file is no scheduled HLO of a TPU, is damaged, or is for another chip or number of devices.
     """
     begin = time.perf_counter()
     module, text = _read(path, on)
-    chip = _chip_note(module, text, path, on)
-    timeline = simulate(module, on)
+    _check_memory(text, path, on)
+    target = _target(module, path, on)
+    timeline = simulate(module, on, given=given)
     memory = memory_map(module, None)
     made = assemble(
         module=module,
@@ -45,7 +72,7 @@ def forecast_text(path: Path, on: Slice) -> Forecast:
         memory=memory,
         facts={
             "notes": [
-                chip,
+                *target.notes,
                 "devices are taken in JAX's default order",
                 "peak memory is from the schedule, not from the compiler",
             ]
@@ -55,6 +82,18 @@ def forecast_text(path: Path, on: Slice) -> Forecast:
         compiler={"seconds": round(time.perf_counter() - begin, 3), "cached": True},
         memory_origin=Origin.simulated,
     )
+    made = replace(made, compiled_for=target.generation)
+    if target.doubt:
+        step = (
+            f"choose a slice of {target.generation}, or compile it for {on.chip.name} and dump that"
+        )
+        made = replace(
+            made,
+            origin=Origin.assumed,
+            timeline=replace(timeline, origin=Origin.assumed),
+            doubt=f"scheduled for {target.generation}, not {on.chip.name}: the time is assumed",
+            cautions=(f"{target.doubt}: {step}", *made.cautions),
+        )
     return made if memory.peak_bytes <= capacity(on) else _refused(made, memory, capacity(on))
 
 
@@ -112,39 +151,107 @@ def _refused(made: Forecast, memory: MemoryMap, have: int) -> Forecast:
     )
 
 
-def _chip_note(module: Module, text: str, path: Path, on: Slice) -> str:
-    """Note on the chip that a schedule is for, which its text does not name.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Target:
+    """The generation that a dump was scheduled for."""
 
-    Raises:
-        DataError: it can't be this one.
-    """
+    generation: str | None = None
+    doubt: str = ""
+    """Evidence that it is another than the slice's; empty without any."""
+    notes: tuple[str, ...] = ()
+
+
+def _check_memory(text: str, path: Path, on: Slice) -> None:
     if f"S({CMEM})" in text and not on.chip.cmem_bytes:
         raise DataError(
             f"{path} keeps arrays in common memory, which v4 has and {on.chip.name} lacks; choose a v4 slice"
         )
-    taken = f"the dump does not name its chip: taken as scheduled for {on.chip.name}"
-    best = _best_rate(module, on)
-    if best is None:
-        return taken
-    if best > BEYOND:
-        raise DataError(
-            f"{path} has matmuls at {best:.1f} times the peak of {on.chip.name} by the compiler's own cycles; it was scheduled for a faster chip, choose a slice of that"
+
+
+def _target(module: Module, path: Path, on: Slice) -> _Target:
+    """The generation by the files beside a dump, else by its cycles.
+
+    Raises:
+        DataError: by its cycles it is for a faster chip.
+    """
+    here = on.chip.name
+    if (found := _beside(path)) is not None:
+        file, name = found
+        told = f"scheduled for {name}, as {file} beside it says"
+        if name == here:
+            return _Target(generation=name, notes=(f"the dump was {told}",))
+        return _Target(
+            generation=name, doubt=f"the dump was {told}, and is priced as if {here} ran it"
         )
-    if best < SLOW:
-        return f"{taken}, but its largest matmuls reach {best:.0%} of the peak by the compiler's cycles: it looks like a slower chip's schedule"
-    return taken
+    taken = f"the dump does not name its chip: taken as scheduled for {here}"
+    shares = _shares(module)
+    best = shares.get(here)
+    if best is None:
+        return _Target(notes=(taken,))
+    fitting = [name for name, share in shares.items() if FITTING <= share <= BEYOND]
+    if best > BEYOND:
+        named = f" such as {' or '.join(fitting)}" if fitting else ""
+        raise DataError(
+            f"{path} has matmuls at {best:.1f} times the peak of {here} by the compiler's own cycles; it was scheduled for a faster chip{named}, choose a slice of that"
+        )
+    if best < SLOW and fitting:
+        most = shares[fitting[0]]
+        doubt = f"the dump was scheduled for {fitting[0]} by the compiler's own cycles (its largest matmuls reach {most:.0%} of that peak, {best:.0%} of {here}'s), and is priced as if {here} ran it"
+        return _Target(generation=fitting[0], doubt=doubt)
+    if here in fitting:
+        fits = f"the dump does not name its chip; its cycles fit {' and '.join(sorted(fitting))}"
+        return _Target(generation=here, notes=(fits,))
+    return _Target(notes=(taken,))
+
+
+def _beside(path: Path) -> tuple[str, str] | None:
+    """A file that XLA dumped beside a module and the generation that it names; None without one."""
+    stem = _STAGE.sub("", path.name)
+    topology = path.parent / stem / "topology.textproto"
+    if kind := _KIND.search(_text_of(topology)):
+        chip = by_device_kind(kind[1].strip())
+        if chip is not None:
+            return f"{stem}/{topology.name}", chip.name
+    arguments = path.parent / f"{stem}.target_arguments.txt"
+    text = _text_of(arguments)
+    if version := _VERSION.search(text):
+        variant = _VARIANT.search(text)
+        name = VERSIONS.get(f"{version[1]} {variant[1]}" if variant else version[1])
+        return None if name is None else (arguments.name, name)
+    return None
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace") if path.is_file() else ""
+    except OSError:
+        return ""
+
+
+def _shares(module: Module) -> Mapping[str, float]:
+    """Best share of each TPU generation's peak, the highest up to :data:`BEYOND` first; empty without large matmuls."""
+    found = {}
+    for known in chips():
+        if known.slice_rule is not None and (named := named_slices(known)):
+            share = _best_rate(module, named[0])
+            if share is not None:
+                found[known.name] = share
+    return dict(sorted(found.items(), key=lambda item: (item[1] > BEYOND, -item[1])))
 
 
 def _best_rate(module: Module, on: Slice) -> float | None:
     """Highest share of the peak among large matmuls that the compiler gave cycles; None without any."""
-    rates = rates_of(on)
+    try:
+        rates = rates_of(on)
+    except NotFoundError:  # the catalogue lacks a rate of this generation
+        return None
     best = None
     for computation in module.computations.values():
         for instruction in computation:
             if instruction.opcode != "fusion" or (cycles := instruction.cycles) is None:
                 continue
             work = work_of(module, computation, instruction)
-            matrix = work.flops / rates.peak(work.dtype)
+            matrix = work.passes * work.flops / rates.peak(work.dtype)
             if work.flops >= LARGE_FLOPS and matrix > work.bytes / rates.hbm:
                 best = max(best or 0.0, matrix * rates.clock_hz / cycles)
     return best

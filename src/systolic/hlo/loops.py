@@ -1,134 +1,395 @@
-"""Trip counts of loops, from the condition, the first value and the step."""
+"""Trip counts of loops: what the compiler says, else by running each loop's counters alone.
 
+A loop's counters are the parts of its tuple that its condition depends on. They are run through body and
+condition (:mod:`systolic.hlo.scalars`): step by step, and in one stride over all steps in which nothing that
+is compared, limited or wrapped around decides otherwise. So the type, order, start, step and direction of
+counters and bounds don't matter, nor whether they come through other loops. Where data decides, the range
+that the program leaves is known: at most 50 for ``(i < 50) & (error > 1e-3)``.
+"""
+
+import math
 import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from systolic.hlo.module import Computation, Instruction, Module
+from systolic.hlo.scalars import (
+    NO,
+    UNKNOWN,
+    YES,
+    Known,
+    Scalars,
+    Scope,
+    Turn,
+    Value,
+    hull,
+    is_followed,
+)
 
-_THROUGH = ("copy", "convert", "bitcast", "reshape", "copy-done", "copy-start", "broadcast")
-_INT = re.compile(r"-?\d+")
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"?(\d+)"?')
+MOST_STEPS = 20_000
+"""Steps that are run one by one before a loop's trip count is given up."""
+MOST_STRIDES = 64
+MOST_TURNS = 512
+"""Trips of an outer loop up to which the loops in it are counted for each of them."""
+MOST_WALKS = 20_000
+"""Runs of computations that are looked into for loops."""
 
 
-def trip_count(module: Module, caller: Computation, loop: Instruction) -> int | None:
-    """Iterations of a ``while`` of ``caller``; None when they are not known before the run."""
-    if known := _KNOWN.search(loop.rest):
-        return int(known[1])
-    condition, body = module.callee(loop, "condition"), module.callee(loop, "body")
-    compared = _compared(module, condition, condition.root)
-    if compared is None:
-        return None
-    direction, left, right = compared
-    first = caller.index.get(loop.operands[0])
-    counter, limit = left, right
-    if left[0] == "constant" and right[0] == "element":
-        counter, limit = right, left
-        direction = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}.get(direction, direction)
-    if counter[0] != "element":
-        return None
-    bound = limit[1] if limit[0] == "constant" else _start(caller, first, limit[1])
-    start = _start(caller, first, counter[1])
-    step = _step(module, body, counter[1])
-    if bound is None or start is None or not step:
-        return None
-    return _turns(direction, start, bound, step)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoopTrips:
+    """Iterations of a loop in one run of the computation that holds it."""
+
+    least: int
+    most: int | None
+    """None where nothing that is known before the run ends it."""
+    mean: float | None = None
+    """Over the runs of its computation, where each run's is known; they differ in nested loops over triangles."""
+
+    @property
+    def known(self) -> bool:
+        """Whether the number is known before the run."""
+        return self.mean is not None
 
 
-def _turns(direction: str, start: int, bound: int, step: int) -> int | None:
-    """Turns of a counter from ``start`` by ``step`` while it is ``direction`` of ``bound``; None: no end."""
-    upwards = step > 0
-    span = bound - start
-    if direction == "NE":
-        return span // step if span % step == 0 and span // step >= 0 else None
-    if direction in ("LE", "GE"):
-        span += 1 if direction == "LE" else -1
-    if direction not in ("LT", "LE", "GT", "GE"):
+NO_END = LoopTrips(least=0, most=None)
+
+
+def trips_of(module: Module) -> dict[str, LoopTrips]:
+    """Trips of every ``while`` that the entry reaches, by its name."""
+    walk = _LoopWalk(module)
+    entry = Scope(walk.scalars, module.entry, lambda number: UNKNOWN, walk.value)
+    counted: dict[str, _Sum] = {}
+    walk.count(entry, 1, counted)
+    return {name: found.value() for name, found in counted.items()}
+
+
+@dataclass
+class _Sum:
+    """Trips of one loop over the runs of its computation."""
+
+    runs: float = 0.0
+    trips: float = 0.0
+    least: float = math.inf
+    most: int | None = 0
+    known: bool = True
+
+    def add(self, other: "_Sum") -> None:
+        """Adds further runs; none at all count only where there are no others."""
+        if not other.runs and self.runs:
+            return
+        if other.runs and not self.runs:
+            self.least, self.most, self.known = math.inf, 0, True
+        self.runs += other.runs
+        self.trips += other.trips
+        self.least = min(self.least, other.least)
+        ends = (self.most, other.most)
+        self.most = None if ends[0] is None or ends[1] is None else max(ends[0], ends[1])
+        self.known = self.known and other.known
+
+    def value(self) -> LoopTrips:
+        """The trips of one run."""
+        mean = self.trips / self.runs if self.runs else self.least
+        return LoopTrips(least=int(self.least), most=self.most, mean=mean if self.known else None)
+
+
+State = dict[int, Value]
+"""Values of a loop's counters by their place in its tuple."""
+
+
+@dataclass(frozen=True, slots=True)
+class _SomeParts:
+    """A loop's tuple of which some parts are known."""
+
+    state: Mapping[int, Value]
+
+    def part(self, index: int) -> Value:
+        return self.state.get(index, UNKNOWN)
+
+
+@dataclass(frozen=True, slots=True)
+class _LoopRun:
+    """One run of a loop: its trips, its counters at the end, and all that they were in its body."""
+
+    least: int
+    most: int | None
+    last: State
+    visited: State
+
+    @property
+    def known(self) -> bool:
+        return self.least == self.most
+
+
+@dataclass
+class _LoopWalk:
+    """Looks for loops in all computations that are run."""
+
+    module: Module
+    scalars: Scalars = field(init=False)
+    steps: int = MOST_STEPS * 5
+    walks: int = MOST_WALKS
+    ran: dict[tuple[int, str], tuple[Scope, _LoopRun]] = field(default_factory=dict)
+    counters: dict[str, frozenset[int]] = field(default_factory=dict)
+    holders: dict[str, Sequence[Instruction]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.scalars = Scalars(self.module)
+
+    # Where loops are
+
+    def sites(self, computation: Computation) -> Sequence[Instruction]:
+        """Instructions of a computation that are loops or hold some."""
+        if computation.name not in self.holders:
+            self.holders[computation.name] = ()
+            self.holders[computation.name] = [one for one in computation if self.holds(one)]
+        return self.holders[computation.name]
+
+    def holds(self, instruction: Instruction) -> bool:
+        """Whether an instruction is a loop or calls what holds one."""
+        if instruction.opcode == "while":
+            return True
+        if instruction.opcode not in _CALLS:
+            return False
+        held = (self.module.computations.get(name) for name in instruction.called_computations)
+        return any(one is not None and self.sites(one) for one in held)
+
+    def count(self, scope: Scope, runs: float, counted: dict[str, _Sum]) -> None:
+        """Counts the loops of a computation that is run so often."""
+        self.walks -= 1
+        for site in self.sites(scope.computation):
+            if site.opcode == "while":
+                ran = self.run(scope, site)
+                least, most = ran.least, ran.most
+                if said := _KNOWN.search(site.rest):
+                    least = most = int(said[1])
+                known = least == most
+                counted.setdefault(site.name, _Sum()).add(
+                    _Sum(runs, runs * least, least, most, known)
+                )
+                self.within(scope, site, (ran, least * runs if known else runs), counted)
+                continue
+            branches = site.opcode == "conditional"
+            for number, name in enumerate(site.called_computations):
+                given = site.operands[number + 1 : number + 2] if branches else site.operands
+                self.count(scope.inside(name, given), runs, counted)
+
+    def within(
+        self, scope: Scope, loop: Instruction, ran: tuple[_LoopRun, float], counted: dict[str, _Sum]
+    ) -> None:
+        """Counts the loops in a loop's body: with the ranges of its counters, and turn by turn where that leaves some open."""
+        body = self.module.callee(loop, "body")
+        if not self.sites(body):
+            return
+        counters, runs = ran
+        rough: dict[str, _Sum] = {}
+        constant = self.constants(scope, loop, body)
+        self.count(self.body(scope, loop, {**constant, **counters.visited}), runs, rough)
+        open_ones = any(not found.known for found in rough.values())
+        if open_ones and counters.known and 0 < counters.least <= MOST_TURNS:
+            turns: dict[str, _Sum] = {}
+            each = runs / counters.least
+            for state in self.states(scope, loop, counters.least):
+                if self.walks < 0:
+                    break
+                self.count(self.body(scope, loop, {**constant, **state}), each, turns)
+            else:
+                rough = turns
+        for name, found in rough.items():
+            counted.setdefault(name, _Sum()).add(found)
+
+    def constants(self, scope: Scope, loop: Instruction, body: Computation) -> State:
+        """Parts of a loop's tuple that its body passes on."""
+        root = body.root
+        if root.opcode != "tuple":
+            return {}
+        return {
+            index: self.first(scope, loop, index)
+            for index, name in enumerate(root.operands)
+            if _passed(body, name) == index
+        }
+
+    # Running one
+
+    def value(self, scope: Scope, loop: Instruction) -> Value:
+        """A loop's tuple at its end."""
+        body = self.module.callee(loop, "body")
+        parts = {**self.constants(scope, loop, body), **self.run(scope, loop).last}
+        return [parts.get(index, UNKNOWN) for index in range(len(body.root.operands))]
+
+    def body(self, scope: Scope, loop: Instruction, state: State) -> Scope:
+        """A run of the body with those parts of its tuple."""
+        parts, body = _SomeParts(state), self.module.callee(loop, "body")
+        return Scope(self.scalars, body, lambda number: parts, self.value, scope.depth + 1)
+
+    def step(self, scope: Scope, loop: Instruction, state: State) -> tuple[Known, State]:
+        """Whether the loop goes on, and its counters after the body."""
+        parts, condition = _SomeParts(state), self.module.callee(loop, "condition")
+        asked = Scope(self.scalars, condition, lambda number: parts, self.value, scope.depth + 1)
+        goes_on = asked.scalar(condition.root.name)
+        ran = self.body(scope, loop, state)
+        root = ran.computation.root
+        if root.opcode == "tuple":
+            return goes_on, {index: ran.get(root.operands[index]) for index in state}
+        made = ran.get(root.name)
+        return goes_on, {i: made[i] if isinstance(made, list) else UNKNOWN for i in state}
+
+    def first(self, scope: Scope, loop: Instruction, index: int) -> Value:
+        """What a part of a loop's tuple begins with."""
+        source = scope.computation.index.get(loop.operands[0])
+        if source is not None and source.opcode == "tuple":
+            return scope.get(source.operands[index]) if index < len(source.operands) else UNKNOWN
+        whole = scope.get(loop.operands[0])
+        return whole[index] if isinstance(whole, list) and index < len(whole) else UNKNOWN
+
+    def run(self, scope: Scope, loop: Instruction) -> _LoopRun:
+        """Runs a loop's counters once for each scope."""
+        key = (id(scope), loop.name)
+        if key not in self.ran:
+            places = self.counters_of(loop)
+            state = {index: self.first(scope, loop, index) for index in places}
+            kept, self.scalars.turns = self.scalars.turns, []
+            found = self._run(scope, loop, state)
+            # To a loop around this one it is no linear thing.
+            self.scalars.turns = kept
+            self.scalars.decides(*_numbers(state.values()))
+            self.ran[key] = (scope, found)
+        return self.ran[key][1]
+
+    def _run(self, scope: Scope, loop: Instruction, state: State) -> _LoopRun:
+        visited, before = dict(state), list[tuple[State, list[Turn]]]()
+        least, trips, strides, mark = None, 0, 0, state
+        for number in range(MOST_STEPS):
+            self.steps -= 1
+            self.scalars.turns = []
+            goes_on, after = self.step(scope, loop, state)
+            if goes_on == NO:
+                first = trips if least is None else least
+                return _LoopRun(first, trips, state if first == trips else visited, visited)
+            if goes_on != YES and least is None:
+                least = trips
+            if after in (state, mark):  # nothing that is known ends it
+                return _LoopRun(trips if least is None else least, None, visited, visited)
+            if number & (number - 1) == 0 and not strides:
+                mark = after  # a later turn that comes back to it has no end (Brent)
+            before = [*before[-2:], (state, self.scalars.turns)]
+            room = _room(before)
+            if room > 0:
+                far = _strode(state, after, room)
+                if far is not None:
+                    visited = _joined(visited, after)
+                    trips, after, before, strides = trips + room, far, [], strides + 1
+                    if after == mark:
+                        return _LoopRun(trips if least is None else least, None, visited, visited)
+                    mark = after if strides & (strides - 1) == 0 else mark
+            state, trips = after, trips + 1
+            visited = _joined(visited, state)
+            if strides > MOST_STRIDES or self.steps < 0:
+                break
+        return _LoopRun(trips if least is None else least, None, {}, {})
+
+    def states(self, scope: Scope, loop: Instruction, turns: int) -> Iterator[State]:
+        """Counters before each of the first turns, with those that the loops in the body begin with."""
+        body = self.module.callee(loop, "body")
+        needed = {name for site in self.sites(body) for name in site.operands}
+        places = self._closed(body, self.counters_of(loop) | _reads(body, needed))
+        state = {index: self.first(scope, loop, index) for index in places}
+        for _ in range(turns):
+            yield state
+            self.steps -= 1
+            self.scalars.turns = []
+            _, state = self.step(scope, loop, state)
+
+    def counters_of(self, loop: Instruction) -> frozenset[int]:
+        """Places in a loop's tuple that its condition depends on, in this turn or a later one."""
+        if loop.name not in self.counters:
+            condition = self.module.callee(loop, "condition")
+            asked = _reads(condition, [condition.root.name])
+            self.counters[loop.name] = self._closed(self.module.callee(loop, "body"), asked)
+        return self.counters[loop.name]
+
+    def _closed(self, body: Computation, places: Iterable[int]) -> frozenset[int]:
+        root, found, left = body.root, set[int](), set(places)
+        while left:
+            place = left.pop()
+            found.add(place)
+            if root.opcode == "tuple" and place < len(root.operands):
+                left |= _reads(body, [root.operands[place]]) - found
+        return frozenset(found)
+
+
+_CALLS = frozenset(("call", "conditional", "async-start", "call-start", "fusion"))
+
+
+def _reads(computation: Computation, names: Iterable[str]) -> frozenset[int]:
+    """Places in the argument's tuple that values depend on, as far as these can be known."""
+    found, seen, left = set[int](), set[str](), list(names)
+    while left:
+        instruction = computation.index.get(left.pop())
+        if instruction is None or instruction.name in seen or not is_followed(instruction):
+            continue
+        seen.add(instruction.name)
+        if instruction.opcode == "get-tuple-element":
+            source = computation.index.get(instruction.operands[0])
+            if source is not None and source.opcode == "parameter":
+                found.add(instruction.tuple_index)
+                continue
+        if instruction.opcode not in ("constant", "parameter"):
+            left += instruction.operands
+    return frozenset(found)
+
+
+def _passed(body: Computation, name: str) -> int | None:
+    """The place of the argument's tuple that a result is; None where it is another value."""
+    found = body.index.get(name)
+    while found is not None and found.opcode in ("copy", "bitcast"):
+        found = body.index.get(found.operands[0])
+    if found is None or found.opcode != "get-tuple-element":
         return None
-    goes_on = span > 0 if direction in ("LT", "LE") else span < 0
-    if not goes_on:
+    source = body.index.get(found.operands[0])
+    return found.tuple_index if source is not None and source.opcode == "parameter" else None
+
+
+def _numbers(values: Iterable[Value]) -> Iterator[int | float]:
+    for value in values:
+        yield from value if isinstance(value, Known) else _numbers(value)
+
+
+def _room(before: Sequence[tuple[State, list[Turn]]]) -> int:
+    """Further steps that decide all as the last three did, which were equally large."""
+    if len(before) < 3:
         return 0
-    if upwards != (direction in ("LT", "LE")):
-        return None
-    return -(-abs(span) // abs(step))
+    states, turns = zip(*before, strict=True)
+    if not (len(turns[0]) == len(turns[1]) == len(turns[2])):
+        return 0
+    found = math.inf
+    for one, two, three in zip(*turns, strict=True):
+        if two.cell != three.cell or not one.at == two.at == three.at:
+            if two.at - one.at != three.at - two.at:
+                return 0
+            found = min(found, three.room(two))
+    for one, two, three in zip(*(list(_numbers(state.values())) for state in states), strict=True):
+        if not one == two == three and two - one != three - two:
+            return 0
+    return int(found) if 0 < found < math.inf else 0
 
 
-Side = tuple[str, int]
-"""("constant", value) or ("element", index in the loop's tuple)."""
-
-
-def _compared(
-    module: Module, computation: Computation, root: Instruction
-) -> tuple[str, Side, Side] | None:
-    if root.opcode == "compare":
-        sides = [_side(computation, name) for name in root.operands[:2]]
-        if sides[0] is None or sides[1] is None:
+def _strode(state: State, after: State, steps: int) -> State | None:
+    """Counters so many equal steps after ``after``; None where one is a tuple that changes."""
+    found: State = {}
+    for place, new in after.items():
+        old = state[place]
+        if new == old:
+            found[place] = new
+            continue
+        if isinstance(new, list) or isinstance(old, list):
             return None
-        return root.attribute("direction") or "LT", sides[0], sides[1]
-    if root.opcode == "fusion":
-        inner = module.callee(root, "calls")
-        found = _compared(module, inner, inner.root)
-        if found is None:
-            return None
-        direction, *sides = found
-        mapped = [_outer(computation, root, side) for side in sides]
-        if mapped[0] is None or mapped[1] is None:
-            return None
-        return direction, mapped[0], mapped[1]
-    if root.opcode in _THROUGH:
-        return _compared(module, computation, computation[root.operands[0]])
-    return None
+        found[place] = Known(
+            new.low if new.low == old.low else new.low + steps * (new.low - old.low),
+            new.high if new.high == old.high else new.high + steps * (new.high - old.high),
+        )
+    return found
 
 
-def _outer(computation: Computation, fusion: Instruction, side: Side) -> Side | None:
-    kind, value = side
-    return side if kind == "constant" else _side(computation, fusion.operands[value])
-
-
-def _side(computation: Computation, name: str) -> Side | None:
-    """Constant or tuple element that a compared value is; inside a fusion the number of an ``element`` is a parameter's."""
-    instruction = computation.index.get(name)
-    while instruction is not None and instruction.opcode in _THROUGH:
-        instruction = computation.index.get(instruction.operands[0])
-    if instruction is None:
-        return None
-    if instruction.opcode == "constant":
-        found = _INT.search(instruction.operands[0])
-        return ("constant", int(found[0])) if found else None
-    if instruction.opcode == "get-tuple-element":
-        return ("element", instruction.tuple_index)
-    if instruction.opcode == "parameter":
-        return ("element", int(instruction.operands[0]))
-    return None
-
-
-def _start(caller: Computation, first: Instruction | None, index: int) -> int | None:
-    """The constant that a loop's tuple starts with at ``index``."""
-    if first is None or first.opcode != "tuple" or index >= len(first.operands):
-        return None
-    side = _side(caller, first.operands[index])
-    return side[1] if side is not None and side[0] == "constant" else None
-
-
-def _step(module: Module, body: Computation, index: int) -> int | None:
-    """Step that the body adds to element ``index``; None where it is not a plain addition."""
-    root = body.root
-    if root.opcode != "tuple" or index >= len(root.operands):
-        return None
-    new = body.index.get(root.operands[index])
-    while new is not None and new.opcode in _THROUGH:
-        new = body.index.get(new.operands[0])
-    if new is None:
-        return None
-    if new.opcode == "fusion":
-        inner = module.callee(new, "calls")
-        return _added(inner, inner.root)
-    return _added(body, new)
-
-
-def _added(computation: Computation, instruction: Instruction) -> int | None:
-    if instruction.opcode not in ("add", "subtract"):
-        return None
-    for name in instruction.operands:
-        side = _side(computation, name)
-        if side is not None and side[0] == "constant":
-            return side[1] if instruction.opcode == "add" else -side[1]
-    return None
+def _joined(visited: State, state: State) -> State:
+    return {place: hull(visited[place], value) for place, value in state.items()}

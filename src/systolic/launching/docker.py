@@ -12,7 +12,6 @@ from systolic.core.errors import OptionError
 from systolic.launching.launch import GONE, Launch, Prepared, Purchase
 from systolic.launching.names import check_name, is_bucket
 from systolic.launching.scripts import rendered
-from systolic.launching.tpu_vm import num_hosts
 
 LONGEST = 60
 DOCKERFILE, SCRIPT, CONTAINER = "Dockerfile", "train.sh", "container.sh"
@@ -82,7 +81,7 @@ def check_slice(launch: Launch) -> None:
         OptionError: the slice has several hosts.
     """
     on = launch.on
-    if num_hosts(launch) > 1:
+    if launch.on.num_hosts > 1:
         raise OptionError(
             f"{on.name} has {on.num_hosts} hosts, but docker runs on this machine; give --on 8xcpu, 8xh100 or v5e-8, or --via local"
         )

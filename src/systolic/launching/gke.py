@@ -94,8 +94,9 @@ def prepare(launch: Launch) -> Prepared:
         OptionError: GKE lacks the slice, the image is missing, the run's folder is not shared, or a name is invalid.
     """
     on, site = launch.on, launch.site
+    hosts = launch.nodes_per_slice * on.num_slices
     check_slice(launch)
-    pods = f"-{JOB}-{on.num_slices - 1}-{launch.hosts_per_slice - 1}"
+    pods = f"-{JOB}-{on.num_slices - 1}-{launch.nodes_per_slice - 1}"
     longest = LONGEST_POD - len(pods) - POD_SUFFIX
     check_name(launch.name, longest, "a JobSet, whose pods have longer names,")
     _check_site(site)
@@ -104,7 +105,7 @@ def prepare(launch: Launch) -> Prepared:
             "gke runs a container image, but --image is not given; give one that the cluster can pull and that has Python and systolic[tpu]"
         )
     check_image(launch.image)
-    check_shared(launch.run, on.num_hosts, volume=RUNS if site.claim else "")
+    check_shared(launch.run, hosts, volume=RUNS if site.claim else "")
     size = sum(len(text.encode()) for text in launch.code.values())
     if size > LARGEST_CODE:
         raise OptionError(
@@ -136,7 +137,7 @@ def prepare(launch: Launch) -> Prepared:
         stop=(("kubectl", "delete", kinds, *scope, "--selector", mine(launch)),),
         asked=asked(site),
         notes=_notes(launch),
-        hosts=on.num_hosts,
+        hosts=hosts,
     )
 
 
@@ -206,7 +207,7 @@ def topology(launch: Launch) -> str:
 def machine_type(launch: Launch) -> str:
     """Machine type of the slice's hosts: the catalogue's with four chips, or the one with one chip."""
     kind = launch.on.chip.machine_type or ""
-    return kind if launch.chips_per_host != 1 else kind.removesuffix("-4t") + "-1t"
+    return kind if launch.chips_per_node != 1 else kind.removesuffix("-4t") + "-1t"
 
 
 def _check_site(site: Site) -> None:
@@ -282,7 +283,7 @@ def _jobset(launch: Launch) -> dict[str, Any]:
 
 def job(launch: Launch) -> dict[str, Any]:
     """Job of one slice: a pod per host. No pod restarts alone, since all train one model."""
-    hosts = launch.hosts_per_slice
+    hosts = launch.nodes_per_slice
     return {
         "parallelism": hosts,
         "completions": hosts,
@@ -311,7 +312,7 @@ def _pod(launch: Launch) -> dict[str, Any]:
     if launch.purchase is Purchase.spot:
         taint = {"key": "cloud.google.com/gke-spot", "operator": "Equal", "value": "true"}
         pod["tolerations"] = [{**taint, "effect": "NoSchedule"}]
-    chips: Mapping[str, int] = {"google.com/tpu": launch.chips_per_host}
+    chips: Mapping[str, int] = {"google.com/tpu": launch.chips_per_node}
     volumes, mounts = _volumes(launch)
     ports = (TPU_PORT, COORDINATOR_PORT, *((SLICES_PORT,) if on.num_slices > 1 else ()))
     container: dict[str, Any] = {
@@ -370,8 +371,8 @@ def _volumes(launch: Launch) -> tuple[list[Any], list[Any]]:
 def _notes(launch: Launch) -> tuple[str, ...]:
     on = launch.on
     words = ["gcloud", "container", "node-pools", "create", "POOL", "--cluster=CLUSTER"]
-    words += [f"--machine-type={machine_type(launch)}", f"--num-nodes={launch.hosts_per_slice}"]
-    if launch.hosts_per_slice > 1:
+    words += [f"--machine-type={machine_type(launch)}", f"--num-nodes={launch.nodes_per_slice}"]
+    if launch.nodes_per_slice > 1:
         words.append(f"--tpu-topology={topology(launch)}")
     if launch.purchase is Purchase.spot:
         words.append("--spot")

@@ -15,7 +15,6 @@ from systolic.launching.launch import Launch, Prepared, Purchase
 from systolic.launching.names import check_image, check_label, check_name, in_bucket, is_bucket
 from systolic.launching.scripts import rendered
 from systolic.launching.texts import yaml_text
-from systolic.launching.tpu_vm import num_hosts
 
 FILE, CHECK = "serve.yaml", "check.sh"
 LONGEST = 40
@@ -155,7 +154,7 @@ def check_slice(launch: Launch) -> None:
     """
     gke.check_slice(launch)
     on = launch.on
-    if num_hosts(launch) > 1:
+    if launch.on.num_hosts > 1:
         raise OptionError(
             f"{on.name} has {on.num_hosts} hosts, but a server runs on one; give a slice with one host, such as {on.chip.name}-8, and --max-replicas for more servers"
         )

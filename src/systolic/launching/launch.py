@@ -13,6 +13,8 @@ from systolic.launching.texts import one_line
 
 HOUR = 3600.0
 REJOIN_SECONDS = 300
+CHIPS_PER_NODE = 4
+"""Chips of a node in GKE's pools of TPU slices (xpk's machine types end in ``-4t``); a single chip has a node of its own."""
 GONE = 3
 """Exit code of a stop script that finds the launch already ended."""
 CODE = "code"
@@ -193,14 +195,14 @@ class Launch:
         return REJOIN_SECONDS if self.rejoin_seconds is None else self.rejoin_seconds
 
     @property
-    def hosts_per_slice(self) -> int:
-        """Number of hosts of one slice."""
-        return self.on.num_hosts // self.on.num_slices
+    def nodes_per_slice(self) -> int:
+        """Number of GKE's nodes of one slice: the machines of its pools have four chips, or one."""
+        return max(self.on.num_chips // self.on.num_slices // CHIPS_PER_NODE, 1)
 
     @property
-    def chips_per_host(self) -> int:
-        """Number of chips of one host."""
-        return self.on.num_chips // self.on.num_hosts
+    def chips_per_node(self) -> int:
+        """Number of chips of one of these nodes."""
+        return self.on.num_chips // self.on.num_slices // self.nodes_per_slice
 
     def command(self, *, code: str = "", run: str = "") -> tuple[str, ...]:
         """Command for every host, which starts the run or continues it.

@@ -13,7 +13,7 @@ from systolic.launching.launch import GONE, Launch, Prepared, Purchase
 from systolic.launching.names import check_name, check_shared, in_bucket
 from systolic.launching.scripts import rendered
 from systolic.launching.texts import yaml_text
-from systolic.launching.tpu_vm import RUNTIMES, accelerator_type, num_hosts
+from systolic.launching.tpu_vm import RUNTIMES, accelerator_type
 
 LONGEST = 40
 TASK, SCRIPT, JOB = "task.yaml", "run.sh", "managed.sh"
@@ -46,7 +46,7 @@ def prepare(launch: Launch) -> Prepared:
         raise OptionError(
             "skypilot takes reservations from its own configuration (~/.sky/config.yaml); leave out --reserved"
         )
-    hosts = num_hosts(launch)
+    hosts = launch.on.num_hosts
     check_shared(launch.run, hosts)
     bucket, folder = in_bucket(launch.run)
     run = f"{BUCKETS}/{bucket}/{folder}"

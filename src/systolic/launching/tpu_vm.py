@@ -60,8 +60,6 @@ API_NAMES: Mapping[str, str] = {"v5e": "v5litepod"}
 """Names in accelerator types by chip, where they differ."""
 TOPOLOGIES = ("v2", "v3", "v4")
 """Chips for which ``gcloud`` takes a topology instead of an accelerator type (Google Cloud SDK 528.0.0)."""
-WHOLE_MACHINES = (8,)
-"""Chips of a v5e or v6e slice that Cloud TPU provides as one machine; larger ones have four per machine."""
 
 
 def prepare(launch: Launch) -> Prepared:
@@ -81,7 +79,7 @@ def prepare(launch: Launch) -> Prepared:
     check_project(site.project)
     check_word(site.network, "network")
     check_service_account(site.service_account)
-    hosts = num_hosts(launch)
+    hosts = launch.on.num_hosts
     check_shared(launch.run, hosts)
     bucket, at = in_bucket(launch.run)
     fields = {
@@ -115,7 +113,7 @@ def prepare(launch: Launch) -> Prepared:
         follow=(*script, "follow"),
         stop=((*script, "stop"),),
         detached=True,
-        notes=_notes(launch, hosts),
+        notes=_notes(launch),
         hosts=hosts,
         ships=True,
         asked=() if site.project else (PROJECT,),
@@ -145,15 +143,6 @@ def check_slice(launch: Launch) -> None:
         raise OptionError(
             f"{on.name} has no accelerator type in Cloud TPU, which takes topologies for {', '.join(TOPOLOGIES)} only; choose a slice that systolic chips {on.chip.name} lists, or --via gke"
         )
-
-
-def num_hosts(launch: Launch) -> int:
-    """Number of machines that Cloud TPU provides; a v5e or v6e slice of eight chips is one machine."""
-    on = launch.on
-    chips = on.num_chips // on.num_slices
-    if on.chip.chips_per_host in WHOLE_MACHINES and chips in WHOLE_MACHINES:
-        return on.num_slices
-    return on.num_hosts
 
 
 def accelerator_type(launch: Launch) -> str:
@@ -212,12 +201,8 @@ def zone_notes(launch: Launch) -> tuple[str, ...]:
     return (f"{zone} may have no {chip}; Google lists it in {', '.join(known)}",)
 
 
-def _notes(launch: Launch, hosts: int) -> tuple[str, ...]:
+def _notes(launch: Launch) -> tuple[str, ...]:
     notes = []
-    if hosts != launch.on.num_hosts:
-        notes.append(
-            f"Cloud TPU provides the {launch.on.num_chips // launch.on.num_slices} chips of a slice as one machine"
-        )
     if launch.keep:
         notes.append("the machines keep running, and cost money, until systolic stop deletes them")
     else:

@@ -14,6 +14,7 @@ from systolic.forecasting import Forecast
 from systolic.forecasting.run import of_outcome
 from systolic.job import Job
 from systolic.planning.candidate import Candidate
+from systolic.sim.incomplete import NOTHING, Given
 
 
 class PendingForecast(Protocol):
@@ -62,9 +63,13 @@ class CompilingEvaluator(CandidateEvaluator):
     Args:
         workers: Compiles at once.
         compiler: How to compile; flags come from the candidates.
+        given: Trips and costs that programs leave open; a candidate's program need not have all of the names.
     """
 
-    def __init__(self, workers: int, compiler: Compiler | None = None) -> None:
+    def __init__(
+        self, workers: int, compiler: Compiler | None = None, given: Given = NOTHING
+    ) -> None:
+        self._given = replace(given, strict=False)
         self._pool = Pool(workers)
         self._compiler = compiler or Compiler()
 
@@ -78,7 +83,9 @@ class CompilingEvaluator(CandidateEvaluator):
         how = compiler if full else compiler.quick()
         clock = _CompileClock()
         outcome = self._pool.submit(program, candidate.on, how, clock.start)
-        return _Compiling(outcome=outcome, name=job.name, candidate=candidate, clock=clock)
+        return _Compiling(
+            outcome=outcome, name=job.name, candidate=candidate, clock=clock, given=self._given
+        )
 
 
 @dataclass
@@ -97,6 +104,7 @@ class _Compiling:
     name: str
     candidate: Candidate
     clock: _CompileClock
+    given: Given = NOTHING
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
@@ -111,4 +119,4 @@ class _Compiling:
 
     def result(self) -> Forecast:
         outcome = self.outcome.result()
-        return of_outcome(outcome, self.name, self.candidate.on, self.seconds)
+        return of_outcome(outcome, self.name, self.candidate.on, self.seconds, self.given)

@@ -372,7 +372,9 @@ class _Server:
                 f"a step of {many:,} texts needs more memory than a device has, with their logits and activations alone; {most:,} fit"
             )
         for made in self.made.values():
-            notes += [note for note in (*made.warnings, *made.notes) if note not in notes]
+            notes += [
+                note for note in (*made.cautions, *made.warnings, *made.notes) if note not in notes
+            ]
         return ServingForecast(
             name=self.job.name,
             on=self.on,

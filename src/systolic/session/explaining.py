@@ -4,6 +4,7 @@ import enum
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,6 +36,7 @@ from systolic.planning.remedies import (
     try_all,
 )
 from systolic.planning.search import Limits, SearchProgress
+from systolic.sim.incomplete import NOTHING, Costs, Given, Trips, given
 
 REMEDIES = 10
 """Changes that are tried for a step, unless another number is asked for."""
@@ -132,6 +134,7 @@ class StepExplainer:
         workers: Compiles at once; 0 as many as cores and memory allow.
         watch: Is given the progress.
         evaluator: Tells what a change does; by default the compiler.
+        given: Trips and costs that the program leaves open.
     """
 
     job: Job
@@ -143,6 +146,14 @@ class StepExplainer:
     workers: int = 0
     watch: ExplainWatch = field(default=lambda _: None)
     evaluator: OpenEvaluator = CompilingEvaluator
+    given: Given = NOTHING
+
+    @property
+    def _opens(self) -> OpenEvaluator:
+        """What opens the evaluator of changes, with what was given."""
+        if self.evaluator is CompilingEvaluator and self.given:
+            return partial(CompilingEvaluator, given=self.given)
+        return self.evaluator
 
     def explain(self) -> StepExplanation:
         """Forecasts the step, finds its causes and tries changes, or layouts that fit.
@@ -194,7 +205,8 @@ class StepExplainer:
         began = time.monotonic()
         program = JobProgram(job=self.job, verb=self.step)
         outcome = compile_program(program, self.on, Compiler(flags=self.flags).quick(), say)
-        return of_outcome(outcome, self.job.name, self.on, time.monotonic() - began), outcome
+        seconds = time.monotonic() - began
+        return of_outcome(outcome, self.job.name, self.on, seconds, self.given), outcome
 
     def try_changes(self, made: Forecast) -> list[Remedy]:
         """Changes of settings with what each gains over a forecast of the step."""
@@ -202,7 +214,7 @@ class StepExplainer:
         base = base_of(facts, self.on, self.flags)
         wanted = changes(facts, base)[: self.remedies]
         workers = Limits(workers=self.workers).at_once
-        with self.evaluator(workers) as evaluator:
+        with self._opens(workers) as evaluator:
             watch = self._watching(ExplainStage.changing, len(wanted))
             tried = try_all(facts, made, base, wanted, evaluator, watch)
             follower = Follower(
@@ -243,7 +255,7 @@ class StepExplainer:
             lambda _: self.flags,
             Limits(workers=self.workers).at_once,
             watch,
-            self.evaluator,
+            self._opens,
         )
 
 
@@ -273,7 +285,7 @@ def kind_of(path: Path) -> ExplainedKind | None:
     return ExplainedKind.forecast if is_saved(path) else None
 
 
-def explain(
+def explain(  # noqa: PLR0913  the options of systolic explain
     target: Job | str | Path,
     *,
     on: str | Slice | None = None,
@@ -282,6 +294,8 @@ def explain(
     remedies: Annotated[int | None, NOT_NEGATIVE] = None,
     trust: bool = False,
     watch: ExplainWatch = lambda _: None,
+    trips: Trips = (),
+    costs: Costs = (),
 ) -> Any:
     """Why a step is slow or does not fit, or what keeps a run from learning, and what changes that.
 
@@ -293,6 +307,8 @@ def explain(
         remedies: Changes to try: by default 10 for a step, 4 for a run's profile; 0 finds causes only.
         trust: Execute a run's recipe although it is another user's.
         watch: Is given the progress.
+        trips: Trips of loops that a job's program leaves open: ``{"while.5": 100}``, by name or ``file.py:line``.
+        costs: Time of one call of a kernel, a custom call or a callback: ``{"my_kernel": 1.2e-3}`` in seconds, or ``"1.2ms"``.
 
     Returns:
         A :class:`StepExplanation`, :class:`~systolic.session.runs.RunExplanation` or
@@ -315,6 +331,7 @@ def explain(
             flags=resolved(flags, place.chip),
             remedies=most,
             watch=watch,
+            given=given(trips, costs),
         ).explain()
     path = Path(target)
     explainers: Mapping[ExplainedKind, Callable[[], Any]] = {

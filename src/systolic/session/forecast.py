@@ -16,8 +16,9 @@ from systolic.forecasting import Forecast, forecast_function, forecast_job
 from systolic.forecasting.table import ForecastRow, ForecastTable
 from systolic.job import Job
 from systolic.session.job_source import source_of
+from systolic.sim.incomplete import Costs, Trips, given
 
-STEP_OPTIONS = ("step", "flags", "quick", "save", "watch")
+STEP_OPTIONS = ("step", "flags", "quick", "save", "watch", "trips", "costs")
 """Options of a forecast; others are those of the recipe."""
 
 
@@ -32,6 +33,8 @@ def forecast(
     quick: bool = False,
     save: Path | str | None = None,
     watch: Callable[[str], None] | None = ...,
+    trips: Trips = (),
+    costs: Costs = (),
 ) -> Forecast: ...
 
 
@@ -46,6 +49,8 @@ def forecast(
     quick: bool = False,
     save: Path | str | None = None,
     watch: Callable[[str], None] | None = ...,
+    trips: Trips = (),
+    costs: Costs = (),
     **options: Any,
 ) -> Forecast: ...
 
@@ -117,7 +122,7 @@ def patient(watch: Callable[[str], None] | None, title: str) -> Generator[Callab
         yield progress.say
 
 
-def forecast_step(
+def forecast_step(  # noqa: PLR0913
     job: Job,
     *,
     on: str | Slice,
@@ -126,6 +131,8 @@ def forecast_step(
     quick: bool = False,
     save: Path | str | None = None,
     watch: Callable[[str], None] | None = None,
+    trips: Trips = (),
+    costs: Costs = (),
 ) -> Forecast:
     """One of a job's steps on a slice.
 
@@ -138,9 +145,12 @@ def forecast_step(
         save: A file for the compiled executable; nothing is written when the step does not fit.
         watch: Called with each stage of the compile, a few words; by default the stage and the time so far are
             written to stderr once it takes more than ten seconds.
+        trips: Trips of loops that the program leaves open: ``{"while.5": 100}``, by the loop's name or ``file.py:line``.
+        costs: Time of one call of a kernel, a custom call or a callback: ``{"my_kernel": 1.2e-3}`` in seconds, or ``"1.2ms"``.
 
     Raises:
-        OptionError: an option has no such value, or ``quick`` is asked for with ``save``.
+        OptionError: an option has no such value, ``quick`` is asked for with ``save``, or the program has nothing of a
+            name in ``trips`` or ``costs``.
         LayoutError: the layout does not divide the slice, the model or the batch.
         RunError: the compiler failed, or ``save`` can't be written.
     """
@@ -158,6 +168,7 @@ def forecast_step(
             verb=verb,
             compiler=compiler.quick() if quick else compiler,
             say=say,
+            given=given(trips, costs),
         )
     if save is not None:
         save_executable(made, Path(save))

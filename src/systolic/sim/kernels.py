@@ -13,6 +13,7 @@ from typing import Any
 from systolic.hlo import Computation, Instruction, Module
 from systolic.sim.attention import attention_of, flops_of, seconds_of
 from systolic.sim.calibration import constant
+from systolic.sim.incomplete import DATA
 from systolic.sim.ragged import is_ragged, ragged_seconds
 from systolic.sim.rates import Rates, cores, cores_used, f32_passes, number_format, vector_rate
 from systolic.sim.work import PASSES
@@ -32,6 +33,8 @@ class KernelCost:
     note: str = ""
     number_format: str = "bf16"
     """Format of most FLOPs."""
+    missing: str = ""
+    """What is left out, of a kernel that may take longer."""
 
 
 def kernel_cost(
@@ -92,13 +95,16 @@ def _counted(
         seconds += (
             moved / rates.hbm / steps + steps * STEP_SECONDS
         )  # the first blocks come before any work
-    note = (
-        ""
-        if counted["whole"]
-        else f"kernel {call.name} has loops or branches on data, counted as taken once"
-    )
+    missing = DATA if counted.get("loops", not counted["whole"]) else ""
+    note = "" if counted["whole"] or missing else f"kernel {call.name}: branches on data are taken"
     most = max(flops, key=lambda name: flops[name], default="bf16")
-    return KernelCost(seconds, sum(flops.values()), note, number_format(_HLO.get(most, most)))
+    return KernelCost(
+        seconds,
+        sum(flops.values()),
+        note,
+        number_format=number_format(_HLO.get(most, most)),
+        missing=missing,
+    )
 
 
 _HLO = {"f32x6": "f32", "i8": "s8", "i4": "s4"}

@@ -13,6 +13,7 @@ from systolic.sim.estimate import (
     slowdown_of,
 )
 from systolic.sim.grouped import grouped_cost
+from systolic.sim.incomplete import HOST_WORK, PALLAS
 from systolic.sim.kernels import kernel_cost
 from systolic.sim.masked import masked_seconds, masked_share
 from systolic.sim.rates import Rates, number_format
@@ -51,6 +52,21 @@ FREE_TARGETS = frozenset(
         "annotate_device_placement",
     )
 )
+MOVED_TARGETS = frozenset(
+    (
+        "X64Combine",
+        "X64SplitHigh",
+        "X64SplitLow",
+        "GatherScatterIndicesBitpacked",
+        "PrepareAsyncCallStart",
+        "PrepareAsyncCallDone",
+        "SliceId",
+        "ZeroCrop",
+    )
+)
+"""Custom calls of the compiler that only move their bytes, or compute a number of the device."""
+BOOKKEEPING = ("ragged-dot-metadata",)
+"""Beginnings of the names of the compiler's own kernels that compute a few indices."""
 _SMALL = 4096
 """Bytes below which an op without an estimate is scalar bookkeeping."""
 _SMALL_SECONDS: float = constant("price.small_seconds")
@@ -77,6 +93,8 @@ class OpPrice:
     """Most seconds, likewise."""
     number_format: str = "bf16"
     """Format of the matmul's operands in the matrix units."""
+    missing: str = ""
+    """What the price leaves out, of an op that may take longer."""
 
 
 def price(
@@ -117,17 +135,8 @@ def _price(
     opcode, (rates, calibration, sparse) = instruction.opcode, on
     matrix = matrix_seconds(work, rates)
     memory = work.bytes / rates.hbm
-    if instruction.target == "tpu_custom_call":
-        cost = grouped_cost(computation, instruction, rates) or kernel_cost(
-            module, computation, instruction, rates
-        )
-        if cost is not None:
-            seconds = cost.seconds * calibration.factor("kernel")
-            paid = OpPrice(
-                seconds, Resource.mxu, PricedBy.kernel, cost.flops, work.bytes, cost.note
-            )
-            return replace(paid, number_format=cost.number_format)
-        return OpPrice(memory, Resource.hbm, PricedBy.nothing, 0.0, work.bytes)
+    if instruction.target == PALLAS:
+        return _kernel(module, computation, instruction, work, (rates, calibration))
     masked = masked_seconds(instruction, rates)
     if masked is not None:
         flops = work.flops * (masked_share(instruction) or 1.0)
@@ -150,10 +159,12 @@ def _price(
     )
     if rule is not None and (touched > _SMALL or rule.seconds > _SMALL_SECONDS):
         return _by_rule(computation, instruction, rule, work)
-    if touched <= _SMALL:
+    if touched <= _SMALL and (opcode != "custom-call" or instruction.target in MOVED_TARGETS):
         return OpPrice(_SMALL_SECONDS, Resource.vpu, PricedBy.small, 0.0, work.bytes)
-    if opcode == "custom-call":
-        return OpPrice(memory, Resource.hbm, PricedBy.nothing, 0.0, work.bytes)
+    if opcode in _CALLED:
+        by = PricedBy.bytes if instruction.target in MOVED_TARGETS else PricedBy.nothing
+        missing = "" if opcode == "custom-call" else HOST_WORK
+        return OpPrice(memory, Resource.hbm, by, 0.0, work.bytes, missing=missing)
     parts = parts_of(module, computation, instruction, work, rates)
     slow = slowdown_of(rates.chip.name)
     if cycles is None:
@@ -186,6 +197,35 @@ def _by_rule(
     )
 
 
+def _kernel(
+    module: Module,
+    computation: Computation,
+    call: Instruction,
+    work: Work,
+    on: tuple[Rates, Calibration],
+) -> OpPrice:
+    """Price of a Pallas call; of one that nothing describes that of its bytes."""
+    rates, calibration = on
+    cost = grouped_cost(computation, call, rates) or kernel_cost(module, computation, call, rates)
+    memory = work.bytes / rates.hbm
+    if cost is not None:
+        seconds = cost.seconds * calibration.factor("kernel")
+        return OpPrice(
+            seconds,
+            Resource.mxu,
+            PricedBy.kernel,
+            cost.flops,
+            work.bytes,
+            cost.note,
+            number_format=cost.number_format,
+            missing=cost.missing,
+        )
+    if call.name.startswith(BOOKKEEPING):
+        return OpPrice(max(memory, _SMALL_SECONDS), Resource.vpu, PricedBy.small, 0.0, work.bytes)
+    return OpPrice(memory, Resource.hbm, PricedBy.nothing, 0.0, work.bytes)
+
+
+_CALLED = frozenset(("custom-call", "infeed", "outfeed"))
 _ADDRESSED = frozenset(
     (
         "gather",

@@ -16,9 +16,19 @@ from systolic.core.origin import Origin
 from systolic.hlo import Computation, Instruction, Module
 from systolic.hlo.collectives import COLLECTIVES
 from systolic.hlo.groups import groups_of
-from systolic.hlo.loops import trip_count
 from systolic.sim.calibration import constant
 from systolic.sim.estimate import vector_operations
+from systolic.sim.incomplete import (
+    BYTES,
+    HOST_WORK,
+    NOTHING,
+    GapKind,
+    Gaps,
+    Given,
+    answers,
+    is_callback,
+    measured,
+)
 from systolic.sim.notes import merged
 from systolic.sim.price import FREE
 from systolic.sim.rates import number_format
@@ -99,7 +109,13 @@ def gpu_peaks(on: Slice) -> Peaks:
     )
 
 
-def roofline(module: Module, peaks: Peaks, num_devices: int, program: ModuleSource) -> Timeline:
+def roofline(
+    module: Module,
+    peaks: Peaks,
+    num_devices: int,
+    program: ModuleSource,
+    given: Given = NOTHING,
+) -> Timeline:
     """The step that ``module`` is, on one of ``num_devices``.
 
     Args:
@@ -109,8 +125,11 @@ def roofline(module: Module, peaks: Peaks, num_devices: int, program: ModuleSour
         program: Whether it was compiled for these devices; what another platform's compiler adds
             before a matmul, and the reductions that a GPU's would scatter, are then corrected.
 
+        given: Trips and costs that the module leaves open.
+
     Raises:
         NotFoundError: the catalogue lacks the rate of a link that the program needs.
+        OptionError: the module has nothing of a name that is given, or contradicts a number of trips.
     """
     walk = _Walk(
         module=module,
@@ -118,10 +137,23 @@ def roofline(module: Module, peaks: Peaks, num_devices: int, program: ModuleSour
         num_devices=num_devices,
         program=program,
         reads=OperandReads(module),
+        gaps=Gaps(module, given),
     )
     seconds, spans = walk.computation(module.entry)
-    origin = Origin.simulated if program is ModuleSource.compiled else Origin.assumed
-    return Timeline(origin=origin, seconds=seconds, spans=spans, notes=merged(walk.notes))
+    missed = measured(walk.gaps.missed.values(), spans)
+    most = None
+    if missed and all(part.bounded for part in missed):
+        longest = replace(walk, gaps=Gaps(module, given, longest=True), notes={}, known={})
+        most, _ = longest.computation(module.entry)
+    return Timeline(
+        origin=Origin.simulated if program is ModuleSource.compiled else Origin.assumed,
+        seconds=seconds,
+        spans=spans,
+        notes=merged(walk.notes),
+        incomplete=missed,
+        most_seconds=most,
+        given=tuple(given.lines()),
+    )
 
 
 @dataclass
@@ -131,6 +163,7 @@ class _Walk:
     num_devices: int
     program: ModuleSource
     reads: OperandReads
+    gaps: Gaps
     notes: dict[str, None] = field(default_factory=dict)
     known: dict[str, tuple[float, tuple[Span, ...]]] = field(default_factory=dict)
 
@@ -166,14 +199,11 @@ class _Walk:
         return self.op(computation, instruction)
 
     def loop(self, computation: Computation, instruction: Instruction) -> Span | None:
-        count = trip_count(self.module, computation, instruction)
-        if count is None:
-            self.notes[
-                f"loop {instruction.name} has no trip count before the run: priced as one iteration"
-            ] = None
-            count = 1
+        count = self.gaps.trips(computation, instruction)
+        if not count:
+            return None
         seconds, spans = self.computation(self.module.callee(instruction, "body"))
-        if not spans or not count:
+        if not spans:
             return None
         outer = self.span(computation, instruction, seconds * count, Resource.idle)
         return replace(outer, repeat=count, inside=spans)
@@ -184,6 +214,8 @@ class _Walk:
             return None  # a GPU's matmul reads its operands in either order
         if instruction.opcode == "custom-call":
             return self.call(computation, instruction)
+        if is_callback(instruction) and not answers(computation, instruction):
+            self.gaps.miss(computation, instruction, GapKind.callback, HOST_WORK)
         work = work_of(self.module, computation, instruction)
         elements = 0.0
         if self.peaks.vector is not None:
@@ -216,7 +248,13 @@ class _Walk:
             out = next(iter(instruction.shape.arrays()))
             work = Work(2.0 * out.elements * depth, moved, operands[0].dtype)
             return self.priced(computation, instruction, work, PricedBy.roofline)
-        self.notes[f"no rule prices {instruction.opcode} {target}".strip()] = None
+        told = self.gaps.cost(computation, instruction)
+        if told is not None:
+            span = self.span(computation, instruction, told, Resource.host)
+            return replace(span, bytes=moved, priced_by=PricedBy.given)
+        asks = "callback" in target
+        kind, why = (GapKind.callback, HOST_WORK) if asks else (GapKind.call, BYTES)
+        self.gaps.miss(computation, instruction, kind, why)
         return self.priced(computation, instruction, Work(0.0, moved), PricedBy.nothing)
 
     def priced(

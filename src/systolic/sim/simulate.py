@@ -16,7 +16,6 @@ from systolic.core.units import duration
 from systolic.hlo import Computation, Instruction, Module, crosses
 from systolic.hlo.collectives import COLLECTIVES
 from systolic.hlo.groups import groups_of
-from systolic.hlo.loops import trip_count
 from systolic.hlo.shape import HBM, HOST, Shape
 from systolic.sim.asynchronous import (
     Role,
@@ -27,6 +26,18 @@ from systolic.sim.asynchronous import (
     role_of,
 )
 from systolic.sim.calibration import Calibration, calibration_of, constant
+from systolic.sim.incomplete import (
+    BYTES,
+    HOST_WORK,
+    NOTHING,
+    PALLAS,
+    GapKind,
+    Gaps,
+    Given,
+    answers,
+    is_callback,
+    measured,
+)
 from systolic.sim.layers import layer_of
 from systolic.sim.network import REDUCE_SCATTER, Network, Place, crossings, default_places
 from systolic.sim.notes import merged
@@ -54,6 +65,7 @@ def simulate(
     calibration: Calibration | None = None,
     power_state: int | None = None,
     flags: Sequence[str] = (),
+    given: Given = NOTHING,
 ) -> Timeline:
     """The step that ``module`` schedules, on one device of ``on``.
 
@@ -65,19 +77,37 @@ def simulate(
         calibration: Corrections; by default those of the chip's generation.
         power_state: Of chips that have some (TPU7x); the default one otherwise.
         flags: Of the compiler, which the module does not name.
+        given: Trips and costs that the module leaves open.
+
+    Raises:
+        OptionError: the module has nothing of a name that is given, or contradicts a number of trips.
     """
     rates = rates_of(on, power_state, flags)
     places = list(places) if places else default_places(on)
     if on.num_slices > 1 and module.num_partitions * on.num_slices == on.num_devices:
         # Such a module numbers the devices of its own slice; what crosses slices is sent and received.
         places = [place for place in places if place[4] == places[0][4]]
+    gaps = Gaps(module, given)
     run = _Run(
         module=module,
         rates=rates,
         network=Network(on, rates, places),
         calibration=calibration or calibration_of(on.chip.name),
         num_devices=len(places),
+        gaps=gaps,
     )
+    made = _simulated(run, on)
+    missed = measured(gaps.missed.values(), made.spans)
+    made = replace(made, incomplete=missed, given=tuple(given.lines()))
+    if missed and all(part.bounded for part in missed):
+        longest = replace(run, gaps=Gaps(module, given, longest=True), notes={}, known={})
+        return replace(made, most_seconds=_simulated(longest, on).seconds)
+    return made
+
+
+def _simulated(run: "_Run", on: Slice) -> Timeline:
+    """The step of the entry, and what the whole of it waits for."""
+    module, rates = run.module, run.rates
     step = run.computation(module.entry)
     spans, seconds = step.spans, step.seconds
     if any(lane.startswith("dcn") for lane in step.used):
@@ -165,6 +195,7 @@ class _Run:
     network: Network
     calibration: Calibration
     num_devices: int
+    gaps: Gaps
     notes: dict[str, None] = field(default_factory=dict)
     known: dict[str, _Ran] = field(default_factory=dict)
     one_way: set[str] = field(default_factory=set)
@@ -234,12 +265,15 @@ class _Order:
         )
         if paid is None:
             return
+        told = self.on.gaps.cost(self.computation, instruction)
+        if told is not None:
+            paid = replace(paid, seconds=told, by=PricedBy.given, note="", missing="")
         if paid.note:
             self.on.notes[paid.note] = None
-        if paid.by is PricedBy.nothing:
-            self.on.notes[f"no rule prices {instruction.opcode} {instruction.target}".strip()] = (
-                None
-            )
+        if paid.by is PricedBy.nothing or paid.missing:
+            kind = GapKind.kernel if instruction.target == PALLAS else GapKind.call
+            kind = GapKind.callback if is_callback(instruction) else kind
+            self.on.gaps.miss(self.computation, instruction, kind, paid.missing or BYTES)
         self.add(
             instruction,
             paid.seconds,
@@ -273,14 +307,10 @@ class _Order:
         return replace(made, start=self.now, lane=lane, **more)
 
     def loop(self, instruction: Instruction) -> None:
-        count = trip_count(self.on.module, self.computation, instruction)
-        if count is None:
-            self.on.notes[
-                f"loop {instruction.name} has no trip count before the run: priced as one iteration"
-            ] = None
-            count = 1
-        body = self.on.computation(self.on.module.computations[instruction.called("body") or ""])
+        count = self.on.gaps.trips(self.computation, instruction)
         if count:
+            name = instruction.called("body") or ""
+            body = self.on.computation(self.on.module.computations[name])
             self.nest(instruction, replace(body, seconds=body.seconds + TURN_SECONDS), count)
 
     def branch(self, instruction: Instruction) -> None:
@@ -292,7 +322,7 @@ class _Order:
     def call(self, instruction: Instruction, name: str) -> None:
         self.nest(instruction, self.on.computation(self.on.module.computations[name]))
 
-    def nest(self, instruction: Instruction, inner: _Ran, times: int = 1) -> None:
+    def nest(self, instruction: Instruction, inner: _Ran, times: float = 1) -> None:
         """Runs a computation so many times, beside the transfers that are under way."""
         seconds = inner.seconds * times
         for transfer in self.pending.values():
@@ -431,8 +461,14 @@ class _Order:
         shape = instruction.shape
         moved = max((s.padded_bytes for s in shape.arrays()), default=0)
         host = "is_host_transfer=true" in instruction.rest
+        if is_callback(instruction) and not answers(self.computation, instruction):
+            told = self.on.gaps.cost(self.computation, instruction)
+            if told is None:
+                self.on.gaps.miss(self.computation, instruction, GapKind.callback, HOST_WORK)
+            else:
+                self.add(instruction, told, Resource.host, priced_by=PricedBy.given)
         num_slices = self.on.network.on.num_slices
-        between = num_slices > 1 and (host or crosses(instruction))
+        between = num_slices > 1 and crosses(instruction)
         if between:
             times, note = crossings(instruction, num_slices)
             moved = moved * times

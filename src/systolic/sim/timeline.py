@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from systolic.core.origin import Origin
+from systolic.sim.incomplete import Incomplete
 
 
 class Resource(enum.Enum):
@@ -62,6 +63,8 @@ class PricedBy(enum.Enum):
     """A fixed time for bookkeeping on few bytes."""
     allowance = "allowance"
     """A share of the step that no schedule shows."""
+    given = "given"
+    """The user, for a kernel or a call."""
     measured = "measured"
     """A profile."""
     nothing = "nothing"
@@ -96,8 +99,8 @@ class Span:
     """HBM bytes, or bytes on the links."""
     priced_by: PricedBy | None = None
     """Source of the seconds; None for loops and waits."""
-    repeat: int = 1
-    """Iterations of a loop; ``seconds`` is of all of them."""
+    repeat: float = 1
+    """Iterations of a loop; ``seconds`` is of all of them. A mean, with a fraction, where runs of it differ."""
     inside: "tuple[Span, ...]" = ()
     """One iteration of a loop, from its start."""
     low: float | None = None
@@ -120,6 +123,12 @@ class Timeline:
     spans: Sequence[Span]
     notes: Sequence[str] = field(default=())
     """Assumptions of the simulation."""
+    incomplete: Sequence[Incomplete] = field(default=())
+    """Parts whose time the program does not say; ``seconds`` are a lower bound where there are any."""
+    most_seconds: float | None = None
+    """Seconds with the most that all incomplete parts may take; None where one has no bound, or without any."""
+    given: Sequence[str] = field(default=())
+    """Trips and costs that the user gave, a line each."""
 
     @property
     def executed_flops(self) -> float:
@@ -150,12 +159,12 @@ class Timeline:
                 high += span.high * times
         return seconds, low, high
 
-    def leaves(self) -> "Iterator[tuple[Span, int]]":
+    def leaves(self) -> "Iterator[tuple[Span, float]]":
         """Every op that is no loop, with how often it runs."""
         return _leaves(self.spans, 1)
 
 
-def _leaves(spans: Sequence[Span], times: int) -> Iterator[tuple[Span, int]]:
+def _leaves(spans: Sequence[Span], times: float) -> Iterator[tuple[Span, float]]:
     for span in spans:
         if span.inside:
             yield from _leaves(span.inside, times * span.repeat)

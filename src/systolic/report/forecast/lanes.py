@@ -94,7 +94,9 @@ def busy(span: Span) -> Resource:
 
 
 def _taken(span: Span, most: int | None) -> int:
-    return span.repeat if most is None else min(span.repeat, most)
+    """Whole iterations to show; the fraction of a mean has none of its own."""
+    whole = int(span.repeat)
+    return whole if most is None else min(whole, most)
 
 
 def _count(spans: Sequence[Span], most: int | None) -> int:
@@ -108,7 +110,7 @@ def _count(spans: Sequence[Span], most: int | None) -> int:
 def _repeats(spans: Sequence[Span]) -> Iterator[int]:
     for span in spans:
         if span.inside:
-            yield span.repeat
+            yield int(span.repeat)
             yield from _repeats(span.inside)
 
 

@@ -110,7 +110,7 @@ def render(forecast: Forecast) -> str:
         "tree": None if timeline is None else tree(timeline, groups, shown),
         "percent": figures.percent,
         "duration": duration,
-        "origin": forecast.origin.value,
+        "origin": readings.times(forecast),
         "memory_origin": readings.memory_origin(forecast).value,
     }
     return fill("forecast.html", page)

@@ -6,6 +6,7 @@ from systolic.chips.flags import described
 from systolic.core.origin import Origin
 from systolic.core.units import duration, gibibytes, si
 from systolic.forecasting import Forecast
+from systolic.forecasting.cautions import summary
 from systolic.report import figures
 from systolic.report.verdict import Tone, Verdict
 
@@ -59,10 +60,16 @@ def verdict(forecast: Forecast) -> Verdict:
         return Verdict(word="does not fit", sentence=sentence, tone=Tone.bad)
     spare = f"{gibibytes(have - need)} of {gibibytes(have)} to spare" if have else "memory unknown"
     tone = Tone.fair if have and need > CLOSE * have else Tone.good
+    if forecast.doubt:
+        return Verdict(word="fits", sentence=f"{_first(forecast.doubt)}; {spare}.", tone=Tone.fair)
     if forecast.is_lower_bound:
-        told = "the time is a lower bound (unknown kernels)"
-        return Verdict(word="fits", sentence=f"{spare}; {told}.", tone=Tone.fair)
+        told = f"Time is a lower bound: {summary(forecast.incomplete)}"
+        return Verdict(word="fits", sentence=f"{told}; {spare}.", tone=Tone.fair)
     return Verdict(word="fits", sentence=f"{spare}.", tone=tone)
+
+
+def _first(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}"
 
 
 def needed(forecast: Forecast) -> int:
@@ -107,15 +114,33 @@ def words(forecast: Forecast) -> dict[str, str]:
 
 
 def interval(forecast: Forecast) -> str:
-    """``5.85 ms to 9.75 ms``; empty without one."""
-    if forecast.low is None or forecast.high is None or forecast.is_lower_bound:
+    """``5.85 ms to 9.75 ms``, ``5.85 ms or more`` of a lower bound; empty without one."""
+    if forecast.low is None:
         return ""
+    if forecast.high is None:
+        return f"{duration(forecast.low)} or more"
     return f"{duration(forecast.low)} to {duration(forecast.high)}"
 
 
 def time_origin(forecast: Forecast) -> str:
-    """Origin of the step time: ``simulated``, or ``lower bound`` for unknown kernels."""
-    return "lower bound" if forecast.is_lower_bound else forecast.origin.value
+    """Origin of the step time: ``simulated``, or ``lower bound`` with parts of unknown time; and what the user gave."""
+    origin = "lower bound" if forecast.is_lower_bound else forecast.origin.value
+    if not forecast.given:
+        return origin
+    return f"{origin}, {figures.plural(len(forecast.given), 'number')} given"
+
+
+def times(forecast: Forecast) -> str:
+    """Origin of the times in a sentence of the page."""
+    if forecast.doubt:
+        return f"{forecast.origin.value}: {forecast.doubt}"
+    roofline = forecast.origin is Origin.assumed
+    found = (
+        f"{forecast.origin.value}{': a roofline' if roofline else ' from the compiled schedule'}"
+    )
+    if forecast.is_lower_bound:
+        found += f", a lower bound ({summary(forecast.incomplete)})"
+    return f"{found}, with {'; '.join(forecast.given)} as given" if forecast.given else found
 
 
 def memory_origin(forecast: Forecast) -> Origin:
@@ -187,15 +212,18 @@ def figure(value: float | None) -> str:
 
 
 def notes(forecast: Forecast) -> list[str]:
-    """Warnings, the source of the interval, ops without a price, assumptions."""
-    found = [*forecast.warnings]
+    """What makes the time wrong or one-sided, what slows it, what its price assumes; then all that changes no figure."""
+    assumed = [] if forecast.timeline is None else forecast.timeline.notes
+    priced = [note for note in forecast.notes if note in assumed]
+    others = [note for note in forecast.notes if note not in assumed]
+    found = [*forecast.cautions, *forecast.warnings, *priced, *others]
     if forecast.interval:
         found.append(f"interval: {forecast.interval}")
     if forecast.timeline is not None and forecast.priced_fraction < 0.9995:
         found.append(
             f"{figures.plural(len(forecast.unpriced), 'op')} without a rule, taken from bytes alone: {figures.percent(1 - forecast.priced_fraction)} of the step"
         )
-    return [*found, *forecast.notes]
+    return found
 
 
 def compiler_text(forecast: Forecast) -> str:

@@ -92,7 +92,10 @@ def _share(need: int, have: int) -> str:
 def _reason(row: ForecastRow) -> str:
     if row.forecast is None:
         return row.problem
-    return "" if row.fits else f"does not fit: {readings.verdict(row.forecast).sentence}"
+    if row.is_comparable:
+        return ""
+    text = readings.verdict(row.forecast).sentence
+    return text if row.fits else f"does not fit: {text}"
 
 
 def _foot(rows: Sequence[ForecastRow], waiting: bool) -> str:

@@ -57,19 +57,23 @@ def print_forecast(
 
 
 def lines(forecast: Forecast, width: int) -> list[Text]:
-    """The screen: at most :data:`HEIGHT` lines of ``width`` columns."""
+    """The screen: at most :data:`HEIGHT` lines of ``width`` columns, more only for all cautions."""
     shown = [*_verdict(forecast, width), Text("")]
     shown += _memory(forecast, width)
     shown += _refused(forecast, width) if not forecast.fits else _time(forecast, width)
     tail = _bill(forecast)
     notes = readings.notes(forecast)
-    room = HEIGHT - len(shown) - len(tail)
+    least = sum(len(_wrapped(note, width)) for note in forecast.cautions)
+    others = len(notes) - len(forecast.cautions)
+    room = HEIGHT - len(shown) - len(tail) - least
     if forecast.timeline is not None:
-        rows = min(COSTS, room - 2 - min(len(notes), 2))
+        rows = min(COSTS, room - 2 - min(others, 1 if forecast.cautions else 2))
         shown += _costs(forecast, width, rows)
     shown += tail
-    shown += _notes(notes, HEIGHT - len(shown), width)
-    return [_cut(line, width) for line in shown[:HEIGHT]]
+    counted = 1 if others else 0
+    room = max(HEIGHT - len(shown), least + counted if forecast.cautions else 0)
+    shown += _notes(notes, room, width)
+    return [_cut(line, width) for line in shown]
 
 
 def _verdict(forecast: Forecast, width: int) -> list[Text]:
@@ -78,7 +82,10 @@ def _verdict(forecast: Forecast, width: int) -> list[Text]:
     head = Text(f"{forecast.recipe} on {forecast.on.name}  ", style="bold")
     head.append(f" {verdict.word} ", f"bold reverse {colour}")
     told = Text(verdict.sentence, style="bold")
-    heads = [head.append("  ").append(told)] if len(head) + 2 + len(told) <= width else [head, told]
+    heads = [head.append("  ").append(told)]
+    if len(heads[0]) > width:
+        lines_ = textwrap.wrap(verdict.sentence, width)
+        heads = [head[: len(head) - len(told) - 2], *(Text(line, style="bold") for line in lines_)]
     speed = dict(readings.speed(forecast))
     if not speed:
         axes = readings.axes_text(forecast)
@@ -86,8 +93,10 @@ def _verdict(forecast: Forecast, width: int) -> list[Text]:
     step = Text(f"{speed['step']} a step", style=f"bold {colour}")
     if found := readings.interval(forecast):
         step.append(f" ({found})", "not bold")
-    step.append(f", bound by {readings.words(forecast)[speed['bound by']]}", "not bold")
-    step.append(f"  [{readings.time_origin(forecast)}]", "dim not bold")
+    bound, origin = readings.words(forecast)[speed["bound by"]], readings.time_origin(forecast)
+    if len(step) + len(f", bound by {bound}  [{origin}]") <= width:
+        step.append(f", bound by {bound}", "not bold")
+    step.append(f"  [{origin}]", "dim not bold")
     rest = [speed["throughput"]] if "throughput" in speed else []
     rest += [f"{name} {speed[name]}" for name in ("MFU", "HFU") if name in speed]
     rest.append(readings.axes_text(forecast))
@@ -214,9 +223,13 @@ def _bill(forecast: Forecast) -> list[Text]:
     return [_row(name, text) for name, text in found if text]
 
 
+def _wrapped(note: str, width: int) -> list[str]:
+    return textwrap.wrap(terminal.one_line(note, 600), width - INDENT)
+
+
 def _notes(notes: Sequence[str], room: int, width: int) -> list[Text]:
     """Complete notes, as many as fit; the last line counts the others."""
-    wrapped = [textwrap.wrap(terminal.one_line(note, 400), width - INDENT) for note in notes]
+    wrapped = [_wrapped(note, width) for note in notes]
     found: list[Text] = []
     shown = 0
     for lines_ in wrapped:

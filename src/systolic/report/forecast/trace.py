@@ -74,7 +74,7 @@ def _event(event: LaneEvent, tid: int) -> dict[str, Any]:
         "ph": "X",
         "pid": 1,
         "tid": tid,
-        "name": f"{span.name} × {span.repeat}" if loop and span.repeat > 1 else _name(event),
+        "name": f"{span.name} × {span.repeat:g}" if loop and span.repeat > 1 else _name(event),
         "cat": span.resource.value,
         "ts": round(event.start * MICROSECONDS, 3),
         "dur": round(event.seconds * MICROSECONDS, 3),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from systolic.core.units import GIB, dollars, duration, si
+from systolic.forecasting.cautions import summary
 from systolic.job import Layout
 from systolic.planning.candidate import Candidate
 from systolic.planning.goal import days
@@ -123,8 +124,10 @@ def wall(one: Wall) -> str:
 def interval(one: Trial) -> str:
     """Interval of the step time: ``−8 to +12 %``; empty where unknown."""
     made = one.forecast
-    if made is None or not made.step_seconds or made.low is None or made.high is None:
+    if made is None or not made.step_seconds or made.low is None:
         return ""
+    if made.high is None:
+        return f"a lower bound: {summary(made.incomplete)}"
     low, high = (bound / made.step_seconds - 1 for bound in (made.low, made.high))
     return f"{low * 100:+.0f} to {high * 100:+.0f} %".replace("-", "−")
 

@@ -1,0 +1,85 @@
+"""Notes on what makes a step's time one-sided or rests on the user: shown before all others."""
+
+from collections.abc import Sequence
+
+from systolic.sim.incomplete import GapKind, Incomplete
+from systolic.sim.timeline import Timeline
+
+SHOWN = 3
+"""Parts that a note names."""
+
+
+def cautions_of(timeline: Timeline) -> list[str]:
+    """A note for each kind of incomplete part with how to give what is missing, and one for what was given."""
+    found = [_note(part, held) for part in GapKind if (held := _of(timeline, part))]
+    if timeline.given:
+        found.append(f"given by you: {'; '.join(timeline.given)}")
+    return found
+
+
+def ended(timeline: Timeline, high: float | None, text: str) -> tuple[float | None, str]:
+    """Upper end of a range, and what the range rests on, where a part of the step is priced incompletely.
+
+    Args:
+        timeline: Of the step.
+        high: Seconds of the upper end without such parts.
+        text: Results that the range rests on.
+    """
+    if not timeline.incomplete or high is None:
+        return high, text
+    if timeline.most_seconds is None or not timeline.seconds:
+        return None, f"{text}; no upper end: a part of the step has no bound"
+    longest = high * timeline.most_seconds / timeline.seconds
+    return longest, f"{text}; the upper end has the most trips of all loops"
+
+
+def summary(parts: Sequence[Incomplete]) -> str:
+    """``2 loops of unknown length, 1 callback``."""
+    names = {GapKind.loop: "loop{} of unknown length", GapKind.kernel: "kernel{} of unknown work"}
+    found = []
+    for part in GapKind:
+        if number := sum(one.part is part for one in parts):
+            noun = names.get(part, f"{part.value}{{}}").format("" if number == 1 else "s")
+            found.append(f"{number} {noun}")
+    return ", ".join(found)
+
+
+def _of(timeline: Timeline, part: GapKind) -> list[Incomplete]:
+    return [one for one in timeline.incomplete if one.part is part]
+
+
+def _note(part: GapKind, held: Sequence[Incomplete]) -> str:
+    if part is GapKind.loop:
+        named = _listed([f"{one.name}{_at(one)} {one.how}" for one in held])
+        first, most = held[0].name, held[0].trips.most
+        number = 100 if most is None else min(most, 100)
+        return f'trips that the program leaves open: {named}; give them with --trips {first}={number}, in Python trips={{"{first}": {number}}}'
+    labels: dict[str, list[Incomplete]] = {}
+    for one in held:
+        labels.setdefault(one.label or one.name, []).append(one)
+    named = _listed(
+        [
+            f"{f'{len(ones)} of ' if len(ones) > 1 else ''}{label}{_at(ones[0])}"
+            for label, ones in labels.items()
+        ]
+    )
+    first = next(iter(labels))
+    word = {GapKind.kernel: "kernels", GapKind.call: "custom calls", GapKind.callback: "callbacks"}[
+        part
+    ]
+    how = " or ".join(sorted({one.how for one in held}))
+    return f'{word} of unknown time: {named}: {how}; give the time of a call with --cost {first}=1ms, in Python costs={{"{first}": 1e-3}}'
+
+
+def _at(one: Incomplete) -> str:
+    """The line of source, without folders, else the end of the name in the model."""
+    file, _, line = one.source.rpartition("/")[2].rpartition(":")
+    # A function of the main program comes without its file.
+    place = f"line {line}" if file.startswith("<") else f"{file}:{line}"
+    place = place if one.source else "/".join(one.op_name.split("/")[-3:])
+    return f" ({place})" if place else ""
+
+
+def _listed(texts: Sequence[str]) -> str:
+    shown = "; ".join(texts[:SHOWN])
+    return shown if len(texts) <= SHOWN else f"{shown}; and {len(texts) - SHOWN} more"

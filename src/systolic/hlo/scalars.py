@@ -1,0 +1,541 @@
+"""Values of scalars before a run: integers, floats and predicates as ranges, tuples of them as lists.
+
+The compiler computes loop counters, bounds and conditions with the same opcodes as all else: constants,
+sums, comparisons, under copies, conversions and fusions. With ``jax_enable_x64`` a counter of 64 bits is a
+pair of u32 with carries. Arrays count as a scalar while all their elements are the same. What depends on an
+argument has the range that the program leaves it: ``jnp.clip(n, 0, 64)`` is from 0 to 64.
+"""
+
+import math
+import operator
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple, Protocol
+
+from systolic.hlo.module import Computation, Instruction, Module
+from systolic.hlo.shape import parse_shape
+
+Number = int | float
+
+
+class Known(NamedTuple):
+    """A scalar's range, both ends included; exact where they are equal. Predicates are 0 and 1."""
+
+    low: Number
+    high: Number
+
+    @property
+    def exact(self) -> bool:
+        """Whether only one value is possible."""
+        return self.low == self.high
+
+
+Value = Known | list["Value"]
+"""A scalar, or the parts of a tuple."""
+
+UNKNOWN = Known(-math.inf, math.inf)
+NO, YES, MAYBE = Known(0, 0), Known(1, 1), Known(0, 1)
+DEEPEST = 200
+"""Instructions followed from a value to its origin before it counts as unknown."""
+
+
+class TupleParts(Protocol):
+    """Values of a tuple that are read one by one."""
+
+    def part(self, index: int) -> Value:
+        """The value of one part."""
+        ...
+
+
+class Kind(NamedTuple):
+    """Type of a scalar."""
+
+    name: str
+    bits: int
+    signed: bool
+    is_float: bool
+
+    @property
+    def lowest(self) -> int:
+        """The smallest integer of the type."""
+        return -(1 << (self.bits - 1)) if self.signed else 0
+
+
+class Turn(NamedTuple):
+    """A number whose place among others decided something: it decides the same until it leaves its cell."""
+
+    at: Number
+    cell: int | None
+    """Width of a cell in bits, from ``lowest``; None: the cells are below, at and above zero."""
+    lowest: int = 0
+
+    def room(self, before: "Turn") -> Number:
+        """Further steps as large as the last one that stay in the cell; -1 where the last one did not."""
+        if self.at == before.at:
+            return math.inf
+        step = self.at - before.at
+        if not isinstance(step, int) or not isinstance(self.at, int):
+            return -1
+        if self.cell is None:
+            if self.at == 0 or (self.at > 0) != (before.at > 0) or before.at == 0:
+                return -1
+            return math.inf if (self.at > 0) == (step > 0) else (abs(self.at) - 1) // abs(step)
+        place = (self.at - self.lowest) >> self.cell
+        if place != (int(before.at) - self.lowest) >> self.cell:
+            return -1
+        bottom = self.lowest + (place << self.cell)
+        left = bottom + (1 << self.cell) - 1 - self.at if step > 0 else self.at - bottom
+        return left // abs(step)
+
+
+FIXED = 0
+"""Cells of one number: what was computed of it is not linear in it."""
+
+
+@dataclass
+class Scalars:
+    """Evaluates scalars of a module."""
+
+    module: Module
+    turns: list[Turn] = field(default_factory=list)
+    """What decided something since the list was emptied."""
+
+    def decides(self, *numbers: Number) -> None:
+        """Records numbers of which only the very same ones give the same result."""
+        self.turns += [Turn(number, FIXED) for number in numbers]
+
+    def wrapped(self, low: Number, high: Number, kind: Kind) -> Known:
+        """A range of whole numbers in an integer type, which wraps around."""
+        if not (math.isfinite(low) and math.isfinite(high)):
+            return UNKNOWN
+        low, high, lowest = int(low), int(high), kind.lowest
+        self.turns += [Turn(low, kind.bits, lowest), Turn(high, kind.bits, lowest)]
+        place = (low - lowest) >> kind.bits
+        if place != (high - lowest) >> kind.bits:
+            return UNKNOWN
+        return Known(low - (place << kind.bits), high - (place << kind.bits))
+
+    def apart(self, left: Known, right: Known) -> None:
+        """Records how two ranges lie to each other."""
+        pairs = [(left.low, right.high), (left.high, right.low)]
+        if not (left.exact and right.exact):
+            pairs += [(left.low, right.low), (left.high, right.high)]
+        for one, other in pairs:
+            if not (math.isfinite(one) and math.isfinite(other)):
+                continue
+            if isinstance(one, float) or isinstance(other, float):
+                self.decides(one, other)
+            else:
+                self.turns.append(Turn(one - other, None))
+
+
+@dataclass
+class Scope:
+    """One run of a computation: values of its instructions, found when asked for."""
+
+    on: Scalars
+    computation: Computation
+    argument: Callable[[int], "Value | TupleParts"]
+    """The value of a parameter by its number."""
+    loop: "Callable[[Scope, Instruction], Value]"
+    """The value of a ``while``."""
+    depth: int = 0
+    values: dict[str, "Value"] = field(default_factory=dict)
+
+    def get(self, name: str) -> Value:
+        """Value of an instruction; :data:`UNKNOWN` for what is computed from data."""
+        found = self.values.get(name)
+        if found is None:
+            instruction = self.computation.index.get(name)
+            if instruction is None or self.depth > DEEPEST or not is_followed(instruction):
+                return UNKNOWN
+            self.depth += 1
+            found = self.values[name] = self._value(instruction)
+            self.depth -= 1
+        return found
+
+    def scalar(self, name: str) -> Known:
+        """As :meth:`get`; tuples are unknown."""
+        found = self.get(name)
+        return found if isinstance(found, Known) else UNKNOWN
+
+    def inside(self, name: str, operands: Sequence[str]) -> "Scope":
+        """One run of a computation on operands of this one."""
+        return Scope(
+            self.on,
+            self.on.module.computations[name],
+            lambda number: self.get(operands[number]) if number < len(operands) else UNKNOWN,
+            self.loop,
+            self.depth + 1,
+        )
+
+    def _value(self, instruction: Instruction) -> Value:
+        opcode, operands = instruction.opcode, instruction.operands
+        if opcode == "constant":
+            return _constant(operands[0] if operands else "", kind_of(instruction))
+        if opcode == "parameter":
+            found = self.argument(int(operands[0]))
+            return found if isinstance(found, (Known, list)) else UNKNOWN
+        if opcode == "get-tuple-element":
+            return self._part(instruction)
+        if opcode == "tuple":
+            return [self.get(name) for name in operands]
+        if opcode in PASSING:
+            return self.get(operands[0])
+        if opcode in ("fusion", "call"):
+            called = instruction.called("calls" if opcode == "fusion" else "to_apply")
+            inner = self.inside(called or "", operands)
+            return inner.get(inner.computation.root.name)
+        if opcode == "while":
+            return self.loop(self, instruction)
+        if opcode == "conditional":
+            return self._branches(instruction)
+        if opcode == "custom-call":
+            return self._halves(instruction)
+        if opcode in ("partition-id", "replica-id"):
+            return Known(0, max(self.on.module.num_partitions - 1, 0))
+        given = [self.scalar(name) for name in operands]
+        if opcode in ("reduce", "all-reduce"):
+            return given[0] if self._keeps(instruction) else UNKNOWN
+        return computed(self.on, instruction, given, self._kind_in(instruction))
+
+    def _part(self, instruction: Instruction) -> Value:
+        """Part of a tuple; only the part is read where the tuple is an argument."""
+        source, index = (
+            self.computation.index.get(instruction.operands[0]),
+            instruction.tuple_index,
+        )
+        whole: Value | TupleParts
+        if source is not None and source.opcode == "parameter":
+            whole = self.argument(int(source.operands[0]))
+        elif source is not None and source.opcode == "tuple":
+            return self.get(source.operands[index])
+        else:
+            whole = self.get(instruction.operands[0])
+        if isinstance(whole, list):
+            return whole[index] if index < len(whole) else UNKNOWN
+        return UNKNOWN if isinstance(whole, Known) else whole.part(index)
+
+    def _branches(self, instruction: Instruction) -> Value:
+        names = instruction.called_computations
+        selector = self.scalar(instruction.operands[0])
+        self.on.decides(*selector)
+        which = chosen(selector, self._kind_in(instruction), len(names))
+        found = []
+        for number in which:
+            inner = self.inside(names[number], instruction.operands[number + 1 : number + 2])
+            found.append(inner.get(inner.computation.root.name))
+        joined = found[0]
+        for other in found[1:]:
+            joined = hull(joined, other)
+        return joined
+
+    def _halves(self, instruction: Instruction) -> Value:
+        """64 bits of two times 32, and back."""
+        kind, given = (
+            kind_of(instruction),
+            [self.scalar(name) for name in instruction.operands],
+        )
+        if kind is None or kind.is_float or not all(one.exact for one in given):
+            return UNKNOWN
+        numbers = [int(one.low) for one in given]
+        self.on.decides(*numbers)
+        match instruction.target, numbers:
+            case "X64Combine", [low, high]:
+                found = (low & 0xFFFFFFFF) + (high << 32)
+            case "X64SplitLow", [both]:
+                found = both & 0xFFFFFFFF
+            case "X64SplitHigh", [both]:
+                found = both >> 32
+            case _:
+                return UNKNOWN
+        return self.on.wrapped(found, found, kind)
+
+    def _keeps(self, reduction: Instruction) -> bool:
+        """Whether a reduction of equal numbers gives that number."""
+        name = reduction.called("to_apply")
+        held = self.on.module.computations.get(name or "")
+        return held is not None and held.root.opcode in ("and", "or", "minimum", "maximum")
+
+    def _kind_in(self, instruction: Instruction) -> Kind | None:
+        """Type of the first operand."""
+        source = self.computation.index.get(instruction.operands[0])
+        return None if source is None else kind_of(source)
+
+
+PASSING = frozenset(
+    """copy copy-start copy-done bitcast reshape transpose broadcast opt-barrier domain
+    add-dependency""".split()  # noqa: SIM905 names read better in lines
+)
+"""Opcodes whose result is their first operand."""
+_ELEMENTWISE = frozenset(
+    """add subtract multiply divide remainder negate abs sign minimum maximum clamp compare select and or xor not
+    shift-left shift-right-logical shift-right-arithmetic convert bitcast-convert""".split()  # noqa: SIM905
+)
+_FOLLOWED = (
+    PASSING
+    | _ELEMENTWISE
+    | frozenset(
+        """constant parameter get-tuple-element tuple fusion call while conditional partition-id
+        replica-id reduce all-reduce""".split()  # noqa: SIM905
+    )
+)
+_HALVES = frozenset(("X64Combine", "X64SplitLow", "X64SplitHigh"))
+
+
+def is_followed(instruction: Instruction) -> bool:
+    """Whether a value may be known: tuples, integers and predicates, and single floats."""
+    if instruction.opcode not in _FOLLOWED and instruction.target not in _HALVES:
+        return False
+    if instruction.shape_text.startswith("("):
+        return True
+    shape = parse_shape(instruction.shape_text)
+    kind = kind_named(shape.dtype)
+    return kind is not None and (not kind.is_float or shape.elements == 1)
+
+
+@lru_cache(maxsize=64)
+def kind_named(dtype: str) -> Kind | None:
+    """Type of a dtype; None where its scalars are not followed."""
+    if dtype == "pred":
+        return Kind(dtype, 1, False, False)
+    if dtype[:1] in ("s", "u") and dtype[1:].isdigit():
+        return Kind(dtype, int(dtype[1:]), dtype[0] == "s", False)
+    if dtype in ("f16", "f32", "f64"):
+        return Kind(dtype, int(dtype[1:]), True, True)
+    return None
+
+
+def kind_of(instruction: Instruction) -> Kind | None:
+    """Type of an instruction's result."""
+    text = instruction.shape_text
+    return None if text.startswith("(") else kind_named(text.partition("[")[0])
+
+
+def hull(left: Value, right: Value) -> Value:
+    """The smallest value that holds both."""
+    if isinstance(left, list) and isinstance(right, list) and len(left) == len(right):
+        return [hull(one, other) for one, other in zip(left, right, strict=True)]
+    if isinstance(left, list) or isinstance(right, list):
+        return UNKNOWN
+    return Known(min(left.low, right.low), max(left.high, right.high))
+
+
+def chosen(selector: Known, kind: Kind | None, branches: int) -> list[int]:
+    """Branches of a ``conditional`` that may be taken: a predicate's first is for true, others count from 0."""
+    if not selector.exact:
+        return list(range(branches))
+    if kind is not None and kind.name == "pred":
+        return [0 if selector.low else branches - 1]
+    at = int(selector.low)
+    return [at if 0 <= at < branches else branches - 1]
+
+
+def _constant(literal: str, kind: Kind | None) -> Value:
+    if kind is None:
+        return UNKNOWN
+    words = {"true": YES, "false": NO}
+    if literal in words:
+        return words[literal]
+    try:
+        number = rounded(float(literal), kind) if kind.is_float else int(literal)
+    except ValueError:
+        return UNKNOWN
+    return Known(number, number) if math.isfinite(number) else UNKNOWN
+
+
+def rounded(number: float, kind: Kind) -> float:
+    """A float in its type; infinite where it is too large."""
+    if kind.bits == 64:
+        return number
+    code = "e" if kind.bits == 16 else "f"
+    try:
+        return struct.unpack(code, struct.pack(code, number))[0]
+    except OverflowError:
+        return math.copysign(math.inf, number)
+
+
+def computed(
+    on: Scalars, instruction: Instruction, given: Sequence[Known], kind_in: Kind | None
+) -> Known:
+    """Result of an elementwise op."""
+    opcode, kind = instruction.opcode, kind_of(instruction)
+    if kind is None or kind_in is None:
+        return UNKNOWN
+    if opcode == "compare":
+        return compared(on, instruction.attribute("direction") or "EQ", *given[:2])
+    if opcode == "select":
+        which, yes, no = given
+        if which.exact:
+            return yes if which.low else no
+        on.apart(yes, no)
+        return Known(min(yes.low, no.low), max(yes.high, no.high))
+    if opcode in ("convert", "bitcast-convert"):
+        return _converted(on, given[0], kind_in, kind, bits=opcode == "bitcast-convert")
+    if kind.is_float:
+        return _of_floats(on, opcode, given, kind)
+    if kind.name == "pred":
+        return _of_predicates(opcode, given)
+    if opcode in ("minimum", "maximum", "clamp"):
+        return _limited(on, opcode, given)
+    return _of_integers(on, opcode, given, kind)
+
+
+def compared(on: Scalars, direction: str, left: Known, right: Known) -> Known:
+    """Outcome of a comparison of two ranges."""
+    on.apart(left, right)
+    match direction:
+        case "LT":
+            yes, no = left.high < right.low, left.low >= right.high
+        case "LE":
+            yes, no = left.high <= right.low, left.low > right.high
+        case "GT":
+            yes, no = left.low > right.high, left.high <= right.low
+        case "GE":
+            yes, no = left.low >= right.high, left.high < right.low
+        case _:
+            yes = left.exact and right.exact and left.low == right.low
+            no = left.high < right.low or left.low > right.high
+            if direction == "NE":
+                yes, no = no, yes
+    return YES if yes else NO if no else MAYBE
+
+
+def _converted(on: Scalars, given: Known, old: Kind, new: Kind, *, bits: bool) -> Known:
+    if old.is_float != new.is_float and bits:
+        return UNKNOWN
+    if new.name == "pred":
+        zero = Known(0, 0)
+        return compared(on, "NE", given, zero)
+    if not (old.is_float or new.is_float):
+        return on.wrapped(given.low, given.high, new)
+    if not given.exact:
+        return UNKNOWN
+    on.decides(given.low)
+    number = rounded(float(given.low), new) if new.is_float else math.trunc(given.low)
+    return Known(number, number)
+
+
+def _of_floats(on: Scalars, opcode: str, given: Sequence[Known], kind: Kind) -> Known:
+    if not all(one.exact for one in given):
+        return UNKNOWN
+    numbers = [float(one.low) for one in given]
+    on.decides(*numbers)
+    match opcode, numbers:
+        case ("add", [a, b]):
+            made = a + b
+        case ("subtract", [a, b]):
+            made = a - b
+        case ("multiply", [a, b]):
+            made = a * b
+        case ("divide", [a, b]) if b:
+            made = a / b
+        case ("negate", [a]):
+            made = -a
+        case ("minimum", [a, b]):
+            made = min(a, b)
+        case ("maximum", [a, b]):
+            made = max(a, b)
+        case _:
+            return UNKNOWN
+    made = rounded(made, kind)
+    return Known(made, made) if math.isfinite(made) else UNKNOWN
+
+
+def _of_predicates(opcode: str, given: Sequence[Known]) -> Known:
+    given = [Known(max(one.low, 0), min(one.high, 1)) for one in given]
+    match opcode, given:
+        case ("and" | "minimum" | "multiply", [a, b]):
+            return Known(min(a.low, b.low), min(a.high, b.high))
+        case ("or" | "maximum" | "add", [a, b]):
+            return Known(max(a.low, b.low), max(a.high, b.high))
+        case ("not", [a]):
+            return Known(1 - a.high, 1 - a.low)
+        case ("xor", [a, b]) if a.exact and b.exact:
+            return YES if a.low != b.low else NO
+        case _:
+            return MAYBE
+
+
+def _limited(on: Scalars, opcode: str, given: Sequence[Known]) -> Known:
+    """``minimum``, ``maximum`` or ``clamp`` (least, number, most)."""
+
+    def pick(choose: Callable[[Number, Number], Number], a: Known, b: Known) -> Known:
+        on.apart(a, b)
+        return Known(choose(a.low, b.low), choose(a.high, b.high))
+
+    if opcode == "clamp":
+        least, number, most = given
+        return pick(min, pick(max, number, least), most)
+    return pick(min if opcode == "minimum" else max, *given)
+
+
+_SHIFTS = frozenset(("shift-left", "shift-right-logical", "shift-right-arithmetic"))
+
+
+def _of_integers(on: Scalars, opcode: str, given: Sequence[Known], kind: Kind) -> Known:
+    match opcode, list(given):
+        case ("add", [a, b]):
+            return on.wrapped(a.low + b.low, a.high + b.high, kind)
+        case ("subtract", [a, b]):
+            return on.wrapped(a.low - b.high, a.high - b.low, kind)
+        case ("negate", [a]):
+            return on.wrapped(-a.high, -a.low, kind)
+        case ("multiply", [a, b]) if all(map(math.isfinite, (*a, *b))):
+            corners = [one * other for one in a for other in b]
+            if not (a.exact and b.exact):
+                on.decides(*a, *b)
+            return on.wrapped(min(corners), max(corners), kind)
+        case ("and", [a, b]) if not (a.exact and b.exact):
+            on.decides(*a, *b)
+            # A mask bounds what it is laid on.
+            masks = [one.high for one in (a, b) if one.low >= 0]
+            return Known(0, min(masks)) if masks else UNKNOWN
+        case ("divide" | "remainder", [a, b]) if b.exact and b.low > 0 and not a.exact:
+            by = int(b.low)
+            on.decides(*a)
+            if opcode == "remainder":
+                return Known(0 if a.low >= 0 else 1 - by, 0 if a.high <= 0 else by - 1)
+            if not (math.isfinite(a.low) and math.isfinite(a.high)):
+                return UNKNOWN
+            return Known(_truncated(int(a.low), by), _truncated(int(a.high), by))
+    if not all(one.exact for one in given):
+        return UNKNOWN
+    numbers = [int(one.low) for one in given]
+    on.decides(*numbers)
+    made = _whole(opcode, numbers, kind)
+    return UNKNOWN if made is None else on.wrapped(made, made, kind)
+
+
+def _whole(opcode: str, numbers: Sequence[int], kind: Kind) -> int | None:
+    """Result of an op on whole numbers, before it wraps."""
+    first, second = (*numbers, 0)[:2]
+    bitwise = {"and": operator.and_, "or": operator.or_, "xor": operator.xor}
+    if opcode in bitwise:
+        return bitwise[opcode](first, second)
+    if opcode in _SHIFTS:
+        if not 0 <= second < kind.bits:
+            return None
+        if opcode == "shift-left":
+            return first << second
+        return (first % (1 << kind.bits) if opcode.endswith("logical") else first) >> second
+    match opcode:
+        case "not":
+            return ~first
+        case "abs":
+            return abs(first)
+        case "sign":
+            return (first > 0) - (first < 0)
+        case "divide" if second:
+            return _truncated(first, second)
+        case "remainder" if second:
+            return first - second * _truncated(first, second)
+    return None
+
+
+def _truncated(number: int, by: int) -> int:
+    """A quotient towards zero."""
+    found = abs(number) // abs(by)
+    return found if (number < 0) == (by < 0) else -found

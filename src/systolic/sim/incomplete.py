@@ -1,0 +1,386 @@
+"""What a program does not say of its time, and what its user says instead.
+
+A loop whose trips are data, a kernel or a custom call of unknown work and a callback to the host make a step's
+seconds a lower bound. Each is named as the user may name it: ``while.5`` or ``train.py:42`` for a loop,
+an instruction, a custom call's target, or the name of a kernel or a callback for the others.
+"""
+
+import enum
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from systolic.core.errors import OptionError, nearest
+from systolic.core.units import duration
+from systolic.hlo import Computation, Instruction, Module
+from systolic.hlo.loops import NO_END, LoopTrips, trips_of
+from systolic.hlo.origin import named
+
+PALLAS = "tpu_custom_call"
+"""Target of Pallas kernels."""
+ENDLESS = 2**31 - 1
+"""Most trips from which a bound is none: programs write the largest s32 for "no limit"."""
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9}
+_COST = re.compile(r"([0-9.eE+-]+?)\s*(s|ms|us|µs|μs|ns)")
+
+
+class GapKind(enum.Enum):
+    """Kinds of parts of a program."""
+
+    loop = "loop"
+    kernel = "kernel"
+    call = "custom call"
+    callback = "callback"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Incomplete:
+    """A part of a step whose time the program does not say."""
+
+    part: GapKind
+    name: str
+    """The HLO instruction."""
+    label: str = ""
+    """A custom call's target, or the name of a kernel or a callback."""
+    op_name: str = ""
+    source: str = ""
+    """``file:line``."""
+    trips: LoopTrips = NO_END
+    """Of a loop."""
+    counted: float = 1.0
+    """Trips of a loop that are counted."""
+    why: str = ""
+    """How another part than a loop is counted."""
+    runs: float = 1.0
+    """Of a step."""
+    seconds: float = 0.0
+    """Of the step's seconds, those that are counted for it."""
+
+    @property
+    def place(self) -> str:
+        """Where it is in the source, else in the model."""
+        return self.source or self.op_name
+
+    @property
+    def bounded(self) -> bool:
+        """Whether the program bounds it."""
+        return self.part is GapKind.loop and self.trips.most is not None
+
+    @property
+    def how(self) -> str:
+        """How it is counted."""
+        if self.part is GapKind.loop:
+            most = "" if self.trips.most is None else f", at most {times(self.trips.most)}"
+            return f"counted {times(self.counted)}{most}"
+        return self.why
+
+    def to_json(self) -> dict[str, object]:
+        """What it is and how it was counted; ``op`` as the table of ops has it."""
+        opcode = {GapKind.loop: "while", GapKind.callback: "send"}.get(self.part, "custom-call")
+        found: dict[str, object] = {
+            "op": f"{opcode} {self.name}",
+            "kind": self.part.value,
+            "name": self.name,
+            "label": self.label,
+            "op_name": self.op_name,
+            "source": self.source,
+            "seconds": self.seconds,
+            "how": self.how,
+        }
+        if self.part is GapKind.loop:
+            counts = {"counted_trips": self.counted, "least_trips": self.trips.least}
+            found |= {**counts, "most_trips": self.trips.most}
+        return found
+
+
+def times(count: float) -> str:
+    """``once`` or ``9.5 times``."""
+    return "once" if count == 1 else f"{count:,g} times"
+
+
+Trips = Mapping[str, float | str] | Iterable[str]
+"""Trips of loops by name, or texts such as ``while.5=100``."""
+Costs = Mapping[str, float | str] | Iterable[str]
+"""Numbers by name, or texts such as ``NAME=1.2ms``; costs in seconds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Given:
+    """What the user says of a program."""
+
+    trips: Mapping[str, float] = field(default_factory=dict)
+    """Loop to its trips in one run of the computation that holds it."""
+    costs: Mapping[str, float] = field(default_factory=dict)
+    """Kernel, custom call or callback to the seconds of one call."""
+    strict: bool = True
+    """Whether a program must have all of the names; of variants of a program each may have some."""
+
+    def __bool__(self) -> bool:
+        return bool(self.trips or self.costs)
+
+    def to_json(self) -> dict[str, dict[str, float]]:
+        """Trips, and costs in seconds."""
+        return {"trips": dict(self.trips), "costs": dict(self.costs)}
+
+    def lines(self) -> list[str]:
+        """A line for each number: what was given for what."""
+        found = [f"{name} makes {number:,g} trips" for name, number in self.trips.items()]
+        return [*found, *(f"{name} takes {duration(s)} a call" for name, s in self.costs.items())]
+
+
+NOTHING = Given()
+
+
+def given(trips: Trips = (), costs: Costs = ()) -> Given:
+    """Reads trips and costs: mappings, or texts such as ``while.5=100`` and ``my_kernel=1.2ms``.
+
+    Raises:
+        OptionError: a text is not NAME=NUMBER, or a number is none or negative.
+    """
+    return Given(
+        trips={
+            name: _trips(name, text)
+            for name, text in _pairs(trips, "trips", "NAME=NUMBER, such as while.5=100")
+        },
+        costs={
+            name: _cost(name, text)
+            for name, text in _pairs(costs, "cost", "NAME=TIME, such as my_kernel=1.2ms")
+        },
+    )
+
+
+def _pairs(texts: Trips, option: str, example: str) -> Iterator[tuple[str, float | str]]:
+    if isinstance(texts, Mapping):
+        yield from texts.items()
+        return
+    for text in (texts,) if isinstance(texts, str) else texts:
+        name, equals, number = str(text).rpartition("=")
+        if not (equals and name.strip() and number.strip()):
+            raise OptionError(f"--{option} is {text!r}; write {example}")
+        yield name.strip(), number.strip()
+
+
+def _trips(name: str, text: float | str) -> float:
+    try:
+        number = float(str(text).replace("_", "")) if not isinstance(text, bool) else math.nan
+    except ValueError:
+        number = math.nan
+    if not (math.isfinite(number) and number >= 0):
+        raise OptionError(f"trips of {name} are {text!r}; give a number of at least 0, such as 100")
+    return number
+
+
+def _cost(name: str, text: float | str) -> float:
+    found = _COST.fullmatch(str(text).strip())
+    try:
+        number = float(found[1]) * _SECONDS[found[2]] if found else float(text)
+    except ValueError:
+        number = math.nan
+    if isinstance(text, bool) or not (math.isfinite(number) and number >= 0):
+        raise OptionError(
+            f"the cost of {name} is {text!r}; give the seconds of one call, such as 1.2ms, 350us or 0.002"
+        )
+    return number
+
+
+@dataclass
+class Gaps:
+    """What is known of a program's loops, kernels and calls, and what was missed while pricing it."""
+
+    module: Module
+    given: Given = NOTHING
+    longest: bool = False
+    """Whether loops count their most trips, where these are bounded."""
+    loops: Mapping[str, LoopTrips] = field(init=False)
+    missed: dict[str, Incomplete] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.loops = trips_of(self.module)
+        if self.given and self.given.strict:
+            self._check()
+
+    def trips(self, computation: Computation, loop: Instruction) -> float:
+        """Trips of a loop to price: the program's, the user's, else the least; notes it where they are open."""
+        known = self.loops.get(loop.name, NO_END)
+        if known.mean is not None:
+            return _whole(known.mean)
+        for name in self.names(computation, loop):
+            if name in self.given.trips:
+                return _whole(self.given.trips[name])
+        most = known.most if known.most is not None and known.most < ENDLESS else None
+        counted = max(known.least, 1)
+        found = self.describe(computation, loop, GapKind.loop)
+        bounds = LoopTrips(least=known.least, most=most)
+        self.missed[loop.name] = replace(found, trips=bounds, counted=counted)
+        return most if self.longest and most is not None else counted
+
+    def cost(self, computation: Computation, instruction: Instruction) -> float | None:
+        """Seconds that the user gives for a call; None without any."""
+        if not self.given.costs:
+            return None
+        names = self.names(computation, instruction)
+        return next((self.given.costs[name] for name in names if name in self.given.costs), None)
+
+    def miss(
+        self, computation: Computation, instruction: Instruction, part: GapKind, why: str
+    ) -> None:
+        """Notes a part that is priced incompletely."""
+        found = self.describe(computation, instruction, part)
+        self.missed.setdefault(instruction.name, replace(found, why=why))
+
+    def describe(
+        self, computation: Computation, instruction: Instruction, part: GapKind
+    ) -> Incomplete:
+        """What an instruction is and where."""
+        origin = named(self.module, computation, instruction)
+        source = self.module.source(origin)
+        return Incomplete(
+            part=part,
+            name=instruction.name,
+            label=label_of(instruction),
+            op_name=origin.op_name,
+            source=str(source) if source else "",
+        )
+
+    def names(self, computation: Computation, instruction: Instruction) -> list[str]:
+        """Names that the user may give it: the instruction's, its label, its line of source."""
+        source = self.module.source(named(self.module, computation, instruction))
+        found = [instruction.name, label_of(instruction)]
+        if source is not None:
+            found += [str(source), f"{source.file.rpartition('/')[2]}:{source.line}"]
+        return [name for name in found if name]
+
+    def _check(self) -> None:
+        """Refuses names that the program has not, and trips that it contradicts."""
+        from systolic.sim.price import FREE_TARGETS  # which imports this module
+
+        sites = [(c, i) for c in self.module.computations.values() for i in c]
+        loops: dict[str, list[Instruction]] = defaultdict(list)
+        calls: dict[str, list[Instruction]] = defaultdict(list)
+        for computation, instruction in sites:
+            if instruction.opcode == "while":
+                for name in self.names(computation, instruction):
+                    loops[name].append(instruction)
+            elif is_callback(instruction) or (
+                instruction.opcode == "custom-call" and instruction.target not in FREE_TARGETS
+            ):
+                for name in self.names(computation, instruction):
+                    calls[name].append(instruction)
+        opened = [name for name, found in self.loops.items() if not found.known]
+        rest = (
+            f"loops of unknown length: {_few(opened)}" if opened else "no loop is of unknown length"
+        )
+        for name, number in self.given.trips.items():
+            if name not in loops:
+                raise OptionError(
+                    f"--trips names {name}, which is no loop of this program{nearest(name, loops)}; {rest}"
+                )
+            self._agrees(name, number, loops[name])
+        for name in self.given.costs:
+            if name not in calls:
+                have = sorted({label_of(i) or i.name for found in calls.values() for i in found})
+                some = f"it has {_few(have)}" if have else "it has none"
+                raise OptionError(
+                    f"--cost names {name}, which is no kernel, custom call or callback of this program{nearest(name, calls)}; {some}"
+                )
+
+    def _agrees(self, name: str, number: float, sites: Sequence[Instruction]) -> None:
+        found = [self.loops[site.name] for site in sites if site.name in self.loops]
+        if found and all(one.known and one.mean != number for one in found):
+            raise OptionError(
+                f"--trips gives {number:g} for {name}, but the program says that it makes {found[0].mean:,g}; leave it out"
+            )
+        most = [one.most for one in found if one.most is not None]
+        if len(most) == len(found) > 0 and number > max(most):
+            raise OptionError(
+                f"--trips gives {number:g} for {name}, but the program ends it after {max(most):,} trips; give at most that"
+            )
+
+
+def _whole(number: float) -> float:
+    """An integer where it has no fraction."""
+    return int(number) if number == int(number) else number
+
+
+def _few(names: Sequence[str], most: int = 8) -> str:
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+def label_of(instruction: Instruction) -> str:
+    """Name of a kernel or a callback, a custom call's target; empty for other instructions."""
+    last = instruction.op_name.rpartition("/")[2]
+    if instruction.target == PALLAS:
+        base = re.sub(r"\.\d+$|\.clone$", "", instruction.name)
+        return base if last in ("", "pallas_call") else last
+    if instruction.opcode == "custom-call":
+        asks = "callback" in instruction.target and last
+        return last if asks else instruction.target
+    return last if is_callback(instruction) else ""
+
+
+def is_callback(instruction: Instruction) -> bool:
+    """Whether it asks the host for something: a host callback's ``send``, what is fed in or out."""
+    if instruction.opcode in ("infeed", "outfeed"):
+        return True
+    if instruction.opcode not in ("send", "recv"):
+        return False
+    return "is_host_transfer=true" in instruction.rest and "megascale" not in instruction.rest
+
+
+BYTES = "no rule prices it, counted by its bytes"
+DATA = "its loops and branches on data count once"
+HOST_WORK = "counted by its bytes on the link, without what the host does"
+
+
+def answers(computation: Computation, instruction: Instruction) -> bool:
+    """Whether a ``recv`` of a callback brings the answer to what was sent before."""
+    at: Instruction | None = instruction
+    for _ in range(4):
+        at = computation.index.get(at.operands[-1]) if at is not None and at.operands else None
+        if at is not None and at.opcode == "send":
+            return is_callback(at)
+    return False
+
+
+class Timed(Protocol):
+    """A span of a timeline."""
+
+    @property
+    def name(self) -> str:
+        """The HLO instruction."""
+        ...
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of one run."""
+        ...
+
+    @property
+    def repeat(self) -> float:
+        """Iterations of a loop."""
+        ...
+
+    @property
+    def inside(self) -> "Sequence[Timed]":
+        """Spans of one iteration."""
+        ...
+
+
+def measured(missed: Iterable[Incomplete], spans: Sequence[Timed]) -> tuple[Incomplete, ...]:
+    """Adds the seconds and runs that a timeline's spans have for each; the largest first."""
+    seconds: dict[str, float] = defaultdict(float)
+    runs: dict[str, float] = {}
+
+    def add(held: Sequence[Timed], number: float) -> None:
+        for span in held:
+            seconds[span.name] += span.seconds * number
+            runs[span.name] = number
+            add(span.inside, number * span.repeat)
+
+    add(spans, 1.0)
+    found = [replace(m, seconds=seconds[m.name], runs=runs.get(m.name, 0.0)) for m in missed]
+    return tuple(sorted(found, key=lambda one: -one.seconds))

@@ -1,0 +1,293 @@
+"""Functions with loops, linear algebra and callbacks, recorded by ``python -m tests.recorded.loops.programs``."""
+
+import gzip
+import json
+import lzma
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from systolic.aot import Compiled, Compiler
+from systolic.aot import compile as compile_program
+from systolic.chips import slice
+from systolic.core.store import Store
+from systolic.forecasting.function import Spread, function_program
+from tests.recorded.hlo.record import clean
+from tests.recorded.loops import FILE
+
+SIDE = 256
+MATRIX = jax.ShapeDtypeStruct((SIDE, SIDE), jnp.float32)
+NUMBER = jax.ShapeDtypeStruct((), jnp.int32)
+ROWS = 37
+PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], bool]] = {}
+"""Name to function, arguments, and whether it is traced with 64-bit types."""
+
+
+def record(*arguments: Any, x64: bool | None = False) -> Callable[[Callable[..., Any]], None]:
+    """Adds a program; with None once for each width, the wide one's name ending in ``64``."""
+
+    def add(function: Callable[..., Any]) -> None:
+        for wide in (False, True) if x64 is None else (x64,):
+            name = f"{function.__name__}{'64' if wide else ''}"
+            PROGRAMS[name] = (function, arguments or (MATRIX,), wide)
+
+    return add
+
+
+def turn(x: jax.Array) -> jax.Array:
+    return jnp.tanh(x @ x)
+
+
+def counts(start: Any, end: Any) -> Callable[[jax.Array], jax.Array]:
+    return lambda x: lax.fori_loop(start, end, lambda i, c: turn(c) + i.astype(jnp.float32), x)
+
+
+for dtype, ends in {"u32": (3, 45), "i16": (-5, 45), "i8": (-5, 45), "u8": (5, 245)}.items():
+    kind = jnp.dtype({"u": "uint", "i": "int"}[dtype[0]] + dtype[1:]).type
+    PROGRAMS[f"fori_{dtype}"] = (counts(kind(ends[0]), kind(ends[1])), (MATRIX,), False)
+PROGRAMS["fori_s64"] = (counts(3, 45), (MATRIX,), True)
+
+
+@record(x64=True)
+def fori_u64_(x):
+    return counts(jnp.uint64(3), jnp.uint64(45))(x)
+
+
+@record(x64=None)
+def scan(x):
+    return lax.scan(lambda c, _: (turn(c), c.sum()), x, None, length=100)
+
+
+@record(x64=None)
+def scan_long(x):
+    return lax.scan(lambda c, _: (turn(c), None), x, None, length=1_000_000)[0]
+
+
+@record(x64=None)
+def scan_reversed(x):
+    rows = jnp.zeros((ROWS, SIDE, SIDE), jnp.float32) + x
+    return lax.scan(lambda c, a: (turn(c + a), c.sum()), x, rows, reverse=True)
+
+
+@record(x64=None)
+def scan_gradient(x):
+    step = jax.checkpoint(lambda c, _: (turn(turn(c)), None))
+    return jax.grad(lambda x: lax.scan(step, x, None, length=41)[0].sum())(x)
+
+
+@record()
+def scan_unrolled(x):
+    return lax.scan(lambda c, _: (turn(c), None), x, None, length=50, unroll=8)
+
+
+@record()
+def fori_unrolled(x):
+    return lax.fori_loop(0, 100, lambda i, c: turn(c) + i, x, unroll=7)
+
+
+@record(x64=None)
+def down(x):
+    return lax.while_loop(lambda s: s[0] > 0, lambda s: (s[0] - 3, turn(s[1])), (100, x))
+
+
+@record(x64=None)
+def below_zero(x):
+    return lax.while_loop(lambda s: s[1] >= -60, lambda s: (turn(s[0]), s[1] - 5), (x, 0))
+
+
+@record(x64=None)
+def unequal(x):
+    return lax.while_loop(lambda s: s[1] != 60, lambda s: (turn(s[0]), s[1] + 5), (x, 0))
+
+
+@record()
+def swapped(x):
+    return lax.while_loop(lambda s: s[1] >= 10, lambda s: (turn(s[0]), s[1] - 5), (x, 100))
+
+
+@record(x64=None)
+def doubled(x):
+    return lax.while_loop(lambda s: s[1] < 1000, lambda s: (turn(s[0]), s[1] * 2), (x, 1))
+
+
+@record()
+def halved(x):
+    return lax.while_loop(lambda s: s[1] > 0, lambda s: (turn(s[0]), s[1] >> 1), (x, 1024))
+
+
+@record()
+def of_floats(x):
+    return lax.while_loop(lambda s: s[1] < 1.0, lambda s: (turn(s[0]), s[1] + 0.125), (x, 0.0))
+
+
+@record(x64=None)
+def bound_carried(x):
+    def body(s):
+        return turn(s[0]), s[1] + 2, s[2]
+
+    return lax.while_loop(lambda s: s[1] < s[2], body, (x, 0, 77))
+
+
+@record(x64=None)
+def both_move(x):
+    def body(s):
+        return turn(s[0]), s[1] + 2, s[2] - 1
+
+    return lax.while_loop(lambda s: s[1] < s[2], body, (x, 0, 77))
+
+
+@record()
+def by_a_flag(x):
+    def body(s):
+        return turn(s[0]), s[1] + 1, s[1] < 50
+
+    return lax.while_loop(lambda s: s[2], body, (x, 0, True))
+
+
+@record(x64=None)
+def nested(x):
+    def inner(c, _):
+        return turn(c), None
+
+    def outer(i, c):
+        return lax.scan(inner, c, None, length=11)[0] + i.astype(jnp.float32)
+
+    return lax.fori_loop(0, 7, outer, x)
+
+
+@record(x64=None)
+def nested_carried(x):
+    def outer(s):
+        i, n, c = s
+        c = lax.while_loop(lambda t: t[0] < n, lambda t: (t[0] + 1, turn(t[1])), (0, c))[1]
+        return i + 1, n, c
+
+    return lax.while_loop(lambda s: s[0] < 9, outer, (0, 13, x))
+
+
+@record(x64=None)
+def triangle(x):
+    def outer(i, c):
+        return lax.fori_loop(i, 20, lambda j, d: turn(d), c)
+
+    return lax.fori_loop(0, 20, outer, x)
+
+
+@record()
+def pyramid(x):
+    def middle(j, c):
+        return lax.fori_loop(0, j, lambda k, d: turn(d), c)
+
+    return lax.fori_loop(0, 8, lambda i, c: lax.fori_loop(0, i, middle, c), x)
+
+
+@record(MATRIX, NUMBER, x64=None)
+def in_branches(x, p):
+    def so_often(n):
+        return lambda x: lax.fori_loop(0, n, lambda i, c: turn(c), x)
+
+    return lax.cond(p > 0, so_often(31), so_often(5), x)
+
+
+@record(x64=None)
+def map_batches(x):
+    return lax.map(lambda r: jnp.outer(r, r) @ x, x, batch_size=24)
+
+
+@record()
+def associative(x):
+    return lax.associative_scan(jnp.matmul, jnp.zeros((8, SIDE, SIDE)) + x)
+
+
+@record(MATRIX, NUMBER, x64=None)
+def traced(x, n):
+    return lax.fori_loop(0, n, lambda i, c: turn(c), x)
+
+
+@record(MATRIX, NUMBER)
+def traced_clipped(x, n):
+    return lax.fori_loop(0, jnp.clip(n, 0, 64), lambda i, c: turn(c), x)
+
+
+@record()
+def until_large(x):
+    return lax.while_loop(lambda c: c.sum() < 100.0, turn, x)
+
+
+@record()
+def until_large_or_50(x):
+    def goes_on(s):
+        return (s[1] < 50) & (s[0].sum() < 1e6)
+
+    return lax.while_loop(goes_on, lambda s: (turn(s[0]), s[1] + 1), (x, 0))
+
+
+for function in ("svd", "eigh", "qr", "cholesky"):
+    PROGRAMS[function] = (getattr(jnp.linalg, function), (MATRIX,), False)
+
+
+@record()
+def triangular(x):
+    return jax.scipy.linalg.solve_triangular(x, x, lower=True)
+
+
+@record()
+def pure(x):
+    return jax.pure_callback(lambda a: a, x, x)
+
+
+@record()
+def ordered(x):
+    from jax.experimental import io_callback
+
+    return io_callback(lambda a: a, MATRIX, x, ordered=True)
+
+
+@record()
+def prints(x):
+    jax.debug.print("{}", x.sum())
+    return turn(x)
+
+
+@record(NUMBER, MATRIX)
+def kernel(n, x):
+    """A Pallas kernel that loops as often as an argument says."""
+    from jax.experimental import pallas
+    from jax.experimental.pallas import tpu
+
+    def body(n_ref, x_ref, o_ref):
+        def more(_, total):
+            return total + jnp.dot(x_ref[...], x_ref[...], preferred_element_type=jnp.float32)
+
+        o_ref[...] = lax.fori_loop(0, n_ref[0], more, jnp.zeros_like(o_ref))
+
+    return pallas.pallas_call(
+        body,
+        name="looped",
+        out_shape=jax.ShapeDtypeStruct((SIDE, SIDE), jnp.float32),
+        in_specs=[
+            pallas.BlockSpec(memory_space=tpu.SMEM),
+            pallas.BlockSpec(memory_space=tpu.VMEM),
+        ],
+        out_specs=pallas.BlockSpec(memory_space=tpu.VMEM),
+    )(n.reshape(1), x)
+
+
+def main() -> None:
+    on, found, compiler = slice("v5e-1"), {}, Compiler()
+    for name, (function, arguments, wide) in PROGRAMS.items():
+        jax.config.update("jax_enable_x64", wide)
+        program = function_program(function, arguments, {}, on, Spread())
+        outcome = compile_program(program, on, compiler)
+        assert isinstance(outcome, Compiled), (name, outcome)
+        entry = Store("programs", compiler.root).path(outcome.digest)
+        found[name] = clean(gzip.decompress((entry / "module.hlo.gz").read_bytes()).decode())
+    text = json.dumps(found, indent=0)
+    FILE.write_bytes(lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""Programs that leave a time open, and what their user says of it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from systolic.chips import slice
+from systolic.cli.main import main
+from systolic.core.errors import OptionError
+from systolic.forecasting import Forecast, forecast_text
+from systolic.report.forecast import readings
+from systolic.report.forecast.page import render
+from systolic.report.forecast.text import lines
+from systolic.report.printing import plain
+from systolic.sim import simulate
+from systolic.sim.incomplete import GapKind, given
+from systolic.sim.roofline import ModuleSource, Peaks, roofline
+from systolic.sim.timeline import PricedBy
+from tests.recorded import loops
+
+V5E = slice("v5e-1")
+TURN_FLOOR = 2 * 256**3 / 197e12
+"""Seconds of one matmul at v5e's peak."""
+
+
+def dump(name: str, folder: Path) -> Path:
+    path = folder / f"{name}.txt"
+    path.write_text(loops.texts()[name])
+    return path
+
+
+def forecast(name: str, folder: Path, **more: Any) -> Forecast:
+    return forecast_text(dump(name, folder), V5E, given(**more))
+
+
+@pytest.mark.parametrize(
+    ("name", "trips"), [("scan", 100), ("nested", 77), ("triangle", 210), ("scan_long", 1_000_000)]
+)
+def test_64_bit_counters_cost_what_32_bit_ones_cost(name: str, trips: int) -> None:
+    narrow, wide = (simulate(loops.module(f"{name}{kind}"), V5E) for kind in ("", "64"))
+    assert narrow.seconds > trips * TURN_FLOOR
+    # A counter in two halves takes a few ops more on the scalar unit.
+    assert narrow.seconds <= wide.seconds < narrow.seconds + trips * 3e-6
+    assert wide.executed_flops == pytest.approx(trips * 2 * 256**3)
+    assert wide.incomplete == narrow.incomplete == ()
+
+
+COMPLETE = (
+    "scan",
+    "scan64",
+    "in_branches",
+    "triangle64",
+    "map_batches",
+    "associative",
+    "of_floats",
+)
+MISSING: dict[str, set[tuple[GapKind, str]]] = {
+    "traced": {(GapKind.loop, "")},
+    "traced64": {(GapKind.loop, "")},
+    "until_large": {(GapKind.loop, "")},
+    "eigh": {(GapKind.call, "EighTpu")},
+    "qr": {(GapKind.call, "QrDecompositionBlock"), (GapKind.call, "CompactWyHelper")},
+    "cholesky": {(GapKind.call, "Cholesky"), (GapKind.call, "InvertDiagBlocksLowerTriangular")},
+    "triangular": {(GapKind.call, "InvertDiagBlocksLowerTriangular")},
+    "pure": {(GapKind.callback, "pure_callback")},
+    "ordered": {(GapKind.callback, "io_callback")},
+    "prints": {(GapKind.callback, "debug_print")},
+    "kernel": {(GapKind.kernel, "looped")},
+}
+
+
+@pytest.mark.parametrize("name", [*MISSING, *COMPLETE, "svd"])
+def test_a_lower_bound_says_so_everywhere(name: str, tmp_path: Path) -> None:
+    made = forecast(name, tmp_path)
+    record = made.to_json()
+    screen = "\n".join(plain(lines(made, 100)))
+    page = render(made)
+    if name in COMPLETE:
+        assert not made.is_lower_bound
+        assert not record["lower_bound"]
+        assert record["step_seconds_low"] < record["step_seconds"] < record["step_seconds_high"]
+        assert "lower bound" not in screen
+        assert "lower bound" not in page
+        return
+    assert made.is_lower_bound
+    assert record["lower_bound"]
+    assert record["step_seconds_high"] is None
+    assert "no upper end" in record["interval"]
+    assert "Time is a lower bound: " in screen
+    assert "at least" in screen
+    assert "or more" in screen
+    assert "a lower bound" in page
+    assert "HFU" not in screen
+    # The notes that change the figure come first and are all on the screen.
+    assert made.cautions
+    assert readings.notes(made)[: len(made.cautions)] == made.cautions
+    for note in made.cautions:
+        assert note[:60] in " ".join(screen.split())
+    found = {(one.part, one.label) for one in made.incomplete}
+    assert found == MISSING[name] if name in MISSING else len(found) > 4
+    assert all(one.source for one in made.incomplete)
+    numbers = {f"(line {one.source.rpartition(':')[2]})" for one in made.incomplete}
+    assert any(line in made.cautions[0] for line in numbers)
+    assert [part["kind"] for part in record["unpriced"]] == [
+        one.part.value for one in made.incomplete
+    ]
+
+
+def test_a_bounded_loop_has_an_upper_end(tmp_path: Path) -> None:
+    made, full = (
+        forecast("until_large_or_50", tmp_path, **more) for more in ({}, {"trips": {"while": 50}})
+    )
+    assert made.is_lower_bound
+    assert made.high == pytest.approx(full.high)
+    assert made.low is not None
+    assert full.low is not None
+    assert made.low < full.low
+    (part,) = made.to_json()["unpriced"]
+    assert (part["least_trips"], part["most_trips"], part["counted_trips"]) == (0, 50, 1)
+    assert "at most 50 times" in made.cautions[0]
+
+
+@pytest.mark.parametrize("name", ["traced", "until_large_or_50", "eigh", "pure", "scan64"])
+def test_a_roofline_says_so_too(name: str) -> None:
+    module = loops.module(name)
+    peaks = Peaks(matmul={"f32": 1e12}, memory=1e11)
+    made = roofline(module, peaks, 1, ModuleSource.compiled)
+    found = {(one.part, one.label) for one in made.incomplete}
+    assert found == MISSING.get(name, {(GapKind.loop, "")} if name.startswith("until") else set())
+    assert (made.most_seconds is not None) == (name == "until_large_or_50")
+    if name == "traced":
+        (loop,) = made.incomplete
+        more = roofline(module, peaks, 1, ModuleSource.compiled, given({loop.name: 50}))
+        assert more.seconds - made.seconds == pytest.approx(49 * loop.seconds)
+        assert more.incomplete == ()
+
+
+def test_trips_that_are_given_are_multiplied_out_and_told(tmp_path: Path) -> None:
+    once = forecast("traced", tmp_path)
+    (loop,) = once.incomplete
+    by_name, by_line, by_text = (
+        forecast("traced", tmp_path, trips=trips)
+        for trips in (
+            {loop.name: 100},
+            {loop.source.rpartition("/")[2]: 100},
+            [f"{loop.name}=100"],
+        )
+    )
+    assert not by_name.is_lower_bound
+    assert by_name.step_seconds is not None
+    assert once.step_seconds is not None
+    assert by_name.step_seconds == by_line.step_seconds == by_text.step_seconds
+    assert by_name.step_seconds - once.step_seconds == pytest.approx(99 * loop.seconds)
+    assert by_name.step_seconds > 100 * TURN_FLOOR
+    assert by_name.to_json()["given"] == [f"{loop.name} makes 100 trips"]
+    assert "1 number given" in readings.time_origin(by_name)
+    assert by_name.cautions[0].startswith("given by you: ")
+    assert by_name.high is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "label", "calls"),
+    [("eigh", "EighTpu", 1), ("pure", "pure_callback", 1), ("kernel", "looped", 1)],
+)
+def test_a_cost_that_is_given_takes_the_place_of_the_price(
+    name: str, label: str, calls: int, tmp_path: Path
+) -> None:
+    once = forecast(name, tmp_path)
+    before = sum(one.seconds for one in once.incomplete if one.part is not GapKind.callback)
+    made = forecast(name, tmp_path, costs={label: "2.5ms"})
+    assert not made.is_lower_bound
+    assert made.timeline is not None
+    assert once.step_seconds is not None
+    assert made.step_seconds == pytest.approx(once.step_seconds - before + calls * 2.5e-3)
+    spans = [span for span, _ in made.timeline.leaves() if span.priced_by is PricedBy.given]
+    assert [span.seconds for span in spans] == [2.5e-3] * calls
+    assert made.given == (f"{label} takes 2.5 ms a call",)
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "says"),
+    [
+        ("traced", {"trips": {"whle": 3}}, "whle, which is no loop .* did you mean while"),
+        ("scan", {"trips": {"while": 3}}, "gives 3 for while, .* it makes 100"),
+        ("until_large_or_50", {"trips": {"while": 51}}, "ends it after 50 trips"),
+        ("eigh", {"costs": {"EigTpu": 1}}, "EigTpu, which is no kernel.* did you mean EighTpu"),
+        ("scan", {"costs": {"x": 1}}, "it has none"),
+        ("traced", {"trips": {"while": -1}}, "at least 0"),
+        ("traced", {"trips": ["while"]}, "write NAME=NUMBER"),
+        ("eigh", {"costs": {"EighTpu": "1 week"}}, "seconds of one call, such as 1.2ms"),
+    ],
+)
+def test_what_is_given_wrong_is_one_line(
+    name: str, more: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(OptionError, match=says) as raised:
+        forecast(name, tmp_path, **more)
+    assert "\n" not in str(raised.value)
+
+
+def test_the_command_takes_trips_and_costs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(dump("svd", tmp_path))
+    assert main(["forecast", path, "--on", "v5e-1", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    names = {
+        part["name"]: part["most_trips"] for part in record["unpriced"] if part["kind"] == "loop"
+    }
+    labels = {part["label"] for part in record["unpriced"] if part["kind"] == "custom call"}
+    assert len(names) == 3
+    assert len(labels) >= 4
+    words = ["forecast", path, "--on", "v5e-1", "--json"]
+    for name, most in names.items():
+        words += ["--trips", f"{name}={most}"]
+    for label in labels:
+        words += ["--cost", f"{label}=30us"]
+    assert main(words) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert not made["lower_bound"]
+    assert len(made["given"]) == len(names) + len(labels)
+    assert made["step_seconds"] > record["step_seconds"]
+    assert main([*words[:4], "--trips", "while.1=2"]) != 0
+    assert capsys.readouterr().err.startswith("systolic: --trips names while.1, which is no loop")
