@@ -342,7 +342,8 @@ def elementwise(o: Mapping[str, Any]) -> Built:
         "chain": lambda x: x * x + x,
         "total": lambda x: jnp.sum(x * x, axis=-1),
     }
-    out = 1.0 if form == "total" else rows * n * BITS["float32"] / 8
+    kept = {"total": 0.0, "softmax": bytes_of(rows, n, "float32")}
+    out = kept.get(form, bytes_of(rows, n, dtype))
     return forms[form], (array((rows, n), dtype),), Work(bytes=bytes_of(rows, n, dtype) + out)
 
 
@@ -469,7 +470,7 @@ KINDS: dict[str, Kind] = {
             "form": r.choice(("plain", "argsort", "unstable", "descending")),
         },
         lambda o: [
-            doubled(o, "n", 1.5),
+            doubled(o, "n", 1.2),
             Member(
                 "operands",
                 {"operands": 3, "form": "unstable"},
@@ -506,7 +507,14 @@ KINDS: dict[str, Kind] = {
             "count": 2 ** r.choice((12, 16, 20)),
             "dtype": r.choice(("float32", "bfloat16", "int32")),
         },
-        lambda o: [doubled(o, "count", 1.5), Member("width", {"width": max(4 * o["width"], 128)})],
+        lambda o: [
+            doubled(o, "count", 1.5),
+            *(
+                [Member("width", {"width": max(4 * o["width"], 128)})]
+                if o["table"] <= 2**22
+                else []
+            ),
+        ],
     ),
     "scatter": Kind(
         scatter,
