@@ -163,7 +163,17 @@ def smallest_fit(search: Search) -> Plan:
             search.watch(replace(progress, answer=lambda: plan(answer())))
 
         limits = replace(search.limits, fruitless=FIRST, seconds=left)
-        one = replace(search, slices=[on], limits=limits, watch=watch, tried=[]).run()
+        one = Search(
+            facts=search.facts,
+            slices=[on],
+            goal=search.goal,
+            freedom=search.freedom,
+            limits=limits,
+            evaluator=search.evaluator,
+            flags=search.flags,
+            watch=watch,
+            only=search.only,
+        ).run()
         parts.append(one)
         if one.best is not None:
             fits[on.chip.name] = on
