@@ -17,6 +17,7 @@ ALLOWED: dict[str, str] = {
     "planning/analytic.py:ACCUMULATES": COUNTED,
     "planning/analytic.py:HALF": "bytes of a bf16 element",
     "planning/analytic.py:LOGIT_BYTES": "bytes of elements, added up",
+    "planning/analytic.py:WHOLE": "bytes of an f32 element",
     "planning/analytic.py:RESERVED": "room for rounding",
     "serving/batch/limits.py:InputLimits": "pixels of a picture that is read",
     "sim/attention.py:_CAUSAL,_SEGMENTS,_SOFT_CAP": COUNTED,

@@ -16,10 +16,19 @@ from systolic.job import Batch, Job
 from systolic.planning.analytic import analyse
 from systolic.planning.candidate import Candidate
 from systolic.planning.goal import Goal
-from systolic.planning.notes import BaseFlags, BatchDiffers, OwnWork, ScheduleOnly, before_search
+from systolic.planning.notes import (
+    BaseFlags,
+    BatchDiffers,
+    NotCompiled,
+    OwnWork,
+    ScheduleOnly,
+    WallAssumed,
+    before_search,
+)
 from systolic.planning.objective import Objective, PriceTerm
 from systolic.planning.search import Limits, SearchProgress, SearchStage
-from systolic.planning.space import Freedom
+from systolic.planning.space import Freedom, RefusalRule
+from systolic.report.plan import readings
 from systolic.report.plan.notes import text
 from systolic.session import planning
 from tests.planning import fabricated
@@ -121,7 +130,8 @@ def test_a_plan_from_python_is_a_value_and_tells_its_progress() -> None:
     assert made.goal.objective is Objective.time
     assert made.best is not None
     assert made.best.candidate.on == slice("v6e-8")
-    assert [type(note) for note in made.notes] == [OwnWork, ScheduleOnly, BaseFlags]
+    kinds = [type(note) for note in made.notes]
+    assert kinds == [OwnWork, ScheduleOnly, WallAssumed, NotCompiled, BaseFlags]
     assert {SearchStage.analysing, SearchStage.compiling} == set(stages)
     shown = repr(made)
     assert shown.startswith(f"<Plan of {made.searched} candidates: best <Forecast of ")
@@ -156,3 +166,51 @@ def test_what_is_neither_a_job_nor_a_name_is_refused() -> None:
         OptionError, match="has no option 'sequence'; its options are steps, layout,"
     ):
         systolic.plan(fabricated.facts().job, on="v6e-8", sequence=128)
+
+
+def test_the_smallest_slice_that_fits_is_the_answer() -> None:
+    """Of a chip the first that fits, with passes free; larger ones are left out unseen."""
+    asked = AnsweringEvaluator(estimate)
+    made = systolic.plan(
+        fabricated.facts().job,
+        on="v5e,v6e",
+        goal="fit",
+        limits=Limits(programs=8, finalists=0, workers=1),
+        evaluator=asked,
+    )
+    assert made.best is not None
+    sizes = {one.on.num_chips for one in asked.asked}
+    first = {
+        name: min(
+            one.candidate.on.num_chips for one in made.ranking if one.candidate.on.chip.name == name
+        )
+        for name in ("v5e", "v6e")
+    }
+    smallest = min(first.values())
+    assert made.best.candidate.on.num_chips == smallest == 1
+    assert made.best.candidate.layout.accumulate > 1  # 256 rows of 2,048 tokens on one chip
+    assert max(sizes) <= max(first.values())
+    # Of as many chips the cheaper: v5e costs less an hour than v6e.
+    same = [one.candidate.on for one in made.ranking if one.candidate.on.num_chips == smallest]
+    assert same[0].name == "v5e-1" if first["v5e"] == 1 else same[0].name == "v6e-1"
+    larger = [one for one in made.refused if one.rule is RefusalRule.larger]
+    assert {one.on.name for one in larger} >= {"v5e-256", "v6e-256"}
+    assert made.to_json()["goal"]["objective"] == "fit"
+    assert "the smallest slice that fits" in readings.work(made)
+
+
+def test_a_deadline_makes_the_smallest_slice_larger() -> None:
+    def plan(**more: Any) -> Any:
+        return systolic.plan(
+            fabricated.facts().job,
+            on="v6e",
+            goal="fit",
+            limits=Limits(programs=8, finalists=0, workers=1),
+            evaluator=AnsweringEvaluator(estimate),
+            **more,
+        )
+
+    free = plan().best
+    tight = plan(deadline=f"{free.total.seconds / 3:.0f}s").best
+    assert tight.candidate.on.num_chips > free.candidate.on.num_chips
+    assert tight.total.seconds <= free.total.seconds / 3

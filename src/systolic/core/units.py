@@ -2,6 +2,7 @@
 
 import math
 
+GB = 10**9
 GIB = 2**30
 MIB = 2**20
 KIB = 2**10

@@ -24,6 +24,9 @@ EFFICIENCY: float = constant("analytic.efficiency", FOLDER)
 REREAD: float = constant("analytic.reread", FOLDER)
 HIDDEN: float = constant("analytic.hidden", FOLDER)
 EXPOSED: float = constant("analytic.exposed", FOLDER)
+WORKING: float = constant("analytic.working", FOLDER)
+LIVE_LOGIT: float = constant("analytic.live_logit", FOLDER)
+GATHERED: float = constant("analytic.gathered", FOLDER)
 VISIBLE = {Axis[name]: share for name, share in constant("analytic.visible", FOLDER).items()}
 HALF = 2.0
 """Bytes of a bf16 element."""
@@ -31,12 +34,6 @@ WHOLE = 4.0
 """Bytes of an f32 element."""
 LOGIT_BYTES = 8.0
 """Bytes of a logit in bf16 and in f32, and of its gradient."""
-WORKING = 1.5
-"""Times that a layer's activations are in memory while its gradient is computed."""
-LIVE_LOGIT = 5.0
-"""Bytes of a logit that are in memory at once: less than are made, since the loss is fused."""
-GATHERED = 1.5
-"""Layers whose gathered weights and gradients are whole at once; of compiled mixtures 1 to 2 are."""
 ACCUMULATES = 4.0
 """Memory moves of a pass's gradients when they are summed: write, read both, write."""
 RESERVED = 1.005

@@ -1,7 +1,7 @@
 """How to make a job fit: a search on the same slice, then on larger ones."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -131,23 +131,9 @@ def smallest_fit(search: Search) -> Plan:
     fits: dict[str, Slice] = {}
     began = time.monotonic()
 
-    def plan(now: Plan | None = None) -> Plan:
-        found = [*parts, *([now] if now is not None else [])]
-        best = min(
-            (one for one in found if one.best is not None),
-            key=lambda one: size(one.best.candidate.on, search.goal) if one.best else (0, 0.0, ""),
-            default=None,
-        )
-        return Plan(
-            facts=search.facts,
-            goal=search.goal,
-            tried=[trial for one in found for trial in one.tried],
-            refused=[*(each for one in found for each in one.refused), *refused],
-            searched=sum(one.searched for one in found),
-            seconds=time.monotonic() - began,
-            stopped=next((one.stopped for one in found if one.stopped is not None), None),
-            margin=None if best is None else best.margin,
-        )
+    def plan(*now: Plan) -> Plan:
+        seconds = time.monotonic() - began
+        return replace(_together(search, [*parts, *now], refused), seconds=seconds)
 
     for on in sorted(search.slices, key=lambda one: size(one, search.goal)):
         if (smaller := fits.get(on.chip.name)) is not None:
@@ -163,13 +149,42 @@ def smallest_fit(search: Search) -> Plan:
             search.watch(replace(progress, answer=lambda: plan(answer())))
 
         limits = replace(search.limits, fruitless=FIRST, seconds=left)
-        one = replace(search, slices=[on], limits=limits, watch=watch, tried=[]).run()
+        one = Search(
+            facts=search.facts,
+            slices=[on],
+            goal=search.goal,
+            freedom=search.freedom,
+            limits=limits,
+            evaluator=search.evaluator,
+            flags=search.flags,
+            watch=watch,
+            only=search.only,
+        ).run()
         parts.append(one)
         if one.best is not None:
             fits[on.chip.name] = on
         if one.stopped is not None:
             break
     return plan()
+
+
+def _together(search: Search, parts: Sequence[Plan], refused: Sequence[Refused]) -> Plan:
+    """Plans of single slices as one, the margin from that of the smallest."""
+    best = min(
+        ((size(one.best.candidate.on, search.goal), one) for one in parts if one.best is not None),
+        key=lambda pair: pair[0],
+        default=None,
+    )
+    return Plan(
+        facts=search.facts,
+        goal=search.goal,
+        tried=[trial for one in parts for trial in one.tried],
+        refused=[*(each for one in parts for each in one.refused), *refused],
+        searched=sum(one.searched for one in parts),
+        seconds=0.0,
+        stopped=next((one.stopped for one in parts if one.stopped is not None), None),
+        margin=None if best is None else best[1].margin,
+    )
 
 
 def _global(facts: Facts, on: Slice) -> Batch:

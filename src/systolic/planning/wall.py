@@ -6,6 +6,7 @@ Whatever the job and the slice don't tell is an assumption, listed with the opti
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,13 +16,12 @@ from systolic.planning.facts import Facts
 from systolic.planning.goal import HOUR, Goal
 from systolic.planning.objective import PriceTerm
 from systolic.planning.plan import Trial
+from systolic.sim.calibration import constant
 
-START_SECONDS = 120.0
-"""Start of a job's processes without its compile: imports, the slice's network, opening the data. Assumed."""
-STORAGE_BYTES_PER_SECOND = 1e9
-"""Rate at which a host reads from and writes to storage. Assumed."""
-SPOT_PREEMPTIONS_PER_DAY = 1.0
-"""Preemptions of a spot slice a day. Assumed; providers publish no rate."""
+FOLDER = Path(__file__).parent
+START_SECONDS: float = constant("wall.start_seconds", FOLDER)
+STORAGE_BYTES_PER_SECOND: float = constant("wall.storage_bytes_per_second", FOLDER)
+SPOT_PREEMPTIONS_PER_DAY: float = constant("wall.spot_preemptions_per_day", FOLDER)
 DAY = 24 * HOUR
 
 

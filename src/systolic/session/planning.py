@@ -10,6 +10,7 @@ from systolic.chips import ChipKind, Slice, chips, named_slices, slice
 from systolic.chips.flags import resolved
 from systolic.core.errors import OptionError, nearest
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, check_arguments, dashed
+from systolic.core.units import GB
 from systolic.job import Job
 from systolic.planning.evaluator import CompilingEvaluator, OpenEvaluator
 from systolic.planning.facts import Facts, facts_of
@@ -91,7 +92,7 @@ def plan(  # noqa: PLR0913  the options of systolic plan
     resolved(flags, None)  # its words, before anything takes time
     conditions = Conditions(
         start_seconds=None if start_up is None else span(start_up),
-        storage_bytes_per_second=None if storage_rate is None else storage_rate * 1e9,
+        storage_bytes_per_second=None if storage_rate is None else storage_rate * GB,
         preemptions_per_day=preemptions_per_day,
         grid_g_per_kwh=grid_intensity,
     )
