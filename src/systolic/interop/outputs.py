@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from systolic.models.decoder.config import Decoder
 from systolic.models.encoder.config import Encoder
@@ -45,9 +46,10 @@ def outputs_of(steps: StepFunctions, weights: Any, inputs: Mapping[str, np.ndarr
 def _of_tokens(model: Any, module: Any, tokens: jax.Array) -> jax.Array:
     assert isinstance(model, Decoder | Encoder)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    found = module(tokens, jnp.ones_like(tokens), positions)
     if isinstance(model, Decoder):
-        return found
+        # A mixture keeps the losses of its routers on the way, which nobody reads here.
+        return nnx.capture(module, nnx.Intermediate)(tokens, jnp.ones_like(tokens), positions)[0]
+    found = module(tokens, jnp.ones_like(tokens), positions)
     if model.head:
         return module.logits(found, positions)
     if model.pooler:

@@ -280,6 +280,8 @@ class PeftSource(Source):
         a[home.inputs] = down.T
         made = {}
         for number, (path, (there, here)) in enumerate(home.outputs.items()):
+            if up.any() and not up[there].any():
+                continue  # Of several matrices in a tensor this one has no adapter.
             b = np.empty((rank, len(there)), np.float32)
             b[:, here] = up[there].T * (self._scale(alpha, rank) / self.scale)
             made[path] = _own_block(a, b, up, there, number, len(home.outputs))
