@@ -27,7 +27,7 @@ def test_small_dollars_keep_two_digits(usd: float, text: str) -> None:
         (1, "1 B"),
         (1000, "1000 B"),
         (1536, "1.5 KiB"),
-        (2**20 - 1, "1024.0 KiB"),
+        (2**20 - 1, "1.0 MiB"),
         (72 * 2**20, "72.0 MiB"),
         (15.75 * 2**30, "15.75 GiB"),
         (-1536, "-1.5 KiB"),

@@ -31,7 +31,7 @@ def write_job(job: Job, run: Path) -> tuple[dict[str, Any], dict[str, str]]:
     for part, name in types.items():
         if not name.startswith(OWN):
             raise OptionError(
-                f"the {part} of {run} is {name}, code of its recipe, and a Bundle holds no code; use the run itself"
+                f"the {part} of {run} is {name.rpartition('.')[2]}, code of its recipe, and a Bundle holds no code; systolic predict, eval and serve take the run itself, and systolic export {run} --to stablehlo writes what it computes without the code"
             )
     plain = json.loads(json.dumps(whole.to_json()))
     if _reads_as_another(plain, types, whole, run):

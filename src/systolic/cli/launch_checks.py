@@ -9,6 +9,7 @@ from systolic.cli.target import Request, request_for
 from systolic.cli.train import TrainOptions
 from systolic.core.errors import OptionError
 from systolic.core.ranges import dashed
+from systolic.session.training import check_data
 
 if TYPE_CHECKING:
     from systolic.cli.launch import LaunchOptions
@@ -81,6 +82,7 @@ def trained(request: "LaunchRequest", made: "Launch") -> "Job":
             raise OptionError(f"--train has {option}, which the launch sets; {instead}")
     asked = request_for(request.recipe, made.options, "train", TrainOptions, {})
     job = asked.job
+    check_data(job)
     job.check_effects()
     check_sizes(request, asked, job)
     return job

@@ -20,7 +20,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from systolic.core.errors import OptionError, OutOfRangeError, nearest
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 LARGEST_INT = 2**31 - 1
 """Steps, token ids and seeds are int32 on the devices."""

@@ -22,13 +22,9 @@ def si(value: float, unit: str = "", digits: int = 3) -> str:
 
 def gibibytes(num_bytes: float) -> str:
     """Bytes as GiB, MiB, KiB or B, the largest of which there is at least one."""
-    size = abs(num_bytes)
-    if size < KIB:
-        return f"{num_bytes:.0f} B"
-    if size < MIB:
-        return f"{num_bytes / KIB:.1f} KiB"
-    if size < GIB:
-        return f"{num_bytes / MIB:.1f} MiB"
+    for unit, size, digits in (("B", 1, 0), ("KiB", KIB, 1), ("MiB", MIB, 1)):
+        if round(abs(num_bytes) / size, digits) < 1024:
+            return f"{num_bytes / size:.{digits}f} {unit}"
     return f"{num_bytes / GIB:.2f} GiB"
 
 

@@ -19,6 +19,7 @@ from systolic.core.errors import OptionError, RunError, SystolicError
 from systolic.core.machine import end_with
 from systolic.session.job_source import JobSource
 from systolic.session.planned import check_rehearsal, under_plan
+from systolic.session.training import check_data
 
 MANY_DEVICES = 64
 """Above it a rehearsal takes minutes."""
@@ -48,7 +49,9 @@ def checked(source: JobSource, name: str) -> Slice:
         raise OptionError(
             f"{on.name} has {on.num_devices} devices and a rehearsal runs up to {MOST_DEVICES} on this CPU; rehearse a smaller slice of that chip"
         )
-    source.job.settle(on)
+    job = source.job
+    check_data(job)
+    job.settle(on)
     return on
 
 

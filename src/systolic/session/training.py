@@ -131,8 +131,7 @@ def start(
     from systolic.training.setup import set_up
 
     ledger = ledger or Ledger()
-    if missing := source.job.data.missing():
-        raise OptionError(missing)
+    check_data(source.job)
     hosts.join()
     if on is not None:
         check_slice(on)
@@ -167,6 +166,12 @@ def start(
 
     with open_together(run, begin, "make") as directory:
         return run_session(setup, directory, options, audience, ledger, loaded=loaded)
+
+
+def check_data(job: Job) -> None:
+    """Raises OptionError where a job has shapes only, which a forecast is enough with."""
+    if missing := job.data.missing():
+        raise OptionError(missing)
 
 
 def fewer_devices(job: Job, options: SessionOptions, audience: Audience) -> Fewer | None:

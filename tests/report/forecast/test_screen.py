@@ -108,7 +108,7 @@ def test_a_call_shows_nothing_before_it_takes_long() -> None:
             stream,
             "f",
             environ={"TERM": "xterm"},
-            clock=lambda: next(now, 5.0),
+            clock=lambda now=now: next(now, 5.0),
             quiet_seconds=10,
         ) as progress:
             progress.say("tracing")
