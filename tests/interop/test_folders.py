@@ -15,6 +15,7 @@ from systolic.cli.main import main
 from systolic.core.errors import SystolicError
 from systolic.data.text.tokenizer import Tokenizer
 from systolic.interop import reference
+from systolic.interop.jobs import job_of
 from systolic.interop.source import open_source
 from tests.interop import folders
 from tests.interop.test_source import arrays
@@ -172,6 +173,14 @@ def test_what_is_no_model_is_named(
     with pytest.raises(SystolicError, match=says) as caught:
         open_source(tmp_path / "m")
     assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_of_another_form_says_how_to_write_it(tied: Path, tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    shutil.copytree(tied, path)
+    (path / "tokenizer.json").rename(path / "tokenizer.model")
+    with pytest.raises(SystolicError, match=r"tokenizer in tokenizer\.model; write it with"):
+        job_of(open_source(path))
 
 
 def test_a_file_of_a_folder_says_which(tied: Path) -> None:
