@@ -1,6 +1,7 @@
 """The other side of a parity check, without a process of its own."""
 
-import numpy as np
+from collections.abc import Sequence
+
 import pytest
 import transformers
 
@@ -13,9 +14,12 @@ from systolic.interop.source import Source
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs of transformers computed here: a process of its own takes seconds to import it, and other tests have one."""
 
-    def compute(source: Source, probe: ParityInputs, rounded: str | None) -> tuple[np.ndarray, str]:
+    def compute(
+        source: Source, probe: ParityInputs, rounded: str | None, texts: Sequence[str] = ()
+    ) -> parity.Reference:
         model = reference.opened(source.path, getattr(transformers, probe.loader), rounded)
         found = reference.compute(model, dict(probe.theirs), list(probe.outputs))
-        return found, f"transformers {transformers.__version__}"
+        words = reference.words(source.path, list(texts))
+        return parity.Reference(found, f"transformers {transformers.__version__}", words)
 
     monkeypatch.setattr(parity, "reference", compute)

@@ -15,6 +15,7 @@ from systolic.cli.main import main
 from systolic.core.errors import SystolicError
 from systolic.data.text.tokenizer import Tokenizer
 from systolic.interop import reference
+from systolic.interop.jobs import job_of
 from systolic.interop.source import open_source
 from tests.interop import folders
 from tests.interop.test_source import arrays
@@ -168,10 +169,18 @@ def test_what_is_no_model_is_named(
     for name in files:
         file = tmp_path / "m" / name
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes((tied / "config.json").read_bytes() if name == "config.json" else b"{}")
+        file.write_bytes((tied / "config.json").read_bytes() if name.endswith("/config.json") or name == "config.json" else b"{}")  # fmt: skip
     with pytest.raises(SystolicError, match=says) as caught:
         open_source(tmp_path / "m")
     assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_of_another_form_says_how_to_write_it(tied: Path, tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    shutil.copytree(tied, path)
+    (path / "tokenizer.json").rename(path / "tokenizer.model")
+    with pytest.raises(SystolicError, match=r"tokenizer in tokenizer\.model; write it with"):
+        job_of(open_source(path))
 
 
 def test_a_file_of_a_folder_says_which(tied: Path) -> None:
@@ -187,7 +196,7 @@ def test_a_config_with_a_byte_order_mark_is_read(tied: Path, tmp_path: Path) -> 
     same(tied, path)
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("at_once")
 def test_parity_compares_texts_and_ids(
     tied: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,10 +208,10 @@ def test_parity_compares_texts_and_ids(
     file.write_text(json.dumps(said))
     assert main(["import", str(path), "--out", str(tmp_path / "one")]) == 0
     line = next(one for one in capsys.readouterr().out.splitlines() if one.startswith("parity"))
-    assert "tokenizer alike over 12 texts" in line
+    assert "tokenizer alike over 11 texts" in line
     # As it was before those tokens were followed.
     monkeypatch.setattr("systolic.data.text.tokenizer.added_tokens", lambda folder, config: [])
     (path / "added_tokens.json").write_text("{}")  # the tokenizer is read anew
     assert main(["import", str(path), "--out", str(tmp_path / "other")]) == 0
     line = next(one for one in capsys.readouterr().out.splitlines() if one.startswith("parity"))
-    assert "warning: the tokenizer differs over 1 of 12 texts, first 'x<|unlisted|>y" in line
+    assert "warning: the tokenizer differs over 1 of 11 texts, first 'x<|unlisted|>y" in line

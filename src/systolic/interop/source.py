@@ -319,7 +319,7 @@ def _instead(path: Path) -> str:
     inner = sorted(file.parent for file in inside if b'"model_type"' in file.read_bytes())
     if inner:
         more = f", or one of {len(inner) - 1} others" if len(inner) > 1 else ""
-        return f"it holds a model in a folder of it: give {shlex.quote(str(inner[-1]))}{more}"
+        return f"it holds a model in a folder of it, with its {CONFIG}: give {shlex.quote(str(inner[-1]))}{more}"
     if any(path.glob("*.safetensors")):
         return f"it has weights and no {CONFIG}: copy that from where the model came from"
     return ""

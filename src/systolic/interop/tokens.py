@@ -6,6 +6,9 @@ from pathlib import Path
 from systolic.core.errors import DataError, OptionError
 from systolic.interop.source import Source
 
+OLDER = ("tokenizer.model", "tekken.json", "spiece.model", "vocab.json", "vocab.txt")
+"""Files of tokenizers of other forms, which transformers makes a tokenizer.json of."""
+
 
 def tokenizer_of(source: Source, vocab: int, *, texts: bool) -> Path | None:
     """The tokenizer.json of a source.
@@ -22,9 +25,7 @@ def tokenizer_of(source: Source, vocab: int, *, texts: bool) -> Path | None:
     file = source.tokenizer
     if file is None:
         if texts:
-            raise OptionError(
-                f"{source.path} has no tokenizer.json; copy it from where the model came from, beside config.json"
-            )
+            raise OptionError(_lacking(source.path))
         return None
     number = _own_tokens(file)
     if number == 0:
@@ -34,6 +35,15 @@ def tokenizer_of(source: Source, vocab: int, *, texts: bool) -> Path | None:
             f"{file} has {number} tokens and the model {vocab}; copy the tokenizer that belongs to the model"
         )
     return file
+
+
+def _lacking(path: Path) -> str:
+    older = next((name for name in OLDER if (path / name).is_file()), None)
+    if older is not None:
+        return f"{path} has no tokenizer.json and its tokenizer in {older}; write it with transformers: AutoTokenizer.from_pretrained({str(path)!r}).save_pretrained({str(path)!r})"
+    return (
+        f"{path} has no tokenizer.json; copy it from where the model came from, beside config.json"
+    )
 
 
 def _own_tokens(file: Path) -> int | None:

@@ -242,7 +242,8 @@ def named_templates(folder: Path) -> tuple[dict[str, str], Path]:
         found = {one.get("name"): one.get("template") for one in found if isinstance(one, Mapping)}
     elif isinstance(found, str):
         found = {DEFAULT: found}
-    named = {} if found is None else {str(k): v for k, v in found.items() if isinstance(v, str)}
+    several = found if isinstance(found, Mapping) else {}
+    named = {str(name): text for name, text in several.items() if isinstance(text, str)}
     if not named and (folder / OLDER).is_file():
         older = read_fields(folder / OLDER).get("chat_template")
         named, origin = {DEFAULT: older} if isinstance(older, str) else {}, folder / OLDER

@@ -63,7 +63,7 @@ def prepared(messages: Messages, template: str) -> list[dict[str, Any]]:
     """Messages as a template takes them.
 
     As transformers gives them: without fields that are null, with reasoning under each of its names. Arguments of
-    calls are decoded from JSON. A content that is null stays so where the template asks for it.
+    calls are decoded from JSON. An answer without a content, as beside calls, has one that is none where the template asks for it.
 
     Args:
         messages: As a client or a data file has them.
@@ -78,14 +78,17 @@ def prepared(messages: Messages, template: str) -> list[dict[str, Any]]:
 
 def _message(message: Mapping[str, Any], takes: Takes) -> dict[str, Any]:
     role = message.get("role")
-    null = role == ANSWERS and message.get("content") is None and takes.asks_none
+    content = message.get("content")
+    # Many clients send an empty content beside calls in place of none.
+    none = content is None or (content == "" and message.get("tool_calls"))
+    null = bool(role == ANSWERS and none and takes.asks_none)
     made = {
         name: value
         for name, value in message.items()
         if value is not None or (null and name == "content")
     }
     if null:
-        made.setdefault("content", None)
+        made["content"] = None
     if role == "developer" and role not in takes.constants:
         # OpenAI's newer name of the same role; models of before were not trained on it.
         made["role"] = "system"
