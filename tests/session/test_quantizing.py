@@ -114,7 +114,7 @@ def test_an_interrupt_while_it_is_timed_costs_the_times_alone(
 ) -> None:
     monkeypatch.setattr("systolic.session.quantizing.quantize_model", lambda *_, **__: int8)
     monkeypatch.setattr(
-        "systolic.predicting.latency.timed_call", lambda *_: signal.raise_signal(signal.SIGINT)
+        "systolic.session.speeds.server_call", lambda *_: signal.raise_signal(signal.SIGINT)
     )
     # A shell that starts the tests in the background has it ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -196,7 +196,7 @@ def _lines(
     made: "QuantizedModel", speeds: "Sequence[ModelSpeeds]", timed: Mapping[str, int]
 ) -> list[str]:
     """The table: sizes, quality, speeds, outputs, and the matrices."""
-    from systolic.cli.speed_rows import speed_rows
+    from systolic.cli.speed_rows import speed_rows, timed_line
 
     ratio = made.bytes_after / made.bytes_before
     sizes = si(made.bytes_before, "B"), si(made.bytes_after, "B")
@@ -210,8 +210,7 @@ def _lines(
     rows += [(*row, "") for row in speed_rows(speeds)]
     lines = _aligned(rows)
     if timed:
-        ran = ", ".join(f"{name.replace('_', ' ')} {n}" for name, n in timed.items())
-        lines.append(f"  here: medians of calls, {ran}")
+        lines.append(f"  {timed_line(speeds, timed)}")
     if (found := made.outputs) is not None:
         lines.append(
             f"  outputs of a probe over {found.tokens} {found.unit}: largest difference {found.max_abs:.3g} ({found.max_relative:.2%} of the largest output), mean {found.mean_abs:.3g}, {found.agreement}"

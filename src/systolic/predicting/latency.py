@@ -53,6 +53,11 @@ class TimedCall(ABC):
     def seconds(self, clock: Clock) -> dict[str, float]:
         """Seconds of each stage, with results ready."""
 
+    @property
+    def program(self) -> str:
+        """What a call runs, known after the first."""
+        return "predict step"
+
     @abstractmethod
     def sizes(self) -> dict[str, int]:
         """What a call computes: ``rows``, and of texts ``prompt_tokens`` and ``output_tokens``."""
@@ -78,6 +83,11 @@ class GeneratedText(TimedCall):
             np.random.default_rng(0).integers(0, model.vocab, shape), jnp.int32
         )
         self._counts = jnp.full((sizes.rows,), sizes.prompt_tokens, jnp.int32)
+
+    @property
+    def program(self) -> str:
+        """See :class:`TimedCall`."""
+        return "the loop of systolic generate"
 
     def seconds(self, clock: Clock) -> dict[str, float]:
         """See :class:`TimedCall`; ``decode`` is a token of each row, the mean of all new ones."""

@@ -7,6 +7,7 @@ from systolic.core.errors import OptionError
 from systolic.core.ranges import COUNT, POSITIVE, SHARE
 from systolic.data.text.chat import template_for
 from systolic.data.text.instructions import Filling, Instructions, TooLong
+from systolic.data.text.row_forms import Columns, Pairs, Reading
 from systolic.interop.outline import outlined
 from systolic.job import (
     Adapter,
@@ -39,6 +40,8 @@ def sft(
     sequence: int = 1024,
     filling: Filling = Filling.packed,
     too_long: TooLong = TooLong.cut,
+    columns: Columns = Columns(),
+    pairs: Pairs = Pairs.refuse,
     adapter: AdapterKind = AdapterKind.none,
     rank: Annotated[int, COUNT] = 16,
     alpha: Annotated[float, POSITIVE] = 32.0,
@@ -60,13 +63,15 @@ def sft(
 
     Args:
         from_: The model: a Hugging Face directory, a Bundle, a GGUF file or a run. A forecast reads its config.json only.
-        data: JSONL, one conversation a line: messages (role, content), or prompt and completion, or instruction, input and output; or a folder of such files.
+        data: Conversations, a row each: messages (role, content), ShareGPT's conversations (from, value), prompt and completion, question and answer, or instruction, input and output; in JSONL, a JSON array, CSV or TSV, or a folder of such files.
         validation: Validation conversations; by default a share of the data.
         validation_share: That share, chosen by a hash of each line.
         template: A chat template in jinja2; by default the model's own, or "### Instruction:" and "### Response:" where it has none.
         sequence: Tokens per row.
         filling: Several conversations in a row, which don't see each other, or one.
         too_long: Whether a conversation that is longer than a row is cut at its end or left out.
+        columns: Names of the data's columns where they are none of the usual ones.
+        pairs: Whether preference pairs (chosen, rejected) are refused, or their chosen answers learned like any others.
         adapter: What trains: all weights, low-rank adapters, or adapters beside matrices that are stored in 4 bits.
         rank: Columns of an adapter's first matrix, rows of its second.
         alpha: An adapter's product is scaled by alpha / rank.
@@ -101,6 +106,7 @@ def sft(
         validation_share=validation_share,
         filling=filling,
         too_long=too_long,
+        reading=Reading(columns=columns, pairs=pairs),
         stops=source.stops,
         vocab=source.model.vocab if isinstance(source.model, Decoder) else 0,
         around=source.around,

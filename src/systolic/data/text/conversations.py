@@ -13,6 +13,7 @@ import numpy as np
 from systolic.core.errors import DataError, NotFoundError
 from systolic.data.random_access import Picks, Table
 from systolic.data.text.chat import ANSWERS, ChatTemplate, Messages, Rendered
+from systolic.data.text.row_forms import TABLES, USUAL, Reading, array_rows, as_messages, table_rows
 from systolic.data.text.rows import Piece, fit, lay
 from systolic.data.text.tokenizer import Tokenizer
 from systolic.job.data import Split
@@ -20,14 +21,14 @@ from systolic.job.data import Split
 if TYPE_CHECKING:
     from systolic.data.text.instructions import Instructions
 
-SUFFIXES = (".jsonl", ".json")
+SUFFIXES = (".jsonl", ".json", *TABLES)
 NOTHING = -1
 """Target where nothing is learned."""
 UNREAD = ("tools", "functions", "documents")
 """Fields of a line that change what a template writes and that it is not given."""
 SHORT: Messages = ({"role": "user", "content": "a"}, {"role": ANSWERS, "content": "b"})
 """A question with its answer."""
-FORMS = "messages, or prompt and completion, or instruction and output"
+FORMS = "messages, or prompt and completion, or instruction and output, or question and answer"
 
 
 class Line(NamedTuple):
@@ -91,38 +92,87 @@ def files_of(path: Path) -> list[Path]:
         return [path]
     found = sorted(file for file in path.glob("*") if file.suffix in SUFFIXES)
     if not found:
-        what = "has no .jsonl file" if path.is_dir() else "does not exist"
+        what = "has no .jsonl, .json, .csv or .tsv file" if path.is_dir() else "does not exist"
         raise NotFoundError(f"{path} {what}; give a JSONL file of conversations with --data")
     return found
 
 
-def read(path: Path) -> Iterator[Line]:
+def read(path: Path, reading: Reading = USUAL) -> Iterator[Line]:
     """The conversations at a path, in order.
 
     Raises:
-        DataError: a line is none; names it and what it lacks.
+        BadLinesError: lines are none; names the first and what it lacks, and holds all.
     """
+    bad: list[str] = []
+    for one in parsed(path, reading):
+        if isinstance(one, Line):
+            yield one
+        else:
+            bad.append(str(one))
+    if bad:
+        raise BadLinesError(bad)
+
+
+class BadLinesError(DataError):
+    """Lines that are no conversations."""
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        more = len(lines) - 1
+        told = f" ({more:,} more such lines; systolic data inspect sft lists all)" if more else ""
+        super().__init__(lines[0] + told)
+        self.lines = tuple(lines)
+        """What is wrong with each, with its place."""
+
+
+def parsed(path: Path, reading: Reading = USUAL) -> Iterator[Line | DataError]:
+    """The conversations at a path, in order, with what is wrong with those lines that are none; rows that the reading leaves out are not among them."""
     for file in files_of(path):
-        with file.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                place = f"{file} line {number}"
-                hashed = hashlib.sha256(line.strip()).digest()
-                key = int.from_bytes(hashed[:8], "big") / 2.0**64
-                yield Line(place, messages_of(line, place), key)
+        for place, row in _rows_of(file):
+            if isinstance(row, DataError):
+                yield row
+                continue
+            content = row if isinstance(row, bytes) else msgspec.json.encode(row)
+            hashed = hashlib.sha256(content.strip()).digest()
+            try:
+                messages = messages_of(row, place, reading)
+            except DataError as error:
+                yield error
+                continue
+            if messages is not None:
+                yield Line(place, messages, int.from_bytes(hashed[:8], "big") / 2.0**64)
 
 
-def messages_of(line: bytes, place: str) -> Messages:
-    """The turns of a line.
+def _rows_of(file: Path) -> Iterator[tuple[str, Any]]:
+    """Place and value of each row of a file: of JSONL its bytes."""
+    if file.suffix in TABLES:
+        yield from table_rows(file)
+        return
+    if (rows := array_rows(file)) is not None:
+        yield from rows
+        return
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield f"{file} line {number}", line
+
+
+def messages_of(
+    row: bytes | Mapping[str, Any],
+    place: str,
+    reading: Reading = USUAL,
+) -> Messages | None:
+    """The turns of a row; ``None`` for one to leave out.
 
     Raises:
         DataError: it is no conversation.
     """
-    try:
-        row = msgspec.json.decode(line)
-    except ValueError as error:
-        raise DataError(f"{place} is not JSON ({error}); each line is one JSON object") from error
+    if isinstance(row, bytes):
+        try:
+            row = msgspec.json.decode(row)
+        except ValueError as error:
+            raise DataError(
+                f"{place} is not JSON ({error}); each line is one JSON object"
+            ) from error
     if not isinstance(row, dict):
         raise DataError(f"{place} is not a JSON object; it takes one with {FORMS}")
     for name in UNREAD:
@@ -130,41 +180,19 @@ def messages_of(line: bytes, place: str) -> Messages:
             raise DataError(
                 f"{place} has {name}, which templates are not given here; take the field out, or write it into the system's turn"
             )
-    if "messages" in row:
-        return _turns(row["messages"], place)
-    for asks, answers in (("prompt", "completion"), ("instruction", "output")):
-        if asks not in row and answers not in row:
-            continue
-        texts = {name: row.get(name, "") for name in (asks, answers, "input", "system")}
-        for name, text in texts.items():
-            if name in (asks, answers) and name not in row:
-                raise DataError(
-                    f"{place} has {asks if name == answers else answers} and lacks {name}; add it"
-                )
-            if text is not None and not isinstance(text, str):
-                raise DataError(f"{place} has a {name} that is no text; give a text")
-        asked = texts[asks]
-        if asks == "instruction" and texts["input"]:
-            asked = f"{asked}\n\n{texts['input']}"
-        system = [{"role": "system", "content": texts["system"]}] if texts["system"] else []
-        return [
-            *system,
-            {"role": "user", "content": asked},
-            {"role": ANSWERS, "content": texts[answers] or ""},
-        ]
-    raise DataError(f"{place} has {', '.join(row) or 'no field'}; it lacks {FORMS}")
+    messages = as_messages(row, reading, place)
+    if messages is not None:
+        _check_turns(messages, place)
+    return messages
 
 
-def _turns(messages: Any, place: str) -> Messages:
-    if not isinstance(messages, list) or not messages:
-        raise DataError(
-            f"{place} has messages that are no list of turns; give role and content of each"
-        )
+def _check_turns(messages: Messages, place: str) -> None:
     for number, message in enumerate(messages, 1):
+        calls = message.get("role") == ANSWERS and message.get("tool_calls")
         lacking = [
             name
             for name in ("role", "content")
-            if not isinstance(message, dict) or not isinstance(message.get(name), str)
+            if not isinstance(message.get(name), str) and not (calls and name == "content")
         ]
         if lacking:
             raise DataError(
@@ -178,7 +206,6 @@ def _turns(messages: Any, place: str) -> Messages:
         raise DataError(
             f"{place} has no turn of the role {ANSWERS}, so nothing to learn; add one, or take the line out"
         )
-    return messages
 
 
 def tokenized(lines: Sequence[Line], template: ChatTemplate, tokenizer: Tokenizer) -> list[Tokens]:
@@ -227,7 +254,7 @@ def closing(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
 
 def make_rows(data: "Instructions", split: Split) -> Rows:
     """Rows of a split."""
-    lines = list(read(data.file(split)))
+    lines = list(read(data.file(split), data.reading))
     if data.validation is None and len(lines) > 1 and data.validation_share:
         chosen = np.array([line.key < data.validation_share for line in lines])
         keys = np.array([line.key for line in lines])

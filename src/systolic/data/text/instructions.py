@@ -11,6 +11,7 @@ from systolic.core.errors import DataError
 from systolic.core.files import as_paths
 from systolic.core.ranges import NOT_NEGATIVE, SHARE, check
 from systolic.data.text.chat import ChatTemplate
+from systolic.data.text.row_forms import USUAL, Reading
 from systolic.data.text.text_data import FILL, ROW, TextData, row_fields
 from systolic.data.text.tokenizer import Around, Tokenizer
 from systolic.job import Layout
@@ -40,11 +41,11 @@ class TooLong(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Instructions(TextData):
-    """Conversations of a JSONL file or of a folder of them.
+    """Conversations of a file or of a folder of them: JSONL, a JSON array, CSV or TSV.
 
-    A line is one JSON object: ``{"messages": [{"role": …, "content": …}, …]}``, or ``{"prompt": …, "completion": …}``,
-    or ``{"instruction": …, "input": …, "output": …}`` (``input`` may be left out or empty; ``system`` may come beside the
-    last two). Rows are packed once; their order changes every epoch.
+    A row is one JSON object: ``{"messages": [{"role": …, "content": …}, …]}``, or ShareGPT's ``{"conversations": [{"from": …,
+    "value": …}, …]}``, or ``{"prompt": …, "completion": …}``, ``{"question": …, "answer": …}`` or ``{"instruction": …, "input": …,
+    "output": …}`` (``input`` may be left out or empty; ``system`` may come beside them). Rows are packed once; their order changes every epoch.
     """
 
     path: Path
@@ -68,6 +69,8 @@ class Instructions(TextData):
     """Ids that end a generated text, besides the tokenizer's end and the template's end of an answer (generation_config.json: eos_token_id)."""
     vocab: Annotated[int, NOT_NEGATIVE] = 0
     """Token ids that the model has; conversations with others are refused. 0 for no limit."""
+    reading: Reading = USUAL
+    """Columns with other names than the usual ones, and what happens to preference pairs."""
     around: Around = Around.own
     """Tokens around a text without turns, as the model had them before."""
 
@@ -148,7 +151,7 @@ class Instructions(TextData):
     def lasting(self) -> frozenset[str]:
         """Parameters that decide what is learned and how rows are laid."""
         return frozenset(
-            ("sequence", "template", "tokens", "filling", "too_long", "validation_share")
+            ("sequence", "template", "tokens", "filling", "too_long", "validation_share", "reading")
         )
 
     def shrink(self, layout: Layout) -> "Instructions":
