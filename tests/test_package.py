@@ -14,15 +14,19 @@ HEAVY = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax", "grain", "rich", "t
 
 def test_public_names() -> None:
     assert systolic.__all__ == [
+        "AnswerOptions",
         "Chip",
         "Comparison",
         "ComparisonOptions",
+        "Evaluated",
         "ExportSettings",
         "Exported",
         "Forecast",
         "Imported",
         "LiteQuantization",
+        "MatrixFormat",
         "QuantizedModel",
+        "Sampling",
         "Slice",
         "Spread",
         "StudyResult",
@@ -30,6 +34,7 @@ def test_public_names() -> None:
         "TrainResult",
         "TrainedModel",
         "Verified",
+        "WeightFormat",
         "__version__",
         "chip",
         "chips",

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from systolic.core.errors import SystolicError
     from systolic.exporting.settings import ExportSettings, LiteQuantization
     from systolic.forecasting import Forecast, Spread
+    from systolic.job import MatrixFormat, Sampling, WeightFormat
+    from systolic.session.answering import AnswerOptions
     from systolic.session.comparing import Comparison, ComparisonOptions, compare_models
     from systolic.session.explaining import explain
     from systolic.session.exporting import Exported, export_model
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from systolic.session.program_exports import export_program
     from systolic.session.public import resume, train
     from systolic.session.public_tuning import tune
-    from systolic.session.quantizing import QuantizedModel, quantize_model
+    from systolic.session.quantizing import Evaluated, QuantizedModel, quantize_model
     from systolic.session.trained import TrainedModel
     from systolic.session.trained import open_model as open
     from systolic.session.training import TrainResult
@@ -30,22 +32,27 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "AnswerOptions": "systolic.session.answering",
     "Chip": "systolic.chips",
     "Comparison": "systolic.session.comparing",
     "ComparisonOptions": "systolic.session.comparing",
+    "Evaluated": "systolic.session.quantizing",
     "ExportSettings": "systolic.exporting.settings",
     "Exported": "systolic.session.exporting",
     "Forecast": "systolic.forecasting",
     "Imported": "systolic.session.importing",
     "LiteQuantization": "systolic.exporting.settings",
+    "MatrixFormat": "systolic.job",
+    "QuantizedModel": "systolic.session.quantizing",
+    "Sampling": "systolic.job",
     "Slice": "systolic.chips",
     "Spread": "systolic.forecasting",
-    "QuantizedModel": "systolic.session.quantizing",
     "StudyResult": "systolic.tuning.results",
     "SystolicError": "systolic.core.errors",
     "TrainResult": "systolic.session.training",
     "TrainedModel": "systolic.session.trained",
     "Verified": "systolic.session.verifying",
+    "WeightFormat": "systolic.job",
     "chip": "systolic.chips",
     "chips": "systolic.chips",
     "compare_models": "systolic.session.comparing",
@@ -68,15 +75,19 @@ _NAMES = {"open": "open_model"}
 """Public names that have another one where they are defined."""
 
 __all__ = [
+    "AnswerOptions",
     "Chip",
     "Comparison",
     "ComparisonOptions",
+    "Evaluated",
     "ExportSettings",
     "Exported",
     "Forecast",
     "Imported",
     "LiteQuantization",
+    "MatrixFormat",
     "QuantizedModel",
+    "Sampling",
     "Slice",
     "Spread",
     "StudyResult",
@@ -84,6 +95,7 @@ __all__ = [
     "TrainResult",
     "TrainedModel",
     "Verified",
+    "WeightFormat",
     "__version__",
     "chip",
     "chips",

@@ -49,6 +49,9 @@ class CallSizes:
 class TimedCall(ABC):
     """A model's call: warm it up once, then time it again and again."""
 
+    notes: Sequence[str] = ()
+    """What else to know of what it runs, a line each."""
+
     @abstractmethod
     def seconds(self, clock: Clock) -> dict[str, float]:
         """Seconds of each stage, with results ready."""

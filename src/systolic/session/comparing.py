@@ -13,6 +13,7 @@ from systolic.core.errors import OptionError, called
 from systolic.core.ranges import NOT_NEGATIVE
 from systolic.job import Job
 from systolic.session.agreement import Agreement, agreement
+from systolic.session.answering import NO_ANSWERS, AnswerOptions, metrics_of, scores_of
 from systolic.session.speeds import ModelSpeeds, SpeedOptions, speeds_of
 from systolic.session.trained import TrainedModel, in_files, keep_programs, prepare_model
 
@@ -31,6 +32,8 @@ class ComparisonOptions(SpeedOptions):
     """Data for both, read as ``systolic eval --path`` reads it; None measures no quality."""
     batches: Annotated[int, NOT_NEGATIVE] = 0
     """Batches of it; 0 is all."""
+    answers: AnswerOptions = NO_ANSWERS
+    """How answers to the conversations of the data are scored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +137,9 @@ def compare_models(
         SystolicError: a model can't be opened; as :func:`systolic.open`.
     """
     keep_programs()
+    if options.answers.metrics and options.data is None:
+        raise OptionError("metrics of answers need conversations to answer; give them with --data")
+    metrics_of(options.answers.metrics)  # refused before models are read
     paths = [Path(a), Path(b)]
     prepared = [prepare_model(path, trust=trust, warn=warn) for path in paths]
     _refuse_other_tasks(paths, [one.setup.job for one in prepared])
@@ -232,4 +238,4 @@ def _measured(
         return side
     say(f"{side.path.name} on {options.data}")
     (metrics,) = model.evaluate(path=options.data, batches=options.batches).values()
-    return replace(side, measured=metrics)
+    return replace(side, measured=metrics | scores_of(model, options.data, options.answers, say))

@@ -15,6 +15,7 @@ from systolic.forecasting.serving import Load
 from systolic.job import Batch, Job, Layout, Remat
 from systolic.models.decoder.config import Decoder
 from systolic.session.capacity import forecast_serving
+from systolic.session.restored import restored_on_cpu
 from systolic.session.server_layout import engine_layout
 from systolic.session.trained import (
     PreparedModel,
@@ -76,6 +77,8 @@ class ModelSpeeds:
     """What ran, such as ``decode 1, 4 pages`` of a server; ``None`` where nothing was timed."""
     device: str | None = None
     """Where it ran."""
+    notes: Sequence[str] = ()
+    """What else to know of what ran, a line each."""
     forecasts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """By slice: of a server for decoders, of the eval step for others."""
 
@@ -86,6 +89,7 @@ class ModelSpeeds:
             "seconds": dict(self.seconds),
             "program": self.program,
             "device": self.device,
+            "notes": list(self.notes),
             "forecasts": each,
         }
 
@@ -173,7 +177,12 @@ def _timed_in_turn(
     calls = [server_call(model, sizes) for model in models]
     found = medians(calls, options.repeats)
     made = [
-        ModelSpeeds(seconds=one, program=call.program, device=model.setup.machine.name)
+        ModelSpeeds(
+            seconds=one,
+            program=call.program,
+            device=model.setup.machine.name,
+            notes=tuple(call.notes),
+        )
         for model, call, one in zip(models, calls, found, strict=True)
     ]
     return made, {**calls[0].sizes(), "repeats": options.repeats}
@@ -195,11 +204,21 @@ def server_call(model: TrainedModel, sizes: "CallSizes") -> "TimedCall":
     from systolic.serving.text.placing import Placing
     from systolic.serving.text.timed import ServedTexts
 
+    told: list[str] = []
     placing = Placing(asked=ServingLayout(), sizes=EngineSizes())
-    steps = set_up_here(
-        model.job, place=lambda job, platform, devices: placing.place(job, platform, devices, 0)
-    ).steps
-    return ServedTexts(steps, model.weights, sizes, ProgramStore(steps))
+
+    def place(job: Job, platform: str, devices: Sequence[Any]) -> Any:
+        return placing.place(job, platform, devices, 0)
+
+    held = restored_on_cpu(
+        PreparedModel(setup=set_up_here(model.job, place=place), read=lambda: model.weights),
+        lambda job: set_up_here(job, place=place),
+        told.append,
+    )
+    steps = held.setup.steps
+    call = ServedTexts(steps, held.read, sizes, ProgramStore(steps))
+    call.notes = told
+    return call
 
 
 def _forecasts(job: Job, options: SpeedOptions, say: Say) -> Mapping[str, Mapping[str, Any]]:

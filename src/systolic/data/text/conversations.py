@@ -3,7 +3,7 @@
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -61,6 +61,8 @@ class Rows(Table):
     counts: Mapping[str, int] = field(default_factory=dict)
     """conversations, learned (tokens), cut, dropped, unanswered, missing (answers)."""
     sequence: int = 0
+    first: Messages | None = None
+    """The first conversation."""
 
     def __len__(self) -> int:
         return len(self.arrays["tokens"])
@@ -142,6 +144,31 @@ def parsed(path: Path, reading: Reading = USUAL) -> Iterator[Line | DataError]:
                 yield Line(place, messages, int.from_bytes(hashed[:8], "big") / 2.0**64)
 
 
+def are_conversations(path: Path, reading: Reading = USUAL) -> bool:
+    """Whether the first row at a path is a conversation, and no document with a field ``text``."""
+    try:
+        place, row = next(row for file in files_of(path) for row in _rows_of(file))
+        value = msgspec.json.decode(row) if isinstance(row, bytes) else row
+        if isinstance(value, dict) and isinstance(value.get("text"), str):
+            return False
+        return messages_of(value, place, reading) is not None
+    except (StopIteration, NotFoundError, DataError, ValueError, OSError):
+        return False
+
+
+def are_documents(path: Path, reading: Reading = USUAL) -> bool:
+    """Whether a path holds text without turns: files of text, or rows with a field ``text`` that are no conversations."""
+    try:
+        file = next(iter(files_of(path)), path)
+        if file.suffix not in SUFFIXES:
+            return not are_conversations(path, reading)
+        _, row = next(_rows_of(file))
+        value = msgspec.json.decode(row) if isinstance(row, bytes) else row
+    except (StopIteration, NotFoundError, DataError, ValueError, OSError):
+        return path.is_dir() and any(one.suffix not in SUFFIXES for one in path.iterdir())
+    return isinstance(value, dict) and isinstance(value.get("text"), str)
+
+
 def _rows_of(file: Path) -> Iterator[tuple[str, Any]]:
     """Place and value of each row of a file: of JSONL its bytes."""
     if file.suffix in TABLES:
@@ -214,14 +241,16 @@ def tokenized(lines: Sequence[Line], template: ChatTemplate, tokenizer: Tokenize
     A token of both an answer and the text before it is not learned.
 
     Raises:
-        DataError: the template refuses a conversation; names the line.
+        BadLinesError: the template refuses conversations; names the lines.
     """
-    made = []
+    made, bad = [], []
     for line in lines:
         try:
             made.append(template.conversation(line.messages))
         except DataError as error:
-            raise DataError(f"{line.place}: {error}") from error
+            bad.append(f"{line.place}: {error}")
+    if bad:
+        raise BadLinesError(bad)
     found = []
     encodings = tokenizer.spans([one.text for one in made])
     for one, (ids, starts, special) in zip(made, encodings, strict=True):
@@ -254,7 +283,9 @@ def closing(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
 
 def make_rows(data: "Instructions", split: Split) -> Rows:
     """Rows of a split."""
-    lines = list(read(data.file(split), data.reading))
+    read_lines = list(parsed(data.file(split), data.reading))
+    bad = [str(one) for one in read_lines if isinstance(one, DataError)]
+    lines = [one for one in read_lines if isinstance(one, Line)]
     if data.validation is None and len(lines) > 1 and data.validation_share:
         chosen = np.array([line.key < data.validation_share for line in lines])
         keys = np.array([line.key for line in lines])
@@ -265,7 +296,12 @@ def make_rows(data: "Instructions", split: Split) -> Rows:
     elif data.validation is None and split is Split.validation:
         lines = []
     tokenizer = data.get_tokenizer()
-    conversations = tokenized(lines, data.chat_template, tokenizer)
+    try:
+        conversations = tokenized(lines, data.chat_template, tokenizer)
+    except BadLinesError as error:
+        raise BadLinesError([*bad, *error.lines]) from error
+    if bad:
+        raise BadLinesError(bad)
     if data.vocab:
         for line, (ids, _, _) in zip(lines, conversations, strict=True):
             if (ids >= data.vocab).any():
@@ -273,7 +309,7 @@ def make_rows(data: "Instructions", split: Split) -> Rows:
                 raise DataError(
                     f"{line.place} has the token {tokenizer.token(other)!r} with the id {other} and the model has ids below {data.vocab}; take it out of the line or the template, or use the tokenizer that the model came with"
                 )
-    return _laid(data, conversations)
+    return replace(_laid(data, conversations), first=lines[0].messages if lines else None)
 
 
 def _laid(data: "Instructions", conversations: Sequence[Tokens]) -> Rows:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from systolic.core.errors import DataError
 from systolic.core.files import as_paths
 from systolic.core.ranges import NOT_NEGATIVE, SHARE, check
-from systolic.data.text.chat import ChatTemplate
+from systolic.data.text.chat import ANSWERS, ChatTemplate
 from systolic.data.text.row_forms import USUAL, Reading
 from systolic.data.text.text_data import FILL, ROW, TextData, row_fields
 from systolic.data.text.tokenizer import Around, Tokenizer
@@ -18,6 +18,7 @@ from systolic.job import Layout
 from systolic.job.data import Batches, Contents, Field, Read, Split
 
 if TYPE_CHECKING:
+    from systolic.data.text.chat import Messages
     from systolic.data.text.conversations import Rows
 
 
@@ -108,9 +109,21 @@ class Instructions(TextData):
         """See :class:`TextData`; that of the training."""
         return self.chat_template
 
-    def at(self, path: Path) -> "Instructions":
-        """See :class:`Data`; the template and the rows are the same."""
+    def at(self, path: Path) -> TextData:
+        """See :class:`Data`; the template and the rows are the same. Text without turns is read as such."""
+        from systolic.data.text.conversations import are_documents
+        from systolic.data.text.prompts import Passages
+
+        if are_documents(path, self.reading):
+            return Passages(
+                path=path, validation=path, tokenizer=self.tokenizer, sequence=self.sequence
+            )
         return replace(self, path=path, validation=path)
+
+    def question(self) -> "Messages | None":
+        """The first turns of a validation conversation, up to its last answer; ``None`` where there is none."""
+        found = self.rows(Split.validation).first or self.rows(Split.train).first
+        return None if found is None else asked(found)
 
     def size(self, split: Split) -> int | None:
         """Rows of a split; reads and tokenizes its conversations."""
@@ -174,6 +187,40 @@ class Instructions(TextData):
         if read.split is Split.test:
             raise DataError("instructions have no test split; use validation")
         return open_table(self.rows(read.split), read, self.fields(), FILL)
+
+
+def held_out(
+    data: TextData, path: Path, sequence: int, stops: tuple[int, ...] = ()
+) -> Instructions | None:
+    """The conversations at a path in rows of a length, by the chat template of other data's tokenizer; ``None`` where there is no template, or no conversation.
+
+    Args:
+        data: Whose tokenizer and template they are read by.
+        path: A file or folder.
+        sequence: Tokens per row.
+        stops: Ids that end a generated text.
+    """
+    from systolic.data.text.conversations import are_conversations
+
+    tokenizer, template = data.get_tokenizer(), data.find_template()
+    if template is None or tokenizer.path is None or not are_conversations(path):
+        return None
+    return Instructions(
+        path=path,
+        validation=path,
+        tokenizer=tokenizer.path,
+        template=template.text,
+        tokens=template.tokens,
+        sequence=sequence,
+        stops=stops,
+        around=tokenizer.around,
+    )
+
+
+def asked(messages: "Messages") -> "Messages":
+    """The turns of a conversation before its last answer."""
+    last = max(at for at, one in enumerate(messages) if one["role"] == ANSWERS)
+    return messages[:last]
 
 
 @lru_cache(maxsize=4)

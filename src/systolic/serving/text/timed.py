@@ -1,5 +1,6 @@
 """Timed calls of a language model by the server's own programs: its step over pages and its choice of tokens."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 
@@ -33,7 +34,7 @@ class ServedTexts(TimedCall):
 
     Args:
         steps: Programs of a text job on the devices that serve it.
-        weights: Of the model, on any devices.
+        read: Gives the weights of the model, on any devices, in the first call.
         sizes: Of a call.
         store: Where the server keeps its programs; None compiles all.
 
@@ -44,20 +45,20 @@ class ServedTexts(TimedCall):
     def __init__(
         self,
         steps: StepFunctions,
-        weights: Weights,
+        read: Callable[[], Weights],
         sizes: CallSizes,
         store: ProgramStore | None = None,
     ) -> None:
         self._given = sizes
         engine, self._longest = _engine_sizes(steps, sizes)
-        self._steps, self._weights = steps, weights
+        self._steps, self._read = steps, read
         self._plan = plan_engine(steps, engine, store)
         self._drawn = np.random.default_rng(0)
 
     @cached_property
     def _runner(self) -> StepRunner:
         """Weights and pages on the devices, from the first call on."""
-        steps, plan, weights = self._steps, self._plan, self._weights
+        steps, plan, weights = self._steps, self._plan, self._read()
         programs = plan.programs()
         programs.make_when_run()
         arrays = jax.device_put(
