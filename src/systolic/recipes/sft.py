@@ -58,6 +58,7 @@ def sft(
     checkpoints: Checkpoints = Checkpoints(every=50),
     guard: Guard = Guard(),
     seed: int = 0,
+    sample: str | None = "",
 ) -> Job:
     """Fine-tunes a language model on instructions: all of it, or low-rank adapters beside frozen weights (LoRA, QLoRA).
 
@@ -88,6 +89,7 @@ def sft(
         checkpoints: When to save, and which to keep. Frozen weights are not saved: they come from the model again.
         guard: Handling of a loss that is not a number or jumps.
         seed: Seed of the adapters' initial weights and the order of the data.
+        sample: A message that the model answers after each evaluation; by default the first held-out conversation's. None for no samples.
     """
     source = outlined(from_)
     if source.tokenizer is None:
@@ -127,6 +129,7 @@ def sft(
         checkpoints=checkpoints,
         guard=guard,
         seed=seed,
+        sample=sample,
         start=from_,
         adapter=Adapter(kind=adapter, rank=rank, alpha=alpha, targets=targets),
     )

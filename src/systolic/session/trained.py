@@ -407,7 +407,8 @@ class TrainedModel:
         """Each file with its answer as plain values, as soon as it is known.
 
         The answer is ``label``, ``probability`` and ``top`` of an image, ``bits_per_byte``, ``perplexity``
-        and ``tokens`` of a text, ``embedding`` of a text for a model of embeddings, and ``error`` (one line)
+        and ``tokens`` of a text, ``embedding`` of a text for a model of embeddings, ``rows`` of a table (the
+        answers for each of its rows, for a recipe whose data are arrays), and ``error`` (one line)
         of a file that can't be read.
 
         Args:
@@ -427,7 +428,14 @@ class TrainedModel:
 
             yield from embeddings(self.setup.steps, self.weights, list(several))
             return
-        yield from predictions(self.setup.steps, self.weights, [Path(file) for file in several])
+        paths = [Path(file) for file in several]
+        if self.takes_rows:
+            from systolic.predicting.tables import rows_of
+
+            for file, rows in rows_of(self.setup.steps, self.weights, paths):
+                yield file, {"rows": rows}
+            return
+        yield from predictions(self.setup.steps, self.weights, paths)
 
     def outputs(self, file: Path | str) -> dict[str, Any]:
         """Outputs of an exported program for all examples of an ``.npz`` file: name to array [examples, ...].
@@ -440,6 +448,13 @@ class TrainedModel:
         from systolic.predicting.files import output_arrays
 
         return output_arrays(self.setup.steps, self.weights, Path(file))
+
+    @property
+    def takes_rows(self) -> bool:
+        """Whether :meth:`predict` takes tables of rows: the recipe's data has no files of single examples."""
+        from systolic.predicting.tables import are_rows
+
+        return are_rows(self.job.data)
 
     @property
     def takes_texts(self) -> bool:

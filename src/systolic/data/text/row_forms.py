@@ -79,10 +79,16 @@ USUAL = Reading()
 """Columns by their usual names."""
 
 
-def table_rows(file: Path) -> Iterator[tuple[str, dict[str, Any] | DataError]]:
+def table_rows(
+    file: Path, *, blanks: bool = False
+) -> Iterator[tuple[str, dict[str, Any] | DataError]]:
     """Place (``data.csv line 3``) and fields of each row of a CSV or TSV file, whose first line names the columns; or what is wrong with the row.
 
     The delimiter of a .csv file is the one of ``, ; | tab`` that its first line has most.
+
+    Args:
+        file: The file.
+        blanks: Whether empty cells are fields too.
 
     Raises:
         DataError: it is no text in UTF-8, or has no names.
@@ -112,7 +118,7 @@ def table_rows(file: Path) -> Iterator[tuple[str, dict[str, Any] | DataError]]:
                         ),
                     )
                     continue
-                yield place, {name.strip(): value for name, value in row.items() if value}
+                yield place, {name.strip(): value for name, value in row.items() if value or blanks}
     except UnicodeDecodeError as error:
         raise DataError(
             f"{file} is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8"
