@@ -74,6 +74,18 @@ def metrics_of(words: Sequence[str]) -> list[AnswerMetric]:
     return found
 
 
+def check_answers(options: AnswerOptions, data: Path | None) -> None:
+    """Refuses metrics before models are read.
+
+    Raises:
+        OptionError: there is no data to answer, or a word is no metric.
+        NotFoundError: there is no such file or function.
+    """
+    if options.metrics and data is None:
+        raise OptionError("metrics of answers need conversations to answer; give them with --data")
+    metrics_of(options.metrics)
+
+
 def scores_of(
     model: "TrainedModel",
     path: Path,

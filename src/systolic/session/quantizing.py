@@ -27,7 +27,7 @@ from systolic.interop.probe import PROBES, probe_of
 from systolic.interop.recorded import few, few_outputs, record
 from systolic.interop.source import Source, open_source
 from systolic.job import Adapter, Job, MatrixFormat
-from systolic.session.answering import NO_ANSWERS, AnswerOptions, metrics_of, scores_of
+from systolic.session.answering import NO_ANSWERS, AnswerOptions, check_answers, scores_of
 from systolic.session.calibrating import (
     check_apart,
     check_calibration,
@@ -188,9 +188,7 @@ def quantize_model(
     """
     path, out = Path(path), Path(out)
     check_free(out)
-    if on.answers.metrics and on.data is None:
-        raise OptionError("metrics of answers need conversations to answer; give them with --data")
-    metrics_of(on.answers.metrics)  # refused before weights are read
+    check_answers(on.answers, on.data)
     from systolic.interop.quantizing import formats_of, matrices_in, planned_tensors
 
     run, unmeasured = _known(path, to, keep, on, budget, trust)
@@ -214,12 +212,11 @@ def quantize_model(
             choice = choose(measure, rounder, formats, budget, say)
             formats = dict(choice.formats)
         before = _Figures.of(model, source, measure, on)
-        del model, measure  # before the other is opened
+        del model, measure
         after = _written(source, out, (rounder, formats), (job, before, on), say)
         made = _result(out, source, (rounder, formats), (before, after), choice)
-        elsewhere = measured or job.data.read_elsewhere
-        notes = _notes(job, to)
-        return replace(made, measurable=elsewhere, unmeasured=unmeasured, notes=notes)
+        known = measured or job.data.read_elsewhere
+        return replace(made, measurable=known, unmeasured=unmeasured, notes=_notes(job, to))
 
 
 Chosen = tuple["Rounder", Mapping[str, MatrixFormat]]

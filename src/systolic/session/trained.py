@@ -10,6 +10,7 @@ from systolic.artifact.run import JOB, Run
 from systolic.core.errors import NotFoundError, OptionError, nearest
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, check_arguments
 from systolic.core.units import si
+from systolic.data.text.instructions import Instructions
 from systolic.data.text.sentences import Sentences
 from systolic.data.text.stops import Continuation
 from systolic.job import Job, Layout, Precision, Remat, Sampling, Split
@@ -267,6 +268,7 @@ class TrainedModel:
         *,
         path: Path | str | None = None,
         batches: Annotated[int, NOT_NEGATIVE] = 0,
+        sequence: int | None = None,
     ) -> dict[str, Metrics]:
         """Metrics over held-out data by the name of the split, or by ``path``.
 
@@ -274,6 +276,7 @@ class TrainedModel:
             split: Which part of the run's own data; by default all held-out parts.
             path: Other data, read as the run's own was; all of it is evaluated.
             batches: Reads only the first so many batches; 0 reads all.
+            sequence: Of conversations at ``path``: tokens of a row, by default those of the training, or 1,024.
 
         Raises:
             OptionError: both a split and a path are given, there is no such data, or ``batches`` is negative.
@@ -287,6 +290,8 @@ class TrainedModel:
         asked = split if split is None or isinstance(split, Split) else split_of(split)
         check_data(asked, path)
         job = self.job_on(path)
+        if sequence is not None and isinstance(job.data, Instructions):
+            job = replace(job, data=replace(job.data, sequence=sequence))
         try:
             chosen = splits(job, asked)
         except NotFoundError as error:
