@@ -45,6 +45,14 @@ class CallSizes:
     output_tokens: int
     """New tokens of each text; of decoders only."""
 
+    def of_texts(self) -> dict[str, int]:
+        """By name, for a call that reads and writes texts."""
+        return {
+            "rows": self.rows,
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": self.output_tokens,
+        }
+
 
 class TimedCall(ABC):
     """A model's call: warm it up once, then time it again and again."""
@@ -112,12 +120,7 @@ class GeneratedText(TimedCall):
 
     def sizes(self) -> dict[str, int]:
         """See :class:`TimedCall`."""
-        given = self._given
-        return {
-            "rows": given.rows,
-            "prompt_tokens": given.prompt_tokens,
-            "output_tokens": given.output_tokens,
-        }
+        return self._given.of_texts()
 
 
 class PredictedBatch(TimedCall):

@@ -103,12 +103,7 @@ class ServedTexts(TimedCall):
 
     def sizes(self) -> dict[str, int]:
         """See :class:`TimedCall`."""
-        given = self._given
-        return {
-            "rows": given.rows,
-            "prompt_tokens": given.prompt_tokens,
-            "output_tokens": given.output_tokens,
-        }
+        return self._given.of_texts()
 
     def _answers(self) -> dict[int, Answer]:
         """New texts, by number."""
