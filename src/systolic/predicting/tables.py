@@ -19,6 +19,7 @@ from systolic.data.text.sentences import Sentences
 from systolic.data.text.text_data import TextData
 from systolic.job import Task
 from systolic.job.data import MASK, Data
+from systolic.predicting.files import named
 from systolic.predicting.forms import Arrays as Given
 from systolic.predicting.forms import FixedForm
 from systolic.predicting.predictor import Predictor
@@ -131,7 +132,8 @@ def _plain(steps: StepFunctions, output: Mapping[str, np.ndarray]) -> dict[str, 
             "label": names[best] if best < len(names) else best,
             "probability": float(chances[best]),
         }
-    return made | {
-        name: np.asarray(one, np.float32).tolist() if one.dtype == jnp.bfloat16 else one.tolist()
+    wide = {
+        name: one.astype(np.float32) if one.dtype == jnp.bfloat16 else one
         for name, one in output.items()
     }
+    return made | named(wide, names)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from systolic.core.errors import DataError
+from systolic.core.errors import DataError, OptionError
 from systolic.data.text.conversations import BadLinesError, Line, parsed, read
 from systolic.data.text.row_forms import Columns, Pairs, Reading
 
@@ -87,6 +87,8 @@ def test_columns_have_any_names(tmp_path: Path, columns: Columns, row: Any) -> N
     assert turns(tmp_path, row, Reading(columns=columns)) == [TURNS]
     with pytest.raises(DataError, match=r"--columns\.\w+.*it has title"):
         turns(tmp_path, {"title": "x"}, Reading(columns=columns))
+    with pytest.raises(OptionError, match="columns has 'anser'; did you mean answer"):
+        Reading(columns={"anser": "x"})  # ty: ignore[invalid-argument-type]
 
 
 @pytest.mark.parametrize(

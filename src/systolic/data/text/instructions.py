@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from systolic.core.errors import DataError
+from systolic.core.errors import DataError, OptionError
 from systolic.core.files import as_paths
 from systolic.core.ranges import NOT_NEGATIVE, SHARE, check
 from systolic.data.text.chat import ANSWERS, ChatTemplate
@@ -192,19 +192,26 @@ class Instructions(TextData):
 def held_out(
     data: TextData, path: Path, sequence: int, stops: tuple[int, ...] = ()
 ) -> Instructions | None:
-    """The conversations at a path in rows of a length, by the chat template of other data's tokenizer; ``None`` where there is no template, or no conversation.
+    """The conversations at a path in rows of a length, by the chat template of other data's tokenizer; ``None`` where there are none.
 
     Args:
         data: Whose tokenizer and template they are read by.
         path: A file or folder.
         sequence: Tokens per row.
         stops: Ids that end a generated text.
+
+    Raises:
+        OptionError: there are conversations and no template.
     """
     from systolic.data.text.conversations import are_conversations
 
-    tokenizer, template = data.get_tokenizer(), data.find_template()
-    if template is None or tokenizer.path is None or not are_conversations(path):
+    if not are_conversations(path):
         return None
+    tokenizer, template = data.get_tokenizer(), data.find_template()
+    if template is None or tokenizer.path is None:
+        raise OptionError(
+            f"{path} holds conversations and the tokenizer {tokenizer.file() or 'of bytes'} has no chat template to read them by; give text, or put a chat_template.jinja beside the tokenizer.json"
+        )
     return Instructions(
         path=path,
         validation=path,

@@ -4,13 +4,13 @@ import csv
 import enum
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from systolic.core.errors import DataError, nearest
+from systolic.core.errors import DataError, OptionError, nearest
 
 TABLES = (".csv", ".tsv")
 DELIMITERS = ",;\t|"
@@ -67,12 +67,29 @@ class Columns:
     """The system's turn."""
 
 
+USUAL_COLUMNS = Columns()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """How rows become conversations."""
+    """How rows become conversations.
 
-    columns: Columns = Columns()
+    Raises:
+        OptionError: ``columns`` as a mapping has an unknown part.
+    """
+
+    columns: Columns = USUAL_COLUMNS
     pairs: Pairs = Pairs.refuse
+
+    def __post_init__(self) -> None:
+        if isinstance(self.columns, Mapping):
+            known = [one.name for one in fields(Columns)]
+            for name in self.columns:
+                if name not in known:
+                    raise OptionError(
+                        f"columns has {name!r}{nearest(str(name), known)}; it takes {', '.join(known)}"
+                    )
+            object.__setattr__(self, "columns", Columns(**self.columns))
 
 
 USUAL = Reading()
