@@ -38,19 +38,20 @@ class Line(Model):
 @dataclass(frozen=True)
 class Square(Task):
     wrong: bool = False
+    of: str = "target"
     def terms(self, model, batch, train):
         made = model(batch["x"], batch["size"])
         if self.wrong:
             made = made[:, None] + jnp.ones((3, 2))
-        return {"loss": (made - batch["target"]) ** 2}
+        return {"loss": (made - batch[self.of]) ** 2}
 
 def load():
     x = np.random.default_rng(0).normal(size=(64, 3))
     return {"train": {"x": x, "size": x[:, 0], "target": x @ [1, 2, 3]}}
 
-def job(width: int = 3, wrong: bool = False, kind: str = "call") -> Job:
+def job(width: int = 3, wrong: bool = False, kind: str = "call", of: str = "target") -> Job:
     data = {"call": Arrays.call(load), "dict": load(), "function": load, "columns": Arrays.call(load, columns={"x": ("age", "height", "weight")})}[kind]
-    return Job(name="table", model=Line(width), task=Square(wrong), data=data, steps=2, batch=Batch(total=16))
+    return Job(name="table", model=Line(width), task=Square(wrong, of), data=data, steps=2, batch=Batch(total=16))
 '''  # fmt: skip
 
 
@@ -131,8 +132,9 @@ def test_columns_are_checked(tmp_path: Path, text: str, says: str | None) -> Non
     [
         (["--kind", "dict"], "the job's data is a dict; wrap it: systolic.data.arrays.Arrays.of(train=…)"),
         (["--kind", "function"], "the job's data is a function; wrap it: systolic.data.arrays.Arrays.call(load)"),
-        (["--width", "5"], "the model Line fails in body.layers.0 (Linear) at table.py line 13: input inputs float32[16, 3] and weights kernel float32[5, 4]"),
-        (["--wrong"], "the task Square fails at table.py line 27 with shapes that do not fit (made float32[16]"),
+        (["--width", "5"], "the model Line fails in body.layers.0 (Linear) at table.py line 14: input inputs float32[16, 3] and weights bias float32[4], kernel float32[5, 4] do not fit"),
+        (["--of", "targets"], "there is no array 'targets' in a batch at table.py line 30; did you mean target?; the data has size, target, x"),
+        (["--wrong"], "the task Square fails at table.py line 29 with shapes that do not fit (made float32[16]"),
     ],
 )  # fmt: skip
 def test_a_mistake_ends_in_a_line(

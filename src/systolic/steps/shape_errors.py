@@ -11,7 +11,8 @@ import jax
 import numpy as np
 from flax import nnx
 
-from systolic.core.errors import OptionError
+from systolic.core.errors import OptionError, nearest
+from systolic.job.data import MASK
 
 ABOUT_SHAPES = re.compile(r"shape|dimension|broadcast|rank|axis|axes|size|feature|channel", re.I)
 OURS = Path(__file__).parents[1]
@@ -20,14 +21,27 @@ SHOWN = 6
 
 
 @contextmanager
-def shapes_named(module: nnx.Module, model: object, task: object) -> Generator[None]:
-    """Errors about shapes, while a model or task that is not of this package is traced, end in one line.
+def shapes_named(
+    module: nnx.Module, model: object, task: object, batch: Mapping[str, Any]
+) -> Generator[None]:
+    """Errors about shapes and about arrays that a batch lacks, while a model or task that is not of this package is traced, end in one line.
 
     Raises:
         OptionError: in their place; names the module's path, its inputs, its parameters and the line of the user's file.
     """
     try:
         yield
+    except KeyError as error:
+        name, users = (
+            error.args[0],
+            [one for one in _frames(error.__traceback__) if _is_users(one[0])],
+        )
+        if not users or not isinstance(name, str) or name in batch:
+            raise
+        held = sorted(set(batch) - {MASK})
+        raise OptionError(
+            f"there is no array {name!r} in a batch{_at(*users[-1])}{nearest(name, held)}; the data has {', '.join(held)}"
+        ) from error
     except (TypeError, ValueError) as error:
         own = any(not type(one).__module__.startswith("systolic.") for one in (model, task))
         if not own or not ABOUT_SHAPES.search(str(error)):
@@ -39,10 +53,7 @@ def _told(error: Exception, root: nnx.Module, model: object, task: object) -> st
     frames = _frames(error.__traceback__)
     reason = " ".join((str(error).splitlines() or [type(error).__name__])[0].split()).rstrip(".")
     users = [one for one in frames if _is_users(one[0])]
-    at = ""
-    if users:
-        frame, number = users[-1]
-        at = f" at {Path(frame.f_code.co_filename).name} line {number}"
+    at = _at(*users[-1]) if users else ""
     inner = [frame for frame, _ in frames if isinstance(frame.f_locals.get("self"), nnx.Module)]
     if not inner:
         given = _arrays(users[-1][0].f_locals) if users else ""
@@ -58,6 +69,10 @@ def _told(error: Exception, root: nnx.Module, model: object, task: object) -> st
     told = f"the model {type(model).__name__} fails in {where}{at}"
     parts = [*([f"input {inputs}"] if inputs else []), *([f"weights {weights}"] if weights else [])]
     return f"{told}: {' and '.join(parts)} do not fit ({reason})" if parts else f"{told}: {reason}"
+
+
+def _at(frame: FrameType, number: int) -> str:
+    return f" at {Path(frame.f_code.co_filename).name} line {number}"
 
 
 def _frames(traceback: TracebackType | None) -> list[tuple[FrameType, int]]:

@@ -290,7 +290,7 @@ class StepFunctions:
     def predict(self, params: Arrays, model_state: Arrays, batch: Batch) -> dict[str, jax.Array]:
         """The task's outputs, name to [batch, ...]."""
         module = self.network.module(self.network.cast(params), model_state, train=False)
-        with shapes_named(module, self.job.model, self.job.task):
+        with shapes_named(module, self.job.model, self.job.task, batch):
             return dict(self.job.task.outputs(module, batch))
 
     def sums(
@@ -298,7 +298,7 @@ class StepFunctions:
     ) -> tuple[dict[str, Mean], Arrays]:
         """The task's terms of one batch as sums, and the module's variables after it."""
         module = self.network.module(self.network.cast(params), model_state, train)
-        with shapes_named(module, self.job.model, self.job.task):
+        with shapes_named(module, self.job.model, self.job.task, batch):
             terms = self.job.task.terms(module, batch, train)
         mask = batch[MASK]
         sums = {name: _sum(value, mask) for name, value in terms.items()}
