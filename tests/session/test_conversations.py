@@ -145,7 +145,7 @@ def test_a_model_is_inspected_with_its_special_tokens(
     assert "<|im_end|>" in capsys.readouterr().out.replace("</s>", "<|im_end|>")
     bad = tmp_path / "bad.jsonl"
     bad.write_text(held.read_text() + '{\n{"question": "a"}\n{"chosen": "a", "rejected": "b"}\n')
-    assert main([*given, "--data", str(bad)]) == 2
+    assert main([*given, "--data", str(bad)]) == 1
     lines = capsys.readouterr().err.splitlines()
     assert [re.search(r"line \d", one)[0] for one in lines[:-1]] == ["line 3", "line 4", "line 5"]  # ty: ignore[not-subscriptable]
     assert "3 lines of the data can't be learned; correct them, or take them out" in lines[-1]

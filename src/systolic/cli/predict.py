@@ -10,7 +10,7 @@ import tyro
 
 from systolic.cli.output import print_json, warn
 from systolic.cli.parse import parse
-from systolic.core.errors import NotFoundError, OptionError
+from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.core.files import check_writable, write_atomically
 
 if TYPE_CHECKING:
@@ -107,19 +107,24 @@ def _write_rows(model: "TrainedModel", options: PredictOptions) -> int:
         raise OptionError(
             f"--out {options.out} takes the answers for rows of tables, and {options.run} answers for files; leave it out, or take --json"
         )
-    several = len(options.files) > 1
-    rows = [
-        {**({"file": str(file)} if several else {}), "row": number, **row}
-        for file, answer in model.predictions(options.files)
-        for number, row in enumerate(answer["rows"], 1)
-    ]
+    several, failed = len(options.files) > 1, 0
+    rows: list[dict[str, Any]] = []
+    for file, answer in model.predictions(options.files):
+        if "error" in answer:
+            warn(answer["error"])
+            failed += 1
+        named = {"file": str(file)} if several else {}
+        found = answer.get("rows", ())
+        rows += [{**named, "row": number, **row} for number, row in enumerate(found, 1)]
+    if not rows:
+        raise DataError(f"no row was answered, and {options.out} is not written")
     write_atomically(options.out, write_rows(options.out, rows))
     record = {"run": str(options.run), "step": model.step, "out": str(options.out)}
     if options.json:
         print_json({**record, "rows": len(rows)})
     else:
         print(f"{options.out}: answers for {len(rows):,} rows")
-    return 0
+    return 1 if failed else 0
 
 
 def _told(answer: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from systolic.artifact.weights import Weights
-from systolic.core.errors import OptionError
+from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.data.arrays import Arrays
 from systolic.data.audio.recordings import Recordings
 from systolic.data.input_files import InputFiles
@@ -101,24 +101,29 @@ class _Watched:
 
 def rows_of(
     steps: StepFunctions, weights: Weights, files: list[Path]
-) -> Iterator[tuple[Path, list[dict[str, Any]]]]:
-    """The answers for each row of each file, as plain values.
+) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """``rows``, the answers for each row of a file as plain values, or for a file that is no table of the model's inputs ``error``, one line.
 
     Raises:
-        NotFoundError: there is no such file.
-        DataError: it is no table of the model's inputs.
         OptionError: the task's outputs are not known.
     """
     form = TableForm(steps)
     inputs = form.inputs(weights)
     run = Predictor(form, weights.params, weights.model_state)
     for file in files:
-        rows, found = iter(inputs.rows(file)), list[dict[str, Any]]()
-        while group := [Row(arrays=one) for one in islice(rows, ROWS)]:
-            size = run.up(min(ROWS, 1 << max(len(group) - 1, 0).bit_length()))
-            made = run(group, Bucket(rows=size))
-            found += [_plain(steps, one) for one in made]
-        yield file, found
+        try:
+            yield file, {"rows": list(_answers(steps, run, inputs.rows(file)))}
+        except (DataError, NotFoundError) as error:
+            yield file, {"error": str(error)}
+
+
+def _answers(
+    steps: StepFunctions, run: Predictor, rows: Iterator[dict[str, np.ndarray]]
+) -> Iterator[dict[str, Any]]:
+    while group := [Row(arrays=one) for one in islice(rows, ROWS)]:
+        size = run.up(min(ROWS, 1 << max(len(group) - 1, 0).bit_length()))
+        for made in run(group, Bucket(rows=size)):
+            yield _plain(steps, made)
 
 
 def _plain(steps: StepFunctions, output: Mapping[str, np.ndarray]) -> dict[str, Any]:

@@ -437,8 +437,7 @@ class TrainedModel:
         if self.takes_rows:
             from systolic.predicting.tables import rows_of
 
-            for file, rows in rows_of(self.setup.steps, self.weights, paths):
-                yield file, {"rows": rows}
+            yield from rows_of(self.setup.steps, self.weights, paths)
             return
         yield from predictions(self.setup.steps, self.weights, paths)
 
