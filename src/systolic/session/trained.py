@@ -20,13 +20,14 @@ from systolic.session.starting import with_frozen
 
 if TYPE_CHECKING:
     from systolic.artifact.weights import Weights
-    from systolic.data.text.chat import Messages
     from systolic.interop.source import Source
     from systolic.training.generate import Generator
     from systolic.training.setup import Setup
 
 Place = Callable[[Job, str, Sequence[Any]], tuple[Layout, Sequence[Any]] | None]
 """A job, a platform and its devices to a layout and the devices that it is for; None leaves it to the default."""
+Messages = Sequence[Mapping[str, Any]]
+"""``role`` and ``content`` of each message of a chat."""
 Metrics = dict[str, float]
 """Name of a metric to its mean over the data, such as ``bits_per_byte``."""
 
@@ -326,7 +327,7 @@ class TrainedModel:
 
     def generate(
         self,
-        prompts: "str | Messages | Sequence[str | Messages]",
+        prompts: str | Messages | Sequence[str | Messages],
         *,
         tokens: Annotated[int, COUNT] = 200,
         sampling: Sampling = Sampling(),  # noqa: B008
@@ -360,7 +361,7 @@ class TrainedModel:
 
     def stream(
         self,
-        prompt: "str | Messages",
+        prompt: str | Messages,
         *,
         tokens: Annotated[int, COUNT] = 200,
         sampling: Sampling = Sampling(),  # noqa: B008
@@ -466,7 +467,7 @@ class TrainedModel:
         return isinstance(self.job.data, Sentences)
 
 
-def turns_of(prompt: Any, *, chat: bool, system: str | None) -> "str | Messages":
+def turns_of(prompt: Any, *, chat: bool, system: str | None) -> str | Messages:
     """A prompt as the model is asked: a text to continue, or the messages of a chat.
 
     Raises:
