@@ -14,16 +14,20 @@ HEAVY = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax", "grain", "rich", "t
 
 def test_public_names() -> None:
     assert systolic.__all__ == [
+        "AnswerOptions",
         "Chip",
         "Comparison",
         "ComparisonOptions",
+        "Evaluated",
         "ExportSettings",
         "Exported",
         "Forecast",
         "ForecastTable",
         "Imported",
         "LiteQuantization",
+        "MatrixFormat",
         "QuantizedModel",
+        "Sampling",
         "ServingPlan",
         "Slice",
         "Spread",
@@ -32,6 +36,7 @@ def test_public_names() -> None:
         "TrainResult",
         "TrainedModel",
         "Verified",
+        "WeightFormat",
         "__version__",
         "chip",
         "chips",

@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from systolic.exporting.settings import ExportSettings, LiteQuantization
     from systolic.forecasting import Forecast, Spread
     from systolic.forecasting.table import ForecastTable
+    from systolic.job import MatrixFormat, Sampling, WeightFormat
     from systolic.planning.serving import ServingPlan
+    from systolic.session.answering import AnswerOptions
     from systolic.session.comparing import Comparison, ComparisonOptions, compare_models
     from systolic.session.explaining import explain
     from systolic.session.exporting import Exported, export_model
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from systolic.session.program_exports import export_program
     from systolic.session.public import resume, train
     from systolic.session.public_tuning import tune
-    from systolic.session.quantizing import QuantizedModel, quantize_model
+    from systolic.session.quantizing import Evaluated, QuantizedModel, quantize_model
     from systolic.session.serving_plan import plan_serving
     from systolic.session.trained import TrainedModel
     from systolic.session.trained import open_model as open
@@ -33,23 +35,28 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "AnswerOptions": "systolic.session.answering",
     "Chip": "systolic.chips",
     "Comparison": "systolic.session.comparing",
     "ComparisonOptions": "systolic.session.comparing",
+    "Evaluated": "systolic.session.quantizing",
     "ExportSettings": "systolic.exporting.settings",
     "Exported": "systolic.session.exporting",
     "Forecast": "systolic.forecasting",
     "ForecastTable": "systolic.forecasting.table",
     "Imported": "systolic.session.importing",
     "LiteQuantization": "systolic.exporting.settings",
+    "MatrixFormat": "systolic.job",
+    "QuantizedModel": "systolic.session.quantizing",
+    "Sampling": "systolic.job",
     "Slice": "systolic.chips",
     "Spread": "systolic.forecasting",
-    "QuantizedModel": "systolic.session.quantizing",
     "StudyResult": "systolic.tuning.results",
     "SystolicError": "systolic.core.errors",
     "TrainResult": "systolic.session.training",
     "TrainedModel": "systolic.session.trained",
     "Verified": "systolic.session.verifying",
+    "WeightFormat": "systolic.job",
     "chip": "systolic.chips",
     "chips": "systolic.chips",
     "compare_models": "systolic.session.comparing",
@@ -74,16 +81,20 @@ _NAMES = {"open": "open_model"}
 """Public names that have another one where they are defined."""
 
 __all__ = [
+    "AnswerOptions",
     "Chip",
     "Comparison",
     "ComparisonOptions",
+    "Evaluated",
     "ExportSettings",
     "Exported",
     "Forecast",
     "ForecastTable",
     "Imported",
     "LiteQuantization",
+    "MatrixFormat",
     "QuantizedModel",
+    "Sampling",
     "ServingPlan",
     "Slice",
     "Spread",
@@ -92,6 +103,7 @@ __all__ = [
     "TrainResult",
     "TrainedModel",
     "Verified",
+    "WeightFormat",
     "__version__",
     "chip",
     "chips",

@@ -1,5 +1,8 @@
 """Quantized matrices: their codes, what they restore to, and their products."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +11,7 @@ import pytest
 from systolic.core.errors import OptionError
 from systolic.job import MatrixFormat, WeightFormat
 from systolic.models.adapters import inputs_of
+from systolic.models.product import product
 from systolic.models.quantized import (
     FEW_ROWS,
     Quantized,
@@ -17,6 +21,7 @@ from systolic.models.quantized import (
     quantized_product,
     stored_bytes,
 )
+from systolic.models.w8a8 import w8a8
 
 INT8 = MatrixFormat(format=WeightFormat.int8)
 INT4 = MatrixFormat(format=WeightFormat.int4, group=2)
@@ -144,3 +149,54 @@ def test_it_is_read_as_a_parameter_is() -> None:
     made = quantized(jnp.ones((4, 2)), (0,), INT8)
     assert made[...] is made
     assert isinstance(jax.tree.map(lambda a: a[None], made), Quantized)
+
+
+def served(platform: str = "cpu", serves: bool = True) -> Any:
+    return SimpleNamespace(
+        platform=platform,
+        serves=serves,
+        layout=SimpleNamespace(num_devices=1),
+        matmul_format=None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape", "inputs"),
+    [
+        ("bsd,dhe->bshe", (64, 4, 8), (0,)),
+        ("bshe,hed->bsd", (4, 16, 24), (0, 1)),
+        ("bsd,vd->bsv", (96, 64), (1,)),
+    ],
+)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_server_on_a_cpu_multiplies_codes_as_they_are(
+    spec: str, shape: tuple[int, ...], inputs: tuple[int, ...], rows: int
+) -> None:
+    codes = quantized(jax.random.normal(jax.random.key(0), shape), inputs, INT8)
+    sizes = dict(zip(spec.split(",")[1].partition("->")[0], shape, strict=True))
+    given = [{"b": rows, "s": 1}.get(one) or sizes[one] for one in spec.partition(",")[0]]
+    x = jax.random.normal(jax.random.key(1), given)
+    # One input a thousand times larger than the others, as in the first token of a text.
+    x = x.at[(0,) * x.ndim].set(1000.0)
+    wanted = np.asarray(product(served(serves=False), spec, x, codes))
+    made = np.asarray(product(served(), spec, x, codes))
+    # Half a step of 32,384 to each side, of each input's row.
+    step = np.abs(np.asarray(x)).max() / 32_384 / 2
+    largest = np.abs(np.asarray(codes.restored(jnp.float32))).max()
+    away = np.abs(made - wanted).max()
+    assert away <= step * largest * np.prod([shape[one] for one in inputs]) + 1e-3
+    assert away <= 1e-4 * np.abs(wanted).max()
+    # No float of all codes: of int8 and int32 alone is the product made.
+    jaxpr = str(jax.make_jaxpr(lambda x, codes: product(served(), spec, x, codes))(x, codes))
+    ((line,),) = [[one for one in jaxpr.splitlines() if "dot_general" in one]]
+    assert "i32" in line
+    assert f"f32{list(shape)}".replace(" ", "") not in jaxpr
+
+
+def test_one_row_of_rounded_activations_is_multiplied_as_two() -> None:
+    value, x = jax.random.normal(jax.random.key(0), (64, 8)), jnp.linspace(-1, 1, 64)[None]
+    made = w8a8(value, jnp.abs(x[0]) + 0.01, (0,), (0,), MatrixFormat(format=WeightFormat.w8a8))
+    wanted = product(served(serves=False), "bd,df->bf", x, made)
+    np.testing.assert_array_equal(product(served(), "bd,df->bf", x, made), wanted)
+    jaxpr = str(jax.make_jaxpr(lambda x: product(served(), "bd,df->bf", x, made))(x))
+    assert "i8[2,64]" in jaxpr  # XLA's kernel takes two rows at least

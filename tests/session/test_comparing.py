@@ -1,6 +1,7 @@
 """Two models side by side."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -53,6 +54,8 @@ def test_a_run_and_its_bundle_are_the_same_model(
         assert side["measured"] == pytest.approx(evaluated, rel=1e-6)
         assert set(side["seconds"]) == {"prefill", "decode"}
         assert min(side["seconds"].values()) > 0
+        assert re.fullmatch(r"prefill 1 x \d+, \d+ pages; .*decode \d+, \d+ pages", side["program"])
+        assert side["device"] == "1 x cpu"
     assert made["agreement"]["same_best"] == 1.0
     assert made["agreement"]["max_abs"] == pytest.approx(0, abs=1e-6)
     assert made["timed"] == {"rows": 2, "prompt_tokens": 20, "output_tokens": 4, "repeats": 2}

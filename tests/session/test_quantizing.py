@@ -25,13 +25,14 @@ from systolic.interop.quantizing import Matrix, Rounder, formats_of, matrices_in
 from systolic.interop.source import open_source
 from systolic.job import AdapterKind, MatrixFormat, Sampling, Split, WeightFormat
 from systolic.models.decoder.config import Decoder
-from systolic.models.quantized import held_dtype
+from systolic.models.quantized import Quantized, held_dtype
 from systolic.serving.text.opening import open_engine
 from systolic.serving.text.request import TextRequest, TokenChoice
 from systolic.session.outgoing import floats_line, leaving
 from systolic.session.quantizing import Evaluated, quantize_model
+from systolic.session.restored import restored_on_cpu
 from systolic.session.sensitivity import Measure, choose, moments_of
-from systolic.session.trained import splits
+from systolic.session.trained import PreparedModel, TrainedModel, set_up_here, splits
 from systolic.steps.paged import PagedSteps
 from systolic.steps.paged_sharding import with_copied_heads
 from systolic.training.feed import evaluation
@@ -114,7 +115,7 @@ def test_an_interrupt_while_it_is_timed_costs_the_times_alone(
 ) -> None:
     monkeypatch.setattr("systolic.session.quantizing.quantize_model", lambda *_, **__: int8)
     monkeypatch.setattr(
-        "systolic.predicting.latency.timed_call", lambda *_: signal.raise_signal(signal.SIGINT)
+        "systolic.session.speeds.server_call", lambda *_: signal.raise_signal(signal.SIGINT)
     )
     # A shell that starts the tests in the background has it ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -170,6 +171,37 @@ def test_a_server_writes_what_generate_does(
     held = PagedSteps(model.setup.steps, SIZES.page_size).abstract_weights
     codes = {"int8"} if kind == "int8" else {"int8", "uint8"}
     assert codes <= {array.dtype.name for array in jax.tree.leaves(held)}
+
+
+def test_a_server_on_a_cpu_holds_codes_without_a_product_as_floats(
+    int8: Any, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    how = MatrixFormat(format=WeightFormat.nf4, group=16)
+    model = systolic.open(quantize_model(source, tmp_path / "nf4", to=how).path)
+    told: list[str] = []
+    plain = PreparedModel(setup=model.setup, read=lambda: model.weights)
+    held = restored_on_cpu(plain, set_up_here, told.append)
+    weights, before = held.read(), model.weights.model_state
+    codes, scales = (before[f"blocks/mlp/down/{one}"] for one in ("codes", "scales"))
+    wanted = Quantized(codes=codes, scales=scales).restored("float32")
+    np.testing.assert_array_equal(weights.params["blocks/mlp/down"], wanted)
+    # Those of the vocabulary are int8, which is multiplied as it is.
+    assert {path for path in weights.model_state if path.endswith("codes")} == {
+        "embedding/codes",
+        "unembedding/codes",
+    }
+    asked = {"tokens": 8, "sampling": GREEDY}
+    made = TrainedModel(model.path, held.setup, weights).generate("the capital of", **asked)
+    assert made == model.generate("the capital of", **asked)
+    (line,) = told
+    assert re.search(r"\d matrices in nf4, whose codes this CPU .* held as float32: .*B of w", line)
+    monkeypatch.setattr("systolic.serving.text.memory.capacity_bytes", lambda _: 0)
+    assert restored_on_cpu(plain, set_up_here, told.append) is plain
+    assert "are restored in each step: as floats they need" in told[1]
+    one = systolic.open(int8.path)
+    same = PreparedModel(setup=one.setup, read=lambda: one.weights)
+    assert restored_on_cpu(same, set_up_here, told.append) is same
+    assert len(told) == 2
 
 
 def test_copies_of_heads_are_copies_of_their_codes(int8: Any) -> None:

@@ -55,6 +55,7 @@ def options(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         "schedule": Schedule(kind=ScheduleKind.constant, warmup=0),
         "evaluation": Evaluation(batches=1),
         "checkpoints": Checkpoints(every=2),
+        "sample": None,
     }
 
 

@@ -21,8 +21,11 @@ class CompareOptions:
     Args:
         a: A run, a Bundle, a Hugging Face folder or a GGUF file.
         b: Another one for the same task; its outputs are compared with those of the first.
-        data: Data to measure both on, such as new.jsonl, as systolic eval --path reads it; without, only evaluations on record are shown.
+        data: Data to measure both on, such as new.jsonl, as systolic eval --path reads it, conversations by each model's chat template; without, only evaluations on record are shown.
         batches: Only the first so many batches of it; 0 is all.
+        metric: Of conversations: exact (answers that are the reference), json (answers that are JSON), or a function of (answer, reference) as FILE.py:FUNCTION; may be given several times.
+        answers: Conversations that both models answer for the metrics, the first so many.
+        answer_tokens: Most new tokens of such an answer.
         rows: Texts, pictures or recordings of a timed call, and requests of the forecast.
         prompt_tokens: Tokens of each timed prompt.
         output_tokens: New tokens of each timed prompt.
@@ -37,6 +40,9 @@ class CompareOptions:
     b: Annotated[Path, tyro.conf.Positional]
     data: Path | None = None
     batches: Annotated[int, NOT_NEGATIVE] = 0
+    metric: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    answers: Annotated[int, COUNT] = 100
+    answer_tokens: Annotated[int, COUNT] = 256
     rows: Annotated[int, COUNT] = 1
     prompt_tokens: Annotated[int, COUNT] = 128
     output_tokens: Annotated[int, COUNT] = 16
@@ -50,11 +56,15 @@ class CompareOptions:
 def run(args: Sequence[str]) -> int:
     """The verb."""
     options = parse(CompareOptions, args, "systolic compare")
+    from systolic.session.answering import AnswerOptions
     from systolic.session.comparing import ComparisonOptions, compare_models
 
     asked = ComparisonOptions(
         data=options.data,
         batches=options.batches,
+        answers=AnswerOptions(
+            metrics=options.metric, conversations=options.answers, tokens=options.answer_tokens
+        ),
         rows=options.rows,
         prompt_tokens=options.prompt_tokens,
         output_tokens=options.output_tokens,

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from systolic.cli.speed_rows import speed_rows
+from systolic.cli.speed_rows import speed_rows, timed_lines
 from systolic.core.units import si
 from systolic.session.comparing import ComparedModel, Comparison
 
@@ -45,8 +45,7 @@ def _told(made: Comparison) -> list[str]:
     if made.data is not None:
         found.append(f"measured on {made.data}")
     if made.timed:
-        ran = ", ".join(f"{name.replace('_', ' ')} {n}" for name, n in made.timed.items())
-        found.append(f"here: {made.device}, medians of calls in turn, {ran}")
+        found += timed_lines((made.a.speeds, made.b.speeds), made.timed)
     for name, forecast in made.a.speeds.forecasts.items():
         found.append(f"forecast: {forecast['program']} on {name}")
     return found

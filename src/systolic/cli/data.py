@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from systolic.cli.output import print_json
+from systolic.cli.output import print_json, warn
 from systolic.cli.parse import parse, print_verb_help
 from systolic.core.errors import DataError, NotFoundError, OptionError, nearest
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, SHARE, Range
@@ -18,6 +18,8 @@ from systolic.core.units import gibibytes
 from systolic.data.text.tokenizer import SMALLEST_VOCAB
 from systolic.job import Data, Split
 
+BAD_LINES = 50
+"""Lines that can't be learned, at most, that are named."""
 WIDTH = 100
 
 FORMS = """usage: systolic data pack PATH --to OUT [options]
@@ -273,8 +275,18 @@ def _inspect(args: Sequence[str]) -> int:
 
 def _show(target: str, data: Data, options: InspectRecipeOptions) -> int:
     from systolic.data.inspect import inspect, pictures
+    from systolic.data.text.conversations import BadLinesError
 
-    record = {"target": target, **inspect(data, options.split, options.examples)}
+    try:
+        record = {"target": target, **inspect(data, options.split, options.examples)}
+    except BadLinesError as error:
+        for line in error.lines[:BAD_LINES]:
+            warn(line)
+        more = len(error.lines) - BAD_LINES
+        rest = f" ({more:,} more are not shown)" if more > 0 else ""
+        raise DataError(
+            f"{len(error.lines):,} lines of the data can't be learned{rest}; correct them, or take them out"
+        ) from error
     if options.json:
         print_json(record)
         return 0

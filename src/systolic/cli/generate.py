@@ -26,12 +26,13 @@ class GenerateOptions:
     Args:
         run: The run's directory, or a model: a Bundle, a Hugging Face folder or a GGUF file.
         prompt: The texts to continue, one after the other; - reads one from standard input, and "" begins a text.
-        file: More prompts: the lines of a file, or the field prompt of a .jsonl; - reads standard input.
+        file: More prompts: the lines of a file, or of a .jsonl the field prompt, or messages (role, content), which are answered as a chat; - reads standard input.
         tokens: At most so many new tokens for each prompt; a text ends before, with a warning, where the model takes no longer one.
         sampling: How tokens are picked.
         stop: A string that ends the text, which leaves it out; may be given several times.
         seed: The same seed gives the same text for a prompt.
         chat: Each prompt is a message, which the model answers by its tokenizer's chat template.
+        system: A system message before each prompt, which is then a message too.
         checkpoint: Of a run: best, last or the number of a step.
         trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
         json: Print one JSON object at the end instead of streaming.
@@ -45,6 +46,7 @@ class GenerateOptions:
     stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     seed: Annotated[int, NOT_NEGATIVE] = 0
     chat: bool = False
+    system: str | None = None
     checkpoint: str = "best"
     trust: bool = False
     json: bool = False
@@ -72,17 +74,25 @@ def run(args: Sequence[str]) -> int:
             stop=options.stop,
             seed=options.seed,
             chat=options.chat,
+            system=options.system,
         )
         for text in asked
     ]
     for text, pieces in zip(asked, streams, strict=True):
         start = time.perf_counter()
-        shown = f"{text}\n" if options.chat else text
+        said = text if isinstance(text, str) else str(text[-1].get("content") or "")
+        turns = options.chat or options.system is not None or text is not said
+        shown = f"{said}\n" if turns else said
         answer = "".join(pieces) if options.json else show(shown, pieces, first=not answers)
         seconds = time.perf_counter() - start
         finish = pieces.finish and pieces.finish.value
         answers.append(
-            {"prompt": text, "text": answer, "finish_reason": finish, "seconds": seconds}
+            {
+                "prompt" if text is said else "messages": text,
+                "text": answer,
+                "finish_reason": finish,
+                "seconds": seconds,
+            }
         )
         while later:
             warn(later.pop(0))
@@ -106,12 +116,12 @@ def show(prompt: str, pieces: Any, *, first: bool) -> str:
     return "".join(told)
 
 
-def prompts(given: Sequence[str], file: Path | None) -> list[str]:
-    """The prompts of a command line; one that is empty where there are none.
+def prompts(given: Sequence[str], file: Path | None) -> list[Any]:
+    """The prompts of a command line, texts or messages; one that is empty where there are none.
 
     Raises:
         NotFoundError: no such file.
-        DataError: it is no text, a line is no JSON object with a prompt, or there is none in it.
+        DataError: it is no text, a line is no JSON object with a prompt or messages, or there is none in it.
     """
     found = [sys.stdin.read().removesuffix("\n") if text == "-" else text for text in given]
     if file is None:
@@ -124,7 +134,8 @@ def prompts(given: Sequence[str], file: Path | None) -> list[str]:
         raise DataError(
             f"{file} is not UTF-8 text ({error.reason} at byte {error.start})"
         ) from error
-    lines = [line for line in text.splitlines() if line.strip()]
+    # A byte order mark of some editors is no part of the first prompt.
+    lines: list[Any] = [line for line in text.removeprefix("\ufeff").splitlines() if line.strip()]
     if file.suffix == ".jsonl":
         lines = [_prompt(line, file, number + 1) for number, line in enumerate(lines)]
     if not lines:
@@ -132,11 +143,15 @@ def prompts(given: Sequence[str], file: Path | None) -> list[str]:
     return found + lines
 
 
-def _prompt(line: str, file: Path, number: int) -> str:
+def _prompt(line: str, file: Path, number: int) -> Any:
     try:
         row = json.loads(line)
     except ValueError as error:
         raise DataError(f"{file}: prompt {number} is not JSON ({error})") from error
-    if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
-        raise DataError(f"{file}: prompt {number} has no text in the field prompt")
+    if isinstance(row, dict) and isinstance(row.get("messages"), list) and row["messages"]:
+        return row["messages"]
+    if not isinstance(row, dict) or not isinstance(row.get("prompt"), str | list):
+        raise DataError(
+            f"{file}: prompt {number} has neither a text in the field prompt nor a list of turns in messages"
+        )
     return row["prompt"]

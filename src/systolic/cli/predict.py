@@ -1,7 +1,7 @@
 """``systolic predict RUN|BUNDLE|DIR FILES...``: the model's answer for each file or text."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,12 +10,14 @@ import tyro
 
 from systolic.cli.output import print_json, warn
 from systolic.cli.parse import parse
-from systolic.core.errors import NotFoundError, OptionError
+from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.core.files import check_writable, write_atomically
 
 if TYPE_CHECKING:
     from systolic.session.trained import TrainedModel
 
+NPZ = ".npz"
+OUT_ROWS = ".jsonl", ".csv", ".tsv"
 SHOWN = 4
 """Numbers of a vector that are printed."""
 
@@ -28,8 +30,8 @@ class PredictOptions:
 
     Args:
         run: The run's directory, or a model: a Bundle, a Hugging Face folder or a GGUF file.
-        files: Images or arrays for an image model, files of text for a language model, recordings for Whisper; for a model of embeddings texts, or their files; for an exported program .npz files with an array for each input.
-        out: Of an exported program: write its outputs for one file as arrays into this .npz file.
+        files: Images or arrays for an image model, files of text for a language model, recordings for Whisper; for a model of embeddings texts, or their files; for an exported program .npz files with an array for each input; for a recipe whose data are arrays tables of new rows: CSV, TSV, JSONL or .npz.
+        out: Of an exported program: write its outputs for one file as arrays into this .npz file. Of tables: write the answers of all rows into this .jsonl or .csv file.
         checkpoint: Of a run: best, last or the number of a step.
         trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
         json: Print one JSON object.
@@ -60,6 +62,8 @@ def run(args: Sequence[str]) -> int:
     model = open_model(options.run, options.checkpoint, trust=options.trust, warn=warn)
     if not model.takes_texts:
         _check(files)
+    if options.out is not None and options.out.suffix != NPZ:
+        return _write_rows(model, options)
     if options.out is not None:
         return _write(model, options.run, files[0], options.out, options.json)
     found: list[dict[str, Any]] = []
@@ -67,9 +71,11 @@ def run(args: Sequence[str]) -> int:
         found.append({"file": str(file), **answer})
         if "error" in answer:
             warn(answer["error"])
+        elif "rows" in answer and not options.json:
+            for number, row in enumerate(answer["rows"], 1):
+                print(f"{file} row {number}  {_told(row)}")
         elif not options.json:
-            told = "  ".join(f"{name} {_text(value)}" for name, value in answer.items())
-            print(f"{file}  {told}")
+            print(f"{file}  {_told(answer)}")
     if options.json:
         print_json({"run": str(options.run), "step": model.step, "predictions": found})
     failed = sum("error" in answer for answer in found)
@@ -81,13 +87,48 @@ def run(args: Sequence[str]) -> int:
 
 
 def _check_out(files: Sequence[str], out: Path) -> None:
-    if len(files) != 1:
+    if len(files) != 1 and out.suffix == NPZ:
         raise OptionError(
             f"--out is one file, and {len(files)} files were given; predict them one by one"
         )
-    if out.suffix != ".npz":
-        raise OptionError(f"--out is {out}; name a file that ends in .npz")
+    if out.suffix not in (NPZ, *OUT_ROWS):
+        raise OptionError(
+            f"--out is {out}; name a file that ends in .npz for the arrays of an exported program, or in {' or '.join(OUT_ROWS)} for the answers to rows"
+        )
     check_writable(out)
+
+
+def _write_rows(model: "TrainedModel", options: PredictOptions) -> int:
+    """Writes the answers for all rows of tables."""
+    from systolic.data.tables import write_rows
+
+    assert options.out is not None
+    if not model.takes_rows:
+        raise OptionError(
+            f"--out {options.out} takes the answers for rows of tables, and {options.run} answers for files; leave it out, or take --json"
+        )
+    several, failed = len(options.files) > 1, 0
+    rows: list[dict[str, Any]] = []
+    for file, answer in model.predictions(options.files):
+        if "error" in answer:
+            warn(answer["error"])
+            failed += 1
+        named = {"file": str(file)} if several else {}
+        found = answer.get("rows", ())
+        rows += [{**named, "row": number, **row} for number, row in enumerate(found, 1)]
+    if not rows:
+        raise DataError(f"no row was answered, and {options.out} is not written")
+    write_atomically(options.out, write_rows(options.out, rows))
+    record = {"run": str(options.run), "step": model.step, "out": str(options.out)}
+    if options.json:
+        print_json({**record, "rows": len(rows)})
+    else:
+        print(f"{options.out}: answers for {len(rows):,} rows")
+    return 1 if failed else 0
+
+
+def _told(answer: Mapping[str, Any]) -> str:
+    return "  ".join(f"{name} {_text(value)}" for name, value in answer.items())
 
 
 def _write(model: "TrainedModel", run: Path, file: str, out: Path, as_json: bool) -> int:

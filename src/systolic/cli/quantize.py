@@ -14,7 +14,7 @@ from systolic.cli.output import print_json, warn
 from systolic.cli.parse import parse
 from systolic.core.errors import OptionError, SystolicError
 from systolic.core.leave import ends_cleanly
-from systolic.core.ranges import NOT_NEGATIVE
+from systolic.core.ranges import COUNT, NOT_NEGATIVE
 from systolic.core.units import duration, si
 from systolic.job import MatrixFormat, WeightFormat
 from systolic.report.progress import ProgressLine
@@ -46,6 +46,9 @@ class QuantizeOptions:
         group: Of int4 and nf4, inputs that share a scale: 32, 64 (by default) or 128; int8 and fp8 take 0 alone, all of a channel.
         data: Other data than the run's own to measure quality on, as systolic eval --path takes it.
         batches: Only the first so many batches; 0 is all.
+        metric: Of conversations in --data: exact, json, or a function of (answer, reference) as FILE.py:FUNCTION; may be given several times.
+        answers: Conversations that are answered for the metrics, before and after; the first so many.
+        answer_tokens: Most new tokens of such an answer.
         activations: With --to int8: activations in int8 too, with scales by --calibrate, or by a run's own training data.
         calibrate: Other data than that of quality: codes of 4 bits, and scales of activations, are fitted to the inputs that it gives each matrix.
         auto: Measure what each matrix costs alone; the worst go to int8 or stay in their dtype until the budget is met.
@@ -64,6 +67,9 @@ class QuantizeOptions:
     group: Annotated[int | None, NOT_NEGATIVE] = None
     data: Path | None = None
     batches: Annotated[int, NOT_NEGATIVE] = 0
+    metric: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    answers: Annotated[int, COUNT] = 100
+    answer_tokens: Annotated[int, COUNT] = 256
     activations: bool = False
     calibrate: Path | None = None
     auto: bool = False
@@ -81,9 +87,13 @@ def run(args: Sequence[str]) -> int:
     kind = _kind(options)
     how = _format(kind, options.group)
     budget = _budget(options)
+    from systolic.session.answering import AnswerOptions
     from systolic.session.quantizing import Evaluated, quantize_model
     from systolic.session.speeds import SpeedOptions, speeds_beside
 
+    answers = AnswerOptions(
+        metrics=options.metric, conversations=options.answers, tokens=options.answer_tokens
+    )
     speed = SpeedOptions(on=options.on, quick=options.quick, repeats=options.repeats)
 
     begun = time.perf_counter()
@@ -94,7 +104,12 @@ def run(args: Sequence[str]) -> int:
             options.out,
             to=how,
             keep=options.keep,
-            on=Evaluated(data=options.data, batches=options.batches, calibration=options.calibrate),
+            on=Evaluated(
+                data=options.data,
+                batches=options.batches,
+                answers=answers,
+                calibration=options.calibrate,
+            ),
             budget=budget,
             trust=options.trust,
             say=progress.say,
@@ -196,7 +211,7 @@ def _lines(
     made: "QuantizedModel", speeds: "Sequence[ModelSpeeds]", timed: Mapping[str, int]
 ) -> list[str]:
     """The table: sizes, quality, speeds, outputs, and the matrices."""
-    from systolic.cli.speed_rows import speed_rows
+    from systolic.cli.speed_rows import speed_rows, timed_lines
 
     ratio = made.bytes_after / made.bytes_before
     sizes = si(made.bytes_before, "B"), si(made.bytes_after, "B")
@@ -207,11 +222,12 @@ def _lines(
     if made.before is not None and made.after is not None:
         values = f"{made.before.value:.4f}", f"{made.after.value:.4f}"
         rows.append((made.before.name, *values, _share(made)))
+    for name, value in made.answers_before.items():
+        rows.append((name, f"{value:.4g}", f"{made.answers_after[name]:.4g}", ""))
     rows += [(*row, "") for row in speed_rows(speeds)]
     lines = _aligned(rows)
     if timed:
-        ran = ", ".join(f"{name.replace('_', ' ')} {n}" for name, n in timed.items())
-        lines.append(f"  here: medians of calls, {ran}")
+        lines += [f"  {line}" for line in timed_lines(speeds, timed)]
     if (found := made.outputs) is not None:
         lines.append(
             f"  outputs of a probe over {found.tokens} {found.unit}: largest difference {found.max_abs:.3g} ({found.max_relative:.2%} of the largest output), mean {found.mean_abs:.3g}, {found.agreement}"

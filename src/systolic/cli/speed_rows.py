@@ -34,6 +34,18 @@ def speed_rows(sides: Sequence[ModelSpeeds]) -> list[Sequence[str]]:
     return rows
 
 
+def timed_lines(sides: Sequence[ModelSpeeds], timed: Mapping[str, int]) -> list[str]:
+    """Where and what was timed, both programs where they differ, and notes about it."""
+    ran = ", ".join(f"{name.replace('_', ' ')} {n}" for name, n in timed.items())
+    programs = " and ".join(dict.fromkeys(side.program or "" for side in sides))
+    device = next((side.device for side in sides if side.device), "")
+    served = "the server's programs" if "prefill" in programs else "the program"
+    return [
+        f"here: {device}, {served} ({programs}), medians of calls in turn, {ran}",
+        *(f"here: {note}" for side in sides for note in side.notes),
+    ]
+
+
 def _slice_rows(name: str, sides: Sequence[Mapping[str, Any]]) -> list[Sequence[str]]:
     def row(title: str, key: str, shown: Shown) -> Sequence[str]:
         return (f"{title} on {name}", *(_cell(side, key, shown) for side in sides))

@@ -2,7 +2,7 @@
 
 import inspect
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -37,9 +37,12 @@ class LazyArrays:
         """
         with self._lock:
             if self._splits is None:
-                self._splits = {
-                    _split(name): _checked(name, arrays) for name, arrays in self._make().items()
-                }
+                made: Any = self._make()
+                if not isinstance(made, Mapping):
+                    raise DataError(
+                        f"{self} returned {_kind(made)}; return {{split: {{name: array}}}}, such as {{'train': {{'x': x, 'label': y}}, 'validation': …}}"
+                    )
+                self._splits = {_split(name): _checked(name, one) for name, one in made.items()}
             return self._splits
 
     def __str__(self) -> str:
@@ -75,6 +78,8 @@ class Arrays(Data):
     """The fields, if they should be known before the arrays, or have logical axes."""
     names: tuple[str, ...] = ()
     """The classes, in label order."""
+    columns: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Names of the columns of an array's numbers, by the array's name, by which ``systolic predict`` checks tables of new rows."""
 
     @classmethod
     def of(
@@ -85,6 +90,7 @@ class Arrays(Data):
         test: Mapping[str, Any] | None = None,
         names: tuple[str, ...] = (),
         fields: Mapping[str, Field] | None = None,
+        columns: Mapping[str, Sequence[str]] | None = None,
     ) -> "Arrays":
         """Data that holds these arrays.
 
@@ -95,7 +101,7 @@ class Arrays(Data):
         splits = {name: arrays for name, arrays in given.items() if arrays is not None}
         held = LazyArrays(lambda: splits)
         held.splits()
-        return cls(held=held, declared=fields or {}, names=names)
+        return cls(held=held, declared=fields or {}, names=names, columns=_columns(columns))
 
     @classmethod
     def call(
@@ -104,9 +110,11 @@ class Arrays(Data):
         *,
         names: tuple[str, ...] = (),
         fields: Mapping[str, Field] | None = None,
+        columns: Mapping[str, Sequence[str]] | None = None,
     ) -> "Arrays":
         """Data that ``function`` makes at first use."""
-        return cls(held=LazyArrays(function), declared=fields or {}, names=names)
+        held = LazyArrays(function)
+        return cls(held=held, declared=fields or {}, names=names, columns=_columns(columns))
 
     def fields(self) -> Mapping[str, Field]:
         """The declared fields, or those of the arrays (which makes them)."""
@@ -152,6 +160,17 @@ class Arrays(Data):
         return self.names
 
 
+def _kind(value: Any) -> str:
+    import numpy as np
+
+    shape = f" {list(value.shape)}" if isinstance(value, np.ndarray) else ""
+    return f"a {type(value).__name__}{shape}"
+
+
+def _columns(given: Mapping[str, Sequence[str]] | None) -> dict[str, tuple[str, ...]]:
+    return {name: tuple(map(str, columns)) for name, columns in (given or {}).items()}
+
+
 def _split(name: str) -> Split:
     known = [split.value for split in Split]
     if name not in known:
@@ -164,6 +183,10 @@ def _split(name: str) -> Split:
 def _checked(split: str, arrays: Mapping[str, Any]) -> "dict[str, np.ndarray]":
     import numpy as np
 
+    if not isinstance(arrays, Mapping):
+        raise DataError(
+            f"the {split} split is {_kind(arrays)}; give {{name: array}}, by the names that the model and the task read"
+        )
     result = {name: np.asarray(array) for name, array in arrays.items()}
     if not result:
         raise DataError(f"the {split} split has no array; give it {{name: array}}")

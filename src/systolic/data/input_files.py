@@ -23,6 +23,9 @@ class InputFiles(Data):
     together: int = 1
     """Examples that the model computes together, because they depend on each other: a file has a multiple of it."""
 
+    unread: tuple[str, ...] = ()
+    """Other arrays that a file may have, which are left out."""
+
     def fields(self) -> Mapping[str, Field]:
         """The inputs."""
         return dict(self.inputs)
@@ -82,7 +85,7 @@ class InputFiles(Data):
             given = dict(zip(self.inputs, [found], strict=False))
         else:
             with found:
-                given = dict(found)
+                given = {name: one for name, one in found.items() if name not in self.unread}
         unknown, missing = (
             sorted(set(given) - set(self.inputs)),
             sorted(set(self.inputs) - set(given)),

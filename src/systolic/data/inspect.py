@@ -57,7 +57,7 @@ def inspect(data: Data, split: Split, examples: int, seed: int = 0) -> dict[str,
         },
     }
     if isinstance(data, TextData) and "targets" in fields:
-        record["text"] = _text(sample, data.get_tokenizer())
+        record["text"] = _text(sample, data.get_tokenizer(), turns=isinstance(data, Instructions))
     elif "label" in sample and sample["label"].ndim == 1:
         record["label_counts"] = _labels(sample["label"], data.labels())
     return record
@@ -110,7 +110,7 @@ def _labels(labels: np.ndarray, names: tuple[str, ...]) -> dict[str, int]:
     return counts | {str(number): count for number, count in sorted(found.items())}
 
 
-def _text(sample: Mapping[str, np.ndarray], tokenizer: Tokenizer) -> dict[str, Any]:
+def _text(sample: Mapping[str, np.ndarray], tokenizer: Tokenizer, *, turns: bool) -> dict[str, Any]:
     inside = sample["segments"] > 0
     targets = sample["targets"][sample["targets"] >= 0]
     ids, counts = np.unique(targets, return_counts=True)
@@ -130,12 +130,15 @@ def _text(sample: Mapping[str, np.ndarray], tokenizer: Tokenizer) -> dict[str, A
             {"token": tokenizer.token(int(ids[n])), "id": int(ids[n]), "share": float(shares[n])}
             for n in common
         ],
-        "row": _row({name: array[0] for name, array in sample.items()}, tokenizer),
+        "row": _row({name: array[0] for name, array in sample.items()}, tokenizer, turns=turns),
     }
 
 
-def _row(row: Mapping[str, np.ndarray], tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Documents of one row: their places, their text with the last target, and what of it is trained on where that is a part."""
+def _row(
+    row: Mapping[str, np.ndarray], tokenizer: Tokenizer, *, turns: bool
+) -> list[dict[str, Any]]:
+    """Documents of one row: their places, their text with the last target, and what of it is trained on where that is a part; of conversations with special tokens, which are the ends of their turns."""
+    decode = tokenizer.shown if turns else tokenizer.decode
     parts = []
     for segment in range(1, int(row["segments"].max()) + 1):
         at = np.flatnonzero(row["segments"] == segment)
@@ -145,10 +148,10 @@ def _row(row: Mapping[str, np.ndarray], tokenizer: Tokenizer) -> list[dict[str, 
             "from": int(at[0]),
             "places": len(at),
             "starts": ids[0] == tokenizer.start,
-            "text": tokenizer.decode(ids),
+            "text": decode(ids),
         }
         if (targets < 0).any():
-            part["trained"] = tokenizer.decode(targets[targets >= 0].tolist())
+            part["trained"] = decode(targets[targets >= 0].tolist())
             part["starts"] = True  # a conversation is only cut at its end
         parts.append(part)
     return parts

@@ -1,6 +1,7 @@
 """The job: everything that decides what is computed, as one frozen value."""
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
@@ -190,6 +191,7 @@ class Job:
     """Matrices that are stored in fewer bits, of a model that came so; such a job does not train."""
 
     def __post_init__(self) -> None:
+        _check_parts(self.model, self.task, self.data)
         check(self)
         self.adapter.check(type(self.model).__name__, self.model.adaptable())
         self.model.check_optimizer(self.optimizer.kind)
@@ -287,3 +289,27 @@ def _plain(value: Any) -> Any:
 
 _FIELDS = tuple(name for name in Job.__dataclass_fields__ if name != "quantization")
 """Of a job that trains: those of a run."""
+
+
+def _check_parts(model: object, task: object, data: object) -> None:
+    """Refuses parts of a job that are of other kinds, as a recipe's author may give them.
+
+    Raises:
+        OptionError: one is; names the kind that wraps it.
+    """
+    if not isinstance(data, Data):
+        cure = "give a Data, such as systolic.data.arrays.Arrays.of(train={name: array}, validation={name: array})"
+        if isinstance(data, Mapping):
+            splits = ", ".join(f"{name}=…" for name in data if isinstance(name, str))
+            cure = f"wrap it: systolic.data.arrays.Arrays.of({splits or 'train={name: array}'}), or Arrays.call(load) for a function that makes it"
+        elif callable(data):
+            cure = "wrap it: systolic.data.arrays.Arrays.call(load) calls it when the data is first needed"
+        raise OptionError(f"the job's data is a {type(data).__name__}; {cure}")
+    if not isinstance(model, Model):
+        raise OptionError(
+            f"the job's model is a {type(model).__name__}; give a systolic.job.Model, a frozen dataclass whose build(rngs, target) returns the module"
+        )
+    if not isinstance(task, Task):
+        raise OptionError(
+            f"the job's task is a {type(task).__name__}; give a systolic.job.Task, whose terms(model, batch, train) return the loss"
+        )

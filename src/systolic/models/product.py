@@ -16,6 +16,12 @@ from systolic.models.watching import Watched, watched_input
 PER_CHANNEL = Rounding()
 FEW = 512
 """Most rows of activations whose products in a server on a CPU are made of two matrices."""
+SPLIT_ROWS = 64
+"""Most rows of activations that are split into digits for a product with int8 codes: of more, codes as floats cost little beside the product."""
+BASE = 254
+"""Of the digits, which are -127 to 127."""
+DIGITS = 127 * BASE + 126
+"""Largest number of two digits: its first is not rounded to 128."""
 
 
 class LowRank(NamedTuple):
@@ -70,10 +76,11 @@ def product(
         base = _with_frozen(target, spec, x, weights.base, rounding, heads=heads)
         return base + _narrow(spec, x, weights)
     if isinstance(weights, Quantized):
+        plain, codes = partial(plain_product, target), partial(codes_product, target)
         if weights.inputs is not None:
-            return w8a8_product(spec, x, weights, partial(plain_product, target))
+            return w8a8_product(spec, x, weights, plain, partial(integer_product, target))
         on_tpu = target.platform == "tpu"
-        return quantized_product(spec, x, weights, partial(plain_product, target), by_group=on_tpu)
+        return quantized_product(spec, x, weights, plain, of_codes=codes, by_group=on_tpu)
     if target.matmul_format is None:
         return plain_product(target, spec, x, weights)
     rounded = _rounded(target.matmul_format, rounding.gradients(heads=heads), rounding.largest)
@@ -93,32 +100,80 @@ def plain_product(target: Target, spec: str, x: jax.Array, weights: jax.Array) -
     float32 and take two rows at least, and a product of 16-bit results, or of one row, would convert all weights to
     float32 in each call; a product over several dims would transpose them.
     """
+    found = _as_matrices(target, spec, x, weights) if x.dtype == weights.dtype else None
+    if found is None:
+        return jnp.einsum(spec, x, weights)
+    flat = found.flat
+    if x.dtype.itemsize == 2:
+        flat = _two_rows(flat)
+    made = jnp.einsum(found.form, flat, found.matrix, preferred_element_type=jnp.float32)
+    return made[: len(found.flat)].astype(x.dtype).reshape(found.shape)
+
+
+def integer_product(target: Target, spec: str, x: jax.Array, codes: jax.Array) -> jax.Array:
+    """``einsum(spec, x, codes)`` of int8 arrays as int32; on one CPU of two rows at least, since of one XLA widens all codes to int32 in each call."""
+    found = _as_matrices(target, spec, x, codes)
+    if found is None:
+        return jnp.einsum(spec, x, codes, preferred_element_type=jnp.int32)
+    flat = _two_rows(found.flat)
+    made = jnp.einsum(found.form, flat, found.matrix, preferred_element_type=jnp.int32)
+    return made[: len(found.flat)].reshape(found.shape)
+
+
+def codes_product(target: Target, spec: str, x: jax.Array, codes: jax.Array) -> jax.Array:
+    """``einsum(spec, x, codes)`` of floats and int8 or float8 codes, in the dtype of ``x``.
+
+    Few rows of a server on one CPU are split into two digits of 8 bits, whose products with int8 codes are of int8 with sums in
+    int32: they read the codes alone, where a product of floats would write all of them to memory as floats first, in each step.
+    Their 16 bits span the largest input of a row, :data:`DIGITS` steps to each side, so that the error is below that of bfloat16
+    for inputs down to a hundredth of it.
+    """
+    found = _as_matrices(target, spec, x, codes) if codes.dtype == jnp.int8 else None
+    if found is None or len(found.flat) > SPLIT_ROWS:
+        return plain_product(target, spec, x, codes.astype(x.dtype))
+    rows, wide = len(found.flat), found.flat.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(wide), axis=-1, keepdims=True)
+    scales = jnp.where(largest > 0, largest, DIGITS) * (1 / DIGITS)
+    whole = jnp.round(wide / scales)
+    high = jnp.round(whole * (1 / BASE))
+    digits = jnp.concatenate([high, whole - high * BASE]).astype(jnp.int8)
+    sums = jnp.einsum(found.form, digits, found.matrix, preferred_element_type=jnp.int32)
+    made = (sums[:rows].astype(jnp.float32) * BASE + sums[rows:].astype(jnp.float32)) * scales
+    return made.astype(x.dtype).reshape(found.shape)
+
+
+class _Matrices(NamedTuple):
+    """An einsum as a product of two matrices."""
+
+    form: str
+    flat: jax.Array
+    """Activations [rows, inputs]."""
+    matrix: jax.Array
+    """[inputs, outputs], or the other way round, as ``form`` says."""
+    shape: tuple[int, ...]
+    """Of the result."""
+
+
+def _as_matrices(target: Target, spec: str, x: jax.Array, weights: jax.Array) -> _Matrices | None:
+    """The product as one of two matrices; ``None`` where it is none, or no server on one CPU makes it of few rows."""
     operands, out = spec.split("->")
     given, matrix = operands.split(",")
     inputs = sum(letter in given for letter in matrix)
     first, last = (given.endswith(part) for part in (matrix[:inputs], matrix[-inputs:]))
     summed = not any(letter in out for letter in matrix if letter in given)
     rows = x.size // math.prod(x.shape[-inputs:])
-    fits = served_on_cpu(target, rows) and x.dtype == weights.dtype
-    if not fits or not summed or not (first or last):
-        return jnp.einsum(spec, x, weights)
+    if not served_on_cpu(target, rows) or not summed or not (first or last):
+        return None
     flat, kept = x.reshape(rows, -1), x.shape[:-inputs]
-    if x.dtype.itemsize == 2 and rows == 1:
-        flat = jnp.pad(flat, ((0, 1), (0, 0)))
     if first:
-        form, weights, outputs = (
-            "rk,kn->rn",
-            weights.reshape(flat.shape[1], -1),
-            weights.shape[inputs:],
-        )
-    else:
-        form, weights, outputs = (
-            "rk,nk->rn",
-            weights.reshape(-1, flat.shape[1]),
-            weights.shape[:-inputs],
-        )
-    made = jnp.einsum(form, flat, weights, preferred_element_type=jnp.float32)
-    return made[:rows].astype(x.dtype).reshape(*kept, *outputs)
+        flat_weights, outputs = weights.reshape(flat.shape[1], -1), weights.shape[inputs:]
+        return _Matrices("rk,kn->rn", flat, flat_weights, (*kept, *outputs))
+    flat_weights, outputs = weights.reshape(-1, flat.shape[1]), weights.shape[:-inputs]
+    return _Matrices("rk,nk->rn", flat, flat_weights, (*kept, *outputs))
+
+
+def _two_rows(flat: jax.Array) -> jax.Array:
+    return jnp.pad(flat, ((0, 1), (0, 0))) if len(flat) == 1 else flat
 
 
 def _with_frozen(

@@ -26,6 +26,9 @@ the matrix on v6e at 16 rows and as much at about 370, on v5e at about 230: sums
 QUANTILES = "uint4", "uint8"
 """Dtypes of the codes of nf4; those of all other formats are numbers."""
 
+Make = Callable[[str, jax.Array, jax.Array], jax.Array]
+"""What computes an einsum of activations and a matrix."""
+
 NF4_VALUES = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
     *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
@@ -222,8 +225,9 @@ def quantized_product(
     spec: str,
     x: jax.Array,
     weights: Quantized,
-    make: Callable[[str, jax.Array, jax.Array], jax.Array] = jnp.einsum,
+    make: Make = jnp.einsum,
     *,
+    of_codes: Make | None = None,
     by_group: bool = False,
 ) -> jax.Array:
     """``einsum(spec, x, weights)`` in the dtype of ``x``; the scales of channels are applied to the result, or to ``x`` where it has their dims.
@@ -232,18 +236,21 @@ def quantized_product(
         spec: Of the einsum.
         x: Activations.
         weights: The matrix.
-        make: What multiplies two arrays.
+        make: What multiplies two arrays of a dtype.
+        of_codes: What multiplies activations with codes; by default ``make`` with the codes in their dtype.
         by_group: Whether groups are summed one by one, and the sums scaled, where ``x`` has at most :data:`FEW_ROWS` rows.
     """
     operands, out = spec.split("->")
     given, matrix = operands.split(",")
     scaled = {letter for letter, size in zip(matrix, weights.scales.shape, strict=True) if size > 1}
+    if of_codes is None:
+        of_codes = lambda spec, x, codes: make(spec, x, codes.astype(x.dtype))  # noqa: E731
     if weights.scaled_after and scaled <= set(out):
-        made = make(spec, x, weights.codes.astype(x.dtype))
+        made = of_codes(spec, x, weights.codes)
         return made * spread(weights.scales, matrix, out).astype(x.dtype)
     if weights.scaled_after and scaled <= set(given):
         x = x * spread(weights.scales, matrix, given).astype(x.dtype)
-        return make(spec, x, weights.codes.astype(x.dtype))
+        return of_codes(spec, x, weights.codes)
     if by_group and _by_group(spec, weights):
         pairs = zip(given, x.shape, strict=True)
         rows = math.prod(size for letter, size in pairs if letter not in matrix)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from systolic.job import MatrixFormat
 from systolic.models.quantized import (
     SCALES_DTYPE,
+    Make,
     Quantized,
     quantized,
     quantized_product,
@@ -65,11 +66,16 @@ def w8a8(
     return replace(quantized(wide * factors, inputs, how), inputs=factors)
 
 
+def _sums(spec: str, x: jax.Array, codes: jax.Array) -> jax.Array:
+    return jnp.einsum(spec, x, codes, preferred_element_type=jnp.int32)
+
+
 def w8a8_product(
     spec: str,
     x: jax.Array,
     weights: Quantized,
-    make: Callable[[str, jax.Array, jax.Array], jax.Array],
+    make: Make,
+    sums_of: Make = _sums,
 ) -> jax.Array:
     """``einsum(spec, x, weights)`` in the dtype of ``x``: int8 times int8, each row of ``x`` with a scale of its own.
 
@@ -80,6 +86,7 @@ def w8a8_product(
         x: Activations.
         weights: With factors of its inputs.
         make: What multiplies two arrays of floats.
+        sums_of: What multiplies two arrays of int8, with sums in int32.
     """
     assert weights.inputs is not None
     operands, out = spec.split("->")
@@ -92,9 +99,7 @@ def w8a8_product(
     wide = x.astype(jnp.float32) * _inverse(spread(weights.inputs, matrix, given))
     largest = jnp.max(jnp.abs(wide), axis=summed, keepdims=True)
     scales = jnp.where(largest > 0, largest, LARGEST) * (1 / LARGEST)
-    sums = jnp.einsum(
-        spec, _rounded(wide / scales), weights.codes, preferred_element_type=jnp.int32
-    )
+    sums = sums_of(spec, _rounded(wide / scales), weights.codes)
     made = sums.astype(jnp.float32) * spread(scales, given, out)
     return (made * spread(weights.scales, matrix, out).astype(jnp.float32)).astype(x.dtype)
 
@@ -122,7 +127,7 @@ def _of_floats(
     spec: str,
     x: jax.Array,
     weights: Quantized,
-    make: Callable[[str, jax.Array, jax.Array], jax.Array],
+    make: Make,
 ) -> jax.Array:
     """The product with activations as they are; factors are taken back from the result where it has their dims."""
     assert weights.inputs is not None

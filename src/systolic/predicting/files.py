@@ -61,7 +61,7 @@ def predictions(
             if isinstance(found, str):
                 yield file, {"error": found}
             else:
-                yield file, _named(next(outputs), data.labels())
+                yield file, named(next(outputs), data.labels())
 
 
 def output_arrays(steps: StepFunctions, weights: Weights, file: Path) -> dict[str, np.ndarray]:
@@ -151,7 +151,7 @@ def _score(steps: StepFunctions, weights: Weights, data: TextData, file: Path) -
     }
 
 
-def _named(output: Mapping[str, np.ndarray], labels: Sequence[str]) -> dict[str, Any]:
+def named(output: Mapping[str, np.ndarray], labels: Sequence[str]) -> dict[str, Any]:
     """Plain values, with classes by name."""
     if "label" in output and "probability" in output and output["label"].ndim:
         names = [labels[i] if i < len(labels) else str(i) for i in output["label"].tolist()]

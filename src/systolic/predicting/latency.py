@@ -45,13 +45,29 @@ class CallSizes:
     output_tokens: int
     """New tokens of each text; of decoders only."""
 
+    def of_texts(self) -> dict[str, int]:
+        """By name, for a call that reads and writes texts."""
+        return {
+            "rows": self.rows,
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": self.output_tokens,
+        }
+
 
 class TimedCall(ABC):
     """A model's call: warm it up once, then time it again and again."""
 
+    notes: Sequence[str] = ()
+    """What else to know of what it runs, a line each."""
+
     @abstractmethod
     def seconds(self, clock: Clock) -> dict[str, float]:
         """Seconds of each stage, with results ready."""
+
+    @property
+    def program(self) -> str:
+        """What a call runs, known after the first."""
+        return "predict step"
 
     @abstractmethod
     def sizes(self) -> dict[str, int]:
@@ -79,6 +95,11 @@ class GeneratedText(TimedCall):
         )
         self._counts = jnp.full((sizes.rows,), sizes.prompt_tokens, jnp.int32)
 
+    @property
+    def program(self) -> str:
+        """See :class:`TimedCall`."""
+        return "the loop of systolic generate"
+
     def seconds(self, clock: Clock) -> dict[str, float]:
         """See :class:`TimedCall`; ``decode`` is a token of each row, the mean of all new ones."""
         given, programs = self._given, self._programs
@@ -99,12 +120,7 @@ class GeneratedText(TimedCall):
 
     def sizes(self) -> dict[str, int]:
         """See :class:`TimedCall`."""
-        given = self._given
-        return {
-            "rows": given.rows,
-            "prompt_tokens": given.prompt_tokens,
-            "output_tokens": given.output_tokens,
-        }
+        return self._given.of_texts()
 
 
 class PredictedBatch(TimedCall):

@@ -7,6 +7,7 @@ from typing import Annotated
 from systolic.core.ranges import COUNT, POSITIVE, SHARE, with_choices
 from systolic.data.text.chat import template_for
 from systolic.data.text.instructions import Filling, Instructions, TooLong
+from systolic.data.text.row_forms import Columns, Pairs, Reading
 from systolic.interop.outline import outlined
 from systolic.job import (
     Adapter,
@@ -43,6 +44,8 @@ def sft(
     sequence: int = 1024,
     filling: Filling = Filling.packed,
     too_long: TooLong = TooLong.cut,
+    columns: Columns = Columns(),
+    pairs: Pairs = Pairs.refuse,
     adapter: AdapterKind = AdapterKind.none,
     rank: Annotated[int, COUNT] = 16,
     alpha: Annotated[float, POSITIVE] = 32.0,
@@ -59,18 +62,21 @@ def sft(
     checkpoints: Checkpoints = Checkpoints(every=50),
     guard: Guard = Guard(),
     seed: int = 0,
+    sample: str | None = "",
 ) -> Job:
     """Fine-tunes a language model on instructions: all of it, or low-rank adapters beside frozen weights (LoRA, QLoRA).
 
     Args:
         from_: The model: a Hugging Face directory, a Bundle, a GGUF file or a run. A forecast reads its config.json only, and takes the name of a published model.
-        data: JSONL, one conversation a line: messages (role, content), or prompt and completion, or instruction, input and output; or a folder of such files. A forecast does without.
+        data: Conversations, a row each: messages (role, content), ShareGPT's conversations (from, value), prompt and completion, question and answer, or instruction, input and output; in JSONL, a JSON array, Parquet, CSV or TSV, or a folder of such files. A forecast does without.
         validation: Validation conversations; by default a share of the data.
         validation_share: That share, chosen by a hash of each line.
         template: A chat template in jinja2; by default the model's own, or "### Instruction:" and "### Response:" where it has none.
         sequence: Tokens per row, which conversations are packed into; the model's context stays what the model was made for.
         filling: Several conversations in a row, which don't see each other, or one.
         too_long: Whether a conversation that is longer than a row is cut at its end or left out.
+        columns: Names of the data's columns where they are none of the usual ones.
+        pairs: Whether preference pairs (chosen, rejected) are refused, or their chosen answers learned like any others.
         adapter: What trains: all weights, low-rank adapters, or adapters beside matrices that are stored in 4 bits.
         rank: Columns of an adapter's first matrix, rows of its second.
         alpha: An adapter's product is scaled by alpha / rank.
@@ -87,6 +93,7 @@ def sft(
         checkpoints: When to save, and which to keep. Frozen weights are not saved: they come from the model again.
         guard: Handling of a loss that is not a number or jumps.
         seed: Seed of the adapters' initial weights and the order of the data.
+        sample: A message that the model answers after each evaluation; by default the first held-out conversation's. None for no samples.
     """
     own = WHOLE if adapter is AdapterKind.none else ADAPTERS
     # Callers in Python may give all of an optimizer.
@@ -105,6 +112,7 @@ def sft(
         validation_share=validation_share,
         filling=filling,
         too_long=too_long,
+        reading=Reading(columns=columns, pairs=pairs),
         stops=source.stops,
         vocab=source.model.vocab if isinstance(source.model, Decoder) else 0,
         around=source.around,
@@ -126,6 +134,7 @@ def sft(
         checkpoints=checkpoints,
         guard=guard,
         seed=seed,
+        sample=sample,
         start=from_,
         adapter=Adapter(kind=adapter, rank=rank, alpha=alpha, targets=targets),
     )

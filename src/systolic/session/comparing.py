@@ -11,10 +11,13 @@ from systolic.artifact.bundle import MANIFEST, RECORDED, open_bundle
 from systolic.artifact.tensors import SUFFIX
 from systolic.core.errors import OptionError, called
 from systolic.core.ranges import NOT_NEGATIVE
+from systolic.data.text.instructions import Instructions
 from systolic.job import Job
 from systolic.session.agreement import Agreement, agreement
+from systolic.session.answering import NO_ANSWERS, AnswerOptions, check_answers, scores_of
 from systolic.session.speeds import ModelSpeeds, SpeedOptions, speeds_of
 from systolic.session.trained import TrainedModel, in_files, keep_programs, prepare_model
+from systolic.steps.lengths import longest_text
 
 Say = Callable[[str], None]
 
@@ -31,6 +34,8 @@ class ComparisonOptions(SpeedOptions):
     """Data for both, read as ``systolic eval --path`` reads it; None measures no quality."""
     batches: Annotated[int, NOT_NEGATIVE] = 0
     """Batches of it; 0 is all."""
+    answers: AnswerOptions = NO_ANSWERS
+    """How answers to the conversations of the data are scored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +139,7 @@ def compare_models(
         SystolicError: a model can't be opened; as :func:`systolic.open`.
     """
     keep_programs()
+    check_answers(options.answers, options.data)
     paths = [Path(a), Path(b)]
     prepared = [prepare_model(path, trust=trust, warn=warn) for path in paths]
     _refuse_other_tasks(paths, [one.setup.job for one in prepared])
@@ -145,8 +151,10 @@ def compare_models(
     sides = [_described(model) for model in models]
     say("the same inputs")
     agreed = agreement(*models)
+    sequence = _common_rows(models, options)
     sides = [
-        _measured(side, model, options, say) for side, model in zip(sides, models, strict=True)
+        _measured(side, model, options, sequence, say)
+        for side, model in zip(sides, models, strict=True)
     ]
     speeds, timed = speeds_of(models, options, say)
     sides = [replace(side, speeds=one) for side, one in zip(sides, speeds, strict=True)]
@@ -226,11 +234,28 @@ def _recorded(model: TrainedModel) -> list[dict[str, Any]]:
 
 
 @called("--data")
+def _common_rows(models: Sequence[TrainedModel], options: ComparisonOptions) -> int | None:
+    """Tokens of a row for both where the data is conversations, so that they are cut at the same place: the longer row, at most what both models take."""
+    if options.data is None:
+        return None
+    jobs = [model.job_on(options.data) for model in models]
+    sizes = [job.data.sequence for job in jobs if isinstance(job.data, Instructions)]
+    limits = [most for job in jobs if (most := longest_text(job)) is not None]
+    return min([max(sizes), *limits]) if len(sizes) == len(jobs) else None
+
+
+@called("--data")
 def _measured(
-    side: ComparedModel, model: TrainedModel, options: ComparisonOptions, say: Say
+    side: ComparedModel,
+    model: TrainedModel,
+    options: ComparisonOptions,
+    sequence: int | None,
+    say: Say,
 ) -> ComparedModel:
     if options.data is None:
         return side
     say(f"{side.path.name} on {options.data}")
-    (metrics,) = model.evaluate(path=options.data, batches=options.batches).values()
-    return replace(side, measured=metrics)
+    (metrics,) = model.evaluate(
+        path=options.data, batches=options.batches, sequence=sequence
+    ).values()
+    return replace(side, measured=metrics | scores_of(model, options.data, options.answers, say))

@@ -27,6 +27,7 @@ from systolic.interop.probe import PROBES, probe_of
 from systolic.interop.recorded import few, few_outputs, record
 from systolic.interop.source import Source, open_source
 from systolic.job import Adapter, Job, MatrixFormat
+from systolic.session.answering import NO_ANSWERS, AnswerOptions, check_answers, scores_of
 from systolic.session.calibrating import (
     check_apart,
     check_calibration,
@@ -83,6 +84,9 @@ class QuantizedModel:
     before: Quality | None
     """``None`` where there was no data."""
     after: Quality | None
+    answers_before: Mapping[str, float]
+    """Means of the metrics of answers; {} without."""
+    answers_after: Mapping[str, float]
     outputs: Parity | None
     """Outputs of the quantized model beside those of the other on a probe; ``None`` for a kind of model without one."""
     choice: Choice | None = None
@@ -127,6 +131,8 @@ class QuantizedModel:
             "left": [asdict(one) for one in self.left],
             "before": None if self.before is None else asdict(self.before),
             "after": None if self.after is None else asdict(self.after),
+            "answers_before": dict(self.answers_before),
+            "answers_after": dict(self.answers_after),
             "outputs": None if self.outputs is None else self.outputs.to_json(),
             "choice": None if self.choice is None else self.choice.to_json(),
             "budget_met": self.budget_met,
@@ -144,6 +150,8 @@ class Evaluated:
     """Other data than a run's own."""
     batches: int = 0
     """The first so many; 0 for all."""
+    answers: AnswerOptions = NO_ANSWERS
+    """How answers to the conversations of ``data`` are scored."""
     calibration: Path | None = None
     """Other data, to whose inputs of the matrices codes of 4 bits and scales of activations are fitted; ``None`` fits codes to the weights alone, and
     scales to a run's own training data."""
@@ -180,6 +188,7 @@ def quantize_model(
     """
     path, out = Path(path), Path(out)
     check_free(out)
+    check_answers(on.answers, on.data)
     from systolic.interop.quantizing import formats_of, matrices_in, planned_tensors
 
     run, unmeasured = _known(path, to, keep, on, budget, trust)
@@ -202,13 +211,12 @@ def quantize_model(
             measure.keep(source.fingerprint(), *measure.where, *digests_at(job, on.calibration))
             choice = choose(measure, rounder, formats, budget, say)
             formats = dict(choice.formats)
-        before = _Figures.of(model, source, measure)
-        del model, measure  # before the other is opened
+        before = _Figures.of(model, source, measure, on)
+        del model, measure
         after = _written(source, out, (rounder, formats), (job, before, on), say)
         made = _result(out, source, (rounder, formats), (before, after), choice)
-        elsewhere = measured or job.data.read_elsewhere
-        notes = _notes(job, to)
-        return replace(made, measurable=elsewhere, unmeasured=unmeasured, notes=notes)
+        known = measured or job.data.read_elsewhere
+        return replace(made, measurable=known, unmeasured=unmeasured, notes=_notes(job, to))
 
 
 Chosen = tuple["Rounder", Mapping[str, MatrixFormat]]
@@ -309,7 +317,7 @@ def _written(
         say("quality after")
         model = _opened(open_source(made.describe(**about).folder), job)
         measure = None if before.metrics is None else _measure(model, on)
-        after = _Figures.of(model, source, measure)
+        after = _Figures.of(model, source, measure, on)
         if measure is not None and before.metrics is not None:
             about["evaluations"] = [measure.record(before.metrics, _step(source))]
         if after.outputs is not None:
@@ -368,6 +376,8 @@ def _result(
         matrices=[_described(one, formats.get(one.path)) for one in matrices.values()],
         before=before.quality,
         after=after.quality,
+        answers_before=before.answers,
+        answers_after=after.answers,
         outputs=after.beside(before, source),
         apart=after.apart(before),
         choice=choice,
@@ -403,17 +413,24 @@ class _Figures:
     """All of the evaluation; ``None`` where there is no data."""
     outputs: Any
     """float32[rows, ..., n] for the probe of its kind; ``None`` where there is none."""
+    answers: Mapping[str, float]
+    """Scores of its answers to conversations; {} without."""
 
     @classmethod
-    def of(cls, model: TrainedModel, source: Source, measure: Measure | None) -> "_Figures":
+    def of(
+        cls, model: TrainedModel, source: Source, measure: Measure | None, on: Evaluated
+    ) -> "_Figures":
         from systolic.interop.outputs import outputs_of
 
         outputs = None
         if type(source.model) in PROBES:
             outputs = outputs_of(model.setup.steps, model.weights, probe_of(source).ours)
         if measure is None:
-            return cls(quality=None, metrics=None, outputs=outputs)
-        return cls(quality=measure.before, metrics=measure.metrics, outputs=outputs)
+            return cls(quality=None, metrics=None, outputs=outputs, answers={})
+        answers = {} if on.data is None else scores_of(model, on.data, on.answers)
+        return cls(
+            quality=measure.before, metrics=measure.metrics, outputs=outputs, answers=answers
+        )
 
     def beside(self, before: "_Figures", source: Source) -> Parity | None:
         """Differences from the outputs before."""

@@ -20,8 +20,15 @@ from systolic.core.errors import (
 from systolic.data.text.text_data import TextData
 from systolic.job import Job, Precision
 from systolic.serving.names import ENDS
+from systolic.session.restored import restored_on_cpu
 from systolic.session.run_files import check_folder
-from systolic.session.trained import PreparedModel, is_model, keep_programs, prepare_model
+from systolic.session.trained import (
+    PreparedModel,
+    is_model,
+    keep_programs,
+    prepare_model,
+    set_up_here,
+)
 
 if TYPE_CHECKING:
     from systolic.aot.program_store import ProgramStore
@@ -332,14 +339,19 @@ def opened(
     warn: Callable[[str], None],
 ) -> PreparedModel:
     """The model on the devices of one of its engines, its weights not read."""
-    return prepare_model(
+
+    def place(job: Job, platform: str, devices: Sequence[Any]) -> Any:
+        return placing.place(job, platform, devices, number)
+
+    made = prepare_model(
         target.path,
         settings.checkpoint,
         precision=settings.precision,
         trust=settings.trust,
         warn=warn,
-        place=lambda job, platform, devices: placing.place(job, platform, devices, number),
+        place=place,
     )
+    return restored_on_cpu(made, lambda job: set_up_here(job, place=place), warn)
 
 
 def _engine(

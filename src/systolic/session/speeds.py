@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from systolic.aot import Compiler, StepKind
 from systolic.chips import Slice, slice
@@ -15,8 +15,19 @@ from systolic.forecasting.serving import Load
 from systolic.job import Batch, Job, Layout, Remat
 from systolic.models.decoder.config import Decoder
 from systolic.session.capacity import forecast_serving
+from systolic.session.restored import restored_on_cpu
 from systolic.session.server_layout import engine_layout
-from systolic.session.trained import PreparedModel, TrainedModel, keep_programs, prepare_model
+from systolic.session.trained import (
+    PreparedModel,
+    TrainedModel,
+    keep_programs,
+    prepare_model,
+    set_up_here,
+)
+from systolic.steps.lengths import longest_text
+
+if TYPE_CHECKING:
+    from systolic.predicting.latency import CallSizes, TimedCall
 
 Say = Callable[[str], None]
 CHUNK = 256
@@ -62,25 +73,37 @@ class ModelSpeeds:
 
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Median seconds of each stage of a call here."""
+    program: str | None = None
+    """What ran, such as ``decode 1, 4 pages`` of a server; ``None`` where nothing was timed."""
+    device: str | None = None
+    """Where it ran."""
+    notes: Sequence[str] = ()
+    """What else to know of what ran, a line each."""
     forecasts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """By slice: of a server for decoders, of the eval step for others."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         each = {name: dict(one) for name, one in self.forecasts.items()}
-        return {"seconds": dict(self.seconds), "forecasts": each}
+        return {
+            "seconds": dict(self.seconds),
+            "program": self.program,
+            "device": self.device,
+            "notes": list(self.notes),
+            "forecasts": each,
+        }
 
 
 def speeds_of(
     models: Sequence[TrainedModel], options: SpeedOptions, say: Say
 ) -> tuple[list[ModelSpeeds], Mapping[str, int]]:
     """Speeds of models whose calls are timed in turn; and what a call computed."""
-    seconds, timed = _timed_in_turn(models, options, say)
-    found = [
-        ModelSpeeds(seconds=one, forecasts=_forecasts(model.job, options, say))
-        for model, one in zip(models, seconds, strict=True)
+    found, timed = _timed_in_turn(models, options, say)
+    made = [
+        replace(one, forecasts=_forecasts(model.job, options, say))
+        for model, one in zip(models, found, strict=True)
     ]
-    return found, timed
+    return made, timed
 
 
 def speeds_beside(
@@ -96,7 +119,7 @@ def speeds_beside(
     keep_programs()
     prepared = {path: prepare_model(path, trust=trust) for path in paths}
     job = prepared[paths[0]].setup.job
-    if isinstance(job.model, Decoder) and (most := job.model.learned_positions):
+    if most := longest_text(job):
         room = max(1, most - options.output_tokens)
         options = replace(options, prompt_tokens=min(options.prompt_tokens, room))
     together = [list(paths)] if _fit(list(prepared.values())) else [[path] for path in paths]
@@ -139,11 +162,11 @@ def _speeds_after_writing(
 
 def _timed_in_turn(
     models: Sequence[TrainedModel], options: SpeedOptions, say: Say
-) -> tuple[list[Mapping[str, float]], Mapping[str, int]]:
+) -> tuple[list[ModelSpeeds], Mapping[str, int]]:
     """Median seconds of each stage of each model's calls, made in turn; and what a call computed."""
     if not options.repeats:
-        return [{} for _ in models], {}
-    from systolic.predicting.latency import CallSizes, medians, timed_call
+        return [ModelSpeeds() for _ in models], {}
+    from systolic.predicting.latency import CallSizes, medians
 
     say("latency")
     sizes = CallSizes(
@@ -151,9 +174,51 @@ def _timed_in_turn(
         prompt_tokens=options.prompt_tokens,
         output_tokens=options.output_tokens,
     )
-    calls = [timed_call(model.setup.steps, model.weights, sizes) for model in models]
+    calls = [server_call(model, sizes) for model in models]
     found = medians(calls, options.repeats)
-    return list(found), {**calls[0].sizes(), "repeats": options.repeats}
+    made = [
+        ModelSpeeds(
+            seconds=one,
+            program=call.program,
+            device=model.setup.machine.name,
+            notes=tuple(call.notes),
+        )
+        for model, call, one in zip(models, calls, found, strict=True)
+    ]
+    return made, {**calls[0].sizes(), "repeats": options.repeats}
+
+
+def server_call(model: TrainedModel, sizes: "CallSizes") -> "TimedCall":
+    """A call by the programs that ``systolic serve`` runs for a model on this machine: of a decoder an engine's steps, of any other the predict step.
+
+    Raises:
+        OptionError: a text is longer than the model takes.
+    """
+    if not isinstance(model.job.model, Decoder) or not isinstance(model.job.data, TextData):
+        from systolic.predicting.latency import timed_call
+
+        return timed_call(model.setup.steps, model.weights, sizes)
+    from systolic.aot.program_store import ProgramStore
+    from systolic.serving.layout import ServingLayout
+    from systolic.serving.text.opening import EngineSizes
+    from systolic.serving.text.placing import Placing
+    from systolic.serving.text.timed import ServedTexts
+
+    told: list[str] = []
+    placing = Placing(asked=ServingLayout(), sizes=EngineSizes())
+
+    def place(job: Job, platform: str, devices: Sequence[Any]) -> Any:
+        return placing.place(job, platform, devices, 0)
+
+    held = restored_on_cpu(
+        PreparedModel(setup=set_up_here(model.job, place=place), read=lambda: model.weights),
+        lambda job: set_up_here(job, place=place),
+        told.append,
+    )
+    steps = held.setup.steps
+    call = ServedTexts(steps, held.read, sizes, ProgramStore(steps))
+    call.notes = told
+    return call
 
 
 def _forecasts(job: Job, options: SpeedOptions, say: Say) -> Mapping[str, Mapping[str, Any]]:

@@ -1,6 +1,6 @@
 """A trained model, opened from its run or from files: it evaluates, generates and predicts on this machine's devices."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,6 +9,8 @@ from systolic.artifact.job_record import JobRecord
 from systolic.artifact.run import JOB, Run
 from systolic.core.errors import NotFoundError, OptionError, nearest
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, check_arguments
+from systolic.core.units import si
+from systolic.data.text.instructions import Instructions
 from systolic.data.text.sentences import Sentences
 from systolic.data.text.stops import Continuation
 from systolic.job import Job, Layout, Precision, Remat, Sampling, Split
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 Place = Callable[[Job, str, Sequence[Any]], tuple[Layout, Sequence[Any]] | None]
 """A job, a platform and its devices to a layout and the devices that it is for; None leaves it to the default."""
+Messages = Sequence[Mapping[str, Any]]
+"""``role`` and ``content`` of each message of a chat."""
 Metrics = dict[str, float]
 """Name of a metric to its mean over the data, such as ``bits_per_byte``."""
 
@@ -215,6 +219,16 @@ class TrainedModel:
         self.warn = self.warnings.append if warn is None else warn
         self._generators: dict[Sampling, Generator] = {}
 
+    def __repr__(self) -> str:
+        """What it is, in one line."""
+        from systolic.artifact.weights import sizes_of
+
+        sizes = sizes_of({**self.weights.params, **self.weights.model_state})
+        held = ", ".join(sizes.bytes_by_dtype)
+        step = f", step {self.step}" if self.step else ""
+        kind, task = type(self.job.model).__name__, type(self.job.task).__name__
+        return f"<TrainedModel {self.path}: {kind} for {task}, {si(sizes.elements)} parameters in {held}{step}, on {self.setup.machine.name}>"
+
     @property
     def job(self) -> Job:
         """The job, laid out over this machine's devices."""
@@ -255,6 +269,7 @@ class TrainedModel:
         *,
         path: Path | str | None = None,
         batches: Annotated[int, NOT_NEGATIVE] = 0,
+        sequence: int | None = None,
     ) -> dict[str, Metrics]:
         """Metrics over held-out data by the name of the split, or by ``path``.
 
@@ -262,6 +277,7 @@ class TrainedModel:
             split: Which part of the run's own data; by default all held-out parts.
             path: Other data, read as the run's own was; all of it is evaluated.
             batches: Reads only the first so many batches; 0 reads all.
+            sequence: Of conversations at ``path``: tokens of a row, by default those of the training, or 1,024.
 
         Raises:
             OptionError: both a split and a path are given, there is no such data, or ``batches`` is negative.
@@ -275,6 +291,8 @@ class TrainedModel:
         asked = split if split is None or isinstance(split, Split) else split_of(split)
         check_data(asked, path)
         job = self.job_on(path)
+        if sequence is not None and isinstance(job.data, Instructions):
+            job = replace(job, data=replace(job.data, sequence=sequence))
         try:
             chosen = splits(job, asked)
         except NotFoundError as error:
@@ -309,54 +327,67 @@ class TrainedModel:
 
     def generate(
         self,
-        prompts: str | Sequence[str],
+        prompts: str | Messages | Sequence[str | Messages],
         *,
         tokens: Annotated[int, COUNT] = 200,
         sampling: Sampling = Sampling(),  # noqa: B008
         stop: str | Sequence[str] = (),
         seed: int = 0,
         chat: bool = False,
+        system: str | None = None,
     ) -> list[str]:
-        """Texts that continue ``prompts``, one for each, without the prompt; arguments as :meth:`stream`."""
-        texts = [prompts] if isinstance(prompts, str) else prompts
-        if not isinstance(texts, Iterable):
-            raise OptionError(f"prompts is {prompts!r}; give a text or a list of texts")
+        """Texts that continue ``prompts``, one for each, without the prompt; arguments as :meth:`stream`. A list of messages is one prompt."""
+        if not isinstance(prompts, str | Iterable) or isinstance(prompts, Mapping):
+            raise OptionError(
+                f"prompts is {prompts!r}; give a text or a list of texts, messages or a list of such lists"
+            )
+        several: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
+        if several and isinstance(several[0], Mapping):
+            several = [several]
         return [
             "".join(
-                self.stream(text, tokens=tokens, sampling=sampling, stop=stop, seed=seed, chat=chat)
+                self.stream(
+                    one,
+                    tokens=tokens,
+                    sampling=sampling,
+                    stop=stop,
+                    seed=seed,
+                    chat=chat,
+                    system=system,
+                )
             )
-            for text in texts
+            for one in several
         ]
 
     def stream(
         self,
-        prompt: str,
+        prompt: str | Messages,
         *,
         tokens: Annotated[int, COUNT] = 200,
         sampling: Sampling = Sampling(),  # noqa: B008
         stop: str | Sequence[str] = (),
         seed: int = 0,
         chat: bool = False,
+        system: str | None = None,
     ) -> Continuation:
         """The text that continues a prompt, piece by piece as it is generated; ``finish`` then says how it ended: with a warning where the model takes no longer text.
 
         Args:
-            prompt: May be empty: the text then begins with the token that starts one.
+            prompt: May be empty: the text then begins with the token that starts one. Messages, each with role and content, are answered by the tokenizer's chat template.
             tokens: At most so many new tokens.
             sampling: How tokens are picked.
             stop: A string, or several: the text ends before the first of them.
             seed: The same seed gives the same text for a prompt.
             chat: The prompt is a user's message, which the model answers by its tokenizer's chat template.
+            system: A system message before the others; the prompt is then a message too.
 
         Raises:
-            OptionError: ``chat`` for a tokenizer without a template, the run was not trained on text, ``prompt`` is no text, is too long or is empty where no token starts a text, ``tokens`` is no whole number from 1, or a stop string is empty.
+            OptionError: messages for a tokenizer without a template, the run was not trained on text, ``prompt`` is no text, is too long or is empty where no token starts a text, ``tokens`` is no whole number from 1, or a stop string is empty.
             RunError: its model does not generate.
         """
-        if not isinstance(prompt, str):
-            raise OptionError(f"the prompt is {prompt!r}; give a text")
+        asked = turns_of(prompt, chat=chat, system=system)
         check_arguments(TrainedModel.stream, {"tokens": tokens}, str)
         generator = self._generator(sampling)
-        asked = [{"role": "user", "content": prompt}] if chat else prompt
         return generator.stream(asked, tokens=tokens, seed=seed, stop=stop, warn=self.warn)
 
     def _generator(self, sampling: Sampling) -> "Generator":
@@ -382,7 +413,8 @@ class TrainedModel:
         """Each file with its answer as plain values, as soon as it is known.
 
         The answer is ``label``, ``probability`` and ``top`` of an image, ``bits_per_byte``, ``perplexity``
-        and ``tokens`` of a text, ``embedding`` of a text for a model of embeddings, and ``error`` (one line)
+        and ``tokens`` of a text, ``embedding`` of a text for a model of embeddings, ``rows`` of a table (the
+        answers for each of its rows, for a recipe whose data are arrays), and ``error`` (one line)
         of a file that can't be read.
 
         Args:
@@ -402,7 +434,13 @@ class TrainedModel:
 
             yield from embeddings(self.setup.steps, self.weights, list(several))
             return
-        yield from predictions(self.setup.steps, self.weights, [Path(file) for file in several])
+        paths = [Path(file) for file in several]
+        if self.takes_rows:
+            from systolic.predicting.tables import rows_of
+
+            yield from rows_of(self.setup.steps, self.weights, paths)
+            return
+        yield from predictions(self.setup.steps, self.weights, paths)
 
     def outputs(self, file: Path | str) -> dict[str, Any]:
         """Outputs of an exported program for all examples of an ``.npz`` file: name to array [examples, ...].
@@ -417,9 +455,46 @@ class TrainedModel:
         return output_arrays(self.setup.steps, self.weights, Path(file))
 
     @property
+    def takes_rows(self) -> bool:
+        """Whether :meth:`predict` takes tables of rows: the recipe's data has no files of single examples."""
+        from systolic.predicting.tables import are_rows
+
+        return are_rows(self.job.data)
+
+    @property
     def takes_texts(self) -> bool:
         """Whether :meth:`predict` takes texts themselves beside files."""
         return isinstance(self.job.data, Sentences)
+
+
+def turns_of(prompt: Any, *, chat: bool, system: str | None) -> str | Messages:
+    """A prompt as the model is asked: a text to continue, or the messages of a chat.
+
+    Raises:
+        OptionError: it is neither, or the messages end with an answer or have a system's message beside the one that is given.
+    """
+    if isinstance(prompt, str):
+        if not chat and system is None:
+            return prompt
+        prompt = [{"role": "user", "content": prompt}]
+    elif not isinstance(prompt, Sequence) or not prompt:
+        raise OptionError(f"the prompt is {prompt!r}; give a text, or a list of messages")
+    for number, one in enumerate(prompt, 1):
+        if not isinstance(one, Mapping) or not isinstance(one.get("role"), str):
+            raise OptionError(f"message {number} of the prompt is {one!r}; give role and content")
+        if one.get("content") is None and not one.get("tool_calls"):
+            raise OptionError(f"message {number} of the prompt has no content; give a text")
+    if prompt[-1]["role"] == "assistant":
+        raise OptionError(
+            "the messages of the prompt end with an answer; end them with what the model shall answer"
+        )
+    if system is None:
+        return prompt
+    if prompt[0]["role"] == "system":
+        raise OptionError(
+            "the prompt has a system message and another one is given; leave one of them out"
+        )
+    return [{"role": "system", "content": system}, *prompt]
 
 
 def set_up_here(job: Job, run: Run | None = None, place: Place | None = None) -> "Setup":

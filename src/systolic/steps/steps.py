@@ -23,6 +23,7 @@ from systolic.models.adapters import A
 from systolic.steps import flops, storage
 from systolic.steps.network import Arrays, ModelStructure
 from systolic.steps.optimizer import build, num_updates, schedule
+from systolic.steps.shape_errors import shapes_named
 from systolic.steps.sharding import batch_specs, check_fields, optimizer_specs, parameter_spec
 from systolic.steps.state import GuardState, LossScale, TrainState, UpdateRates
 from systolic.steps.target import MeshTarget
@@ -289,14 +290,16 @@ class StepFunctions:
     def predict(self, params: Arrays, model_state: Arrays, batch: Batch) -> dict[str, jax.Array]:
         """The task's outputs, name to [batch, ...]."""
         module = self.network.module(self.network.cast(params), model_state, train=False)
-        return dict(self.job.task.outputs(module, batch))
+        with shapes_named(module, self.job.model, self.job.task, batch):
+            return dict(self.job.task.outputs(module, batch))
 
     def sums(
         self, params: Arrays, model_state: Arrays, batch: Batch, train: bool
     ) -> tuple[dict[str, Mean], Arrays]:
         """The task's terms of one batch as sums, and the module's variables after it."""
         module = self.network.module(self.network.cast(params), model_state, train)
-        terms = self.job.task.terms(module, batch, train)
+        with shapes_named(module, self.job.model, self.job.task, batch):
+            terms = self.job.task.terms(module, batch, train)
         mask = batch[MASK]
         sums = {name: _sum(value, mask) for name, value in terms.items()}
         return sums, self.network.variables(module)

@@ -5,6 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from systolic.artifact.objects import origin
+from systolic.core.errors import SystolicError
+from systolic.data.text.chat import Messages
+from systolic.data.text.instructions import Instructions
 from systolic.job import Job, Sampling
 from systolic.steps.steps import StepFunctions
 from systolic.training.generate import Generator
@@ -14,6 +17,8 @@ from systolic.training.progress import TrainingProgress
 from systolic.training.setup import Setup
 
 SAMPLE_TOKENS = 200
+LONGEST_QUESTION = 60
+"""Characters of a question that the next command asks."""
 
 
 def summarise(
@@ -58,13 +63,38 @@ def next_command(job: Job, run: Path, *, unfinished: bool) -> str:
     where = shlex.quote(str(run) if folder is None else folder.url)
     if unfinished:
         return f"systolic train --resume {where}"
+    if isinstance(job.data, Instructions):
+        return f"systolic generate {where} --chat {shlex.quote(_question(job.data))}"
     if job.sample is not None:
         prompt = f" {shlex.quote(job.sample)}" if job.sample else ""
         return f"systolic generate {where}{prompt}"
     return f"systolic eval {where}"
 
 
-def sample(steps: StepFunctions, params: Any, model_state: Any, prompt: str) -> str:
-    """Text that a language model generates after ``prompt``."""
-    generator = Generator(steps, params, model_state, Sampling())
+def _question(data: Instructions) -> str:
+    """A short question of the held-out conversations, to ask the model; an ellipsis where there is none."""
+    try:
+        found = said(data.question() or "")
+    except SystolicError:  # the data was moved meanwhile
+        found = ""
+    short = len(found) <= LONGEST_QUESTION and "\n" not in found
+    return found if found and short else "…"
+
+
+def sample_prompt(job: Job) -> str | Messages | None:
+    """What a job's model is asked for a sample: ``job.sample``, of conversations as a message, and for an empty one the first held-out conversation; ``None`` for no sample."""
+    if job.sample is None or not isinstance(job.data, Instructions):
+        return job.sample
+    return [{"role": "user", "content": job.sample}] if job.sample else job.data.question()
+
+
+def said(prompt: str | Messages) -> str:
+    """A prompt as text: of messages the last."""
+    return prompt if isinstance(prompt, str) else str(prompt[-1].get("content") or "")
+
+
+def sample(steps: StepFunctions, params: Any, model_state: Any, prompt: str | Messages) -> str:
+    """Text that a language model generates after ``prompt``; its likeliest answer to messages."""
+    sampling = Sampling() if isinstance(prompt, str) else Sampling(temperature=0.0)
+    generator = Generator(steps, params, model_state, sampling)
     return "".join(generator.stream(prompt, tokens=SAMPLE_TOKENS, seed=steps.job.seed))

@@ -19,6 +19,7 @@ from systolic.artifact.weights import plain_parameters
 from systolic.core.errors import RunError
 from systolic.data.process_share import first_reader
 from systolic.data.skipped_files import FILES
+from systolic.data.text.instructions import Instructions
 from systolic.job import GuardRule, Mode, Split
 from systolic.training import hosts
 from systolic.training.evaluate import Evaluator
@@ -27,7 +28,7 @@ from systolic.training.interrupt import Interrupt
 from systolic.training.keeper import Keeper
 from systolic.training.ledger import Ledger, Spent
 from systolic.training.meter import Meter
-from systolic.training.outcome import next_command, sample, summarise
+from systolic.training.outcome import next_command, said, sample, sample_prompt, summarise
 from systolic.training.probe import Probe
 from systolic.training.profile import DATA, FOLDER, METRICS, SessionTrace, part
 from systolic.training.programs import CompiledStep
@@ -123,6 +124,8 @@ class Trainer:
         self.interval = self.log_every or max(1, self.job.steps // RECORDS)
         self.progress = TrainingProgress()
         self.stop_reason = ""
+        self._sampled: int | None = None
+        """Step of the last sample; -1 after a failure."""
         self.notes_told = 0
         self.same = SameBatches()
         self.roll_call = RollCall(self.ledger, lambda: self.progress.step, self.caution)
@@ -426,6 +429,9 @@ class Trainer:
             sign = 1 if rule.mode is Mode.min else -1
             self.progress.judge(metrics[rule.metric] * sign)
             self._judge_patience()
+            if isinstance(self.job.data, Instructions):
+                with self.ledger.spend(Spent.sample):
+                    self._sample(state)
         if self._due(self.job.checkpoints.every) or (
             metrics is not None and self.job.checkpoints.keep_best
         ):
@@ -496,16 +502,21 @@ class Trainer:
         return unrated and bool(self.job.checkpoints.keep_best) and not self.evaluator.alike()
 
     def _sample(self, state: Any) -> None:
-        """Records the text that a language model generates after the job's prompt."""
-        prompt = self.job.sample
-        if prompt is None or hosts.several():
+        """Records the text that a language model generates after the job's prompt; once a step, and no more after a failure."""
+        if self._sampled in (self.progress.step, -1) or hosts.several():
             return
         try:
+            prompt = sample_prompt(self.job)
+            if prompt is None:
+                return
             text = sample(self.steps, state.evaluated, state.model_state, prompt)
         except Exception as error:  # a failed sample must not fail the run
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             self.caution("sample", f"no sample: {reason}")
+            self._sampled = -1
             return
-        self.say("sample", prompt=prompt, text=text)
+        self._sampled = self.progress.step
+        self.say("sample", prompt=said(prompt), text=text)
         if hosts.is_first():
-            self.run.append_sample({"step": self.progress.step, "prompt": prompt, "text": text})
+            record = {"step": self.progress.step, "prompt": said(prompt), "text": text}
+            self.run.append_sample(record)

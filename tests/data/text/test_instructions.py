@@ -174,8 +174,8 @@ def test_three_forms_of_a_line_are_the_same_conversation(folder: Path, tmp_path:
         ("{", "line 2 is not JSON"),
         ([1], "line 2 is not a JSON object"),
         (
-            {"question": "a"},
-            "line 2 has question; it lacks messages, or prompt and completion, or instruction and output",
+            {"title": "a"},
+            "line 2 has title; it lacks messages, or prompt and completion, or instruction and output",
         ),
         ({"prompt": "a"}, "line 2 has prompt and lacks completion"),
         ({"prompt": "a", "completion": 3}, "line 2 has a completion that is no text"),

@@ -49,6 +49,14 @@ def test_a_chat(page: Page) -> None:
     turns = page.locator("#log .turn").all_inner_texts()
     # The echo says the prompt again, as the template writes it; markup is shown, not carried out.
     assert turns == ["<b>hello</b>", "<user><b>hel"]
+    # A system prompt goes before all turns, whatever was said before.
+    page.click("#clear")
+    page.click("#settings summary")
+    page.fill("#system", "be brief")
+    page.fill("#text", "hello")
+    page.press("#text", "Enter")
+    expect(page.locator("#speed")).to_contain_text("12 tokens")
+    assert page.locator("#log .turn").all_inner_texts() == ["hello", "<system>be b"]
     page.fill("#tokens", "4000")
     page.fill("#text", "again")
     page.press("#text", "Enter")

@@ -3,7 +3,7 @@
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,6 +16,7 @@ from systolic.data.random_access import Picks, Table
 from systolic.data.text.chat import ChatTemplate, Rendered
 from systolic.data.text.line_files import is_lines, lines_of
 from systolic.data.text.messages import ANSWERS, Messages, arguments_of
+from systolic.data.text.row_forms import TABLES, USUAL, Reading, array_rows, as_messages, table_rows
 from systolic.data.text.rows import Piece, fit, lay
 from systolic.data.text.tokenizer import Tokenizer
 from systolic.job.data import Split
@@ -33,7 +34,7 @@ REASONS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thi
 """Fields of an answer that may stand without a content."""
 SHORT: Messages = ({"role": "user", "content": "a"}, {"role": ANSWERS, "content": "b"})
 """A question with its answer."""
-FORMS = "messages, or prompt and completion, or instruction and output"
+FORMS = "messages, or prompt and completion, or instruction and output, or question and answer"
 
 
 class Line(NamedTuple):
@@ -69,6 +70,8 @@ class Rows(Table):
     """conversations, learned (tokens), cut, dropped, unanswered, missing (answers), beyond (the model's context)."""
     sequence: int = 0
     context: int = 0
+    first: Messages | None = None
+    """The first conversation."""
 
     def __len__(self) -> int:
         return len(self.arrays["tokens"])
@@ -92,37 +95,113 @@ class Rows(Table):
 
 
 def files_of(path: Path) -> list[Path]:
-    """The files of conversations at a path: JSONL, which may be compressed, or Parquet.
+    """The files of conversations at a path: JSONL, which may be compressed, a JSON array, Parquet, CSV or TSV.
 
     Raises:
         NotFoundError: there is none.
     """
     if path.is_file():
         return [path]
-    found = sorted(file for file in path.glob("*") if is_lines(file))
+    found = sorted(file for file in path.glob("*") if has_rows(file))
     if not found:
-        what = "has no .jsonl or .parquet file" if path.is_dir() else "does not exist"
+        what = "has no .jsonl, .json, .parquet, .csv or .tsv file"
+        what = what if path.is_dir() else "does not exist"
         raise NotFoundError(f"{path} {what}; give a JSONL file of conversations with --data")
     return found
 
 
-def read(path: Path) -> Iterator[Line]:
+def has_rows(file: Path) -> bool:
+    """Whether a file of a folder holds rows, by its name."""
+    return is_lines(file) or file.suffix in TABLES
+
+
+def read(path: Path, reading: Reading = USUAL) -> Iterator[Line]:
     """The conversations at a path, in order.
 
     Raises:
-        DataError: a line is none; names it and what it lacks.
+        BadLinesError: lines are none; names the first and what it lacks, and holds all.
     """
+    bad: list[str] = []
+    for one in parsed(path, reading):
+        if isinstance(one, Line):
+            yield one
+        else:
+            bad.append(str(one))
+    if bad:
+        raise BadLinesError(bad)
+
+
+class BadLinesError(DataError):
+    """Lines that are no conversations."""
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        more = len(lines) - 1
+        told = f" ({more:,} more such lines; systolic data inspect sft lists all)" if more else ""
+        super().__init__(lines[0] + told)
+        self.lines = tuple(lines)
+        """What is wrong with each, with its place."""
+
+
+def parsed(path: Path, reading: Reading = USUAL) -> Iterator[Line | DataError]:
+    """The conversations at a path, in order, with what is wrong with those lines that are none; rows that the reading leaves out are not among them."""
     for file in files_of(path):
-        for place, line in lines_of(file):
+        for place, content in _rows_of(file):
+            if isinstance(content, DataError):
+                yield content
+                continue
+            line = content if isinstance(content, bytes) else msgspec.json.encode(content)
             hashed = hashlib.sha256(line.strip()).digest()
-            key = int.from_bytes(hashed[:8], "big") / 2.0**64
-            row = _row(line, place)
-            yield Line(place, messages_of(row, place), key, beside_of(row, place))
+            try:
+                row = _row(content, place)
+                messages, beside = messages_of(row, place, reading), beside_of(row, place)
+            except DataError as error:
+                yield error
+                continue
+            if messages is not None:
+                key = int.from_bytes(hashed[:8], "big") / 2.0**64
+                yield Line(place, messages, key, beside)
 
 
-def _row(line: bytes, place: str) -> dict[str, Any]:
+def are_conversations(path: Path, reading: Reading = USUAL) -> bool:
+    """Whether the first row at a path is a conversation, and no document with a field ``text``."""
     try:
-        row = msgspec.json.decode(line)
+        place, content = next(row for file in files_of(path) for row in _rows_of(file))
+        row = _row(content, place)
+        return not isinstance(row.get("text"), str) and messages_of(row, place, reading) is not None
+    except (StopIteration, NotFoundError, DataError, OSError):
+        return False
+
+
+def are_documents(path: Path, reading: Reading = USUAL) -> bool:
+    """Whether a path holds text without turns: files of text, or rows with a field ``text`` that are no conversations."""
+    try:
+        file = next(iter(files_of(path)), path)
+        if not has_rows(file):
+            return not are_conversations(path, reading)
+        place, content = next(_rows_of(file))
+        return isinstance(_row(content, place).get("text"), str)
+    except (StopIteration, NotFoundError, OSError):
+        return path.is_dir() and any(not has_rows(one) for one in path.iterdir())
+    except DataError:
+        return False
+
+
+def _rows_of(file: Path) -> Iterator[tuple[str, Any]]:
+    """Place and content of each row of a file: bytes of a line, fields, or what is wrong with it."""
+    if file.suffix in TABLES:
+        yield from table_rows(file)
+    elif (rows := array_rows(file)) is not None:
+        yield from rows
+    else:
+        yield from lines_of(file)
+
+
+def _row(content: Any, place: str) -> dict[str, Any]:
+    """Fields of a row."""
+    if isinstance(content, DataError):
+        raise content
+    try:
+        row = msgspec.json.decode(content) if isinstance(content, bytes) else content
     except (ValueError, RecursionError) as error:
         raise DataError(f"{place} is not JSON ({error}); each line is one JSON object") from error
     if not isinstance(row, dict):
@@ -155,8 +234,8 @@ def beside_of(row: Mapping[str, Any], place: str) -> dict[str, Any]:
     return found
 
 
-def messages_of(row: Mapping[str, Any], place: str) -> Messages:
-    """The turns of a row.
+def messages_of(row: Mapping[str, Any], place: str, reading: Reading = USUAL) -> Messages | None:
+    """The turns of a row; ``None`` for one to leave out.
 
     Raises:
         DataError: it is no conversation.
@@ -166,36 +245,13 @@ def messages_of(row: Mapping[str, Any], place: str) -> Messages:
             raise DataError(
                 f"{place} has {name}, which templates are not given here; take the field out, or write it into the system's turn"
             )
-    if "messages" in row:
-        return _turns(row["messages"], place)
-    for asks, answers in (("prompt", "completion"), ("instruction", "output")):
-        if asks not in row and answers not in row:
-            continue
-        texts = {name: row.get(name, "") for name in (asks, answers, "input", "system")}
-        for name, text in texts.items():
-            if name in (asks, answers) and name not in row:
-                raise DataError(
-                    f"{place} has {asks if name == answers else answers} and lacks {name}; add it"
-                )
-            if text is not None and not isinstance(text, str):
-                raise DataError(f"{place} has a {name} that is no text; give a text")
-        asked = texts[asks]
-        if asks == "instruction" and texts["input"]:
-            asked = f"{asked}\n\n{texts['input']}"
-        system = [{"role": "system", "content": texts["system"]}] if texts["system"] else []
-        return [
-            *system,
-            {"role": "user", "content": asked},
-            {"role": ANSWERS, "content": texts[answers] or ""},
-        ]
-    raise DataError(f"{place} has {', '.join(row) or 'no field'}; it lacks {FORMS}")
+    messages = as_messages(row, reading, place)
+    if messages is not None:
+        _check_turns(messages, place)
+    return messages
 
 
-def _turns(messages: Any, place: str) -> Messages:
-    if not isinstance(messages, list) or not messages:
-        raise DataError(
-            f"{place} has messages that are no list of turns; give role and content of each"
-        )
+def _check_turns(messages: Messages, place: str) -> None:
     for number, message in enumerate(messages, 1):
         lacking = _lacking(message)
         if lacking:
@@ -217,7 +273,6 @@ def _turns(messages: Any, place: str) -> Messages:
         raise DataError(
             f"{place} has no turn of the role {ANSWERS}, so nothing to learn; add one, or take the line out"
         )
-    return messages
 
 
 def _lacking(message: Any) -> list[str]:
@@ -243,27 +298,31 @@ def tokenized(lines: Sequence[Line], template: ChatTemplate, tokenizer: Tokenize
     A token of both an answer and the text before it is not learned.
 
     Raises:
-        DataError: the template refuses a conversation; names the line.
+        BadLinesError: the template refuses conversations; names the lines.
     """
-    made = []
+    made, bad = [], []
     for line in lines:
-        for name, taken in (
-            ("tools", template.takes_tools),
-            ("documents", template.takes_documents),
-        ):
-            if name in line.beside and not taken:
-                raise DataError(
-                    f"{line.place} has {name} and the chat template of {template.origin} takes none; take the field out, or write it into the system's turn"
-                )
         try:
+            _check_taken(line, template)
             made.append(template.conversation(line.messages, **line.beside))
         except DataError as error:
-            raise DataError(f"{line.place}: {error}") from error
+            bad.append(f"{line.place}: {error}")
+    if bad:
+        raise BadLinesError(bad)
     found = []
     encodings = tokenizer.spans([one.text for one in made])
     for one, (ids, starts, special) in zip(made, encodings, strict=True):
         found.append(Tokens(ids, _learned(one, starts, special), one.missing))
     return found
+
+
+def _check_taken(line: Line, template: ChatTemplate) -> None:
+    """Refuses what a line has beside its messages and the template does not read."""
+    for name, taken in (("tools", template.takes_tools), ("documents", template.takes_documents)):
+        if name in line.beside and not taken:
+            raise DataError(
+                f"it has {name} and the chat template of {template.origin} takes none; take the field out, or write it into the system's turn"
+            )
 
 
 def _learned(conversation: Rendered, starts: np.ndarray, special: np.ndarray) -> np.ndarray:
@@ -291,7 +350,9 @@ def closing(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
 
 def make_rows(data: "Instructions", split: Split) -> Rows:
     """Rows of a split."""
-    lines = list(read(data.file(split)))
+    read_lines = list(parsed(data.file(split), data.reading))
+    bad = [str(one) for one in read_lines if isinstance(one, DataError)]
+    lines = [one for one in read_lines if isinstance(one, Line)]
     if data.validation is None and len(lines) > 1 and data.validation_share:
         chosen = np.array([line.key < data.validation_share for line in lines])
         keys = np.array([line.key for line in lines])
@@ -302,7 +363,12 @@ def make_rows(data: "Instructions", split: Split) -> Rows:
     elif data.validation is None and split is Split.validation:
         lines = []
     tokenizer = data.get_tokenizer()
-    conversations = tokenized(lines, data.chat_template, tokenizer)
+    try:
+        conversations = tokenized(lines, data.chat_template, tokenizer)
+    except BadLinesError as error:
+        raise BadLinesError([*bad, *error.lines]) from error
+    if bad:
+        raise BadLinesError(bad)
     if data.vocab:
         for line, (ids, _, _) in zip(lines, conversations, strict=True):
             if (ids >= data.vocab).any():
@@ -310,7 +376,7 @@ def make_rows(data: "Instructions", split: Split) -> Rows:
                 raise DataError(
                     f"{line.place} has the token {tokenizer.token(other)!r} with the id {other} and the model has ids below {data.vocab}; take it out of the line or the template, or use the tokenizer that the model came with"
                 )
-    return _laid(data, conversations)
+    return replace(_laid(data, conversations), first=lines[0].messages if lines else None)
 
 
 def _laid(data: "Instructions", conversations: Sequence[Tokens]) -> Rows:

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 from systolic.core.errors import DataError, OptionError
 from systolic.core.files import as_paths
 from systolic.core.ranges import NOT_NEGATIVE, SHARE, check
-from systolic.data.text.chat import ChatTemplate
+from systolic.data.text.chat import ANSWERS, ChatTemplate
+from systolic.data.text.row_forms import USUAL, Reading
 from systolic.data.text.text_data import FILL, ROW, TextData, row_fields
 from systolic.data.text.tokenizer import Around, Tokenizer
 from systolic.job import Layout
 from systolic.job.data import Batches, Contents, Field, Read, Split
 
 if TYPE_CHECKING:
+    from systolic.data.text.chat import Messages
     from systolic.data.text.conversations import Rows
 
 
@@ -40,11 +42,12 @@ class TooLong(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Instructions(TextData):
-    """Conversations of a JSONL file (which may be compressed), of a Parquet file, or of a folder of them.
+    """Conversations of a file or of a folder of them: JSONL (which may be compressed), a JSON array, Parquet, CSV or TSV.
 
-    A line is one JSON object: ``{"messages": [{"role": …, "content": …}, …]}``, or ``{"prompt": …, "completion": …}``,
-    or ``{"instruction": …, "input": …, "output": …}`` (``input`` may be left out or empty; ``system`` may come beside the
-    last two). ``tools``, ``documents`` and ``chat_template_kwargs`` may come beside the messages. Rows are packed once; their order changes every epoch.
+    A row is one JSON object: ``{"messages": [{"role": …, "content": …}, …]}``, or ShareGPT's ``{"conversations": [{"from": …,
+    "value": …}, …]}``, or ``{"prompt": …, "completion": …}``, ``{"question": …, "answer": …}`` or ``{"instruction": …, "input": …,
+    "output": …}`` (``input`` may be left out or empty; ``system`` may come beside them). ``tools``, ``documents`` and
+    ``chat_template_kwargs`` may come beside the messages. Rows are packed once; their order changes every epoch.
     """
 
     path: Path | None
@@ -71,6 +74,8 @@ class Instructions(TextData):
     """Ids that end a generated text, besides the tokenizer's end and the template's end of an answer (generation_config.json: eos_token_id)."""
     vocab: Annotated[int, NOT_NEGATIVE] = 0
     """Token ids that the model has; conversations with others are refused. 0 for no limit."""
+    reading: Reading = USUAL
+    """Columns with other names than the usual ones, and what happens to preference pairs."""
     around: Around = Around.own
     """Tokens around a text without turns, as the model had them before."""
     positions: Annotated[int, NOT_NEGATIVE] = 0
@@ -138,9 +143,21 @@ class Instructions(TextData):
         """See :class:`TextData`; that of the training."""
         return self.chat_template
 
-    def at(self, path: Path) -> "Instructions":
-        """See :class:`Data`; the template and the rows are the same."""
+    def at(self, path: Path) -> TextData:
+        """See :class:`Data`; the template and the rows are the same. Text without turns is read as such."""
+        from systolic.data.text.conversations import are_documents
+        from systolic.data.text.prompts import Passages
+
+        if are_documents(path, self.reading):
+            return Passages(
+                path=path, validation=path, tokenizer=self.tokenizer, sequence=self.sequence
+            )
         return replace(self, path=path, validation=path)
+
+    def question(self) -> "Messages | None":
+        """The first turns of a validation conversation, up to its last answer; ``None`` where there is none."""
+        found = self.rows(Split.validation).first or self.rows(Split.train).first
+        return None if found is None else asked(found)
 
     def size(self, split: Split) -> int | None:
         """Rows of a split; reads and tokenizes its conversations."""
@@ -196,6 +213,7 @@ class Instructions(TextData):
                 "filling",
                 "too_long",
                 "validation_share",
+                "reading",
             )
         )
 
@@ -219,6 +237,47 @@ class Instructions(TextData):
         if read.split is Split.test:
             raise DataError("instructions have no test split; use validation")
         return open_table(self.rows(read.split), read, self.fields(), FILL)
+
+
+def held_out(
+    data: TextData, path: Path, sequence: int, stops: tuple[int, ...] = ()
+) -> Instructions | None:
+    """The conversations at a path in rows of a length, by the chat template of other data's tokenizer; ``None`` where there are none.
+
+    Args:
+        data: Whose tokenizer and template they are read by.
+        path: A file or folder.
+        sequence: Tokens per row.
+        stops: Ids that end a generated text.
+
+    Raises:
+        OptionError: there are conversations and no template.
+    """
+    from systolic.data.text.conversations import are_conversations
+
+    if not are_conversations(path):
+        return None
+    tokenizer, template = data.get_tokenizer(), data.find_template()
+    if template is None or tokenizer.path is None:
+        raise OptionError(
+            f"{path} holds conversations and the tokenizer {tokenizer.file() or 'of bytes'} has no chat template to read them by; give text, or put a chat_template.jinja beside the tokenizer.json"
+        )
+    return Instructions(
+        path=path,
+        validation=path,
+        tokenizer=tokenizer.path,
+        template=template.text,
+        tokens=template.tokens,
+        sequence=sequence,
+        stops=stops,
+        around=tokenizer.around,
+    )
+
+
+def asked(messages: "Messages") -> "Messages":
+    """The turns of a conversation before its last answer."""
+    last = max(at for at, one in enumerate(messages) if one["role"] == ANSWERS)
+    return messages[:last]
 
 
 @lru_cache(maxsize=4)

@@ -73,9 +73,11 @@ class Prompts(TextData):
             f"an imported model brings no {read.split.value} text; give the text with --path"
         )
 
-    def at(self, path: Path) -> "Passages":
-        """The text at a path, in rows of the same length."""
-        return Passages(
+    def at(self, path: Path) -> TextData:
+        """The text at a path, in rows of the same length; conversations by the tokenizer's chat template, where it has one."""
+        from systolic.data.text.instructions import held_out
+
+        return held_out(self, path, self.sequence, self.stops) or Passages(
             path=path, validation=path, tokenizer=self.tokenizer, sequence=self.sequence
         )
 

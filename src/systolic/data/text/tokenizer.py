@@ -238,6 +238,12 @@ class Tokenizer:
             return bytes(i for i in map(int, ids) if i < 256).decode("utf-8", "replace")
         return _load(self).backend.decode([int(i) for i in ids], skip_special_tokens=True)
 
+    def shown(self, ids: Iterable[int]) -> str:
+        """The text of some ids with the special tokens among them, for display."""
+        if self.path is None:
+            return self.decode(ids)
+        return _load(self).backend.decode([int(i) for i in ids], skip_special_tokens=False)
+
     def stream(self, before: Sequence[int] = ()) -> "TextStream":
         """A decoder for a stream of ids.
 

@@ -1,12 +1,14 @@
 """Weights of training or of files as those of serving, part by part: what was converted is freed at once."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.extend.core
 
 from systolic.aot.program_store import ProgramSpec, ProgramStore, made_ready
+from systolic.models.adapters import CODES, INPUTS, SCALES
+from systolic.models.quantized import Quantized
 from systolic.steps.paged import PagedSteps, ServingWeights
 
 Part = tuple[list[str], list[int]]
@@ -94,6 +96,21 @@ def _converted(paged: PagedSteps, like: Mapping[str, Any], given: Mapping[str, A
     network = paged.steps.network
     params = {path: array for path, array in whole.items() if path in network.params}
     return paged.weights(params, {p: a for p, a in whole.items() if p not in params})
+
+
+def with_floats(
+    params: Mapping[str, Any], model_state: Mapping[str, Any], paths: Sequence[str], dtype: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Parameters and other variables with the quantized matrices at some paths as parameters of a dtype."""
+    params, state = dict(params), dict(model_state)
+    restore = jax.jit(Quantized.restored, static_argnames="dtype")
+    for path in paths:
+        codes, scales, inputs = (
+            state.pop(f"{path}/{name}", None) for name in (CODES, SCALES, INPUTS)
+        )
+        made: Any = Quantized(codes=codes, scales=scales, inputs=inputs)
+        params[path] = restore(made, dtype=dtype)
+    return params, state
 
 
 def _abstract(array: Any) -> jax.ShapeDtypeStruct:

@@ -33,6 +33,18 @@ class TextProgram:
     lower: Callable[[], Any]
 
 
+class _MadeWhenRun(dict[Any, Any]):
+    """Programs that are made ready, and put here, when they are first asked for."""
+
+    def __init__(self, make: Callable[[Any], None]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, key: Any) -> Any:
+        self._make(key)
+        return self[key]
+
+
 @dataclass(kw_only=True)
 class Programs:
     """Compiled programs by their sizes."""
@@ -111,6 +123,11 @@ class Programs:
         """Makes the :attr:`largest` programs ready."""
         for program in self.largest:
             self._make(program)
+
+    def make_when_run(self) -> None:
+        """Makes steps and choices by temperature ready when they are first asked for, in place of :meth:`compile`."""
+        self.read = _MadeWhenRun(lambda shape: self._make(self._read(shape)))
+        self.choose = _MadeWhenRun(lambda texts: self._make(self._choose(texts)))
 
     def _make(self, program: TextProgram) -> None:
         if program.key in program.where:

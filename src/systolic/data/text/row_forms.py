@@ -1,0 +1,383 @@
+"""Rows of fine-tuning data in the forms that people have: ShareGPT, questions with answers, preference pairs; tables in CSV and TSV, and JSON arrays."""
+
+import csv
+import enum
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from systolic.core.errors import DataError, OptionError, nearest
+
+TABLES = (".csv", ".tsv")
+DELIMITERS = ",;\t|"
+MESSAGES = ("messages", "conversations", "conversation", "dialogue", "dialog", "turns", "chat")
+"""Columns of whole conversations."""
+ROLES, CONTENTS = ("role", "from", "speaker"), ("content", "value", "text")
+"""Fields of a turn: OpenAI's, ShareGPT's, others."""
+ASKS = ("prompt", "instruction", "question", "query", "problem", "user", "human")
+"""Columns of what is asked, the first that a row has."""
+REPLIES = ("completion", "output", "response", "answer", "reply", "solution", "assistant", "gpt")
+"""Columns of the answer, likewise."""
+INPUTS = ("input", "context")
+"""Columns of what an instruction is about; ``input`` alone is what is asked."""
+SYSTEMS = ("system", "system_prompt")
+CHOSEN, REJECTED, LABEL = "chosen", "rejected", "label"
+"""Columns of preference data: of pairs, and of single answers that are good or bad."""
+ALIASES = {
+    **dict.fromkeys(("human", "user", "prompter", "instruction"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "bot", "model", "chatgpt", "chatbot", "ai"), "assistant"),
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("tool", "observation", "function_response", "tool_response", "ipython"), "tool"),
+}  # fmt: skip
+"""Who speaks in ShareGPT's turns, as roles of messages."""
+CALLS = ("function_call", "tool_call")
+"""Who speaks where the model calls functions: the value is JSON with name and arguments, or a list of them."""
+
+
+class Pairs(enum.Enum):
+    """What happens to preference pairs, whose rows have a chosen and a rejected answer."""
+
+    refuse = "refuse"
+    """They are refused: no preference is learned of them here."""
+    chosen = "chosen"
+    """Their chosen answers are learned like any others; the rejected ones are left out."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Columns:
+    """Names of fields that a row has for its parts; those left empty are found by their usual names."""
+
+    messages: str = ""
+    """Whole conversations: a list of turns."""
+    role: str = ""
+    """Who speaks, of a turn."""
+    content: str = ""
+    """What is said, of a turn."""
+    prompt: str = ""
+    """What is asked."""
+    answer: str = ""
+    """What is answered."""
+    input: str = ""
+    """What is put behind the question, such as the text that it is about."""
+    system: str = ""
+    """The system's turn."""
+
+
+USUAL_COLUMNS = Columns()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """How rows become conversations.
+
+    Raises:
+        OptionError: ``columns`` as a mapping has an unknown part.
+    """
+
+    columns: Columns = USUAL_COLUMNS
+    pairs: Pairs = Pairs.refuse
+
+    def __post_init__(self) -> None:
+        if isinstance(self.columns, Mapping):
+            known = [one.name for one in fields(Columns)]
+            for name in self.columns:
+                if name not in known:
+                    raise OptionError(
+                        f"columns has {name!r}{nearest(str(name), known)}; it takes {', '.join(known)}"
+                    )
+            object.__setattr__(self, "columns", Columns(**self.columns))
+
+
+USUAL = Reading()
+"""Columns by their usual names."""
+
+
+def table_rows(
+    file: Path, *, blanks: bool = False
+) -> Iterator[tuple[str, dict[str, Any] | DataError]]:
+    """Place (``data.csv line 3``) and fields of each row of a CSV or TSV file, whose first line names the columns; or what is wrong with the row.
+
+    The delimiter of a .csv file is the one of ``, ; | tab`` that its first line has most.
+
+    Args:
+        file: The file.
+        blanks: Whether empty cells are fields too.
+
+    Raises:
+        DataError: it is no text in UTF-8, or has no names.
+    """
+    csv.field_size_limit(2**31 - 1)
+    try:
+        with file.open(encoding="utf-8-sig", newline="") as lines:
+            first = lines.readline()
+            lines.seek(0)
+            delimiter = "\t" if file.suffix == ".tsv" else max(DELIMITERS, key=first.count)
+            reader = csv.DictReader(lines, delimiter=delimiter, strict=True)
+            names = reader.fieldnames or ()
+            if len(set(names)) < len(names) or not all(name.strip() for name in names):
+                raise DataError(
+                    f"{file} line 1 does not name its columns, each by another name ({first.strip()[:80]}); write the names there"
+                )
+            last = reader.line_num
+            for row in reader:
+                place, last = f"{file} line {last + 1}", reader.line_num
+                if None in row or None in row.values():
+                    cells = sum(value is not None for name, value in row.items() if name)
+                    have = cells + len(row.get(None) or ())
+                    yield (
+                        place,
+                        DataError(
+                            f"{place} has {have} columns and the first line names {len(names)}; put texts with {delimiter!r} or line breaks in double quotes"
+                        ),
+                    )
+                    continue
+                yield place, {name.strip(): value for name, value in row.items() if value or blanks}
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{file} is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8"
+        ) from error
+    except csv.Error as error:
+        raise DataError(
+            f"{file} line {last + 1} is no {file.suffix[1:].upper()} ({error}); check its quotes"
+        ) from error
+
+
+def array_rows(file: Path) -> Iterator[tuple[str, Any]] | None:
+    """Place (``data.json row 3``) and value of each element of a file that is one JSON array; ``None`` for any other file.
+
+    Raises:
+        DataError: it begins as an array and is none.
+    """
+    with file.open("rb") as lines:
+        start = lines.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
+    if file.suffix != ".json" or not start.startswith(b"["):
+        return None
+    try:
+        rows = msgspec.json.decode(file.read_bytes().removeprefix(b"\xef\xbb\xbf"))
+    except ValueError as error:
+        raise DataError(
+            f"{file} begins as a JSON array and is none ({error}); write it again"
+        ) from error
+    return ((f"{file} row {number}", row) for number, row in enumerate(rows, 1))
+
+
+def as_messages(row: Mapping[str, Any], reading: Reading, place: str) -> list[Any] | None:
+    """The turns of a row in any of the forms, as ``role`` and ``content``; ``None`` for a row to leave out, whose answer is a bad one.
+
+    Raises:
+        DataError: it has none of the forms; names what it has and lacks.
+    """
+    columns = reading.columns
+    _check_columns(row, columns, place)
+    low = {name.lower(): name for name in reversed(list(row))}
+    if CHOSEN in low and REJECTED in low:
+        return _chosen(row, low, reading, place)
+    if isinstance(row.get(low.get(LABEL, "")), bool) and _named(low, ASKS) is not None:
+        return _labelled(row, low, reading, place)
+    field = columns.messages or _conversation(row, low)
+    if field is not None and not (columns.prompt and columns.answer):
+        turns = _decoded(row[field])
+        if not isinstance(turns, list) or not turns:
+            raise DataError(
+                f"{place} has {field} that are no list of turns; give role and content of each"
+            )
+        made = [_turn(one, columns, f"{place}, turn {n}") for n, one in enumerate(turns, 1)]
+        told = made[0].get("role") == "system"
+        return made if told else [*_system(row, low, columns, place), *made]
+    return _asked(row, low, columns, place)
+
+
+def _asked(
+    row: Mapping[str, Any], low: Mapping[str, str], columns: Columns, place: str
+) -> list[Any]:
+    """A question with its answer."""
+    asks = columns.prompt or _named(low, ASKS)
+    replies = columns.answer or _named(low, REPLIES)
+    extra = columns.input or _named(low, INPUTS)
+    if asks is None and replies is not None:
+        asks, extra = extra, None
+    if asks is None or replies is None:
+        _refuse_half(row, asks, replies, place)
+    assert asks is not None
+    assert replies is not None
+    question, answer = _decoded(row[asks]), _decoded(row[replies])
+    if not isinstance(question, list):
+        more = _text(row, extra, place)
+        text = _text(row, asks, place) + (f"\n\n{more}" if more else "")
+        question = [{"role": "user", "content": text}]
+    if not isinstance(answer, list):
+        answer = [{"role": "assistant", "content": _text(row, replies, place)}]
+    turns = [*_system(row, low, columns, place), *question, *answer]
+    return [_turn(one, columns, f"{place}, turn {n}") for n, one in enumerate(turns, 1)]
+
+
+def _refuse_half(row: Mapping[str, Any], asks: str | None, replies: str | None, place: str) -> None:
+    """Raises DataError for a row without a question or without an answer."""
+    if asks is None and replies is None:
+        raise DataError(
+            f"{place} has {', '.join(row) or 'no field'}; it lacks messages, or prompt and completion, or instruction and output, or question and answer; name other columns with --columns.prompt and --columns.answer"
+        )
+    if replies is None:
+        lacks = {"prompt": "completion", "instruction": "output"}.get(asks or "", "answer")
+        raise DataError(
+            f"{place} has {asks} and lacks {lacks}; add it, or name the column of the answer with --columns.answer"
+        )
+    lacks = {"completion": "prompt", "output": "instruction"}.get(replies, "question")
+    raise DataError(
+        f"{place} has {replies} and lacks {lacks}; add it, or name the column of the question with --columns.prompt"
+    )
+
+
+def _conversation(row: Mapping[str, Any], low: Mapping[str, str]) -> str | None:
+    """The column of the whole conversation: one that is named so, and of the less usual names one with a list."""
+    for name in MESSAGES:
+        if name in low and (name in MESSAGES[:2] or isinstance(_decoded(row[low[name]]), list)):
+            return low[name]
+    return None
+
+
+def _chosen(
+    row: Mapping[str, Any], low: Mapping[str, str], reading: Reading, place: str
+) -> list[Any]:
+    """The chosen answer of a preference pair, with what it answers."""
+    if reading.pairs is Pairs.refuse:
+        raise DataError(
+            f"{place} is a preference pair ({low[CHOSEN]} and {low[REJECTED]}), and sft learns answers, not preferences; give --pairs chosen to learn the chosen answers alone"
+        )
+    columns = reading.columns
+    asks = columns.prompt or _named(low, ASKS) or columns.messages or _conversation(row, low)
+    before, answer = _decoded(row[asks]) if asks else [], _decoded(row[low[CHOSEN]])
+    if isinstance(before, str):
+        before = [{"role": "user", "content": before}] if before else []
+    if isinstance(answer, dict):
+        answer = [answer]
+    if isinstance(answer, str):
+        if not before:
+            raise DataError(
+                f"{place} has a chosen text and no prompt; name the column of the prompt with --columns.prompt"
+            )
+        answer = [{"role": "assistant", "content": answer}]
+    if not isinstance(before, list) or not isinstance(answer, list):
+        raise DataError(f"{place} has a {low[CHOSEN]} that is neither a text nor a list of turns")
+    # A chosen conversation that begins with its prompt is whole.
+    whole = bool(answer) and isinstance(answer[0], dict)
+    whole = whole and _role(answer[0], columns) != "assistant"
+    turns = answer if whole else [*before, *answer]
+    made = [_turn(one, columns, f"{place}, turn {n}") for n, one in enumerate(turns, 1)]
+    return [*_system(row, low, columns, place), *made]
+
+
+def _labelled(
+    row: Mapping[str, Any], low: Mapping[str, str], reading: Reading, place: str
+) -> list[Any] | None:
+    """An answer that is labelled good; ``None`` for a bad one."""
+    if reading.pairs is Pairs.refuse:
+        raise DataError(
+            f"{place} is an answer labelled good or bad ({low[LABEL]}), and sft learns answers, not preferences; give --pairs chosen to learn the good answers alone"
+        )
+    return _asked(row, low, reading.columns, place) if row[low[LABEL]] else None
+
+
+def _system(
+    row: Mapping[str, Any], low: Mapping[str, str], columns: Columns, place: str
+) -> list[Any]:
+    text = _text(row, columns.system or _named(low, SYSTEMS), place)
+    return [{"role": "system", "content": text}] if text else []
+
+
+def _turn(turn: Any, columns: Columns, place: str) -> dict[str, Any]:
+    """A turn with ``role`` and ``content``; other fields as they are."""
+    if not isinstance(turn, dict):
+        raise DataError(f"{place} is no object; give role and content")
+    role, content = columns.role or _first(turn, ROLES), columns.content or _first(turn, CONTENTS)
+    if role == "role" and content == "content":
+        return turn
+    if role is None or not isinstance(turn.get(role), str):
+        raise DataError(
+            f"{place} lacks a text in role (or from); it has {', '.join(turn) or 'nothing'}; name the field with --columns.role"
+        )
+    who = turn[role]
+    made = {name: value for name, value in turn.items() if name not in (role, content)}
+    if who.lower() in CALLS:
+        return {
+            **made,
+            "role": "assistant",
+            "content": None,
+            "tool_calls": _calls(turn, content, place),
+        }
+    known = ALIASES.get(who.lower())
+    if known is None and role != "role":
+        raise DataError(
+            f"{place} is from {who!r}{nearest(who.lower(), list(ALIASES))}, which is nobody known; take {', '.join(ALIASES)} or {CALLS[0]}"
+        )
+    said = turn.get(content) if content is not None else None
+    return {"role": known or who, "content": said, **made}
+
+
+def _calls(turn: Mapping[str, Any], content: str | None, place: str) -> list[Any]:
+    """Calls of functions, from JSON."""
+    value = turn.get(content) if content is not None else None
+    try:
+        found: Any = json.loads(value) if isinstance(value, str) else value
+        calls: list[Any] = found if isinstance(found, list) else [found]
+        return [
+            {
+                "type": "function",
+                "function": {
+                    "name": one["name"],
+                    "arguments": one.get("arguments", one.get("parameters", {})),
+                },
+            }
+            for one in calls
+        ]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DataError(
+            f'{place} calls a function without JSON of its name and arguments ({error}); write {{"name": …, "arguments": {{…}}}}'
+        ) from error
+
+
+def _check_columns(row: Mapping[str, Any], columns: Columns, place: str) -> None:
+    """Refuses a row that lacks a column which was named."""
+    for option in ("messages", "prompt", "answer"):
+        name = getattr(columns, option)
+        if name and name not in row:
+            raise DataError(
+                f"{place} has no {name} (--columns.{option}){nearest(name, list(row))}; it has {', '.join(row) or 'no field'}"
+            )
+
+
+def _text(row: Mapping[str, Any], name: str | None, place: str) -> str:
+    """A text of a row; "" for a field that is not there or null."""
+    value = "" if name is None else row.get(name)
+    if value is not None and not isinstance(value, str):
+        raise DataError(f"{place} has a {name} that is no text; give a text")
+    return value or ""
+
+
+def _decoded(value: Any) -> Any:
+    """A list that a table holds as JSON; any other value as it is."""
+    if isinstance(value, str) and value.lstrip().startswith("[{"):
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _role(turn: Mapping[str, Any], columns: Columns) -> str | None:
+    name = columns.role or _first(turn, ROLES)
+    who = None if name is None else turn.get(name)
+    return ALIASES.get(who.lower(), who) if isinstance(who, str) else None
+
+
+def _named(low: Mapping[str, str], names: Sequence[str]) -> str | None:
+    """The row's own name of the first of the names that it has."""
+    return next((low[name] for name in names if name in low), None)
+
+
+def _first(row: Mapping[str, Any], names: Sequence[str]) -> str | None:
+    return next((name for name in names if name in row), None)

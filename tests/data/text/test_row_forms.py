@@ -1,0 +1,175 @@
+"""Forms of fine-tuning data as people have them: all become the same turns, and what can't be learned is named as what it is."""
+
+import csv
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from systolic.core.errors import DataError, OptionError
+from systolic.data.text.conversations import BadLinesError, Line, parsed, read
+from systolic.data.text.row_forms import Columns, Pairs, Reading
+
+ASKED = {"role": "user", "content": "What is 2 + 2?"}
+TURNS = [ASKED, {"role": "assistant", "content": "4"}]
+TOLD = [{"role": "system", "content": "Be short."}, *TURNS]
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
+CHOSEN = Reading(pairs=Pairs.chosen)
+
+
+def turns(folder: Path, row: Any, reading: Reading = Reading()) -> Any:  # noqa: B008
+    (folder / "data.jsonl").write_text(json.dumps(row) + "\n")
+    return [line.messages for line in read(folder / "data.jsonl", reading)]
+
+
+def share(*said: tuple[str, str]) -> list[dict[str, str]]:
+    return [{"from": who, "value": what} for who, what in said]
+
+
+@pytest.mark.parametrize(
+    ("row", "wanted"),
+    [
+        ({"conversations": share(("human", "What is 2 + 2?"), ("gpt", "4"))}, TURNS),
+        (
+            {
+                "id": "x",
+                "conversations": share(("system", "Be short."), ("User", "What is 2 + 2?"), ("ChatGPT", "4")),
+            },
+            TOLD,
+        ),
+        ({"system": "Be short.", "conversations": share(("human", "What is 2 + 2?"), ("bot", "4"))}, TOLD),
+        # A column of a dataset that holds the conversation as JSON.
+        ({"conversations": json.dumps(share(("human", "What is 2 + 2?"), ("gpt", "4")))}, TURNS),
+        ({"conversations": TURNS}, TURNS),
+        ({"conversation": [{"role": "user", "text": "What is 2 + 2?"}, {"role": "model", "text": "4"}]}, TURNS),
+        ({"question": "What is 2 + 2?", "answer": "4"}, TURNS),
+        ({"Question": "What is 2 + 2?", "Answer": "4", "turns": 1}, TURNS),
+        ({"instruction": "What is 2 + 2?", "context": "", "response": "4", "category": "qa"}, TURNS),
+        ({"input": "What is 2 + 2?", "output": "4"}, TURNS),
+        ({"system_prompt": "Be short.", "question": "What is 2 + 2?", "response": "4"}, TOLD),
+        ({"prompt": TOLD[:2], "completion": TURNS[1:]}, TOLD),
+        ({"prompt": TOLD[:2], "completion": "4"}, TOLD),
+    ],
+)  # fmt: skip
+def test_a_row_in_any_form_is_a_conversation(tmp_path: Path, row: Any, wanted: Any) -> None:
+    assert turns(tmp_path, row) == [wanted]
+
+
+def test_calls_of_functions_are_turns(tmp_path: Path) -> None:
+    said = share(
+        ("human", "What is 2 + 2?"),
+        ("function_call", json.dumps({"name": "add", "arguments": {"a": 2, "b": 2}})),
+        ("observation", "4"),
+        ("gpt", "It is 4."),
+    )
+    (found,) = turns(tmp_path, {"conversations": said})
+    assert found == [
+        ASKED,
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": "4"},
+        {"role": "assistant", "content": "It is 4."},
+    ]
+    with pytest.raises(DataError, match="turn 2 calls a function without JSON of its name and arg"):
+        turns(tmp_path, {"conversations": share(("human", "a"), ("function_call", "add(2)"))})
+
+
+@pytest.mark.parametrize(
+    ("columns", "row"),
+    [
+        (Columns(prompt="Frage", answer="Antwort"), {"Frage": "What is 2 + 2?", "Antwort": "4", "messages": "none"}),
+        (Columns(prompt="q"), {"q": "What is 2 + 2?", "answer": "4", "question": "another"}),
+        (Columns(messages="log", role="who", content="said"), {"log": [{"who": "user", "said": "What is 2 + 2?"}, {"who": "assistant", "said": "4"}]}),
+    ],
+)  # fmt: skip
+def test_columns_have_any_names(tmp_path: Path, columns: Columns, row: Any) -> None:
+    assert turns(tmp_path, row, Reading(columns=columns)) == [TURNS]
+    with pytest.raises(DataError, match=r"--columns\.\w+.*it has title"):
+        turns(tmp_path, {"title": "x"}, Reading(columns=columns))
+    with pytest.raises(OptionError, match="columns has 'anser'; did you mean answer"):
+        Reading(columns={"anser": "x"})  # ty: ignore[invalid-argument-type]
+
+
+@pytest.mark.parametrize(
+    ("row", "wanted"),
+    [
+        ({"prompt": "What is 2 + 2?", "chosen": "4", "rejected": "5"}, TURNS),
+        ({"question": "What is 2 + 2?", "chosen": "4", "rejected": "5", "system": "Be short."}, TOLD),
+        ({"chosen": TURNS, "rejected": [ASKED, {"role": "assistant", "content": "5"}]}, TURNS),
+        # As UltraFeedback has it: the prompt also begins the conversations.
+        ({"prompt": "What is 2 + 2?", "chosen": TURNS, "rejected": TURNS}, TURNS),
+        ({"prompt": [ASKED], "chosen": TURNS[1:], "rejected": TURNS[1:]}, TURNS),
+        ({"conversations": share(("human", "What is 2 + 2?")), "chosen": {"from": "gpt", "value": "4"}, "rejected": {"from": "gpt", "value": "5"}}, TURNS),
+        ({"prompt": "What is 2 + 2?", "completion": "4", "label": True}, TURNS),
+    ],
+)  # fmt: skip
+def test_preferences_are_named_and_their_chosen_answers_used_when_asked(
+    tmp_path: Path, row: dict[str, Any], wanted: Any
+) -> None:
+    what = "an answer labelled good or bad" if "label" in row else "a preference pair"
+    with pytest.raises(DataError, match=rf"line 1 is {what} .* give --pairs chosen to learn"):
+        turns(tmp_path, row)
+    assert turns(tmp_path, row, CHOSEN) == [wanted]
+    if "label" in row:
+        assert turns(tmp_path, {**row, "label": False}, CHOSEN) == []
+
+
+def test_tables_and_arrays_are_rows(tmp_path: Path) -> None:
+    said = 'She said "4",\nand was right; é'
+    for name, delimiter in (("a.csv", ","), ("b.csv", ";"), ("c.tsv", "\t")):
+        # As a spreadsheet saves it, with a byte order mark.
+        with (tmp_path / name).open("w", encoding="utf-8-sig", newline="") as file:
+            rows = csv.writer(file, delimiter=delimiter)
+            rows.writerows([["id", "question", "answer"], [1, "a\tb", said], [2, "c", "d"]])
+        lines = list(read(tmp_path / name))
+        assert [line.messages[1]["content"] for line in lines] == [said, "d"]
+        assert lines[0].messages[0]["content"] == "a\tb"
+        assert [Path(line.place).name for line in lines] == [f"{name} line 2", f"{name} line 4"]
+    array = [{"instruction": "a", "input": "", "output": "b"}, {"instruction": "c", "output": "d"}]
+    (tmp_path / "alpaca.json").write_text(json.dumps(array, indent=2))
+    lines = list(read(tmp_path / "alpaca.json"))
+    assert [line.messages[1]["content"] for line in lines] == ["b", "d"]
+    assert lines[1].place.endswith("alpaca.json row 2")
+    assert len(list(read(tmp_path))) == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("a.csv", "question,answer\na,b\nc,d, e\n", r"line 3 has 3 columns and the first line names 2; put texts with ','"),
+        ("a.csv", "question,question\na,b\n", "line 1 does not name its columns, each by another name"),
+        ("a.csv", "a,b\nc,d\n", "line 2 has a, b; it lacks messages"),
+        ("a.tsv", 'question\tanswer\na\t"b', "line 2 is no TSV"),
+        ("a.json", '[{"question": "a"', "begins as a JSON array and is none"),
+        ("a.jsonl", '{"conversations": [{"from": "robot", "value": "a"}]}', "turn 1 is from 'robot'; did you mean bot"),
+        ("a.jsonl", '{"conversations": ["a"]}', "turn 1 is no object; give role and content"),
+        ("a.jsonl", '{"question": "a"}', "has question and lacks answer; .* --columns.answer"),
+        ("a.jsonl", '{"response": "a"}', "has response and lacks question; .* --columns.prompt"),
+        ("a.jsonl", '{"chosen": "a", "rejected": "b"}', "is a preference pair"),
+    ],
+)  # fmt: skip
+def test_what_is_no_conversation_is_one_line(
+    tmp_path: Path, name: str, text: str, says: str
+) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=says) as caught:
+        list(read(tmp_path / name))
+    assert "\n" not in str(caught.value)
+
+
+def test_all_bad_lines_are_found_at_once(tmp_path: Path) -> None:
+    good = json.dumps({"messages": TURNS})
+    file = tmp_path / "data.jsonl"
+    file.write_text(
+        "\n".join([good, "{", good, '{"question": "a"}', '{"chosen": 1, "rejected": 2}'])
+    )
+    assert sum(isinstance(one, Line) for one in parsed(file)) == 2
+    with pytest.raises(BadLinesError) as caught:
+        list(read(file))
+    assert [re.search(r"line \d", one)[0] for one in caught.value.lines] == [
+        "line 2",
+        "line 4",
+        "line 5",
+    ]  # ty: ignore[not-subscriptable]
+    assert "(2 more such lines; systolic data inspect sft lists all)" in str(caught.value)
