@@ -1,5 +1,6 @@
 """``systolic.explain``: a job, a run, a profile or a saved forecast in, frozen values out."""
 
+import html
 import re
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,11 @@ def test_a_step_is_explained_with_what_changes_gain(
     ]
     told = [one.remedy for one in seen if one.remedy is not None]
     assert sorted(told, key=lambda one: one.text) == sorted(made.remedies, key=lambda one: one.text)
+    page = html.unescape(re.sub(r"<[^>]+>", "", made._repr_html_()))
+    assert made.causes[0].title in page
+    assert f"the best that keeps training the same: {made.best.text}" in " ".join(page.split())
+    assert made.best.text in repr(made)
+    assert len(repr(made)) < 600
 
 
 @pytest.mark.parametrize(

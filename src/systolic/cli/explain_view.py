@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from systolic.aot import StepKind
-from systolic.chips.flags import described, spoken
+from systolic.chips.flags import spoken
 from systolic.cli.output import print_json
 from systolic.core.units import duration, gibibytes
 from systolic.explaining.cause import Cause
@@ -16,7 +16,14 @@ from systolic.planning.candidate import Candidate
 from systolic.planning.ladder import difference
 from systolic.planning.plan import reason_of
 from systolic.planning.remedies import Remedy
-from systolic.report.explain.text import print_causes
+from systolic.report.explain.text import (
+    QUICK,
+    print_causes,
+    profile_remark,
+    run_remarks,
+    step_remarks,
+    step_title,
+)
 from systolic.report.forecast.text import print_forecast
 from systolic.report.plan.progress import stage
 from systolic.report.plan.readings import step
@@ -32,7 +39,6 @@ from systolic.session.profiles import ProfileExplanation, is_profile
 from systolic.session.runs import RunExplanation
 from systolic.session.saved import RecipeStep, StepComparison
 
-QUICK = "from the compiler's schedule, the time of ops estimated: systolic forecast without --quick has the compiler's cycles"
 CHANGES_TRAINING = "  [changes training]"
 HEADS: Mapping[ExplainStage, str] = {
     ExplainStage.changing: "\nup to {} changes, each compiled and forecast again, and what helps together:",
@@ -169,15 +175,11 @@ def applied(
 
 def print_step(made: StepExplanation) -> None:
     """Causes of a step that fits."""
-    seconds = made.forecast.step_seconds
-    assert seconds is not None
-    least = "at least " if made.forecast.is_lower_bound else ""
-    title = f"{made.job.name} on {made.on.name}: {least}{duration(seconds)} a step"
-    if made.forecast.mfu is not None and not least:
-        title += f", MFU {made.forecast.mfu:.1%}"
-    words = described(made.flags)
-    remarks = [f"compiled with {words}"] if words else []
-    print_causes(title, made.causes, remarks=[*made.forecast.cautions, QUICK, *remarks])
+    title, remarks = (
+        step_title(made.forecast, made.job.name),
+        step_remarks(made.forecast, made.flags),
+    )
+    print_causes(title, made.causes, remarks=remarks)
 
 
 def show_step(target: str, of: RecipeStep, made: StepExplanation, *, as_json: bool) -> int:
@@ -352,28 +354,13 @@ def show_run(target: str, made: RunExplanation, *, as_json: bool) -> int:
             }
         )
         return 0
-    lines = [*run_remarks(made), *made.damage]
+    lines = [*run_remarks(made.figures, made.unit), *made.damage]
     if is_profile(made.path / "profile"):
         lines.append(
             f"its steps were traced: systolic explain {shlex.quote(str(made.path / 'profile'))}"
         )
     print_causes(target, made.causes, remarks=lines, notes=made.notes)
     return 0
-
-
-def run_remarks(made: RunExplanation) -> list[str]:
-    """The figures in a line."""
-    texts = {
-        "update_ratio": "updates {:.1e} of the weights",
-        "noise_scale": f"gradient noise scale {{:.3g}} {made.unit}",
-        "batch": "batch {}",
-        "epochs": "data read {:.3g} times",
-        "training_loss": "training loss {:.4g}",
-        "validation_loss": "validation {:.4g}",
-    }
-    figures = made.figures
-    known = [text.format(figures[k]) for k, text in texts.items() if figures[k] is not None]
-    return [", ".join(known)] if known else []
 
 
 def show_profile(target: str, made: ProfileExplanation, *, as_json: bool) -> int:
@@ -399,13 +386,6 @@ def show_profile(target: str, made: ProfileExplanation, *, as_json: bool) -> int
             }
         )
     return 0
-
-
-def profile_remark(found: Mapping[str, Any]) -> str:
-    """The figures in a line."""
-    parts = ", ".join(f"{name} {share:.0%}" for name, share in found["shares"].items() if share)
-    steps = f"median of {found['steps']}" if found["steps"] > 1 else "the only one"
-    return f"a step on {found['device']} takes {duration(found['step_seconds'])} ({steps}): {parts}"
 
 
 def plain(cause: Cause) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Views of forecasts, plans and explanations in notebooks: the terminal's screens as HTML."""
 
 import io
+import textwrap
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -44,8 +45,10 @@ def html(value: object) -> str:
     raise TypeError(f"{type(value).__name__} has no view for notebooks")
 
 
-def screen(lines: Sequence[Text]) -> str:
-    """Lines as preformatted HTML with inline colours; plain text takes the notebook's own."""
+def screen(lines: Sequence[Text], told: Sequence[str] = ()) -> str:
+    """Lines as preformatted HTML with inline colours, then paragraphs of text; plain text takes the notebook's own colour."""
+    wrapped = [part for text in told for part in ("", *textwrap.wrap(text, WIDTH))]
+    lines = [*lines, *(Text(part) for part in wrapped)]
     console = Console(record=True, file=io.StringIO(), width=10_000, force_jupyter=False)
     console.print(Text("\n").join(lines), soft_wrap=True)
     return console.export_html(theme=_THEME, inline_styles=True, code_format=_PRE)

@@ -64,6 +64,38 @@ class StepExplanation:
     attempts: Sequence[Attempt] = ()
     """Searches for a layout that fits, of a step that does not; the last has it if any."""
 
+    def __repr__(self) -> str:
+        """The largest cause and the best change on one line."""
+        parts = [repr(self.forecast)[1:-1].removeprefix("Forecast of ")]
+        parts += (
+            [f"{len(self.causes)} causes, first: {self.causes[0].title}"] if self.causes else []
+        )
+        best = self.best
+        parts += [] if best is None else [f"best change: {best.text}, {best.verdict}"]
+        fit = self.fit
+        parts += [] if fit is None else [f"fastest that fits: {fit.candidate.name}"]
+        return f"<StepExplanation of {'; '.join(parts)}>"
+
+    def _repr_html_(self) -> str:
+        from systolic.report.explain.text import lines, step_remarks, step_title
+        from systolic.report.forecast import text
+        from systolic.report.notebook import WIDTH, screen
+
+        if self.forecast.fits:
+            title = step_title(self.forecast, self.job.name)
+            remarks = step_remarks(self.forecast, self.flags)
+            shown = list(lines(title, self.causes, WIDTH, remarks=remarks))
+        else:
+            shown = list(text.lines(self.forecast, WIDTH))
+        fit = self.fit
+        told = [] if fit is None else [f"the fastest that fits: {fit.candidate.name}"]
+        for words, one in (
+            ("the best that keeps training the same", self.best),
+            ("faster, and changes training", self.best_changed),
+        ):
+            told += [] if one is None else [f"{words}: {one.text}, {one.verdict}"]
+        return screen(shown, told)
+
     @property
     def best(self) -> Remedy | None:
         """The change that gains most and trains the same; None where none gains."""

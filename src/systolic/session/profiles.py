@@ -17,6 +17,8 @@ from systolic.job import Layout
 from systolic.planning.remedies import Remedy
 from systolic.profile import open_profile
 from systolic.profile.xplane import SUFFIX
+from systolic.report.explain.text import lines, profile_remark
+from systolic.report.notebook import WIDTH, screen
 from systolic.session.explaining import (
     ExplainProgress,
     ExplainStage,
@@ -48,6 +50,27 @@ class ProfileExplanation:
     """Forecast of the run's step on its slice, with changes of its settings: gains are of forecasts."""
     problem: str = ""
     """Why no changes were tried."""
+
+    def __repr__(self) -> str:
+        """The step's time and the causes' names on one line."""
+        names = ", ".join(cause.name for cause in self.causes) or "no problem found"
+        return f"<ProfileExplanation: {profile_remark(self.figures)}; {names}>"
+
+    def _repr_html_(self) -> str:
+        shown = lines(
+            "profile",
+            self.causes,
+            WIDTH,
+            remarks=[profile_remark(self.figures)],
+            notes=self.notes,
+        )
+        best = self.best
+        told = (
+            []
+            if best is None
+            else [f"the best that keeps training the same: {best.text}, {best.verdict}"]
+        )
+        return screen(shown, told)
 
     @property
     def forecast(self) -> Forecast | None:

@@ -30,6 +30,18 @@ class RunExplanation:
     notes: Sequence[str]
     """Checks that were not possible, and why."""
 
+    def __repr__(self) -> str:
+        """The causes' names on one line."""
+        names = ", ".join(cause.name for cause in self.causes) or "no problem found"
+        return f"<RunExplanation of {self.path}: {names}>"
+
+    def _repr_html_(self) -> str:
+        from systolic.report.explain.text import lines, run_remarks
+        from systolic.report.notebook import WIDTH, screen
+
+        remarks = [*run_remarks(self.figures, self.unit), *self.damage]
+        return screen(lines(str(self.path), self.causes, WIDTH, remarks=remarks, notes=self.notes))
+
 
 def explain_run(
     path: Path,

@@ -3,12 +3,14 @@
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.text import Text
 
+from systolic.chips.flags import described
 from systolic.core.units import duration
 from systolic.explaining.cause import Cause
+from systolic.forecasting import Forecast
 from systolic.report import terminal
 from systolic.report.printing import print_lines
 
@@ -22,6 +24,10 @@ NO_BREAK = "\0"
 """Stands for a space of a command while its text is wrapped."""
 LINES = (3, 2, 1)
 """Lines of evidence and of advice per cause; fewer where the screen can't hold all causes."""
+
+
+QUICK = "from the compiler's schedule, the time of ops estimated: systolic forecast without --quick has the compiler's cycles"
+"""What every explanation of a step says of its figures."""
 
 
 def print_causes(
@@ -121,3 +127,40 @@ def _wrapped(text: str, width: int, indent: str, style: str) -> list[Text]:
         break_on_hyphens=False,
     )
     return [Text(line.replace(NO_BREAK, " "), style) for line in found]
+
+
+def step_title(forecast: Forecast, name: str) -> str:
+    """``lm on v5e-4: 4.59 ms a step, MFU 37.0 %`` of a step that fits."""
+    assert forecast.step_seconds is not None
+    least = "at least " if forecast.is_lower_bound else ""
+    title = f"{name} on {forecast.on.name}: {least}{duration(forecast.step_seconds)} a step"
+    if forecast.mfu is not None and not least:
+        title += f", MFU {forecast.mfu:.1%}"
+    return title
+
+
+def step_remarks(forecast: Forecast, flags: Sequence[str]) -> list[str]:
+    """What a step's explanation says beside its causes; ``flags`` are the compiler's."""
+    words = described(flags)
+    return [*forecast.cautions, QUICK, *([f"compiled with {words}"] if words else [])]
+
+
+def run_remarks(figures: Mapping[str, Any], unit: str) -> list[str]:
+    """The figures in a line."""
+    texts = {
+        "update_ratio": "updates {:.1e} of the weights",
+        "noise_scale": f"gradient noise scale {{:.3g}} {unit}",
+        "batch": "batch {}",
+        "epochs": "data read {:.3g} times",
+        "training_loss": "training loss {:.4g}",
+        "validation_loss": "validation {:.4g}",
+    }
+    known = [text.format(figures[k]) for k, text in texts.items() if figures[k] is not None]
+    return [", ".join(known)] if known else []
+
+
+def profile_remark(found: Mapping[str, Any]) -> str:
+    """The figures in a line."""
+    parts = ", ".join(f"{name} {share:.0%}" for name, share in found["shares"].items() if share)
+    steps = f"median of {found['steps']}" if found["steps"] > 1 else "the only one"
+    return f"a step on {found['device']} takes {duration(found['step_seconds'])} ({steps}): {parts}"
