@@ -49,6 +49,7 @@ def test_a_chat(page: Page) -> None:
     turns = page.locator("#log .turn").all_inner_texts()
     # The echo says the prompt again, as the template writes it; markup is shown, not carried out.
     assert turns == ["<b>hello</b>", "<user><b>hel"]
+    page.click("#settings summary")  # closed when the first text was sent
     page.fill("#tokens", "4000")
     page.fill("#text", "again")
     page.press("#text", "Enter")
