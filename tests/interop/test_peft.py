@@ -32,8 +32,11 @@ from systolic.session.trained import set_up_here
 from tests.interop import folders
 from tests.models.foreign import relative
 
-# PEFT calls a name that transformers is about to drop.
-pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+# PEFT calls a name that transformers is about to drop, and looks for adapters of experts, of which there are none.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:The following rank_pattern keys:RuntimeWarning"),
+]
 
 LLAMA = {
     "vocab_size": 304,

@@ -39,14 +39,21 @@ def run(args: Sequence[str]) -> int:
     if not args or args[0] in ("-h", "--help"):
         return print_verb_help(FORMS, PackOptions, InspectOptions, TokenizerOptions)
     if args[0] == "pack":
-        return pack(parse(PackOptions, args[1:], "systolic data pack"))
+        return pack(parse(PackOptions, _to(args[1:]), "systolic data pack"))
     if args[0] == "inspect":
         return _inspect(args[1:])
     if args[0] == "tokenizer":
-        return tokenizer(parse(TokenizerOptions, args[1:], "systolic data tokenizer"))
+        return tokenizer(parse(TokenizerOptions, _to(args[1:]), "systolic data tokenizer"))
     raise OptionError(
         f"systolic data has no {args[0]!r}{nearest(args[0], PARTS)}; it has {', '.join(PARTS)}, see systolic data --help"
     )
+
+
+def _to(words: Sequence[str]) -> list[str]:
+    """Words with ``--to`` in place of ``--out``, as other verbs call what they write."""
+    return [
+        "--to" + w.removeprefix("--out") if w.partition("=")[0] == "--out" else w for w in words
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +65,7 @@ class PackOptions:
 
     Args:
         path: Text (a file or folder of text, JSONL, Parquet, ArrayRecord, a datasets folder), or with --images a folder of pictures, one folder a class.
-        to: The folder to write; it must not exist.
+        to: The folder to write; it must not exist. --out is the same.
         tokenizer: A tokenizer.json, or its folder; bytes without one.
         field: The JSONL field or column that holds the text.
         validation: Validation text; without it a share of the documents is for validation.
@@ -69,7 +76,7 @@ class PackOptions:
     """
 
     path: Annotated[Path, tyro.conf.Positional]
-    to: Annotated[Path, tyro.conf.arg(aliases=("--out",))]
+    to: Path
     tokenizer: Path | None = None
     field: str = "text"
     validation: Path | None = None
@@ -160,7 +167,7 @@ class TokenizerOptions:
 
     Args:
         path: Text: a file or folder of text, JSONL, Parquet, ArrayRecord or a datasets folder.
-        to: The folder to write tokenizer.json to; it must not exist.
+        to: The folder to write tokenizer.json to; it must not exist. --out is the same.
         vocab: Tokens at most, with the 256 bytes and the start and end of a document among them.
         field: The JSONL field or column that holds the text.
         documents: Documents to learn from, spread over the text; 0 is all.
@@ -168,7 +175,7 @@ class TokenizerOptions:
     """
 
     path: Annotated[Path, tyro.conf.Positional]
-    to: Annotated[Path, tyro.conf.arg(aliases=("--out",))]
+    to: Path
     vocab: Annotated[int, Range(least=SMALLEST_VOCAB)] = 32_768
     field: str = "text"
     documents: Annotated[int, NOT_NEGATIVE] = 0

@@ -57,6 +57,7 @@ def test_a_chat(page: Page) -> None:
     page.press("#text", "Enter")
     expect(page.locator("#speed")).to_contain_text("12 tokens")
     assert page.locator("#log .turn").all_inner_texts() == ["hello", "<system>be b"]
+    page.click("#settings summary")  # a text that is sent closes them
     page.fill("#tokens", "4000")
     page.fill("#text", "again")
     page.press("#text", "Enter")
