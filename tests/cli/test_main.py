@@ -34,7 +34,8 @@ CASES = [
     (["train", "bytes", "--layers", "3"], 2, "did you mean --model.layers?"),
     (["train", "nowhere.py:job"], 2, "nowhere.py is not a file"),
     (["train", "bytes", "--resume", "runs/x"], 2, "--resume takes a run and no recipe"),
-    (["train", "image"], 2, "systolic: systolic train image needs --path PATH; see systolic train"),
+    (["train", "image"], 2, "systolic: image is given no pictures, which only a forecast does"),
+    (["train", "sft"], 2, "systolic: systolic train sft needs --from PATH; see systolic train"),
     (
         ["data", "pack"],
         2,
@@ -167,8 +168,8 @@ def test_one_recipe_for_people(capsys) -> None:
 
 
 def test_a_required_option_is_named(capsys) -> None:
-    assert main(["recipes", "image"]) == 0
-    assert "The job depends on --path" in capsys.readouterr().out
+    assert main(["recipes", "sft"]) == 0
+    assert "The job depends on --from" in capsys.readouterr().out
 
 
 def test_an_interrupt_is_no_traceback(capsys) -> None:

@@ -3,6 +3,7 @@
 Prints one JSON object: the name of each case to whether its program is that of the function with a mesh of the other eight.
 """
 
+import importlib
 import json
 import re
 import sys
@@ -227,10 +228,8 @@ def of_module(folder: Path) -> tuple[Any, Any]:
     sys.path.insert(0, str(folder))
     for name, mesh in (("of_here", "HERE"), ("of_there", "THERE")):
         (folder / f"{name}.py").write_text(text.format(mesh))
-    import of_here  # ty: ignore[unresolved-import]
-    import of_there  # ty: ignore[unresolved-import]
-
-    return of_here.f, of_there.f
+    here, there = (importlib.import_module(name) for name in ("of_here", "of_there"))
+    return here.f, there.f
 
 
 Cases = dict[str, tuple[str, str]]

@@ -185,7 +185,7 @@ def _placed(leaf: Any, spec: Any, whole: Mesh | None, mesh: Mesh) -> Any:
     """A leaf with its own sharding, that of its spec, or whole on all devices of ``whole``."""
     if not hasattr(leaf, "shape"):
         return leaf
-    where = getattr(leaf, "sharding", None)
+    where = leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None
     if spec is not None:
         where = NamedSharding(mesh, spec, memory_kind=where.memory_kind if where else None)
     elif where is None and whole is not None:

@@ -50,7 +50,7 @@ class MeshFound:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Packed:
+class SentValue:
     """A value as bytes, and what it refers to."""
 
     content: bytes
@@ -71,7 +71,7 @@ def dumps(value: Any) -> bytes:
     return packed(value, "the program").content
 
 
-def packed(value: Any, name: str) -> Packed:
+def packed(value: Any, name: str) -> SentValue:
     """``value`` as bytes, to be read under :func:`systolic.aot.restored.standing`.
 
     Args:
@@ -83,7 +83,7 @@ def packed(value: Any, name: str) -> Packed:
     """
     import cloudpickle
 
-    found = _Found()
+    found = _References()
     kind = _pickler()
     buffer = io.BytesIO()
     try:
@@ -98,7 +98,7 @@ def packed(value: Any, name: str) -> Packed:
     finally:
         for module in found.by_value:
             cloudpickle.unregister_pickle_by_value(module)
-    return Packed(
+    return SentValue(
         content=buffer.getvalue(),
         meshes=tuple(found.meshes),
         array_bytes=found.array_bytes,
@@ -107,7 +107,7 @@ def packed(value: Any, name: str) -> Packed:
 
 
 @dataclass
-class _Found:
+class _References:
     meshes: list[MeshFound] = field(default_factory=list)
     array_bytes: int = 0
     maps_devices: bool = False
@@ -140,7 +140,7 @@ def _pickler() -> Any:
     import cloudpickle
 
     class Pickler(cloudpickle.Pickler):
-        def __init__(self, file: Any, found: _Found) -> None:
+        def __init__(self, file: Any, found: _References) -> None:
             super().__init__(file)
             self.found = found
 
@@ -162,7 +162,7 @@ def _pickler() -> Any:
     return Pickler
 
 
-def _of_jax(obj: Any, found: _Found) -> tuple[Any, ...] | None:
+def _of_jax(obj: Any, found: _References) -> tuple[Any, ...] | None:
     """Maker and arguments of an object of JAX; None for others."""
     jax = sys.modules.get("jax")
     if jax is None or isinstance(
@@ -198,7 +198,7 @@ def _of_jax(obj: Any, found: _Found) -> tuple[Any, ...] | None:
             if info is not None:
                 made = restored.jitted, (obj.__wrapped__, _options(info))
         case jax.Array():
-            found.array_bytes += getattr(obj, "nbytes", 0)
+            found.array_bytes += obj.size * obj.dtype.itemsize
         case _ if type(obj).__module__ == "numpy" and type(obj).__name__ == "ndarray":
             found.array_bytes += obj.nbytes
     return made
@@ -208,7 +208,8 @@ def _memory_of(sharding: Any) -> str | None:
     """Kind of memory; None for the default of its devices, which another platform names otherwise."""
     jax = sys.modules["jax"]
     kind = sharding.memory_kind
-    if kind is None or isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh):
+    named = isinstance(sharding, jax.sharding.NamedSharding)
+    if kind is None or (named and isinstance(sharding.mesh, jax.sharding.AbstractMesh)):
         return kind
     device = next(iter(sharding.device_set))
     return None if kind == device.default_memory().kind else kind
@@ -310,7 +311,7 @@ def _holds_devices(value: Any, module: types.ModuleType, depth: int = _DEPTH) ->
     elif isinstance(value, jax.stages.Wrapped):
         info = vars(value).get("_jit_info")
         inside = [value.__wrapped__, *(info.in_shardings_leaves if info else ())]
-    elif type(value).__module__ == module.__name__ and hasattr(value, "__dict__"):
+    elif type(value).__module__ == module.__name__ and type(value).__dictoffset__:
         inside = list(vars(value).values())
     return any(_holds_devices(one, module, depth - 1) for one in inside)
 

@@ -186,13 +186,10 @@ def registration(kind: type) -> tuple[str, Any, Any] | None:
     entry = vars(tree_util).get("_registry", {}).get(kind)
     if entry is None:
         return None
-    free = dict(
-        zip(
-            getattr(entry.to_iter, "__code__", fill_class.__code__).co_freevars,
-            getattr(entry.to_iter, "__closure__", None) or (),
-            strict=False,
-        )
-    )
+    free: dict[str, types.CellType] = {}
+    if isinstance(entry.to_iter, types.FunctionType):
+        cells = entry.to_iter.__closure__ or ()
+        free = dict(zip(entry.to_iter.__code__.co_freevars, cells, strict=True))
     if {"data_fields", "meta_fields"} <= set(free):
         return "fields", free["data_fields"].cell_contents, free["meta_fields"].cell_contents
     if "flatten_with_keys" in free:
@@ -268,11 +265,10 @@ _PMAP = (
 def is_pmapped(function: Any) -> bool:
     """Whether a function is one that ``jax.pmap`` returned."""
     pmap = sys.modules.get("jax._src.pmap")
-    code = getattr(function, "__code__", None)
-    if pmap is None or code is None or "lower" not in vars(function):
+    if pmap is None or not isinstance(function, types.FunctionType):
         return False
-    lower = vars(function)["lower"]
-    return getattr(lower, "__globals__", None) is vars(pmap)
+    lower = vars(function).get("lower")
+    return isinstance(lower, types.FunctionType) and lower.__globals__ is vars(pmap)
 
 
 def _inferring(function: Any) -> tuple[Any, dict[str, Any]]:
@@ -344,12 +340,13 @@ def trace_pmapped(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any
 def _mapped_rows(in_axes: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
     """Size of the mapped axis by the first argument that has it; None where its place is not a plain number."""
     import jax
+    import numpy as np
 
     each = in_axes if isinstance(in_axes, tuple | list) else (in_axes,) * len(args)
     for axis, arg in (*zip(each, args, strict=False), *((0, arg) for arg in kwargs.values())):
         for leaf in jax.tree.leaves(arg):
-            if isinstance(axis, int) and len(getattr(leaf, "shape", ())) > axis:
-                return int(leaf.shape[axis])
+            if isinstance(axis, int) and len(shape := np.shape(leaf)) > axis:
+                return int(shape[axis])
     return None
 
 

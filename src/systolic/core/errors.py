@@ -90,13 +90,6 @@ def misspelt(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {folded[close[0]]}?"
 
 
-def of_family(name: str, known: Iterable[str]) -> list[str]:
-    """Those of ``known`` that begin with the same word: ``llama-3.1-8b`` and its sizes for ``llama`` or ``llama-2-7b``."""
-    word = re.match(r"[a-z]*", name.lower().rpartition("/")[2])
-    first = word[0] if word else ""
-    return [k for k in known if len(first) > 2 and re.match(r"[a-z]*", k.lower())[0] == first]  # ty: ignore[not-subscriptable]
-
-
 def _letters(name: str) -> str:
     return re.sub(r"[^a-z]", "", name.lower())
 

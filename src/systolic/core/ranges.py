@@ -136,7 +136,7 @@ def check_arguments(
                 raise OutOfRangeError(told)
 
 
-class Choice(typing.NamedTuple):
+class EnumChoice(typing.NamedTuple):
     """Enum of one field or parameter."""
 
     kind: type[enum.Enum]
@@ -171,14 +171,14 @@ class Choice(typing.NamedTuple):
 
 
 @lru_cache
-def choices_of(annotated: Any) -> Mapping[str, Choice]:
+def choices_of(annotated: Any) -> Mapping[str, EnumChoice]:
     """Name to choice of the fields of a class or the parameters of a function that take members of an enum."""
     hints = typing.get_type_hints(annotated)
     found = {name: _choice(hint) for name, hint in hints.items() if name != "return"}
     return {name: choice for name, choice in found.items() if choice is not None}
 
 
-def _choice(hint: Any) -> Choice | None:
+def _choice(hint: Any) -> EnumChoice | None:
     kinds = [kind for kind in _alternatives(hint) if kind is not NoneType]
     if len(kinds) != 1:
         return None
@@ -186,7 +186,7 @@ def _choice(hint: Any) -> Choice | None:
     kind = typing.get_args(kinds[0])[0] if several and typing.get_args(kinds[0]) else kinds[0]
     if not (isinstance(kind, type) and issubclass(kind, enum.Enum)):
         return None
-    return Choice(kind=kind, optional=NoneType in _alternatives(hint), several=several)
+    return EnumChoice(kind=kind, optional=NoneType in _alternatives(hint), several=several)
 
 
 def with_choices(function: Callable[P, R]) -> Callable[P, R]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from systolic.aot import Compiler, FunctionProgram
-from systolic.aot.pickled import MeshFound, Packed, packed
+from systolic.aot.pickled import MeshFound, SentValue, packed
 from systolic.aot.restored import is_pmapped, shape_text
 from systolic.aot.traced import CalledFunction, is_filtered, name_of
 from systolic.chips import Slice
@@ -211,7 +211,9 @@ def _abstract(leaf: Any) -> Any:
 
 
 def _spec_of(leaf: Any) -> Any:
-    where = getattr(leaf, "sharding", None)
+    import jax
+
+    where = leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None
     return None if where is None else where.spec
 
 
@@ -231,7 +233,7 @@ def _context() -> tuple[Any, bool]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Place:
+class _MeshPlace:
     """The mesh of a program; see :class:`~systolic.aot.traced.FunctionCall`."""
 
     axes: Mapping[str, int]
@@ -241,7 +243,9 @@ class _Place:
     own_mesh: bool = True
 
 
-def _place(spread: Spread, content: Packed, name: str, on: Slice, *, in_context: bool) -> _Place:
+def _place(
+    spread: Spread, content: SentValue, name: str, on: Slice, *, in_context: bool
+) -> _MeshPlace:
     """The mesh of ``spread``, else that of the user's meshes which has the slice's size, else one axis over all devices.
 
     Args:
@@ -280,7 +284,7 @@ def _place(spread: Spread, content: Packed, name: str, on: Slice, *, in_context:
     ordered += [one.devices for one in same if one.devices is not None]
     types = _types(same, axes)
     plain = types is None or all(str(one).endswith("Auto") for one in types)
-    return _Place(
+    return _MeshPlace(
         axes=axes,
         axis_types=types,
         devices=ordered[0] if ordered and len(ordered[0]) == on.num_devices else (),

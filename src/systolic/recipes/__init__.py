@@ -8,6 +8,7 @@ import enum
 import importlib.util
 import inspect
 import pkgutil
+import re
 import sys
 import typing
 from collections.abc import Callable, Mapping
@@ -19,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from systolic.core.errors import NotFoundError, OptionError, RunError, misspelt, nearest, of_family
+from systolic.core.errors import NotFoundError, OptionError, RunError, misspelt, nearest
 from systolic.core.ranges import check_arguments, dashed
 from systolic.core.spelling import nearest_option
 from systolic.job import Job, Layout
@@ -124,9 +125,16 @@ def find(target: str) -> Recipe:
     return from_file(Path(path), name, target)
 
 
+def _of_family(name: str, models: list[str]) -> list[str]:
+    """Models that begin with the same word: the sizes of llama-3.1 for ``llama`` or ``Llama-2-7b``."""
+    word = re.match(r"[a-z]*", name.lower().rpartition("/")[2])
+    first = word[0] if word else ""
+    return [one for one in models if len(first) > 2 and re.split(r"[^a-z]", one)[0] == first]
+
+
 def _near(target: str, models: list[str]) -> str:
     """Recipes and models that may be meant: one that is misspelt, else those of the same family."""
-    alike, typed = of_family(target, models), target.lower()
+    alike, typed = _of_family(target, models), target.lower()
     for one in alike:
         if len(one) == len(typed) and sum(a != b for a, b in zip(one, typed, strict=True)) == 1:
             return f"; did you mean {one}?"
