@@ -77,8 +77,11 @@ def test_a_profile_of_a_tpu_run_is_followed_by_changes_with_their_gain(
     for one in told["remedies"]:
         assert one["settings"]
         assert one["fits"]
+        # A gain is of tokens a second, so that a step of twice the batch counts twice.
+        batch = one["settings"]["batch"] / told["remedies"][0]["settings"]["batch"]
+        assert one["gain_of"] == "tokens per second"
         assert one["gain"] == pytest.approx(
-            told["forecast_step_seconds"] / one["step_seconds"] - 1, rel=1e-6
+            batch * told["forecast_step_seconds"] / one["step_seconds"] - 1, rel=1e-6
         )
     if told["command"] is not None:
         assert told["command"].startswith("systolic train lm --model.layers 1 ")
