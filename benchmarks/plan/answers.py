@@ -119,9 +119,11 @@ def main() -> None:
     made = json.loads(asked.out.read_text()) if asked.out.exists() else {}
     for name, case in CASES.items():
         rows: dict[str, Any] = made.get(name, {}).get("rows", {})
-        run(name, case, lambda workers, rows=rows: Recording(workers, rows))
-        made[name] = {**case, "rows": dict(sorted(rows.items()))}
-        write_json(asked.out, made)
+        try:
+            run(name, case, lambda workers, rows=rows: Recording(workers, rows))
+        finally:
+            made[name] = {**case, "rows": dict(sorted(rows.items()))}
+            write_json(asked.out, made)
         print(f"{name}: {len(rows)} rows", flush=True)
 
 

@@ -74,15 +74,15 @@ def test_a_profile_of_a_tpu_run_is_followed_by_changes_with_their_gain(
     assert told["slice"] == "v5e-4"
     assert told["figures"]["step_seconds"] > told["forecast_step_seconds"] > 0
     assert len(told["remedies"]) >= 2
-    batch = 4  # of SMALL
     for one in told["remedies"]:
         assert one["settings"]
         assert one["fits"]
-        # A gain is of throughput: a larger batch does more in a step.
-        work = one["settings"].get("batch", batch) / batch
-        faster = told["forecast_step_seconds"] / one["step_seconds"]
-        assert one["gain"] == pytest.approx(work * faster - 1, rel=1e-6)
-        assert work == 1 or not one["same_result"]
+        # A gain is of tokens a second, so that a step of twice the batch counts twice.
+        batch = one["settings"]["batch"] / told["remedies"][0]["settings"]["batch"]
+        assert one["gain_of"] == "tokens per second"
+        assert one["gain"] == pytest.approx(
+            batch * told["forecast_step_seconds"] / one["step_seconds"] - 1, rel=1e-6
+        )
     if told["command"] is not None:
         assert told["command"].startswith("systolic train lm --model.layers 1 ")
         assert "--profile" not in told["command"]
