@@ -170,11 +170,11 @@ class EnginePlan:
 
     @property
     def beyond(self) -> str | None:
-        """A warning where texts may be longer than those of training, which rotary positions allow."""
-        learned = learned_text(self.paged.steps.job)
-        if learned is None or self.context <= learned:
+        """A warning where texts may be longer than those of training, or than its base was made for, which rotary positions allow."""
+        trained = self.data.context
+        if self.context <= trained:
             return None
-        return f"context is {self.context} and the model was trained on texts of {learned} tokens, beyond which answers get worse; give {learned} or less"
+        return f"context is {self.context} and the model was trained on texts of {trained} tokens, beyond which answers get worse; give {trained} or less"
 
     @property
     def origin(self) -> str:
