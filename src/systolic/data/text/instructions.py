@@ -110,15 +110,18 @@ class Instructions(TextData):
         return self.chat_template
 
     def at(self, path: Path) -> TextData:
-        """See :class:`Data`; the template and the rows are the same. Text without turns is read as such."""
-        from systolic.data.text.conversations import are_documents
+        """See :class:`Data`; the template and the rows are the same. Text without turns is read as such, and rows that lack the columns of the training by the usual names."""
+        from systolic.data.text.conversations import are_conversations, are_documents
         from systolic.data.text.prompts import Passages
 
         if are_documents(path, self.reading):
             return Passages(
                 path=path, validation=path, tokenizer=self.tokenizer, sequence=self.sequence
             )
-        return replace(self, path=path, validation=path)
+        usual = replace(self.reading, columns=USUAL.columns)
+        known = are_conversations(path, self.reading) or not are_conversations(path, usual)
+        reading = self.reading if known else usual
+        return replace(self, path=path, validation=path, reading=reading)
 
     def question(self) -> "Messages | None":
         """The first turns of a validation conversation, up to its last answer; ``None`` where there is none."""
