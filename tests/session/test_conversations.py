@@ -142,7 +142,7 @@ def test_a_model_is_inspected_with_its_special_tokens(
     base, _, held = tuned
     given = ["data", "inspect", "sft", "--from", str(base), "--sequence", "48"]
     assert main([*given, "--data", str(held)]) == 0
-    assert "<|im_end|>" in capsys.readouterr().out.replace("</s>", "<|im_end|>")
+    assert "[learned: 7<|stop|>]" in capsys.readouterr().out
     bad = tmp_path / "bad.jsonl"
     bad.write_text(held.read_text() + '{\n{"question": "a"}\n{"chosen": "a", "rejected": "b"}\n')
     assert main([*given, "--data", str(bad)]) == 1
