@@ -13,7 +13,14 @@ import numpy as np
 from systolic.core.errors import DataError, NotFoundError
 from systolic.data.random_access import Picks, Table
 from systolic.data.text.chat import ANSWERS, ChatTemplate, Messages, Rendered
-from systolic.data.text.row_forms import TABLES, USUAL, Reading, array_rows, as_messages, table_rows
+from systolic.data.text.row_forms import (
+    TABLES,
+    USUAL,
+    RowReading,
+    array_rows,
+    as_messages,
+    table_rows,
+)
 from systolic.data.text.rows import Piece, fit, lay
 from systolic.data.text.tokenizer import Tokenizer
 from systolic.job.data import Split
@@ -99,7 +106,7 @@ def files_of(path: Path) -> list[Path]:
     return found
 
 
-def read(path: Path, reading: Reading = USUAL) -> Iterator[Line]:
+def read(path: Path, reading: RowReading = USUAL) -> Iterator[Line]:
     """The conversations at a path, in order.
 
     Raises:
@@ -126,7 +133,7 @@ class BadLinesError(DataError):
         """What is wrong with each, with its place."""
 
 
-def parsed(path: Path, reading: Reading = USUAL) -> Iterator[Line | DataError]:
+def parsed(path: Path, reading: RowReading = USUAL) -> Iterator[Line | DataError]:
     """The conversations at a path, in order, with what is wrong with those lines that are none; rows that the reading leaves out are not among them."""
     for file in files_of(path):
         for place, row in _rows_of(file):
@@ -144,7 +151,7 @@ def parsed(path: Path, reading: Reading = USUAL) -> Iterator[Line | DataError]:
                 yield Line(place, messages, int.from_bytes(hashed[:8], "big") / 2.0**64)
 
 
-def are_conversations(path: Path, reading: Reading = USUAL) -> bool:
+def are_conversations(path: Path, reading: RowReading = USUAL) -> bool:
     """Whether the first row at a path is a conversation, and no document with a field ``text``."""
     try:
         place, row = next(row for file in files_of(path) for row in _rows_of(file))
@@ -156,7 +163,7 @@ def are_conversations(path: Path, reading: Reading = USUAL) -> bool:
         return False
 
 
-def are_documents(path: Path, reading: Reading = USUAL) -> bool:
+def are_documents(path: Path, reading: RowReading = USUAL) -> bool:
     """Whether a path holds text without turns: files of text, or rows with a field ``text`` that are no conversations."""
     try:
         file = next(iter(files_of(path)), path)
@@ -186,7 +193,7 @@ def _rows_of(file: Path) -> Iterator[tuple[str, Any]]:
 def messages_of(
     row: bytes | Mapping[str, Any],
     place: str,
-    reading: Reading = USUAL,
+    reading: RowReading = USUAL,
 ) -> Messages | None:
     """The turns of a row; ``None`` for one to leave out.
 

@@ -11,7 +11,7 @@ from systolic.core.errors import DataError, OptionError
 from systolic.core.files import as_paths
 from systolic.core.ranges import NOT_NEGATIVE, SHARE, check
 from systolic.data.text.chat import ANSWERS, ChatTemplate
-from systolic.data.text.row_forms import USUAL, Reading
+from systolic.data.text.row_forms import USUAL, RowReading
 from systolic.data.text.text_data import FILL, ROW, TextData, row_fields
 from systolic.data.text.tokenizer import Around, Tokenizer
 from systolic.job import Layout
@@ -70,7 +70,7 @@ class Instructions(TextData):
     """Ids that end a generated text, besides the tokenizer's end and the template's end of an answer (generation_config.json: eos_token_id)."""
     vocab: Annotated[int, NOT_NEGATIVE] = 0
     """Token ids that the model has; conversations with others are refused. 0 for no limit."""
-    reading: Reading = USUAL
+    reading: RowReading = USUAL
     """Columns with other names than the usual ones, and what happens to preference pairs."""
     around: Around = Around.own
     """Tokens around a text without turns, as the model had them before."""
