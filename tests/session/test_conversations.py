@@ -16,7 +16,7 @@ from systolic.session.trained import turns_of
 from tests.interop import folders
 
 GREEDY = Sampling(temperature=0)
-ANSWER = '{"a": 1}'
+ANSWER = "7"
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     home = tmp_path_factory.mktemp("tuned")
     base = folders.folder(home / "base")
     train = home / "train.csv"
-    train.write_text("Frage,Antwort\n" + 'what,"{""a"": 1}"\n' * 2 + 'who,"{""a"": 1}"\n')
+    train.write_text("Frage,Antwort\n" + f"what,{ANSWER}\n" * 2 + f"who,{ANSWER}\n")
     held = home / "held.jsonl"
     said = [("human", "what"), ("gpt", ANSWER)]
     row = {"conversations": [{"from": who, "value": what} for who, what in said]}
@@ -38,11 +38,11 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
         columns={"prompt": "Frage", "answer": "Antwort"},
         sequence=48,
         batch=2,
-        steps=30,
+        steps=80,
         layout=Layout(data=1, fsdp=1),
         optimizer=Optimizer(learning_rate=1e-2),
-        evaluation=Evaluation(every=15),
-        checkpoints=Checkpoints(every=30),
+        evaluation=Evaluation(every=40),
+        checkpoints=Checkpoints(every=80),
     )
     return base, home / "run", held
 
@@ -73,7 +73,7 @@ def test_a_base_model_is_compared_with_its_fine_tune(
 def test_what_fine_tuning_says(tuned: tuple[Path, Path, Path]) -> None:
     run = tuned[1]
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
-    assert [one["step"] for one in samples] == [15, 30]
+    assert [one["step"] for one in samples] == [40, 80]
     assert {one["prompt"] for one in samples} <= {"what", "who"}
     assert samples[-1]["text"] == ANSWER
     summary = json.loads((run / "summary.json").read_text())
@@ -104,7 +104,7 @@ def test_prompts_are_texts_or_messages(
     assert made[1]["text"] == model.generate(told, **plain)[0]
     shown = repr(model)
     assert shown.startswith(f"<TrainedModel {tuned[1]}: Decoder for LanguageModel, ")
-    assert "in float32, step 30, on 1 x cpu>" in shown
+    assert re.search(r" parameters in float32, step [48]0, on 1 x cpu>$", shown)
 
 
 @pytest.mark.parametrize(
@@ -140,9 +140,9 @@ def test_a_model_is_inspected_with_its_special_tokens(
     tuned: tuple[Path, Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base, _, held = tuned
-    given = ["data", "inspect", "sft", "--from-", str(base), "--sequence", "48"]
+    given = ["data", "inspect", "sft", "--from", str(base), "--sequence", "48"]
     assert main([*given, "--data", str(held)]) == 0
-    assert "<|im_end|>" in capsys.readouterr().out.replace("</s>", "<|im_end|>")
+    assert "[learned: 7<|stop|>]" in capsys.readouterr().out
     bad = tmp_path / "bad.jsonl"
     bad.write_text(held.read_text() + '{\n{"question": "a"}\n{"chosen": "a", "rejected": "b"}\n')
     assert main([*given, "--data", str(bad)]) == 1

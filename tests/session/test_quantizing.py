@@ -185,8 +185,9 @@ def test_a_server_on_a_cpu_holds_codes_without_a_product_as_floats(
     codes, scales = (before[f"blocks/mlp/down/{one}"] for one in ("codes", "scales"))
     wanted = Quantized(codes=codes, scales=scales).restored("float32")
     np.testing.assert_array_equal(weights.params["blocks/mlp/down"], wanted)
-    # Those of the vocabulary are int8, which is multiplied as it is.
+    # Those of the vocabulary, and of heads of 8, are int8, which is multiplied as it is.
     assert {path for path in weights.model_state if path.endswith("codes")} == {
+        "blocks/out/codes",
         "embedding/codes",
         "unembedding/codes",
     }

@@ -7,7 +7,7 @@ from typing import Annotated
 from systolic.core.ranges import COUNT, POSITIVE, SHARE, with_choices
 from systolic.data.text.chat import template_for
 from systolic.data.text.instructions import Filling, Instructions, TooLong
-from systolic.data.text.row_forms import Columns, Pairs, Reading
+from systolic.data.text.row_forms import Columns, Pairs, RowReading
 from systolic.interop.outline import outlined
 from systolic.job import (
     Adapter,
@@ -112,7 +112,7 @@ def sft(
         validation_share=validation_share,
         filling=filling,
         too_long=too_long,
-        reading=Reading(columns=columns, pairs=pairs),
+        reading=RowReading(columns=columns, pairs=pairs),
         stops=source.stops,
         vocab=source.model.vocab if isinstance(source.model, Decoder) else 0,
         around=source.around,

@@ -10,16 +10,16 @@ import pytest
 
 from systolic.core.errors import DataError, OptionError
 from systolic.data.text.conversations import BadLinesError, Line, parsed, read
-from systolic.data.text.row_forms import Columns, Pairs, Reading
+from systolic.data.text.row_forms import Columns, Pairs, RowReading
 
 ASKED = {"role": "user", "content": "What is 2 + 2?"}
 TURNS = [ASKED, {"role": "assistant", "content": "4"}]
 TOLD = [{"role": "system", "content": "Be short."}, *TURNS]
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
-CHOSEN = Reading(pairs=Pairs.chosen)
+CHOSEN = RowReading(pairs=Pairs.chosen)
 
 
-def turns(folder: Path, row: Any, reading: Reading = Reading()) -> Any:  # noqa: B008
+def turns(folder: Path, row: Any, reading: RowReading = RowReading()) -> Any:  # noqa: B008
     (folder / "data.jsonl").write_text(json.dumps(row) + "\n")
     return [line.messages for line in read(folder / "data.jsonl", reading)]
 
@@ -84,11 +84,11 @@ def test_calls_of_functions_are_turns(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_columns_have_any_names(tmp_path: Path, columns: Columns, row: Any) -> None:
-    assert turns(tmp_path, row, Reading(columns=columns)) == [TURNS]
+    assert turns(tmp_path, row, RowReading(columns=columns)) == [TURNS]
     with pytest.raises(DataError, match=r"--columns\.\w+.*it has title"):
-        turns(tmp_path, {"title": "x"}, Reading(columns=columns))
+        turns(tmp_path, {"title": "x"}, RowReading(columns=columns))
     with pytest.raises(OptionError, match="columns has 'anser'; did you mean answer"):
-        Reading(columns={"anser": "x"})  # ty: ignore[invalid-argument-type]
+        RowReading(columns={"anser": "x"})  # ty: ignore[invalid-argument-type]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,14 @@ from systolic.data.random_access import Picks, Table
 from systolic.data.text.chat import ChatTemplate, Rendered
 from systolic.data.text.line_files import is_lines, lines_of
 from systolic.data.text.messages import ANSWERS, Messages, arguments_of
-from systolic.data.text.row_forms import TABLES, USUAL, Reading, array_rows, as_messages, table_rows
+from systolic.data.text.row_forms import (
+    TABLES,
+    USUAL,
+    RowReading,
+    array_rows,
+    as_messages,
+    table_rows,
+)
 from systolic.data.text.rows import Piece, fit, lay
 from systolic.data.text.tokenizer import Tokenizer
 from systolic.job.data import Split
@@ -115,7 +122,7 @@ def has_rows(file: Path) -> bool:
     return is_lines(file) or file.suffix in TABLES
 
 
-def read(path: Path, reading: Reading = USUAL) -> Iterator[Line]:
+def read(path: Path, reading: RowReading = USUAL) -> Iterator[Line]:
     """The conversations at a path, in order.
 
     Raises:
@@ -142,7 +149,7 @@ class BadLinesError(DataError):
         """What is wrong with each, with its place."""
 
 
-def parsed(path: Path, reading: Reading = USUAL) -> Iterator[Line | DataError]:
+def parsed(path: Path, reading: RowReading = USUAL) -> Iterator[Line | DataError]:
     """The conversations at a path, in order, with what is wrong with those lines that are none; rows that the reading leaves out are not among them."""
     for file in files_of(path):
         for place, content in _rows_of(file):
@@ -162,7 +169,7 @@ def parsed(path: Path, reading: Reading = USUAL) -> Iterator[Line | DataError]:
                 yield Line(place, messages, key, beside)
 
 
-def are_conversations(path: Path, reading: Reading = USUAL) -> bool:
+def are_conversations(path: Path, reading: RowReading = USUAL) -> bool:
     """Whether the first row at a path is a conversation, and no document with a field ``text``."""
     try:
         place, content = next(row for file in files_of(path) for row in _rows_of(file))
@@ -172,7 +179,7 @@ def are_conversations(path: Path, reading: Reading = USUAL) -> bool:
         return False
 
 
-def are_documents(path: Path, reading: Reading = USUAL) -> bool:
+def are_documents(path: Path, reading: RowReading = USUAL) -> bool:
     """Whether a path holds text without turns: files of text, or rows with a field ``text`` that are no conversations."""
     try:
         file = next(iter(files_of(path)), path)
@@ -234,7 +241,7 @@ def beside_of(row: Mapping[str, Any], place: str) -> dict[str, Any]:
     return found
 
 
-def messages_of(row: Mapping[str, Any], place: str, reading: Reading = USUAL) -> Messages | None:
+def messages_of(row: Mapping[str, Any], place: str, reading: RowReading = USUAL) -> Messages | None:
     """The turns of a row; ``None`` for one to leave out.
 
     Raises:

@@ -11,7 +11,7 @@ from systolic.core.errors import DataError, OptionError
 from systolic.core.files import as_paths
 from systolic.core.ranges import NOT_NEGATIVE, SHARE, check
 from systolic.data.text.chat import ANSWERS, ChatTemplate
-from systolic.data.text.row_forms import USUAL, Reading
+from systolic.data.text.row_forms import USUAL, RowReading
 from systolic.data.text.text_data import FILL, ROW, TextData, row_fields
 from systolic.data.text.tokenizer import Around, Tokenizer
 from systolic.job import Layout
@@ -74,7 +74,7 @@ class Instructions(TextData):
     """Ids that end a generated text, besides the tokenizer's end and the template's end of an answer (generation_config.json: eos_token_id)."""
     vocab: Annotated[int, NOT_NEGATIVE] = 0
     """Token ids that the model has; conversations with others are refused. 0 for no limit."""
-    reading: Reading = USUAL
+    reading: RowReading = USUAL
     """Columns with other names than the usual ones, and what happens to preference pairs."""
     around: Around = Around.own
     """Tokens around a text without turns, as the model had them before."""
@@ -144,15 +144,18 @@ class Instructions(TextData):
         return self.chat_template
 
     def at(self, path: Path) -> TextData:
-        """See :class:`Data`; the template and the rows are the same. Text without turns is read as such."""
-        from systolic.data.text.conversations import are_documents
+        """See :class:`Data`; the template and the rows are the same. Text without turns is read as such, and rows that lack the columns of the training by the usual names."""
+        from systolic.data.text.conversations import are_conversations, are_documents
         from systolic.data.text.prompts import Passages
 
         if are_documents(path, self.reading):
             return Passages(
                 path=path, validation=path, tokenizer=self.tokenizer, sequence=self.sequence
             )
-        return replace(self, path=path, validation=path)
+        usual = replace(self.reading, columns=USUAL.columns)
+        known = are_conversations(path, self.reading) or not are_conversations(path, usual)
+        reading = self.reading if known else usual
+        return replace(self, path=path, validation=path, reading=reading)
 
     def question(self) -> "Messages | None":
         """The first turns of a validation conversation, up to its last answer; ``None`` where there is none."""

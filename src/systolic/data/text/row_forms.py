@@ -71,7 +71,7 @@ USUAL_COLUMNS = Columns()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reading:
+class RowReading:
     """How rows become conversations.
 
     Raises:
@@ -92,7 +92,7 @@ class Reading:
             object.__setattr__(self, "columns", Columns(**self.columns))
 
 
-USUAL = Reading()
+USUAL = RowReading()
 """Columns by their usual names."""
 
 
@@ -165,7 +165,7 @@ def array_rows(file: Path) -> Iterator[tuple[str, Any]] | None:
     return ((f"{file} row {number}", row) for number, row in enumerate(rows, 1))
 
 
-def as_messages(row: Mapping[str, Any], reading: Reading, place: str) -> list[Any] | None:
+def as_messages(row: Mapping[str, Any], reading: RowReading, place: str) -> list[Any] | None:
     """The turns of a row in any of the forms, as ``role`` and ``content``; ``None`` for a row to leave out, whose answer is a bad one.
 
     Raises:
@@ -241,7 +241,7 @@ def _conversation(row: Mapping[str, Any], low: Mapping[str, str]) -> str | None:
 
 
 def _chosen(
-    row: Mapping[str, Any], low: Mapping[str, str], reading: Reading, place: str
+    row: Mapping[str, Any], low: Mapping[str, str], reading: RowReading, place: str
 ) -> list[Any]:
     """The chosen answer of a preference pair, with what it answers."""
     if reading.pairs is Pairs.refuse:
@@ -272,7 +272,7 @@ def _chosen(
 
 
 def _labelled(
-    row: Mapping[str, Any], low: Mapping[str, str], reading: Reading, place: str
+    row: Mapping[str, Any], low: Mapping[str, str], reading: RowReading, place: str
 ) -> list[Any] | None:
     """An answer that is labelled good; ``None`` for a bad one."""
     if reading.pairs is Pairs.refuse:
