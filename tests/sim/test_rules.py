@@ -75,6 +75,14 @@ def test_a_top_k_is_not_below_a_comparison_of_each_element_nor_above_a_sort() ->
         assert cost(name, PricedBy.top_k) < cost("sort", PricedBy.sort)
 
 
+@pytest.mark.parametrize("name", ["topk5_negated", "topk5_columns"])
+def test_a_top_k_in_a_fusion_has_its_price(name: str) -> None:
+    span = rule(name, PricedBy.top_k)
+    assert span.opcode == "fusion"
+    assert span.seconds > 0.5 * timeline(name).seconds
+    assert span.seconds > cost("topk10", PricedBy.top_k) * 64 * 32_768 / ELEMENTS / 2
+
+
 def test_the_approximate_top_k_is_cheaper_than_the_exact_one() -> None:
     assert timeline("approx10").seconds < timeline("topk10").seconds / 2
 

@@ -29,7 +29,7 @@ UNMEASURED: float = constant("rules.unmeasured")
 
 WORD_BITS = 32
 """Bits of a vector register's element; narrower keys are widened to it."""
-HALVES = frozenset(("X64Combine", "X64SplitHigh", "X64SplitLow"))
+HALVES = ("X64Combine", "X64SplitHigh", "X64SplitLow")
 """Custom calls that put an array of 64-bit elements together of its 32-bit halves, or take one half."""
 TOP_K = "TopK"
 _MOVES = frozenset(
@@ -78,14 +78,14 @@ def ruled(
         rates: Rates of the device.
         sparse: Whether a SparseCore runs it, whose subcores follow addresses without the scalar unit of the TensorCore.
     """
-    if instruction.target == TOP_K:
-        return _top_k(computation, instruction, work, rates)
-    if instruction.target in HALVES:
-        return _halves(computation, instruction, work, rates)
     held, inside = _addressed(module, computation, instruction)
     if held is None:
         return None
     opcode = held.opcode
+    if held.target == TOP_K:
+        return _top_k(inside, held, work, rates)
+    if held.target in HALVES:
+        return _halves(computation, instruction, work, rates)
     if opcode == "sort":
         return _sort(module, inside, held, work, rates)
     if opcode == "gather":
@@ -116,16 +116,16 @@ def _addressed(
     module: Module, computation: Computation, instruction: Instruction
 ) -> tuple[Instruction | None, Computation]:
     """The op of a rule that an instruction is or that a fusion holds, the costliest kind first, with where it is."""
-    if instruction.opcode in _RULED:
+    if instruction.opcode in _RULED or instruction.target == TOP_K or instruction.target in HALVES:
         return instruction, computation
     if instruction.opcode != "fusion":
         return None, computation
     inner = module.callee(instruction, "calls")
     found = [_addressed(module, inner, one) for one in inner]
     named = [(held, at) for held, at in found if held is not None]
-    for kind in ("sort", "scatter", "gather", "fft", "select-and-scatter"):
+    for kind in (TOP_K, "sort", "scatter", "gather", "fft", "select-and-scatter", *HALVES):
         for held, at in named:
-            if held.opcode == kind:
+            if kind in (held.opcode, held.target):
                 return held, at
     return None, computation
 

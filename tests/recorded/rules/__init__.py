@@ -23,6 +23,8 @@ PROGRAMS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "topk64_measured": ("v5e-1", "lambda x: lax.top_k(x, 64)", ("bf16[32,201088]",)),
     "topk64_measured_v6e": ("v6e-1", "lambda x: lax.top_k(x, 64)", ("bf16[32,201088]",)),
     "topk5_measured": ("v5e-1", "lambda x: lax.top_k(x, 5)", ("bf16[16,32768]",)),
+    "topk5_negated": ("v5e-1", "lambda x: lax.top_k(-x, 5)", ("bf16[64,32768]",)),
+    "topk5_columns": ("v5e-1", "lambda x: lax.top_k(x, 5, axis=0)", ("f32[32768,64]",)),
     "approx10": ("v5e-1", "lambda x: lax.approx_max_k(x, 10)", (f"f32[128,{N}]",)),
     "sort": ("v5e-1", "lambda x: jnp.sort(x, -1)", (f"f32[128,{N}]",)),
     "sort_bf16": ("v5e-1", "lambda x: jnp.sort(x, -1)", (f"bf16[128,{N}]",)),
