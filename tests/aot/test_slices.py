@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from systolic.aot.functions import _mesh as mesh_of
+from systolic.aot.functions import _mesh
+from systolic.aot.traced import FunctionCall
 from systolic.core.errors import LayoutError, OptionError
 from systolic.job import Layout
 from systolic.steps.mesh import make_mesh, slice_of
@@ -28,6 +29,10 @@ class Described:
             if key == name:
                 return value
         raise AttributeError(name)
+
+
+def mesh_of(axes: dict[str, int], devices: list[Described]) -> Any:
+    return _mesh(FunctionCall(content=b"", name="f", mesh=axes, specs=()), devices)
 
 
 def devices(slices: int) -> list[Described]:
