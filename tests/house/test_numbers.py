@@ -34,7 +34,7 @@ ALLOWED: dict[str, str] = {
     "sim/reads.py:_LEAST_BYTES": SEARCH,
     "sim/simulate.py:MUCH": SEARCH,
     "sim/switched.py:_ROUNDS": COUNTED,
-    "sim/traffic.py:_WORD_BITS": "the layout of arrays in HLO",
+    "sim/traffic.py:WORD_BITS": "the layout of arrays in HLO",
     "sim/work.py:PASSES": "XLA's bf16_6x and bf16_3x",
 }
 """``path:name`` to the reason why its numbers are none of hardware."""

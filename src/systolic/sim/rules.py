@@ -16,7 +16,7 @@ from systolic.sim.calibration import constant
 from systolic.sim.estimate import slowdown_of
 from systolic.sim.rates import LANES, REGISTER, Rates, cores, vector_rate
 from systolic.sim.timeline import PricedBy
-from systolic.sim.traffic import buffers_of, update_of
+from systolic.sim.traffic import WORD_BITS, buffers_of, update_of
 from systolic.sim.work import Work
 
 OP_CYCLES: float = constant("rules.op_cycles")
@@ -27,8 +27,6 @@ RANDOM_OPS: float = constant("rules.random_ops")
 MEASURED: float = constant("rules.measured")
 UNMEASURED: float = constant("rules.unmeasured")
 
-WORD_BITS = 32
-"""Bits of a vector register's element; narrower keys are widened to it."""
 HALVES = ("X64Combine", "X64SplitHigh", "X64SplitLow")
 """Custom calls that put an array of 64-bit elements together of its 32-bit halves, or take one half."""
 TOP_K = "TopK"

@@ -21,7 +21,7 @@ UPDATES = frozenset(("dynamic-update-slice", "scatter"))
 _SLICES = frozenset(("dynamic-slice", "slice", "gather"))
 _RENAMES = frozenset(("bitcast", "copy", "reshape"))
 _PASSING = ("AsyncCollectiveStart", "AsyncCollectiveDone")
-_WORD_BITS = 32
+WORD_BITS = 32
 """An array's rows lie in memory as words of 32 bits, as many to a row of a tile as the vector unit has lanes."""
 
 
@@ -105,7 +105,7 @@ def updated_bytes(module: Module, computation: Computation, update: Instruction)
     left = iter(window)
     sizes = [1 if dim in single else next(left, 1) for dim in range(len(buffer.dims))]
     order = buffer.minor_to_major or tuple(range(len(sizes) - 1, -1, -1))
-    packed = max(_WORD_BITS // max(buffer.bits, 1), 1)
+    packed = max(WORD_BITS // max(buffer.bits, 1), 1)
     filled = list(sizes)
     for dim, unit in zip(order, (LANES, packed), strict=False):
         filled[dim] = min(-(-sizes[dim] // unit) * unit, max(buffer.padded_dims[dim], 1))
