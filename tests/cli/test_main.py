@@ -186,7 +186,7 @@ def test_an_interrupt_is_no_traceback(capsys) -> None:
         (["--budget", "lots"], "--budget is 'lots'; it takes a number"),
         (["--programs", "few"], "--programs is 'few'; it takes a whole number"),
         (["--programs=2.5"], "--programs is '2.5'; it takes a whole number"),
-        (["--goal", "speed"], "--goal is 'speed'; it takes cost, energy, pareto or time"),
+        (["--goal", "speed"], "--goal is 'speed'; it takes cost, energy, fit, pareto or time"),
         (["--schedule.kind", "up"], "it takes constant, cosine, linear or wsd"),
         (["--optimizer.learning-rate", "fast"], "it takes a number"),
     ],
