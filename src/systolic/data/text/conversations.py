@@ -308,9 +308,15 @@ def tokenized(lines: Sequence[Line], template: ChatTemplate, tokenizer: Tokenize
         BadLinesError: the template refuses conversations; names the lines.
     """
     made, bad = [], []
+    beside = {"tools": template.takes_tools, "documents": template.takes_documents}
     for line in lines:
+        untaken = [name for name, taken in beside.items() if name in line.beside and not taken]
+        if untaken:
+            bad.append(
+                f"{line.place} has {untaken[0]} and the chat template of {template.origin} takes none; take the field out, or write it into the system's turn"
+            )
+            continue
         try:
-            _check_taken(line, template)
             made.append(template.conversation(line.messages, **line.beside))
         except DataError as error:
             bad.append(f"{line.place}: {error}")
@@ -321,15 +327,6 @@ def tokenized(lines: Sequence[Line], template: ChatTemplate, tokenizer: Tokenize
     for one, (ids, starts, special) in zip(made, encodings, strict=True):
         found.append(Tokens(ids, _learned(one, starts, special), one.missing))
     return found
-
-
-def _check_taken(line: Line, template: ChatTemplate) -> None:
-    """Refuses what a line has beside its messages and the template does not read."""
-    for name, taken in (("tools", template.takes_tools), ("documents", template.takes_documents)):
-        if name in line.beside and not taken:
-            raise DataError(
-                f"it has {name} and the chat template of {template.origin} takes none; take the field out, or write it into the system's turn"
-            )
 
 
 def _learned(conversation: Rendered, starts: np.ndarray, special: np.ndarray) -> np.ndarray:
