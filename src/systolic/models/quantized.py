@@ -38,6 +38,23 @@ NF4_VALUES = (
 """What the codes of nf4 stand for (Dettmers et al. 2023, appendix E): who reads a quantized model needs no Qwix."""
 
 
+def _quantiles(codes: jax.Array, dtype: Any) -> jax.Array:
+    """Values of nf4's codes, of the same shape, in ``dtype``.
+
+    Chosen bit by bit: 15 selects, which fuse with the product. An index into the table is a gather, which TPUs compute one
+    element at a time on the scalar unit where the table comes into a loop.
+    """
+    bits = codes.astype(jnp.int32)
+    values = [jnp.full((), value, dtype) for value in NF4_VALUES]
+    for bit in range(4):
+        is_set = (bits >> bit) & 1 == 1
+        values = [
+            jnp.where(is_set, odd, even)
+            for even, odd in zip(values[::2], values[1::2], strict=True)
+        ]
+    return values[0]
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quantized:
@@ -92,7 +109,7 @@ class Quantized:
         """The matrix in a dtype, by default that of its scales."""
         dtype = jnp.dtype(self.scales.dtype if dtype is None else dtype)
         if self.codes.dtype.name in QUANTILES:
-            values = jnp.array(NF4_VALUES, dtype)[self.codes.astype(jnp.int32)]
+            values = _quantiles(self.codes, dtype)
         else:
             values = self.codes.astype(dtype)
         scales = self.scales.astype(dtype)
