@@ -69,6 +69,7 @@ def asked_for() -> argparse.Namespace:
     parser.add_argument("--programs", type=int, default=24)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--drawn", type=Path, help="layouts of an earlier draw, a line each")
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
 
@@ -95,7 +96,11 @@ def main() -> None:
     assert margin is not None
     print(f"{best.candidate.text}: {best.forecast.step_seconds:.4g} s; {margin}", flush=True)
     left = sorted(search.not_compiled, key=lambda one: one.candidate.text)
-    drawn = random.Random(asked.seed).sample(left, min(asked.sample, len(left)))
+    before = set(asked.drawn.read_text().splitlines()) if asked.drawn is not None else set()
+    drawn = [one for one in left if one.candidate.text in before][: asked.sample]
+    others = [one for one in left if one.candidate.text not in before]
+    more = min(asked.sample - len(drawn), len(others))
+    drawn += random.Random(asked.seed).sample(others, more)
     sampled = compiled(base, [one.candidate for one in drawn], best.candidate.base, asked.workers)
     faster = [
         1 - one["step_seconds"] / best.forecast.step_seconds

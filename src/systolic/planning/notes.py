@@ -180,7 +180,9 @@ def after_search(
     if wall is not None and wall.assumptions:
         found.append(WallAssumed(assumptions=wall.assumptions))
     if plan.margin is not None:
-        found.append(NotCompiled(margin=plan.margin, objective=plan.goal.objective))
+        free = best.total is not None and best.total.usd == 0.0
+        wanted = Objective.time if free else plan.goal.objective
+        found.append(NotCompiled(margin=plan.margin, objective=wanted))
     for chip, ratio in full_over_schedule(plan.tried).items():
         if abs(ratio - 1) > OFF:
             found.append(FullCompileRatio(chip=chip, ratio=ratio))
