@@ -24,6 +24,7 @@ LONG_FUNCTIONS: dict[str, str] = {
     "src/systolic/session/planning.py:plan": "the options of systolic plan, for Python",
     "src/systolic/session/serving_plan.py:plan_serving": "the options of systolic plan serve, for Python",
     "src/systolic/session/explaining.py:explain": WORDS,
+    "src/systolic/forecasting/function.py:forecast_function": WORDS,
     "src/systolic/session/public.py:train": WORDS,
     "src/systolic/session/public.py:resume": WORDS,
     "src/systolic/session/public_tuning.py:tune": WORDS,

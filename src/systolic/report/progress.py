@@ -84,7 +84,7 @@ class ProgressLine:
         words, now = COUNT.sub("", self._stage), self._clock()
         if words != self._logged[0] or now - self._logged[1] >= self._beat_seconds:
             self._logged = (words, now)
-            terminal.say(self._stream, self._line())
+            terminal.say(self._stream, self._line(now))
 
     @property
     def _shows(self) -> bool:
@@ -113,8 +113,9 @@ class ProgressLine:
         while not self._over.wait(self._beat_seconds):
             terminal.say(self._stream, self._line())
 
-    def _line(self) -> str:
-        return f"{self._title}: {self._stage}, {duration(self._clock() - self._began)}"
+    def _line(self, now: float | None = None) -> str:
+        now = self._clock() if now is None else now
+        return f"{self._title}: {self._stage}, {duration(now - self._began)}"
 
     def _write(self, text: str) -> None:
         try:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from systolic.core.errors import DataError, OptionError, nearest
+from systolic.core.ranges import check
 
 TABLES = (".csv", ".tsv")
 DELIMITERS = ",;\t|"
@@ -90,6 +91,7 @@ class RowReading:
                         f"columns has {name!r}{nearest(str(name), known)}; it takes {', '.join(known)}"
                     )
             object.__setattr__(self, "columns", Columns(**self.columns))
+        check(self)
 
 
 USUAL = RowReading()
