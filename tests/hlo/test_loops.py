@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from systolic.hlo import parse
-from systolic.hlo.loops import trips_of
+from systolic.hlo.loops import counts_of, trips_of
 from tests.recorded import loops
 
 
@@ -200,6 +200,39 @@ def test_what_data_decides_has_the_range_that_the_program_leaves(name: str) -> N
     found = trips_of(loops.module(name))
     assert [(one.least, one.most) for one in found.values()] == OPEN[name]
     assert not any(one.known for one in found.values())
+
+
+@pytest.mark.parametrize(("name", "trips"), [("cpu_down_u32", 37), ("cpu_wraps_i8", 128)])
+def test_counters_that_are_known_come_before_what_the_compiler_says(name: str, trips: int) -> None:
+    # XLA's CPU compiler notes one trip for either loop.
+    assert '"known_trip_count":{"n":"1"}' in loops.texts()[name]
+    (found,) = trips_of(loops.module(name)).values()
+    assert (found.least, found.most, found.mean) == (trips, trips, trips)
+
+
+TAKEN = {
+    "each_hundredth": {(0,): 990 / 1000, (1,): 10 / 1000},
+    "one_of_three": {(0,): 11 / 31, (1,): 10 / 31, (2,): 10 / 31},
+    "first_half": {(0,): 0.5, (1,): 0.5},
+    "on_data": {(0, 1): 1.0},
+    "early_on_data": {(0, 1): 0.5, (0,): 0.5},
+}
+"""Share of runs that may take each set of branches; a predicate comes as an integer, whose 1 is for true."""
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_counters_choose_branches_turn_by_turn(name: str) -> None:
+    (found,) = counts_of(loops.module(name)).branches.values()
+    assert found == pytest.approx(TAKEN[name])
+
+
+def test_ten_thousand_turns_are_followed_and_more_are_left_open() -> None:
+    text = loops.texts()["each_hundredth"]
+    assert text.count("constant(1000)") == 1
+    for turns, wanted in {10_000: {(0,): 0.99, (1,): 0.01}, 10_001: {(0, 1): 1.0}}.items():
+        module = parse(text.replace("constant(1000)", f"constant({turns})"))
+        (found,) = counts_of(module).branches.values()
+        assert found == pytest.approx(wanted)
 
 
 ARITHMETIC = """\
