@@ -36,7 +36,7 @@ MOST_STRIDES = 64
 MOST_TURNS = 10_000
 """Trips of an outer loop up to which the loops and branches in it are counted for each of them."""
 MOST_SAME = 512
-"""Turns after which branches that none of them decided are taken as decided by data."""
+"""Turns after which loops and branches that none of them decided are taken as decided by data."""
 MOST_WALKS = 20_000
 """Runs of computations that are looked into for loops."""
 
@@ -65,7 +65,7 @@ Shares = Mapping[tuple[int, ...], float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Counts:
+class LoopCounts:
     """What counters decide in a program."""
 
     loops: Mapping[str, LoopTrips]
@@ -74,7 +74,7 @@ class Counts:
     """Branches of every ``conditional`` that runs, by its name."""
 
 
-def counts_of(module: Module) -> Counts:
+def counts_of(module: Module) -> LoopCounts:
     """Trips and branches of a program."""
     walk = _LoopWalk(module)
     entry = Scope(walk.scalars, module.entry, lambda number: UNKNOWN, walk.value)
@@ -82,7 +82,7 @@ def counts_of(module: Module) -> Counts:
     walk.count(entry, 1, counted)
     loops = {name: found.value() for name, found in counted.loops.items()}
     runs = {name: sum(found.values()) for name, found in counted.branches.items()}
-    return Counts(
+    return LoopCounts(
         loops=loops,
         branches={
             name: {some: of / runs[name] for some, of in found.items() if of}
@@ -90,11 +90,6 @@ def counts_of(module: Module) -> Counts:
             if runs[name]
         },
     )
-
-
-def trips_of(module: Module) -> Mapping[str, LoopTrips]:
-    """Trips of every ``while`` that the entry reaches, by its name."""
-    return counts_of(module).loops
 
 
 @dataclass
@@ -163,8 +158,11 @@ class _Counted:
         )
 
     def decides(self, rough: "_Counted") -> bool:
-        """Whether it knows a branch in some runs that ``rough`` leaves open in all."""
+        """Whether it knows a loop's trips, or a branch in some runs, that ``rough`` leaves open."""
         return any(
+            found.known and name in rough.loops and not rough.loops[name].known
+            for name, found in self.loops.items()
+        ) or any(
             held.keys() - rough.branches.get(name, {}).keys()
             for name, held in self.branches.items()
         )
@@ -275,8 +273,7 @@ class _LoopWalk:
         ):
             turns, each = _Counted(), runs / counters.least
             for number, state in enumerate(self.states(scope, loop, counters.least)):
-                undecided = number == MOST_SAME and not (rough.open_loops or turns.decides(rough))
-                if self.walks < 0 or undecided:
+                if self.walks < 0 or (number == MOST_SAME and not turns.decides(rough)):
                     break
                 self.count(self.body(scope, loop, {**constant, **state}), each, turns)
             else:

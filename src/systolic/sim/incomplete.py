@@ -17,7 +17,7 @@ from typing import Protocol
 from systolic.core.errors import OptionError, nearest
 from systolic.core.units import duration
 from systolic.hlo import Computation, Instruction, Module
-from systolic.hlo.loops import NO_END, Counts, LoopTrips, counts_of
+from systolic.hlo.loops import NO_END, LoopCounts, LoopTrips, counts_of
 from systolic.hlo.origin import named
 
 PALLAS = "tpu_custom_call"
@@ -232,7 +232,7 @@ class Gaps:
     module: Module
     given: Given = NOTHING
     ends: Ends = Ends.usual
-    counts: Counts = field(init=False)
+    counts: LoopCounts = field(init=False)
     missed: dict[str, Incomplete] = field(default_factory=dict)
     told: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     """Loops that each of the names that were given sets."""
