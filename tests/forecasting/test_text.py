@@ -126,6 +126,20 @@ def test_cycles_name_the_generation_and_another_is_priced_as_assumed(tmp_path: P
         assert "choose a slice of v5e" in " ".join(shown.split())
 
 
+def test_several_generations_that_fit_are_all_named(tmp_path: Path) -> None:
+    path = tmp_path / "dump.txt"
+    path.write_text(recorded.text("int8-v5e-1"))
+    # 8-bit matmuls of v4 run at the rate of bf16, so that v5e's cycles fit it too.
+    made = forecast_text(path, slice("v6e-1"))
+    assert made.origin is Origin.assumed
+    assert made.to_json()["compiled_for"] is None
+    assert made.doubt.startswith("scheduled for v4 or v5e, not v6e")
+    assert "choose a slice of v4 or v5e" in made.cautions[0]
+    own = forecast_text(path, slice("v5e-1"))
+    assert (own.compiled_for, own.doubt, own.origin) == (None, "", Origin.simulated)
+    assert own.notes[0].endswith("its cycles fit v4 and v5e")
+
+
 @pytest.mark.parametrize("which", ["topology", "arguments"])
 def test_the_files_beside_xlas_dump_name_the_generation(which: str, tmp_path: Path) -> None:
     # As libtpu 0.0.42.1 writes them; the module itself has no cycles then.

@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from systolic.hlo import parse
-from systolic.hlo.loops import trips_of
+from systolic.hlo.loops import counts_of
 from tests.recorded import loops
 
 
@@ -39,7 +39,7 @@ ENTRY %main (x0: f32[8], n: s32[]) -> (s32[], f32[8]) {{
   ROOT %loop = (s32[], f32[8]) while(%initial), condition=%condition, body=%body{more}
 }}
 """)
-    found = trips_of(module)["loop"].mean
+    found = counts_of(module).loops["loop"].mean
     return None if found is None else int(found)
 
 
@@ -128,7 +128,7 @@ ENTRY %main () -> (s32[], s32[]) {{
   ROOT %loop = (s32[], s32[]) while(%initial), condition=%condition, body=%body
 }}
 """)
-    assert trips_of(module)["loop"].mean == bound
+    assert counts_of(module).loops["loop"].mean == bound
 
 
 EXACT = {
@@ -190,16 +190,49 @@ OPEN = {
 
 @pytest.mark.parametrize("name", EXACT)
 def test_trips_of_recorded_loops_are_those_of_the_source(name: str) -> None:
-    found = trips_of(loops.module(name))
+    found = counts_of(loops.module(name)).loops
     assert all(one.known for one in found.values())
     assert sorted(one.mean or 0 for one in found.values()) == EXACT[name]
 
 
 @pytest.mark.parametrize("name", OPEN)
 def test_what_data_decides_has_the_range_that_the_program_leaves(name: str) -> None:
-    found = trips_of(loops.module(name))
+    found = counts_of(loops.module(name)).loops
     assert [(one.least, one.most) for one in found.values()] == OPEN[name]
     assert not any(one.known for one in found.values())
+
+
+@pytest.mark.parametrize(("name", "trips"), [("cpu_down_u32", 37), ("cpu_wraps_i8", 128)])
+def test_counters_that_are_known_come_before_what_the_compiler_says(name: str, trips: int) -> None:
+    # XLA's CPU compiler notes one trip for either loop.
+    assert '"known_trip_count":{"n":"1"}' in loops.texts()[name]
+    (found,) = counts_of(loops.module(name)).loops.values()
+    assert (found.least, found.most, found.mean) == (trips, trips, trips)
+
+
+TAKEN = {
+    "each_hundredth": {(0,): 990 / 1000, (1,): 10 / 1000},
+    "one_of_three": {(0,): 11 / 31, (1,): 10 / 31, (2,): 10 / 31},
+    "first_half": {(0,): 0.5, (1,): 0.5},
+    "on_data": {(0, 1): 1.0},
+    "early_on_data": {(0, 1): 0.5, (0,): 0.5},
+}
+"""Share of runs that may take each set of branches; a predicate comes as an integer, whose 1 is for true."""
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_counters_choose_branches_turn_by_turn(name: str) -> None:
+    (found,) = counts_of(loops.module(name)).branches.values()
+    assert found == pytest.approx(TAKEN[name])
+
+
+def test_ten_thousand_turns_are_followed_and_more_are_left_open() -> None:
+    text = loops.texts()["each_hundredth"]
+    assert text.count("constant(1000)") == 1
+    for turns, wanted in {10_000: {(0,): 0.99, (1,): 0.01}, 10_001: {(0, 1): 1.0}}.items():
+        module = parse(text.replace("constant(1000)", f"constant({turns})"))
+        (found,) = counts_of(module).branches.values()
+        assert found == pytest.approx(wanted)
 
 
 ARITHMETIC = """\
@@ -289,5 +322,5 @@ def test_counters_that_wrap_carry_and_are_limited_count_as_by_running(
         state, turns = (made, wrapped(j + 1) if made < i else j), turns + 1
     else:
         return  # it comes back to where it was, or takes long
-    found = trips_of(parse(text))["loop"]
+    found = counts_of(parse(text)).loops["loop"]
     assert (found.least, found.most, found.mean) == (turns, turns, turns)

@@ -1,6 +1,7 @@
 """Programs that leave a time open, and what their user says of it."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from systolic.chips import slice
 from systolic.cli.main import main
 from systolic.core.errors import OptionError
 from systolic.forecasting import Forecast, forecast_text
+from systolic.hlo import parse
 from systolic.report.forecast import readings
 from systolic.report.forecast.page import render
 from systolic.report.forecast.text import lines
@@ -50,7 +52,8 @@ def test_64_bit_counters_cost_what_32_bit_ones_cost(name: str, trips: int) -> No
 COMPLETE = (
     "scan",
     "scan64",
-    "in_branches",
+    "each_hundredth",
+    "one_of_three",
     "triangle64",
     "map_batches",
     "associative",
@@ -60,6 +63,7 @@ MISSING: dict[str, set[tuple[GapKind, str]]] = {
     "traced": {(GapKind.loop, "")},
     "traced64": {(GapKind.loop, "")},
     "until_large": {(GapKind.loop, "")},
+    "loops_on_a_line": {(GapKind.loop, "")},
     "eigh": {(GapKind.call, "EighTpu")},
     "qr": {(GapKind.call, "QrDecompositionBlock"), (GapKind.call, "CompactWyHelper")},
     "cholesky": {(GapKind.call, "Cholesky"), (GapKind.call, "InvertDiagBlocksLowerTriangular")},
@@ -88,10 +92,17 @@ def test_a_lower_bound_says_so_everywhere(name: str, tmp_path: Path) -> None:
     assert record["lower_bound"]
     assert record["step_seconds_high"] is None
     assert "no upper end" in record["interval"]
-    assert "Time is a lower bound: " in screen
-    assert "at least" in screen
+    if made.is_assumed:  # A loop counts once, although it may make no trip.
+        assert "Time is open: " in screen
+        assert "at least" not in screen
+        assert "lower bound" not in screen
+        assert "an assumption" in made.cautions[0]
+        assert "the fewest trips" in record["interval"]
+    else:
+        assert "Time is a lower bound: " in screen
+        assert "at least" in screen
+        assert "a lower bound" in page
     assert "or more" in screen
-    assert "a lower bound" in page
     assert "HFU" not in screen
     # The notes that change the figure come first and are all on the screen.
     assert made.cautions
@@ -101,7 +112,7 @@ def test_a_lower_bound_says_so_everywhere(name: str, tmp_path: Path) -> None:
     found = {(one.part, one.label) for one in made.incomplete}
     assert found == MISSING[name] if name in MISSING else len(found) > 4
     assert all(one.source for one in made.incomplete)
-    numbers = {f"(line {one.source.rpartition(':')[2]})" for one in made.incomplete}
+    numbers = {f"{one.source.rpartition(':')[2]})" for one in made.incomplete}
     assert any(line in made.cautions[0] for line in numbers)
     assert [part["kind"] for part in record["unpriced"]] == [
         one.part.value for one in made.incomplete
@@ -120,6 +131,98 @@ def test_a_bounded_loop_has_an_upper_end(tmp_path: Path) -> None:
     (part,) = made.to_json()["unpriced"]
     assert (part["least_trips"], part["most_trips"], part["counted_trips"]) == (0, 50, 1)
     assert "at most 50 times" in made.cautions[0]
+
+
+def test_the_lower_end_has_the_fewest_trips(tmp_path: Path) -> None:
+    made, none = (forecast("traced", tmp_path, **more) for more in ({}, {"trips": {"while": 0}}))
+    assert made.is_assumed
+    assert not none.incomplete
+    assert made.low == pytest.approx(none.low)
+    (part,) = made.to_json()["unpriced"]
+    assert part["assumed"]
+    # At least one is no assumption, nor are the bytes of a call.
+    assert not forecast("eigh", tmp_path).is_assumed
+
+
+def seconds_of(name: str, on_tpu: bool) -> tuple[float, float, float]:
+    """Least, priced and most seconds of a recorded program; the same where nothing is open."""
+    module = loops.module(name)
+    if on_tpu:
+        made = simulate(module, V5E)
+    else:
+        peaks = Peaks(matmul={"f32": 1e12}, memory=1e11)
+        made = roofline(module, peaks, 1, ModuleSource.compiled)
+    least, most = made.least_seconds, made.most_seconds
+    if not made.incomplete:
+        assert least is None
+        assert most is None
+        return made.seconds, made.seconds, made.seconds
+    assert least is not None
+    assert most is not None
+    return least, made.seconds, most
+
+
+def branches_of(name: str, on_tpu: bool) -> list[float]:
+    """Seconds of each branch of the one conditional."""
+    text, found = loops.texts()[name], []
+    (names,) = re.findall(r"branch_computations={([^}]*)}", text)
+    for branch in names.split(", "):
+        alone = parse(text.replace(names, ", ".join([branch] * len(names.split(", ")))))
+        one = simulate(alone, V5E) if on_tpu else None
+        peaks = Peaks(matmul={"f32": 1e12}, memory=1e11)
+        one = one or roofline(alone, peaks, 1, ModuleSource.compiled)
+        found.append(one.seconds)
+    return found
+
+
+@pytest.mark.parametrize("on_tpu", [True, False])
+@pytest.mark.parametrize(
+    ("name", "shares"),
+    [
+        ("each_hundredth", (0.99, 0.01)),
+        ("one_of_three", (11 / 31, 10 / 31, 10 / 31)),
+        ("first_half", (0.5, 0.5)),
+    ],
+)
+def test_a_branch_costs_as_often_as_the_counter_takes_it(
+    name: str, shares: tuple[float, ...], on_tpu: bool
+) -> None:
+    # The step with each branch in every turn is the measure of what a share of the turns costs.
+    always = branches_of(name, on_tpu)
+    wanted = sum(share * seconds for share, seconds in zip(shares, always, strict=True))
+    assert seconds_of(name, on_tpu) == pytest.approx((wanted,) * 3)
+    assert wanted < 0.95 * max(always)
+
+
+@pytest.mark.parametrize("on_tpu", [True, False])
+def test_a_branch_on_data_ranges_from_the_shortest_to_the_longest(on_tpu: bool) -> None:
+    short, long = sorted(branches_of("on_data", on_tpu))
+    assert seconds_of("on_data", on_tpu) == pytest.approx((short, long, long))
+    # Data has a say in the first 15 of 30 turns only.
+    short, long = sorted(branches_of("early_on_data", on_tpu))
+    half = (short + long) / 2
+    assert seconds_of("early_on_data", on_tpu) == pytest.approx((short, half, half))
+
+
+def test_a_branch_on_data_says_so(tmp_path: Path) -> None:
+    made = forecast("on_data", tmp_path)
+    record, screen = made.to_json(), " ".join("\n".join(plain(lines(made, 100))).split())
+    assert made.low is not None
+    assert made.high is not None
+    assert made.step_seconds is not None
+    assert made.low < 0.7 * made.step_seconds < made.step_seconds < made.high
+    assert record["lower_bound"]
+    (part,) = record["unpriced"]
+    assert (part["kind"], part["assumed"], part["op"]) == (
+        "branch",
+        True,
+        f"conditional {part['name']}",
+    )
+    assert part["shortest_seconds"] < part["longest_seconds"] == pytest.approx(part["seconds"])
+    assert "Time is open: 1 branch on data" in screen
+    assert "at least" not in screen
+    assert "longest branch" in made.cautions[0]
+    assert made.cautions[0] in record["notes"]
 
 
 @pytest.mark.parametrize("name", ["traced", "until_large_or_50", "eigh", "pure", "scan64"])
@@ -160,6 +263,26 @@ def test_trips_that_are_given_are_multiplied_out_and_told(tmp_path: Path) -> Non
     assert by_name.high is not None
 
 
+def test_a_line_s_number_says_how_many_loops_it_set(tmp_path: Path) -> None:
+    nested = forecast("loops_on_a_line", tmp_path)
+    outer, inner = sorted(nested.incomplete, key=lambda one: -len(one.name))
+    line = outer.source.rpartition("/")[2]
+    assert outer.source == inner.source
+    each = forecast("loops_on_a_line", tmp_path, trips={outer.name: 3, inner.name: 5})
+    assert each.given == ("while.11 makes 3 trips", "while.7 makes 5 trips")
+    # Side by side, one number for both is what the user says.
+    text = loops.texts()["traced"]
+    loop = next(one for one in text.split("\n") if " while(" in one)
+    again = loop.replace("%while ", "%while.9 ").replace("ROOT ", "")
+    assert again != loop
+    path = tmp_path / "two.txt"
+    path.write_text(text.replace(loop, f"{again}\n{loop}"))
+    line = forecast("traced", tmp_path).incomplete[0].source.rpartition("/")[2]
+    made = forecast_text(path, V5E, given({line: 4}))
+    assert made.given == (f"{line} makes 4 trips in each of 2 loops",)
+    assert not made.incomplete
+
+
 @pytest.mark.parametrize(
     ("name", "label", "calls"),
     [("eigh", "EighTpu", 1), ("pure", "pure_callback", 1), ("kernel", "looped", 1)],
@@ -185,6 +308,11 @@ def test_a_cost_that_is_given_takes_the_place_of_the_price(
         ("traced", {"trips": {"whle": 3}}, "whle, which is no loop .* did you mean while"),
         ("scan", {"trips": {"while": 3}}, "gives 3 for while, .* it makes 100"),
         ("until_large_or_50", {"trips": {"while": 51}}, "ends it after 50 trips"),
+        (
+            "loops_on_a_line",
+            {"trips": {"programs.py:269": 10}},
+            "where loop while.7 is inside loop while.11; give each its own",
+        ),
         ("eigh", {"costs": {"EigTpu": 1}}, "EigTpu, which is no kernel.* did you mean EighTpu"),
         ("scan", {"costs": {"x": 1}}, "it has none"),
         ("traced", {"trips": {"while": -1}}, "at least 0"),

@@ -6,7 +6,7 @@ import pytest
 from systolic.chips import slice
 from systolic.core.origin import Origin
 from systolic.hlo import Module, parse
-from systolic.hlo.loops import trips_of
+from systolic.hlo.loops import counts_of
 from systolic.sim import Resource, Span, Timeline, simulate
 from systolic.sim.asynchronous import COLLECTIVES
 from systolic.sim.calibration import Calibration
@@ -333,7 +333,7 @@ def begun(module: Module) -> Counter[str]:
     """Asynchronous gathers by the name of the fusion that starts them, with their runs in a step."""
     times = Counter({module.entry.name: 1})
     found: Counter[str] = Counter()
-    todo, trips = [module.entry], trips_of(module)
+    todo, trips = [module.entry], counts_of(module).loops
     for computation in todo:
         for op in computation:
             if op.opcode == "while":

@@ -17,29 +17,41 @@ def cautions_of(timeline: Timeline) -> list[str]:
     return found
 
 
-def ended(timeline: Timeline, high: float | None, text: str) -> tuple[float | None, str]:
-    """Upper end of a range, and what the range rests on, where a part of the step is priced incompletely.
+def ended(
+    timeline: Timeline, low: float, high: float, text: str
+) -> tuple[float, float | None, str]:
+    """Ends of a range, and what the range rests on, where a part of the step is priced incompletely.
 
     Args:
         timeline: Of the step.
-        high: Seconds of the upper end without such parts.
+        low: Seconds of the lower end without such parts.
+        high: Of the upper end.
         text: Results that the range rests on.
     """
-    if not timeline.incomplete or high is None:
-        return high, text
-    if timeline.most_seconds is None or not timeline.seconds:
-        return None, f"{text}; no upper end: a part of the step has no bound"
+    if not timeline.incomplete or not timeline.seconds:
+        return low, high, text
+    if timeline.least_seconds is not None:
+        low *= timeline.least_seconds / timeline.seconds
+        text += "; the lower end has the fewest trips of all loops and the shortest branches"
+    if timeline.most_seconds is None:
+        return low, None, f"{text}; no upper end: a part of the step has no bound"
     longest = high * timeline.most_seconds / timeline.seconds
-    return longest, f"{text}; the upper end has the most trips of all loops"
+    what = "most trips of all loops and the longest branches"
+    return low, longest, f"{text}; the upper end has the {what}"
 
 
 def summary(parts: Sequence[Incomplete]) -> str:
     """``2 loops of unknown length, 1 callback``."""
-    names = {GapKind.loop: "loop{} of unknown length", GapKind.kernel: "kernel{} of unknown work"}
+    names = {
+        GapKind.loop: "loop{} of unknown length",
+        GapKind.branch: "branch{} on data",
+        GapKind.kernel: "kernel{} of unknown work",
+    }
     found = []
     for part in GapKind:
         if number := sum(one.part is part for one in parts):
-            noun = names.get(part, f"{part.value}{{}}").format("" if number == 1 else "s")
+            several = "es" if part is GapKind.branch else "s"
+            noun = names.get(part, f"{part.value}{{}}").format("" if number == 1 else several)
             found.append(f"{number} {noun}")
     return ", ".join(found)
 
@@ -54,6 +66,9 @@ def _note(part: GapKind, held: Sequence[Incomplete]) -> str:
         first, most = held[0].name, held[0].trips.most
         number = 100 if most is None else min(most, 100)
         return f'trips that the program leaves open: {named}; give them with --trips {first}={number}, in Python trips={{"{first}": {number}}}'
+    if part is GapKind.branch:
+        named = _listed([f"{one.name}{_at(one)} {one.how}" for one in held])
+        return f"branches that data decides: {named}; the time is with the longest, the range goes down to the shortest"
     labels: dict[str, list[Incomplete]] = {}
     for one in held:
         labels.setdefault(one.label or one.name, []).append(one)

@@ -165,13 +165,18 @@ class Forecast:
 
     @property
     def incomplete(self) -> Sequence[Incomplete]:
-        """Loops, kernels, custom calls and callbacks that may take longer than what is counted for them."""
+        """Loops, branches, kernels, custom calls and callbacks that may take another time than what is counted for them."""
         return () if self.timeline is None else self.timeline.incomplete
 
     @property
     def is_lower_bound(self) -> bool:
-        """Whether the time is only a lower bound: a part of the program is priced incompletely."""
+        """Whether a part of the program is priced incompletely; the time bounds the step from below unless :attr:`is_assumed`."""
         return bool(self.incomplete)
+
+    @property
+    def is_assumed(self) -> bool:
+        """Whether more is counted for a part than the program promises, so that only :attr:`low` bounds the step from below."""
+        return any(part.is_assumed for part in self.incomplete)
 
     @property
     def given(self) -> Sequence[str]:

@@ -130,9 +130,9 @@ def _interval(on: Slice, timeline: Timeline | None) -> tuple[float | None, float
     seconds = timeline.seconds
     if on.platform == "cpu":
         text = f"a factor of {CPU_FACTOR:g} either way: a roofline does not model threads, caches or small ops"
-        return seconds / CPU_FACTOR, *ended(timeline, seconds * CPU_FACTOR, text)
+        return ended(timeline, seconds / CPU_FACTOR, seconds * CPU_FACTOR, text)
     text = f"{GPU_ERROR:.0%} either way: the error of plain rooflines, overlapping collectives included"
-    return seconds * (1 - GPU_ERROR), *ended(timeline, seconds * (1 + GPU_ERROR), text)
+    return ended(timeline, seconds * (1 - GPU_ERROR), seconds * (1 + GPU_ERROR), text)
 
 
 def _origin(built: Built, timeline: Timeline | None, fits: bool) -> Origin:

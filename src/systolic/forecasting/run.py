@@ -142,7 +142,7 @@ def assemble(
 ) -> Forecast:
     """The forecast of a simulated step; ``facts`` is what the program says of itself."""
     low, high, text = range_of(on.chip.name, timeline, facts, detail_of(module))
-    high, text = ended(timeline, high, text)
+    low, high, text = ended(timeline, low, high, text)
     return Forecast(
         recipe=name,
         on=on,

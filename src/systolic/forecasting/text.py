@@ -84,14 +84,12 @@ def forecast_text(path: Path, on: Slice, given: Given = NOTHING) -> Forecast:
     )
     made = replace(made, compiled_for=target.generation)
     if target.doubt:
-        step = (
-            f"choose a slice of {target.generation}, or compile it for {on.chip.name} and dump that"
-        )
+        step = f"choose a slice of {target.names}, or compile it for {on.chip.name} and dump that"
         made = replace(
             made,
             origin=Origin.assumed,
             timeline=replace(timeline, origin=Origin.assumed),
-            doubt=f"scheduled for {target.generation}, not {on.chip.name}: the time is assumed",
+            doubt=f"scheduled for {target.names}, not {on.chip.name}: the time is assumed",
             cautions=(f"{target.doubt}: {step}", *made.cautions),
         )
     return made if memory.peak_bytes <= capacity(on) else _refused(made, memory, capacity(on))
@@ -155,10 +153,21 @@ def _refused(made: Forecast, memory: MemoryMap, have: int) -> Forecast:
 class _Target:
     """The generation that a dump was scheduled for."""
 
-    generation: str | None = None
+    generations: tuple[str, ...] = ()
+    """The one, or all that fit."""
     doubt: str = ""
     """Evidence that it is another than the slice's; empty without any."""
     notes: tuple[str, ...] = ()
+
+    @property
+    def generation(self) -> str | None:
+        """None where several fit, or none is known."""
+        return self.generations[0] if len(self.generations) == 1 else None
+
+    @property
+    def names(self) -> str:
+        """``v5e``, ``v4 or v5e``."""
+        return " or ".join(self.generations)
 
 
 def _check_memory(text: str, path: Path, on: Slice) -> None:
@@ -179,9 +188,9 @@ def _target(module: Module, path: Path, on: Slice) -> _Target:
         file, name = found
         told = f"scheduled for {name}, as {file} beside it says"
         if name == here:
-            return _Target(generation=name, notes=(f"the dump was {told}",))
+            return _Target(generations=(name,), notes=(f"the dump was {told}",))
         return _Target(
-            generation=name, doubt=f"the dump was {told}, and is priced as if {here} ran it"
+            generations=(name,), doubt=f"the dump was {told}, and is priced as if {here} ran it"
         )
     taken = f"the dump does not name its chip: taken as scheduled for {here}"
     shares = _shares(module)
@@ -195,12 +204,12 @@ def _target(module: Module, path: Path, on: Slice) -> _Target:
             f"{path} has matmuls at {best:.1f} times the peak of {here} by the compiler's own cycles; it was scheduled for a faster chip{named}, choose a slice of that"
         )
     if best < SLOW and fitting:
-        most = shares[fitting[0]]
-        doubt = f"the dump was scheduled for {fitting[0]} by the compiler's own cycles (its largest matmuls reach {most:.0%} of that peak, {best:.0%} of {here}'s), and is priced as if {here} ran it"
-        return _Target(generation=fitting[0], doubt=doubt)
+        reached = " or ".join(f"{shares[name]:.0%} of {name}'s peak" for name in sorted(fitting))
+        doubt = f"the dump was scheduled for {' or '.join(sorted(fitting))} by the compiler's own cycles (its largest matmuls reach {reached}, {best:.0%} of {here}'s), and is priced as if {here} ran it"
+        return _Target(generations=tuple(sorted(fitting)), doubt=doubt)
     if here in fitting:
         fits = f"the dump does not name its chip; its cycles fit {' and '.join(sorted(fitting))}"
-        return _Target(generation=here, notes=(fits,))
+        return _Target(generations=tuple(sorted(fitting)), notes=(fits,))
     return _Target(notes=(taken,))
 
 

@@ -1,10 +1,13 @@
-"""Trip counts of loops: what the compiler says, else by running each loop's counters alone.
+"""Trip counts of loops, and branches that are taken, by running each loop's counters alone.
 
 A loop's counters are the parts of its tuple that its condition depends on. They are run through body and
 condition (:mod:`systolic.hlo.scalars`): step by step, and in one stride over all steps in which nothing that
 is compared, limited or wrapped around decides otherwise. So the type, order, start, step and direction of
 counters and bounds don't matter, nor whether they come through other loops. Where data decides, the range
-that the program leaves is known: at most 50 for ``(i < 50) & (error > 1e-3)``.
+that the program leaves is known: at most 50 for ``(i < 50) & (error > 1e-3)``. What the compiler notes counts where the
+counters leave it open: XLA's own count is wrong where an unsigned counter goes down or one wraps around.
+
+Which branch of a conditional is taken is known likewise: one turn in 100 for ``i % 100 == 0``.
 """
 
 import math
@@ -30,8 +33,10 @@ _KNOWN = re.compile(r'"known_trip_count":\{"n":"?(\d+)"?')
 MOST_STEPS = 20_000
 """Steps that are run one by one before a loop's trip count is given up."""
 MOST_STRIDES = 64
-MOST_TURNS = 512
-"""Trips of an outer loop up to which the loops in it are counted for each of them."""
+MOST_TURNS = 10_000
+"""Trips of an outer loop up to which the loops and branches in it are counted for each of them."""
+MOST_SAME = 512
+"""Turns after which loops and branches that none of them decided are taken as decided by data."""
 MOST_WALKS = 20_000
 """Runs of computations that are looked into for loops."""
 
@@ -55,13 +60,36 @@ class LoopTrips:
 NO_END = LoopTrips(least=0, most=None)
 
 
-def trips_of(module: Module) -> dict[str, LoopTrips]:
+Shares = Mapping[tuple[int, ...], float]
+"""Sets of branches of which data decides, to the share of runs that leaves these open; of one branch where it is known."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoopCounts:
+    """What counters decide in a program."""
+
+    loops: Mapping[str, LoopTrips]
     """Trips of every ``while`` that the entry reaches, by its name."""
+    branches: Mapping[str, Shares]
+    """Branches of every ``conditional`` that runs, by its name."""
+
+
+def counts_of(module: Module) -> LoopCounts:
+    """Trips and branches of a program."""
     walk = _LoopWalk(module)
     entry = Scope(walk.scalars, module.entry, lambda number: UNKNOWN, walk.value)
-    counted: dict[str, _Sum] = {}
+    counted = _Counted()
     walk.count(entry, 1, counted)
-    return {name: found.value() for name, found in counted.items()}
+    loops = {name: found.value() for name, found in counted.loops.items()}
+    runs = {name: sum(found.values()) for name, found in counted.branches.items()}
+    return LoopCounts(
+        loops=loops,
+        branches={
+            name: {some: of / runs[name] for some, of in found.items() if of}
+            for name, found in counted.branches.items()
+            if runs[name]
+        },
+    )
 
 
 @dataclass
@@ -91,6 +119,53 @@ class _Sum:
         """The trips of one run."""
         mean = self.trips / self.runs if self.runs else self.least
         return LoopTrips(least=int(self.least), most=self.most, mean=mean if self.known else None)
+
+
+@dataclass
+class _Counted:
+    """Trips of loops, and runs that leave each set of branches open."""
+
+    loops: dict[str, _Sum] = field(default_factory=dict)
+    branches: dict[str, dict[tuple[int, ...], float]] = field(default_factory=dict)
+
+    def loop(self, name: str, found: _Sum) -> None:
+        """Adds runs of a loop."""
+        self.loops.setdefault(name, _Sum()).add(found)
+
+    def branch(self, name: str, some: tuple[int, ...], runs: float) -> None:
+        """Adds runs of a conditional."""
+        held = self.branches.setdefault(name, {})
+        held[some] = held.get(some, 0.0) + runs
+
+    def add(self, other: "_Counted") -> None:
+        """Adds all of another's."""
+        for name, found in other.loops.items():
+            self.loop(name, found)
+        for name, held in other.branches.items():
+            for some, runs in held.items():
+                self.branch(name, some, runs)
+
+    @property
+    def open_loops(self) -> bool:
+        """Whether data or a range decides some loop's trips."""
+        return any(not found.known for found in self.loops.values())
+
+    @property
+    def open_branches(self) -> bool:
+        """Whether data or a range decides some branch."""
+        return any(
+            len(some) > 1 and runs for held in self.branches.values() for some, runs in held.items()
+        )
+
+    def decides(self, rough: "_Counted") -> bool:
+        """Whether it knows a loop's trips, or a branch in some runs, that ``rough`` leaves open."""
+        return any(
+            found.known and name in rough.loops and not rough.loops[name].known
+            for name, found in self.loops.items()
+        ) or any(
+            held.keys() - rough.branches.get(name, {}).keys()
+            for name, held in self.branches.items()
+        )
 
 
 State = dict[int, Value]
@@ -139,64 +214,71 @@ class _LoopWalk:
     # Where loops are
 
     def sites(self, computation: Computation) -> Sequence[Instruction]:
-        """Instructions of a computation that are loops or hold some."""
+        """Instructions of a computation that are loops or conditionals, or hold some."""
         if computation.name not in self.holders:
             self.holders[computation.name] = ()
             self.holders[computation.name] = [one for one in computation if self.holds(one)]
         return self.holders[computation.name]
 
     def holds(self, instruction: Instruction) -> bool:
-        """Whether an instruction is a loop or calls what holds one."""
-        if instruction.opcode == "while":
+        """Whether an instruction is a loop or a conditional, or calls what holds one."""
+        if instruction.opcode in ("while", "conditional"):
             return True
         if instruction.opcode not in _CALLS:
             return False
         held = (self.module.computations.get(name) for name in instruction.called_computations)
         return any(one is not None and self.sites(one) for one in held)
 
-    def count(self, scope: Scope, runs: float, counted: dict[str, _Sum]) -> None:
-        """Counts the loops of a computation that is run so often."""
+    def count(self, scope: Scope, runs: float, counted: _Counted) -> None:
+        """Counts the loops and branches of a computation that is run so often."""
         self.walks -= 1
         for site in self.sites(scope.computation):
             if site.opcode == "while":
                 ran = self.run(scope, site)
                 least, most = ran.least, ran.most
-                if said := _KNOWN.search(site.rest):
+                said = _KNOWN.search(site.rest)
+                if said and not ran.known and (most is None or least <= int(said[1]) <= most):
                     least = most = int(said[1])
                 known = least == most
-                counted.setdefault(site.name, _Sum()).add(
-                    _Sum(runs, runs * least, least, most, known)
-                )
+                counted.loop(site.name, _Sum(runs, runs * least, least, most, known))
                 self.within(scope, site, (ran, least * runs if known else runs), counted)
-                continue
-            branches = site.opcode == "conditional"
-            for number, name in enumerate(site.called_computations):
-                given = site.operands[number + 1 : number + 2] if branches else site.operands
-                self.count(scope.inside(name, given), runs, counted)
+            elif site.opcode == "conditional":
+                names = site.called_computations
+                taken = scope.taken(site)
+                counted.branch(site.name, tuple(taken), runs)
+                for number in taken:
+                    if not self.sites(self.module.computations[names[number]]):
+                        continue
+                    inner = scope.inside(names[number], site.operands[number + 1 : number + 2])
+                    self.count(inner, runs, counted)
+            else:
+                for name in site.called_computations:
+                    self.count(scope.inside(name, site.operands), runs, counted)
 
     def within(
-        self, scope: Scope, loop: Instruction, ran: tuple[_LoopRun, float], counted: dict[str, _Sum]
+        self, scope: Scope, loop: Instruction, ran: tuple[_LoopRun, float], counted: _Counted
     ) -> None:
-        """Counts the loops in a loop's body: with the ranges of its counters, and turn by turn where that leaves some open."""
+        """Counts what is in a loop's body: with the ranges of its counters, and turn by turn where that leaves some open."""
         body = self.module.callee(loop, "body")
         if not self.sites(body):
             return
         counters, runs = ran
-        rough: dict[str, _Sum] = {}
+        rough = _Counted()
         constant = self.constants(scope, loop, body)
         self.count(self.body(scope, loop, {**constant, **counters.visited}), runs, rough)
-        open_ones = any(not found.known for found in rough.values())
-        if open_ones and counters.known and 0 < counters.least <= MOST_TURNS:
-            turns: dict[str, _Sum] = {}
-            each = runs / counters.least
-            for state in self.states(scope, loop, counters.least):
-                if self.walks < 0:
+        if (
+            (rough.open_loops or rough.open_branches)
+            and counters.known
+            and 0 < counters.least <= MOST_TURNS
+        ):
+            turns, each = _Counted(), runs / counters.least
+            for number, state in enumerate(self.states(scope, loop, counters.least)):
+                if self.walks < 0 or (number == MOST_SAME and not turns.decides(rough)):
                     break
                 self.count(self.body(scope, loop, {**constant, **state}), each, turns)
             else:
                 rough = turns
-        for name, found in rough.items():
-            counted.setdefault(name, _Sum()).add(found)
+        counted.add(rough)
 
     def constants(self, scope: Scope, loop: Instruction, body: Computation) -> State:
         """Parts of a loop's tuple that its body passes on."""

@@ -218,13 +218,16 @@ class Scope:
             return whole[index] if index < len(whole) else UNKNOWN
         return UNKNOWN if isinstance(whole, Known) else whole.part(index)
 
+    def taken(self, conditional: Instruction) -> list[int]:
+        """Branches that this run may take: one where the selector is known."""
+        selector = self.scalar(conditional.operands[0])
+        self.on.decides(*selector)
+        return chosen(selector, self._kind_in(conditional), len(conditional.called_computations))
+
     def _branches(self, instruction: Instruction) -> Value:
         names = instruction.called_computations
-        selector = self.scalar(instruction.operands[0])
-        self.on.decides(*selector)
-        which = chosen(selector, self._kind_in(instruction), len(names))
         found = []
-        for number in which:
+        for number in self.taken(instruction):
             inner = self.inside(names[number], instruction.operands[number + 1 : number + 2])
             found.append(inner.get(inner.computation.root.name))
         joined = found[0]

@@ -1,7 +1,7 @@
 """What a program does not say of its time, and what its user says instead.
 
-A loop whose trips are data, a kernel or a custom call of unknown work and a callback to the host make a step's
-seconds a lower bound. Each is named as the user may name it: ``while.5`` or ``train.py:42`` for a loop,
+A loop or a branch on data, a kernel or a custom call of unknown work and a callback to the host leave a step's
+seconds open. Each is named as the user may name it: ``while.5`` or ``train.py:42`` for a loop,
 an instruction, a custom call's target, or the name of a kernel or a callback for the others.
 """
 
@@ -10,13 +10,14 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from systolic.core.errors import OptionError, nearest
 from systolic.core.units import duration
 from systolic.hlo import Computation, Instruction, Module
-from systolic.hlo.loops import NO_END, LoopTrips, trips_of
+from systolic.hlo.loops import NO_END, LoopCounts, LoopTrips, counts_of
 from systolic.hlo.origin import named
 
 PALLAS = "tpu_custom_call"
@@ -31,9 +32,21 @@ class GapKind(enum.Enum):
     """Kinds of parts of a program."""
 
     loop = "loop"
+    branch = "branch"
     kernel = "kernel"
     call = "custom call"
     callback = "callback"
+
+
+class Ends(enum.Enum):
+    """What is counted for loops and branches that data decides."""
+
+    usual = "usual"
+    """The least trips, but one at least, and the longest branch."""
+    most = "most"
+    """The most trips, where these are bounded, and the longest branch."""
+    least = "least"
+    """The least trips and the shortest branch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +65,8 @@ class Incomplete:
     """Of a loop."""
     counted: float = 1.0
     """Trips of a loop that are counted."""
+    branches: tuple[float, float] = (0.0, 0.0)
+    """Seconds of one run of a conditional by its shortest and its longest branches."""
     why: str = ""
     """How another part than a loop is counted."""
     runs: float = 1.0
@@ -67,19 +82,36 @@ class Incomplete:
     @property
     def bounded(self) -> bool:
         """Whether the program bounds it."""
-        return self.part is GapKind.loop and self.trips.most is not None
+        return self.part is GapKind.branch or (
+            self.part is GapKind.loop and self.trips.most is not None
+        )
+
+    @property
+    def is_assumed(self) -> bool:
+        """Whether more is counted for it than the program promises: it may take less."""
+        return self.part is GapKind.branch or (
+            self.part is GapKind.loop and self.counted > self.trips.least
+        )
 
     @property
     def how(self) -> str:
         """How it is counted."""
         if self.part is GapKind.loop:
             most = "" if self.trips.most is None else f", at most {times(self.trips.most)}"
-            return f"counted {times(self.counted)}{most}"
+            none = " (an assumption: it may make none)" if self.is_assumed else ""
+            return f"counted {times(self.counted)}{none}{most}"
+        if self.part is GapKind.branch:
+            short, long = map(duration, self.branches)
+            return f"counted as its longest branch, {long} (the shortest takes {short})"
         return self.why
 
     def to_json(self) -> dict[str, object]:
         """What it is and how it was counted; ``op`` as the table of ops has it."""
-        opcode = {GapKind.loop: "while", GapKind.callback: "send"}.get(self.part, "custom-call")
+        opcode = {
+            GapKind.loop: "while",
+            GapKind.branch: "conditional",
+            GapKind.callback: "send",
+        }.get(self.part, "custom-call")
         found: dict[str, object] = {
             "op": f"{opcode} {self.name}",
             "kind": self.part.value,
@@ -89,10 +121,13 @@ class Incomplete:
             "source": self.source,
             "seconds": self.seconds,
             "how": self.how,
+            "assumed": self.is_assumed,
         }
         if self.part is GapKind.loop:
             counts = {"counted_trips": self.counted, "least_trips": self.trips.least}
             found |= {**counts, "most_trips": self.trips.most}
+        if self.part is GapKind.branch:
+            found |= dict(zip(("shortest_seconds", "longest_seconds"), self.branches, strict=True))
         return found
 
 
@@ -125,9 +160,13 @@ class Given:
         """Trips, and costs in seconds."""
         return {"trips": dict(self.trips), "costs": dict(self.costs)}
 
-    def lines(self) -> list[str]:
-        """A line for each number: what was given for what."""
-        found = [f"{name} makes {number:,g} trips" for name, number in self.trips.items()]
+    def lines(self, loops: Mapping[str, int]) -> list[str]:
+        """A line for each number: what was given for what; ``loops`` is the number of loops that each name sets."""
+        found = [
+            f"{name} makes {number:,g} trips"
+            + (f" in each of {loops[name]} loops" if loops.get(name, 1) > 1 else "")
+            for name, number in self.trips.items()
+        ]
         return [*found, *(f"{name} takes {duration(s)} a call" for name, s in self.costs.items())]
 
 
@@ -192,15 +231,31 @@ class Gaps:
 
     module: Module
     given: Given = NOTHING
-    longest: bool = False
-    """Whether loops count their most trips, where these are bounded."""
-    loops: Mapping[str, LoopTrips] = field(init=False)
+    ends: Ends = Ends.usual
+    counts: LoopCounts = field(init=False)
     missed: dict[str, Incomplete] = field(default_factory=dict)
+    told: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    """Loops that each of the names that were given sets."""
 
     def __post_init__(self) -> None:
-        self.loops = trips_of(self.module)
+        self.counts = counts_of(self.module)
         if self.given and self.given.strict:
             self._check()
+
+    @property
+    def loops(self) -> Mapping[str, LoopTrips]:
+        """Trips of every loop by its name."""
+        return self.counts.loops
+
+    def at(self, ends: Ends) -> "Gaps":
+        """The same with other ends of what is open."""
+        other = copy(self)
+        other.ends, other.missed = ends, {}
+        return other
+
+    def lines(self) -> list[str]:
+        """A line for each number that was given."""
+        return self.given.lines({name: len(loops) for name, loops in self.told.items()})
 
     def trips(self, computation: Computation, loop: Instruction) -> float:
         """Trips of a loop to price: the program's, the user's, else the least; notes it where they are open."""
@@ -209,13 +264,44 @@ class Gaps:
             return _whole(known.mean)
         for name in self.names(computation, loop):
             if name in self.given.trips:
+                self.told[name].add(loop.name)
                 return _whole(self.given.trips[name])
         most = known.most if known.most is not None and known.most < ENDLESS else None
         counted = max(known.least, 1)
         found = self.describe(computation, loop, GapKind.loop)
         bounds = LoopTrips(least=known.least, most=most)
         self.missed[loop.name] = replace(found, trips=bounds, counted=counted)
-        return most if self.longest and most is not None else counted
+        if self.ends is Ends.least:
+            return known.least
+        return most if self.ends is Ends.most and most is not None else counted
+
+    def possible(self, conditional: Instruction) -> Sequence[int]:
+        """Branches that run at all."""
+        every = tuple(range(len(conditional.called_computations)))
+        shares = self.counts.branches.get(conditional.name, {every: 1.0})
+        return sorted({branch for some in shares for branch in some})
+
+    def branches(
+        self, computation: Computation, conditional: Instruction, seconds: Mapping[int, float]
+    ) -> dict[int, float]:
+        """Share of a conditional's runs that takes each branch: by its counters, else the longest; notes it where it is open.
+
+        Args:
+            computation: The one that holds it.
+            conditional: The instruction.
+            seconds: Of one run of each branch that may run.
+        """
+        every = tuple(seconds)
+        taken: dict[int, float] = defaultdict(float)
+        ends = [0.0, 0.0]
+        for some, share in self.counts.branches.get(conditional.name, {every: 1.0}).items():
+            short, long = (choose(some, key=lambda one: seconds[one]) for choose in (min, max))
+            taken[short if self.ends is Ends.least else long] += share
+            ends = [ends[0] + share * seconds[short], ends[1] + share * seconds[long]]
+        if ends[0] < ends[1]:
+            found = self.describe(computation, conditional, GapKind.branch)
+            self.missed[conditional.name] = replace(found, branches=(ends[0], ends[1]))
+        return dict(taken)
 
     def cost(self, computation: Computation, instruction: Instruction) -> float | None:
         """Seconds that the user gives for a call; None without any."""
@@ -279,12 +365,23 @@ class Gaps:
                     f"--trips names {name}, which is no loop of this program{nearest(name, loops)}; {rest}"
                 )
             self._agrees(name, number, loops[name])
+            self._apart(name, [one for one in loops[name] if one.name in opened])
         for name in self.given.costs:
             if name not in calls:
                 have = sorted({label_of(i) or i.name for found in calls.values() for i in found})
                 some = f"it has {_few(have)}" if have else "it has none"
                 raise OptionError(
                     f"--cost names {name}, which is no kernel, custom call or callback of this program{nearest(name, calls)}; {some}"
+                )
+
+    def _apart(self, name: str, sites: Sequence[Instruction]) -> None:
+        """Refuses one number for loops of which one is inside another."""
+        for outer in sites:
+            held = _within(self.module, outer)
+            inner = next((one.name for one in sites if one.name in held), None)
+            if inner is not None:
+                raise OptionError(
+                    f"--trips gives one number for {name}, where loop {inner} is inside loop {outer.name}; give each its own, such as --trips {outer.name}=10 --trips {inner}=10"
                 )
 
     def _agrees(self, name: str, number: float, sites: Sequence[Instruction]) -> None:
@@ -298,6 +395,20 @@ class Gaps:
             raise OptionError(
                 f"--trips gives {number:g} for {name}, but the program ends it after {max(most):,} trips; give at most that"
             )
+
+
+def _within(module: Module, loop: Instruction) -> set[str]:
+    """Instructions that a loop's body runs, at any depth."""
+    found, seen, left = set[str](), set[str](), list(loop.called_computations)
+    while left:
+        name = left.pop()
+        if name in seen or name not in module.computations:
+            continue
+        seen.add(name)
+        for instruction in module.computations[name]:
+            found.add(instruction.name)
+            left += instruction.called_computations
+    return found
 
 
 def _whole(number: float) -> float:

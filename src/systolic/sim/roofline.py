@@ -22,6 +22,7 @@ from systolic.sim.incomplete import (
     BYTES,
     HOST_WORK,
     NOTHING,
+    Ends,
     GapKind,
     Gaps,
     Given,
@@ -140,11 +141,14 @@ def roofline(
         gaps=Gaps(module, given),
     )
     seconds, spans = walk.computation(module.entry)
-    missed = measured(walk.gaps.missed.values(), spans)
-    most = None
-    if missed and all(part.bounded for part in missed):
-        longest = replace(walk, gaps=Gaps(module, given, longest=True), notes={}, known={})
-        most, _ = longest.computation(module.entry)
+    gaps = walk.gaps
+    missed = measured(gaps.missed.values(), spans)
+
+    def at(ends: Ends) -> float:
+        return replace(walk, gaps=gaps.at(ends), notes={}, known={}).computation(module.entry)[0]
+
+    least = at(Ends.least) if any(part.is_assumed for part in missed) else None
+    most = at(Ends.most) if missed and all(part.bounded for part in missed) else None
     return Timeline(
         origin=Origin.simulated if program is ModuleSource.compiled else Origin.assumed,
         seconds=seconds,
@@ -152,7 +156,8 @@ def roofline(
         notes=merged(walk.notes),
         incomplete=missed,
         most_seconds=most,
-        given=tuple(given.lines()),
+        least_seconds=least,
+        given=tuple(gaps.lines()),
     )
 
 
@@ -173,12 +178,36 @@ class _Walk:
             spans: list[Span] = []
             now = 0.0
             for instruction in computation:
-                span = self.step(computation, instruction)
-                if span is not None:
+                for span in self.steps(computation, instruction):
                     spans.append(replace(span, start=now))
                     now += span.seconds
             self.known[computation.name] = (now, tuple(spans))
         return self.known[computation.name]
+
+    def steps(self, computation: Computation, instruction: Instruction) -> list[Span]:
+        """Spans of an op: one for each branch of a conditional that is taken, none where it takes no time."""
+        if instruction.opcode == "conditional":
+            return self.branch(computation, instruction)
+        span = self.step(computation, instruction)
+        return [] if span is None else [span]
+
+    def branch(self, computation: Computation, instruction: Instruction) -> list[Span]:
+        """Branches of a conditional, each with the share of runs that take it."""
+        names = instruction.called_computations
+        runs = {
+            number: self.computation(self.module.computations[names[number]])
+            for number in self.gaps.possible(instruction)
+        }
+        shares = self.gaps.branches(
+            computation, instruction, {n: run[0] for n, run in runs.items()}
+        )
+        found = []
+        for number, share in shares.items():
+            seconds, spans = runs[number]
+            if spans:
+                outer = self.span(computation, instruction, seconds * share, Resource.idle)
+                found.append(replace(outer, repeat=share, inside=spans))
+        return found
 
     def step(self, computation: Computation, instruction: Instruction) -> Span | None:
         """Span of an op; None where it takes no time."""
@@ -187,10 +216,8 @@ class _Walk:
             return None
         if opcode == "while":
             return self.loop(computation, instruction)
-        if opcode in ("call", "conditional", "async-start", "call-start"):
+        if opcode in ("call", "async-start", "call-start"):
             inner = [self.module.computations[name] for name in instruction.called_computations]
-            if len(inner) > 1:
-                self.notes[f"the longest branch of {instruction.name} is taken"] = None
             seconds, spans = max(map(self.computation, inner), key=lambda cost: cost[0])
             outer = self.span(computation, instruction, seconds, Resource.idle)
             return replace(outer, inside=spans) if spans else None

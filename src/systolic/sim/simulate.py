@@ -31,6 +31,7 @@ from systolic.sim.incomplete import (
     HOST_WORK,
     NOTHING,
     PALLAS,
+    Ends,
     GapKind,
     Gaps,
     Given,
@@ -98,10 +99,15 @@ def simulate(
     )
     made = _simulated(run, on)
     missed = measured(gaps.missed.values(), made.spans)
-    made = replace(made, incomplete=missed, given=tuple(given.lines()))
+    made = replace(made, incomplete=missed, given=tuple(gaps.lines()))
+
+    def at(ends: Ends) -> float:
+        return _simulated(replace(run, gaps=gaps.at(ends), notes={}, known={}), on).seconds
+
+    if any(part.is_assumed for part in missed):
+        made = replace(made, least_seconds=at(Ends.least))
     if missed and all(part.bounded for part in missed):
-        longest = replace(run, gaps=Gaps(module, given, longest=True), notes={}, known={})
-        return replace(made, most_seconds=_simulated(longest, on).seconds)
+        made = replace(made, most_seconds=at(Ends.most))
     return made
 
 
@@ -314,10 +320,14 @@ class _Order:
             self.nest(instruction, replace(body, seconds=body.seconds + TURN_SECONDS), count)
 
     def branch(self, instruction: Instruction) -> None:
-        branches = [self.on.module.computations[name] for name in instruction.called_computations]
-        runs = [self.on.computation(branch) for branch in branches]
-        self.on.notes[f"the longest branch of {instruction.name} is taken"] = None
-        self.nest(instruction, max(runs, key=lambda run: run.seconds))
+        names, gaps = instruction.called_computations, self.on.gaps
+        runs = {
+            number: self.on.computation(self.on.module.computations[names[number]])
+            for number in gaps.possible(instruction)
+        }
+        seconds = {number: run.seconds for number, run in runs.items()}
+        for number, share in gaps.branches(self.computation, instruction, seconds).items():
+            self.nest(instruction, runs[number], share)
 
     def call(self, instruction: Instruction, name: str) -> None:
         self.nest(instruction, self.on.computation(self.on.module.computations[name]))

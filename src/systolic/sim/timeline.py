@@ -124,9 +124,11 @@ class Timeline:
     notes: Sequence[str] = field(default=())
     """Assumptions of the simulation."""
     incomplete: Sequence[Incomplete] = field(default=())
-    """Parts whose time the program does not say; ``seconds`` are a lower bound where there are any."""
+    """Parts whose time the program does not say."""
     most_seconds: float | None = None
     """Seconds with the most that all incomplete parts may take; None where one has no bound, or without any."""
+    least_seconds: float | None = None
+    """Seconds with the least that all incomplete parts may take; None without any."""
     given: Sequence[str] = field(default=())
     """Trips and costs that the user gave, a line each."""
 

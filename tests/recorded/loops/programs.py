@@ -3,7 +3,8 @@
 import gzip
 import json
 import lzma
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from systolic.chips import slice
 from systolic.core.store import Store
 from systolic.forecasting.function import Spread, function_program
 from tests.recorded.hlo.record import clean
-from tests.recorded.loops import FILE
+from tests.recorded.loops import FILE, texts
 
 SIDE = 256
 MATRIX = jax.ShapeDtypeStruct((SIDE, SIDE), jnp.float32)
@@ -225,6 +226,70 @@ def until_large_or_50(x):
     return lax.while_loop(goes_on, lambda s: (turn(s[0]), s[1] + 1), (x, 0))
 
 
+@record()
+def each_hundredth(x):
+    def step(i, c):
+        return lax.cond(i % 100 == 0, lambda c: turn(turn(turn(turn(c)))), lambda c: c * 2, c)
+
+    return lax.fori_loop(0, 1000, step, x)
+
+
+@record()
+def one_of_three(x):
+    def step(i, c):
+        return lax.switch(i % 3, [turn, lambda c: turn(turn(turn(c))), lambda c: c], c)
+
+    return lax.fori_loop(0, 31, step, x)
+
+
+@record()
+def first_half(x):
+    def step(i, c):
+        return lax.cond(i < 15, lambda c: turn(turn(turn(turn(c)))), lambda c: c, c)
+
+    return lax.fori_loop(0, 30, step, x)
+
+
+@record(MATRIX, jax.ShapeDtypeStruct((), jnp.bool_))
+def on_data(x, p):
+    return lax.cond(p, lambda c: turn(turn(turn(turn(c)))), lambda c: c, x)
+
+
+@record(MATRIX, jax.ShapeDtypeStruct((), jnp.bool_))
+def early_on_data(x, p):
+    def step(i, c):
+        return lax.cond(p & (i < 15), lambda c: turn(turn(turn(turn(c)))), lambda c: c, c)
+
+    return lax.fori_loop(0, 30, step, x)
+
+
+@record()
+def loops_on_a_line(x):
+    # Both loops begin on one line of the source.
+    return lax.while_loop(lambda c: c.sum() < 1e6, lambda c: lax.while_loop(lambda d: d.sum() < 1e3, turn, c + 1), x)  # fmt: skip
+
+
+ON_CPU: dict[str, Callable[..., Any]] = {}
+"""Programs that are compiled for the CPU, whose compiler counts some of their trips wrongly."""
+
+
+def on_cpu(function: Callable[..., Any]) -> None:
+    """Adds one."""
+    ON_CPU[function.__name__] = function
+
+
+@on_cpu
+def cpu_down_u32(x):
+    goes_on, step = lambda s: s[0] > 0, lambda s: (s[0] - 1, turn(s[1]))
+    return lax.while_loop(goes_on, step, (jnp.uint32(37), x))
+
+
+@on_cpu
+def cpu_wraps_i8(x):
+    goes_on, step = lambda s: s[0] >= 0, lambda s: (s[0] + jnp.int8(1), turn(s[1]))
+    return lax.while_loop(goes_on, step, (jnp.int8(0), x))
+
+
 for function in ("svd", "eigh", "qr", "cholesky"):
     PROGRAMS[function] = (getattr(jnp.linalg, function), (MATRIX,), False)
 
@@ -276,18 +341,26 @@ def kernel(n, x):
     )(n.reshape(1), x)
 
 
-def main() -> None:
-    on, found, compiler = slice("v5e-1"), {}, Compiler()
+def main(only: Sequence[str]) -> None:
+    """Compiles all programs, or those of these names while the others stay."""
+    found = dict(texts()) if only else {}
+    on, compiler = slice("v5e-1"), Compiler()
     for name, (function, arguments, wide) in PROGRAMS.items():
+        if only and name not in only:
+            continue
         jax.config.update("jax_enable_x64", wide)
         program = function_program(function, arguments, {}, on, Spread())
         outcome = compile_program(program, on, compiler)
         assert isinstance(outcome, Compiled), (name, outcome)
         entry = Store("programs", compiler.root).path(outcome.digest)
         found[name] = clean(gzip.decompress((entry / "module.hlo.gz").read_bytes()).decode())
+    jax.config.update("jax_enable_x64", False)
+    for name, function in ON_CPU.items():
+        if not only or name in only:
+            found[name] = clean(jax.jit(function).lower(MATRIX).compile().as_text())
     text = json.dumps(found, indent=0)
     FILE.write_bytes(lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

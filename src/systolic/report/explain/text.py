@@ -12,6 +12,7 @@ from systolic.core.units import duration
 from systolic.explaining.cause import Cause
 from systolic.forecasting import Forecast
 from systolic.report import terminal
+from systolic.report.forecast import readings
 from systolic.report.printing import print_lines
 
 HEIGHT = 23
@@ -132,9 +133,8 @@ def _wrapped(text: str, width: int, indent: str, style: str) -> list[Text]:
 def step_title(forecast: Forecast, name: str) -> str:
     """``lm on v5e-4: 4.59 ms a step, MFU 37.0 %`` of a step that fits."""
     assert forecast.step_seconds is not None
-    least = "at least " if forecast.is_lower_bound else ""
-    title = f"{name} on {forecast.on.name}: {least}{duration(forecast.step_seconds)} a step"
-    if forecast.mfu is not None and not least:
+    title = f"{name} on {forecast.on.name}: {readings.least(forecast)}{duration(forecast.step_seconds)} a step"
+    if forecast.mfu is not None and not forecast.is_lower_bound:
         title += f", MFU {forecast.mfu:.1%}"
     return title
 

@@ -63,7 +63,7 @@ def verdict(forecast: Forecast) -> Verdict:
     if forecast.doubt:
         return Verdict(word="fits", sentence=f"{_first(forecast.doubt)}; {spare}.", tone=Tone.fair)
     if forecast.is_lower_bound:
-        told = f"Time is a lower bound: {summary(forecast.incomplete)}"
+        told = f"Time is {bound(forecast)}: {summary(forecast.incomplete)}"
         return Verdict(word="fits", sentence=f"{told}; {spare}.", tone=Tone.fair)
     return Verdict(word="fits", sentence=f"{spare}.", tone=tone)
 
@@ -79,12 +79,23 @@ def needed(forecast: Forecast) -> int:
     return int((forecast.rejected or {}).get("need_bytes") or 0)
 
 
+def bound(forecast: Forecast) -> str:
+    """``a lower bound``, or ``open`` where an assumed part may take less too; empty of a complete time."""
+    if not forecast.is_lower_bound:
+        return ""
+    return "open" if forecast.is_assumed else "a lower bound"
+
+
+def least(forecast: Forecast) -> str:
+    """``at least`` before a time that is a lower bound."""
+    return "at least " if bound(forecast) == "a lower bound" else ""
+
+
 def speed(forecast: Forecast) -> list[tuple[str, str]]:
     """Step time, throughput and utilisation as (name, text); unknown ones are left out."""
     if forecast.step_seconds is None:
         return []
-    least = "at least " if forecast.is_lower_bound else ""
-    found = [("step", f"{least}{duration(forecast.step_seconds)}")]
+    found = [("step", f"{least(forecast)}{duration(forecast.step_seconds)}")]
     if (rate := forecast.units_per_second) is not None and forecast.unit != "calls":
         found.append(("throughput", f"{si(rate)} {forecast.unit}/s"))
     if not forecast.is_lower_bound:  # The FLOPs of unknown kernels are not counted either.
@@ -123,8 +134,8 @@ def interval(forecast: Forecast) -> str:
 
 
 def time_origin(forecast: Forecast) -> str:
-    """Origin of the step time: ``simulated``, or ``lower bound`` with parts of unknown time; and what the user gave."""
-    origin = "lower bound" if forecast.is_lower_bound else forecast.origin.value
+    """Origin of the step time: ``simulated``, or ``lower bound`` or ``open`` with parts of unknown time; and what the user gave."""
+    origin = bound(forecast).removeprefix("a ") or forecast.origin.value
     if not forecast.given:
         return origin
     return f"{origin}, {figures.plural(len(forecast.given), 'number')} given"
@@ -139,7 +150,7 @@ def times(forecast: Forecast) -> str:
         f"{forecast.origin.value}{': a roofline' if roofline else ' from the compiled schedule'}"
     )
     if forecast.is_lower_bound:
-        found += f", a lower bound ({summary(forecast.incomplete)})"
+        found += f", {bound(forecast)} ({summary(forecast.incomplete)})"
     return f"{found}, with {'; '.join(forecast.given)} as given" if forecast.given else found
 
 

@@ -127,7 +127,7 @@ def interval(one: Trial) -> str:
     if made is None or not made.step_seconds or made.low is None:
         return ""
     if made.high is None:
-        return f"a lower bound: {summary(made.incomplete)}"
+        return f"{readings.bound(made)}: {summary(made.incomplete)}"
     low, high = (bound / made.step_seconds - 1 for bound in (made.low, made.high))
     return f"{low * 100:+.0f} to {high * 100:+.0f} %".replace("-", "−")
 
