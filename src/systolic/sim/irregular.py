@@ -55,15 +55,21 @@ _NOTES = {
         "estimated: scatters by their updates in one thread, and the cache lines that they read and write",
         "estimated: scatters by the sectors of 32 bytes that they read and write",
     ),
-    PricedBy.window: ("estimated: windows (cumulative sums, pooling) by their operations",) * 2,
-    PricedBy.fft: ("estimated: FFTs by 5 n log2 n FLOPs and their bytes",) * 2,
+    PricedBy.window: (
+        "estimated: windows (cumulative sums, pooling) by their operations",
+        "estimated: windows (cumulative sums, pooling) by their operations",
+    ),
+    PricedBy.fft: (
+        "estimated: FFTs by 5 n log2 n FLOPs and their bytes",
+        "estimated: FFTs by 5 n log2 n FLOPs and their bytes",
+    ),
 }
 _SIZE = re.compile(r"size=([\dx]+)")
 _INT = re.compile(r"\d+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Machine:
+class IrregularRates:
     """Rates that these ops take."""
 
     memory: float
@@ -74,13 +80,17 @@ class Machine:
     launch_seconds: float = 0.0
 
 
-def note(by: PricedBy, machine: Machine) -> str:
+def note(by: PricedBy, machine: IrregularRates) -> str:
     """What an estimate of this kind rests on."""
     return _NOTES[by][0 if machine.is_cpu else 1]
 
 
 def irregular(
-    module: Module, computation: Computation, instruction: Instruction, work: Work, machine: Machine
+    module: Module,
+    computation: Computation,
+    instruction: Instruction,
+    work: Work,
+    machine: IrregularRates,
 ) -> Ruled | None:
     """The price of such an op, or of a fusion with all that it holds; None for others.
 
@@ -158,7 +168,7 @@ def _held(
 
 
 def _sort(
-    module: Module, sort: Instruction, at: Computation, machine: Machine
+    module: Module, sort: Instruction, at: Computation, machine: IrregularRates
 ) -> tuple[float, float, float]:
     """Seconds of comparisons, and passes over memory of a radix sort and of a bitonic network."""
     operands = [a for s in at.operand_shapes(sort) for a in s.arrays()]
@@ -181,7 +191,7 @@ def _sort(
     return 0.0, 1.0 if one_block else digits + share, float(max(network, digits + share))
 
 
-def _addressed(held: Instruction, at: Computation, machine: Machine) -> tuple[float, float]:
+def _addressed(held: Instruction, at: Computation, machine: IrregularRates) -> tuple[float, float]:
     """Seconds of the slices of a gather or the updates of a scatter, and bytes of lines beyond the elements themselves."""
     shapes = at.operand_shapes(held)
     buffers = 1 if held.opcode == "gather" else max(len(shapes) // 2, 1)

@@ -29,7 +29,7 @@ from systolic.sim.incomplete import (
     is_callback,
     measured,
 )
-from systolic.sim.irregular import Machine, irregular, note, without_tiles
+from systolic.sim.irregular import IrregularRates, irregular, note, without_tiles
 from systolic.sim.notes import merged
 from systolic.sim.price import FREE
 from systolic.sim.rates import number_format
@@ -78,9 +78,9 @@ class Peaks:
     """Links between the devices; None where collectives are copies in the memory of one host."""
 
     @property
-    def machine(self) -> Machine:
+    def machine(self) -> IrregularRates:
         """Rates of sorts, gathers and their kind."""
-        return Machine(
+        return IrregularRates(
             memory=self.memory,
             operations=self.vector or self.of("f32"),
             is_cpu=self.is_cpu,
