@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from systolic.core.errors import OptionError
-from systolic.forecasting.demand import Demand, engine_state, fleet, most_rate
+from systolic.forecasting.demand import Demand, engine_state, fleet, most_rate, simulated_state
 from systolic.forecasting.serving import LatencyLimits, Load, StepTimes
 
 LOAD = Load(prompt_tokens=1000, output_tokens=101, chunk=512)
@@ -77,19 +77,25 @@ def test_the_wait_is_that_of_a_simulated_queue() -> None:
 )
 def test_the_most_that_an_engine_takes_is_at_its_limit(limits: LatencyLimits, room: int) -> None:
     demand = replace(DEMAND, limits=limits)
-    rate, state = most_rate(demand, TIMES, room)
+    rate, state = most_rate(demand, TIMES, room, floor=True)
     assert state is not None
     assert state.kept(limits)
     assert state.most_requests <= room
     more = engine_state(LOAD, TIMES, rate * 1.001)
     assert more is None or not more.kept(limits) or more.most_requests > room
+    # The simulated engine keeps them too, at no higher rate.
+    simulated, state = most_rate(demand, TIMES, room)
+    assert state is not None
+    assert state.kept(limits)
+    assert state.most_requests <= room
+    assert 0.5 * rate < simulated <= rate
     if limits.token_seconds:  # 0.015 = 0.01 / (1 - 0.04 rate)
         assert rate == pytest.approx((1 - 0.01 / 0.015) / 0.04)
 
 
 def test_replicas_take_the_demand_and_no_fewer_do() -> None:
     demand = replace(DEMAND, limits=LatencyLimits(token_seconds=0.016))
-    made = fleet(demand, TIMES, room=1000, engines=2, usd_per_hour=3.6)
+    made = fleet(demand, TIMES, room=1000, engines=2, usd_per_hour=3.6, floor=True)
     assert made is not None
     rate = (1 - 0.01 / 0.016) / 0.04
     assert made.replicas == math.ceil(100 / (2 * rate)) == 6
@@ -105,6 +111,104 @@ def test_replicas_take_the_demand_and_no_fewer_do() -> None:
     state = made.state
     latency = state.first_token_seconds + 100 * state.token_seconds
     assert 12 * state.requests / latency == pytest.approx(100)
+
+
+def by_tokens(load: Load, times: StepTimes, rate: float, number: int) -> dict[str, float]:
+    """An engine step by step and text by text, without a formula or a jump."""
+    draw, now, done = random.Random(7), 0.0, 0
+    coming = draw.expovariate(rate)
+    queue: list[list[float]] = []
+    texts: list[list[float]] = []
+    firsts: list[float] = []
+    tokens: list[float] = []
+    held: list[tuple[int, float]] = []
+    while done < number:
+        while coming <= now:
+            queue.append([coming, load.chunks])
+            coming += draw.expovariate(rate)
+        if not queue and not texts:
+            held.append((0, coming - now))
+            now = coming
+            continue
+        seconds = times.decode_seconds(len(texts)) if texts else 0.0
+        seconds += times.chunk if queue else 0.0
+        held.append((len(queue) + len(texts), seconds))
+        now += seconds
+        for text in texts:
+            text[1] -= 1
+            if not text[1]:
+                tokens.append((now - text[0]) / (load.output_tokens - 1))
+                done += 1
+        texts = [text for text in texts if text[1]]
+        if queue:
+            queue[0][1] -= 1
+            if not queue[0][1]:
+                firsts.append(now - queue.pop(0)[0])
+                texts.append([now, load.output_tokens - 1])
+    tokens, firsts = tokens[number // 8 :], sorted(firsts[number // 8 :])
+    left = 0.01 * sum(seconds for _, seconds in held)
+    for requests, seconds in sorted(held, reverse=True):  # noqa: B007
+        left -= seconds
+        if left < 0:
+            break
+    return {
+        "token": sum(tokens) / len(tokens),
+        "first": sum(firsts) / len(firsts),
+        "late": firsts[int(0.99 * len(firsts))],
+        "most": requests,
+    }
+
+
+@pytest.mark.parametrize("share", [0.7, 0.9])
+@pytest.mark.parametrize(
+    ("prompt", "output", "chunk", "times"),
+    [
+        (4000, 100, 512, StepTimes(decode={1: 0.01, 64: 0.02}, chunk=0.04)),
+        (1000, 200, 256, StepTimes(decode={1: 0.008, 64: 0.016}, chunk=0.02)),
+        (16000, 50, 512, StepTimes(decode={1: 0.01, 64: 0.02}, chunk=0.05)),
+        (100, 2, 128, StepTimes(decode={1: 0.01, 64: 0.02}, chunk=0.02)),
+    ],
+    ids=["long", "middle", "longest", "short"],
+)
+def test_an_engine_is_not_worse_than_promised(
+    prompt: int, output: int, chunk: int, times: StepTimes, share: float
+) -> None:
+    """Another simulation, of other requests: within 2 % of what is promised where it is worse, and not far below."""
+    load = Load(prompt_tokens=prompt, output_tokens=output, chunk=chunk)
+    most, _ = most_rate(replace(DEMAND, load=load), times, 10**6, floor=True)
+    state = simulated_state(load, times, share * most)
+    assert state is not None
+    found = by_tokens(load, times, share * most, 6000)
+    assert 0.98 * found["token"] <= state.token_seconds <= 1.06 * found["token"]
+    assert 0.95 * found["first"] <= state.first_token_seconds <= 1.35 * found["first"]
+    assert 0.92 * found["late"] <= state.late_first_token_seconds <= 1.5 * found["late"]
+    assert found["most"] - 1 <= state.most_requests <= 1.35 * found["most"] + 1
+    # The formulas alone promised what the engine does not keep.
+    formulas = engine_state(load, times, share * most)
+    assert formulas is not None
+    assert formulas.most_requests < 0.85 * found["most"]
+    assert formulas.token_seconds < 0.97 * found["token"]
+    assert simulated_state(load, times, share * most) == state
+
+
+def test_a_plan_is_kept_by_its_engine() -> None:
+    load = Load(prompt_tokens=4000, output_tokens=100, chunk=512)
+    times = StepTimes(decode={1: 0.01, 64: 0.02}, chunk=0.04)
+    limits = LatencyLimits(token_seconds=0.03, first_token_seconds=4.0)
+    demand = Demand(requests_per_second=20, load=load, limits=limits)
+    made = fleet(demand, times, room=20, engines=1, usd_per_hour=1.0)
+    bound = fleet(demand, times, room=20, engines=1, usd_per_hour=1.0, floor=True)
+    assert made is not None
+    assert bound is not None
+    assert made.state.kept(limits)
+    assert bound.most_rate > made.most_rate
+    found = by_tokens(load, times, made.most_rate, 6000)
+    assert found["token"] <= 1.01 * 0.03
+    assert found["late"] <= 1.08 * 4.0
+    assert found["most"] <= 20
+    # The formulas' rate breaks the limits.
+    broken = by_tokens(load, times, bound.most_rate, 6000)
+    assert broken["token"] > 1.05 * 0.03 or broken["most"] > 20
 
 
 def test_a_demand_that_no_engine_keeps() -> None:

@@ -12,7 +12,7 @@ from systolic.aot.host import Built
 from systolic.chips import Slice
 from systolic.core.errors import NotFoundError
 from systolic.core.origin import Origin
-from systolic.core.units import gibibytes
+from systolic.core.units import duration, gibibytes
 from systolic.forecasting.cautions import cautions_of, ended
 from systolic.forecasting.cost import bill_of
 from systolic.forecasting.forecast import LARGEST, Forecast
@@ -121,18 +121,24 @@ def _cpu_peaks(rates: Mapping[str, float]) -> Peaks:
         matmul={"f32": rates["matmul_flops_per_second"]},
         memory=rates["memory_bytes_per_second"],
         vector=rates["vector_operations_per_second"],
+        is_cpu=True,
     )
 
 
 def _interval(on: Slice, timeline: Timeline | None) -> tuple[float | None, float | None, str]:
     if timeline is None:
         return None, None, ""
-    seconds = timeline.seconds
     if on.platform == "cpu":
+        down, up = 1 / CPU_FACTOR, CPU_FACTOR
         text = f"a factor of {CPU_FACTOR:g} either way: a roofline does not model threads, caches or small ops"
-        return ended(timeline, seconds / CPU_FACTOR, seconds * CPU_FACTOR, text)
-    text = f"{GPU_ERROR:.0%} either way: the error of plain rooflines, overlapping collectives included"
-    return ended(timeline, seconds * (1 - GPU_ERROR), seconds * (1 + GPU_ERROR), text)
+    else:
+        down, up = 1 - GPU_ERROR, 1 + GPU_ERROR
+        text = f"{GPU_ERROR:.0%} either way: the error of plain rooflines, overlapping collectives included"
+    estimated, least, most = timeline.by_rule
+    rest = max(timeline.seconds - estimated, 0.0)
+    if estimated:
+        text += f"; {estimated / timeline.seconds:.0%} of it sorts, gathers and their kind, which are estimated between {duration(least)} and {duration(most)}"
+    return ended(timeline, rest * down + least, rest * up + most, text)
 
 
 def _origin(built: Built, timeline: Timeline | None, fits: bool) -> Origin:

@@ -10,7 +10,7 @@ from systolic.chips.flags import resolved
 from systolic.core.errors import LayoutError, OptionError, SystolicError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, check_arguments
 from systolic.core.units import duration, gibibytes
-from systolic.forecasting.demand import Demand, Fleet, engine_state, fleet
+from systolic.forecasting.demand import Demand, Fleet, fleet, simulated_state
 from systolic.forecasting.serving import LatencyLimits, Load, StepTimes, latency
 from systolic.job import Job, Layout, Served, ServedCache, ServedWeights
 from systolic.models.decoder.checks import check_served
@@ -242,7 +242,7 @@ class _Search:
                     f"{need} of weights on {over} leave no room for a request of {self.demand.load.tokens:,} tokens in {have}"
                 )
                 continue
-            made = self.fleet(on, layout, least.times(), least.room)
+            made = self.fleet(on, layout, least.times(), least.room, floor=True)
             if made is None:
                 reasons["latency"] = self.too_slow(least)
                 continue
@@ -274,14 +274,17 @@ class _Search:
                 found.append(layout)
         return found
 
-    def fleet(self, on: Slice, layout: Layout, times: StepTimes, room: int) -> Fleet | None:
-        """The replicas that take the demand with these steps."""
+    def fleet(
+        self, on: Slice, layout: Layout, times: StepTimes, room: int, *, floor: bool = False
+    ) -> Fleet | None:
+        """The replicas that take the demand with these steps, simulated unless a ``floor`` is enough."""
         return fleet(
             self.demand,
             times,
             room=room,
             engines=layout.data,
             usd_per_hour=hourly(on, self.price),
+            floor=floor,
         )
 
     def compiled(self, one: ServingCandidate, *, quick: bool) -> ServingCandidate | None:
@@ -360,7 +363,7 @@ class _Search:
 
 def _rows_at_most(load: Load, times: StepTimes, found: Fleet) -> int:
     """Rows of an engine's decode steps at the most that it takes."""
-    state = engine_state(load, times, found.most_rate)
+    state = simulated_state(load, times, found.most_rate)
     return 1 if state is None else max(round(state.decode_rows), 1)
 
 

@@ -30,6 +30,7 @@ from systolic.sim.incomplete import (
     is_callback,
     measured,
 )
+from systolic.sim.irregular import IrregularRates, irregular, note, without_tiles
 from systolic.sim.notes import merged
 from systolic.sim.price import FREE
 from systolic.sim.rates import number_format
@@ -72,8 +73,20 @@ class Peaks:
     """Elementwise operations/s; None where only memory bounds them."""
     launch_seconds: float = 0.0
     """The least an op takes."""
+    is_cpu: bool = False
+    """Whether it is a CPU, whose sorts and scatters run in one thread."""
     links: Switched | None = None
     """Links between the devices; None where collectives are copies in the memory of one host."""
+
+    @property
+    def machine(self) -> IrregularRates:
+        """Rates of sorts, gathers and their kind."""
+        return IrregularRates(
+            memory=self.memory,
+            operations=self.vector or self.of("f32"),
+            is_cpu=self.is_cpu,
+            launch_seconds=self.launch_seconds,
+        )
 
     def of(self, dtype: str) -> float:
         """FLOP/s of a matmul whose operands have this HLO dtype."""
@@ -244,6 +257,7 @@ class _Walk:
         if is_callback(instruction) and not answers(computation, instruction):
             self.gaps.miss(computation, instruction, GapKind.callback, HOST_WORK)
         work = work_of(self.module, computation, instruction)
+        work = without_tiles(self.module, computation, instruction, work)
         elements = 0.0
         if self.peaks.vector is not None:
             inner = instruction.called("calls") if instruction.opcode == "fusion" else None
@@ -252,7 +266,24 @@ class _Walk:
                 if inner is not None
                 else float(instruction.shape.elements)
             )
-        return self.priced(computation, instruction, work, PricedBy.roofline, elements=elements)
+        span = self.priced(computation, instruction, work, PricedBy.roofline, elements=elements)
+        return self.estimated(computation, instruction, work, span)
+
+    def estimated(
+        self, computation: Computation, instruction: Instruction, work: Work, span: Span
+    ) -> Span:
+        """The span with an estimate and its range, where it is a sort, a gather or another op that its bytes do not price."""
+        machine = self.peaks.machine
+        ruled = irregular(self.module, computation, instruction, work, machine)
+        if ruled is None:
+            return span
+        self.notes[note(ruled.by, machine)] = None
+        seconds = max(span.seconds, ruled.seconds)
+        if ruled.seconds >= span.seconds:
+            resource = Resource.hbm if ruled.on_memory else Resource.vpu
+            span = replace(span, resource=resource, priced_by=ruled.by)
+        low = max(min(span.seconds, seconds), ruled.low)
+        return replace(span, seconds=seconds, low=low, high=max(ruled.high, seconds))
 
     def call(self, computation: Computation, instruction: Instruction) -> Span:
         """Libraries: attention and matmuls by their shapes, what is not known by its bytes."""

@@ -168,7 +168,7 @@ def _sort(
     registers = sum(_registers(shape, dim, size) for shape in operands)
     """Of all operands: each is moved by a swap."""
     one = registers / len(operands)
-    compared = _compared(module, sort)
+    compared = comparator_operations(module, sort)
     # A pair is compared once, and each of its operands takes two selects.
     operations = one * (compared / 2 + 1) + 2 * registers
     stages = network_stages(size)
@@ -227,7 +227,7 @@ def _passes(operands: list[Shape], dim: int, size: int, rates: Rates) -> int:
     return 1 + max(math.ceil(math.log2(row / (held / 2))), 0) if row > held else 1
 
 
-def _compared(module: Module, sort: Instruction) -> int:
+def comparator_operations(module: Module, sort: Instruction) -> int:
     """Operations of a comparator."""
     name = sort.called("to_apply") or next(
         (
