@@ -35,7 +35,7 @@ from tests.models.foreign import relative
 # PEFT calls a name that transformers is about to drop, and looks for adapters of experts, of which there are none.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:The following rank_pattern keys:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning"),
 ]
 
 LLAMA = {
