@@ -32,11 +32,8 @@ from systolic.session.trained import set_up_here
 from tests.interop import folders
 from tests.models.foreign import relative
 
-# PEFT calls a name that transformers is about to drop, and looks for adapters of experts, of which there are none.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:The following rank_pattern keys:RuntimeWarning"),
-]
+# PEFT calls a name that transformers is about to drop.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 
 LLAMA = {
     "vocab_size": 304,
@@ -50,6 +47,7 @@ GPT2 = {"vocab_size": 304, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions
 GPT2 |= {"bos_token_id": 0, "eos_token_id": 0}
 MIXTURE = {"num_local_experts": 2, "num_experts_per_tok": 1}
 LATENT = {
+    "num_key_value_heads": 4,
     "n_routed_experts": 2,
     "num_experts_per_tok": 1,
     "n_shared_experts": 1,
@@ -70,7 +68,7 @@ FAMILIES = {
     "gemma3": lambda: transformers.Gemma3TextConfig(**LLAMA, head_dim=8),
     "gpt2": lambda: transformers.GPT2Config(**GPT2),
     "mixtral": lambda: transformers.MixtralConfig(**LLAMA, **MIXTURE),
-    "deepseek_v2": lambda: transformers.DeepseekV2Config(**LLAMA, **LATENT),
+    "deepseek_v2": lambda: transformers.DeepseekV2Config(**(LLAMA | LATENT)),
 }
 TOKENS = np.random.default_rng(0).integers(0, 300, (2, 17)).astype(np.int32)
 
@@ -115,11 +113,24 @@ def written(path: Path, steps: Any, weights: Weights, base: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("targets", [(), ("query", "out")], ids=["all", "two"])
-@pytest.mark.parametrize("kind", FAMILIES)
+ATTENTION = ("query", "query_down", "key", "value", "out")
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets"),
+    [
+        ("llama", ()),
+        *(
+            pytest.param(kind, (), marks=pytest.mark.slow)
+            for kind in FAMILIES
+            if kind not in ("llama", "deepseek_v2")
+        ),
+        pytest.param("llama", ("query", "out"), marks=pytest.mark.slow),
+        ("gpt2", ("query", "out")),
+        ("deepseek_v2", ATTENTION),
+    ],
+)
 def test_peft_computes_what_a_run_does(tmp_path: Path, kind: str, targets: tuple[str, ...]) -> None:
-    if targets and kind not in ("llama", "gpt2"):
-        pytest.skip("a part of the matrices is one matter in all families")
     base = base_of(tmp_path / "base", kind)
     adapter = Adapter(kind=AdapterKind.lora, rank=3, alpha=5.0, targets=targets)
     steps, weights = trained(base, adapter)
@@ -159,7 +170,11 @@ def test_peft_computes_what_a_run_does(tmp_path: Path, kind: str, targets: tuple
                 "layers_to_transform": [1],
             },
         ),
-        ("gpt2", {"target_modules": ["c_attn", "mlp.c_proj"], "fan_in_fan_out": True}),
+        pytest.param(
+            "gpt2",
+            {"target_modules": ["c_attn", "mlp.c_proj"], "fan_in_fan_out": True},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["rslora", "patterns", "gpt2"],
 )
@@ -192,6 +207,7 @@ def test_folders_that_peft_saved_are_read(
     assert relative(folders.logits(tmp_path / "whole", TOKENS), theirs) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_run_leaves_and_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """From the command line: a run's adapters, compared and read by PEFT, are trained on by another run."""
     base = folders.folder(tmp_path / "base")
@@ -221,6 +237,15 @@ def test_a_run_leaves_and_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[s
     for path in (tmp_path / "base", tmp_path / "peft"):
         with pytest.raises(OptionError, match="is a model in files, which holds no adapters"):
             systolic.export_model(path, tmp_path / "out", to="peft")
+
+
+def test_what_peft_takes_for_experts_does_not_leave(tmp_path: Path) -> None:
+    base = base_of(tmp_path / "base", "deepseek_v2")
+    steps, weights = trained(base, Adapter(kind=AdapterKind.lora, rank=2, alpha=4.0))
+    with pytest.raises(
+        OptionError, match=r"adapters of mlp.shared_experts.gate_proj.* takes these"
+    ):
+        written(tmp_path / "peft", steps, weights, base)
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,8 @@ UNREAD: Mapping[str, tuple[Any, ...]] = {
     "alora_invocation_tokens": (),
 }
 """Fields whose values, beside these and empty ones, add something to the model that is no low-rank product."""
+FUSED = (".gate_proj", ".up_proj", ".down_proj")
+"""Ends of names that PEFT (0.21, on transformers 5) takes for experts in a mixture, also where they are no expert's."""
 SHOWN = 3
 """Names in a message."""
 
@@ -540,10 +542,16 @@ def outgoing_adapters(
         origin: The config.json of the model that they stand beside.
         base: Its path.
 
-    Raises: as :func:`homes_of`.
+    Raises: as :func:`homes_of`, and
+        OptionError: PEFT would put them elsewhere.
     """
     homes = homes_of(model, config_of(model, origin), base)
     used = [home for home in homes if any(f"{path}/{A}" in params for path in home.outputs)]
+    misread = [home.target for home in used if home.target.endswith(FUSED)]
+    if isinstance(model, Decoder) and model.experts > 1 and misread:
+        raise OptionError(
+            f"the run has adapters of {', '.join(misread)}, and PEFT takes these names in a mixture for its experts and loses them; give --to hf, or train adapters of attention alone (--targets query value)"
+        )
     arrays: dict[str, np.ndarray] = {}
     ranks: dict[str, int] = {}
     for home in used:

@@ -18,13 +18,13 @@ from systolic.interop.probe import probe_of
 from systolic.interop.source import GGUF as SUFFIX
 from systolic.interop.source import most_common, open_source
 from systolic.session.outgoing import (
-    TOLERANCES,
     Leaving,
     elements_of,
     floats_line,
     leaving,
     no_room,
     outputs_of_source,
+    tolerance_of,
 )
 from systolic.session.written import written
 
@@ -209,7 +209,7 @@ def _compared(file: Path, path: Path, checkpoint: str | int, trust: bool, precis
     probe = probe_of(open_source(file))
     ours = outputs_of_source(file, "best", False, probe.ours)
     theirs = outputs_of_source(path, checkpoint, trust, probe.ours)
-    found = compare(ours, theirs, "the source", TOLERANCES[precision])
+    found = compare(ours, theirs, "the source", tolerance_of(precision, path))
     if not found.passed:
         raise RunError(
             f"the GGUF file of {path} computes something else: {found.line()}; please report it, nothing was kept"

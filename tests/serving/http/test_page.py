@@ -197,6 +197,7 @@ def test_a_narrow_screen_in_both_schemes(scheme: Literal["light", "dark"], tmp_p
         page.fill("#text", word)
         page.press("#text", "Enter")
         expect(page.locator("#speed")).to_contain_text("700 tokens")
+        page.click("#settings summary")
         page.fill("#tokens", "99999")
         page.fill("#text", word)
         page.press("#text", "Enter")
