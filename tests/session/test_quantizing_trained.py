@@ -106,7 +106,8 @@ def test_a_loss_that_is_no_number_keeps_no_budget() -> None:
 def result(before: Quality | None, after: Quality | None, **more: Any) -> QuantizedModel:
     """What a quantization found."""
     sizes = {"bytes_before": 2, "bytes_after": 1, "matrices": (), "left": (), "outputs": None}
-    return QuantizedModel(path=Path("out"), before=before, after=after, **sizes, **more)
+    answers: Any = {"answers_before": {}, "answers_after": {}}
+    return QuantizedModel(path=Path("out"), before=before, after=after, **sizes, **answers, **more)
 
 
 def test_a_model_that_fell_far_is_said() -> None:
