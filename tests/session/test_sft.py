@@ -402,4 +402,4 @@ def test_from_is_named_as_it_is_typed(
     told = capsys.readouterr().err
     assert told.startswith("systolic: --from is model, a path relative to this folder")
     assert main(["recipes", "sft"]) == 0
-    assert "The job depends on --from, --data: add it" in capsys.readouterr().out
+    assert "The job depends on --from: add it" in capsys.readouterr().out

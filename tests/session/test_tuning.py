@@ -334,7 +334,8 @@ def test_a_forecast_refuses_what_does_not_fit_and_a_budget_ends_the_study(
     assert result.done[0].dollars == pytest.approx(trial)
     assert all(row.values["width"] == 64 and row.dollars is None for row in refused)
     assert all(
-        "does not fit v5e-4 (32.0 GiB per device needed, 16.0 GiB" in row.reason for row in refused
+        "does not fit v5e-4 (32.00 GiB per device needed, 16.00 GiB" in row.reason
+        for row in refused
     )
     assert "the next trial costs" in result.stopped
     # Learning rates share one compile: the forecast gets only one of them.
