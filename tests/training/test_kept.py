@@ -241,7 +241,7 @@ def test_files_that_a_recipe_reads_by_its_own_place_are_kept(
     assert sorted(Run.open(tmp_path / "small").code()) == ["modules/settings.json", "recipe.py"]
     told = capsys.readouterr().err
     assert f"systolic: the recipe reads {home / 'numbers' / 'train.npz'} (" in told
-    assert "and a run copies up to 0.0 MiB in all" in told
+    assert "and a run copies up to 100 B in all" in told
 
 
 @pytest.mark.skipif(os.name != "posix", reason="files have no such owner")
