@@ -1,6 +1,6 @@
 """Fine-tuning of a language model that is there already, on instructions."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -96,8 +96,12 @@ def sft(
         sample: A message that the model answers after each evaluation; by default the first held-out conversation's. None for no samples.
     """
     own = WHOLE if adapter is AdapterKind.none else ADAPTERS
-    # Callers in Python may give all of an optimizer.
-    rule = optimizer if isinstance(optimizer, Optimizer) else optimizer.of(own)
+    if isinstance(optimizer, Optimizer):
+        # Callers in Python may give all of an optimizer; a run that resumes reads it back as a change.
+        optimizer = OptimizerChange(
+            **{one.name: getattr(optimizer, one.name) for one in fields(optimizer)}
+        )
+    rule = optimizer.of(own)
     source = outlined(from_)
     folder = None if source.tokenizer is None else source.tokenizer.parent
     chat = template_for(folder, template)
