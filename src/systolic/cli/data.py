@@ -18,8 +18,8 @@ from systolic.core.units import gibibytes
 from systolic.data.text.tokenizer import SMALLEST_VOCAB
 from systolic.job import Data, Split
 
-BAD_LINES = 50
-"""Lines that can't be learned, at most, that are named."""
+BAD_KINDS = 50
+"""Kinds of faults of lines that can't be learned, at most, that are named."""
 WIDTH = 100
 
 FORMS = """usage: systolic data pack PATH --to OUT [options]
@@ -287,12 +287,14 @@ def _show(target: str, data: Data, options: InspectRecipeOptions) -> int:
     try:
         record = {"target": target, **inspect(data, options.split, options.examples)}
     except BadLinesError as error:
-        for line in error.lines[:BAD_LINES]:
+        if len(error.kinds) == 1:  # One line says it all.
+            raise
+        for line in error.kinds[:BAD_KINDS]:
             warn(line)
-        more = len(error.lines) - BAD_LINES
-        rest = f" ({more:,} more are not shown)" if more > 0 else ""
+        more = len(error.kinds) - BAD_KINDS
+        rest = f" ({more:,} more kinds of fault are not shown)" if more > 0 else ""
         raise DataError(
-            f"{len(error.lines):,} lines of the data can't be learned{rest}; correct them, or take them out"
+            f"{len(error.lines):,} of {error.total:,} lines of the data can't be learned{rest}; correct them, or take them out"
         ) from error
     if options.json:
         print_json(record)

@@ -11,7 +11,7 @@ import tyro
 from systolic.cli.output import print_json, warn
 from systolic.cli.parse import parse
 from systolic.core.errors import DataError, NotFoundError, OptionError
-from systolic.core.files import check_writable, write_atomically
+from systolic.core.files import check_writable, nearest_file, write_atomically
 
 if TYPE_CHECKING:
     from systolic.session.trained import TrainedModel
@@ -149,7 +149,9 @@ def _write(model: "TrainedModel", run: Path, file: str, out: Path, as_json: bool
 
 def _check(files: Sequence[str]) -> None:
     if not any(Path(file).is_file() for file in files):
-        raise NotFoundError(f"{files[0]} is not a file; check the path")
+        raise NotFoundError(
+            f"{files[0]} is not a file{nearest_file(Path(files[0]))}; check the path"
+        )
 
 
 def _text(value: Any) -> str:

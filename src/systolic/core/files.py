@@ -1,5 +1,6 @@
 """Files that are whole or absent: written beside, flushed to disk, renamed into place."""
 
+import difflib
 import errno
 import json
 import os
@@ -34,6 +35,17 @@ def refuse_pointer(file: Path) -> None:
         raise DataError(
             f"{file} is a pointer of Git LFS and not the file itself; run git lfs pull in {file.parent}, or download the folder with hf download"
         )
+
+
+def nearest_file(path: Path) -> str:
+    """``"; did you mean data/train.jsonl?"`` for a path that is not there: the file or folder beside it that has the nearest name, else ``""``."""
+    try:
+        names = {one.name.lower(): one for one in path.parent.iterdir()}
+    except OSError:
+        return ""
+    shown = [name for name in names if not name.startswith(".")]
+    close = difflib.get_close_matches(path.name.lower(), shown, n=1, cutoff=0.7)
+    return f"; did you mean {names[close[0]]}?" if close else ""
 
 
 def _mode() -> int:

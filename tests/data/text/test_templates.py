@@ -206,7 +206,10 @@ def test_texts_and_tokens_are_those_of_transformers(
         expected = theirs(name, tokenizer, asked, answer=False)
         ids, refused = tried(lambda asked=asked: as_trained(folder, folder / "row.jsonl", asked))
         if ids is None:
-            assert expected is None or "does not put answers behind" in refused, (title, refused)
+            # What can't be learned is not learned, though transformers has a text for it.
+            left_out = "leaves the call out" in refused and "weather" not in (expected or "")
+            own = "does not put answers behind" in refused or "an empty answer" in refused
+            assert expected is None or own or left_out, (title, refused)
         else:
             assert expected is not None, title
             assert ids == tokenizer(expected, add_special_tokens=False)["input_ids"], title

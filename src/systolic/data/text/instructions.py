@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 from systolic.core.errors import DataError, OptionError
 from systolic.core.files import as_paths
 from systolic.core.ranges import NOT_NEGATIVE, SHARE, check
-from systolic.data.text.chat import ANSWERS, ChatTemplate
+from systolic.data.text.chat import ChatTemplate
+from systolic.data.text.messages import is_learned
 from systolic.data.text.row_forms import USUAL, RowReading
 from systolic.data.text.text_data import FILL, ROW, TextData, row_fields
 from systolic.data.text.tokenizer import Around, Tokenizer
@@ -278,8 +279,8 @@ def held_out(
 
 
 def asked(messages: "Messages") -> "Messages":
-    """The turns of a conversation before its last answer."""
-    last = max(at for at, one in enumerate(messages) if one["role"] == ANSWERS)
+    """The turns of a conversation before its last answer that is learned."""
+    last = max(at for at, one in enumerate(messages) if is_learned(one))
     return messages[:last]
 
 

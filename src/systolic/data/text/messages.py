@@ -106,6 +106,11 @@ def _message(message: Mapping[str, Any], takes: Takes) -> dict[str, Any]:
     return made
 
 
+def is_learned(message: Mapping[str, Any]) -> bool:
+    """Whether a message is an answer to learn: one of the weight 0, as in OpenAI's fine-tuning data, is only read."""
+    return message.get("role") == ANSWERS and message.get("weight") != 0
+
+
 def text_of(content: Any) -> str:
     """A content as one text: itself, or the texts of its parts."""
     if isinstance(content, str):
@@ -262,12 +267,9 @@ def _texts_of_calls(template: str, *, joins: bool) -> dict[str, str | None]:
     for behind in ([], [result, {"role": ANSWERS, "content": "a"}]):
         for tools in (None, [{"type": "function", "function": function}]):
             for name, content in CONTENTS.items():
-                messages = [asked, {**call, **content}, *behind]
-                found[name] = _text(template, messages, tools)
-                if found[name] is not None and not (
-                    "zqxcall" in found[name] and ONE in found[name]
-                ):
-                    found[name] = None
+                text = _text(template, [asked, {**call, **content}, *behind], tools)
+                shown = text is not None and "zqxcall" in text and ONE in text
+                found[name] = text if shown else None
             if any(found[name] is not None for name in (ABSENT, NONE, EMPTY)):
                 return found
     return found
