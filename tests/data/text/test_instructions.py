@@ -434,4 +434,4 @@ def test_inspect_says_what_was_left_out_as_train_does(folder: Path, tmp_path: Pa
     made = data(folder, file, too_long=TooLong.drop, validation=file)
     record = inspect(made, Split.train, 8)
     assert record["notes"] == list(made.notes())
-    assert "1 conversations are longer than a row of 64 tokens and were left out" in record["notes"]
+    assert "1 conversation is longer than a row of 64 tokens and was left out" in record["notes"]

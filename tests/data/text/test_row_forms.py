@@ -18,6 +18,7 @@ TOLD = [{"role": "system", "content": "Be short."}, *TURNS]
 MORE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
+INNER = {"messages": TOLD[:2], "tools": TOOLS, "parallel_tool_calls": True}
 CHOSEN = RowReading(pairs=Pairs.chosen)
 
 
@@ -37,7 +38,7 @@ def share(*said: tuple[str, str]) -> list[dict[str, str]]:
         (
             {
                 "id": "x",
-                "conversations": share(("system", "Be short."), ("User", "What is 2 + 2?"), ("ChatGPT", "4")),
+                "conversations": share(("system", "Be short."), (" User", "What is 2 + 2?"), ("ChatGPT", "4")),
             },
             TOLD,
         ),
@@ -115,8 +116,10 @@ def test_columns_have_any_names(tmp_path: Path, columns: Columns, row: Any) -> N
         ({"prompt": [ASKED], "chosen": TURNS[1:], "rejected": TURNS[1:]}, TURNS),
         ({"conversations": share(("human", "What is 2 + 2?")), "chosen": {"from": "gpt", "value": "4"}, "rejected": {"from": "gpt", "value": "5"}}, TURNS),
         ({"prompt": "What is 2 + 2?", "completion": "4", "label": True}, TURNS),
+        ({"input": "What is 2 + 2?", "preferred": "4", "dispreferred": "5"}, TURNS),
+        ({"instruction": "c", "input": "d", "history": [["What is 2 + 2?", "4"]], "chosen": "b", "rejected": "5"}, [*TURNS, {"role": "user", "content": "c\n\nd"}, MORE[1]]),
         # As OpenAI has it, with tools beside the messages.
-        ({"input": {"messages": TOLD[:2], "tools": TOOLS, "parallel_tool_calls": True}, "preferred_output": TURNS[1:], "non_preferred_output": TURNS[1:]}, TOLD),
+        ({"input": INNER, "preferred_output": TURNS[1:], "non_preferred_output": TURNS[1:]}, TOLD),
     ],
 )  # fmt: skip
 def test_preferences_are_named_and_their_chosen_answers_used_when_asked(
@@ -126,7 +129,7 @@ def test_preferences_are_named_and_their_chosen_answers_used_when_asked(
     with pytest.raises(DataError, match=rf"line 1 is {what} .* give --pairs chosen to learn"):
         turns(tmp_path, row)
     assert turns(tmp_path, row, CHOSEN) == [wanted]
-    if "input" in row:
+    if row.get("input") == INNER:
         (line,) = read(tmp_path / "data.jsonl", CHOSEN)
         assert line.beside == {"tools": TOOLS}
     if "label" in row:

@@ -102,16 +102,32 @@ class Rows(Table):
 
     def notes(self) -> tuple[str, ...]:
         """What was cut and left out, a line each."""
+        long = f"longer than a row of {self.sequence} tokens"
         said = {
-            "cut": f"conversations are longer than a row of {self.sequence} tokens and were cut there",
-            "dropped": f"conversations are longer than a row of {self.sequence} tokens and were left out",
-            "unanswered": "conversations have no answer in their row and were left out",
-            "beyond": f"conversations are longer than the {self.context} tokens that the model was made for; what lies beyond is at positions that it has not seen",
-            "missing": "answers are changed by the chat template where later turns follow, and are not learned",
+            "cut": ("conversation", f"{long} and", "cut there"),
+            "dropped": ("conversation", f"{long} and", "left out"),
+            "unanswered": ("conversation", "without an answer in the row and", "left out"),
+            "beyond": (
+                "conversation",
+                f"longer than the {self.context} tokens that the model was made for; what lies beyond is at positions that it has not seen",
+                "",
+            ),
+            "missing": (
+                "answer",
+                "changed by the chat template where later turns follow, and not learned",
+                "",
+            ),
         }
         return tuple(
-            f"{self.counts[name]} {text}" for name, text in said.items() if self.counts[name]
+            _note(self.counts[name], *words) for name, words in said.items() if self.counts[name]
         )
+
+
+def _note(count: int, noun: str, how: str, done: str) -> str:
+    """A note with its words in the number of what it counts."""
+    one = count == 1
+    told = f" {'was' if one else 'were'} {done}" if done else ""
+    return f"{count:,} {noun if one else f'{noun}s'} {'is' if one else 'are'} {how}{told}"
 
 
 def files_of(path: Path) -> list[Path]:

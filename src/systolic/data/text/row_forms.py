@@ -28,8 +28,8 @@ INPUTS = ("input", "context")
 SYSTEMS = ("system", "system_prompt")
 HISTORY = "history"
 """Column of Alpaca's earlier turns: pairs of a question and its answer."""
-PAIRED = (("chosen", "rejected"), ("preferred_output", "non_preferred_output"))
-"""Columns of preference pairs: TRL's, OpenAI's."""
+PAIRED = (("chosen", "rejected"), ("preferred_output", "non_preferred_output"), ("preferred", "dispreferred"), ("chosen_response", "rejected_response"), ("response_chosen", "response_rejected"))  # fmt: skip
+"""Columns of preference pairs: TRL's, OpenAI's, others'."""
 LABEL = "label"
 """Column of preference data of single answers that are good or bad."""
 KNOWN = ("system", "developer", "user", "assistant", "tool")
@@ -249,7 +249,7 @@ def _history(row: Mapping[str, Any], low: Mapping[str, str], place: str) -> list
         return pairs
     if not isinstance(pairs, list) or not all(map(_is_pair, pairs)):
         raise DataError(
-            f"{place} has a {name} that is no list of pairs; give [[question, answer], …] of the turns before, or take it out"
+            f"{place} has {_a(name)} that is no list of pairs; give [[question, answer], …] of the turns before, or take it out"
         )
     return [
         {"role": role, "content": said}
@@ -304,14 +304,17 @@ def _chosen(
         )
     columns = reading.columns
     asks = columns.prompt or _named(low, ASKS) or columns.messages or _conversation(row, low)
-    if asks is None and chosen == low.get(PAIRED[1][0]):
+    if asks is None:
         asks = low.get(INPUTS[0])
     before, answer = _as_turns(row[asks], columns) if asks else [], _as_turns(row[chosen], columns)
     if isinstance(before, dict):
         # OpenAI's input, which has tools beside its messages.
         before = before.get("messages")
     if isinstance(before, str):
-        before = [{"role": "user", "content": before}] if before else []
+        extra = columns.input or _named(low, INPUTS)
+        more = "" if extra == asks else _text(row, extra, place)
+        before = [{"role": "user", "content": before + (f"\n\n{more}" if more else "")}]
+        before = before if before[0]["content"] else []
     if isinstance(answer, dict):
         answer = [answer]
     if isinstance(answer, str):
@@ -322,7 +325,7 @@ def _chosen(
         answer = [{"role": "assistant", "content": answer}]
     if not isinstance(before, list) or not isinstance(answer, list):
         name = chosen if isinstance(before, list) else asks
-        raise DataError(f"{place} has a {name} that is neither a text nor a list of turns")
+        raise DataError(f"{place} has {_a(name)} that is neither a text nor a list of turns")
     # A chosen conversation that begins with its prompt is whole.
     whole = bool(answer) and isinstance(answer[0], dict)
     whole = whole and _role(answer[0], columns) != "assistant"
@@ -362,14 +365,14 @@ def _turn(turn: Any, columns: Columns, place: str) -> dict[str, Any]:
         )
     who = turn[role]
     made = {name: value for name, value in turn.items() if name not in (role, content)}
-    if who.lower() in CALLS:
+    if who.strip().lower() in CALLS:
         return {
             **made,
             "role": "assistant",
             "content": None,
             "tool_calls": _calls(turn, content, place),
         }
-    known = ALIASES.get(who.lower())
+    known = ALIASES.get(who.strip().lower())
     if known is None and role != "role":
         raise DataError(
             f"{place} is from {who!r}, who is nobody known{nearest(who, ALIASES) or ';'} take {', '.join(ALIASES)} or {CALLS[0]}"
@@ -423,7 +426,7 @@ def _text(row: Mapping[str, Any], name: str | None, place: str) -> str:
     """A text of a row; "" for a field that is not there or null."""
     value = "" if name is None else row.get(name)
     if value is not None and not isinstance(value, str):
-        raise DataError(f"{place} has a {name} that is no text; give a text")
+        raise DataError(f"{place} has {_a(name)} that is no text; give a text")
     return value or ""
 
 
@@ -444,6 +447,10 @@ def _as_turns(value: Any, columns: Columns) -> Any:
         isinstance(one, dict) and (columns.role or _first(one, ROLES)) in one for one in found
     )
     return found if turns else value
+
+
+def _a(name: str | None) -> str:
+    return f"{'an' if name and name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
 def _role(turn: Mapping[str, Any], columns: Columns) -> str | None:
