@@ -4,6 +4,7 @@ import difflib
 import errno
 import json
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -43,8 +44,15 @@ def nearest_file(path: Path) -> str:
         names = {one.name.lower(): one for one in path.parent.iterdir()}
     except OSError:
         return ""
-    shown = [name for name in names if not name.startswith(".")]
-    close = difflib.get_close_matches(path.name.lower(), shown, n=1, cutoff=0.7)
+    # A file of another number, as of a shard, is another file and no slip of the keyboard.
+    typed, digits = path.name.lower(), re.compile(r"\d+")
+    others = [
+        name
+        for name in names
+        if not name.startswith(".")
+        and (digits.sub("#", name) != digits.sub("#", typed) or name == typed)
+    ]
+    close = difflib.get_close_matches(typed, others, n=1, cutoff=0.7)
     return f"; did you mean {names[close[0]]}?" if close else ""
 
 
