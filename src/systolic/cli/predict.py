@@ -12,6 +12,7 @@ from systolic.cli.output import print_json, warn
 from systolic.cli.parse import parse
 from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.core.files import check_writable, nearest_file, write_atomically
+from systolic.report.figures import plural
 
 if TYPE_CHECKING:
     from systolic.session.trained import TrainedModel
@@ -123,7 +124,7 @@ def _write_rows(model: "TrainedModel", options: PredictOptions) -> int:
     if options.json:
         print_json({**record, "rows": len(rows)})
     else:
-        print(f"{options.out}: answers for {len(rows):,} rows")
+        print(f"{options.out}: answers for {plural(len(rows), 'row')}")
     return 1 if failed else 0
 
 

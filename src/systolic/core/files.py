@@ -44,15 +44,15 @@ def nearest_file(path: Path) -> str:
         names = {one.name.lower(): one for one in path.parent.iterdir()}
     except OSError:
         return ""
-    # A file of another number, as of a shard, is another file and no slip of the keyboard.
     typed, digits = path.name.lower(), re.compile(r"\d+")
-    others = [
-        name
-        for name in names
-        if not name.startswith(".")
-        and (digits.sub("#", name) != digits.sub("#", typed) or name == typed)
-    ]
-    close = difflib.get_close_matches(typed, others, n=1, cutoff=0.7)
+
+    def may_be(name: str) -> bool:
+        # A file of another number, as of a shard, is another file; and a suffix alone says nothing.
+        other = name == typed or digits.sub("#", name) != digits.sub("#", typed)
+        stems = Path(name).stem, [Path(typed).stem]
+        return other and name[0] != "." and bool(difflib.get_close_matches(*stems))
+
+    close = difflib.get_close_matches(typed, filter(may_be, names), n=1, cutoff=0.7)
     return f"; did you mean {names[close[0]]}?" if close else ""
 
 
