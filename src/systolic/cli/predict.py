@@ -11,7 +11,8 @@ import tyro
 from systolic.cli.output import print_json, warn
 from systolic.cli.parse import parse
 from systolic.core.errors import DataError, NotFoundError, OptionError
-from systolic.core.files import check_writable, write_atomically
+from systolic.core.files import check_writable, nearest_file, write_atomically
+from systolic.report.figures import plural
 
 if TYPE_CHECKING:
     from systolic.session.trained import TrainedModel
@@ -123,7 +124,7 @@ def _write_rows(model: "TrainedModel", options: PredictOptions) -> int:
     if options.json:
         print_json({**record, "rows": len(rows)})
     else:
-        print(f"{options.out}: answers for {len(rows):,} rows")
+        print(f"{options.out}: answers for {plural(len(rows), 'row')}")
     return 1 if failed else 0
 
 
@@ -149,7 +150,9 @@ def _write(model: "TrainedModel", run: Path, file: str, out: Path, as_json: bool
 
 def _check(files: Sequence[str]) -> None:
     if not any(Path(file).is_file() for file in files):
-        raise NotFoundError(f"{files[0]} is not a file; check the path")
+        raise NotFoundError(
+            f"{files[0]} is not a file{nearest_file(Path(files[0]))}; check the path"
+        )
 
 
 def _text(value: Any) -> str:
