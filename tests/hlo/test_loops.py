@@ -176,12 +176,31 @@ EXACT = {
     "map_batches": [10],
     "map_batches64": [10],
     "associative": [],
+    "half_as_often": [4.5, 20],  # 0, 0, 1, 1, … 9, 9
+    "half_as_often64": [4.5, 20],  # of a division that is written out in a thousand ops
+    "tenths": [10],
+    "tenths64": [11],  # ten times 0.1 is less than 1 in f64, and no less in f32
+    "of_bf16": [15],
+    "in_an_array": [30],
+    "in_an_array64": [30],
+    "in_an_element": [15],
+    "in_an_element64": [15],
+    "of_several": [30],
+    "of_several64": [30],
 }
 """Trips of each loop of a recorded program, ascending."""
 OPEN = {
     "traced": [(0, None)],
     "traced64": [(0, None)],
     "traced_clipped": [(0, 64)],
+    "clipped": [(10, 64)],
+    "clipped64": [(10, 64)],
+    "at_most": [(0, 50)],
+    "at_most64": [(0, 50)],
+    "from_at_least": [(0, 61)],
+    "from_at_least64": [(0, 61)],
+    "down_from": [(3, 60)],
+    "down_from64": [(3, 60)],
     "until_large": [(0, None)],
     "until_large_or_50": [(0, 50)],
 }
@@ -200,6 +219,16 @@ def test_what_data_decides_has_the_range_that_the_program_leaves(name: str) -> N
     found = counts_of(loops.module(name)).loops
     assert [(one.least, one.most) for one in found.values()] == OPEN[name]
     assert not any(one.known for one in found.values())
+
+
+def test_the_width_of_integers_changes_no_count() -> None:
+    expected = {**EXACT, **OPEN}
+    wide = {name: found for name, found in expected.items() if f"{name}64" in expected}
+    assert len(wide) >= 25
+    other = {name: (found, expected[f"{name}64"]) for name, found in wide.items()}
+    assert {name for name, (one, two) in other.items() if one != two} == {"tenths"}
+    recorded = set(loops.texts())
+    assert {name for name in recorded if f"{name}64" in recorded} <= set(wide)
 
 
 @pytest.mark.parametrize(("name", "trips"), [("cpu_down_u32", 37), ("cpu_wraps_i8", 128)])

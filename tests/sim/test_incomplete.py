@@ -58,6 +58,7 @@ COMPLETE = (
     "map_batches",
     "associative",
     "of_floats",
+    "prints",
 )
 MISSING: dict[str, set[tuple[GapKind, str]]] = {
     "traced": {(GapKind.loop, "")},
@@ -70,7 +71,6 @@ MISSING: dict[str, set[tuple[GapKind, str]]] = {
     "triangular": {(GapKind.call, "InvertDiagBlocksLowerTriangular")},
     "pure": {(GapKind.callback, "pure_callback")},
     "ordered": {(GapKind.callback, "io_callback")},
-    "prints": {(GapKind.callback, "debug_print")},
     "kernel": {(GapKind.kernel, "looped")},
 }
 
@@ -223,6 +223,25 @@ def test_a_branch_on_data_says_so(tmp_path: Path) -> None:
     assert "at least" not in screen
     assert "longest branch" in made.cautions[0]
     assert made.cautions[0] in record["notes"]
+
+
+def test_a_print_takes_a_range_of_the_host_s_time(tmp_path: Path) -> None:
+    made = forecast("prints", tmp_path)
+    assert made.timeline is not None
+    (span,) = [one for one, _ in made.timeline.leaves() if one.priced_by is PricedBy.print]
+    assert made.step_seconds is not None
+    assert made.low is not None
+    assert made.high is not None
+    assert made.step_seconds > span.seconds > 1e-4 > made.low
+    assert 1e-2 < made.high < 2e-2
+    (note,) = [one for one in made.notes if "--cost debug_print=1ms" in one]
+    assert "by no measurement of this device" in note
+    told = forecast("prints", tmp_path, costs={"debug_print": "5us"})
+    assert told.step_seconds == pytest.approx(made.step_seconds - span.seconds + 5e-6)
+    module = loops.module("prints")
+    host = roofline(module, Peaks(matmul={"f32": 1e12}, memory=1e11), 1, ModuleSource.compiled)
+    assert not host.incomplete
+    assert host.by_rule == (span.seconds, span.low, span.high)
 
 
 @pytest.mark.parametrize("name", ["traced", "until_large_or_50", "eigh", "pure", "scan64"])

@@ -137,7 +137,7 @@ def _interval(on: Slice, timeline: Timeline | None) -> tuple[float | None, float
     estimated, least, most = timeline.by_rule
     rest = max(timeline.seconds - estimated, 0.0)
     if estimated:
-        text += f"; {estimated / timeline.seconds:.0%} of it sorts, gathers and their kind, which are estimated between {duration(least)} and {duration(most)}"
+        text += f"; {estimated / timeline.seconds:.0%} of it sorts, gathers, prints and their kind, which are estimated between {duration(least)} and {duration(most)}"
     return ended(timeline, rest * down + least, rest * up + most, text)
 
 

@@ -22,12 +22,16 @@ from systolic.sim.incomplete import (
     BYTES,
     HOST_WORK,
     NOTHING,
+    PRINT_MOST_SECONDS,
+    PRINT_SECONDS,
+    PRINTED,
     Ends,
     GapKind,
     Gaps,
     Given,
     answers,
     is_callback,
+    is_print,
     measured,
 )
 from systolic.sim.irregular import IrregularRates, irregular, note, without_tiles
@@ -255,6 +259,8 @@ class _Walk:
         if instruction.opcode == "custom-call":
             return self.call(computation, instruction)
         if is_callback(instruction) and not answers(computation, instruction):
+            if is_print(instruction):
+                return self.printed(computation, instruction)
             self.gaps.miss(computation, instruction, GapKind.callback, HOST_WORK)
         work = work_of(self.module, computation, instruction)
         work = without_tiles(self.module, computation, instruction, work)
@@ -310,10 +316,18 @@ class _Walk:
         if told is not None:
             span = self.span(computation, instruction, told, Resource.host)
             return replace(span, bytes=moved, priced_by=PricedBy.given)
+        if is_print(instruction):
+            return replace(self.printed(computation, instruction), bytes=moved)
         asks = "callback" in target
         kind, why = (GapKind.callback, HOST_WORK) if asks else (GapKind.call, BYTES)
         self.gaps.miss(computation, instruction, kind, why)
         return self.priced(computation, instruction, Work(0.0, moved), PricedBy.nothing)
+
+    def printed(self, computation: Computation, instruction: Instruction) -> Span:
+        """A print, by the host's assumed time."""
+        self.notes[PRINTED] = None
+        span = self.span(computation, instruction, PRINT_SECONDS, Resource.host)
+        return replace(span, priced_by=PricedBy.print, low=0.0, high=PRINT_MOST_SECONDS)
 
     def priced(
         self,

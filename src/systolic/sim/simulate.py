@@ -31,12 +31,16 @@ from systolic.sim.incomplete import (
     HOST_WORK,
     NOTHING,
     PALLAS,
+    PRINT_MOST_SECONDS,
+    PRINT_SECONDS,
+    PRINTED,
     Ends,
     GapKind,
     Gaps,
     Given,
     answers,
     is_callback,
+    is_print,
     measured,
 )
 from systolic.sim.layers import layer_of
@@ -472,11 +476,7 @@ class _Order:
         moved = max((s.padded_bytes for s in shape.arrays()), default=0)
         host = "is_host_transfer=true" in instruction.rest
         if is_callback(instruction) and not answers(self.computation, instruction):
-            told = self.on.gaps.cost(self.computation, instruction)
-            if told is None:
-                self.on.gaps.miss(self.computation, instruction, GapKind.callback, HOST_WORK)
-            else:
-                self.add(instruction, told, Resource.host, priced_by=PricedBy.given)
+            self.callback(instruction)
         num_slices = self.on.network.on.num_slices
         between = num_slices > 1 and crosses(instruction)
         if between:
@@ -496,6 +496,20 @@ class _Order:
             priced_by=PricedBy.network,
         )
         self.put(instruction, span, [f"{lane} {instruction.opcode}"])
+
+    def callback(self, instruction: Instruction) -> None:
+        """The host's part of a callback, while the device waits."""
+        gaps = self.on.gaps
+        told = gaps.cost(self.computation, instruction)
+        if told is not None:
+            self.add(instruction, told, Resource.host, priced_by=PricedBy.given)
+        elif is_print(instruction):
+            self.on.notes[PRINTED] = None
+            ends = {"low": 0.0, "high": PRINT_MOST_SECONDS}
+            by = PricedBy.print
+            self.add(instruction, PRINT_SECONDS, Resource.host, priced_by=by, **ends)
+        else:
+            gaps.miss(self.computation, instruction, GapKind.callback, HOST_WORK)
 
     def collective(
         self,

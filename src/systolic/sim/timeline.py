@@ -63,6 +63,8 @@ class PricedBy(enum.Enum):
     """A fixed time for bookkeeping on few bytes."""
     allowance = "allowance"
     """A share of the step that no schedule shows."""
+    print = "print"
+    """An assumed time of the host for what a program prints."""
     given = "given"
     """The user, for a kernel or a call."""
     measured = "measured"

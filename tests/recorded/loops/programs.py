@@ -213,6 +213,69 @@ def traced_clipped(x, n):
     return lax.fori_loop(0, jnp.clip(n, 0, 64), lambda i, c: turn(c), x)
 
 
+@record(MATRIX, NUMBER, x64=None)
+def clipped(x, n):
+    return lax.fori_loop(0, jnp.clip(n.astype(int), 10, 64), lambda i, c: turn(c), x)
+
+
+@record(MATRIX, NUMBER, x64=None)
+def at_most(x, n):
+    return lax.fori_loop(0, jnp.minimum(n.astype(int), 50), lambda i, c: turn(c), x)
+
+
+@record(MATRIX, NUMBER, x64=None)
+def from_at_least(x, n):
+    return lax.fori_loop(jnp.maximum(n.astype(int), 3), 64, lambda i, c: turn(c), x)
+
+
+@record(MATRIX, NUMBER, x64=None)
+def down_from(x, n):
+    start = jnp.clip(n.astype(int), 3, 60)
+    return lax.while_loop(lambda s: s[0] > 0, lambda s: (s[0] - 1, turn(s[1])), (start, x))
+
+
+@record(x64=None)
+def half_as_often(x):
+    def outer(t, c):
+        return lax.fori_loop(0, t // 2, lambda i, d: turn(d), c)
+
+    return lax.fori_loop(0, 20, outer, x)
+
+
+@record(x64=None)
+def tenths(x):
+    tenth, zero = jnp.asarray(0.1, float), jnp.zeros((), float)
+    return lax.while_loop(lambda s: s[1] < 1.0, lambda s: (turn(s[0]), s[1] + tenth), (x, zero))
+
+
+@record()
+def of_bf16(x):
+    half = jnp.bfloat16(0.5)
+    return lax.while_loop(lambda s: s[1] < 8, lambda s: (turn(s[0]), s[1] + half), (x, half))
+
+
+@record(x64=None)
+def in_an_array(x):
+    zero = jnp.zeros((1,), int)
+    return lax.while_loop(lambda s: (s[1] < 30)[0], lambda s: (turn(s[0]), s[1] + 1), (x, zero))
+
+
+@record(x64=None)
+def in_an_element(x):
+    def body(s):
+        return turn(s[0]), s[1].at[1].add(2)
+
+    return lax.while_loop(lambda s: s[1][1] < 30, body, (x, jnp.zeros((3,), int)))
+
+
+@record(x64=None)
+def of_several(x):
+    by = jnp.array([1, 2, 3])
+    return lax.while_loop(
+        lambda s: jnp.any(s[1] < 30), lambda s: (turn(s[0]), s[1] + by), (x, 0 * by)
+    )
+
+
 @record()
 def until_large(x):
     return lax.while_loop(lambda c: c.sum() < 100.0, turn, x)
