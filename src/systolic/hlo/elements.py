@@ -5,6 +5,7 @@ An array along one dim is a list of its elements, in their order, or one value w
 
 import re
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 from systolic.hlo.module import Instruction
 from systolic.hlo.shape import Shape, parse_shape
@@ -52,9 +53,12 @@ def spread(value: Value, size: int) -> list[Known]:
     return found if len(found) == size == len(value) else [UNKNOWN] * size
 
 
-def constant(literal: str, instruction: Instruction) -> Value:
+@lru_cache(maxsize=4096)
+def constant(literal: str, shape_text: str) -> Value:
     """Value of a constant: one number, or an array of few or of equal numbers."""
-    shape = parse_shape(instruction.shape_text)
+    if shape_text.startswith("("):
+        return UNKNOWN
+    shape = parse_shape(shape_text)
     kind = kind_named(shape.dtype)
     if kind is None:
         return UNKNOWN

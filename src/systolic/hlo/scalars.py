@@ -9,8 +9,10 @@ leaves it: ``jnp.clip(n, 0, 64)`` is from 0 to 64.
 
 import math
 import operator
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 from systolic.hlo.elements import MOVES, constant, moved, one_value, small, spread
@@ -31,6 +33,9 @@ from systolic.hlo.values import (
     rounded,
 )
 
+_DIRECTION = re.compile(r"\bdirection=(\w+)")
+DEEP = 100
+"""Instructions followed by recursion, and those behind them in rows."""
 DEEPEST = 200
 """Computations and tuples followed from a value to its origin before it counts as unknown."""
 MOST_VALUES = 3_000_000
@@ -135,8 +140,13 @@ class Scope:
 
     def get(self, name: str) -> Value:
         """Value of an instruction; :data:`UNKNOWN` for what is computed from data."""
-        if name not in self.values:
-            # A division of 64 bits is a thousand ops in a row: no recursion along them.
+        known = self.values.get(name)
+        if known is not None:
+            return known
+        if self.depth < DEEP:
+            self.values[name] = self._found(name)
+        else:
+            # A division of 64 bits is a thousand ops in a row: no recursion along all of them.
             todo = [name]
             while todo:
                 wanted = [one for one in self._unknown(todo[-1]) if one not in self.values]
@@ -187,7 +197,7 @@ class Scope:
     def _value(self, instruction: Instruction) -> Value:
         opcode, operands = instruction.opcode, instruction.operands
         if opcode == "constant":
-            return constant(operands[0] if operands else "", instruction)
+            return constant(operands[0] if operands else "", instruction.shape_text)
         if opcode == "parameter":
             found = self.argument(int(operands[0]))
             return found if isinstance(found, (Known, list)) else UNKNOWN
@@ -217,6 +227,8 @@ class Scope:
         if self.on.split is not None and opcode in ("compare", "sign", "abs"):
             self._write_down(instruction, values)
         kind = self._kind_in(instruction)
+        if all(isinstance(value, Known) for value in values):
+            return computed(self.on, instruction, values, kind)
         size = max((len(one) for one in values if isinstance(one, list)), default=1)
         rows = zip(*(spread(value, size) for value in values), strict=True)
         return one_value([computed(self.on, instruction, row, kind) for row in rows])
@@ -406,8 +418,15 @@ def computed(
     if kind is None or kind_in is None:
         return UNKNOWN
     if opcode == "compare":
-        return compared(on, instruction.attribute("direction") or "EQ", *given[:2])
+        return compared(on, _direction(instruction.rest), *given[:2])
     return elementwise(on, opcode, given, kind, kind_in)
+
+
+@lru_cache(maxsize=4096)
+def _direction(rest: str) -> str:
+    """Direction of a comparison."""
+    found = _DIRECTION.search(rest)
+    return found[1] if found else "EQ"
 
 
 def elementwise(
