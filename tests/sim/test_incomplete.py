@@ -152,14 +152,14 @@ def seconds_of(name: str, on_tpu: bool) -> tuple[float, float, float]:
     else:
         peaks = Peaks(matmul={"f32": 1e12}, memory=1e11)
         made = roofline(module, peaks, 1, ModuleSource.compiled)
-    least, most = made.least_seconds, made.most_seconds
+    least, most = made.least, made.most
     if not made.incomplete:
         assert least is None
         assert most is None
         return made.seconds, made.seconds, made.seconds
     assert least is not None
     assert most is not None
-    return least, made.seconds, most
+    return least.seconds, made.seconds, most.seconds
 
 
 def branches_of(name: str, on_tpu: bool) -> list[float]:
@@ -225,6 +225,22 @@ def test_a_branch_on_data_says_so(tmp_path: Path) -> None:
     assert made.cautions[0] in record["notes"]
 
 
+def test_a_loop_of_ops_whose_time_is_assumed_has_a_wide_range(tmp_path: Path) -> None:
+    made = forecast("slice_by_slice", tmp_path)
+    assert made.timeline is not None
+    assert made.step_seconds is not None
+    assert made.low is not None
+    assert made.high is not None
+    assert made.timeline.assumed > 0.9 * made.step_seconds
+    assert made.low < made.step_seconds / 3 < made.step_seconds * 3 < made.high
+    (note,) = [one for one in made.notes if "is assumed, by no measurement" in one]
+    assert "0.2 us an op on few bytes and 0.3 us a turn" in note
+    # A roofline assumes nothing for a turn.
+    module = loops.module("slice_by_slice")
+    peaks = Peaks(matmul={"f32": 1e12}, memory=1e11)
+    assert roofline(module, peaks, 1, ModuleSource.compiled).assumed == 0
+
+
 def test_a_print_takes_a_range_of_the_host_s_time(tmp_path: Path) -> None:
     made = forecast("prints", tmp_path)
     assert made.timeline is not None
@@ -251,7 +267,7 @@ def test_a_roofline_says_so_too(name: str) -> None:
     made = roofline(module, peaks, 1, ModuleSource.compiled)
     found = {(one.part, one.label) for one in made.incomplete}
     assert found == MISSING.get(name, {(GapKind.loop, "")} if name.startswith("until") else set())
-    assert (made.most_seconds is not None) == (name == "until_large_or_50")
+    assert (made.most is not None) == (name == "until_large_or_50")
     if name == "traced":
         (loop,) = made.incomplete
         more = roofline(module, peaks, 1, ModuleSource.compiled, given({loop.name: 50}))

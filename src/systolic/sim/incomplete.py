@@ -25,8 +25,8 @@ PALLAS = "tpu_custom_call"
 """Target of Pallas kernels."""
 PRINT = "debug_print"
 """JAX's name of ``jax.debug.print``."""
-PRINT_SECONDS: float = constant("host.print_seconds")
-PRINT_MOST_SECONDS: float = constant("host.print_most_seconds")
+PRINT_SECONDS: float = constant("incomplete.print_seconds")
+PRINT_MOST_SECONDS: float = constant("incomplete.print_most_seconds")
 PRINTED = f"jax.debug.print is taken as {duration(PRINT_SECONDS)} of the host a call, up to {duration(PRINT_MOST_SECONDS)}, by no measurement of this device; give its time with --cost {PRINT}=1ms, or leave it out"
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9}
 _COST = re.compile(r"([0-9.eE+-]+?)\s*(s|ms|us|µs|μs|ns)")

@@ -69,7 +69,7 @@ BOOKKEEPING = ("ragged-dot-metadata",)
 """Beginnings of the names of the compiler's own kernels that compute a few indices."""
 _SMALL = 4096
 """Bytes below which an op without an estimate is scalar bookkeeping."""
-_SMALL_SECONDS: float = constant("price.small_seconds")
+SMALL_SECONDS: float = constant("price.small_seconds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +157,10 @@ def _price(
     touched = instruction.shape.padded_bytes + sum(
         shape.padded_bytes for shape in computation.operand_shapes(instruction)
     )
-    if rule is not None and (touched > _SMALL or rule.seconds > _SMALL_SECONDS):
+    if rule is not None and (touched > _SMALL or rule.seconds > SMALL_SECONDS):
         return _by_rule(computation, instruction, rule, work)
     if touched <= _SMALL and (opcode != "custom-call" or instruction.target in MOVED_TARGETS):
-        return OpPrice(_SMALL_SECONDS, Resource.vpu, PricedBy.small, 0.0, work.bytes)
+        return OpPrice(SMALL_SECONDS, Resource.vpu, PricedBy.small, 0.0, work.bytes)
     if opcode in _CALLED:
         by = PricedBy.bytes if instruction.target in MOVED_TARGETS else PricedBy.nothing
         missing = "" if opcode == "custom-call" else HOST_WORK
@@ -221,7 +221,7 @@ def _kernel(
             missing=cost.missing,
         )
     if call.name.startswith(BOOKKEEPING):
-        return OpPrice(max(memory, _SMALL_SECONDS), Resource.vpu, PricedBy.small, 0.0, work.bytes)
+        return OpPrice(max(memory, SMALL_SECONDS), Resource.vpu, PricedBy.small, 0.0, work.bytes)
     return OpPrice(memory, Resource.hbm, PricedBy.nothing, 0.0, work.bytes)
 
 

@@ -157,24 +157,24 @@ def roofline(
         reads=OperandReads(module),
         gaps=Gaps(module, given),
     )
+    origin = Origin.simulated if program is ModuleSource.compiled else Origin.assumed
+
+    def at(ends: Ends) -> Timeline:
+        other = replace(walk, gaps=walk.gaps.at(ends), notes={}, known={})
+        seconds, spans = other.computation(module.entry)
+        return Timeline(origin=origin, seconds=seconds, spans=spans)
+
     seconds, spans = walk.computation(module.entry)
-    gaps = walk.gaps
-    missed = measured(gaps.missed.values(), spans)
-
-    def at(ends: Ends) -> float:
-        return replace(walk, gaps=gaps.at(ends), notes={}, known={}).computation(module.entry)[0]
-
-    least = at(Ends.least) if any(part.is_assumed for part in missed) else None
-    most = at(Ends.most) if missed and all(part.bounded for part in missed) else None
+    missed = measured(walk.gaps.missed.values(), spans)
     return Timeline(
-        origin=Origin.simulated if program is ModuleSource.compiled else Origin.assumed,
+        origin=origin,
         seconds=seconds,
         spans=spans,
         notes=merged(walk.notes),
         incomplete=missed,
-        most_seconds=most,
-        least_seconds=least,
-        given=tuple(gaps.lines()),
+        most=at(Ends.most) if missed and all(part.bounded for part in missed) else None,
+        least=at(Ends.least) if any(part.is_assumed for part in missed) else None,
+        given=tuple(walk.gaps.lines()),
     )
 
 

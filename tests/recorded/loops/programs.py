@@ -332,6 +332,11 @@ def loops_on_a_line(x):
     return lax.while_loop(lambda c: c.sum() < 1e6, lambda c: lax.while_loop(lambda d: d.sum() < 1e3, turn, c + 1), x)  # fmt: skip
 
 
+@record(jax.ShapeDtypeStruct((4096, 128), jnp.float32), jax.ShapeDtypeStruct((64,), jnp.int32))
+def slice_by_slice(x, starts):
+    return jax.vmap(lambda start: lax.dynamic_slice(x, (start, 0), (16, 128)))(starts)
+
+
 ON_CPU: dict[str, Callable[..., Any]] = {}
 """Programs that are compiled for the CPU, whose compiler counts some of their trips wrongly."""
 
