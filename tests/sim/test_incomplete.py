@@ -84,6 +84,7 @@ def test_a_lower_bound_says_so_everywhere(name: str, tmp_path: Path) -> None:
     if name in COMPLETE:
         assert not made.is_lower_bound
         assert not record["lower_bound"]
+        assert record["bound"] == "complete"
         assert record["step_seconds_low"] < record["step_seconds"] < record["step_seconds_high"]
         assert "lower bound" not in screen
         assert "lower bound" not in page
@@ -91,6 +92,7 @@ def test_a_lower_bound_says_so_everywhere(name: str, tmp_path: Path) -> None:
     assert made.is_lower_bound
     assert record["lower_bound"]
     assert record["step_seconds_high"] is None
+    assert record["bound"] == ("open" if made.is_assumed else "lower")
     assert "no upper end" in record["interval"]
     if made.is_assumed:  # A loop counts once, although it may make no trip.
         assert "Time is open: " in screen
@@ -219,6 +221,8 @@ def test_a_branch_on_data_says_so(tmp_path: Path) -> None:
         f"conditional {part['name']}",
     )
     assert part["shortest_seconds"] < part["longest_seconds"] == pytest.approx(part["seconds"])
+    assert record["lower_bound"]  # a part is open, though the time is no bound from below
+    assert record["bound"] == "open"
     assert "Time is open: 1 branch on data" in screen
     assert "at least" not in screen
     assert "longest branch" in made.cautions[0]

@@ -227,8 +227,9 @@ class Scope:
         if self.on.split is not None and opcode in ("compare", "sign", "abs"):
             self._write_down(instruction, values)
         kind = self._kind_in(instruction)
-        if all(isinstance(value, Known) for value in values):
-            return computed(self.on, instruction, values, kind)
+        scalars = [value for value in values if isinstance(value, Known)]
+        if len(scalars) == len(values):
+            return computed(self.on, instruction, scalars, kind)
         size = max((len(one) for one in values if isinstance(one, list)), default=1)
         rows = zip(*(spread(value, size) for value in values), strict=True)
         return one_value([computed(self.on, instruction, row, kind) for row in rows])

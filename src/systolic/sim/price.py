@@ -1,6 +1,5 @@
 """Seconds of one op on a TensorCore, and the unit that bounds it."""
 
-import re
 from dataclasses import dataclass, replace
 
 from systolic.hlo import Computation, Instruction, Module
@@ -19,6 +18,7 @@ from systolic.sim.masked import masked_seconds, masked_share
 from systolic.sim.rates import Rates, number_format
 from systolic.sim.rules import Ruled, carries_index, ruled
 from systolic.sim.timeline import PricedBy, Resource
+from systolic.sim.windows import window_sizes
 from systolic.sim.work import Work, work_of
 
 FREE = frozenset(
@@ -237,7 +237,6 @@ _ADDRESSED = frozenset(
         "custom-call",
     )
 )
-_SIZE = re.compile(r"size=([\dx]+)")
 
 
 def streams(module: Module, instruction: Instruction) -> bool:
@@ -255,8 +254,7 @@ def covers(window: Instruction) -> bool:
 
     The compiler writes a sum that all elements of the row subtract in this way.
     """
-    found = _SIZE.search(window.attribute("window") or "")
-    sizes = [int(size) for size in found[1].split("x")] if found else []
+    sizes = window_sizes(window)
     dims = window.shape.dims
     return len(sizes) == len(dims) and all(
         size == 1 or size >= 2 * dim - 1 for size, dim in zip(sizes, dims, strict=True)
