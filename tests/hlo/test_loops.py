@@ -353,3 +353,78 @@ def test_counters_that_wrap_carry_and_are_limited_count_as_by_running(
         return  # it comes back to where it was, or takes long
     found = counts_of(parse(text)).loops["loop"]
     assert (found.least, found.most, found.mean) == (turns, turns, turns)
+
+
+CLIPPED = """\
+HloModule loop, is_scheduled=true
+
+%body (state: (u8[], u8[], u8[])) -> (u8[], u8[], u8[]) {{
+  %state = (u8[], u8[], u8[]) parameter(0)
+  %i = u8[] get-tuple-element(%state), index=0
+  %low = u8[] get-tuple-element(%state), index=1
+  %high = u8[] get-tuple-element(%state), index=2
+  %one = u8[] constant(1)
+  %next = u8[] add(%i, %one)
+  ROOT %out = (u8[], u8[], u8[]) tuple(%next, %low, %high)
+}}
+
+%condition (cond_state: (u8[], u8[], u8[])) -> pred[] {{
+  %cond_state = (u8[], u8[], u8[]) parameter(0)
+  %i = u8[] get-tuple-element(%cond_state), index=0
+  %low = u8[] get-tuple-element(%cond_state), index=1
+  %high = u8[] get-tuple-element(%cond_state), index=2
+  %none = u8[] constant(0)
+  %more = pred[] compare(%high, %none), direction=NE
+  %signed = s8[] bitcast-convert(%high)
+  %bottom = s8[] constant(0)
+  %positive = pred[] compare(%signed, %bottom), direction=GT
+  %same = pred[] compare(%high, %none), direction=EQ
+  %less = pred[] compare(%i, %low), direction=LT
+  %both = pred[] and(%same, %less)
+  ROOT %goes_on = pred[] or(%positive, %both)
+}}
+
+ENTRY %main (n: s8[]) -> (u8[], u8[], u8[]) {{
+  %n = s8[] parameter(0)
+  %bottom = s8[] constant(0)
+  %negative = pred[] compare(%n, %bottom), direction=LT
+  %all = u8[] constant(255)
+  %none = u8[] constant(0)
+  %low0 = u8[] bitcast-convert(%n)
+  %high0 = u8[] select(%negative, %all, %none)
+{ops}
+  %initial = (u8[], u8[], u8[]) tuple(%none, %low{last}, %high{last})
+  ROOT %loop = (u8[], u8[], u8[]) while(%initial), condition=%condition, body=%body
+}}
+"""
+LIMIT = """\
+  %bound{to} = u8[] constant({bound})
+  %signed{to} = s8[] bitcast-convert(%high{of})
+  %beyond{to} = pred[] compare(%signed{to}, %bottom), direction={way}
+  %same{to} = pred[] compare(%high{of}, %none), direction=EQ
+  %less{to} = pred[] compare(%low{of}, %bound{to}), direction={way}
+  %both{to} = pred[] and(%same{to}, %less{to})
+  %takes{to} = pred[] or(%beyond{to}, %both{to})
+  %low{to} = u8[] select(%takes{to}, %bound{to}, %low{of})
+  %high{to} = u8[] select(%takes{to}, %none, %high{of})"""
+"""A number in two halves, at most (GT) or at least (LT) a bound."""
+
+
+@settings(max_examples=30)
+@given(st.lists(st.tuples(st.sampled_from(["LT", "GT"]), st.integers(0, 90)), max_size=4))
+def test_limits_of_numbers_in_halves_bound_what_running_them_counts(
+    limits: list[tuple[str, int]],
+) -> None:
+    ops = [
+        LIMIT.format(to=at + 1, of=at, way=way, bound=bound)
+        for at, (way, bound) in enumerate(limits)
+    ]
+    text = CLIPPED.format(ops="\n".join(ops), last=len(limits))
+    found = counts_of(parse(text)).loops["loop"]
+    trips = []
+    for number in range(-128, 128):
+        for way, bound in limits:
+            number = min(number, bound) if way == "GT" else max(number, bound)
+        trips.append(max(number, 0))
+    assert (found.least, found.most) == (min(trips), max(trips))
+    assert found.known == (min(trips) == max(trips))

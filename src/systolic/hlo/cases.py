@@ -26,6 +26,8 @@ def cases_of(
         asked: Numbers that some of them are compared with later.
         each: Whether short ranges are taken number by number.
     """
+    if scope.on.case_values <= 0:
+        return []
     kept = scope.on.turns, scope.on.split
     found = _Cases(scope, names, each)
     for name, at in asked.items():

@@ -96,7 +96,10 @@ def moved(
     """
     made, opcode = parse_shape(instruction.shape_text), instruction.opcode
     if opcode == "iota":
-        return [Known(n, n) for n in range(made.elements)] if small(made) else UNKNOWN
+        along = int(instruction.attribute("iota_dimension") or 0)
+        if not small(made) or along != _long(made):
+            return Known(0, 0) if made.dims[along : along + 1] == (1,) else UNKNOWN
+        return one_value([Known(n, n) for n in range(made.elements)])
     if opcode == "dynamic-update-slice":
         return _updated(given, shapes, decides)
     if all(isinstance(value, Known) for value in given[:1]) and opcode != "concatenate":

@@ -339,7 +339,7 @@ class _LoopWalk:
     def by_cases(self, scope: Scope, loop: Instruction, state: State, whole: _LoopRun) -> _LoopRun:
         """A run whose counters begin with ranges: one for each case of what these are computed from, where that tells more."""
         source = scope.computation.index.get(loop.operands[0])
-        if source is None or source.opcode != "tuple":
+        if source is None or source.opcode != "tuple" or self.steps < MOST_STEPS:
             return whole
         open_ = {
             place: source.operands[place]
