@@ -185,6 +185,9 @@ EXACT = {
     "in_an_array64": [30],
     "in_an_element": [15],
     "in_an_element64": [15],
+    "in_the_first_element": [10],
+    "in_elements_by_turns": [15],
+    "trips_of_a_table": [3.75, 4],
     "of_several": [30],
     "of_several64": [30],
 }

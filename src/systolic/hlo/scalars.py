@@ -175,6 +175,8 @@ class Scope:
         self.depth -= 1
         if isinstance(found, list) and not instruction.shape_text.startswith("("):
             shape = parse_shape(instruction.shape_text)
+            if instruction.opcode == "bitcast" and len(found) > shape.elements > 0:
+                return one_value(found[: shape.elements])  # the first elements, in place
             found = found if small(shape) and len(found) == shape.elements else UNKNOWN
         return found
 

@@ -268,6 +268,28 @@ def in_an_element(x):
     return lax.while_loop(lambda s: s[1][1] < 30, body, (x, jnp.zeros((3,), int)))
 
 
+@record()
+def in_the_first_element(x):
+    start = jnp.array([1000, 3], jnp.bfloat16)
+    return lax.while_loop(lambda s: s[1][0] > 1, lambda s: (turn(s[0]), s[1] / 2), (x, start))
+
+
+@record()
+def in_elements_by_turns(x):
+    def body(s):
+        return turn(s[0]), s[1].at[s[2] % 3].add(s[2]), s[2] + 1
+
+    return lax.while_loop(lambda s: s[1][2] < 30, body, (x, jnp.zeros((3,), int), 0))
+
+
+@record()
+def trips_of_a_table(x):
+    def step(c, n):
+        return lax.fori_loop(0, n, lambda j, d: turn(d), c), None
+
+    return lax.scan(step, x, jnp.array([5, 1, 7, 2]))[0]
+
+
 @record(x64=None)
 def of_several(x):
     by = jnp.array([1, 2, 3])
