@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from systolic.core.units import plural
 from systolic.chips import Slice
 from systolic.chips.slices import named_slices
 from systolic.job import Batch, Layout, OptimizerKind
@@ -137,7 +138,7 @@ def smallest_fit(search: Search) -> Plan:
 
     for on in sorted(search.slices, key=lambda one: size(one, search.goal)):
         if (smaller := fits.get(on.chip.name)) is not None:
-            why = f"has {on.num_chips} chips, and {smaller.name} with {smaller.num_chips} fits"
+            why = f"has {plural(on.num_chips, 'chip')}, and {smaller.name} with {smaller.num_chips} fits"
             refused.append(Refused(on=on, rule=RefusalRule.larger, reason=why))
             continue
         left = search.limits.seconds

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from systolic.core.units import plural
 from systolic.chips import Slice
 from systolic.core.errors import LayoutError, SystolicError
 from systolic.job import Axis, Job, Layout, Precision, Remat
@@ -99,7 +100,7 @@ class Refused:
         """``1,204 layouts``, ``all layouts``, or the candidate's text."""
         if self.candidate is not None:
             return self.candidate.text
-        return "all layouts" if self.layouts is None else f"{self.layouts:,} layouts"
+        return "all layouts" if self.layouts is None else plural(self.layouts, "layout")
 
 
 def candidates(job: Job, on: Slice, freedom: Freedom) -> Iterator[Candidate]:

@@ -112,7 +112,7 @@ def wall(one: Wall) -> str:
     parts.append(data)
     if one.preemptions and math.isfinite(one.seconds):
         lost = days(one.lost_seconds)
-        parts.append(f"{one.preemptions:.2g} preemptions expected, which cost {lost}")
+        parts.append(f"preemptions expected: {one.preemptions:.2g}, which cost {lost}")
     elif one.preemptions:
         parts.append("preemptions undo more than a start and half the steps of a checkpoint take")
     ends = [money(one.usd)] if one.usd is not None else []
