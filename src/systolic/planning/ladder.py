@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from systolic.core.units import plural
 from systolic.chips import Slice
 from systolic.chips.slices import named_slices
+from systolic.core.units import plural
 from systolic.job import Batch, Layout, OptimizerKind
 from systolic.planning.candidate import Candidate
 from systolic.planning.change import differences

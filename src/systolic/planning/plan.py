@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from systolic.core.units import plural
 from systolic.artifact.chosen import FORMAT
 from systolic.chips import Slice
 from systolic.core.notebook import notebook_html
+from systolic.core.units import plural
 from systolic.forecasting import Forecast
 from systolic.forecasting.forecast import COSTS
 from systolic.planning.analytic import Analysis

@@ -16,7 +16,6 @@ from systolic.job import Layout, ServedCache, ServedWeights
 from systolic.models.published import find_published
 from systolic.planning.objective import PriceTerm
 
-
 ROWS = 16
 """Texts at once of ``systolic serve``, where a plan has fewer."""
 

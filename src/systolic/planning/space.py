@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from systolic.core.units import plural
 from systolic.chips import Slice
 from systolic.core.errors import LayoutError, SystolicError
+from systolic.core.units import plural
 from systolic.job import Axis, Job, Layout, Precision, Remat
 from systolic.planning.analytic import LOGIT_BYTES
 from systolic.planning.candidate import Candidate
