@@ -66,7 +66,7 @@ class RefusalRule(enum.Enum):
     more_memory = "more memory"
     """Keeps at least as much memory as one that did not fit."""
     larger = "larger"
-    """A slice with more chips than one that fits, where the goal is the smallest."""
+    """A slice with more chips than one that fits, or as many and dearer, where the goal is the smallest."""
     divisibility = "divisibility"
     """No mesh divides the model and the batch."""
     unknown_chip = "unknown chip"

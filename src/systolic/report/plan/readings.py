@@ -28,7 +28,7 @@ RULES = {
     RefusalRule.memory_bound: "weights, optimizer state and inputs alone exceed the memory",
     RefusalRule.estimate: "estimated slower than others of the slice",
     RefusalRule.more_memory: "keep at least as much memory as one that did not fit",
-    RefusalRule.larger: "larger than a slice of the same chip that fits",
+    RefusalRule.larger: "larger or dearer than the slice that fits",
     RefusalRule.divisibility: "no mesh divides the model and the batch",
     RefusalRule.unknown_chip: "the catalogue lacks a rate",
     RefusalRule.not_compiled: "not compiled",
