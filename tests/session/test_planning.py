@@ -13,6 +13,7 @@ from systolic.core.errors import NotFoundError, OptionError
 from systolic.core.units import duration
 from systolic.forecasting import Forecast
 from systolic.job import Batch, Job
+from systolic.planning import ladder
 from systolic.planning.analytic import analyse
 from systolic.planning.candidate import Candidate
 from systolic.planning.goal import Goal
@@ -180,12 +181,14 @@ def test_the_smallest_slice_that_fits_is_the_answer() -> None:
     )
     assert made.best is not None
     assert made.best.candidate.layout.accumulate > 1  # 256 rows of 2,048 tokens on one chip
-    # Of as many chips the cheaper: v5e costs less an hour than v6e. Nothing is compiled once it is known to fit.
-    assert {one.on.name for one in asked.asked} == {made.best.candidate.on.name} == {"v5e-1"}
+    # Of as many chips the cheaper comes first. Nothing more is compiled once one fits.
+    assert made.best.candidate.on.name == "v6e-1"
+    assert list(dict.fromkeys(one.on.name for one in asked.asked)) == ["v5e-1", "v6e-1"]
     larger = {one.on.name: one.reason for one in made.refused if one.rule is RefusalRule.larger}
-    assert larger["v6e-256"] == "has 256 chips, and v5e-1 with 1 fits"
-    assert larger["v6e-1"].startswith("has 1 chip, and v5e-1 with 1 fits; v6e-1 has $2.70 an hour,")
-    assert len(larger) == len(planning.slices_of("v5e,v6e", 256, None)) - 1
+    assert larger["v5e-4"] == "has 4 chips, and v6e-1 with 1 fits"
+    assert len(larger) == len(planning.slices_of("v5e,v6e", 256, None)) - 2
+    dearer = ladder._larger_than(slice("v5e-1"), slice("v6e-1"), made.goal)
+    assert dearer.endswith("fits; v6e-1 has $2.70 an hour, v5e-1 $1.20 an hour")
     assert made.to_json()["goal"]["objective"] == "fit"
     assert "the smallest slice that fits" in readings.work(made)
 

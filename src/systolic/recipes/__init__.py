@@ -269,7 +269,7 @@ def plain(options: Mapping[str, Any]) -> dict[str, Any]:
     return msgspec.to_builtins(dict(options), enc_hook=str)
 
 
-class _Fields(dict[str, Any]):
+class _NewFields(dict[str, Any]):
     """Fields of a record with their new values, which are told from a value that is a dict."""
 
 
@@ -296,9 +296,9 @@ def expanded(
         if not inner:
             found[first] = value
             continue
-        place = changes.setdefault(first, _Fields())
+        place = changes.setdefault(first, _NewFields())
         for part in inner[:-1]:
-            place = place.setdefault(part, _Fields())
+            place = place.setdefault(part, _NewFields())
         place[inner[-1]] = value
     before = {**{n: p.default for n, p in parameters.items()}, **(base or {}), **found}
     return found | {
@@ -333,7 +333,7 @@ def _changed(record: Any, changes: Mapping[str, Any], option: str) -> Any:
     hints = typing.get_type_hints(type(record), include_extras=True)
     made = {
         name: _changed(getattr(record, name), value, f"{option}.{dashed(name)}")
-        if isinstance(value, _Fields)
+        if isinstance(value, _NewFields)
         else argument(f"{option}.{dashed(name)}", value, hints[name])
         for name, value in changes.items()
     }

@@ -16,6 +16,8 @@ from systolic.report.forecast import table
 from systolic.report.forecast import text as forecast_text
 from systolic.report.plan import serving as serving_text
 from systolic.report.plan import text as plan_text
+from systolic.report.tune import text as tune_text
+from systolic.tuning.results import StudyResult
 
 WIDTH = 100
 """Columns, about what a cell's output has room for."""
@@ -46,6 +48,8 @@ def html(value: object) -> str:
             return screen(plan_text.lines(value, None, WIDTH))
         case ServingPlan():
             return screen(serving_text.lines(value, WIDTH))
+        case StudyResult():
+            return screen(tune_text.lines(value))
     raise TypeError(f"{type(value).__name__} has no view for notebooks")
 
 
