@@ -58,6 +58,10 @@ def adapted(**options: Any) -> Job:
     ("make", "message"),
     [
         (lambda: sft(from_="x"), "x does not exist, and no published model has that name"),
+        (
+            lambda: sft(from_="a/smollm2"),
+            "of that family it knows smollm2-135m, smollm2-360m, smollm2",
+        ),
         (lambda: lm(layout="fsdp"), "layout is 'fsdp'; it takes a systolic.job.Layout"),
         (lambda: lm(model="llama"), "model is 'llama'; it takes a systolic.models.decoder."),
         (lambda: lm(steps=1.5), "steps is 1.5; it takes a whole number"),

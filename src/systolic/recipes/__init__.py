@@ -7,7 +7,6 @@ A recipe is named by a module of this package (``bytes``), by a file and a funct
 import importlib.util
 import inspect
 import pkgutil
-import re
 import sys
 import typing
 from collections.abc import Callable, Mapping
@@ -20,17 +19,16 @@ from typing import Any
 import msgspec
 
 from systolic.core.arguments import argument, arguments
-from systolic.core.errors import NotFoundError, OptionError, RunError, misspelt, nearest
+from systolic.core.errors import NotFoundError, OptionError, RunError, nearest
 from systolic.core.ranges import check_arguments, dashed
 from systolic.core.spelling import nearest_option
 from systolic.job import Job, Layout
 from systolic.job.layout import RENAMED
+from systolic.models.published import near_published
 from systolic.recipes.folder import bytecode
 from systolic.recipes.folder.imported import is_beside, modules
 from systolic.recipes.folder.opened import OpenedFiles
 
-FAMILY = 6
-"""Models of a family that a message names."""
 _folders: list[str] = []
 """Folders of loaded recipes, at the end of ``sys.path``."""
 
@@ -111,30 +109,9 @@ def find(target: str) -> Recipe:
         if models.is_model(target):
             return Recipe(target=target, function=models.recipe_of_model(target))
         raise NotFoundError(
-            f"there is no recipe or model {target!r}{_near(target, models.names())}; systolic recipes lists them, and your own is given as path/to/file.py:function"
+            f"there is no recipe or model {target!r}{near_published(target, shipped())}; systolic recipes lists them, and your own is given as path/to/file.py:function"
         )
     return from_file(Path(path), name, target)
-
-
-def _of_family(name: str, models: list[str]) -> list[str]:
-    """Models that begin with the same word: the sizes of llama-3.1 for ``llama`` or ``Llama-2-7b``."""
-    word = re.match(r"[a-z]*", name.lower().rpartition("/")[2])
-    first = word[0] if word else ""
-    return [one for one in models if len(first) > 2 and re.split(r"[^a-z]", one)[0] == first]
-
-
-def _near(target: str, models: list[str]) -> str:
-    """Recipes and models that may be meant: one that is misspelt, else those of the same family."""
-    alike, typed = _of_family(target, models), target.lower()
-    for one in alike:
-        if len(one) == len(typed) and sum(a != b for a, b in zip(one, typed, strict=True)) == 1:
-            return f"; did you mean {one}?"
-    if typo := misspelt(target, [*shipped(), *models]):
-        return typo
-    if not alike:
-        return nearest(target, [*shipped(), *models])
-    shown = ", ".join(alike[:FAMILY]) + (" …" if len(alike) > FAMILY else "")
-    return f"; of that family it knows {shown}, and takes the config.json of any other"
 
 
 def notes(target: str, *, trains: bool) -> list[str]:
