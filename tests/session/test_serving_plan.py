@@ -4,6 +4,7 @@ import html
 import json
 import math
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,9 @@ import pytest
 import systolic
 from systolic.chips import Slice, slice
 from systolic.cli.main import main
+from systolic.cli.parse import parse
+from systolic.cli.quantize import QuantizeOptions
+from systolic.cli.serve import ServeOptions
 from systolic.core.errors import OptionError
 from systolic.core.origin import Origin
 from systolic.forecasting.cost import bill_of
@@ -196,6 +200,9 @@ def test_a_demand_of_almost_nothing_and_one_beyond_all_chips(
         "systolic quantize smollm2-135m --to w8a8 --out smollm2-135m-w8a8 --calibrate TEXT",
         f"systolic serve smollm2-135m-w8a8 {sizes} --kv-dtype int8",
     ]
+    for command, options in zip(plan.commands[1:], (QuantizeOptions, ServeOptions), strict=True):
+        verb, *words = shlex.split(command)[1:]
+        parse(options, words, f"systolic {verb}")  # raises for an option that the verb lacks
     (tmp_path / "config.json").write_text("{}")
     for name, folder in ((tmp_path, tmp_path), (tmp_path / "config.json", tmp_path), ("lm", "DIR")):
         renamed = replace(plan, name=str(name), weights="plain", cache="plain")
