@@ -1,6 +1,7 @@
 """``systolic predict RUN|BUNDLE|DIR FILES...``: the model's answer for each file or text."""
 
 import io
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,7 +130,14 @@ def _write_rows(model: "TrainedModel", options: PredictOptions) -> int:
 
 
 def _told(answer: Mapping[str, Any]) -> str:
-    return "  ".join(f"{name} {_text(value)}" for name, value in answer.items())
+    """The values of an answer by name; one of several numbers that another name has already is not printed twice."""
+    told, seen = [], dict[str, str]()
+    for name, value in answer.items():
+        text = _text(value)
+        several = isinstance(value, list | dict) and len(value) > 1
+        same = seen.setdefault(json.dumps(value), name) if several else name
+        told.append(f"{name} {text}" if same == name else f"{name} as {same}")
+    return "  ".join(told)
 
 
 def _write(model: "TrainedModel", run: Path, file: str, out: Path, as_json: bool) -> int:

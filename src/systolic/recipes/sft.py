@@ -1,10 +1,11 @@
 """Fine-tuning of a language model that is there already, on instructions."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-from systolic.core.ranges import COUNT, POSITIVE, SHARE, with_choices
+from systolic.core.arguments import with_types
+from systolic.core.ranges import COUNT, POSITIVE, SHARE
 from systolic.data.text.chat import template_for
 from systolic.data.text.instructions import Filling, Instructions, TooLong
 from systolic.data.text.row_forms import Columns, Pairs, RowReading
@@ -13,6 +14,7 @@ from systolic.job import (
     Adapter,
     AdapterKind,
     Batch,
+    ChangedOptimizer,
     Checkpoints,
     Dtypes,
     Evaluation,
@@ -34,7 +36,7 @@ WHOLE = replace(ADAPTERS, learning_rate=1e-5)
 SCHEDULE = Schedule(warmup=20)
 
 
-@with_choices
+@with_types
 def sft(
     from_: Path,
     data: Path | None = None,
@@ -53,7 +55,7 @@ def sft(
     batch_per_device: float | None = None,
     batch: int | None = None,
     steps: int = 200,
-    optimizer: OptimizerChange = OptimizerChange(),
+    optimizer: ChangedOptimizer = OptimizerChange(),
     schedule: Schedule = SCHEDULE,
     precision: Precision = Precision.auto,
     dtypes: Dtypes = Dtypes(),
@@ -96,11 +98,6 @@ def sft(
         sample: A message that the model answers after each evaluation; by default the first held-out conversation's. None for no samples.
     """
     own = WHOLE if adapter is AdapterKind.none else ADAPTERS
-    if isinstance(optimizer, Optimizer):
-        # Callers in Python may give all of an optimizer; a run that resumes reads it back as a change.
-        optimizer = OptimizerChange(
-            **{one.name: getattr(optimizer, one.name) for one in fields(optimizer)}
-        )
     rule = optimizer.of(own)
     source = outlined(from_)
     folder = None if source.tokenizer is None else source.tokenizer.parent
