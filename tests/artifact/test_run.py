@@ -309,3 +309,16 @@ def test_what_else_a_run_keeps(tmp_path: Path):
         (run.path / "summary.json").write_text("{")
         with pytest.raises(RunError, match=r"summary.json is damaged"):
             run.read_summary()
+
+
+def test_a_folder_without_a_file_that_says_what_it_is_says_which_file_lacks(tmp_path: Path) -> None:
+    for name, said in (
+        ("notes.txt", "is neither a run (no job.json) nor a Hugging Face folder (no config.json)"),
+        ("model.safetensors", "it has model.safetensors and no config.json; copy that file"),
+    ):
+        folder = tmp_path / name.partition(".")[2]
+        folder.mkdir()
+        (folder / name).write_text("")
+        with pytest.raises(NotFoundError) as refused:
+            Run.open(folder)
+        assert said in str(refused.value)

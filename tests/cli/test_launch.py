@@ -276,6 +276,7 @@ def test_no_recipe_has_an_option_that_launch_needs() -> None:
         ("launch digits --on 8xh100 --via local", "8xh100 has GPUs"),
         ("launch digits --on cpu --via local --run gs://bucket/x", "local trains into a folder"),
         ("launch digits --on v5e-16 --via gke --run gs://bucket/x", "--image is not given"),
+        ("launch image --on v5e-16 --via gke --run gs://bucket/x", "--path"),
         (f"{GKE} --on 2xv5e-16 --min-slices 1", 'fewer in --on and --train="--for-devices 32"'),
         ("launch digits --on v5e-16 --via local --min-slices 1", "v5e-16 has one slice"),
         ("launch digits --on 2xv5e-4 --via local --min-slices 2", "2xv5e-4 has 2 slices, so none"),

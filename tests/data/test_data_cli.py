@@ -31,6 +31,11 @@ def drawn(renderable, **console) -> str:
 
 
 def test_pack_then_inspect(corpus, tmp_path, capsys):
+    one = tmp_path / "one.txt"
+    one.write_text("alone")
+    pair = ["data", "pack", str(one), "--to", str(tmp_path / "pair"), "--validation", str(one)]
+    assert main(pair) == 0
+    assert "train       1 document, 6 places\n" in capsys.readouterr().out
     out = tmp_path / "packed"
     assert main(["data", "pack", str(corpus), "--out", str(out), "--json"]) == 0
     packed = json.loads(capsys.readouterr().out)
@@ -120,16 +125,25 @@ def test_a_recipe_is_inspected_with_its_options(capsys):
         (["inspect", "corpus.jsonl", "--examples", "0"], "--examples is 0; it must be at least 1"),
         (["inspect", "corpus.jsonl", "--tokeniser", "x"], "did you mean --tokenizer"),
         (["pack", "corpus.jsonl", "--to", "."], "exists; remove it"),
-        (["pack", "none", "--to", "out"], "does not exist"),
+        (["pack", "none", "--to", "out"], "none does not exist; give a file or folder of text"),
+        (["pack", "corpus.json", "--to", "out"], "corpus.json does not exist; did you mean corpus.jsonl?; give"),
+        (["pack", "corpus.jsonl", "--field", "body", "--to", "out"], "no text field 'body'; it has text; name it with --field"),
+        (["tokenizer", "corpus.jsonl", "--to", "out", "--vocab-size", "300"], "no option --vocab-size; did you mean --vocab?"),
+        (["pack", "corpus.jsonl.GZ", "--to", "out"], "decompress it first: gunzip -k corpus.jsonl.GZ"),
+        (["inspect", "corpus.josnl"], "corpus.josnl is neither data nor a recipe; did you mean corpus.jsonl?; give"),
+        (["pack", "x.jsonl", "--to", "out"], "x.jsonl does not exist; give a file or folder of text"),
+        (["inspect", "a.xlsx"], "a.xlsx is a spreadsheet; save it as CSV"),
         (["pack", "pictures", "--to", "out"], "add --images"),
         (
             ["pack", "corpus.jsonl", "--to", "out", "--shard-mib", "0"],
             "--shard-mib is 0; it must be at least 1",
         ),
     ],
-)
+)  # fmt: skip
 def test_mistakes_are_one_line(arguments, message, corpus, monkeypatch, capsys):
     monkeypatch.chdir(corpus.parent)
+    for name in ("a.xlsx", "corpus.jsonl.GZ"):
+        (corpus.parent / name).write_bytes(b"PK")
     (corpus.parent / "pictures" / "cat").mkdir(parents=True)
     (corpus.parent / "pictures" / "cat" / "a.png").write_bytes(b"")
     assert main(["data", *arguments]) != 0

@@ -17,7 +17,7 @@ from systolic.models.decoder.config import Decoder
 from systolic.profile import open_profile
 from systolic.report.forecast.xprof import write_xprof
 from systolic.sim.timeline import Resource
-from tests.recorded import hlo
+from tests.recorded import hlo, loops
 
 NAMES = {"lm-v5e-4": "v5e-4", "moe-2xv6e-4": "2xv6e-4"}
 
@@ -93,6 +93,14 @@ def test_places_of_several_ops_say_so(tmp_path) -> None:
     found = causes_of_forecast(made("lm-v5e-4", tmp_path), hlo.module("lm-v5e-4"))
     lines = [line for cause in found for line in cause.evidence]
     assert any("ops, the largest" in line for line in lines)
+
+
+def test_a_print_on_a_tpu_calls_python(tmp_path) -> None:
+    path = tmp_path / "dump.txt"
+    path.write_text(loops.texts()["prints"])
+    found = causes_of_forecast(forecast_text(path, slice("v5e-1")), loops.module("prints"))
+    assert found[0].name == "python-callbacks"
+    assert (found[0].share or 0) > 0.9
 
 
 def test_a_narrow_matmul_waits_for_memory(tmp_path) -> None:

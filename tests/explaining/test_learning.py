@@ -1,6 +1,8 @@
 """Real short runs with planted faults: each is named with its evidence, and a healthy run is left alone."""
 
 import json
+import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,9 @@ from systolic import recipes
 from systolic.artifact import Run
 from systolic.artifact.access import Access
 from systolic.artifact.record import RunRecord, load_run
+from systolic.cli.data import InspectRecipeOptions
 from systolic.cli.main import main
+from systolic.cli.target import request
 from systolic.core.errors import RunError
 from systolic.explaining import layers
 from systolic.explaining.cause import Cause
@@ -21,8 +25,9 @@ from systolic.explaining.layers import noise_scale
 from systolic.explaining.learning import learning, unknown, vitals
 from systolic.explaining.settings import Settings, advise, render
 from systolic.explaining.speed import checkpoints, evaluation, speed
-from systolic.job import Evaluation, GuardRule, Job, Optimizer, OptimizerKind
+from systolic.job import Evaluation, GuardRule, Job, Layout, Optimizer, OptimizerKind
 from systolic.report.explain.text import HEIGHT, lines
+from systolic.session.job_source import source_of
 from systolic.session.resuming import finished
 from systolic.training.feed import training
 from systolic.training.ledger import Ledger
@@ -417,9 +422,36 @@ def test_advice_is_a_change_of_the_present_settings():
     still = plateau(history)
     assert still is not None
     assert still.advice[0] == "--schedule.warmup 10"
+    assert len(still.advice) == 1, "no recipe, whose data a command could show"
     probe = {"parameters": {}, "batch": 1, "parts": 2, "big_square": 1.0, "small_square": 1.0}
     probes = [probe | {"step": n, "learning_rate": 1e-3, "loss": 1.0} for n in (50, 100)]
     assert layers.batch(replace(history, diagnoses=probes)) is None, "one example is the least"
+
+
+def test_a_plateau_advises_one_direction_and_a_command_that_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "some.txt").write_text("words " * 50)
+    given = {"path": tmp_path / "some.txt", "steps": 9, "field": "a b", "layout": Layout(fsdp=2)}
+    record = {
+        "recipe": "lm",
+        "options": recipes.plain(source_of("lm", given).options),
+        "job": {"steps": 100},
+    }
+    for slope, first, then in ((1e-4, "3e-05", "0.003"), (-1e-4, "0.003", "3e-05")):
+        flat = [
+            {"step": n, "loss": 5.0 + slope * n, "grad_norm": 1.0, "learning_rate": 3e-4}
+            for n in range(1, 101)
+        ]
+        found = plateau(RunRecord(path=tmp_path, job=record, train=flat))
+        assert found is not None
+        rate, inspected = found.advice
+        option = "--optimizer.learning-rate"
+        said = rf"{option} {first} first; where the loss then [a-z ]+, {option} {then}"
+        assert re.fullmatch(said, rate)
+    command = shlex.split(inspected.removesuffix(", to see what the model sees"))
+    assert command[:4] == ["systolic", "data", "inspect", "lm"]
+    assert command[4:] == ["--path", str(tmp_path / "some.txt"), "--field", "a b"]
+    asked = request(command[3], command[4:], "data inspect", InspectRecipeOptions)
+    assert asked.job.data.path == given["path"]
 
 
 def test_an_accelerator_that_waits_for_the_host_is_seen(tmp_path: Path):

@@ -319,6 +319,26 @@ def of_calls() -> Cases:
     }
 
 
+def of_orders() -> dict[str, tuple[Any, Any]]:
+    """Numbers of the devices of meshes that their users arranged, and whether a note says so."""
+    found: dict[str, tuple[Any, Any]] = {}
+    ranks = np.array([0, 7, 3, 4, 1, 6, 2, 5]).reshape(4, 2)
+    own = Mesh(HERE.devices.ravel()[ranks], NAMES)
+    swapped = Mesh(HERE.devices.reshape(2, 4).T, NAMES)
+    for name, function, spread, wanted in (
+        ("own order", mapped(own), None, ranks),
+        ("own order as spread", bare, own, ranks),
+        ("swapped axes", mapped(swapped), None, np.arange(8).reshape(2, 4).T),
+        ("ascending", mapped(HERE), None, np.arange(8).reshape(4, 2)),
+    ):
+        made = function_program(function, (X, W), {}, ON, Spread(mesh=spread))
+        traced = made.trace(ON, DEVICES[8:])
+        numbers = [device.id - 8 for device in traced.mesh.devices.flat]
+        notes = [note for note in traced.facts["notes"] if "0, 7, 3, 4, 1, 6, 2, 5" in note]
+        found[name] = ((numbers, len(notes)), (wanted.ravel().tolist(), wanted is ranks))
+    return found
+
+
 def of_contexts() -> Cases:
     """A mesh that JAX has set."""
     found: Cases = {}
@@ -340,7 +360,7 @@ def program_text_of_pmap(function: Any, *args: Any) -> str:
 
 
 def main(folder: Path) -> None:
-    found = {**of_functions(folder), **of_calls(), **of_contexts()}
+    found = {**of_functions(folder), **of_calls(), **of_contexts(), **of_orders()}
     print(json.dumps({name: made == wanted for name, (made, wanted) in found.items()}))
 
 

@@ -130,7 +130,7 @@ def run_child(name: str, devices: int, *args: str) -> Any:
 
 def test_meshes_of_this_machine_stand_for_the_slices(tmp_path: Path) -> None:
     found = run_child("mesh_child", 16, str(tmp_path))
-    assert len(found) == 28
+    assert len(found) == 32
     assert [name for name, same in found.items() if not same] == []
 
 

@@ -176,12 +176,34 @@ EXACT = {
     "map_batches": [10],
     "map_batches64": [10],
     "associative": [],
+    "half_as_often": [4.5, 20],  # 0, 0, 1, 1, … 9, 9
+    "half_as_often64": [4.5, 20],  # of a division that is written out in a thousand ops
+    "tenths": [10],
+    "tenths64": [11],  # ten times 0.1 is less than 1 in f64, and no less in f32
+    "of_bf16": [15],
+    "in_an_array": [30],
+    "in_an_array64": [30],
+    "in_an_element": [15],
+    "in_an_element64": [15],
+    "in_the_first_element": [10],
+    "in_elements_by_turns": [15],
+    "trips_of_a_table": [3.75, 4],
+    "of_several": [30],
+    "of_several64": [30],
 }
 """Trips of each loop of a recorded program, ascending."""
 OPEN = {
     "traced": [(0, None)],
     "traced64": [(0, None)],
     "traced_clipped": [(0, 64)],
+    "clipped": [(10, 64)],
+    "clipped64": [(10, 64)],
+    "at_most": [(0, 50)],
+    "at_most64": [(0, 50)],
+    "from_at_least": [(0, 61)],
+    "from_at_least64": [(0, 61)],
+    "down_from": [(3, 60)],
+    "down_from64": [(3, 60)],
     "until_large": [(0, None)],
     "until_large_or_50": [(0, 50)],
 }
@@ -200,6 +222,16 @@ def test_what_data_decides_has_the_range_that_the_program_leaves(name: str) -> N
     found = counts_of(loops.module(name)).loops
     assert [(one.least, one.most) for one in found.values()] == OPEN[name]
     assert not any(one.known for one in found.values())
+
+
+def test_the_width_of_integers_changes_no_count() -> None:
+    expected = {**EXACT, **OPEN}
+    wide = {name: found for name, found in expected.items() if f"{name}64" in expected}
+    assert len(wide) >= 25
+    other = {name: (found, expected[f"{name}64"]) for name, found in wide.items()}
+    assert {name for name, (one, two) in other.items() if one != two} == {"tenths"}
+    recorded = set(loops.texts())
+    assert {name for name in recorded if f"{name}64" in recorded} <= set(wide)
 
 
 @pytest.mark.parametrize(("name", "trips"), [("cpu_down_u32", 37), ("cpu_wraps_i8", 128)])
@@ -324,3 +356,78 @@ def test_counters_that_wrap_carry_and_are_limited_count_as_by_running(
         return  # it comes back to where it was, or takes long
     found = counts_of(parse(text)).loops["loop"]
     assert (found.least, found.most, found.mean) == (turns, turns, turns)
+
+
+CLIPPED = """\
+HloModule loop, is_scheduled=true
+
+%body (state: (u8[], u8[], u8[])) -> (u8[], u8[], u8[]) {{
+  %state = (u8[], u8[], u8[]) parameter(0)
+  %i = u8[] get-tuple-element(%state), index=0
+  %low = u8[] get-tuple-element(%state), index=1
+  %high = u8[] get-tuple-element(%state), index=2
+  %one = u8[] constant(1)
+  %next = u8[] add(%i, %one)
+  ROOT %out = (u8[], u8[], u8[]) tuple(%next, %low, %high)
+}}
+
+%condition (cond_state: (u8[], u8[], u8[])) -> pred[] {{
+  %cond_state = (u8[], u8[], u8[]) parameter(0)
+  %i = u8[] get-tuple-element(%cond_state), index=0
+  %low = u8[] get-tuple-element(%cond_state), index=1
+  %high = u8[] get-tuple-element(%cond_state), index=2
+  %none = u8[] constant(0)
+  %more = pred[] compare(%high, %none), direction=NE
+  %signed = s8[] bitcast-convert(%high)
+  %bottom = s8[] constant(0)
+  %positive = pred[] compare(%signed, %bottom), direction=GT
+  %same = pred[] compare(%high, %none), direction=EQ
+  %less = pred[] compare(%i, %low), direction=LT
+  %both = pred[] and(%same, %less)
+  ROOT %goes_on = pred[] or(%positive, %both)
+}}
+
+ENTRY %main (n: s8[]) -> (u8[], u8[], u8[]) {{
+  %n = s8[] parameter(0)
+  %bottom = s8[] constant(0)
+  %negative = pred[] compare(%n, %bottom), direction=LT
+  %all = u8[] constant(255)
+  %none = u8[] constant(0)
+  %low0 = u8[] bitcast-convert(%n)
+  %high0 = u8[] select(%negative, %all, %none)
+{ops}
+  %initial = (u8[], u8[], u8[]) tuple(%none, %low{last}, %high{last})
+  ROOT %loop = (u8[], u8[], u8[]) while(%initial), condition=%condition, body=%body
+}}
+"""
+LIMIT = """\
+  %bound{to} = u8[] constant({bound})
+  %signed{to} = s8[] bitcast-convert(%high{of})
+  %beyond{to} = pred[] compare(%signed{to}, %bottom), direction={way}
+  %same{to} = pred[] compare(%high{of}, %none), direction=EQ
+  %less{to} = pred[] compare(%low{of}, %bound{to}), direction={way}
+  %both{to} = pred[] and(%same{to}, %less{to})
+  %takes{to} = pred[] or(%beyond{to}, %both{to})
+  %low{to} = u8[] select(%takes{to}, %bound{to}, %low{of})
+  %high{to} = u8[] select(%takes{to}, %none, %high{of})"""
+"""A number in two halves, at most (GT) or at least (LT) a bound."""
+
+
+@settings(max_examples=30)
+@given(st.lists(st.tuples(st.sampled_from(["LT", "GT"]), st.integers(0, 90)), max_size=4))
+def test_limits_of_numbers_in_halves_bound_what_running_them_counts(
+    limits: list[tuple[str, int]],
+) -> None:
+    ops = [
+        LIMIT.format(to=at + 1, of=at, way=way, bound=bound)
+        for at, (way, bound) in enumerate(limits)
+    ]
+    text = CLIPPED.format(ops="\n".join(ops), last=len(limits))
+    found = counts_of(parse(text)).loops["loop"]
+    trips = []
+    for number in range(-128, 128):
+        for way, bound in limits:
+            number = min(number, bound) if way == "GT" else max(number, bound)
+        trips.append(max(number, 0))
+    assert (found.least, found.most) == (min(trips), max(trips))
+    assert found.known == (min(trips) == max(trips))

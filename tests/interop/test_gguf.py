@@ -252,6 +252,11 @@ def test_ids_of_no_token_are_none(tmp_path: Path, model: Any) -> None:
     source = open_source(write(tmp_path / "model.gguf", model, KINDS.F32, **more))
     assert "pad_token_id" not in source.config
     assert job_of(source).data.ends == {0, 3}  # its end, and that of turns by its template
+    assert source.notes == ()
+    more = {"tokenizer.ggml.eos_token_id": (900, V.UINT32)}
+    (note,) = open_source(write(tmp_path / "beyond.gguf", model, KINDS.F32, **more)).notes
+    assert "beyond.gguf has tokenizer.ggml.eos_token_id 900 and " in note
+    assert note.endswith(" tokens; it is read as a file without that token")
     more = {f"tokenizer.ggml.{name}_token_id": (NOTHING, V.UINT32) for name in ("bos", "eos")}
     source = open_source(write(tmp_path / "other.gguf", model, KINDS.F32, **more))
     assert source.tokenizer is not None

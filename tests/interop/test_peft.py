@@ -21,6 +21,7 @@ from systolic.interop.outputs import outputs_of
 from systolic.interop.peft import (
     ADAPTERS,
     WEIGHTS,
+    _checked,
     open_peft,
     outgoing_adapters,
     same_adapter,
@@ -256,6 +257,7 @@ def test_what_peft_takes_for_experts_does_not_leave(tmp_path: Path) -> None:
         ({"use_dora": True}, "has use_dora True"),
         ({"peft_type": "IA3"}, "has the peft_type 'IA3', and adapters of LORA alone"),
         ({"r": 0}, "r in .* is 0; it is a number above 0"),
+        ({"lora_alpha": None}, "lora_alpha in .* is None; it is a number above 0"),
         ({"base_model_name_or_path": "someone/model"}, "hf download someone/model"),
     ],
 )
@@ -272,7 +274,15 @@ def test_what_is_no_low_rank_product_is_one_line(
     with pytest.raises((OptionError, NotFoundError, DataError), match=message) as told:
         open_source(folder)
     assert "\n" not in str(told.value)
+    lacking = {name: value for name, value in about.items() if name not in ("r", "lora_alpha")}
+    (folder / ADAPTERS).write_text(json.dumps(lacking))
+    config, notes = _checked(folder)
+    assert (config["r"], config["lora_alpha"]) == (8, 8), "as PEFT's LoraConfig has them"
+    assert [one.split(" has no ")[1] for one in notes] == [
+        f"{name}; PEFT's own is taken, 8" for name in ("r", "lora_alpha")
+    ]
     (folder / ADAPTERS).write_text(json.dumps(about))
+    assert _checked(folder)[1] == ()
     with pytest.raises(OptionError, match=r"takes none for here: .*lm_head.lora_A"):
         systolic.import_model(folder, tmp_path / "out", base=base)
     with pytest.raises(OptionError, match="is no PEFT folder; leave it out"):

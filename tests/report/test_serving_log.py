@@ -55,7 +55,7 @@ def test_the_first_minute() -> None:
         "smol: 21 programs; expected padding, of assumed traffic:",
         "  pages are read by ragged paged attention, 2 heads of 64 elements in a row of 128",
         "  weights         512.0 MiB",
-        "  4 texts of 512 tokens fit at once",
+        "  room for 4 texts of 512 tokens at once",
         "compiling smol  21/21  p21",
         "pictures: 8 programs; expected padding, of assumed traffic:",
         "  batch         1, 2, 3, 4, 5, 6, 7, 8",

@@ -1,5 +1,6 @@
 """A study in the terminal and on its page: near ties of the best trial, time left, Pareto front, costs."""
 
+import html
 import io
 import re
 from collections.abc import Sequence
@@ -71,6 +72,9 @@ def test_both_settings_of_repeats_are_told_without_a_verdict() -> None:
     assert told[told.index(next(one for one in told if one.startswith("luck")))].startswith(
         "luck        no verdict: 0 of 3 seeds of the best settings and 1 of the default ones"
     )
+    shown = html.unescape(re.sub("<[^>]+>", "", found._repr_html_()))
+    assert [line.rstrip() for line in shown.strip().splitlines()] == [one.rstrip() for one in told]
+    assert repr(found).startswith(f"<StudyResult of {found.recipe}: {found.finished} of ")
     page = render(found, Path())
     for each in ("97.50 %", "0.5 %", "92.00 %", "1.4 %", "3 seeds", "2 of 3 seeds"):
         assert f">{each}<" in page

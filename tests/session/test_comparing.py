@@ -1,5 +1,6 @@
 """Two models side by side."""
 
+import html
 import json
 import re
 import shutil
@@ -13,12 +14,12 @@ import pytest
 
 import systolic
 from systolic.artifact.weights import sizes_of
-from systolic.cli.compare_view import lines
 from systolic.cli.main import main
 from systolic.core.errors import OptionError
 from systolic.predicting.latency import TimedCall, medians
 from systolic.session.agreement import shared_inputs
-from systolic.session.comparing import ComparisonOptions
+from systolic.session.comparing import ComparedModel, Comparison, ComparisonOptions
+from systolic.session.comparing_text import lines
 from tests.session import bundled
 
 
@@ -59,6 +60,24 @@ def test_a_run_and_its_bundle_are_the_same_model(
     assert made["agreement"]["same_best"] == 1.0
     assert made["agreement"]["max_abs"] == pytest.approx(0, abs=1e-6)
     assert made["timed"] == {"rows": 2, "prompt_tokens": 20, "output_tokens": 4, "repeats": 2}
+
+
+def test_a_comparison_in_a_notebook_and_adapters_beside_their_model(tmp_path: Path) -> None:
+    def side(name: str, adapters: int) -> ComparedModel:
+        sizes = {"parameters": 100, "adapter_parameters": adapters, "bytes_by_dtype": {}}
+        about: Any = {"kind": "Decoder", "task": "LanguageModel", "precision": "f32", **sizes}
+        return ComparedModel(path=tmp_path / name, file_bytes=None, recorded=[], **about)
+
+    told: Any = {"agreement": None, "disagreement": "other inputs", "device": "cpu"}
+    made = Comparison(a=side("a", 12), b=side("b", 0), timed={}, data=None, on=(), **told)
+    shown = html.unescape(re.sub("<[^>]+>", "", made._repr_html_()))
+    assert [line.rstrip() for line in shown.strip("\n").splitlines()] == lines(made)
+    assert [line.split() for line in lines(made) if "adapters" in line] == [
+        ["of", "its", "adapters", "12", "0"]
+    ]
+    assert not any("adapters" in line for line in lines(replace(made, a=made.b)))
+    assert repr(made) == f"<Comparison of {tmp_path / 'a'} and {tmp_path / 'b'}: other inputs>"
+    assert made.to_json()["a"]["adapter_parameters"] == 12
 
 
 def test_a_run_whose_data_has_moved_is_quantized_and_compared(

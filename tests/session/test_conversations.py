@@ -148,4 +148,31 @@ def test_a_model_is_inspected_with_its_special_tokens(
     assert main([*given, "--data", str(bad)]) == 1
     lines = capsys.readouterr().err.splitlines()
     assert [re.search(r"line \d", one)[0] for one in lines[:-1]] == ["line 3", "line 4", "line 5"]  # ty: ignore[not-subscriptable]
-    assert "3 lines of the data can't be learned; correct them, or take them out" in lines[-1]
+    assert "3 of 5 lines of the data can't be learned; correct them, or take them out" in lines[-1]
+    # A fault that many lines have is told once, also where the template refuses them.
+    robots = [{"role": "user", "content": "what"}, {"role": "robot", "content": "x"}]
+    row = {"messages": [*robots, {"role": "Assistant", "content": ANSWER}]}
+    many = f"{json.dumps(row)}\n" * 64
+    for more, kinds in (("", 0), ("{\n" * 3 + '{"question": "a"}\n', 3)):
+        bad.write_text(many + more)
+        assert main([*given, "--data", str(bad)]) == 1
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == kinds + 1
+        first = lines[-1] if not kinds else lines[-2]
+        assert re.search(
+            r"64 of 6\d lines: \S+bad.jsonl line 1, turn 2 has the role 'robot', which the chat template of \S+ does not name; did you mean bot\? take system, developer, user, assistant, tool$",
+            first,
+        )
+    assert re.search(r"3 of 68 lines: .*line 65 is not JSON", lines[0])
+    assert "line 68 has question and lacks answer" in lines[1]
+    assert "68 of 68 lines of the data can't be learned" in lines[-1]
+    for name, text, says in (
+        ("empty.jsonl", "", r"empty.jsonl is empty; write conversations to it"),
+        ("head.CSV", "question,answer\n", r"head.CSV names its columns and has no rows"),
+        ("a.XLSX", "PK", r"a.XLSX is a spreadsheet; save it as CSV"),
+        ("hed.csv", None, r"hed.csv does not exist; did you mean \S+/head.CSV\?"),
+    ):
+        if text is not None:
+            (tmp_path / name).write_text(text)
+        assert main([*given, "--data", str(tmp_path / name)]) != 0
+        assert re.search(says, capsys.readouterr().err)

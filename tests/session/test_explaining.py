@@ -9,6 +9,7 @@ import pytest
 
 import systolic
 from systolic import recipes
+from systolic.aot import StepKind
 from systolic.chips import slice
 from systolic.core.errors import NotFoundError, OptionError
 from systolic.session.explaining import ExplainProgress, ExplainStage, StepExplainer
@@ -60,6 +61,20 @@ def test_a_step_is_explained_with_what_changes_gain(
     assert len(repr(made)) < 600
 
 
+def test_the_name_of_a_recipe_is_explained_with_its_options(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[StepExplainer] = []
+    monkeypatch.setattr(StepExplainer, "explain", lambda one: asked.append(one))
+    systolic.explain("lm", on="v5e-4", step="eval", **{"model.layers": 3})
+    systolic.explain("llama-3.1-8b", on="v5e-16", steps=7)
+    systolic.explain(recipes.find(TINY)({}), on="v5e-4", steps=5)
+    systolic.explain(TINY, on="v5e-4")
+    layers, steps = asked[0].job.model.layers, [one.job.steps for one in asked[1:3]]
+    assert (layers, asked[0].step, steps) == (3, StepKind.eval, [7, 5])
+    assert asked[3].job.name == asked[2].job.name
+
+
 @pytest.mark.parametrize(
     ("target", "options", "error", "said"),
     [
@@ -71,8 +86,17 @@ def test_a_step_is_explained_with_what_changes_gain(
             OptionError,
             "--remedies is -1; it must be at least 0",
         ),
-        ("lm", {"on": "v5e-4"}, OptionError, "explain takes a Job or a path and was given 'lm'"),
-        ("nowhere", {}, NotFoundError, "nowhere is no run, profile or forecast"),
+        ("lm", {}, OptionError, "explaining a job needs a slice; give on='v5e-16'"),
+        ("lm", {"on": "v5e-4", "layers": 2}, OptionError, "lm has no option 'layers'"),
+        ("nowhere", {"on": "v5e-4"}, NotFoundError, "there is no recipe or model 'nowhere'"),
+        ("nowhere", {}, NotFoundError, "nowhere is no run, profile, forecast, recipe or model"),
+        (3, {}, OptionError, "explain takes a Job, the name of a recipe or a model, or a path"),
+        (
+            None,
+            {"on": "v5e-4", "step": "tran"},
+            OptionError,
+            "--step is 'tran'; did you mean train?",
+        ),
     ],
 )
 def test_mistakes(target: Any, options: dict[str, Any], error: Any, said: str) -> None:

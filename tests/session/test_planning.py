@@ -13,6 +13,7 @@ from systolic.core.errors import NotFoundError, OptionError
 from systolic.core.units import duration
 from systolic.forecasting import Forecast
 from systolic.job import Batch, Job
+from systolic.planning import ladder
 from systolic.planning.analytic import analyse
 from systolic.planning.candidate import Candidate
 from systolic.planning.goal import Goal
@@ -169,7 +170,7 @@ def test_what_is_neither_a_job_nor_a_name_is_refused() -> None:
 
 
 def test_the_smallest_slice_that_fits_is_the_answer() -> None:
-    """Of a chip the first that fits, with passes free; larger ones are left out unseen."""
+    """The first that fits, with passes free; larger and dearer ones are left out unseen."""
     asked = AnsweringEvaluator(estimate)
     made = systolic.plan(
         fabricated.facts().job,
@@ -179,22 +180,15 @@ def test_the_smallest_slice_that_fits_is_the_answer() -> None:
         evaluator=asked,
     )
     assert made.best is not None
-    sizes = {one.on.num_chips for one in asked.asked}
-    first = {
-        name: min(
-            one.candidate.on.num_chips for one in made.ranking if one.candidate.on.chip.name == name
-        )
-        for name in ("v5e", "v6e")
-    }
-    smallest = min(first.values())
-    assert made.best.candidate.on.num_chips == smallest == 1
     assert made.best.candidate.layout.accumulate > 1  # 256 rows of 2,048 tokens on one chip
-    assert max(sizes) <= max(first.values())
-    # Of as many chips the cheaper: v5e costs less an hour than v6e.
-    same = [one.candidate.on for one in made.ranking if one.candidate.on.num_chips == smallest]
-    assert same[0].name == "v5e-1" if first["v5e"] == 1 else same[0].name == "v6e-1"
-    larger = [one for one in made.refused if one.rule is RefusalRule.larger]
-    assert {one.on.name for one in larger} >= {"v5e-256", "v6e-256"}
+    # Of as many chips the cheaper comes first. Nothing more is compiled once one fits.
+    assert made.best.candidate.on.name == "v6e-1"
+    assert list(dict.fromkeys(one.on.name for one in asked.asked)) == ["v5e-1", "v6e-1"]
+    larger = {one.on.name: one.reason for one in made.refused if one.rule is RefusalRule.larger}
+    assert larger["v5e-4"] == "has 4 chips, and v6e-1 with 1 fits"
+    assert len(larger) == len(planning.slices_of("v5e,v6e", 256, None)) - 2
+    dearer = ladder._larger_than(slice("v5e-1"), slice("v6e-1"), made.goal)
+    assert dearer.endswith("fits; v6e-1 has $2.70 an hour, v5e-1 $1.20 an hour")
     assert made.to_json()["goal"]["objective"] == "fit"
     assert "the smallest slice that fits" in readings.work(made)
 

@@ -1,5 +1,6 @@
 """Quantization of runs that were trained with rounded matrices, and budgets that are not met."""
 
+import html
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,12 +13,12 @@ import pytest
 
 import systolic
 from systolic.artifact.weights import Weights
-from systolic.cli.quantize import _fallen, _over, _share
 from systolic.core.errors import OptionError
 from systolic.interop.quantizing import Rounder, _matrices, formats_of
 from systolic.job import Job, MatrixFormat, Precision, WeightFormat
 from systolic.models.decoder.config import Decoder
 from systolic.session.quantizing import Evaluated, QuantizedModel, _notes, quantize_model
+from systolic.session.quantizing_text import _over, _share, fallen
 from systolic.session.sensitivity import Choice, Measure, Quality, choose, quality_of
 from systolic.session.trained import TrainedModel, set_up_here
 from tests.session import bundled
@@ -107,7 +108,8 @@ def result(before: Quality | None, after: Quality | None, **more: Any) -> Quanti
     """What a quantization found."""
     sizes = {"bytes_before": 2, "bytes_after": 1, "matrices": (), "left": (), "outputs": None}
     answers: Any = {"answers_before": {}, "answers_after": {}}
-    return QuantizedModel(path=Path("out"), before=before, after=after, **sizes, **answers, **more)
+    about: Any = {"path": Path("out"), "asked": INT4, **sizes, **answers, **more}
+    return QuantizedModel(before=before, after=after, **about)
 
 
 def test_a_model_that_fell_far_is_said() -> None:
@@ -119,9 +121,9 @@ def test_a_model_that_fell_far_is_said() -> None:
     assert [one.fell for one in fell] == [True] * 5
     kept = of("accuracy", 0.7, 0.65), of("perplexity", 10.0, 11.9), result(None, None, apart=0.1)
     assert not any(one.fell for one in kept)
-    said = _fallen(fell[1], INT4)
+    said = fallen(fell[1])
     assert "out is hardly the same model: perplexity fell far, from 10 to 12.5; give --cal" in said
-    assert "outputs of a probe are 61% of their own spread away" in _fallen(fell[-1], INT4)
+    assert "outputs of a probe are 61% of their own spread away" in fallen(fell[-1])
 
 
 def test_another_format_than_that_of_training_is_said(tmp_path: Path) -> None:
@@ -157,6 +159,9 @@ def test_a_budget_that_the_bundle_does_not_keep_is_said(value: float, met: bool)
     assert made.to_json()["budget_met"] is met
     said = _over(made)
     assert len(said) == (not met)
+    page = html.unescape(made._repr_html_())
+    assert "out: no matrix in int4" in page
+    assert all(line in page for line in said)
     assert all("the budget of 0.500% was not met: the Bundle is at" in line for line in said)
 
 

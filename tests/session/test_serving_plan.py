@@ -1,9 +1,13 @@
 """Plans of servers: floors by hand, the search over steps of known seconds, and one with the compiler."""
 
+import html
 import json
 import math
+import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +15,9 @@ import pytest
 import systolic
 from systolic.chips import Slice, slice
 from systolic.cli.main import main
+from systolic.cli.parse import parse
+from systolic.cli.quantize import QuantizeOptions
+from systolic.cli.serve import ServeOptions
 from systolic.core.errors import OptionError
 from systolic.core.origin import Origin
 from systolic.forecasting.cost import bill_of
@@ -170,6 +177,45 @@ def test_a_model_that_no_machine_holds_gets_several(known: list[tuple[str, int]]
     assert plan.notes
 
 
+def test_a_demand_of_almost_nothing_and_one_beyond_all_chips(
+    known: list[tuple[str, int]], tmp_path: Path
+) -> None:
+    """A server that is idle nearly always, its words in the singular, and its commands."""
+    asked = {"on": "v6e-1", "ttft": None, "tpot": None}
+    plan = planned(
+        "smollm2-135m", requests_per_second=0.001, **asked, weights="w8a8", kv_dtype="int8"
+    )
+    best = plan.best
+    assert best is not None
+    state = best.fleet.state
+    assert state.first_token_seconds <= state.late_first_token_seconds
+    shown = " ".join(" ".join(line.plain for line in lines(plan, 100)).split())
+    assert "1 engine of one device, 1 chip: $" in shown
+    assert "times more requests would keep the limits the engine: 0.001 requests a second" in shown
+    assert "<0.01 texts under way (99 % of the time up to 1, room for" in shown
+    assert not re.search(r"\b1 (chips|engines|rows|devices|hosts)\b", shown)
+    sizes = "--layout.data 1 --layout.tensor 1 --rows 16 --context 2000 --chunk 256"
+    assert plan.commands == [
+        "hf download HuggingFaceTB/SmolLM2-135M --local-dir smollm2-135m",
+        "systolic quantize smollm2-135m --to w8a8 --out smollm2-135m-w8a8 --calibrate TEXT",
+        f"systolic serve smollm2-135m-w8a8 {sizes} --kv-dtype int8",
+    ]
+    for command, options in zip(plan.commands[1:], (QuantizeOptions, ServeOptions), strict=True):
+        verb, *words = shlex.split(command)[1:]
+        parse(options, words, f"systolic {verb}")  # raises for an option that the verb lacks
+    (tmp_path / "config.json").write_text("{}")
+    for name, folder in ((tmp_path, tmp_path), (tmp_path / "config.json", tmp_path), ("lm", "DIR")):
+        renamed = replace(plan, name=str(name), weights="plain", cache="plain")
+        assert renamed.commands == [f"systolic serve {folder} {sizes}"]
+        told = "DIR is a run, a Bundle or a folder with the weights"
+        assert any(told in line.plain for line in lines(renamed, 100)) == (name == "lm")
+    known.clear()
+    beyond = planned("smollm2-135m", requests_per_second=1e9, **asked)
+    assert (beyond.best, beyond.commands, known) == (None, [], [])
+    (refused,) = beyond.rejected
+    assert re.match(r"1e\+09 requests a second take [\d,]+ chips at the least", refused.reason)
+
+
 def test_a_slice_of_several_machines_is_taken_by_name_and_says_so(
     known: list[tuple[str, int]],
 ) -> None:
@@ -218,11 +264,24 @@ def test_the_screen_and_the_json(known: list[tuple[str, int]], capsys: Any) -> N
     assert " ".join(shown.split()).startswith(
         "llama-3.1-8b for 100 requests a second of 1,000 + 1,000 tokens, first token 1.0 s and per"
     )
-    run = f"run       systolic serve llama-3.1-8b --layout.data {layout['data']} --layout.tensor {layout['tensor']}\n"
-    assert run in shown
+    texts = min(max(math.ceil(best["engine"]["most_requests"]), 16), best["room_per_engine"])
+    sizes = f"--rows {texts} --context 2000 --chunk 256"
+    # Names of hubs are not read: what is published is fetched first.
+    run = [
+        "run       hf download meta-llama/Llama-3.1-8B --local-dir llama-3.1-8b",
+        f"          systolic serve llama-3.1-8b --layout.data {layout['data']} --layout.tensor {layout['tensor']} {sizes}",
+    ]
+    assert "\n".join(run) + "\n" in shown
+    assert made["commands"] == [line.strip() for line in (run[0].removeprefix("run"), run[1])]
     assert "note  assumed: requests come by chance (Poisson)" in shown
     plan = planned()
-    assert max(len(line.plain) for line in lines(plan, 100) if "run  " not in line.plain) <= 100
+    screen = [line.plain for line in lines(plan, 100)]
+    assert max(len(line) for line in screen if "systolic serve" not in line) <= 100
+    page = html.unescape(re.sub(r"<[^>]+>", "", plan._repr_html_()))
+    assert all(line.strip() in page for line in screen)
+    assert repr(plan).startswith(
+        f"<ServingPlan of llama-3.1-8b: {best['replicas']:,} x {best['slice']}"
+    )
     assert known
 
 
@@ -233,6 +292,8 @@ def test_the_screen_and_the_json(known: list[tuple[str, int]], capsys: Any) -> N
         ({"ttft": "fast"}, "--ttft is 'fast'; write a time such as 50ms"),
         ({"price": "free"}, "--price is 'free'; it takes on-demand, spot, committed"),
         ({"weights": "int9"}, "--weights is 'int9'"),
+        ({"flags": "foo"}, "--flags has 'foo'"),
+        ({"model": "gpt2"}, "are 2000 and gpt2 has positions for 1024; give fewer"),
         (
             {"model": "image", "path": "x", "classes": 3},
             "image is no language model; plan serve takes a decoder",

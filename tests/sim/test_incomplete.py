@@ -58,6 +58,7 @@ COMPLETE = (
     "map_batches",
     "associative",
     "of_floats",
+    "prints",
 )
 MISSING: dict[str, set[tuple[GapKind, str]]] = {
     "traced": {(GapKind.loop, "")},
@@ -70,7 +71,6 @@ MISSING: dict[str, set[tuple[GapKind, str]]] = {
     "triangular": {(GapKind.call, "InvertDiagBlocksLowerTriangular")},
     "pure": {(GapKind.callback, "pure_callback")},
     "ordered": {(GapKind.callback, "io_callback")},
-    "prints": {(GapKind.callback, "debug_print")},
     "kernel": {(GapKind.kernel, "looped")},
 }
 
@@ -84,6 +84,7 @@ def test_a_lower_bound_says_so_everywhere(name: str, tmp_path: Path) -> None:
     if name in COMPLETE:
         assert not made.is_lower_bound
         assert not record["lower_bound"]
+        assert record["bound"] == "complete"
         assert record["step_seconds_low"] < record["step_seconds"] < record["step_seconds_high"]
         assert "lower bound" not in screen
         assert "lower bound" not in page
@@ -91,6 +92,7 @@ def test_a_lower_bound_says_so_everywhere(name: str, tmp_path: Path) -> None:
     assert made.is_lower_bound
     assert record["lower_bound"]
     assert record["step_seconds_high"] is None
+    assert record["bound"] == ("open" if made.is_assumed else "lower")
     assert "no upper end" in record["interval"]
     if made.is_assumed:  # A loop counts once, although it may make no trip.
         assert "Time is open: " in screen
@@ -152,14 +154,14 @@ def seconds_of(name: str, on_tpu: bool) -> tuple[float, float, float]:
     else:
         peaks = Peaks(matmul={"f32": 1e12}, memory=1e11)
         made = roofline(module, peaks, 1, ModuleSource.compiled)
-    least, most = made.least_seconds, made.most_seconds
+    least, most = made.least, made.most
     if not made.incomplete:
         assert least is None
         assert most is None
         return made.seconds, made.seconds, made.seconds
     assert least is not None
     assert most is not None
-    return least, made.seconds, most
+    return least.seconds, made.seconds, most.seconds
 
 
 def branches_of(name: str, on_tpu: bool) -> list[float]:
@@ -219,10 +221,47 @@ def test_a_branch_on_data_says_so(tmp_path: Path) -> None:
         f"conditional {part['name']}",
     )
     assert part["shortest_seconds"] < part["longest_seconds"] == pytest.approx(part["seconds"])
+    assert record["lower_bound"]  # a part is open, though the time is no bound from below
+    assert record["bound"] == "open"
     assert "Time is open: 1 branch on data" in screen
     assert "at least" not in screen
     assert "longest branch" in made.cautions[0]
     assert made.cautions[0] in record["notes"]
+
+
+def test_a_loop_of_ops_whose_time_is_assumed_has_a_wide_range(tmp_path: Path) -> None:
+    made = forecast("slice_by_slice", tmp_path)
+    assert made.timeline is not None
+    assert made.step_seconds is not None
+    assert made.low is not None
+    assert made.high is not None
+    assert made.timeline.assumed > 0.9 * made.step_seconds
+    assert made.low < made.step_seconds / 3 < made.step_seconds * 3 < made.high
+    (note,) = [one for one in made.notes if "is assumed, by no measurement" in one]
+    assert "0.2 us an op on few bytes and 0.3 us a turn" in note
+    # A roofline assumes nothing for a turn.
+    module = loops.module("slice_by_slice")
+    peaks = Peaks(matmul={"f32": 1e12}, memory=1e11)
+    assert roofline(module, peaks, 1, ModuleSource.compiled).assumed == 0
+
+
+def test_a_print_takes_a_range_of_the_host_s_time(tmp_path: Path) -> None:
+    made = forecast("prints", tmp_path)
+    assert made.timeline is not None
+    (span,) = [one for one, _ in made.timeline.leaves() if one.priced_by is PricedBy.print]
+    assert made.step_seconds is not None
+    assert made.low is not None
+    assert made.high is not None
+    assert made.step_seconds > span.seconds > 1e-4 > made.low
+    assert 1e-2 < made.high < 2e-2
+    (note,) = [one for one in made.notes if "--cost debug_print=1ms" in one]
+    assert "by no measurement of this device" in note
+    told = forecast("prints", tmp_path, costs={"debug_print": "5us"})
+    assert told.step_seconds == pytest.approx(made.step_seconds - span.seconds + 5e-6)
+    module = loops.module("prints")
+    host = roofline(module, Peaks(matmul={"f32": 1e12}, memory=1e11), 1, ModuleSource.compiled)
+    assert not host.incomplete
+    assert host.by_rule == (span.seconds, span.low, span.high)
 
 
 @pytest.mark.parametrize("name", ["traced", "until_large_or_50", "eigh", "pure", "scan64"])
@@ -232,7 +271,7 @@ def test_a_roofline_says_so_too(name: str) -> None:
     made = roofline(module, peaks, 1, ModuleSource.compiled)
     found = {(one.part, one.label) for one in made.incomplete}
     assert found == MISSING.get(name, {(GapKind.loop, "")} if name.startswith("until") else set())
-    assert (made.most_seconds is not None) == (name == "until_large_or_50")
+    assert (made.most is not None) == (name == "until_large_or_50")
     if name == "traced":
         (loop,) = made.incomplete
         more = roofline(module, peaks, 1, ModuleSource.compiled, given({loop.name: 50}))

@@ -4,8 +4,10 @@ import io
 import itertools
 import json
 import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -262,3 +264,18 @@ def test_training_begins_with_the_weights_of_a_run(
     assert main([*other, "--init-from", str(trained / "text")]) == 2
     assert "is a folder of another kind; it takes a run (" in capsys.readouterr().err
     assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_template_that_leaves_the_system_message_out_is_noticed(reads: bool) -> None:
+    class Template:
+        def chat(self, turns: Sequence[Mapping[str, Any]]) -> str:
+            return "".join(one["content"] for one in turns if reads or one["role"] == "user")
+
+    generator = object.__new__(Generator)
+    generator.data = Template()  # ty: ignore[invalid-assignment]
+    user = {"role": "user", "content": "hi"}
+    said = [{"role": "system", "content": "be brief"}, user]
+    assert generator._leaves_out_system(said) is not reads
+    assert not generator._leaves_out_system([user])
+    assert not generator._leaves_out_system("hi")

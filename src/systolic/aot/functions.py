@@ -1,6 +1,7 @@
 """User functions, traced on a mesh of a described slice."""
 
 import contextlib
+import itertools
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -54,7 +55,7 @@ def trace_function(program: FunctionCall, on: Slice, devices: Sequence[Any]) -> 
             "units": units,
             "precision": None,
             "layout": {axis: int(size) for axis, size in mesh.shape.items()},
-            "notes": list(program.notes),
+            "notes": [*program.notes, *_order_notes(program, devices)],
         },
     )
 
@@ -164,10 +165,62 @@ def _mesh(program: FunctionCall, devices: Sequence[Any]) -> Mesh:
     by_key = {key_of(device): device for device in devices}
     if set(program.devices) == set(by_key):
         # A mesh of described devices has its order from the user.
-        grid = np.array([by_key[key] for key in program.devices], dtype=object).reshape(sizes)
+        grid = _array([by_key[key] for key in program.devices]).reshape(sizes)
+    elif (own := _own_order(program)) is not None:
+        grid = _array([devices[rank] for rank in own]).reshape(sizes)
     else:
-        grid = place(sizes, _across(axes, slices_of(devices)), devices)
+        grid = _along_torus(program, devices)
     return Mesh(grid, names, axis_types=types)
+
+
+def _own_order(program: FunctionCall) -> tuple[int, ...] | None:
+    """Ranks of the user's devices in the order of their mesh; None where JAX's functions would choose the order.
+
+    A mesh of devices in ascending order is what ``jax.make_mesh`` makes on virtual devices, and one whose axes
+    were swapped afterwards is still that mesh.
+    """
+    ranks = {key: rank for rank, key in enumerate(sorted(program.devices))}
+    order = tuple(ranks[key] for key in program.devices)
+    return None if not order or _swapped(program, order) is not None else order
+
+
+def _swapped(program: FunctionCall, order: Sequence[int]) -> tuple[int, ...] | None:
+    """The order of axes in which devices ascend; None where they ascend in none."""
+    grid = np.array(order).reshape(tuple(program.mesh.values()))
+    ascending = sorted(order)
+    for axes in itertools.permutations(range(grid.ndim)):
+        if grid.transpose(axes).ravel().tolist() == ascending:
+            return axes
+    return None
+
+
+def _along_torus(program: FunctionCall, devices: Sequence[Any]) -> np.ndarray:
+    """Devices in the order in which the mesh's axes follow the torus, as the user swapped these."""
+    keys = {key: rank for rank, key in enumerate(sorted(program.devices))}
+    order = [keys[key] for key in program.devices] or range(len(devices))
+    axes = _swapped(program, order) or tuple(range(len(program.mesh)))
+    names = list(program.mesh)
+    made = {names[axis]: program.mesh[names[axis]] for axis in axes}
+    grid = place(tuple(made.values()), _across(made, slices_of(devices)), devices)
+    return grid.transpose(np.argsort(axes))
+
+
+def _array(devices: Sequence[Any]) -> np.ndarray:
+    found = np.empty(len(devices), dtype=object)
+    found[:] = devices
+    return found
+
+
+def _order_notes(program: FunctionCall, devices: Sequence[Any]) -> list[str]:
+    """A note on a mesh whose devices the user arranged."""
+    described = set(program.devices) == set(map(key_of, devices))
+    order = None if described or len(devices) == 1 else _own_order(program)
+    if order is None:
+        return []
+    shown = ", ".join(map(str, order[:16])) + (", …" if len(order) > 16 else "")
+    return [
+        f"the mesh has an order of devices of its own: jax.devices() number {shown} of the slice; collectives are priced in that order, not along the torus as jax.make_mesh would lay it"
+    ]
 
 
 def _across(axes: Mapping[str, int], num_slices: int) -> list[int]:

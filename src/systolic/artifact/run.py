@@ -477,6 +477,12 @@ def _runs(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if (path / JOB).is_file()]
 
 
+def _is_of_model(file: Path) -> bool:
+    """Whether a file is one that a Hugging Face folder has beside its config.json."""
+    names = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+    return file.name in names or file.suffix == ".safetensors"
+
+
 def _not_a_run(folder: Path) -> str:
     for parent in folder.absolute().parents:
         if (parent / JOB).is_file():
@@ -488,6 +494,12 @@ def _not_a_run(folder: Path) -> str:
     siblings = sorted(map(str, _runs(folder.parent)))
     close = nearest(str(folder), siblings)
     why = "has no job.json" if folder.exists() else "does not exist"
+    if folder.is_dir() and (
+        parts := sorted(one.name for one in folder.iterdir() if _is_of_model(one))
+    ):
+        return f"{folder} is neither a run (no job.json) nor a Hugging Face folder: it has {parts[0]} and no config.json; copy that file of the model, too"
+    if folder.exists() and not siblings:
+        return f"{folder} is neither a run (no job.json) nor a Hugging Face folder (no config.json); check the path"
     known = "" if close or not siblings else f"; there are {', '.join(siblings[:5])}"
     return f"{folder} is not a run: it {why}{close}{known}"
 

@@ -79,7 +79,7 @@ def run(args: Sequence[str]) -> int:
     if options.json:
         print_json(made.to_json())
         return 0
-    from systolic.cli.compare_view import lines
+    from systolic.session.comparing_text import lines
 
     print("\n".join(lines(made)))
     return 0

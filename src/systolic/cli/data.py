@@ -13,13 +13,15 @@ import tyro
 from systolic.cli.output import print_json, warn
 from systolic.cli.parse import parse, print_verb_help
 from systolic.core.errors import DataError, NotFoundError, OptionError, nearest
+from systolic.core.files import nearest_file
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, SHARE, Range
 from systolic.core.units import gibibytes
 from systolic.data.text.tokenizer import SMALLEST_VOCAB
 from systolic.job import Data, Split
+from systolic.report.figures import plural
 
-BAD_LINES = 50
-"""Lines that can't be learned, at most, that are named."""
+BAD_KINDS = 50
+"""Kinds of faults of lines that can't be learned, at most, that are named."""
 WIDTH = 100
 
 FORMS = """usage: systolic data pack PATH --to OUT [options]
@@ -104,9 +106,9 @@ def pack(options: PackOptions) -> int:
         print(
             f"  {split:<10}  "
             + ", ".join(
-                f"{about[name]:,} {name}"
-                for name in ("documents", "places", "examples")
-                if name in about
+                plural(about[f"{noun}s"], noun)
+                for noun in ("document", "place", "example")
+                if f"{noun}s" in about
             )
         )
     print(f"{to}: {gibibytes(written)}")
@@ -205,7 +207,7 @@ def tokenizer(options: TokenizerOptions) -> int:
     if options.json:
         print_json(record)
         return 0
-    print(f"{to}: {made['vocab']:,} tokens from {made['documents']:,} documents")
+    print(f"{to}: {made['vocab']:,} tokens from {plural(made['documents'], 'document')}")
     if made["bytes_per_token"] is not None:
         print(f"  held-out text: {made['bytes_per_token']:.2f} bytes a token")
     print(f"next: {following}")
@@ -287,12 +289,14 @@ def _show(target: str, data: Data, options: InspectRecipeOptions) -> int:
     try:
         record = {"target": target, **inspect(data, options.split, options.examples)}
     except BadLinesError as error:
-        for line in error.lines[:BAD_LINES]:
+        if len(error.kinds) == 1:  # One line says it all.
+            raise
+        for line in error.kinds[:BAD_KINDS]:
             warn(line)
-        more = len(error.lines) - BAD_LINES
-        rest = f" ({more:,} more are not shown)" if more > 0 else ""
+        more = len(error.kinds) - BAD_KINDS
+        rest = f" ({more:,} more kinds of fault are not shown)" if more > 0 else ""
         raise DataError(
-            f"{len(error.lines):,} lines of the data can't be learned{rest}; correct them, or take them out"
+            f"{len(error.lines):,} of {error.total:,} lines of the data can't be learned{rest}; correct them, or take them out"
         ) from error
     if options.json:
         print_json(record)
@@ -314,7 +318,9 @@ def _is_path(target: str) -> bool:
     from systolic import recipes
 
     path = Path(target)
-    return target not in recipes.shipped() and path.exists() and path.suffix != ".py"
+    # A name that is nearly that of a file is meant as one, unless it is a recipe's: qwen2.5 has no suffix.
+    file = path.exists() or (path.suffix[1:].isalpha() and nearest_file(path))
+    return target not in recipes.shipped() and bool(file) and path.suffix != ".py"
 
 
 def _data(options: InspectOptions) -> Data:
@@ -327,7 +333,7 @@ def _data(options: InspectOptions) -> Data:
         from systolic import recipes
 
         raise NotFoundError(
-            f"{path} is neither data nor a recipe{nearest(str(path), recipes.shipped())}; give a path, or a name of systolic recipes"
+            f"{path} is neither data nor a recipe{nearest_file(path) or nearest(str(path), recipes.shipped())}; give a path, or a name of systolic recipes"
         )
     if path.is_dir() and ((path / INDEX).is_file() or _holds_pictures(path)):
         return Images(path=path)

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from systolic.core.units import si
+from systolic.report.figures import plural
 
 if TYPE_CHECKING:
     import numpy as np
@@ -76,9 +77,9 @@ def _splits(splits: Mapping[str, Mapping[str, Any]]) -> str:
     parts = []
     for name, counts in splits.items():
         if counts.get("documents") is not None:
-            parts.append(f"{name} {counts['documents']:,} documents")
+            parts.append(f"{name} {plural(counts['documents'], 'document')}")
         elif counts["examples"]:
-            parts.append(f"{name} {counts['examples']:,} examples")
+            parts.append(f"{name} {plural(counts['examples'], 'example')}")
     return "splits: " + ", ".join(parts)
 
 

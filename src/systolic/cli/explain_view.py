@@ -200,6 +200,7 @@ def show_step(target: str, of: RecipeStep, made: StepExplanation, *, as_json: bo
                 "step_seconds": made.forecast.step_seconds,
                 "mfu": made.forecast.mfu,
                 "lower_bound": made.forecast.is_lower_bound,
+                "bound": made.forecast.bound.value,
                 "given": list(made.forecast.given),
                 "flags": list(made.flags),
                 "causes": [plain(cause) for cause in made.causes],

@@ -158,12 +158,15 @@ def launch(asked: Request[LaunchOptions], args: Sequence[str]) -> int:
     from systolic.cli.launch_checks import check_platform, trained, under_plan
     from systolic.launching import prepare
     from systolic.session import launched, launching
+    from systolic.session.training import check_data
 
     options = asked.verb
     request = request_of(asked, args)
     launching.check_paths(request)
     made = launching.describe(request)
     made = launched.as_before(made, folder_of(made, options.out))
+    if not options.train:
+        check_data(asked.job)  # before what the platform asks for; --train may give it yet
     prepared = prepare(options.via, made)
     check_platform(options)
     job = trained(request, made)

@@ -1,6 +1,7 @@
 """``systolic predict RUN|BUNDLE|DIR FILES...``: the model's answer for each file or text."""
 
 import io
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,8 @@ import tyro
 from systolic.cli.output import print_json, warn
 from systolic.cli.parse import parse
 from systolic.core.errors import DataError, NotFoundError, OptionError
-from systolic.core.files import check_writable, write_atomically
+from systolic.core.files import check_writable, nearest_file, write_atomically
+from systolic.report.figures import plural
 
 if TYPE_CHECKING:
     from systolic.session.trained import TrainedModel
@@ -123,12 +125,19 @@ def _write_rows(model: "TrainedModel", options: PredictOptions) -> int:
     if options.json:
         print_json({**record, "rows": len(rows)})
     else:
-        print(f"{options.out}: answers for {len(rows):,} rows")
+        print(f"{options.out}: answers for {plural(len(rows), 'row')}")
     return 1 if failed else 0
 
 
 def _told(answer: Mapping[str, Any]) -> str:
-    return "  ".join(f"{name} {_text(value)}" for name, value in answer.items())
+    """The values of an answer by name; one of several numbers that another name has already is not printed twice."""
+    told, seen = [], dict[str, str]()
+    for name, value in answer.items():
+        text = _text(value)
+        several = isinstance(value, list | dict) and len(value) > 1
+        same = seen.setdefault(json.dumps(value), name) if several else name
+        told.append(f"{name} {text}" if same == name else f"{name} as {same}")
+    return "  ".join(told)
 
 
 def _write(model: "TrainedModel", run: Path, file: str, out: Path, as_json: bool) -> int:
@@ -149,7 +158,9 @@ def _write(model: "TrainedModel", run: Path, file: str, out: Path, as_json: bool
 
 def _check(files: Sequence[str]) -> None:
     if not any(Path(file).is_file() for file in files):
-        raise NotFoundError(f"{files[0]} is not a file; check the path")
+        raise NotFoundError(
+            f"{files[0]} is not a file{nearest_file(Path(files[0]))}; check the path"
+        )
 
 
 def _text(value: Any) -> str:

@@ -1,8 +1,10 @@
 """Files that are whole or absent: written beside, flushed to disk, renamed into place."""
 
+import difflib
 import errno
 import json
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -34,6 +36,24 @@ def refuse_pointer(file: Path) -> None:
         raise DataError(
             f"{file} is a pointer of Git LFS and not the file itself; run git lfs pull in {file.parent}, or download the folder with hf download"
         )
+
+
+def nearest_file(path: Path) -> str:
+    """``"; did you mean data/train.jsonl?"`` for a path that is not there: the file or folder beside it that has the nearest name, else ``""``."""
+    try:
+        names = {one.name.lower(): one for one in path.parent.iterdir()}
+    except OSError:
+        return ""
+    typed, digits = path.name.lower(), re.compile(r"\d+")
+
+    def may_be(name: str) -> bool:
+        # A file of another number, as of a shard, is another file; and a suffix alone says nothing.
+        other = name == typed or digits.sub("#", name) != digits.sub("#", typed)
+        stems = Path(name).stem, [Path(typed).stem]
+        return other and name[0] != "." and bool(difflib.get_close_matches(*stems))
+
+    close = difflib.get_close_matches(typed, filter(may_be, names), n=1, cutoff=0.7)
+    return f"; did you mean {names[close[0]]}?" if close else ""
 
 
 def _mode() -> int:

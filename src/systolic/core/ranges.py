@@ -7,8 +7,6 @@ enum takes a member or its text, as on the command line: ``Layout(remat="full")`
 """
 
 import enum
-import functools
-import inspect
 import math
 import re
 import typing
@@ -187,24 +185,6 @@ def _choice(hint: Any) -> EnumChoice | None:
     if not (isinstance(kind, type) and issubclass(kind, enum.Enum)):
         return None
     return EnumChoice(kind=kind, optional=NoneType in _alternatives(hint), several=several)
-
-
-def with_choices(function: Callable[P, R]) -> Callable[P, R]:
-    """A function whose parameters of an enum take a member or its text.
-
-    Raises:
-        OptionError: the function is called with a text that is no member's.
-    """
-
-    @functools.wraps(function)
-    def called(*args: P.args, **kwargs: P.kwargs) -> R:
-        bound = inspect.signature(function).bind(*args, **kwargs)
-        for name, choice in choices_of(function).items():
-            if name in bound.arguments:
-                bound.arguments[name] = choice.member(dashed(name), bound.arguments[name])
-        return function(*bound.args, **bound.kwargs)
-
-    return called
 
 
 def complaint(name: str, ranged: Ranged, value: Any) -> str | None:

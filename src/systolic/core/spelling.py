@@ -27,7 +27,10 @@ def nearest_option(option: str, names: Collection[str]) -> str:
         return f"; did you mean {long[0]}?"
     # Without the dashes, which all have in common, --on is not near --json nor --plan near --flags.
     close = difflib.get_close_matches(word, list(typed), n=1, cutoff=0.7)
-    return f"; did you mean {typed[close[0]]}?" if close else ""
+    # Other programs write more words: --vocab-size, --batch-size.
+    starts = [short for short in typed if word.startswith(f"{short}-")]
+    found = close[0] if close else max(starts, key=len, default=None)
+    return "" if found is None else f"; did you mean {typed[found]}?"
 
 
 def _initials(name: str) -> str:

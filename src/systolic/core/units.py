@@ -51,3 +51,8 @@ def duration(seconds: float) -> str:
         return f"{hours} h {minutes:02d} m"
     days, hours = divmod(hours, 24)
     return f"{days} d {hours} h"
+
+
+def plural(number: float, noun: str) -> str:
+    """``1 record``, ``2,000 records``."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

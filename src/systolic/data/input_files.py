@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from systolic.core.errors import DataError, NotFoundError, OptionError
+from systolic.core.files import nearest_file
 from systolic.job.data import Batches, Data, Field, Read, Split
 
 if TYPE_CHECKING:
@@ -76,7 +77,9 @@ class InputFiles(Data):
         try:
             found = np.load(path, allow_pickle=False)
         except FileNotFoundError as error:
-            raise NotFoundError(f"{path} is not a file; check the path") from error
+            raise NotFoundError(
+                f"{path} is not a file{nearest_file(path)}; check the path"
+            ) from error
         except (OSError, ValueError) as error:
             raise DataError(
                 f"{path} is no .npz file of arrays; write it with numpy.savez"

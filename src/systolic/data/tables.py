@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from systolic.core.errors import DataError, NotFoundError
+from systolic.core.files import nearest_file
+from systolic.data.text.line_files import refuse_other
 from systolic.data.text.row_forms import table_rows
 from systolic.job.data import Field
 
@@ -44,13 +46,13 @@ class TableInputs:
             DataError: it is of another kind, or a column is missing, or a cell is no number; names the line.
         """
         if not path.is_file():
-            raise NotFoundError(f"{path} is not a file; check the path")
-        if path.suffix in ARRAYS:
+            raise NotFoundError(f"{path} is not a file{nearest_file(path)}; check the path")
+        if path.suffix.lower() in ARRAYS:
             yield from self._of_arrays(path)
-        elif path.suffix in LINES:
+        elif path.suffix.lower() in LINES:
             for place, row in _lines(path):
                 yield self._of_row(place, row)
-        elif path.suffix in TABLES:
+        elif path.suffix.lower() in TABLES:
             plan: dict[str, list[str]] | None = None
             for place, row in table_rows(path, blanks=True):
                 if isinstance(row, DataError):
@@ -58,6 +60,7 @@ class TableInputs:
                 plan = plan or self._plan(str(path), list(row))
                 yield self._cells(place, row, plan)
         else:
+            refuse_other(path)
             raise DataError(
                 f"{path} is no table; give rows in {', '.join(SUFFIXES)} with {self.wanted()}"
             )
@@ -190,7 +193,7 @@ def _few(names: Sequence[str]) -> str:
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> bytes:
     """Answers as the content of a file: JSONL, or CSV with a column for each number of a list."""
-    if path.suffix in LINES:
+    if path.suffix.lower() in LINES:
         return "".join(f"{json.dumps(dict(row))}\n" for row in rows).encode()
     import io
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from systolic.artifact.record import Record, RunRecord
 from systolic.explaining import layers
 from systolic.explaining.cause import Cause
-from systolic.explaining.settings import changes, settings_of
+from systolic.explaining.settings import changes, inspecting, settings_of
 
 FEW = 12
 """Fewest records from which a curve is judged."""
@@ -151,13 +151,21 @@ def plateau(history: RunRecord) -> Cause | None:
     )
     # The rate may be too low or too high; probes, where there are any, tell which.
     ways = {True: [lower], False: [higher]}
-    advice = ways[ratio > layers.USUAL_RATIO] if ratio else [higher, lower]
+    advice = ways[ratio > layers.USUAL_RATIO] if ratio else [_first_try(first, last, higher, lower)]
     meant = settings.get("optimizer.learning_rate", "learning_rate")
-    if higher in advice and meant and rate < RISING * meant:
+    if lower not in advice and meant and rate < RISING * meant:
         # The warm-up never ended, so that the rate that was asked for is not tried yet.
         advice = [settings.lower("schedule.warmup", value=max(history.train_steps[-1] // 10, 1))]
-    advice.append("systolic data inspect, to see what the model sees")
+    if command := inspecting(history):
+        advice.append(f"{command}, to see what the model sees")
     return _cause("plateau", "The loss has hardly moved", evidence, advice)
+
+
+def _first_try(first: float, last: float, higher: str, lower: str) -> str:
+    """The direction of the learning rate to try first, where no probe tells which it is: a loss that is too high rises, and with a rate that is too low it falls slowly."""
+    tried, then = (lower, higher) if last > first else (higher, lower)
+    word = "falls no faster" if last > first else "rises or jumps"
+    return f"{tried} first; where the loss then {word}, {then}" if tried and then else tried or then
 
 
 def overfitting(history: RunRecord) -> Cause | None:

@@ -100,8 +100,14 @@ def slices(step: Step) -> Iterable[Cause]:
 
 
 def transfers(step: Step) -> Iterable[Cause]:
-    """Waiting for copies from and to host memory, without infeed, which is waiting for input."""
-    ops = [op for op in step.ops if op.resource is Resource.host and "infeed" not in op.opcode]
+    """Waiting for copies from and to host memory, without infeed, which is waiting for input, and calls of Python."""
+    ops = [
+        op
+        for op in step.ops
+        if op.resource is Resource.host
+        and "infeed" not in op.opcode
+        and op.kind is not OpKind.callback
+    ]
     if ops:
         yield cause_of_ops(
             step,

@@ -1,12 +1,21 @@
 """Advice in terms of a recipe's options, as typed on the command line."""
 
+import inspect
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from systolic import recipes
+from systolic.artifact.paths import DIRECTORY, located
 from systolic.artifact.record import RunRecord
 from systolic.core.ranges import dashed
 
+TRAINING = (
+    *("steps", "batch", "batch_per_device", "seed", "sample", "prompt", "precision", "optimizer"),
+    *("schedule", "dtypes", "layout", "evaluation", "checkpoints", "guard"),
+)
+"""Options of recipes that say nothing of the data."""
 _LACKS = "(the recipe has no option for it; change it there)"
 
 
@@ -27,6 +36,38 @@ def advise(text: str, *options: str) -> Advice:
 def settings_of(run: RunRecord) -> "Settings":
     """Settings of the recipe that a run trains."""
     return Settings(run.job.get("options") or {}, run.job.get("job") or {})
+
+
+def inspecting(run: RunRecord) -> str:
+    """Command that shows a run's data, with the options that its data was made with; "" of a run without a recipe."""
+    recipe = run.job.get("recipe")
+    if not recipe:
+        return ""
+    given = run.job.get("options") or {}
+    shared = dict(_flat(given, ""))
+    if recipe in recipes.shipped():
+        # Its types tell which options are paths, and its defaults what need not be given.
+        found = recipes.find(recipe)
+        options = located(recipes.typed(found, given), run.path, run.job.get(DIRECTORY))
+        parameters = inspect.signature(found.function).parameters
+        defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
+        usual = dict(_flat(recipes.plain(defaults), ""))
+        shared = dict(_flat(recipes.plain(options), ""))
+        shared = {n: v for n, v in shared.items() if n not in usual or v != usual[n]}
+    words = [
+        word
+        for name, value in shared.items()
+        if name.partition(".")[0] not in TRAINING and value not in (None, "", [])
+        for word in _option(name, value)
+    ]
+    return shlex.join(["systolic", "data", "inspect", recipe, *words])
+
+
+def _option(name: str, value: Any) -> list[str]:
+    if isinstance(value, bool):
+        part, dot, last = dashed(name).rpartition(".")
+        return [f"--{part}{dot}{'' if value else 'no-'}{last}"]
+    return [f"--{dashed(name)}", *map(str, value if isinstance(value, list) else [value])]
 
 
 class Settings:

@@ -96,7 +96,7 @@ def _where(place: Place) -> tuple[Module, Computation, Instruction]:
 
 
 def _simulated_kind(span: Span, instruction: Instruction) -> OpKind:
-    if _CALLBACK.search(instruction.target):
+    if _CALLBACK.search(instruction.target) or span.priced_by is PricedBy.print:
         return OpKind.callback
     if span.priced_by is PricedBy.kernel:
         return OpKind.kernel

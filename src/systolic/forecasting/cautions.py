@@ -1,6 +1,6 @@
 """Notes on what makes a step's time one-sided or rests on the user: shown before all others."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from systolic.sim.incomplete import GapKind, Incomplete
 from systolic.sim.timeline import Timeline
@@ -17,27 +17,27 @@ def cautions_of(timeline: Timeline) -> list[str]:
     return found
 
 
-def ended(
-    timeline: Timeline, low: float, high: float, text: str
-) -> tuple[float, float | None, str]:
-    """Ends of a range, and what the range rests on, where a part of the step is priced incompletely.
+Range = tuple[float, float | None, str]
+"""Low and high seconds, and what they rest on."""
+
+
+def ended(timeline: Timeline, range_of: Callable[[Timeline], tuple[float, float, str]]) -> Range:
+    """Range of a step's time; where parts are priced incompletely, from its least to its most.
 
     Args:
         timeline: Of the step.
-        low: Seconds of the lower end without such parts.
-        high: Of the upper end.
-        text: Results that the range rests on.
+        range_of: Range of a step that has no such parts.
     """
+    low, high, text = range_of(timeline)
     if not timeline.incomplete or not timeline.seconds:
         return low, high, text
-    if timeline.least_seconds is not None:
-        low *= timeline.least_seconds / timeline.seconds
+    if timeline.least is not None:
+        low = min(low, range_of(timeline.least)[0])
         text += "; the lower end has the fewest trips of all loops and the shortest branches"
-    if timeline.most_seconds is None:
+    if timeline.most is None:
         return low, None, f"{text}; no upper end: a part of the step has no bound"
-    longest = high * timeline.most_seconds / timeline.seconds
     what = "most trips of all loops and the longest branches"
-    return low, longest, f"{text}; the upper end has the {what}"
+    return low, max(high, range_of(timeline.most)[1]), f"{text}; the upper end has the {what}"
 
 
 def summary(parts: Sequence[Incomplete]) -> str:

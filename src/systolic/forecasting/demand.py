@@ -93,7 +93,7 @@ class EngineState:
     first_token_seconds: float
     """Mean from the request to its first token."""
     late_first_token_seconds: float
-    """The time that 1 % of the requests exceed."""
+    """The time that 1 % of the requests exceed at most; never below the mean, which rare waits lift above all others where an engine is idle."""
     token_seconds: float
     """Between the tokens of a text; 0 where there is only one."""
 
@@ -139,7 +139,7 @@ def engine_state(load: Load, times: StepTimes, rate: float) -> EngineState | Non
         most_requests=requests + SPREAD * math.sqrt(requests),
         prompt_share=busy,
         first_token_seconds=first,
-        late_first_token_seconds=reading + max(late, 0.0),
+        late_first_token_seconds=max(reading + late, first),
         token_seconds=token,
     )
 
@@ -187,7 +187,7 @@ def simulated_state(load: Load, times: StepTimes, rate: float) -> EngineState | 
         most_requests=max(most, mean.most_requests),
         prompt_share=max(mean.prompt_share, _upper([b.reading for b in batches])),
         first_token_seconds=first,
-        late_first_token_seconds=max(late, mean.late_first_token_seconds),
+        late_first_token_seconds=max(late, first, mean.late_first_token_seconds),
         token_seconds=token if following else 0.0,
     )
 

@@ -1,5 +1,6 @@
 """The answer, as a value and as JSON with names that other tools read."""
 
+import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,18 @@ PLACES = 200
 REST = "the rest"
 COSTS = ("time_by_layer", "top_ops")
 """Names of the JSON that say where the time goes."""
+
+
+class TimeBound(enum.Enum):
+    """What the time of a step says of the step."""
+
+    complete = "complete"
+    """All of it is priced."""
+    lower = "lower"
+    """A part may take longer than what is counted for it, and none less: the time bounds the step from below."""
+    open = "open"
+    """A part may also take less, such as a loop that is counted once and may make no trip, or a branch on data that is
+    counted as its longest: only the low end of the range bounds the step from below."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,13 +183,20 @@ class Forecast:
 
     @property
     def is_lower_bound(self) -> bool:
-        """Whether a part of the program is priced incompletely; the time bounds the step from below unless :attr:`is_assumed`."""
+        """Whether a part of the program is open: the time alone is not the step's; :attr:`bound` says whether it bounds it from below."""
         return bool(self.incomplete)
 
     @property
     def is_assumed(self) -> bool:
-        """Whether more is counted for a part than the program promises, so that only :attr:`low` bounds the step from below."""
+        """Whether more is counted for an open part than the program promises: a trip, or the longest branch. Only :attr:`low` bounds the step from below then."""
         return any(part.is_assumed for part in self.incomplete)
+
+    @property
+    def bound(self) -> TimeBound:
+        """What :attr:`step_seconds` says of the step."""
+        if not self.is_lower_bound:
+            return TimeBound.complete
+        return TimeBound.open if self.is_assumed else TimeBound.lower
 
     @property
     def given(self) -> Sequence[str]:
@@ -205,6 +225,7 @@ class Forecast:
             "step_seconds_high": self.high,
             "interval": self.interval,
             "lower_bound": self.is_lower_bound,
+            "bound": self.bound.value,
             "compiled_for": self.compiled_for,
             "model_flops_per_step": self.model_flops,
             "tflops_per_chip": self.model_flops / seconds / self.on.num_chips / 1e12

@@ -12,7 +12,7 @@ import numpy as np
 
 from systolic.aot import Compiler, FunctionProgram
 from systolic.aot.pickled import MeshFound, SentValue, packed
-from systolic.aot.restored import is_pmapped, shape_text
+from systolic.aot.restored import Key, is_pmapped, key_of, shape_text
 from systolic.aot.traced import CalledFunction, is_filtered, name_of
 from systolic.chips import Slice
 from systolic.chips import slice as slice_named
@@ -83,7 +83,8 @@ def forecast_function(  # noqa: PLR0913
         **kwargs: As ``args``.
 
     Meshes, devices and shardings of this process, wherever the function has them (closures, globals, attributes,
-    ``jax.set_mesh``), stand for those of the slice: a mesh of all its devices follows its torus, with the same axes.
+    ``jax.set_mesh``), stand for those of the slice: a mesh of all its devices follows its torus, with the same axes, as one of
+    ``jax.make_mesh`` does there; where its devices are in an order of their own, they are the slice's devices in that order.
     A mesh of another size is taken with the sizes that ``spread`` has for its axes. While the function is traced,
     ``jax.devices()``, ``jax.device_count()``, ``jax.default_backend()`` and ``jax.make_mesh()`` answer for the slice.
 
@@ -280,7 +281,8 @@ def _place(
             f"{name} has a mesh of {odd[0].size} device{'s' * (odd[0].size > 1)} ({odd[0]}) but {on.name} has {on.num_devices}; make it of {on.num_devices} virtual devices (jax.config.update('jax_num_cpu_devices', {on.num_devices}) before JAX starts), or give its sizes there as spread={{{sizes}}}"
         )
     like = [one for one in same if one.axes == axes]
-    ordered = [one.devices for one in like if one.devices is not None]
+    ordered = _devices_of(spread.mesh)
+    ordered += [one.devices for one in like if one.devices is not None]
     ordered += [one.devices for one in same if one.devices is not None]
     types = _types(same, axes)
     plain = types is None or all(str(one).endswith("Auto") for one in types)
@@ -293,6 +295,13 @@ def _place(
         and all(set(one.axes) == set(axes) for one in found),
         own_mesh=given or bool(found),
     )
+
+
+def _devices_of(mesh: Any) -> list[tuple[Key, ...]]:
+    """Devices of a mesh of JAX in its order; none of a mapping."""
+    from jax.sharding import Mesh
+
+    return [tuple(map(key_of, mesh.devices.flat))] if isinstance(mesh, Mesh) else []
 
 
 def _axes_of(mesh: Any) -> dict[str, int]:

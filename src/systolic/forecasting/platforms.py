@@ -134,11 +134,15 @@ def _interval(on: Slice, timeline: Timeline | None) -> tuple[float | None, float
     else:
         down, up = 1 - GPU_ERROR, 1 + GPU_ERROR
         text = f"{GPU_ERROR:.0%} either way: the error of plain rooflines, overlapping collectives included"
-    estimated, least, most = timeline.by_rule
-    rest = max(timeline.seconds - estimated, 0.0)
-    if estimated:
-        text += f"; {estimated / timeline.seconds:.0%} of it sorts, gathers and their kind, which are estimated between {duration(least)} and {duration(most)}"
-    return ended(timeline, rest * down + least, rest * up + most, text)
+
+    def range_of(one: Timeline) -> tuple[float, float, str]:
+        estimated, least, most = one.by_rule
+        rest, why = max(one.seconds - estimated, 0.0), text
+        if estimated:
+            why += f"; {estimated / one.seconds:.0%} of it sorts, gathers, prints and their kind, which are estimated between {duration(least)} and {duration(most)}"
+        return rest * down + least, rest * up + most, why
+
+    return ended(timeline, range_of)
 
 
 def _origin(built: Built, timeline: Timeline | None, fits: bool) -> Origin:

@@ -141,8 +141,8 @@ def assemble(
     memory_origin: Origin = Origin.compiled,
 ) -> Forecast:
     """The forecast of a simulated step; ``facts`` is what the program says of itself."""
-    low, high, text = range_of(on.chip.name, timeline, facts, detail_of(module))
-    low, high, text = ended(timeline, low, high, text)
+    detail = detail_of(module)
+    low, high, text = ended(timeline, lambda one: range_of(on.chip.name, one, facts, detail))
     return Forecast(
         recipe=name,
         on=on,

@@ -15,23 +15,16 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from systolic.hlo.cases import cases_of
 from systolic.hlo.module import Computation, Instruction, Module
-from systolic.hlo.scalars import (
-    NO,
-    UNKNOWN,
-    YES,
-    Known,
-    Scalars,
-    Scope,
-    Turn,
-    Value,
-    hull,
-    is_followed,
-)
+from systolic.hlo.scalars import Scalars, Scope, Turn, is_followed
+from systolic.hlo.values import NO, UNKNOWN, YES, Known, Value, hull
 
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"?(\d+)"?')
 MOST_STEPS = 20_000
 """Steps that are run one by one before a loop's trip count is given up."""
+ENDLESS = 2**31 - 1
+"""Most trips from which a bound is none: programs write the largest s32 for "no limit"."""
 MOST_STRIDES = 64
 MOST_TURNS = 10_000
 """Trips of an outer loop up to which the loops and branches in it are counted for each of them."""
@@ -204,6 +197,8 @@ class _LoopWalk:
     scalars: Scalars = field(init=False)
     steps: int = MOST_STEPS * 5
     walks: int = MOST_WALKS
+    splits: bool = True
+    """Whether ranges are split into cases; not where each turn is looked at for itself."""
     ran: dict[tuple[int, str], tuple[Scope, _LoopRun]] = field(default_factory=dict)
     counters: dict[str, frozenset[int]] = field(default_factory=dict)
     holders: dict[str, Sequence[Instruction]] = field(default_factory=dict)
@@ -265,12 +260,11 @@ class _LoopWalk:
         counters, runs = ran
         rough = _Counted()
         constant = self.constants(scope, loop, body)
+        each_turn = counters.known and 0 < counters.least <= MOST_TURNS
+        kept, self.splits = self.splits, self.splits and not each_turn
         self.count(self.body(scope, loop, {**constant, **counters.visited}), runs, rough)
-        if (
-            (rough.open_loops or rough.open_branches)
-            and counters.known
-            and 0 < counters.least <= MOST_TURNS
-        ):
+        self.splits = kept
+        if (rough.open_loops or rough.open_branches) and each_turn:
             turns, each = _Counted(), runs / counters.least
             for number, state in enumerate(self.states(scope, loop, counters.least)):
                 if self.walks < 0 or (number == MOST_SAME and not turns.decides(rough)):
@@ -320,7 +314,9 @@ class _LoopWalk:
         """What a part of a loop's tuple begins with."""
         source = scope.computation.index.get(loop.operands[0])
         if source is not None and source.opcode == "tuple":
-            return scope.get(source.operands[index]) if index < len(source.operands) else UNKNOWN
+            if index >= len(source.operands):
+                return UNKNOWN
+            return scope.get(source.operands[index])
         whole = scope.get(loop.operands[0])
         return whole[index] if isinstance(whole, list) and index < len(whole) else UNKNOWN
 
@@ -332,11 +328,61 @@ class _LoopWalk:
             state = {index: self.first(scope, loop, index) for index in places}
             kept, self.scalars.turns = self.scalars.turns, []
             found = self._run(scope, loop, state)
+            if not found.known and self.splits:
+                found = self.by_cases(scope, loop, state, found)
             # To a loop around this one it is no linear thing.
             self.scalars.turns = kept
             self.scalars.decides(*_numbers(state.values()))
             self.ran[key] = (scope, found)
         return self.ran[key][1]
+
+    def by_cases(self, scope: Scope, loop: Instruction, state: State, whole: _LoopRun) -> _LoopRun:
+        """A run whose counters begin with ranges: one for each case of what these are computed from, where that tells more."""
+        source = scope.computation.index.get(loop.operands[0])
+        if source is None or source.opcode != "tuple" or self.steps < MOST_STEPS:
+            return whole
+        open_ = {
+            place: source.operands[place]
+            for place, value in state.items()
+            if isinstance(value, Known) and not value.exact and place < len(source.operands)
+        }
+        asked = self.compared(scope, loop, state, open_) if open_ else {}
+        for each in (False, True):
+            cases = cases_of(scope, list(open_.values()), asked, each=each) if open_ else []
+            if len(cases) < 2:
+                continue
+            runs = [
+                self._run(scope, loop, {**state, **dict(zip(open_, values, strict=True))})
+                for values in cases
+            ]
+            least = min(run.least for run in runs)
+            most = max(math.inf if run.most is None else run.most for run in runs)
+            if least < whole.least or most > (math.inf if whole.most is None else whole.most):
+                continue
+            whole = _LoopRun(
+                least,
+                int(most) if most < ENDLESS else None,
+                _over(run.last for run in runs),
+                _over(run.visited for run in runs),
+            )
+        return whole
+
+    def compared(
+        self, scope: Scope, loop: Instruction, state: State, open_: Mapping[int, str]
+    ) -> dict[str, set[int]]:
+        """Numbers that the condition compares counters with, by what these begin with."""
+        parts, condition = _SomeParts(state), self.module.callee(loop, "condition")
+        asked = Scope(self.scalars, condition, lambda number: parts, self.value, scope.depth + 1)
+        kept, points = self.scalars.turns, dict[str, set[int]]()
+        self.scalars.split = (asked, points)
+        asked.scalar(condition.root.name)
+        self.scalars.turns, self.scalars.split = kept, None
+        return {
+            open_[condition[name].tuple_index]: at
+            for name, at in points.items()
+            if condition[name].opcode == "get-tuple-element"
+            and condition[name].tuple_index in open_
+        }
 
     def _run(self, scope: Scope, loop: Instruction, state: State) -> _LoopRun:
         visited, before = dict(state), list[tuple[State, list[Turn]]]()
@@ -450,27 +496,52 @@ def _room(before: Sequence[tuple[State, list[Turn]]]) -> int:
             if two.at - one.at != three.at - two.at:
                 return 0
             found = min(found, three.room(two))
-    for one, two, three in zip(*(list(_numbers(state.values())) for state in states), strict=True):
+    numbers = [list(_numbers(state.values())) for state in states]
+    if not (len(numbers[0]) == len(numbers[1]) == len(numbers[2])):
+        return 0  # an array whose elements were all the same begins to differ
+    for one, two, three in zip(*numbers, strict=True):
         if not one == two == three and two - one != three - two:
             return 0
     return int(found) if 0 < found < math.inf else 0
 
 
 def _strode(state: State, after: State, steps: int) -> State | None:
-    """Counters so many equal steps after ``after``; None where one is a tuple that changes."""
+    """Counters so many equal steps after ``after``; None where one is a tuple that changes its parts."""
     found: State = {}
     for place, new in after.items():
-        old = state[place]
-        if new == old:
-            found[place] = new
-            continue
-        if isinstance(new, list) or isinstance(old, list):
+        far = _further(state[place], new, steps)
+        if far is None:
             return None
-        found[place] = Known(
+        found[place] = far
+    return found
+
+
+def _further(old: Value, new: Value, steps: int) -> Value | None:
+    if new == old:
+        return new
+    if isinstance(new, Known) and isinstance(old, Known):
+        return Known(
             new.low if new.low == old.low else new.low + steps * (new.low - old.low),
             new.high if new.high == old.high else new.high + steps * (new.high - old.high),
         )
-    return found
+    if isinstance(new, Known) or isinstance(old, Known) or len(new) != len(old):
+        return None
+    parts = [_further(one, other, steps) for one, other in zip(old, new, strict=True)]
+    return (
+        None
+        if any(part is None for part in parts)
+        else [part for part in parts if part is not None]
+    )
+
+
+def _over(states: Iterable[State]) -> State:
+    """Values over all of some runs; of one that knows nothing, nothing."""
+    first, *rest = states
+    for other in rest:
+        first = {
+            place: hull(value, other[place]) for place, value in first.items() if place in other
+        }
+    return first
 
 
 def _joined(visited: State, state: State) -> State:

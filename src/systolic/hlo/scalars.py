@@ -2,43 +2,44 @@
 
 The compiler computes loop counters, bounds and conditions with the same opcodes as all else: constants,
 sums, comparisons, under copies, conversions and fusions. With ``jax_enable_x64`` a counter of 64 bits is a
-pair of u32 with carries. Arrays count as a scalar while all their elements are the same. What depends on an
-argument has the range that the program leaves it: ``jnp.clip(n, 0, 64)`` is from 0 to 64.
+pair of u32 with carries, and a float two of f32. Arrays count as a scalar while all their elements are the same, and
+small ones element by element (:mod:`systolic.hlo.elements`). What depends on an argument has the range that the program
+leaves it: ``jnp.clip(n, 0, 64)`` is from 0 to 64.
 """
 
 import math
 import operator
-import struct
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
+from systolic.hlo.elements import MOVES, constant, moved, one_value, small, spread
 from systolic.hlo.module import Computation, Instruction, Module
-from systolic.hlo.shape import parse_shape
+from systolic.hlo.shape import Shape, parse_shape
+from systolic.hlo.values import (
+    MAYBE,
+    NO,
+    UNKNOWN,
+    YES,
+    Kind,
+    Known,
+    Number,
+    Value,
+    hull,
+    kind_named,
+    kind_of,
+    rounded,
+)
 
-Number = int | float
-
-
-class Known(NamedTuple):
-    """A scalar's range, both ends included; exact where they are equal. Predicates are 0 and 1."""
-
-    low: Number
-    high: Number
-
-    @property
-    def exact(self) -> bool:
-        """Whether only one value is possible."""
-        return self.low == self.high
-
-
-Value = Known | list["Value"]
-"""A scalar, or the parts of a tuple."""
-
-UNKNOWN = Known(-math.inf, math.inf)
-NO, YES, MAYBE = Known(0, 0), Known(1, 1), Known(0, 1)
+_DIRECTION = re.compile(r"\bdirection=(\w+)")
+DEEP = 100
+"""Instructions followed by recursion, and those behind them in rows."""
 DEEPEST = 200
-"""Instructions followed from a value to its origin before it counts as unknown."""
+"""Computations and tuples followed from a value to its origin before it counts as unknown."""
+MOST_VALUES = 3_000_000
+"""Values that are found in a module before all others count as unknown: some ten seconds."""
 
 
 class TupleParts(Protocol):
@@ -47,20 +48,6 @@ class TupleParts(Protocol):
     def part(self, index: int) -> Value:
         """The value of one part."""
         ...
-
-
-class Kind(NamedTuple):
-    """Type of a scalar."""
-
-    name: str
-    bits: int
-    signed: bool
-    is_float: bool
-
-    @property
-    def lowest(self) -> int:
-        """The smallest integer of the type."""
-        return -(1 << (self.bits - 1)) if self.signed else 0
 
 
 class Turn(NamedTuple):
@@ -101,6 +88,11 @@ class Scalars:
     module: Module
     turns: list[Turn] = field(default_factory=list)
     """What decided something since the list was emptied."""
+    left: int = MOST_VALUES
+    case_values: int = MOST_VALUES // 10
+    """Of these, those that cases may find (:mod:`systolic.hlo.cases`)."""
+    split: "tuple[Scope, dict[str, set[int]]] | None" = None
+    """Where comparisons that a range leaves open are written down: the run, and its values with what they are compared with."""
 
     def decides(self, *numbers: Number) -> None:
         """Records numbers of which only the very same ones give the same result."""
@@ -143,17 +135,49 @@ class Scope:
     """The value of a ``while``."""
     depth: int = 0
     values: dict[str, "Value"] = field(default_factory=dict)
+    outer: "tuple[Scope, Sequence[str]] | None" = None
+    """The run that calls it, and its operands there."""
 
     def get(self, name: str) -> Value:
         """Value of an instruction; :data:`UNKNOWN` for what is computed from data."""
-        found = self.values.get(name)
-        if found is None:
-            instruction = self.computation.index.get(name)
-            if instruction is None or self.depth > DEEPEST or not is_followed(instruction):
-                return UNKNOWN
-            self.depth += 1
-            found = self.values[name] = self._value(instruction)
-            self.depth -= 1
+        known = self.values.get(name)
+        if known is not None:
+            return known
+        if self.depth < DEEP:
+            self.values[name] = self._found(name)
+        else:
+            # A division of 64 bits is a thousand ops in a row: no recursion along all of them.
+            todo = [name]
+            while todo:
+                wanted = [one for one in self._unknown(todo[-1]) if one not in self.values]
+                if wanted:
+                    todo += reversed(wanted)
+                elif (last := todo.pop()) not in self.values:
+                    self.values[last] = self._found(last)
+        return self.values[name]
+
+    def _unknown(self, name: str) -> Sequence[str]:
+        """Operands whose values that of an elementwise op needs."""
+        instruction = self.computation.index.get(name)
+        if name in self.values or instruction is None or instruction.opcode not in _IN_ROWS:
+            return ()
+        return instruction.operands if is_followed(instruction) else ()
+
+    def _found(self, name: str) -> Value:
+        instruction = self.computation.index.get(name)
+        self.on.left -= 1
+        if instruction is None or self.depth > DEEPEST or self.on.left < 0:
+            return UNKNOWN
+        if not is_followed(instruction):
+            return UNKNOWN
+        self.depth += 1
+        found = self._value(instruction)
+        self.depth -= 1
+        if isinstance(found, list) and not instruction.shape_text.startswith("("):
+            shape = parse_shape(instruction.shape_text)
+            if instruction.opcode == "bitcast" and len(found) > shape.elements > 0:
+                return one_value(found[: shape.elements])  # the first elements, in place
+            found = found if small(shape) and len(found) == shape.elements else UNKNOWN
         return found
 
     def scalar(self, name: str) -> Known:
@@ -169,12 +193,13 @@ class Scope:
             lambda number: self.get(operands[number]) if number < len(operands) else UNKNOWN,
             self.loop,
             self.depth + 1,
+            outer=(self, operands),
         )
 
     def _value(self, instruction: Instruction) -> Value:
         opcode, operands = instruction.opcode, instruction.operands
         if opcode == "constant":
-            return _constant(operands[0] if operands else "", kind_of(instruction))
+            return constant(operands[0] if operands else "", instruction.shape_text)
         if opcode == "parameter":
             found = self.argument(int(operands[0]))
             return found if isinstance(found, (Known, list)) else UNKNOWN
@@ -196,10 +221,66 @@ class Scope:
             return self._halves(instruction)
         if opcode in ("partition-id", "replica-id"):
             return Known(0, max(self.on.module.num_partitions - 1, 0))
-        given = [self.scalar(name) for name in operands]
         if opcode in ("reduce", "all-reduce"):
-            return given[0] if self._keeps(instruction) else UNKNOWN
-        return computed(self.on, instruction, given, self._kind_in(instruction))
+            return self._reduced(instruction)
+        values = [self.get(name) for name in operands]
+        if opcode in MOVES:
+            return moved(instruction, values, self._shapes(instruction), self.on.decides)
+        if self.on.split is not None and opcode in ("compare", "sign", "abs"):
+            self._write_down(instruction, values)
+        kind = self._kind_in(instruction)
+        scalars = [value for value in values if isinstance(value, Known)]
+        if len(scalars) == len(values):
+            return computed(self.on, instruction, scalars, kind)
+        size = max((len(one) for one in values if isinstance(one, list)), default=1)
+        rows = zip(*(spread(value, size) for value in values), strict=True)
+        return one_value([computed(self.on, instruction, row, kind) for row in rows])
+
+    def _write_down(self, compared: Instruction, values: Sequence[Value]) -> None:
+        """Writes down what a value is compared with, of one that has a range."""
+        assert self.on.split is not None
+        run, points = self.on.split
+        sides = [*zip(compared.operands, values, strict=True)]
+        sides = [*sides, ("", Known(0, 0))][:2]
+        for (name, value), (_, other) in (sides, sides[::-1]):
+            exact = isinstance(other, Known) and other.exact and isinstance(other.low, int)
+            if not name or not exact or (isinstance(value, Known) and value.exact):
+                continue
+            scope, source, shift = self.source(name)
+            kind = kind_of(scope.computation[source]) if scope is run else None
+            if kind is None or kind.is_float or isinstance(other, list):
+                continue
+            number, size = int(other.low), 1 << kind.bits
+            held = points.setdefault(source, set())
+            held.add((number - kind.lowest) % size + kind.lowest)
+            if shift:
+                # The other sign begins elsewhere: at 0, or at half of all numbers.
+                held.add(0 if kind.signed else size >> 1)
+
+    def source(self, name: str) -> "tuple[Scope, str, bool]":
+        """The value that another is a copy of, and whether it is read as of the other sign."""
+        scope, shift = self, False
+        while True:
+            instruction = scope.computation[name]
+            operands = instruction.operands
+            if instruction.opcode == "parameter" and scope.outer is not None:
+                outer, given = scope.outer
+                number = int(operands[0])
+                if number >= len(given) or given[number] not in outer.computation.index:
+                    return scope, name, shift
+                scope, name = outer, given[number]
+                continue
+            inner = scope.computation.index.get(operands[0]) if operands else None
+            if inner is None or inner.shape_text.startswith("("):
+                return scope, name, shift
+            if instruction.opcode in ("convert", "bitcast-convert"):
+                old, new = kind_of(inner), kind_of(instruction)
+                if old is None or new is None or (old.bits, old.is_float) != (new.bits, False):
+                    return scope, name, shift
+                shift = shift or old.signed != new.signed
+            elif instruction.opcode not in PASSING:
+                return scope, name, shift
+            name = inner.name
 
     def _part(self, instruction: Instruction) -> Value:
         """Part of a tuple; only the part is read where the tuple is an argument."""
@@ -256,11 +337,31 @@ class Scope:
                 return UNKNOWN
         return self.on.wrapped(found, found, kind)
 
-    def _keeps(self, reduction: Instruction) -> bool:
-        """Whether a reduction of equal numbers gives that number."""
+    def _reduced(self, reduction: Instruction) -> Value:
+        """A reduction that gives the number of equal ones, over any of their elements."""
         name = reduction.called("to_apply")
         held = self.on.module.computations.get(name or "")
-        return held is not None and held.root.opcode in ("and", "or", "minimum", "maximum")
+        opcode = "" if held is None else held.root.opcode
+        value = self.get(reduction.operands[0])
+        if opcode not in ("and", "or", "minimum", "maximum"):
+            return UNKNOWN
+        if isinstance(value, Known) or reduction.opcode == "all-reduce":
+            return value
+        if reduction.shape_text.startswith("(") or parse_shape(reduction.shape_text).elements > 1:
+            return UNKNOWN
+        first, *rest = spread(value, len(value))
+        kind = self._kind_in(reduction)
+        for other in rest:
+            first = elementwise(self.on, opcode, [first, other], kind, kind)
+        return first
+
+    def _shapes(self, instruction: Instruction) -> list[Shape]:
+        """Shapes of all operands."""
+        index = self.computation.index
+        return [
+            parse_shape(index[name].shape_text) if name in index else Shape()
+            for name in instruction.operands
+        ]
 
     def _kind_in(self, instruction: Instruction) -> Kind | None:
         """Type of the first operand."""
@@ -275,11 +376,14 @@ PASSING = frozenset(
 """Opcodes whose result is their first operand."""
 _ELEMENTWISE = frozenset(
     """add subtract multiply divide remainder negate abs sign minimum maximum clamp compare select and or xor not
-    shift-left shift-right-logical shift-right-arithmetic convert bitcast-convert""".split()  # noqa: SIM905
+    shift-left shift-right-logical shift-right-arithmetic convert bitcast-convert is-finite""".split()  # noqa: SIM905
 )
+_IN_ROWS = PASSING | _ELEMENTWISE
+"""Opcodes that follow each other in long rows."""
 _FOLLOWED = (
     PASSING
     | _ELEMENTWISE
+    | MOVES
     | frozenset(
         """constant parameter get-tuple-element tuple fusion call while conditional partition-id
         replica-id reduce all-reduce""".split()  # noqa: SIM905
@@ -289,41 +393,14 @@ _HALVES = frozenset(("X64Combine", "X64SplitLow", "X64SplitHigh"))
 
 
 def is_followed(instruction: Instruction) -> bool:
-    """Whether a value may be known: tuples, integers and predicates, and single floats."""
+    """Whether a value may be known: tuples, integers and predicates, and few floats."""
     if instruction.opcode not in _FOLLOWED and instruction.target not in _HALVES:
         return False
     if instruction.shape_text.startswith("("):
         return True
     shape = parse_shape(instruction.shape_text)
     kind = kind_named(shape.dtype)
-    return kind is not None and (not kind.is_float or shape.elements == 1)
-
-
-@lru_cache(maxsize=64)
-def kind_named(dtype: str) -> Kind | None:
-    """Type of a dtype; None where its scalars are not followed."""
-    if dtype == "pred":
-        return Kind(dtype, 1, False, False)
-    if dtype[:1] in ("s", "u") and dtype[1:].isdigit():
-        return Kind(dtype, int(dtype[1:]), dtype[0] == "s", False)
-    if dtype in ("f16", "f32", "f64"):
-        return Kind(dtype, int(dtype[1:]), True, True)
-    return None
-
-
-def kind_of(instruction: Instruction) -> Kind | None:
-    """Type of an instruction's result."""
-    text = instruction.shape_text
-    return None if text.startswith("(") else kind_named(text.partition("[")[0])
-
-
-def hull(left: Value, right: Value) -> Value:
-    """The smallest value that holds both."""
-    if isinstance(left, list) and isinstance(right, list) and len(left) == len(right):
-        return [hull(one, other) for one, other in zip(left, right, strict=True)]
-    if isinstance(left, list) or isinstance(right, list):
-        return UNKNOWN
-    return Known(min(left.low, right.low), max(left.high, right.high))
+    return kind is not None and (not kind.is_float or small(shape))
 
 
 def chosen(selector: Known, kind: Kind | None, branches: int) -> list[int]:
@@ -336,30 +413,6 @@ def chosen(selector: Known, kind: Kind | None, branches: int) -> list[int]:
     return [at if 0 <= at < branches else branches - 1]
 
 
-def _constant(literal: str, kind: Kind | None) -> Value:
-    if kind is None:
-        return UNKNOWN
-    words = {"true": YES, "false": NO}
-    if literal in words:
-        return words[literal]
-    try:
-        number = rounded(float(literal), kind) if kind.is_float else int(literal)
-    except ValueError:
-        return UNKNOWN
-    return Known(number, number) if math.isfinite(number) else UNKNOWN
-
-
-def rounded(number: float, kind: Kind) -> float:
-    """A float in its type; infinite where it is too large."""
-    if kind.bits == 64:
-        return number
-    code = "e" if kind.bits == 16 else "f"
-    try:
-        return struct.unpack(code, struct.pack(code, number))[0]
-    except OverflowError:
-        return math.copysign(math.inf, number)
-
-
 def computed(
     on: Scalars, instruction: Instruction, given: Sequence[Known], kind_in: Kind | None
 ) -> Known:
@@ -368,13 +421,32 @@ def computed(
     if kind is None or kind_in is None:
         return UNKNOWN
     if opcode == "compare":
-        return compared(on, instruction.attribute("direction") or "EQ", *given[:2])
+        return compared(on, _direction(instruction.rest), *given[:2])
+    return elementwise(on, opcode, given, kind, kind_in)
+
+
+@lru_cache(maxsize=4096)
+def _direction(rest: str) -> str:
+    """Direction of a comparison."""
+    found = _DIRECTION.search(rest)
+    return found[1] if found else "EQ"
+
+
+def elementwise(
+    on: Scalars, opcode: str, given: Sequence[Known], kind: Kind | None, kind_in: Kind | None
+) -> Known:
+    """Result of any other than a comparison."""
+    if kind is None or kind_in is None:
+        return UNKNOWN
     if opcode == "select":
         which, yes, no = given
         if which.exact:
             return yes if which.low else no
         on.apart(yes, no)
         return Known(min(yes.low, no.low), max(yes.high, no.high))
+    if opcode == "is-finite":
+        # What is not finite is unknown.
+        return YES if all(map(math.isfinite, given[0])) else MAYBE
     if opcode in ("convert", "bitcast-convert"):
         return _converted(on, given[0], kind_in, kind, bits=opcode == "bitcast-convert")
     if kind.is_float:
@@ -496,6 +568,20 @@ def _of_integers(on: Scalars, opcode: str, given: Sequence[Known], kind: Kind) -
             # A mask bounds what it is laid on.
             masks = [one.high for one in (a, b) if one.low >= 0]
             return Known(0, min(masks)) if masks else UNKNOWN
+        case ("sign", [a]):
+            on.decides(*a)
+            return Known((a.low > 0) - (a.low < 0), (a.high > 0) - (a.high < 0))
+        case ("abs", [a]) if not a.exact:
+            on.decides(*a)
+            if a.low >= 0:
+                return a
+            return on.wrapped(max(0, -a.high), max(-a.low, a.high), kind)
+        case ("shift-right-logical" | "shift-right-arithmetic", [a, b]) if (
+            b.exact and 0 <= b.low < kind.bits and math.isfinite(a.high - a.low)
+        ) and (a.low >= 0 or opcode.endswith("arithmetic")):
+            if not a.exact:
+                on.decides(*a)
+                return Known(int(a.low) >> int(b.low), int(a.high) >> int(b.low))
         case ("divide" | "remainder", [a, b]) if b.exact and b.low > 0 and not a.exact:
             by = int(b.low)
             on.decides(*a)

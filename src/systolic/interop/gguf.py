@@ -86,7 +86,7 @@ def open_gguf(path: Path) -> TransformersSource:
 
 
 def _opened(reader: Reader) -> TransformersSource:
-    from systolic.interop.gguf_tokenizer import tokenizer_folder
+    from systolic.interop.gguf_tokenizer import tokenizer_folder, unknown_ids
 
     path, kind = reader.path, reader.need("general.architecture")
     if kind not in ARCHITECTURES:
@@ -111,6 +111,7 @@ def _opened(reader: Reader) -> TransformersSource:
         weight_files=reader.files,
         folder=tokenizer_folder(path, reader.fields),
         licence=licence if isinstance(licence, str) else None,
+        notes=unknown_ids(path, reader.fields),
     )
 
 

@@ -48,12 +48,30 @@ BEGIN = ("llama-bpe",)
 Fields = Mapping[str, Any]
 
 
+NO_TOKEN = 2**32 - 1
+"""-1 in 32 bits, which some converters write where there is no such token."""
+
+
 def token_id(fields: Fields, name: str) -> int | None:
     """The id of a special token; ``None`` where there is none, or none of that number, as of the 4294967295 of files without one."""
     tokens, number = fields.get(f"{KEY}tokens"), fields.get(f"{KEY}{name}_token_id")
     if isinstance(number, bool) or not isinstance(number, int) or not isinstance(tokens, list):
         return None
     return number if 0 <= number < len(tokens) else None
+
+
+def unknown_ids(path: Path, fields: Fields) -> tuple[str, ...]:
+    """Notes of special tokens whose number is beyond the vocabulary, and no -1."""
+    tokens, notes = fields.get(f"{KEY}tokens"), []
+    for name in ("bos", "eos", "eot", "eom", "unknown", "padding"):
+        number = fields.get(f"{KEY}{name}_token_id")
+        if not isinstance(number, int) or not isinstance(tokens, list):
+            continue
+        if number not in (-1, NO_TOKEN) and token_id(fields, name) is None:
+            notes.append(
+                f"{path} has {KEY}{name}_token_id {number} and {len(tokens)} tokens; it is read as a file without that token"
+            )
+    return tuple(notes)
 
 
 def tokenizer_folder(path: Path, fields: Fields) -> Path:

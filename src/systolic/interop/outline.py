@@ -17,7 +17,7 @@ from systolic.job import Model
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.rotary import Stretching
 from systolic.models.families import CONFIG, GENERATION, Config, family, read_config
-from systolic.models.published import PublishedModel, find_published
+from systolic.models.published import PublishedModel, find_published, near_published
 from systolic.models.unread import NESTED
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def outlined(path: Path) -> SourceOutline:
         known = published_at(path)
         if known is None:
             raise NotFoundError(
-                f"{path} does not exist, and no published model has that name; check --from"
+                f"{path} does not exist, and no published model has that name{near_published(path.name)}; check --from"
             )
         return SourceOutline(model=known.model(), tokenizer=None, stops=ends_of(known.config, None))
     if path.is_file() and path.suffix == ".json":

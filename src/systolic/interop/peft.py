@@ -42,6 +42,8 @@ BASE_NAME = "base_model_name_or_path"
 PREFIX, SUFFIX = "base_model.model.", ".weight"
 """Beginning and end of the names of adapters: what PEFT wraps the model in."""
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
+OWN: Mapping[str, int] = {"r": 8, "lora_alpha": 8}
+"""Fields that PEFT's LoraConfig has values for where a file names none."""
 UNREAD: Mapping[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "modules_to_save": (),
@@ -195,8 +197,8 @@ def _config(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _checked(folder: Path) -> dict[str, Any]:
-    """An adapter_config.json of low-rank adapters and nothing else.
+def _checked(folder: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """An adapter_config.json of low-rank adapters and nothing else, with PEFT's own rank and alpha where it names none, and notes of these.
 
     Raises:
         OptionError: it asks for more; names the field.
@@ -213,11 +215,16 @@ def _checked(folder: Path) -> dict[str, Any]:
             raise OptionError(
                 f"{folder} has {name} {value!r}, which is no low-rank product and is not read; train it without, or merge it with PEFT (merge_and_unload) and give the merged model"
             )
-    for name in ("r", "lora_alpha"):
-        value = config.get(name)
+    lacking = {name: value for name, value in OWN.items() if name not in config}
+    config |= lacking
+    for name in OWN:
+        value = config[name]
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             raise DataError(f"{name} in {folder / ADAPTERS} is {value!r}; it is a number above 0")
-    return config
+    return config, tuple(
+        f"{folder / ADAPTERS} has no {name}; PEFT's own is taken, {value}"
+        for name, value in lacking.items()
+    )
 
 
 def _matching(patterns: Mapping[str, Any], module: str, usual: float) -> float:
@@ -452,7 +459,7 @@ def open_peft(folder: Path, base: Path | None = None) -> PeftSource:
         OptionError: it holds more than low-rank adapters, or adapters of matrices that take none here.
         DataError: a file is damaged.
     """
-    about = _checked(folder)
+    about, notes = _checked(folder)
     if not (folder / WEIGHTS).is_file():
         why = (
             f"its weights in {PICKLED}, which is not read (it may execute code)"
@@ -486,7 +493,7 @@ def open_peft(folder: Path, base: Path | None = None) -> PeftSource:
         config=inner.config,
         kind="peft",
         licence=inner.licence,
-        notes=inner.notes,
+        notes=(*inner.notes, *notes),
         base=inner,
         homes=homes,
         adapters=tensors,

@@ -26,6 +26,7 @@ from systolic.job.model import (
     TokenScorer,
 )
 from systolic.job.optimizer import (
+    ChangedOptimizer,
     Optimizer,
     OptimizerChange,
     OptimizerKind,
@@ -54,6 +55,7 @@ __all__ = [
     "AttentionBackward",
     "Axis",
     "Batch",
+    "ChangedOptimizer",
     "Checkpoints",
     "ContextOrder",
     "Data",

@@ -1,9 +1,10 @@
 """Optimizers and learning rate schedules as values; :mod:`systolic.steps` builds them with Optax."""
 
 import enum
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated
 
+from systolic.core.arguments import Alternative
 from systolic.core.errors import OptionError
 from systolic.core.ranges import NOT_NEGATIVE, POSITIVE, SHARE, Range, check
 
@@ -110,6 +111,15 @@ class OptimizerChange:
             name: value for name in self.__slots__ if (value := getattr(self, name)) is not None
         }
         return replace(known.get(kind) or Optimizer(kind=kind), **given)
+
+
+def change_of(rule: Optimizer) -> OptimizerChange:
+    """All of an optimizer as a change, which a run that resumes reads back."""
+    return OptimizerChange(**{one.name: getattr(rule, one.name) for one in fields(rule)})
+
+
+ChangedOptimizer = Annotated[OptimizerChange, Alternative(Optimizer, change_of)]
+"""Of a recipe with an optimizer of its own: a change of it, or from Python another one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,13 +1,18 @@
 """Full-size published models by name, from ``published.toml``; imports without jax."""
 
+import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
+from systolic.core.errors import misspelt, nearest
 from systolic.job import Model
 from systolic.models.families import Config, family
+
+FAMILY = 6
+"""Models of a family that a message names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,3 +64,25 @@ def find_published(target: str) -> PublishedModel | None:
     if given in known:
         return known[given]
     return next((one for one in known.values() if one.hub.lower() == given), None)
+
+
+def near_published(target: str, others: Sequence[str] = ()) -> str:
+    """Models, and other names, that may be meant: one that is misspelt, else those of the same family."""
+    models = list(published())
+    alike, typed = _of_family(target, models), target.lower()
+    for one in alike:
+        if len(one) == len(typed) and sum(a != b for a, b in zip(one, typed, strict=True)) == 1:
+            return f"; did you mean {one}?"
+    if typo := misspelt(target, [*others, *models]):
+        return typo
+    if not alike:
+        return nearest(target, [*others, *models])
+    shown = ", ".join(alike[:FAMILY]) + (" …" if len(alike) > FAMILY else "")
+    return f"; of that family it knows {shown}, and takes the config.json of any other"
+
+
+def _of_family(name: str, models: Sequence[str]) -> list[str]:
+    """Models that begin with the same word: the sizes of llama-3.1 for ``llama`` or ``Llama-2-7b``."""
+    word = re.match(r"[a-z]*", name.lower().rpartition("/")[2])
+    first = word[0] if word else ""
+    return [one for one in models if len(first) > 2 and re.split(r"[^a-z]", one)[0] == first]

@@ -7,6 +7,7 @@ from typing import Any
 
 from systolic.chips import Slice
 from systolic.chips.slices import named_slices
+from systolic.core.units import dollars, plural
 from systolic.job import Batch, Layout, OptimizerKind
 from systolic.planning.candidate import Candidate
 from systolic.planning.change import differences
@@ -118,17 +119,16 @@ def find_fit(
 
 
 def smallest_fit(search: Search) -> Plan:
-    """The smallest slice of each chip that the job fits on and that keeps the goal's limits.
+    """The smallest slice that the job fits on and that keeps the goal's limits, of as many chips the cheapest.
 
-    Slices are searched one after another, fewest chips first; after one that fits the larger ones of its chip are left
-    out. Passes, rematerialisation, offload and loss chunks are free, as in every search.
+    Slices are searched one after another, fewest chips first; after one that fits the others are left out. Passes, rematerialisation, offload and loss chunks are free, as in every search.
 
     Args:
         search: The search as it would run over all its slices.
     """
     parts: list[Plan] = []
     refused: list[Refused] = []
-    fits: dict[str, Slice] = {}
+    fits: Slice | None = None
     began = time.monotonic()
 
     def plan(*now: Plan) -> Plan:
@@ -136,8 +136,8 @@ def smallest_fit(search: Search) -> Plan:
         return replace(_together(search, [*parts, *now], refused), seconds=seconds)
 
     for on in sorted(search.slices, key=lambda one: size(one, search.goal)):
-        if (smaller := fits.get(on.chip.name)) is not None:
-            why = f"has {on.num_chips} chips, and {smaller.name} with {smaller.num_chips} fits"
+        if fits is not None:
+            why = _larger_than(fits, on, search.goal)
             refused.append(Refused(on=on, rule=RefusalRule.larger, reason=why))
             continue
         left = search.limits.seconds
@@ -162,10 +162,20 @@ def smallest_fit(search: Search) -> Plan:
         ).run()
         parts.append(one)
         if one.best is not None:
-            fits[on.chip.name] = on
+            fits = on
         if one.stopped is not None:
             break
     return plan()
+
+
+def _larger_than(fits: Slice, on: Slice, goal: Goal) -> str:
+    """Why a slice is no answer beside one that fits: its chips, or its price."""
+    told = f"has {plural(on.num_chips, 'chip')}, and {fits.name} with {fits.num_chips} fits"
+    prices = [goal.hourly(one) for one in (on, fits)]
+    if on.num_chips > fits.num_chips or prices[0] == prices[1]:
+        return told
+    dear, cheap = ("no price" if one is None else f"{dollars(one)} an hour" for one in prices)
+    return f"{told}; {on.name} has {dear}, {fits.name} {cheap}"
 
 
 def _together(search: Search, parts: Sequence[Plan], refused: Sequence[Refused]) -> Plan:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from systolic.artifact.chosen import FORMAT
 from systolic.chips import Slice
 from systolic.core.notebook import notebook_html
+from systolic.core.units import plural
 from systolic.forecasting import Forecast
 from systolic.forecasting.forecast import COSTS
 from systolic.planning.analytic import Analysis
@@ -99,7 +100,7 @@ class Plan:
         best = self.best
         found = "nothing fits" if best is None else f"best {best.forecast!r}"
         ranked, refused = len(self.ranking), len(self.refused)
-        return f"<Plan of {self.searched} candidates: {found}; {ranked} ranked, {refused} refused>"
+        return f"<Plan of {plural(self.searched, 'candidate')}: {found}; {ranked} ranked, {refused} refused>"
 
     def _repr_html_(self) -> str:
         return notebook_html(self)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from systolic.chips import Slice
 from systolic.chips.flags import resolved
 from systolic.core.errors import MissingExtraError, SystolicError
-from systolic.core.units import gibibytes
+from systolic.core.units import gibibytes, plural
 from systolic.job.layout import Group
 from systolic.planning.analytic import Analysis, analyse, capacity
 from systolic.planning.candidate import Candidate
@@ -207,7 +207,7 @@ class Search:
         if best is not None and self._judge.estimated(ranked) <= self._judge.score(best):
             if self.stopped:
                 return f"{text}, which was not reached"
-            return f"{text}, which {self.limits.programs} programs did not reach: raise --programs"
+            return f"{text}, which {plural(self.limits.programs, 'program')} did not reach: raise --programs"
         return text
 
     # Compiling

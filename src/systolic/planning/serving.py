@@ -1,14 +1,23 @@
 """Plan of a server: ranked slices, layouts and replicas for a demand, and what was rejected."""
 
+import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from systolic.chips import Slice
+from systolic.core.notebook import notebook_html
+from systolic.core.units import plural
 from systolic.forecasting.demand import Demand, Fleet
 from systolic.forecasting.serving import ServingForecast
 from systolic.job import Layout, ServedCache, ServedWeights
+from systolic.models.published import find_published
 from systolic.planning.objective import PriceTerm
+
+ROWS = 16
+"""Texts at once of ``systolic serve``, where a plan has fewer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,15 +41,25 @@ class ServingCandidate:
         """``v6e-8: 2 engines of tensor 4``."""
         axes = [(axis, getattr(self.layout, axis)) for axis in ("tensor", "expert")]
         split = " ".join(f"{axis} {ways}" for axis, ways in axes if ways > 1) or "one device"
-        engines = self.layout.data
-        return f"{self.on.name}: {engines} engine{'s' if engines > 1 else ''} of {split}"
+        return f"{self.on.name}: {plural(self.layout.data, 'engine')} of {split}"
 
     @property
     def options(self) -> str:
-        """Options of ``systolic serve`` that give this layout."""
+        """Options of ``systolic serve`` that give this layout, and texts as long and as many as were planned for."""
         words = [f"--layout.data {self.layout.data}", f"--layout.tensor {self.layout.tensor}"]
         words += [f"--layout.expert {self.layout.expert}"] if self.layout.expert > 1 else []
+        load = self.fleet.demand.load
+        words += [
+            f"--rows {min(max(self.most_texts, ROWS), max(self.room, 1))}",
+            f"--context {load.tokens}",
+            f"--chunk {load.chunk}",
+        ]
         return " ".join(words)
+
+    @property
+    def most_texts(self) -> int:
+        """Texts of an engine under way at once in 99 % of the time, one at least."""
+        return max(math.ceil(self.fleet.state.most_requests), 1)
 
     @property
     def fleet(self) -> Fleet:
@@ -84,6 +103,10 @@ class ServingRejection:
     reason: str
 
 
+DIR = "DIR"
+"""Folder of the weights in a command, where a plan knows the model's sizes alone."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServingPlan:
     """The ranked ways to serve a demand."""
@@ -99,6 +122,39 @@ class ServingPlan:
     weights: str = ServedWeights.plain.value
     cache: str = ServedCache.plain.value
     notes: Sequence[str] = ()
+
+    def __repr__(self) -> str:
+        """The best candidate on one line; a candidate itself has every step."""
+        best = self.best
+        found = (
+            "nothing takes the demand" if best is None else f"{best.fleet.replicas:,} x {best.name}"
+        )
+        return f"<ServingPlan of {self.name}: {found}; {len(self.ranked)} ranked, {len(self.rejected)} rejected>"
+
+    def _repr_html_(self) -> str:
+        return notebook_html(self)
+
+    @property
+    def commands(self) -> list[str]:
+        """Commands that fetch the model where it is a published one, quantize it as planned, and serve it; none without a best candidate."""
+        if self.best is None:
+            return []
+        path, found = Path(self.name), []
+        folder = path.parent if path.suffix == ".json" else path
+        if not path.exists():
+            known = find_published(self.name)
+            folder = Path(DIR if known is None else known.name)
+            if known is not None:
+                found.append(f"hf download {known.hub} --local-dir {known.name}")
+        words = shlex.quote(str(folder))
+        if self.weights != ServedWeights.plain.value:
+            stem = folder if folder.name else folder.resolve().name
+            made = shlex.quote(f"{stem}-{self.weights}")
+            scales = " --calibrate TEXT" if self.weights == ServedWeights.w8a8.value else ""
+            found.append(f"systolic quantize {words} --to {self.weights} --out {made}{scales}")
+            words = made
+        cache = "" if self.cache == ServedCache.plain.value else f" --kv-dtype {self.cache}"
+        return [*found, f"systolic serve {words} {self.best.options}{cache}"]
 
     @property
     def best(self) -> ServingCandidate | None:
@@ -121,5 +177,6 @@ class ServingPlan:
             "ranked": [one.to_json() for one in self.ranked],
             "uncompiled": [one.to_json() for one in self.uncompiled],
             "rejected": [{"name": one.name, "reason": one.reason} for one in self.rejected],
+            "commands": self.commands,
             "notes": list(self.notes),
         }

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from systolic.chips import Slice
 from systolic.core.errors import LayoutError, SystolicError
+from systolic.core.units import plural
 from systolic.job import Axis, Job, Layout, Precision, Remat
 from systolic.planning.analytic import LOGIT_BYTES
 from systolic.planning.candidate import Candidate
@@ -65,7 +66,7 @@ class RefusalRule(enum.Enum):
     more_memory = "more memory"
     """Keeps at least as much memory as one that did not fit."""
     larger = "larger"
-    """A slice with more chips than one that fits, where the goal is the smallest."""
+    """A slice with more chips than one that fits, or as many and dearer, where the goal is the smallest."""
     divisibility = "divisibility"
     """No mesh divides the model and the batch."""
     unknown_chip = "unknown chip"
@@ -99,7 +100,7 @@ class Refused:
         """``1,204 layouts``, ``all layouts``, or the candidate's text."""
         if self.candidate is not None:
             return self.candidate.text
-        return "all layouts" if self.layouts is None else f"{self.layouts:,} layouts"
+        return "all layouts" if self.layouts is None else plural(self.layouts, "layout")
 
 
 def candidates(job: Job, on: Slice, freedom: Freedom) -> Iterator[Candidate]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from systolic.chips import Slice
 from systolic.core.errors import NotFoundError, SystolicError
-from systolic.core.units import duration, gibibytes
+from systolic.core.units import duration, gibibytes, plural
 from systolic.planning.analytic import analyse, capacity
 from systolic.planning.candidate import Candidate
 from systolic.planning.judge import Judge, Ranked
@@ -53,7 +53,7 @@ class Survey:
                     on,
                     len(kept) - most,
                     RefusalRule.estimate,
-                    f"estimated at {last} a step or more, slower than {most:,} others of the slice; an estimate and no bound",
+                    f"estimated at {last} a step or more, slower than {plural(most, 'other')} of the slice; an estimate and no bound",
                 )
 
     def _possible(self, on: Slice) -> Iterator[Ranked]:
@@ -95,7 +95,7 @@ class Survey:
                 on,
                 None,
                 RefusalRule.divisibility,
-                f"no mesh of {on.num_devices} devices divides the model and a batch of {batch}; change the batch, or let the search choose it with --free batch",
+                f"no mesh of {plural(on.num_devices, 'device')} divides the model and a batch of {batch}; change the batch, or let the search choose it with --free batch",
             )
 
     def _refuse(

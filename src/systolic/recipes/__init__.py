@@ -4,42 +4,31 @@ A recipe is named by a module of this package (``bytes``), by a file and a funct
 (``path/to/file.py:job``), or by a model (``llama-3.1-70b``, a config.json, a folder with one): then it is ``lm`` with that model.
 """
 
-import enum
 import importlib.util
 import inspect
 import pkgutil
-import re
 import sys
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, is_dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType, NoneType, UnionType
+from types import ModuleType
 from typing import Any
 
 import msgspec
 
-from systolic.core.errors import NotFoundError, OptionError, RunError, misspelt, nearest
+from systolic.core.arguments import argument, arguments
+from systolic.core.errors import NotFoundError, OptionError, RunError, nearest
 from systolic.core.ranges import check_arguments, dashed
 from systolic.core.spelling import nearest_option
 from systolic.job import Job, Layout
 from systolic.job.layout import RENAMED
+from systolic.models.published import near_published
 from systolic.recipes.folder import bytecode
 from systolic.recipes.folder.imported import is_beside, modules
 from systolic.recipes.folder.opened import OpenedFiles
 
-_SCALARS = {
-    bool: "True or False",
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    Path: "a path",
-    NoneType: "None",
-}
-"""Types whose values are converted and checked where Python gives them as options, and their names."""
-FAMILY = 6
-"""Models of a family that a message names."""
 _folders: list[str] = []
 """Folders of loaded recipes, at the end of ``sys.path``."""
 
@@ -120,30 +109,9 @@ def find(target: str) -> Recipe:
         if models.is_model(target):
             return Recipe(target=target, function=models.recipe_of_model(target))
         raise NotFoundError(
-            f"there is no recipe or model {target!r}{_near(target, models.names())}; systolic recipes lists them, and your own is given as path/to/file.py:function"
+            f"there is no recipe or model {target!r}{near_published(target, shipped())}; systolic recipes lists them, and your own is given as path/to/file.py:function"
         )
     return from_file(Path(path), name, target)
-
-
-def _of_family(name: str, models: list[str]) -> list[str]:
-    """Models that begin with the same word: the sizes of llama-3.1 for ``llama`` or ``Llama-2-7b``."""
-    word = re.match(r"[a-z]*", name.lower().rpartition("/")[2])
-    first = word[0] if word else ""
-    return [one for one in models if len(first) > 2 and re.split(r"[^a-z]", one)[0] == first]
-
-
-def _near(target: str, models: list[str]) -> str:
-    """Recipes and models that may be meant: one that is misspelt, else those of the same family."""
-    alike, typed = _of_family(target, models), target.lower()
-    for one in alike:
-        if len(one) == len(typed) and sum(a != b for a, b in zip(one, typed, strict=True)) == 1:
-            return f"; did you mean {one}?"
-    if typo := misspelt(target, [*shipped(), *models]):
-        return typo
-    if not alike:
-        return nearest(target, [*shipped(), *models])
-    shown = ", ".join(alike[:FAMILY]) + (" …" if len(alike) > FAMILY else "")
-    return f"; of that family it knows {shown}, and takes the config.json of any other"
 
 
 def notes(target: str, *, trains: bool) -> list[str]:
@@ -278,6 +246,10 @@ def plain(options: Mapping[str, Any]) -> dict[str, Any]:
     return msgspec.to_builtins(dict(options), enc_hook=str)
 
 
+class _NewFields(dict[str, Any]):
+    """Fields of a record with their new values, which are told from a value that is a dict."""
+
+
 def expanded(
     recipe: Recipe, options: Mapping[str, Any], base: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
@@ -301,9 +273,9 @@ def expanded(
         if not inner:
             found[first] = value
             continue
-        place = changes.setdefault(first, {})
+        place = changes.setdefault(first, _NewFields())
         for part in inner[:-1]:
-            place = place.setdefault(part, {})
+            place = place.setdefault(part, _NewFields())
         place[inner[-1]] = value
     before = {**{n: p.default for n, p in parameters.items()}, **(base or {}), **found}
     return found | {
@@ -335,13 +307,11 @@ def _changed(record: Any, changes: Mapping[str, Any], option: str) -> Any:
         raise OptionError(
             f"{option}.{next(iter(changes))} is a field of {record!r}; give all of {option}, or leave the field out"
         )
-    hints = typing.get_type_hints(type(record))
+    hints = typing.get_type_hints(type(record), include_extras=True)
     made = {
         name: _changed(getattr(record, name), value, f"{option}.{dashed(name)}")
-        if isinstance(value, dict)
-        else Path(value)
-        if isinstance(value, str) and hints[name] in (Path, Path | None)
-        else value
+        if isinstance(value, _NewFields)
+        else argument(f"{option}.{dashed(name)}", value, hints[name])
         for name, value in changes.items()
     }
     return replace(record, **made)
@@ -366,35 +336,7 @@ def converted(recipe: Recipe, options: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         OptionError: a number, text or None where the recipe takes another type.
     """
-    hints = typing.get_type_hints(recipe.function)
-    return {name: _converted(name, value, hints.get(name, Any)) for name, value in options.items()}
-
-
-def _converted(name: str, value: Any, hint: Any) -> Any:
-    union = typing.get_origin(hint) in (typing.Union, UnionType)
-    kinds = typing.get_args(hint) if union else (hint,)
-    words = [_named(kind) for kind in kinds]
-    if type(value) not in _SCALARS or type(value) in kinds or not all(words):
-        return value
-    try:
-        return msgspec.convert(value, hint, dec_hook=lambda kind, value: kind(value))
-    except msgspec.ValidationError as error:
-        raise OptionError(f"{name} is {value!r}; it takes {' or '.join(words)}") from error
-    except TypeError:
-        # Some unions of types have no conversion.
-        return value
-
-
-def _named(kind: Any) -> str:
-    """What an option of a type takes; empty for a type that is not checked."""
-    if not isinstance(kind, type):
-        return ""
-    if issubclass(kind, enum.Enum):
-        return f"one of {', '.join(str(one.value) for one in kind)}"
-    if is_dataclass(kind):
-        inside = kind.__module__.startswith("systolic.job.")
-        return f"a {'systolic.job' if inside else kind.__module__}.{kind.__name__}"
-    return _SCALARS.get(kind, "")
+    return arguments(recipe.function, options)
 
 
 def typed(recipe: Recipe, options: Mapping[str, Any]) -> dict[str, Any]:

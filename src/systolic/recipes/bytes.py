@@ -1,6 +1,6 @@
 """A byte-level language model on the Python standard library, in about three minutes on two cores."""
 
-from systolic.core.ranges import with_choices
+from systolic.core.arguments import with_types
 from systolic.data.text.bytes import StandardLibrary
 from systolic.job import (
     Batch,
@@ -45,7 +45,7 @@ OPTIMIZER = Optimizer(
 SCHEDULE = Schedule(kind=ScheduleKind.linear, warmup=10, final=0.0)
 
 
-@with_choices
+@with_types
 def bytes(
     model: Decoder = MODEL,
     steps: int = 500,

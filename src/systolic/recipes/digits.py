@@ -2,10 +2,11 @@
 
 import enum
 
-from systolic.core.ranges import with_choices
+from systolic.core.arguments import with_types
 from systolic.data.image.digits import SIZE, Digits
 from systolic.job import (
     Batch,
+    ChangedOptimizer,
     Checkpoints,
     Dtypes,
     Evaluation,
@@ -56,13 +57,13 @@ OPTIMIZERS = {
 """Muon, which reaches 98 % in this time; with AdamW a transformer learns little from 1257 images."""
 
 
-@with_choices
+@with_types
 def digits(
     model: DigitsModel = DigitsModel.cnn,
     steps: int | None = None,
     batch: int | None = None,
     batch_per_device: float | None = None,
-    optimizer: OptimizerChange = OptimizerChange(),
+    optimizer: ChangedOptimizer = OptimizerChange(),
     schedule: Schedule = SCHEDULE,
     label_smoothing: float = 0.1,
     precision: Precision = Precision.auto,

@@ -3,7 +3,7 @@
 import enum
 from pathlib import Path
 
-from systolic.core.ranges import with_choices
+from systolic.core.arguments import with_types
 from systolic.data.image.idx import DEBIAN, Idx
 from systolic.job import (
     Batch,
@@ -70,7 +70,7 @@ BATCH = Batch(total=128)
 SCHEDULE = Schedule(warmup=100, final=0.01)
 
 
-@with_choices
+@with_types
 def fashion(
     path: Path = DEBIAN / "fashion-mnist",
     model: FashionModel = FashionModel.resnet,

@@ -5,12 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
+from systolic.core.arguments import with_types
 from systolic.core.errors import OptionError
-from systolic.core.ranges import COUNT, NOT_NEGATIVE, with_choices
+from systolic.core.ranges import COUNT, NOT_NEGATIVE
 from systolic.data.image.augmentation import Augmentation
 from systolic.data.image.images import Images
 from systolic.job import (
     Batch,
+    ChangedOptimizer,
     Checkpoints,
     Dtypes,
     Evaluation,
@@ -78,7 +80,7 @@ SMALL_SIZE = 64
 """Largest image size at which a residual network uses the small stem by default."""
 
 
-@with_choices
+@with_types
 def image(
     path: Path | None = None,
     model: ImageModel = ImageModel.resnet50,
@@ -90,7 +92,7 @@ def image(
     steps: int = 10_000,
     batch: int | None = None,
     batch_per_device: float | None = None,
-    optimizer: OptimizerChange = OptimizerChange(),
+    optimizer: ChangedOptimizer = OptimizerChange(),
     schedule: Schedule = SCHEDULE,
     label_smoothing: float = 0.1,
     augmentation: Augmentation = Augmentation(),

@@ -4,8 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
+from systolic.core.arguments import with_types
 from systolic.core.errors import OptionError
-from systolic.core.ranges import COUNT, with_choices
+from systolic.core.ranges import COUNT
 from systolic.data.text.bytes import StandardLibrary
 from systolic.data.text.documents import Documents
 from systolic.data.text.text_data import TextData
@@ -30,7 +31,7 @@ VOCAB_MULTIPLE = 128
 """Multiple that vocabularies are rounded up to: the matrix units' lane count, which also splits evenly."""
 
 
-@with_choices
+@with_types
 def lm(
     path: Path | None = None,
     tokenizer: Path | None = None,

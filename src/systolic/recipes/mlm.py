@@ -4,8 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
+from systolic.core.arguments import with_types
 from systolic.core.errors import OptionError
-from systolic.core.ranges import COUNT, Range, with_choices
+from systolic.core.ranges import COUNT, Range
 from systolic.data.text.masked import Masked
 from systolic.job import (
     Batch,
@@ -30,7 +31,7 @@ OPTIMIZER = Optimizer(learning_rate=1e-4, b2=0.999, weight_decay=0.01)
 SCHEDULE = Schedule(kind=ScheduleKind.linear, warmup=100, final=0.0)
 
 
-@with_choices
+@with_types
 def mlm(
     path: Path | None = None,
     tokenizer: Path | None = None,

@@ -1,10 +1,11 @@
 """Fine-tuning of a language model that is there already, on instructions."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-from systolic.core.ranges import COUNT, POSITIVE, SHARE, with_choices
+from systolic.core.arguments import with_types
+from systolic.core.ranges import COUNT, POSITIVE, SHARE
 from systolic.data.text.chat import template_for
 from systolic.data.text.instructions import Filling, Instructions, TooLong
 from systolic.data.text.row_forms import Columns, Pairs, RowReading
@@ -13,6 +14,7 @@ from systolic.job import (
     Adapter,
     AdapterKind,
     Batch,
+    ChangedOptimizer,
     Checkpoints,
     Dtypes,
     Evaluation,
@@ -34,7 +36,7 @@ WHOLE = replace(ADAPTERS, learning_rate=1e-5)
 SCHEDULE = Schedule(warmup=20)
 
 
-@with_choices
+@with_types
 def sft(
     from_: Path,
     data: Path | None = None,
@@ -53,7 +55,7 @@ def sft(
     batch_per_device: float | None = None,
     batch: int | None = None,
     steps: int = 200,
-    optimizer: OptimizerChange = OptimizerChange(),
+    optimizer: ChangedOptimizer = OptimizerChange(),
     schedule: Schedule = SCHEDULE,
     precision: Precision = Precision.auto,
     dtypes: Dtypes = Dtypes(),
@@ -68,7 +70,7 @@ def sft(
 
     Args:
         from_: The model: a Hugging Face directory, a Bundle, a GGUF file or a run. A forecast reads its config.json only, and takes the name of a published model.
-        data: Conversations, a row each: messages (role, content), ShareGPT's conversations (from, value), prompt and completion, question and answer, or instruction, input and output; in JSONL, a JSON array, Parquet, CSV or TSV, or a folder of such files. A forecast does without.
+        data: Conversations, a row each: messages (role, content), ShareGPT's conversations (from, value), prompt and completion, question and answer, or instruction, input and output (history holds earlier turns); an answer of weight 0 is read and not learned. In JSONL, a JSON array, Parquet, CSV or TSV, or a folder of such files. A forecast does without.
         validation: Validation conversations; by default a share of the data.
         validation_share: That share, chosen by a hash of each line.
         template: A chat template in jinja2; by default the model's own, or "### Instruction:" and "### Response:" where it has none.
@@ -76,7 +78,7 @@ def sft(
         filling: Several conversations in a row, which don't see each other, or one.
         too_long: Whether a conversation that is longer than a row is cut at its end or left out.
         columns: Names of the data's columns where they are none of the usual ones.
-        pairs: Whether preference pairs (chosen, rejected) are refused, or their chosen answers learned like any others.
+        pairs: Whether preference pairs (chosen and rejected, or OpenAI's preferred_output and non_preferred_output) are refused, or their chosen answers learned like any others.
         adapter: What trains: all weights, low-rank adapters, or adapters beside matrices that are stored in 4 bits.
         rank: Columns of an adapter's first matrix, rows of its second.
         alpha: An adapter's product is scaled by alpha / rank.
@@ -96,11 +98,6 @@ def sft(
         sample: A message that the model answers after each evaluation; by default the first held-out conversation's. None for no samples.
     """
     own = WHOLE if adapter is AdapterKind.none else ADAPTERS
-    if isinstance(optimizer, Optimizer):
-        # Callers in Python may give all of an optimizer; a run that resumes reads it back as a change.
-        optimizer = OptimizerChange(
-            **{one.name: getattr(optimizer, one.name) for one in fields(optimizer)}
-        )
     rule = optimizer.of(own)
     source = outlined(from_)
     folder = None if source.tokenizer is None else source.tokenizer.parent

@@ -8,7 +8,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from systolic.core.units import duration
+from systolic.core.units import duration, plural
 from systolic.report import terminal
 from systolic.report.area import LiveArea
 from systolic.serving.offline.progress import BatchProgress
@@ -50,7 +50,7 @@ class BatchDisplay(LiveArea):
 def line(progress: BatchProgress) -> str:
     """The progress as text: ``1,200 of 5,000 lines (3 failed), 865 generated tokens/s, 2,310 prompt tokens/s, 4 m 05 s left``."""
     failed = f" ({progress.failed:,} failed)" if progress.failed else ""
-    parts = [f"{progress.answered:,} of {progress.lines:,} lines{failed}"]
+    parts = [f"{progress.answered:,} of {plural(progress.lines, 'line')}{failed}"]
     parts.append(_rates(progress))
     if progress.stopped:
         parts.append("ending with the lines in flight (Ctrl+C again ends at once)")
@@ -62,7 +62,7 @@ def line(progress: BatchProgress) -> str:
 def summary(progress: BatchProgress, out: str) -> str:
     """What was done, when it has ended."""
     failed = f", {progress.failed:,} of them failed" if progress.failed else ""
-    text = f"{out}: {progress.answered:,} of {progress.lines:,} lines answered{failed}"
+    text = f"{out}: {progress.answered:,} of {plural(progress.lines, 'line')} answered{failed}"
     if progress.answered > progress.earlier:
         tokens = f"{progress.prompt_tokens:,} prompt tokens"
         if progress.completion_tokens:

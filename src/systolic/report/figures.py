@@ -6,6 +6,7 @@ from typing import Any
 
 from systolic.artifact.metrics import number
 from systolic.core.units import duration, gibibytes, si
+from systolic.core.units import plural as plural
 
 MISSING = "–"
 """Text for an unknown number; never a zero."""
@@ -131,11 +132,6 @@ def terms(record: Mapping[str, Any]) -> dict[str, float]:
     """Values that the task adds to a train record."""
     found = {name: number(value) for name, value in record.items() if name not in _OWN_KEYS}
     return {name: value for name, value in found.items() if value is not None}
-
-
-def plural(number: int, noun: str) -> str:
-    """``1 record``, ``2,000 records``."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def count(value: Any) -> str:

@@ -11,9 +11,13 @@ from rich.text import Text
 from systolic.forecasting import Forecast
 from systolic.forecasting.table import ForecastTable
 from systolic.planning.plan import Plan
+from systolic.planning.serving import ServingPlan
 from systolic.report.forecast import table
 from systolic.report.forecast import text as forecast_text
+from systolic.report.plan import serving as serving_text
 from systolic.report.plan import text as plan_text
+from systolic.report.tune import text as tune_text
+from systolic.tuning.results import StudyResult
 
 WIDTH = 100
 """Columns, about what a cell's output has room for."""
@@ -42,6 +46,10 @@ def html(value: object) -> str:
             return screen(table.lines(value, WIDTH))
         case Plan():
             return screen(plan_text.lines(value, None, WIDTH))
+        case ServingPlan():
+            return screen(serving_text.lines(value, WIDTH))
+        case StudyResult():
+            return screen(tune_text.lines(value))
     raise TypeError(f"{type(value).__name__} has no view for notebooks")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any, TextIO
 
-from systolic.core.units import gibibytes
+from systolic.core.units import gibibytes, plural
 from systolic.serving.http.logs import EventLog
 
 JSON = '-H "content-type: application/json"'
@@ -68,7 +68,7 @@ class ConsoleLog(EventLog):
             case "listening":
                 return ""
             case "draining":
-                text = f"ending: {fields['in_flight']} requests in flight"
+                text = f"ending: {plural(fields['in_flight'], 'request')} in flight"
             case "ended":
                 cut = f", {fields['cut']} cut off" if fields["cut"] else ""
                 text = f"ended after {fields['seconds']:.1f} s{cut}"
@@ -135,15 +135,17 @@ def _failed(fields: dict[str, Any]) -> str:
 def _layout(fields: dict[str, Any]) -> str:
     engines, idle = fields["engines"], fields["idle"]
     axes = [f"{axis} {fields[axis]}" for axis in ("tensor", "expert") if fields[axis] > 1]
-    count = "1 engine" if engines == 1 else f"{engines} engines"
+    count = plural(engines, "engine")
     spread = f" of {' x '.join(axes)}" if axes else ""
     rest = f", {idle} idle" if idle else ""
-    return f"{fields['model']}: {count}{spread} on {fields['devices']} devices{rest}: {fields['reason']}"
+    return f"{fields['model']}: {count}{spread} on {plural(fields['devices'], 'device')}{rest}: {fields['reason']}"
 
 
 def _sizes(fields: dict[str, Any]) -> list[str]:
     origin = "" if fields.get("measured") else ", of assumed traffic"
-    shown = [f"{fields['model']}: {fields['programs']} programs; expected padding{origin}:"]
+    shown = [
+        f"{fields['model']}: {plural(fields['programs'], 'program')}; expected padding{origin}:"
+    ]
     for name, sizes in fields["sizes"].items():
         share = fields["padding"].get(name)
         listed = ", ".join(map(str, sizes))
@@ -167,7 +169,7 @@ def _memory(fields: dict[str, Any]) -> list[str]:
     return [
         head,
         *(f"  {name:<14}{gibibytes(fields[key]):>11}{text}" for name, key, text in rows),
-        f"  {fields['texts']:,} texts of {fields['context']:,} tokens fit at once",
+        f"  room for {plural(fields['texts'], 'text')} of {fields['context']:,} tokens at once",
     ]
 
 

@@ -1,6 +1,6 @@
 """The memory of a server of a language model as lines of text, before it starts or in a forecast."""
 
-from systolic.core.units import gibibytes
+from systolic.core.units import gibibytes, plural
 from systolic.forecasting.serving_memory import ServingMemory
 
 NAME, SIZE = 14, 11
@@ -20,5 +20,5 @@ def lines(memory: ServingMemory, tokens: int | None = None) -> list[str]:
         shown.append(f"  {row.name:<{NAME - 2}}{gibibytes(row.bytes):>{SIZE}}{text}")
     if tokens is not None:
         number = memory.concurrency(tokens)
-        shown.append(f"{'room':<{NAME}}{number:,} requests of {tokens:,} tokens at once")
+        shown.append(f"{'room':<{NAME}}{plural(number, 'request')} of {tokens:,} tokens at once")
     return shown

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from systolic.core.errors import DataError, NotFoundError, OptionError, called
+from systolic.core.files import nearest_file
 from systolic.data.audio.recordings import Recordings
 from systolic.data.fingerprint import of_files, shared
 from systolic.data.text.sentences import Sentences, read_text
@@ -140,7 +141,9 @@ def _check_there(option: str, path: Path | None) -> None:
     if path is None:
         return
     if not path.exists():
-        raise NotFoundError(f"{path} does not exist; check the path of {option}")
+        raise NotFoundError(
+            f"{path} does not exist{nearest_file(path)}; check the path of {option}"
+        )
     if path.is_file() and not path.stat().st_size:
         raise DataError(
             f"{option} is {path}, which is empty; give data that stands for what the model will see"

@@ -11,7 +11,7 @@ from systolic.chips.flags import resolved
 from systolic.core.errors import OptionError
 from systolic.core.origin import Origin
 from systolic.core.ranges import COUNT
-from systolic.core.units import gibibytes
+from systolic.core.units import gibibytes, plural
 from systolic.forecasting import Forecast, forecast_program
 from systolic.forecasting.cost import bill_of
 from systolic.forecasting.serving import (
@@ -130,6 +130,18 @@ def server_times(
     return server.measured(rows)
 
 
+def check_positions(job: Job, load: Load) -> None:
+    """Refuses texts that are longer than a model's learned positions.
+
+    Raises:
+        OptionError: they are.
+    """
+    if isinstance(job.model, Decoder) and 0 < job.model.learned_positions < load.tokens:
+        raise OptionError(
+            f"--prompt-tokens {load.prompt_tokens} and --output-tokens {load.output_tokens} are {load.tokens} and {job.name} has positions for {job.model.learned_positions}; give fewer"
+        )
+
+
 def _server(
     job: Job,
     target: Slice,
@@ -140,10 +152,7 @@ def _server(
     compiler: Compiler | None,
     watch: Callable[[str], None],
 ) -> "_Server":
-    if isinstance(job.model, Decoder) and 0 < job.model.learned_positions < load.tokens:
-        raise OptionError(
-            f"--prompt-tokens {load.prompt_tokens} and --output-tokens {load.output_tokens} are {load.tokens} and {job.name} has positions for {job.model.learned_positions}; give fewer"
-        )
+    check_positions(job, load)
     layout = placed(job.layout, target)
     steps = server_steps(replace(job, layout=layout), target, load, page_size, served)
     if isinstance(steps, BatchSteps):
@@ -277,7 +286,7 @@ class _Server:
         if (rows, tokens) in self.made or self.refusal is not None:
             return
         many = rows * self.steps.replicas
-        what = f"{many} rows" if tokens == 1 else f"{tokens} tokens of a prompt"
+        what = plural(many, "row") if tokens == 1 else f"{tokens} tokens of a prompt"
         made = forecast_program(
             self.steps.program((rows, tokens)),
             self.job.name,

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+from rich.text import Text
 
 from systolic.artifact.bundle import MANIFEST, RECORDED, open_bundle
 from systolic.artifact.tensors import SUFFIX
@@ -50,6 +51,8 @@ class ComparedModel:
     """Compute dtype here."""
     parameters: int
     """Elements of its weights; of a run with adapters those of its model, in which they are merged."""
+    adapter_parameters: int
+    """Elements of a run's adapters; 0 without."""
     bytes_by_dtype: Mapping[str, int]
     """Of all weights, as they are in memory here."""
     file_bytes: int | None
@@ -73,6 +76,7 @@ class ComparedModel:
             "task": self.task,
             "precision": self.precision,
             "parameters": self.parameters,
+            "adapter_parameters": self.adapter_parameters,
             "bytes": self.bytes,
             "bytes_by_dtype": dict(self.bytes_by_dtype),
             "file_bytes": self.file_bytes,
@@ -99,6 +103,17 @@ class Comparison:
     """Data of the measured quality."""
     on: Sequence[str]
     """Slices of the forecasts."""
+
+    def __repr__(self) -> str:
+        """Both models and whether they agree, on one line."""
+        found = str(self.agreement or self.disagreement)
+        return f"<Comparison of {self.a.path} and {self.b.path}: {found}>"
+
+    def _repr_html_(self) -> str:
+        from systolic.report.notebook import screen
+        from systolic.session.comparing_text import lines
+
+        return screen([Text(line) for line in lines(self)])
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -194,6 +209,7 @@ def _described(model: TrainedModel) -> ComparedModel:
         task=type(job.task).__name__,
         precision=job.precision.resolve(model.setup.machine.platform).value,
         parameters=sizes_of(counted).elements,
+        adapter_parameters=sizes_of(weights.params).elements if job.adapter else 0,
         bytes_by_dtype=sizes_of({**weights.params, **weights.model_state}).bytes_by_dtype,
         file_bytes=_file_bytes(model.path),
         recorded=_recorded(model),

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+from systolic import recipes
 from systolic.aot import Compiled, Compiler, JobProgram, StepKind
 from systolic.aot import compile as compile_program
 from systolic.artifact.run import JOB
@@ -36,6 +37,8 @@ from systolic.planning.remedies import (
     try_all,
 )
 from systolic.planning.search import Limits, SearchProgress
+from systolic.session.job_source import source_of
+from systolic.session.planning import member
 from systolic.sim.incomplete import NOTHING, Costs, Given, Trips, given
 
 REMEDIES = 10
@@ -321,26 +324,28 @@ def explain(  # noqa: PLR0913  the options of systolic explain
     target: Job | str | Path,
     *,
     on: str | Slice | None = None,
-    step: StepKind = StepKind.train,
+    step: StepKind | str = StepKind.train,
     flags: str = "",
     remedies: Annotated[int | None, NOT_NEGATIVE] = None,
     trust: bool = False,
     watch: ExplainWatch = lambda _: None,
     trips: Trips = (),
     costs: Costs = (),
+    **options: Any,
 ) -> Any:
     """Why a step is slow or does not fit, or what keeps a run from learning, and what changes that.
 
     Args:
-        target: A job; or the path of a run, of a profile, or of what ``systolic forecast --json`` or ``plan`` wrote.
+        target: A job, or the name of a recipe or a model that makes one; or the path of a run, of a profile, or of what ``systolic forecast --json`` or ``plan`` wrote.
         on: The slice, of a job.
-        step: Which of a job's steps; changes are tried for train steps only.
+        step: Which of a job's steps, ``train``, ``eval``, ``prefill`` or ``decode``; changes are tried for train steps only.
         flags: Compiler flags of a job, beside those that all jobs on the chip share; ``none`` leaves these out.
         remedies: Changes to try: by default 10 for a step, 4 for a run's profile; 0 finds causes only.
         trust: Execute a run's recipe although it is another user's.
         watch: Is given the progress.
         trips: Trips of loops that a job's program leaves open: ``{"while.5": 100}``, by name or ``file.py:line``.
         costs: Time of one call of a kernel, a custom call or a callback: ``{"my_kernel": 1.2e-3}`` in seconds, or ``"1.2ms"``.
+        options: Of the recipe that ``target`` names; of a job ``steps`` and ``layout``.
 
     Returns:
         A :class:`StepExplanation`, :class:`~systolic.session.runs.RunExplanation` or
@@ -351,36 +356,53 @@ def explain(  # noqa: PLR0913  the options of systolic explain
         OptionError: a job without a slice, or a slice that is not of TPUs.
     """
     check_arguments(explain, {"remedies": remedies}, lambda name: f"--{name}")
-    if isinstance(target, Job):
+    what = _named(target, on, options)
+    if isinstance(what, Job):
         if on is None:
             raise OptionError("explaining a job needs a slice; give on='v5e-16'")
         place = slice(on) if isinstance(on, str) else on
         most = REMEDIES if remedies is None else remedies
         return StepExplainer(
-            job=target,
+            job=what,
             on=place,
-            step=step,
+            step=member(StepKind, step, "--step"),
             flags=resolved(flags, place.chip),
             remedies=most,
             watch=watch,
             given=given(trips, costs),
         ).explain()
-    path = Path(target)
+    path = what
     explainers: Mapping[ExplainedKind, Callable[[], Any]] = {
         ExplainedKind.run: lambda: _run(path, trust, watch),
         ExplainedKind.forecast: lambda: _saved(path, remedies, watch),
         ExplainedKind.profile: lambda: _profile(path, remedies, trust, watch),
     }
     kind = kind_of(path)
-    if kind is None and on is not None:
-        raise OptionError(
-            f"explain takes a Job or a path and was given {str(target)!r}; give the Job, or explain a recipe by the command: systolic explain RECIPE --on v5e-16"
-        )
     if kind is None:
         raise NotFoundError(
-            f"{path} is no run, profile or forecast; give a directory that systolic train made, an xplane.pb, or what systolic forecast --json or systolic plan wrote"
+            f"{path} is no run, profile, forecast, recipe or model; give a directory that systolic train made, an xplane.pb, what systolic forecast --json or systolic plan wrote, or a name that systolic recipes lists"
         )
     return explainers[kind]()
+
+
+def _named(
+    target: Job | str | Path, on: str | Slice | None, options: Mapping[str, Any]
+) -> Job | Path:
+    """The job that is explained, or the path of files."""
+    if isinstance(target, Job):
+        return source_of(target, options).job if options else target
+    if not isinstance(target, str | Path):
+        raise OptionError(
+            f"explain takes a Job, the name of a recipe or a model, or a path, and was given {target!r}; give one"
+        )
+    name = str(target)
+    if kind_of(Path(target)) is None and (on is not None or options or recipes.is_named(name)):
+        return source_of(name, options).job
+    if options:
+        raise OptionError(
+            f"{name} holds what it was made with, and {', '.join(options)} would change that; leave it out"
+        )
+    return Path(target)
 
 
 def _run(path: Path, trust: bool, watch: ExplainWatch) -> Any:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from rich.text import Text
 
 from systolic.artifact.bundle import (
     ORIGIN,
@@ -75,6 +76,8 @@ class QuantizedModel:
     """A quantized Bundle, and its quality beside that of the model that it was made from."""
 
     path: Path
+    asked: MatrixFormat
+    """Format of the matrices that was asked for."""
     bytes_before: int
     """Of all weights."""
     bytes_after: int
@@ -99,6 +102,17 @@ class QuantizedModel:
     """Why a run's own data was not read; ``None`` where it was, or other was given."""
     notes: tuple[str, ...] = ()
     """What else to know of the weights."""
+
+    def __repr__(self) -> str:
+        """Sizes and quality on one line; the model itself has every matrix."""
+        lost = "" if self.lost is None else f", {self.lost:+.2%} of quality lost"
+        return f"<QuantizedModel {self.path}: {self.asked}, {self.bytes_before:,} bytes to {self.bytes_after:,}{lost}>"
+
+    def _repr_html_(self) -> str:
+        from systolic.report.notebook import screen
+        from systolic.session.quantizing_text import lines, title
+
+        return screen([Text(line) for line in (f"{self.path}: {title(self)}", *lines(self))])
 
     @property
     def lost(self) -> float | None:
@@ -214,7 +228,7 @@ def quantize_model(
         before = _Figures.of(model, source, measure, on)
         del model, measure
         after = _written(source, out, (rounder, formats), (job, before, on), say)
-        made = _result(out, source, (rounder, formats), (before, after), choice)
+        made = _result((out, to), source, (rounder, formats), (before, after), choice)
         known = measured or job.data.read_elsewhere
         return replace(made, measurable=known, unmeasured=unmeasured, notes=_notes(job, to))
 
@@ -347,7 +361,7 @@ def _recorded(
 
 
 def _result(
-    out: Path,
+    written: tuple[Path, MatrixFormat],
     source: Source,
     chosen: Chosen,
     figures: "tuple[_Figures, _Figures]",
@@ -355,13 +369,14 @@ def _result(
 ) -> QuantizedModel:
     from systolic.interop.quantizing import planned_tensors
 
-    (rounder, formats), (before, after) = chosen, figures
+    (rounder, formats), (before, after), (out, asked) = chosen, figures, written
     matrices = rounder.matrices
     plain = planned_tensors(source, matrices, {})
     left = sorted((one for one in plain if one.name not in matrices), key=lambda one: -one.nbytes)
     after_bytes = sum(spec.nbytes for spec in planned_tensors(source, matrices, formats))
     return QuantizedModel(
         path=out,
+        asked=asked,
         bytes_before=sum(spec.nbytes for spec in plain),
         bytes_after=after_bytes,
         left=[

@@ -9,7 +9,7 @@ from systolic.chips import Slice
 from systolic.chips.flags import resolved
 from systolic.core.errors import LayoutError, OptionError, SystolicError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, check_arguments
-from systolic.core.units import duration, gibibytes
+from systolic.core.units import duration, gibibytes, plural
 from systolic.forecasting.demand import Demand, Fleet, fleet, simulated_state
 from systolic.forecasting.serving import LatencyLimits, Load, StepTimes, latency
 from systolic.job import Job, Layout, Served, ServedCache, ServedWeights
@@ -18,7 +18,7 @@ from systolic.models.decoder.config import Decoder
 from systolic.planning.goal import hourly
 from systolic.planning.objective import PriceTerm
 from systolic.planning.serving import ServingCandidate, ServingPlan, ServingRejection
-from systolic.session.capacity import ServerTimes, server_times
+from systolic.session.capacity import ServerTimes, check_positions, server_times
 from systolic.session.job_source import source_of
 from systolic.session.planning import MAX_CHIPS, member, slices_of
 from systolic.session.server_steps import with_formats
@@ -34,7 +34,9 @@ BEYOND = 1.1
 """Rows over those of the largest step that was compiled, up to which its seconds go on along a line."""
 PARTS = 4
 """Rows that are compiled first over those at the floor: longer steps hold more texts. A mixture's steps are compiled at a part of the rows too: the experts that are read grow less than the rows."""
-HOSTS = "{} hosts, and systolic serve takes the devices of one machine"
+MOST_CHIPS = 100_000
+"""Chips of a plan at the floors of its steps, at most: more than one place has, and their steps need no compile to say so."""
+HOSTS = "{}, and systolic serve takes the devices of one machine"
 
 
 def plan_serving(  # noqa: PLR0913  the options of systolic plan serve
@@ -98,6 +100,7 @@ def plan_serving(  # noqa: PLR0913  the options of systolic plan serve
         raise OptionError(
             f"{name} is no language model; plan serve takes a decoder such as llama-3.1-8b"
         )
+    resolved(flags, None)  # its words, before anything takes time
     served = member(ServedWeights, weights, "--weights")
     cache = member(ServedCache, kv_dtype, "--kv-dtype")
     term = member(PriceTerm, price, "--price")
@@ -107,6 +110,7 @@ def plan_serving(  # noqa: PLR0913  the options of systolic plan serve
         chunk=chunk,
         host_seconds=host_ms / 1e3,
     )
+    check_positions(made, load)
     limits = LatencyLimits(
         first_token_seconds=latency(ttft, "--ttft"), token_seconds=latency(tpot, "--tpot")
     )
@@ -230,6 +234,7 @@ class _Search:
             return []
         found: list[ServingCandidate] = []
         reasons: dict[str, str] = {}
+        fewest = 0
         for layout in self.layouts(on):
             least = LeastServer(
                 job=self.job, on=on, load=self.demand.load, layout=layout, cache=self.cache
@@ -237,7 +242,7 @@ class _Search:
             each = layout.tensor * layout.expert
             if not least.room:
                 need, have = gibibytes(least.weight_bytes()), gibibytes(least.capacity_bytes)
-                over = "one device" if each == 1 else f"each of {each} devices"
+                over = "one device" if each == 1 else f"each of {plural(each, 'device')}"
                 reasons["room"] = (
                     f"{need} of weights on {over} leave no room for a request of {self.demand.load.tokens:,} tokens in {have}"
                 )
@@ -246,11 +251,23 @@ class _Search:
             if made is None:
                 reasons["latency"] = self.too_slow(least)
                 continue
-            found.append(ServingCandidate(on=on, layout=layout, least=made, room=least.room))
+            one = ServingCandidate(on=on, layout=layout, least=made, room=least.room)
+            if one.chips > MOST_CHIPS:
+                fewest = min(fewest or one.chips, one.chips)
+                reasons["chips"] = self.too_many(fewest)
+                continue
+            found.append(one)
         if not found:
             fallback = "no tensor or expert axis of its devices divides the model"
-            self.reject(on.name, reasons.get("latency") or reasons.get("room") or fallback)
+            why = next(
+                (reasons[what] for what in ("chips", "latency", "room") if what in reasons), ""
+            )
+            self.reject(on.name, why or fallback)
         return found
+
+    def too_many(self, chips: int) -> str:
+        """Why a demand is beyond what is planned for, at the floors of the steps."""
+        return f"{self.demand.requests_per_second:,g} requests a second take {chips:,} chips at the least, and a plan has up to {MOST_CHIPS:,}; check --requests-per-second, or plan a part of it"
 
     def too_slow(self, least: LeastServer) -> str:
         """Why not even one request keeps the limits, at the floors of the steps."""
@@ -352,7 +369,7 @@ class _Search:
     def notes(self, done: Sequence[ServingCandidate]) -> list[str]:
         """What holds of the plan as a whole."""
         found = [
-            f"{one.on.name} has {HOSTS.format(one.on.num_hosts)}"
+            f"{one.on.name} has {HOSTS.format(plural(one.on.num_hosts, 'host'))}"
             for one in done
             if not one_machine(one.on)
         ]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from systolic.artifact.job_record import JobRecord
 from systolic.artifact.run import JOB, Run
 from systolic.core.errors import NotFoundError, OptionError, nearest
+from systolic.core.files import nearest_file
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, check_arguments
 from systolic.core.units import si
 from systolic.data.text.instructions import Instructions
@@ -320,7 +321,7 @@ class TrainedModel:
         if path is None:
             return self.job
         if not Path(path).exists():
-            raise NotFoundError(f"{path} does not exist; check the path")
+            raise NotFoundError(f"{path} does not exist{nearest_file(Path(path))}; check the path")
         return replace(self.job, data=self.job.data.at(Path(path).absolute()))
 
     # Generation

@@ -17,13 +17,17 @@ from typing import Protocol
 from systolic.core.errors import OptionError, nearest
 from systolic.core.units import duration
 from systolic.hlo import Computation, Instruction, Module
-from systolic.hlo.loops import NO_END, LoopCounts, LoopTrips, counts_of
+from systolic.hlo.loops import ENDLESS, NO_END, LoopCounts, LoopTrips, counts_of
 from systolic.hlo.origin import named
+from systolic.sim.calibration import constant
 
 PALLAS = "tpu_custom_call"
 """Target of Pallas kernels."""
-ENDLESS = 2**31 - 1
-"""Most trips from which a bound is none: programs write the largest s32 for "no limit"."""
+PRINT = "debug_print"
+"""JAX's name of ``jax.debug.print``."""
+PRINT_SECONDS: float = constant("incomplete.print_seconds")
+PRINT_MOST_SECONDS: float = constant("incomplete.print_most_seconds")
+PRINTED = f"jax.debug.print is taken as {duration(PRINT_SECONDS)} of the host a call, up to {duration(PRINT_MOST_SECONDS)}, by no measurement of this device; give its time with --cost {PRINT}=1ms, or leave it out"
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9}
 _COST = re.compile(r"([0-9.eE+-]+?)\s*(s|ms|us|µs|μs|ns)")
 
@@ -431,6 +435,11 @@ def label_of(instruction: Instruction) -> str:
         asks = "callback" in instruction.target and last
         return last if asks else instruction.target
     return last if is_callback(instruction) else ""
+
+
+def is_print(instruction: Instruction) -> bool:
+    """Whether a callback is a ``jax.debug.print``, whose work on the host is known in kind: a line of text."""
+    return label_of(instruction) == PRINT
 
 
 def is_callback(instruction: Instruction) -> bool:

@@ -13,7 +13,6 @@ moves whole cache lines (64 bytes of a CPU) or sectors (32 bytes of a GPU).
 """
 
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -21,6 +20,7 @@ from systolic.hlo import Computation, Instruction, Module
 from systolic.sim.calibration import constant
 from systolic.sim.rules import MEASURED, Ruled, comparator_operations
 from systolic.sim.timeline import PricedBy
+from systolic.sim.windows import numbers, slice_sizes, window_sizes
 from systolic.sim.work import Work
 
 LINE_BYTES: int = constant("irregular.line_bytes")
@@ -64,8 +64,6 @@ _NOTES = {
         "estimated: FFTs by 5 n log2 n FLOPs and their bytes",
     ),
 }
-_SIZE = re.compile(r"size=([\dx]+)")
-_INT = re.compile(r"\d+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,7 +110,7 @@ def irregular(
             each, lines = _addressed(held, at, machine)
             touched += lines
         elif held.opcode == "fft":
-            size = math.prod(int(n) for n in _INT.findall(held.attribute("fft_length") or "2"))
+            size = math.prod(numbers(held, "fft_length") or [2])
             made = max(s.elements for s in (held.shape, *at.operand_shapes(held)))
             flops = 5 * made * math.log2(max(size, 2))
             each = flops / (FFT_RATE if machine.is_cpu else machine.operations)
@@ -173,7 +171,7 @@ def _sort(
     """Seconds of comparisons, and passes over memory of a radix sort and of a bitonic network."""
     operands = [a for s in at.operand_shapes(sort) for a in s.arrays()]
     keys = operands[0]
-    dim = int((_INT.findall(sort.attribute("dimensions") or "") or [len(keys.dims) - 1])[0])
+    dim = (numbers(sort, "dimensions") or [len(keys.dims) - 1])[0]
     size = max(keys.dims[dim] if keys.dims else 1, 1)
     if size == 1:
         return 0.0, 1.0, 1.0
@@ -198,7 +196,7 @@ def _addressed(held: Instruction, at: Computation, machine: IrregularRates) -> t
     operand = next(shapes[0].arrays())
     made = held.shape if held.opcode == "gather" else shapes[buffers + 1]
     elements = next(made.arrays()).elements
-    window = _slice(held, operand.dims, made.dims)
+    window = slice_sizes(held, operand.dims, made.dims)
     count = elements / max(math.prod(window), 1)
     side_by_side = 1
     for dim in operand.minor_to_major or range(len(window) - 1, -1, -1):
@@ -214,24 +212,8 @@ def _addressed(held: Instruction, at: Computation, machine: IrregularRates) -> t
     return (count * SLICE_SECONDS if machine.is_cpu else 0.0), beyond
 
 
-def _slice(held: Instruction, dims: tuple[int, ...], made: tuple[int, ...]) -> list[int]:
-    """Elements along each dim of the operand that one index addresses."""
-    if held.opcode == "gather":
-        sizes = [int(n) for n in _INT.findall(held.attribute("slice_sizes") or "")]
-        return sizes if len(sizes) == len(dims) else [1] * len(dims)
-    kept = [made[int(n)] for n in _INT.findall(held.attribute("update_window_dims") or "")]
-    single = {
-        int(n)
-        for name in ("inserted_window_dims", "input_batching_dims")
-        for n in _INT.findall(held.attribute(name) or "")
-    }
-    left = iter(kept)
-    return [1 if dim in single else next(left, 1) for dim in range(len(dims))]
-
-
 def _window(held: Instruction, at: Computation) -> float:
-    found = _SIZE.search(held.attribute("window") or "")
-    size = math.prod(int(n) for n in found[1].split("x")) if found else 1
+    size = math.prod(window_sizes(held))
     scattered = held.opcode == "select-and-scatter"
     over = at.operand_shapes(held)[1] if scattered else next(held.shape.arrays())
     return float(over.elements * size)

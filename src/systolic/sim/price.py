@@ -1,6 +1,5 @@
 """Seconds of one op on a TensorCore, and the unit that bounds it."""
 
-import re
 from dataclasses import dataclass, replace
 
 from systolic.hlo import Computation, Instruction, Module
@@ -19,6 +18,7 @@ from systolic.sim.masked import masked_seconds, masked_share
 from systolic.sim.rates import Rates, number_format
 from systolic.sim.rules import Ruled, carries_index, ruled
 from systolic.sim.timeline import PricedBy, Resource
+from systolic.sim.windows import window_sizes
 from systolic.sim.work import Work, work_of
 
 FREE = frozenset(
@@ -69,7 +69,7 @@ BOOKKEEPING = ("ragged-dot-metadata",)
 """Beginnings of the names of the compiler's own kernels that compute a few indices."""
 _SMALL = 4096
 """Bytes below which an op without an estimate is scalar bookkeeping."""
-_SMALL_SECONDS: float = constant("price.small_seconds")
+SMALL_SECONDS: float = constant("price.small_seconds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +157,10 @@ def _price(
     touched = instruction.shape.padded_bytes + sum(
         shape.padded_bytes for shape in computation.operand_shapes(instruction)
     )
-    if rule is not None and (touched > _SMALL or rule.seconds > _SMALL_SECONDS):
+    if rule is not None and (touched > _SMALL or rule.seconds > SMALL_SECONDS):
         return _by_rule(computation, instruction, rule, work)
     if touched <= _SMALL and (opcode != "custom-call" or instruction.target in MOVED_TARGETS):
-        return OpPrice(_SMALL_SECONDS, Resource.vpu, PricedBy.small, 0.0, work.bytes)
+        return OpPrice(SMALL_SECONDS, Resource.vpu, PricedBy.small, 0.0, work.bytes)
     if opcode in _CALLED:
         by = PricedBy.bytes if instruction.target in MOVED_TARGETS else PricedBy.nothing
         missing = "" if opcode == "custom-call" else HOST_WORK
@@ -221,7 +221,7 @@ def _kernel(
             missing=cost.missing,
         )
     if call.name.startswith(BOOKKEEPING):
-        return OpPrice(max(memory, _SMALL_SECONDS), Resource.vpu, PricedBy.small, 0.0, work.bytes)
+        return OpPrice(max(memory, SMALL_SECONDS), Resource.vpu, PricedBy.small, 0.0, work.bytes)
     return OpPrice(memory, Resource.hbm, PricedBy.nothing, 0.0, work.bytes)
 
 
@@ -237,7 +237,6 @@ _ADDRESSED = frozenset(
         "custom-call",
     )
 )
-_SIZE = re.compile(r"size=([\dx]+)")
 
 
 def streams(module: Module, instruction: Instruction) -> bool:
@@ -255,8 +254,7 @@ def covers(window: Instruction) -> bool:
 
     The compiler writes a sum that all elements of the row subtract in this way.
     """
-    found = _SIZE.search(window.attribute("window") or "")
-    sizes = [int(size) for size in found[1].split("x")] if found else []
+    sizes = window_sizes(window)
     dims = window.shape.dims
     return len(sizes) == len(dims) and all(
         size == 1 or size >= 2 * dim - 1 for size, dim in zip(sizes, dims, strict=True)

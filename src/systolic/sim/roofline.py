@@ -22,12 +22,16 @@ from systolic.sim.incomplete import (
     BYTES,
     HOST_WORK,
     NOTHING,
+    PRINT_MOST_SECONDS,
+    PRINT_SECONDS,
+    PRINTED,
     Ends,
     GapKind,
     Gaps,
     Given,
     answers,
     is_callback,
+    is_print,
     measured,
 )
 from systolic.sim.irregular import IrregularRates, irregular, note, without_tiles
@@ -153,24 +157,24 @@ def roofline(
         reads=OperandReads(module),
         gaps=Gaps(module, given),
     )
+    origin = Origin.simulated if program is ModuleSource.compiled else Origin.assumed
+
+    def at(ends: Ends) -> Timeline:
+        other = replace(walk, gaps=walk.gaps.at(ends), notes={}, known={})
+        seconds, spans = other.computation(module.entry)
+        return Timeline(origin=origin, seconds=seconds, spans=spans)
+
     seconds, spans = walk.computation(module.entry)
-    gaps = walk.gaps
-    missed = measured(gaps.missed.values(), spans)
-
-    def at(ends: Ends) -> float:
-        return replace(walk, gaps=gaps.at(ends), notes={}, known={}).computation(module.entry)[0]
-
-    least = at(Ends.least) if any(part.is_assumed for part in missed) else None
-    most = at(Ends.most) if missed and all(part.bounded for part in missed) else None
+    missed = measured(walk.gaps.missed.values(), spans)
     return Timeline(
-        origin=Origin.simulated if program is ModuleSource.compiled else Origin.assumed,
+        origin=origin,
         seconds=seconds,
         spans=spans,
         notes=merged(walk.notes),
         incomplete=missed,
-        most_seconds=most,
-        least_seconds=least,
-        given=tuple(gaps.lines()),
+        most=at(Ends.most) if missed and all(part.bounded for part in missed) else None,
+        least=at(Ends.least) if any(part.is_assumed for part in missed) else None,
+        given=tuple(walk.gaps.lines()),
     )
 
 
@@ -255,6 +259,8 @@ class _Walk:
         if instruction.opcode == "custom-call":
             return self.call(computation, instruction)
         if is_callback(instruction) and not answers(computation, instruction):
+            if is_print(instruction):
+                return self.printed(computation, instruction)
             self.gaps.miss(computation, instruction, GapKind.callback, HOST_WORK)
         work = work_of(self.module, computation, instruction)
         work = without_tiles(self.module, computation, instruction, work)
@@ -310,10 +316,18 @@ class _Walk:
         if told is not None:
             span = self.span(computation, instruction, told, Resource.host)
             return replace(span, bytes=moved, priced_by=PricedBy.given)
+        if is_print(instruction):
+            return replace(self.printed(computation, instruction), bytes=moved)
         asks = "callback" in target
         kind, why = (GapKind.callback, HOST_WORK) if asks else (GapKind.call, BYTES)
         self.gaps.miss(computation, instruction, kind, why)
         return self.priced(computation, instruction, Work(0.0, moved), PricedBy.nothing)
+
+    def printed(self, computation: Computation, instruction: Instruction) -> Span:
+        """A print, by the host's assumed time."""
+        self.notes[PRINTED] = None
+        span = self.span(computation, instruction, PRINT_SECONDS, Resource.host)
+        return replace(span, priced_by=PricedBy.print, low=0.0, high=PRINT_MOST_SECONDS)
 
     def priced(
         self,

@@ -6,7 +6,6 @@ their documented rates, its most a multiple that says how well the rule is known
 """
 
 import math
-import re
 from dataclasses import dataclass
 
 from systolic.chips import known
@@ -17,6 +16,7 @@ from systolic.sim.estimate import slowdown_of
 from systolic.sim.rates import LANES, REGISTER, Rates, cores, vector_rate
 from systolic.sim.timeline import PricedBy
 from systolic.sim.traffic import WORD_BITS, buffers_of, update_of
+from systolic.sim.windows import numbers, slice_sizes, window_sizes
 from systolic.sim.work import Work
 
 OP_CYCLES: float = constant("rules.op_cycles")
@@ -41,8 +41,6 @@ _MOVES = frozenset(
         "copy",
     )
 )
-_SIZE = re.compile(r"size=([\dx]+)")
-_INT = re.compile(r"\d+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,7 +161,7 @@ def _sort(
 ) -> Ruled:
     operands = [a for s in computation.operand_shapes(sort) for a in s.arrays()]
     keys = operands[0]
-    dim = int((_INT.findall(sort.attribute("dimensions") or "") or [len(keys.dims) - 1])[0])
+    dim = (numbers(sort, "dimensions") or [len(keys.dims) - 1])[0]
     size = max(keys.dims[dim] if keys.dims else 1, 2)
     registers = sum(_registers(shape, dim, size) for shape in operands)
     """Of all operands: each is moved by a swap."""
@@ -297,8 +295,8 @@ def _gather(
     sparse: bool,
 ) -> Ruled:
     table = next(computation.operand_shapes(gather)[0].arrays())
-    sizes = [int(n) for n in _INT.findall(gather.attribute("slice_sizes") or "")]
     made = next(gather.shape.arrays())
+    sizes = slice_sizes(gather, table.dims, made.dims)
     count = made.elements / max(math.prod(sizes), 1)
     read = count * _touched(table, sizes, _granule(rates))
     out = float(outer.shape.bytes_in(HBM))
@@ -322,17 +320,9 @@ def _scatter(
 ) -> Ruled:
     new = update_of(computation, scatter)
     buffer = next(scatter.shape.arrays())
-    windows = [int(n) for n in _INT.findall(scatter.attribute("update_window_dims") or "")]
     given = next(new.shape.arrays()) if new is not None else buffer
-    window = [given.dims[dim] for dim in windows]
-    count = given.elements / max(math.prod(window), 1)
-    single = {
-        int(n)
-        for name in ("inserted_window_dims", "input_batching_dims")
-        for n in _INT.findall(scatter.attribute(name) or "")
-    }
-    left = iter(window)
-    sizes = [1 if dim in single else next(left, 1) for dim in range(len(buffer.dims))]
+    sizes = slice_sizes(scatter, buffer.dims, given.dims)
+    count = given.elements / max(math.prod(sizes), 1)
     touched = 2 * count * _touched(buffer, sizes, _granule(rates)) * len(buffers_of(scatter))
     # Addresses are made beside the work on rows: a load, an operation and a store of each register.
     registers = count * math.prod(sizes) / REGISTER * len(buffers_of(scatter))
@@ -348,8 +338,7 @@ def _scatter(
 
 def _window(computation: Computation, window: Instruction, work: Work, rates: Rates) -> Ruled:
     """A reduction over windows takes an operation for each element of each window; a selection two more."""
-    found = _SIZE.search(window.attribute("window") or "")
-    area = math.prod(int(size) for size in found[1].split("x")) if found else 1
+    area = math.prod(window_sizes(window))
     made = next(window.shape.arrays())
     places = made.elements
     if window.opcode == "select-and-scatter":
@@ -379,7 +368,7 @@ def _random(random: Instruction, work: Work, rates: Rates) -> Ruled:
 
 def _fft(fft: Instruction, work: Work, rates: Rates) -> Ruled:
     """5 N log2 N real operations of N complex elements, on the vector units (Cooley and Tukey, 1965)."""
-    lengths = [int(n) for n in _INT.findall(fft.attribute("fft_length") or "")]
+    lengths = numbers(fft, "fft_length")
     elements = max(array.elements for array in fft.shape.arrays())
     bits = sum(max(n - 1, 1).bit_length() for n in lengths)
     least = 5 * elements * max(bits, 1) / vector_rate(rates)

@@ -31,23 +31,27 @@ from systolic.sim.incomplete import (
     HOST_WORK,
     NOTHING,
     PALLAS,
+    PRINT_MOST_SECONDS,
+    PRINT_SECONDS,
+    PRINTED,
     Ends,
     GapKind,
     Gaps,
     Given,
     answers,
     is_callback,
+    is_print,
     measured,
 )
 from systolic.sim.layers import layer_of
 from systolic.sim.network import REDUCE_SCATTER, Network, Place, crossings, default_places
 from systolic.sim.notes import merged
-from systolic.sim.price import price
+from systolic.sim.price import SMALL_SECONDS, price
 from systolic.sim.rates import Rates, rates_of
 from systolic.sim.shared import DMA_SHARE, memory_seconds, shared
 from systolic.sim.spans import span_of
 from systolic.sim.starts import started
-from systolic.sim.timeline import PricedBy, Resource, Span, Timeline
+from systolic.sim.timeline import ASSUMED_SPREAD, PricedBy, Resource, Span, Timeline
 from systolic.sim.waits import slowest_slice, wait_for_slices
 
 DMA_SECONDS: float = constant("simulate.dma_seconds")
@@ -101,13 +105,13 @@ def simulate(
     missed = measured(gaps.missed.values(), made.spans)
     made = replace(made, incomplete=missed, given=tuple(gaps.lines()))
 
-    def at(ends: Ends) -> float:
-        return _simulated(replace(run, gaps=gaps.at(ends), notes={}, known={}), on).seconds
+    def at(ends: Ends) -> Timeline:
+        return _simulated(replace(run, gaps=gaps.at(ends), notes={}, known={}), on)
 
     if any(part.is_assumed for part in missed):
-        made = replace(made, least_seconds=at(Ends.least))
+        made = replace(made, least=at(Ends.least))
     if missed and all(part.bounded for part in missed):
-        made = replace(made, most_seconds=at(Ends.most))
+        made = replace(made, most=at(Ends.most))
     return made
 
 
@@ -123,7 +127,13 @@ def _simulated(run: "_Run", on: Slice) -> Timeline:
         run.notes[
             f"{waited / seconds:.1%} of the step is an allowance for waiting for the slowest of {on.num_slices} slices, fitted to published steps"
         ] = None
-    made = Timeline(origin=Origin.simulated, seconds=seconds, spans=spans, notes=merged(run.notes))
+    made = Timeline(
+        origin=Origin.simulated,
+        seconds=seconds,
+        spans=spans,
+        notes=merged(run.notes),
+        turn_seconds=TURN_SECONDS,
+    )
     if (over := memory_seconds(made, rates) - seconds) > 0:
         run.notes[
             "transfers beside ops that read memory too: the step takes as long as their bytes"
@@ -135,7 +145,10 @@ def _simulated(run: "_Run", on: Slice) -> Timeline:
             notes=merged(run.notes),
         )
         seconds += over
-    made = replace(made, notes=(*made.notes, *_rule_notes(made), *_one_way(made, run.one_way)))
+    made = replace(
+        made,
+        notes=(*made.notes, *_rule_notes(made), *_assumed_note(made), *_one_way(made, run.one_way)),
+    )
     estimated = sum(s.seconds * n for s, n in made.leaves() if s.priced_by is PricedBy.estimate)
     if estimated > MUCH * seconds:
         note = f"ops without the compiler's cycles take {estimated / seconds:.0%} of the time, at rates fitted to other programs"
@@ -159,6 +172,15 @@ def _rule_notes(made: Timeline) -> list[str]:
         if seconds > MUCH * made.seconds / len(kinds)
     )
     return [f"estimated by rule, since the compiler has no cycles for them: {listed}"]
+
+
+def _assumed_note(made: Timeline) -> list[str]:
+    """Note on ops and turns of which each takes an assumed time; none where they take little."""
+    if not made.assumed:
+        return []
+    return [
+        f"{made.assumed / made.seconds:.0%} of the time is assumed, by no measurement: {SMALL_SECONDS * 1e6:g} us an op on few bytes and {TURN_SECONDS * 1e6:g} us a turn of a loop, such as one of gathers that run slice by slice; the range has {ASSUMED_SPREAD:g} times as much and as little"
+    ]
 
 
 def _one_way(made: Timeline, names: set[str]) -> list[str]:
@@ -472,11 +494,7 @@ class _Order:
         moved = max((s.padded_bytes for s in shape.arrays()), default=0)
         host = "is_host_transfer=true" in instruction.rest
         if is_callback(instruction) and not answers(self.computation, instruction):
-            told = self.on.gaps.cost(self.computation, instruction)
-            if told is None:
-                self.on.gaps.miss(self.computation, instruction, GapKind.callback, HOST_WORK)
-            else:
-                self.add(instruction, told, Resource.host, priced_by=PricedBy.given)
+            self.callback(instruction)
         num_slices = self.on.network.on.num_slices
         between = num_slices > 1 and crosses(instruction)
         if between:
@@ -496,6 +514,20 @@ class _Order:
             priced_by=PricedBy.network,
         )
         self.put(instruction, span, [f"{lane} {instruction.opcode}"])
+
+    def callback(self, instruction: Instruction) -> None:
+        """The host's part of a callback, while the device waits."""
+        gaps = self.on.gaps
+        told = gaps.cost(self.computation, instruction)
+        if told is not None:
+            self.add(instruction, told, Resource.host, priced_by=PricedBy.given)
+        elif is_print(instruction):
+            self.on.notes[PRINTED] = None
+            ends = {"low": 0.0, "high": PRINT_MOST_SECONDS}
+            by = PricedBy.print
+            self.add(instruction, PRINT_SECONDS, Resource.host, priced_by=by, **ends)
+        else:
+            gaps.miss(self.computation, instruction, GapKind.callback, HOST_WORK)
 
     def collective(
         self,

@@ -5,7 +5,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from systolic.core.origin import Origin
+from systolic.sim.calibration import constant
 from systolic.sim.incomplete import Incomplete
+
+ASSUMED_SPREAD: float = constant("timeline.assumed_spread")
+ASSUMED_SHARE: float = constant("timeline.assumed_share")
 
 
 class Resource(enum.Enum):
@@ -63,6 +67,8 @@ class PricedBy(enum.Enum):
     """A fixed time for bookkeeping on few bytes."""
     allowance = "allowance"
     """A share of the step that no schedule shows."""
+    print = "print"
+    """An assumed time of the host for what a program prints."""
     given = "given"
     """The user, for a kernel or a call."""
     measured = "measured"
@@ -125,12 +131,14 @@ class Timeline:
     """Assumptions of the simulation."""
     incomplete: Sequence[Incomplete] = field(default=())
     """Parts whose time the program does not say."""
-    most_seconds: float | None = None
-    """Seconds with the most that all incomplete parts may take; None where one has no bound, or without any."""
-    least_seconds: float | None = None
-    """Seconds with the least that all incomplete parts may take; None without any."""
+    most: "Timeline | None" = None
+    """The step with the most that all incomplete parts may take; None where one has no bound, or without any."""
+    least: "Timeline | None" = None
+    """The step with the least that they may take; None where no more is counted for one than it takes at least."""
     given: Sequence[str] = field(default=())
     """Trips and costs that the user gave, a line each."""
+    turn_seconds: float = 0.0
+    """Seconds that are assumed for each turn of a loop beside its ops."""
 
     @property
     def executed_flops(self) -> float:
@@ -151,9 +159,19 @@ class Timeline:
         return found
 
     @property
+    def assumed(self) -> float:
+        """Seconds that are assumed for ops on few bytes and turns of loops, where they are much of the step; else 0."""
+        seconds = self.turn_seconds * _turns(self.spans)
+        for span, times in self.leaves():
+            if span.lane == "core" and span.priced_by is PricedBy.small:
+                seconds += span.seconds * times
+        return min(seconds, self.seconds) if seconds > ASSUMED_SHARE * self.seconds else 0.0
+
+    @property
     def by_rule(self) -> tuple[float, float, float]:
-        """Seconds of the core's ops that rules price, and the least and most that they may take."""
-        seconds = low = high = 0.0
+        """Seconds of the core that rules price or that are :attr:`assumed`, and the least and most that they may be."""
+        seconds = self.assumed
+        low, high = seconds / ASSUMED_SPREAD, seconds * ASSUMED_SPREAD
         for span, times in self.leaves():
             if span.lane == "core" and span.low is not None and span.high is not None:
                 seconds += span.seconds * times
@@ -164,6 +182,15 @@ class Timeline:
     def leaves(self) -> "Iterator[tuple[Span, float]]":
         """Every op that is no loop, with how often it runs."""
         return _leaves(self.spans, 1)
+
+
+def _turns(spans: Sequence[Span]) -> float:
+    """Turns of all loops, those inside others included."""
+    return sum(
+        span.repeat * ((span.opcode == "while") + _turns(span.inside))
+        for span in spans
+        if span.inside
+    )
 
 
 def _leaves(spans: Sequence[Span], times: float) -> Iterator[tuple[Span, float]]:

@@ -88,6 +88,12 @@ class Generator:
             )
         return found
 
+    def _leaves_out_system(self, prompt: Prompt) -> bool:
+        """Whether the messages without that of the system are the same text."""
+        if isinstance(prompt, str) or prompt[0]["role"] != "system" or len(prompt) < 2:
+            return False
+        return self.data.chat(prompt) == self.data.chat(prompt[1:])
+
     def stream(
         self,
         prompt: Prompt,
@@ -112,6 +118,10 @@ class Generator:
         """
         if tokens < 1:
             raise OptionError(f"tokens is {tokens}; ask for 1 or more")
+        if self._leaves_out_system(prompt):
+            warn(
+                "the chat template leaves the system message out, so the model does not read it; put it into the prompt"
+            )
         ids, most = self.encode(prompt), self.most
         size, ends = len(ids), Stops(stop)
         if most is not None and size >= most:

@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from systolic.core.notebook import notebook_html
+from systolic.core.units import plural
 from systolic.job import Mode
 from systolic.tuning.edges import Edge
 from systolic.tuning.objective import Aim
@@ -70,6 +72,15 @@ class StudyResult:
     """Best values at an end of their range."""
     first_seed: int | None = None
     """Seed of the first two trials, if the trials alternate between the best and the default settings; None for a search."""
+
+    def __repr__(self) -> str:
+        """Trials and the best on one line; the study itself has every trial."""
+        best = self.best
+        found = "no result yet" if best is None else f"best {dict(best.values)}"
+        return f"<StudyResult of {self.recipe}: {self.finished} of {plural(self.total, 'trial')}, {found}>"
+
+    def _repr_html_(self) -> str:
+        return notebook_html(self)
 
     def title(self, row: TrialRow) -> str:
         """Name of a trial: ``trial 5``; where settings are repeated, ``best settings, seed 3``."""

@@ -11,7 +11,7 @@ from systolic.core.errors import DataError, NotFoundError
 from systolic.data.inspect import inspect
 from systolic.data.text.chat import PLAIN, ChatTemplate, template_for
 from systolic.data.text.conversations import Line, tokenized
-from systolic.data.text.instructions import Filling, Instructions, TooLong
+from systolic.data.text.instructions import Filling, Instructions, TooLong, asked
 from systolic.data.text.tokenizer import Tokenizer
 from systolic.job.data import Read, Split
 
@@ -198,8 +198,20 @@ def test_a_wrong_line_is_named(folder: Path, tmp_path: Path, row: Any, text: str
     ("more", "weight", "says"),
     [
         ({"tools": [{"name": "f"}]}, {}, "line 1 has tools and the chat template of .* takes none"),
-        ({}, {"weight": 0}, "line 1, turn 2 has the weight 0"),
+        ({}, {"weight": 0}, "line 1 has the weight 0 at every answer"),
+        ({}, {"weight": 0.5}, r"line 1, turn 2 has the weight 0\.5; give 1, or 0 for"),
         ({"tools": []}, {"weight": 1}, None),
+        ({}, {"weight": None}, None),
+        (
+            {},
+            {"tool_calls": [{"function": {"name": "look", "arguments": {}}}]},
+            "line 1, turn 2 calls look, and the chat template of .* leaves the call out; .* tool_calls with --template",
+        ),
+        (
+            {},
+            {"function_call": {"name": "look"}},
+            "turn 2 calls look, .* a template that writes function_call",
+        ),
     ],
 )
 def test_fields_that_would_change_what_is_learned_are_not_left_out(
@@ -213,6 +225,30 @@ def test_fields_that_would_change_what_is_learned_are_not_left_out(
         return
     with pytest.raises(DataError, match=says):
         rows.rows(Split.train)
+
+
+@pytest.mark.parametrize("template", [PLAIN, CHATML, MARKED, INST])
+def test_answers_of_weight_0_and_the_words_before_an_answer_are_not_learned(
+    folder: Path, tmp_path: Path, template: str
+) -> None:
+    chat = [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "wrong", "weight": 0},
+        {"role": "user", "content": "two"},
+        {"role": "assistant", "content": "right", "weight": 1},
+    ]
+    first = [{"role": "assistant", "content": "welcome"}, *chat[2:]]
+    theirs(folder, template).save_pretrained(tmp_path)
+    mine, tokenizer = ours(tmp_path)
+    for messages, wanted in ((chat, ["right"]), (first, ["welcome", "right"])):
+        if template is INST and messages is first:
+            continue  # It takes no such conversation.
+        (made,) = tokenized([Line("here", messages, 0.0)], mine, tokenizer)
+        learned = tokenizer.decode(made.ids[made.learned].tolist())
+        assert learned.split() == (wanted if template is INST else ["".join(wanted)])
+        assert made.missing == 0
+    assert asked(chat) == chat[:3]
+    assert asked([*chat[2:], *chat[:2]]) == chat[2:3]
 
 
 def test_template_refusals_name_the_line(folder: Path, tmp_path: Path) -> None:
@@ -398,4 +434,4 @@ def test_inspect_says_what_was_left_out_as_train_does(folder: Path, tmp_path: Pa
     made = data(folder, file, too_long=TooLong.drop, validation=file)
     record = inspect(made, Split.train, 8)
     assert record["notes"] == list(made.notes())
-    assert "1 conversations are longer than a row of 64 tokens and were left out" in record["notes"]
+    assert "1 conversation is longer than a row of 64 tokens and was left out" in record["notes"]

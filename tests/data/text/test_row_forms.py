@@ -15,7 +15,10 @@ from systolic.data.text.row_forms import Columns, Pairs, RowReading
 ASKED = {"role": "user", "content": "What is 2 + 2?"}
 TURNS = [ASKED, {"role": "assistant", "content": "4"}]
 TOLD = [{"role": "system", "content": "Be short."}, *TURNS]
+MORE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+INNER = {"messages": TOLD[:2], "tools": TOOLS, "parallel_tool_calls": True}
 CHOSEN = RowReading(pairs=Pairs.chosen)
 
 
@@ -35,7 +38,7 @@ def share(*said: tuple[str, str]) -> list[dict[str, str]]:
         (
             {
                 "id": "x",
-                "conversations": share(("system", "Be short."), ("User", "What is 2 + 2?"), ("ChatGPT", "4")),
+                "conversations": share(("system", "Be short."), (" User", "What is 2 + 2?"), ("ChatGPT", "4")),
             },
             TOLD,
         ),
@@ -51,6 +54,17 @@ def share(*said: tuple[str, str]) -> list[dict[str, str]]:
         ({"system_prompt": "Be short.", "question": "What is 2 + 2?", "response": "4"}, TOLD),
         ({"prompt": TOLD[:2], "completion": TURNS[1:]}, TOLD),
         ({"prompt": TOLD[:2], "completion": "4"}, TOLD),
+        # OpenAI's form with the words of others, in any case.
+        ({"messages": [{"role": "User", "content": "What is 2 + 2?"}, {"role": "ASSISTANT", "content": "4"}]}, TURNS),
+        ({"messages": [{"role": "System", "content": "Be short."}, {"role": "human", "content": "What is 2 + 2?"}, {"role": "gpt", "content": "4"}]}, TOLD),
+        # Alpaca's earlier turns, as a list and as a table holds it.
+        ({"instruction": "a", "input": "", "output": "b", "history": [["What is 2 + 2?", "4"]], "system": "Be short."}, [*TOLD, *MORE]),
+        ({"instruction": "a", "output": "b", "history": json.dumps([["What is 2 + 2?", "4"]])}, [*TURNS, *MORE]),
+        ({"instruction": "a", "output": "b", "history": TURNS}, [*TURNS, *MORE]),
+        ({"instruction": "What is 2 + 2?", "output": "4", "history": []}, TURNS),
+        # An answer that is JSON itself.
+        ({"question": "a", "answer": '[{"name": "x"}]'}, [MORE[0], {"role": "assistant", "content": '[{"name": "x"}]'}]),
+        ({"question": "a", "answer": "[[1]]"}, [MORE[0], {"role": "assistant", "content": "[[1]]"}]),
     ],
 )  # fmt: skip
 def test_a_row_in_any_form_is_a_conversation(tmp_path: Path, row: Any, wanted: Any) -> None:
@@ -102,6 +116,10 @@ def test_columns_have_any_names(tmp_path: Path, columns: Columns, row: Any) -> N
         ({"prompt": [ASKED], "chosen": TURNS[1:], "rejected": TURNS[1:]}, TURNS),
         ({"conversations": share(("human", "What is 2 + 2?")), "chosen": {"from": "gpt", "value": "4"}, "rejected": {"from": "gpt", "value": "5"}}, TURNS),
         ({"prompt": "What is 2 + 2?", "completion": "4", "label": True}, TURNS),
+        ({"input": "What is 2 + 2?", "preferred": "4", "dispreferred": "5"}, TURNS),
+        ({"instruction": "c", "input": "d", "history": [["What is 2 + 2?", "4"]], "chosen": "b", "rejected": "5"}, [*TURNS, {"role": "user", "content": "c\n\nd"}, MORE[1]]),
+        # As OpenAI has it, with tools beside the messages.
+        ({"input": INNER, "preferred_output": TURNS[1:], "non_preferred_output": TURNS[1:]}, TOLD),
     ],
 )  # fmt: skip
 def test_preferences_are_named_and_their_chosen_answers_used_when_asked(
@@ -111,6 +129,9 @@ def test_preferences_are_named_and_their_chosen_answers_used_when_asked(
     with pytest.raises(DataError, match=rf"line 1 is {what} .* give --pairs chosen to learn"):
         turns(tmp_path, row)
     assert turns(tmp_path, row, CHOSEN) == [wanted]
+    if row.get("input") == INNER:
+        (line,) = read(tmp_path / "data.jsonl", CHOSEN)
+        assert line.beside == {"tools": TOOLS}
     if "label" in row:
         assert turns(tmp_path, {**row, "label": False}, CHOSEN) == []
 
@@ -142,11 +163,21 @@ def test_tables_and_arrays_are_rows(tmp_path: Path) -> None:
         ("a.csv", "a,b\nc,d\n", "line 2 has a, b; it lacks messages"),
         ("a.tsv", 'question\tanswer\na\t"b', "line 2 is no TSV"),
         ("a.json", '[{"question": "a"', "begins as a JSON array and is none"),
-        ("a.jsonl", '{"conversations": [{"from": "robot", "value": "a"}]}', "turn 1 is from 'robot'; did you mean bot"),
+        ("a.jsonl", '{"conversations": [{"from": "robot", "value": "a"}]}', "turn 1 is from 'robot', who is nobody known; did you mean bot[?] take human, "),
         ("a.jsonl", '{"conversations": ["a"]}', "turn 1 is no object; give role and content"),
         ("a.jsonl", '{"question": "a"}', "has question and lacks answer; .* --columns.answer"),
         ("a.jsonl", '{"response": "a"}', "has response and lacks question; .* --columns.prompt"),
         ("a.jsonl", '{"chosen": "a", "rejected": "b"}', "is a preference pair"),
+        ("a.jsonl", '{"input": {"messages": []}, "preferred_output": [], "non_preferred_output": []}', r"is a preference pair \(preferred_output and non_preferred_output\)"),
+        ("a.jsonl", '{"question": "a", "answer": " "}', "line 1 has an empty answer, so nothing to learn"),
+        ("a.jsonl", '{"prompt": "a", "completion": null}', "line 1 has an empty completion"),
+        ("a.jsonl", '{"question": "a", "answer": ["a"]}', "line 1 has a list in answer that holds no turns; give a text, or turns"),
+        ("a.jsonl", '{"instruction": "a", "output": "b", "history": [["c"]]}', "line 1 has a history that is no list of pairs; give .*question, answer"),
+        ("a.jsonl", json.dumps({"messages": TURNS, "history": [["c", "d"]]}), "line 1 has history beside messages; put its turns at the start"),
+        ("a.jsonl", json.dumps({"messages": [ASKED, {"role": "gpt", "content": ""}]}), "line 1, turn 2 has an empty answer, .* a weight of 0"),
+        ("a.jsonl", json.dumps({"messages": [ASKED, {"role": "assistant", "content": [{"type": "text", "text": "\n"}]}]}), "turn 2 has an empty answer"),
+        ("a.jsonl", json.dumps({"messages": TURNS[1:]}), "line 1 has no turn before its answer"),
+        ("a.jsonl", json.dumps({"messages": [*TURNS[1:], ASKED]}), "line 1 has no turn before its answer"),
     ],
 )  # fmt: skip
 def test_what_is_no_conversation_is_one_line(
@@ -167,9 +198,15 @@ def test_all_bad_lines_are_found_at_once(tmp_path: Path) -> None:
     assert sum(isinstance(one, Line) for one in parsed(file)) == 2
     with pytest.raises(BadLinesError) as caught:
         list(read(file))
-    assert [re.search(r"line \d", one)[0] for one in caught.value.lines] == [
-        "line 2",
-        "line 4",
-        "line 5",
-    ]  # ty: ignore[not-subscriptable]
-    assert "(2 more such lines; systolic data inspect sft lists all)" in str(caught.value)
+    places = [re.findall(r"line \d", one)[0] for one in caught.value.lines]
+    assert places == ["line 2", "line 4", "line 5"]
+    assert "(2 more such lines; systolic data inspect sft names them by their kind)" in str(caught.value)  # fmt: skip
+    file.write_text("\n".join([good, "{", "{"]))
+    with pytest.raises(BadLinesError, match=r"^2 of 3 lines: .*line 2 is not JSON"):
+        list(read(file))
+    robots = [json.dumps({"question": "a" * n, "answer": [n]}) for n in range(1, 4)]
+    file.write_text("\n".join([good, robots[0], '{"question": "a"}', *robots[1:]]))
+    with pytest.raises(BadLinesError, match=r"\(3 more such lines;") as caught:
+        list(read(file))
+    kinds = [re.sub(" has.*", "", one.replace(f"{file} ", "")) for one in caught.value.kinds]
+    assert kinds == ["3 of 5 lines: line 2", "line 3"]

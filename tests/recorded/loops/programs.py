@@ -213,6 +213,91 @@ def traced_clipped(x, n):
     return lax.fori_loop(0, jnp.clip(n, 0, 64), lambda i, c: turn(c), x)
 
 
+@record(MATRIX, NUMBER, x64=None)
+def clipped(x, n):
+    return lax.fori_loop(0, jnp.clip(n.astype(int), 10, 64), lambda i, c: turn(c), x)
+
+
+@record(MATRIX, NUMBER, x64=None)
+def at_most(x, n):
+    return lax.fori_loop(0, jnp.minimum(n.astype(int), 50), lambda i, c: turn(c), x)
+
+
+@record(MATRIX, NUMBER, x64=None)
+def from_at_least(x, n):
+    return lax.fori_loop(jnp.maximum(n.astype(int), 3), 64, lambda i, c: turn(c), x)
+
+
+@record(MATRIX, NUMBER, x64=None)
+def down_from(x, n):
+    start = jnp.clip(n.astype(int), 3, 60)
+    return lax.while_loop(lambda s: s[0] > 0, lambda s: (s[0] - 1, turn(s[1])), (start, x))
+
+
+@record(x64=None)
+def half_as_often(x):
+    def outer(t, c):
+        return lax.fori_loop(0, t // 2, lambda i, d: turn(d), c)
+
+    return lax.fori_loop(0, 20, outer, x)
+
+
+@record(x64=None)
+def tenths(x):
+    tenth, zero = jnp.asarray(0.1, float), jnp.zeros((), float)
+    return lax.while_loop(lambda s: s[1] < 1.0, lambda s: (turn(s[0]), s[1] + tenth), (x, zero))
+
+
+@record()
+def of_bf16(x):
+    half = jnp.bfloat16(0.5)
+    return lax.while_loop(lambda s: s[1] < 8, lambda s: (turn(s[0]), s[1] + half), (x, half))
+
+
+@record(x64=None)
+def in_an_array(x):
+    zero = jnp.zeros((1,), int)
+    return lax.while_loop(lambda s: (s[1] < 30)[0], lambda s: (turn(s[0]), s[1] + 1), (x, zero))
+
+
+@record(x64=None)
+def in_an_element(x):
+    def body(s):
+        return turn(s[0]), s[1].at[1].add(2)
+
+    return lax.while_loop(lambda s: s[1][1] < 30, body, (x, jnp.zeros((3,), int)))
+
+
+@record()
+def in_the_first_element(x):
+    start = jnp.array([1000, 3], jnp.bfloat16)
+    return lax.while_loop(lambda s: s[1][0] > 1, lambda s: (turn(s[0]), s[1] / 2), (x, start))
+
+
+@record()
+def in_elements_by_turns(x):
+    def body(s):
+        return turn(s[0]), s[1].at[s[2] % 3].add(s[2]), s[2] + 1
+
+    return lax.while_loop(lambda s: s[1][2] < 30, body, (x, jnp.zeros((3,), int), 0))
+
+
+@record()
+def trips_of_a_table(x):
+    def step(c, n):
+        return lax.fori_loop(0, n, lambda j, d: turn(d), c), None
+
+    return lax.scan(step, x, jnp.array([5, 1, 7, 2]))[0]
+
+
+@record(x64=None)
+def of_several(x):
+    by = jnp.array([1, 2, 3])
+    return lax.while_loop(
+        lambda s: jnp.any(s[1] < 30), lambda s: (turn(s[0]), s[1] + by), (x, 0 * by)
+    )
+
+
 @record()
 def until_large(x):
     return lax.while_loop(lambda c: c.sum() < 100.0, turn, x)
@@ -267,6 +352,11 @@ def early_on_data(x, p):
 def loops_on_a_line(x):
     # Both loops begin on one line of the source.
     return lax.while_loop(lambda c: c.sum() < 1e6, lambda c: lax.while_loop(lambda d: d.sum() < 1e3, turn, c + 1), x)  # fmt: skip
+
+
+@record(jax.ShapeDtypeStruct((4096, 128), jnp.float32), jax.ShapeDtypeStruct((64,), jnp.int32))
+def slice_by_slice(x, starts):
+    return jax.vmap(lambda start: lax.dynamic_slice(x, (start, 0), (16, 128)))(starts)
 
 
 ON_CPU: dict[str, Callable[..., Any]] = {}

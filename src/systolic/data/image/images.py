@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from systolic.core.errors import DataError, NotFoundError, OptionError
-from systolic.core.files import as_paths, write_json
+from systolic.core.files import as_paths, nearest_file, write_json
 from systolic.core.ranges import Range, check
 from systolic.data.image.augmentation import Augmentation
 from systolic.data.image.preparation import Preparation
@@ -218,7 +218,9 @@ class Images(Data):
 
         if self.preparation is not None and path.suffix != ".npy":
             if not path.is_file():
-                raise NotFoundError(f"{path} is not a file; give a picture (.png, .jpg)")
+                raise NotFoundError(
+                    f"{path} is not a file{nearest_file(path)}; give a picture (.png, .jpg)"
+                )
             return {"image": self.preparation.apply(path, self.channels)}
         return {"image": read_picture(path, self.side, self.channels, EVALUATION_SHARE)}
 

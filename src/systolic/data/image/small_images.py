@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from systolic.core.errors import DataError, NotFoundError
+from systolic.core.files import nearest_file
 from systolic.data.random_access import Picks, Table
 from systolic.data.shuffle import uniform
 
@@ -92,7 +93,9 @@ def read_picture(path: Path, size: int, channels: int, share: float = 1.0) -> np
         MissingExtraError: Pillow is not installed and the file needs it.
     """
     if not path.is_file():
-        raise NotFoundError(f"{path} is not a file; give a picture (.png, .jpg) or a .npy array")
+        raise NotFoundError(
+            f"{path} is not a file{nearest_file(path)}; give a picture (.png, .jpg) or a .npy array"
+        )
     from systolic.data.image.pictures import as_image, centre, decode
 
     if path.suffix != ".npy":

@@ -15,7 +15,15 @@ from typing import Any
 import jinja2.meta
 
 from systolic.core.errors import DataError, NotFoundError
-from systolic.data.text.messages import ANSWERS, ONE, TOKENS, Messages, prepared
+from systolic.data.text.messages import (
+    ANSWERS,
+    ONE,
+    TOKENS,
+    Messages,
+    is_learned,
+    prepared,
+    text_of,
+)
 from systolic.data.text.templating import CLOSE, OPEN, check, environment, rendered
 from systolic.data.text.tokenizer import Tokenizer
 from systolic.data.text.tokenizer_config import CONFIG, read_fields, token_config, token_text
@@ -141,7 +149,7 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, Any]] = (),
         names: Mapping[str, Any] = MappingProxyType({}),
     ) -> Rendered:
-        """A whole conversation for training, and where its answers are: the template's generation blocks, else what each answer adds to the text before it.
+        """A whole conversation for training, and where its answers are: the template's generation blocks, else what each answer adds to the text before it. Answers of the weight 0 are not among them.
 
         Args:
             messages: From the first to the last.
@@ -159,22 +167,37 @@ class ChatTemplate:
             "documents": list(documents) or None,
         }
         text = self._text(messages, given, answer=False)
+        learned = [number for number, one in enumerate(messages) if is_learned(one)]
         if "endgeneration" in self.chosen(tools=bool(tools)):
             marked = self._text(messages, given, answer=False, marked=True)
             if OPEN in marked and (found := _unmarked(marked))[0] == text:
-                return Rendered(text=text, answers=tuple(found[1]))
+                spans = found[1]
+                answers = [number for number, one in enumerate(messages) if one["role"] == ANSWERS]
+                if learned == answers:
+                    return Rendered(text=text, answers=tuple(spans))
+                if len(spans) == len(answers):
+                    kept = zip(answers, spans, strict=True)
+                    return Rendered(text=text, answers=tuple(s for n, s in kept if n in learned))
+        return self._told(messages, learned, given, text)
+
+    def _told(
+        self, messages: Messages, learned: Sequence[int], given: Mapping[str, Any], text: str
+    ) -> Rendered:
+        """A conversation with its answers told from the turns before them."""
         answers, missing, reason = [], 0, None
-        for number, message in enumerate(messages):
-            if message.get("role") != ANSWERS:
-                continue
+        for number in learned:
+            upto, behind = messages[:number], messages[: number + 1]
             try:
-                upto, behind = messages[:number], messages[: number + 1]
-                before = self._text(upto, given, answer=True) if number else ""
                 after = self._text(behind, given, answer=False)
+                before = (
+                    self._text(upto, given, answer=True)
+                    if number
+                    else self._header(messages[0], given, after)
+                )
             except DataError as error:  # It refuses the beginning of what it takes as a whole.
                 missing, reason = missing + 1, error
                 continue
-            if after.startswith(before) and text.startswith(after):
+            if before is not None and after.startswith(before) and text.startswith(after):
                 answers.append((len(before), len(after)))
             else:
                 missing += 1
@@ -183,6 +206,18 @@ class ChatTemplate:
                 f"the chat template of {self.origin} does not put answers behind the turns before them, so that the loss can't be on the answers alone; mark them in it with generation blocks, or give another with --template"
             ) from reason
         return Rendered(text=text, answers=tuple(answers), missing=missing)
+
+    def _header(
+        self, message: Mapping[str, Any], given: Mapping[str, Any], text: str
+    ) -> str | None:
+        """What stands before an answer that a conversation begins with: up to the end of the words that begin any answer, or up to its content."""
+        asked = SHORT[:1]
+        plain = self._text(asked, given, answer=False)
+        words = self._text(asked, given, answer=True).removeprefix(plain)
+        if words and words in text:
+            return text[: text.index(words) + len(words)]
+        content = text_of(message.get("content")).strip()
+        return text[: text.index(content)] if content and content in text else None
 
     def _text(
         self, messages: Messages, given: Mapping[str, Any], *, answer: bool, marked: bool = False

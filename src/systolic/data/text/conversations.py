@@ -1,6 +1,7 @@
 """Conversations read from JSONL, tokenized by a chat template, and laid into rows."""
 
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,12 +12,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import numpy as np
 
-from systolic.core.errors import DataError, NotFoundError
+from systolic.core.errors import DataError, NotFoundError, nearest
+from systolic.core.files import nearest_file
 from systolic.data.random_access import Picks, Table
 from systolic.data.text.chat import ChatTemplate, Rendered
-from systolic.data.text.line_files import is_lines, lines_of
-from systolic.data.text.messages import ANSWERS, Messages, arguments_of
+from systolic.data.text.line_files import is_lines, lines_of, refuse_other
+from systolic.data.text.messages import (
+    ANSWERS,
+    Messages,
+    arguments_of,
+    is_learned,
+    takes_of,
+    text_of,
+)
 from systolic.data.text.row_forms import (
+    ALIASES,
+    KNOWN,
     TABLES,
     USUAL,
     RowReading,
@@ -39,6 +50,8 @@ UNREAD = ("functions",)
 """Fields of a line that change what a template writes and that it is not given."""
 REASONS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 """Fields of an answer that may stand without a content."""
+DETAIL = re.compile(r"'[^']*'|\"[^\"]*\"|\d[\d.,]*")
+"""What differs between faults of one kind: numbers and quoted texts."""
 SHORT: Messages = ({"role": "user", "content": "a"}, {"role": ANSWERS, "content": "b"})
 """A question with its answer."""
 FORMS = "messages, or prompt and completion, or instruction and output, or question and answer"
@@ -89,16 +102,32 @@ class Rows(Table):
 
     def notes(self) -> tuple[str, ...]:
         """What was cut and left out, a line each."""
+        long = f"longer than a row of {self.sequence} tokens"
         said = {
-            "cut": f"conversations are longer than a row of {self.sequence} tokens and were cut there",
-            "dropped": f"conversations are longer than a row of {self.sequence} tokens and were left out",
-            "unanswered": "conversations have no answer in their row and were left out",
-            "beyond": f"conversations are longer than the {self.context} tokens that the model was made for; what lies beyond is at positions that it has not seen",
-            "missing": "answers are changed by the chat template where later turns follow, and are not learned",
+            "cut": ("conversation", f"{long} and", "cut there"),
+            "dropped": ("conversation", f"{long} and", "left out"),
+            "unanswered": ("conversation", "without an answer in the row and", "left out"),
+            "beyond": (
+                "conversation",
+                f"longer than the {self.context} tokens that the model was made for; what lies beyond is at positions that it has not seen",
+                "",
+            ),
+            "missing": (
+                "answer",
+                "changed by the chat template where later turns follow, and not learned",
+                "",
+            ),
         }
         return tuple(
-            f"{self.counts[name]} {text}" for name, text in said.items() if self.counts[name]
+            _note(self.counts[name], *words) for name, words in said.items() if self.counts[name]
         )
+
+
+def _note(count: int, noun: str, how: str, done: str) -> str:
+    """A note with its words in the number of what it counts."""
+    one = count == 1
+    told = f" {'was' if one else 'were'} {done}" if done else ""
+    return f"{count:,} {noun if one else f'{noun}s'} {'is' if one else 'are'} {how}{told}"
 
 
 def files_of(path: Path) -> list[Path]:
@@ -112,14 +141,14 @@ def files_of(path: Path) -> list[Path]:
     found = sorted(file for file in path.glob("*") if has_rows(file))
     if not found:
         what = "has no .jsonl, .json, .parquet, .csv or .tsv file"
-        what = what if path.is_dir() else "does not exist"
+        what = what if path.is_dir() else f"does not exist{nearest_file(path)}"
         raise NotFoundError(f"{path} {what}; give a JSONL file of conversations with --data")
     return found
 
 
 def has_rows(file: Path) -> bool:
     """Whether a file of a folder holds rows, by its name."""
-    return is_lines(file) or file.suffix in TABLES
+    return is_lines(file) or file.suffix.lower() in TABLES
 
 
 def read(path: Path, reading: RowReading = USUAL) -> Iterator[Line]:
@@ -129,24 +158,36 @@ def read(path: Path, reading: RowReading = USUAL) -> Iterator[Line]:
         BadLinesError: lines are none; names the first and what it lacks, and holds all.
     """
     bad: list[str] = []
+    good = 0
     for one in parsed(path, reading):
         if isinstance(one, Line):
+            good += 1
             yield one
         else:
             bad.append(str(one))
     if bad:
-        raise BadLinesError(bad)
+        raise BadLinesError(bad, good + len(bad))
 
 
 class BadLinesError(DataError):
     """Lines that are no conversations."""
 
-    def __init__(self, lines: Sequence[str]) -> None:
-        more = len(lines) - 1
-        told = f" ({more:,} more such lines; systolic data inspect sft lists all)" if more else ""
-        super().__init__(lines[0] + told)
+    def __init__(self, lines: Sequence[str], total: int) -> None:
         self.lines = tuple(lines)
         """What is wrong with each, with its place."""
+        self.total = total
+        """Lines that were read, with these."""
+        kinds: dict[str, list[str]] = {}
+        for line in lines:
+            kinds.setdefault(DETAIL.sub("#", line), []).append(line)
+        self.kinds = tuple(
+            f"{len(same):,} of {total:,} lines: {same[0]}" if len(same) > 1 else same[0]
+            for same in kinds.values()
+        )
+        """What is wrong by its kind, with the place of the first and how many have it."""
+        more = len(lines) - 1
+        told = f" ({more:,} more such line{'s'[: more > 1]}; systolic data inspect sft names them by their kind)"
+        super().__init__(self.kinds[0] if len(self.kinds) == 1 else lines[0] + told)
 
 
 def parsed(path: Path, reading: RowReading = USUAL) -> Iterator[Line | DataError]:
@@ -195,7 +236,8 @@ def are_documents(path: Path, reading: RowReading = USUAL) -> bool:
 
 def _rows_of(file: Path) -> Iterator[tuple[str, Any]]:
     """Place and content of each row of a file: bytes of a line, fields, or what is wrong with it."""
-    if file.suffix in TABLES:
+    refuse_other(file)
+    if file.suffix.lower() in TABLES:
         yield from table_rows(file)
     elif (rows := array_rows(file)) is not None:
         yield from rows
@@ -223,6 +265,9 @@ def beside_of(row: Mapping[str, Any], place: str) -> dict[str, Any]:
         DataError: one is of another form.
     """
     found = {}
+    # OpenAI's preference pairs have the tools beside the messages of their input.
+    inner = row.get("input")
+    row = {**inner, **row} if isinstance(inner, Mapping) else row
     for column, name in BESIDE.items():
         value = row.get(column)
         if isinstance(value, str) and value.strip():
@@ -272,13 +317,33 @@ def _check_turns(messages: Messages, place: str) -> None:
             raise DataError(
                 f"{place}, turn {number} has a tool call whose arguments are no JSON ({error}); write them as an object"
             ) from error
-        if message["role"] == ANSWERS and message.get("weight", 1) != 1:
-            raise DataError(
-                f"{place}, turn {number} has the weight {message['weight']} and every answer is learned alike; take the field out, or cut the conversation before that turn"
-            )
-    if all(message["role"] != ANSWERS for message in messages):
+        if message["role"] == ANSWERS:
+            _check_answer(message, f"{place}, turn {number}")
+    answers = [number for number, message in enumerate(messages) if message["role"] == ANSWERS]
+    if not answers:
         raise DataError(
             f"{place} has no turn of the role {ANSWERS}, so nothing to learn; add one, or take the line out"
+        )
+    if len(answers) == len(messages) or answers == [0]:
+        raise DataError(
+            f"{place} has no turn before its answer, so nothing that it answers; add the user's turn, or take the line out"
+        )
+    if not any(is_learned(message) for message in messages):
+        raise DataError(
+            f"{place} has the weight 0 at every answer, so nothing to learn; give one the weight 1, or take the line out"
+        )
+
+
+def _check_answer(message: Mapping[str, Any], place: str) -> None:
+    weight = message.get("weight")
+    if weight is not None and weight not in (0, 1):
+        raise DataError(
+            f"{place} has the weight {weight!r}; give 1, or 0 for an answer that is not learned"
+        )
+    said = text_of(message.get("content")).strip()
+    if not said and is_learned(message) and not any(message.get(one) for one in REASONS):
+        raise DataError(
+            f"{place} has an empty answer, so nothing to learn; write it, take the line out, or give the turn a weight of 0"
         )
 
 
@@ -307,26 +372,68 @@ def tokenized(lines: Sequence[Line], template: ChatTemplate, tokenizer: Tokenize
     Raises:
         BadLinesError: the template refuses conversations; names the lines.
     """
-    made, bad = [], []
-    beside = {"tools": template.takes_tools, "documents": template.takes_documents}
-    for line in lines:
-        untaken = [name for name, taken in beside.items() if name in line.beside and not taken]
-        if untaken:
-            bad.append(
-                f"{line.place} has {untaken[0]} and the chat template of {template.origin} takes none; take the field out, or write it into the system's turn"
-            )
-            continue
-        try:
-            made.append(template.conversation(line.messages, **line.beside))
-        except DataError as error:
-            bad.append(f"{line.place}: {error}")
+    made, bad = _rendered(lines, template)
     if bad:
-        raise BadLinesError(bad)
+        raise BadLinesError(bad, len(lines))
     found = []
     encodings = tokenizer.spans([one.text for one in made])
     for one, (ids, starts, special) in zip(made, encodings, strict=True):
         found.append(Tokens(ids, _learned(one, starts, special), one.missing))
     return found
+
+
+def _rendered(lines: Sequence[Line], template: ChatTemplate) -> tuple[list[Rendered], list[str]]:
+    """Conversations as text, and what is wrong with those that the template refuses."""
+    made: list[Rendered] = []
+    bad: list[str] = []
+    for line in lines:
+        try:
+            _check_taken(line, template)
+            conversation = template.conversation(line.messages, **line.beside)
+            _check_calls(line, template, conversation.text)
+            made.append(conversation)
+        except _RefusedError as error:
+            bad.append(str(error))
+        except DataError as error:
+            bad.append(f"{line.place}: {error}")
+    return made, bad
+
+
+class _RefusedError(DataError):
+    """A conversation that a template does not take, with its place."""
+
+
+def _check_taken(line: Line, template: ChatTemplate) -> None:
+    """Refuses what a template would leave out, and roles that it would write without knowing them."""
+    beside = {"tools": template.takes_tools, "documents": template.takes_documents}
+    untaken = [name for name, taken in beside.items() if name in line.beside and not taken]
+    if untaken:
+        raise _RefusedError(
+            f"{line.place} has {untaken[0]} and the chat template of {template.origin} takes none; take the field out, or write it into the system's turn"
+        )
+    named = takes_of(template.chosen(tools="tools" in line.beside)).constants
+    for number, message in enumerate(line.messages, 1):
+        role = message["role"]
+        if role not in KNOWN and role not in named:
+            meant = f"; did you mean {ALIASES[role.lower()]}?" if role.lower() in ALIASES else ""
+            raise _RefusedError(
+                f"{line.place}, turn {number} has the role {role!r}, which the chat template of {template.origin} does not name{meant or nearest(role, ALIASES) or ';'} take {', '.join(KNOWN)}"
+            )
+
+
+def _check_calls(line: Line, template: ChatTemplate, text: str) -> None:
+    """Refuses a conversation with a call that a template left out of its text."""
+    for number, message in enumerate(line.messages, 1):
+        for call in (
+            *(message.get("tool_calls") or ()),
+            {"function": message.get("function_call")},
+        ):
+            function = call.get("function", call) if isinstance(call, Mapping) else None
+            name = function.get("name") if isinstance(function, Mapping) else None
+            if isinstance(name, str) and name not in text:
+                raise _RefusedError(
+                    f"{line.place}, turn {number} calls {name}, and the chat template of {template.origin} leaves the call out; write it into the turn's content, or give a template that writes {'tool_calls' if message.get('tool_calls') else 'function_call'} with --template"
+                )
 
 
 def _learned(conversation: Rendered, starts: np.ndarray, special: np.ndarray) -> np.ndarray:
@@ -355,6 +462,8 @@ def closing(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
 def make_rows(data: "Instructions", split: Split) -> Rows:
     """Rows of a split."""
     read_lines = list(parsed(data.file(split), data.reading))
+    if not read_lines:
+        raise DataError(_nothing(data.file(split)))
     bad = [str(one) for one in read_lines if isinstance(one, DataError)]
     lines = [one for one in read_lines if isinstance(one, Line)]
     if data.validation is None and len(lines) > 1 and data.validation_share:
@@ -370,9 +479,9 @@ def make_rows(data: "Instructions", split: Split) -> Rows:
     try:
         conversations = tokenized(lines, data.chat_template, tokenizer)
     except BadLinesError as error:
-        raise BadLinesError([*bad, *error.lines]) from error
+        raise _all_bad(data, read_lines, bad) from error
     if bad:
-        raise BadLinesError(bad)
+        raise _all_bad(data, read_lines, bad)
     if data.vocab:
         for line, (ids, _, _) in zip(lines, conversations, strict=True):
             if (ids >= data.vocab).any():
@@ -381,6 +490,24 @@ def make_rows(data: "Instructions", split: Split) -> Rows:
                     f"{line.place} has the token {tokenizer.token(other)!r} with the id {other} and the model has ids below {data.vocab}; take it out of the line or the template, or use the tokenizer that the model came with"
                 )
     return replace(_laid(data, conversations), first=lines[0].messages if lines else None)
+
+
+def _nothing(path: Path) -> str:
+    files = files_of(path)
+    if not any(file.stat().st_size for file in files):
+        return f"{path} is empty; write conversations to it, one a line"
+    if all(file.suffix.lower() in TABLES for file in files):
+        return f"{path} names its columns and has no rows; write one for each conversation"
+    return f"{path} has no line to learn; write conversations to it, one a line"
+
+
+def _all_bad(
+    data: "Instructions", read_lines: Sequence[Line | DataError], bad: Sequence[str]
+) -> BadLinesError:
+    """All bad lines of a file, those of the other split with them."""
+    lines = [one for one in read_lines if isinstance(one, Line)]
+    _, refused = _rendered(lines, data.chat_template)
+    return BadLinesError([*bad, *refused], len(read_lines))
 
 
 def _laid(data: "Instructions", conversations: Sequence[Tokens]) -> Rows:

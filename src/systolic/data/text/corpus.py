@@ -350,8 +350,10 @@ def _check_column(where: str, schema: Any, field: str) -> None:
 
 
 def _no_field(where: str, field: str, known: Sequence[str]) -> str:
-    hint = nearest(field, known) or (f"; it has {', '.join(known[:8])}" if known else "")
-    return f"{where} has no text field {field!r}{hint}"
+    if not known:
+        return f"{where} has no text field {field!r} and no other; conversations are for systolic train sft"
+    hint = nearest(field, known) or f"; it has {', '.join(known[:8])};"
+    return f"{where} has no text field {field!r}{hint} name it with --field"
 
 
 def _utf8(text: str | None) -> bytes:

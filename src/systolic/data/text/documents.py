@@ -260,5 +260,5 @@ def _nothing(data: Documents, split: Split, count: int) -> str:
     if split is Split.test:
         return f"{where}: documents have a train and a validation split, no test split"
     if split is Split.validation and count:
-        return f"{where} has {count} documents and a validation share of {data.validation_share:g}, so none is for validation; give validation text of its own"
+        return f"{where} has {count:,} document{'s'[: count != 1]} and a validation share of {data.validation_share:g}, so none is for validation; give validation text of its own"
     return f"{where} has no documents; give some text"

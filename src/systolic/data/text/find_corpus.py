@@ -5,8 +5,9 @@ from functools import lru_cache
 from pathlib import Path
 
 from systolic.core.errors import DataError, NotFoundError
+from systolic.core.files import nearest_file
 from systolic.data.text.corpus import ArrayRecords, Corpus, HuggingFace, Lines, Parquet, TextFiles
-from systolic.data.text.line_files import WIDE_MARKS
+from systolic.data.text.line_files import WIDE_MARKS, refuse_other
 
 TEXT = frozenset(
     (
@@ -54,7 +55,8 @@ RECORDS = frozenset((".array_record", ".arrayrecord"))
 HEAD_BYTES = 1 << 16
 """Bytes read from a file to tell text from binary."""
 
-_COMPRESSED = frozenset((".gz", ".zst", ".bz2", ".xz"))
+_DECOMPRESSED = {".gz": "gunzip -k", ".zst": "zstd -d", ".bz2": "bunzip2 -k", ".xz": "unxz -k"}
+"""How a compressed file is decompressed, by its suffix."""
 
 
 @lru_cache(maxsize=16)
@@ -73,7 +75,9 @@ def find_corpus(path: Path, field: str, piece_bytes: int, stamp: int) -> Corpus:
     """
     del stamp
     if not path.exists():
-        raise NotFoundError(f"{path} does not exist; give a file or folder of text")
+        raise NotFoundError(
+            f"{path} does not exist{nearest_file(path)}; give a file or folder of text"
+        )
     if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
         return HuggingFace(path, field)
     root = path if path.is_dir() else path.parent
@@ -108,11 +112,13 @@ def changed_ns(path: Path) -> int:
 
 def _plain(path: Path, root: Path, found: list[Path], piece_bytes: int) -> Corpus:
     texts = found if path.is_file() else [file for file in found if file.suffix.lower() in TEXT]
-    packed = next((file for file in found if file.suffix.lower() in _COMPRESSED), None)
+    packed = next((file for file in found if file.suffix.lower() in _DECOMPRESSED), None)
     if packed is not None and packed in (texts or [packed]):
         raise DataError(
-            f"{packed} is compressed; decompress it first, so that any document can be reached"
+            f"{packed} is compressed, and text is read at any place of its files; decompress it first: {_DECOMPRESSED[packed.suffix.lower()]} {packed}"
         )
+    if path.is_file():
+        refuse_other(path)
     if path.is_file() and path.suffix.lower() in (
         ".json",
         ".arrow",

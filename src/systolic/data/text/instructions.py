@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 from systolic.core.errors import DataError, OptionError
 from systolic.core.files import as_paths
 from systolic.core.ranges import NOT_NEGATIVE, SHARE, check
-from systolic.data.text.chat import ANSWERS, ChatTemplate
+from systolic.data.text.chat import ChatTemplate
+from systolic.data.text.messages import is_learned
 from systolic.data.text.row_forms import USUAL, RowReading
 from systolic.data.text.text_data import FILL, ROW, TextData, row_fields
 from systolic.data.text.tokenizer import Around, Tokenizer
@@ -46,7 +47,8 @@ class Instructions(TextData):
 
     A row is one JSON object: ``{"messages": [{"role": …, "content": …}, …]}``, or ShareGPT's ``{"conversations": [{"from": …,
     "value": …}, …]}``, or ``{"prompt": …, "completion": …}``, ``{"question": …, "answer": …}`` or ``{"instruction": …, "input": …,
-    "output": …}`` (``input`` may be left out or empty; ``system`` may come beside them). ``tools``, ``documents`` and
+    "output": …}`` (``input`` may be left out or empty; ``system``, and ``history`` with earlier turns, may come beside them). An answer
+    of ``"weight": 0`` is read and not learned. ``tools``, ``documents`` and
     ``chat_template_kwargs`` may come beside the messages. Rows are packed once; their order changes every epoch.
     """
 
@@ -278,8 +280,8 @@ def held_out(
 
 
 def asked(messages: "Messages") -> "Messages":
-    """The turns of a conversation before its last answer."""
-    last = max(at for at, one in enumerate(messages) if one["role"] == ANSWERS)
+    """The turns of a conversation before its last answer that is learned."""
+    last = max(at for at, one in enumerate(messages) if is_learned(one))
     return messages[:last]
 
 

@@ -30,14 +30,29 @@ WIDE_MARKS = {
 GZIP = b"\x1f\x8b"
 DAMAGED = (OSError, EOFError, zlib.error, lzma.LZMAError, UnicodeDecodeError)
 """What reading a damaged file raises; an OSError without a number is of the library that decompresses."""
+SHEETS = (".xlsx", ".xls", ".xlsm", ".xlsb", ".ods", ".numbers")
+"""Suffixes of spreadsheets."""
 ROWS = 1024
 """Rows of a Parquet file that are read at a time."""
 
 
 def is_lines(file: Path) -> bool:
     """Whether a file of a folder holds lines of JSON, by its name."""
-    inner = Path(file.stem) if file.suffix in (*COMPRESSED, ZST) else file
-    return inner.suffix in SUFFIXES or file.suffix == PARQUET
+    last = file.suffix.lower()
+    inner = Path(file.stem) if last in (*COMPRESSED, ZST) else file
+    return inner.suffix.lower() in SUFFIXES or last == PARQUET
+
+
+def refuse_other(file: Path) -> None:
+    """Refuses files of programs, which hold no text.
+
+    Raises:
+        DataError: it is one by its name; says how to save it.
+    """
+    if file.suffix.lower() in SHEETS:
+        raise DataError(
+            f"{file} is a spreadsheet; save it as CSV in UTF-8 with the names of its columns in the first line, and give that"
+        )
 
 
 def lines_of(file: Path) -> Iterator[tuple[str, bytes]]:
@@ -47,10 +62,10 @@ def lines_of(file: Path) -> Iterator[tuple[str, bytes]]:
         DataError: the file is damaged, or of a kind that is not read; names it.
         MissingExtraError: it is a Parquet file and pyarrow is not installed.
     """
-    if file.suffix == PARQUET:
+    if file.suffix.lower() == PARQUET:
         yield from _rows(file)
         return
-    if file.suffix == ZST:
+    if file.suffix.lower() == ZST:
         raise DataError(
             f"{file} is compressed with Zstandard, which is not read; decompress it first: zstd -d {file}"
         )
@@ -71,7 +86,7 @@ def opened(file: Path) -> Any:
     """A file of lines for reading, decompressed, in UTF-8 without a byte order mark."""
     with file.open("rb") as raw:
         compressed = raw.read(2) == GZIP
-    opener = gzip.open if compressed else COMPRESSED.get(file.suffix, open)
+    opener = gzip.open if compressed else COMPRESSED.get(file.suffix.lower(), open)
     content: Any = opener(file, "rb")
     first = content.peek(4)[:4] if isinstance(content, io.BufferedReader) else _first(content)
     encoding = next((name for mark, name in WIDE_MARKS.items() if first.startswith(mark)), None)

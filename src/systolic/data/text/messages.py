@@ -47,8 +47,10 @@ class Takes:
 
     constants: frozenset[str]
     """Texts that it names, with roles among them."""
-    asks_none: bool
-    """Whether it asks if a content is none."""
+    absent: Mapping[str, Any]
+    """The content that an answer without one has in it: {} for none at all, as from transformers, or one that is none, or an empty text."""
+    fills_empty: bool
+    """Whether an empty content beside calls is such an answer too."""
     joins_arguments: bool
     """Whether it takes the arguments of a call as text (DeepSeek V3), not as an object."""
     parts: frozenset[str]
@@ -63,7 +65,8 @@ def prepared(messages: Messages, template: str) -> list[dict[str, Any]]:
     """Messages as a template takes them.
 
     As transformers gives them: without fields that are null, with reasoning under each of its names. Arguments of
-    calls are decoded from JSON. An answer without a content, as beside calls, has one that is none where the template asks for it.
+    calls are decoded from JSON. An answer without a content, as beside calls, has the one with which the template writes
+    its calls: one that is none where it asks for that, by any name, or an empty text where it joins it to text.
 
     Args:
         messages: As a client or a data file has them.
@@ -78,17 +81,15 @@ def prepared(messages: Messages, template: str) -> list[dict[str, Any]]:
 
 def _message(message: Mapping[str, Any], takes: Takes) -> dict[str, Any]:
     role = message.get("role")
-    content = message.get("content")
+    made = {name: value for name, value in message.items() if value is not None}
     # Many clients send an empty content beside calls in place of none.
-    none = content is None or (content == "" and message.get("tool_calls"))
-    null = bool(role == ANSWERS and none and takes.asks_none)
-    made = {
-        name: value
-        for name, value in message.items()
-        if value is not None or (null and name == "content")
-    }
-    if null:
-        made["content"] = None
+    empty = made.get("content") == "" and made.get("tool_calls") and takes.fills_empty
+    if role == ANSWERS and (empty or "content" not in made):
+        # In its place among the fields, which a template may write as they come.
+        names = dict.fromkeys((*message, *takes.absent))
+        made.pop("content", None)
+        filled = {**made, **takes.absent}
+        made = {name: filled[name] for name in names if name in filled}
     if role == "developer" and role not in takes.constants:
         # OpenAI's newer name of the same role; models of before were not trained on it.
         made["role"] = "system"
@@ -103,6 +104,11 @@ def _message(message: Mapping[str, Any], takes: Takes) -> dict[str, Any]:
     if (reasoning := next(found, None)) is not None:
         made = {"thinking": reasoning, **made, REASONING[0]: reasoning}
     return made
+
+
+def is_learned(message: Mapping[str, Any]) -> bool:
+    """Whether a message is an answer to learn: one of the weight 0, as in OpenAI's fine-tuning data, is only read."""
+    return message.get("role") == ANSWERS and message.get("weight") != 0
 
 
 def text_of(content: Any) -> str:
@@ -160,7 +166,8 @@ def takes_of(template: str) -> Takes:
         nothing = frozenset[str]()
         return Takes(
             constants=nothing,
-            asks_none=False,
+            absent={},
+            fills_empty=False,
             joins_arguments=False,
             parts=nothing,
             typed=nothing,
@@ -178,10 +185,13 @@ def takes_of(template: str) -> Takes:
         for node in tree.find_all(jinja2.nodes.Const)
         if isinstance(node.value, str) and node.value
     }
+    joins = _joins_arguments(template)
+    absent, fills_empty = _absent(_texts_of_calls(template, joins=joins))
     return Takes(
         constants=frozenset(constants),
-        asks_none=_asks_none(tree),
-        joins_arguments=_joins_arguments(template),
+        absent=absent,
+        fills_empty=fills_empty,
+        joins_arguments=joins,
         parts=frozenset(parts),
         typed=frozenset(role for role in parts if not as_text[role]),
         short_ids=as_text["tool"]
@@ -215,15 +225,19 @@ def _sample(role: str, content: Any, id: str = CALL) -> list[dict[str, Any]]:
 def _shows(template: str, messages: list[dict[str, Any]], *texts: str, without: str = "\0") -> bool:
     """Whether the text of some messages has some texts, and lacks another."""
     for names in CALLING:
-        given = [{**names, **one} for one in messages]
-        values = {"messages": given, "tools": None, "documents": None, **dict.fromkeys(TOKENS, "")}
-        try:
-            made = rendered(template, Path("sample"), {**values, "add_generation_prompt": False})
-        except DataError:
-            continue
-        if all(text in made for text in texts) and without not in made:
+        made = _text(template, [{**names, **one} for one in messages])
+        if made is not None and all(text in made for text in texts) and without not in made:
             return True
     return False
+
+
+def _text(template: str, messages: list[dict[str, Any]], tools: Any = None) -> str | None:
+    """The text of a sample; ``None`` where the template refuses it."""
+    values = {"messages": messages, "tools": tools, "documents": None, **dict.fromkeys(TOKENS, "")}
+    try:
+        return rendered(template, Path("sample"), {**values, "add_generation_prompt": False})
+    except DataError:
+        return None
 
 
 def _joins_arguments(template: str) -> bool:
@@ -233,26 +247,50 @@ def _joins_arguments(template: str) -> bool:
     return _shows(template, _called(text), text)
 
 
-def _asks_none(tree: jinja2.nodes.Template) -> bool:
-    for test in tree.find_all(jinja2.nodes.Test):
-        if test.name == "none" and _is_content(test.node):
-            return True
-    for comparison in tree.find_all(jinja2.nodes.Compare):
-        sides = [comparison.expr, *(operand.expr for operand in comparison.ops)]
-        nothing = any(isinstance(one, jinja2.nodes.Const) and one.value is None for one in sides)
-        if nothing and any(map(_is_content, sides)):
-            return True
-    return False
+ABSENT, NONE, EMPTY, SAID = "absent", "none", "empty", "said"
+CONTENTS: Mapping[str, Mapping[str, Any]] = {
+    ABSENT: {},
+    NONE: {"content": None},
+    EMPTY: {"content": ""},
+    SAID: {"content": OTHER},
+}
+"""Contents of a sample's answer with a call."""
 
 
-def _is_content(node: jinja2.nodes.Node) -> bool:
-    """Whether an expression is a message's content, or a variable of that name."""
-    match node:
-        case jinja2.nodes.Getattr():
-            return node.attr == "content"
-        case jinja2.nodes.Getitem():
-            return isinstance(node.arg, jinja2.nodes.Const) and node.arg.value == "content"
-        case jinja2.nodes.Name():
-            return node.name == "content"
-        case _:
-            return False
+def _texts_of_calls(template: str, *, joins: bool) -> dict[str, str | None]:
+    """A sample's text with each content of an answer beside its call; ``None`` where the template refuses it or leaves the call out."""
+    arguments = {"zqxkey": ONE}
+    asked, call = _called(json.dumps(arguments) if joins else arguments)
+    result = {"role": "tool", "content": "a", "tool_call_id": CALL, "name": "zqxcall"}
+    function = {"name": "zqxother", "description": "a", "parameters": {"type": "object", "properties": {}}}  # fmt: skip
+    found: dict[str, str | None] = dict.fromkeys(CONTENTS)
+    for behind in ([], [result, {"role": ANSWERS, "content": "a"}]):
+        for tools in (None, [{"type": "function", "function": function}]):
+            for name, content in CONTENTS.items():
+                text = _text(template, [asked, {**call, **content}, *behind], tools)
+                shown = text is not None and "zqxcall" in text and ONE in text
+                found[name] = text if shown else None
+            if any(found[name] is not None for name in (ABSENT, NONE, EMPTY)):
+                return found
+    return found
+
+
+def _absent(texts: Mapping[str, str | None]) -> tuple[Mapping[str, Any], bool]:
+    """The content of an answer without one, and whether an empty one is such too, by a sample's texts.
+
+    One that is none where the template was written for it: where it alone shows the call, or is treated in a way of its
+    own and a field that is not there as any text.
+    """
+    absent, none, empty, said = (texts[name] for name in (ABSENT, NONE, EMPTY, SAID))
+    like_text = None if said is None else said.replace(OTHER, "")
+    # A content that is none and written as such is one that the template does not know.
+    if none is not None and none.count("None") > (absent or empty or "").count("None"):
+        none = None
+    if none is not None and absent is not None and none.count("null") > absent.count("null"):
+        none = None
+    asks = none is not None and none != absent and (absent is None or none != like_text)
+    if asks:
+        return CONTENTS[NONE], none != empty
+    if absent is not None:
+        return {}, empty is None or (none is not None and none != empty)
+    return (CONTENTS[EMPTY], False) if empty is not None else ({}, False)

@@ -26,15 +26,21 @@ REPLIES = ("completion", "output", "response", "answer", "reply", "solution", "a
 INPUTS = ("input", "context")
 """Columns of what an instruction is about; ``input`` alone is what is asked."""
 SYSTEMS = ("system", "system_prompt")
-CHOSEN, REJECTED, LABEL = "chosen", "rejected", "label"
-"""Columns of preference data: of pairs, and of single answers that are good or bad."""
+HISTORY = "history"
+"""Column of Alpaca's earlier turns: pairs of a question and its answer."""
+PAIRED = (("chosen", "rejected"), ("preferred_output", "non_preferred_output"), ("preferred", "dispreferred"), ("chosen_response", "rejected_response"), ("response_chosen", "response_rejected"))  # fmt: skip
+"""Columns of preference pairs: TRL's, OpenAI's, others'."""
+LABEL = "label"
+"""Column of preference data of single answers that are good or bad."""
+KNOWN = ("system", "developer", "user", "assistant", "tool")
+"""Roles of OpenAI's API; others are taken where the chat template names them."""
 ALIASES = {
     **dict.fromkeys(("human", "user", "prompter", "instruction"), "user"),
     **dict.fromkeys(("gpt", "assistant", "bot", "model", "chatgpt", "chatbot", "ai"), "assistant"),
     **dict.fromkeys(("system", "developer"), "system"),
-    **dict.fromkeys(("tool", "observation", "function_response", "tool_response", "ipython"), "tool"),
+    **dict.fromkeys(("tool", "function", "observation", "function_response", "tool_response", "ipython"), "tool"),
 }  # fmt: skip
-"""Who speaks in ShareGPT's turns, as roles of messages."""
+"""Who speaks in ShareGPT's turns and in other people's, as roles of messages."""
 CALLS = ("function_call", "tool_call")
 """Who speaks where the model calls functions: the value is JSON with name and arguments, or a list of them."""
 
@@ -117,7 +123,7 @@ def table_rows(
         with file.open(encoding="utf-8-sig", newline="") as lines:
             first = lines.readline()
             lines.seek(0)
-            delimiter = "\t" if file.suffix == ".tsv" else max(DELIMITERS, key=first.count)
+            delimiter = "\t" if file.suffix.lower() == ".tsv" else max(DELIMITERS, key=first.count)
             reader = csv.DictReader(lines, delimiter=delimiter, strict=True)
             names = reader.fieldnames or ()
             if len(set(names)) < len(names) or not all(name.strip() for name in names):
@@ -156,7 +162,7 @@ def array_rows(file: Path) -> Iterator[tuple[str, Any]] | None:
     """
     with file.open("rb") as lines:
         start = lines.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
-    if file.suffix != ".json" or not start.startswith(b"["):
+    if file.suffix.lower() != ".json" or not start.startswith(b"["):
         return None
     try:
         rows = msgspec.json.decode(file.read_bytes().removeprefix(b"\xef\xbb\xbf"))
@@ -176,8 +182,9 @@ def as_messages(row: Mapping[str, Any], reading: RowReading, place: str) -> list
     columns = reading.columns
     _check_columns(row, columns, place)
     low = {name.lower(): name for name in reversed(list(row))}
-    if CHOSEN in low and REJECTED in low:
-        return _chosen(row, low, reading, place)
+    pair = next((pair for pair in PAIRED if set(pair) <= set(low)), None)
+    if pair is not None:
+        return _chosen(row, low, reading, place, (low[pair[0]], low[pair[1]]))
     if isinstance(row.get(low.get(LABEL, "")), bool) and _named(low, ASKS) is not None:
         return _labelled(row, low, reading, place)
     field = columns.messages or _conversation(row, low)
@@ -186,6 +193,10 @@ def as_messages(row: Mapping[str, Any], reading: RowReading, place: str) -> list
         if not isinstance(turns, list) or not turns:
             raise DataError(
                 f"{place} has {field} that are no list of turns; give role and content of each"
+            )
+        if isinstance(_decoded(row.get(low.get(HISTORY, ""))), list) and row[low[HISTORY]]:
+            raise DataError(
+                f"{place} has {low[HISTORY]} beside {field}; put its turns at the start of {field}, or take it out"
             )
         made = [_turn(one, columns, f"{place}, turn {n}") for n, one in enumerate(turns, 1)]
         told = made[0].get("role") == "system"
@@ -206,15 +217,51 @@ def _asked(
         _refuse_half(row, asks, replies, place)
     assert asks is not None
     assert replies is not None
-    question, answer = _decoded(row[asks]), _decoded(row[replies])
+    question, answer = _as_turns(row[asks], columns), _as_turns(row[replies], columns)
     if not isinstance(question, list):
         more = _text(row, extra, place)
         text = _text(row, asks, place) + (f"\n\n{more}" if more else "")
         question = [{"role": "user", "content": text}]
     if not isinstance(answer, list):
-        answer = [{"role": "assistant", "content": _text(row, replies, place)}]
-    turns = [*_system(row, low, columns, place), *question, *answer]
+        said = _text(row, replies, place)
+        if not said.strip():
+            raise DataError(
+                f"{place} has an empty {replies}, so nothing to learn; write it, or take the line out"
+            )
+        answer = [{"role": "assistant", "content": said}]
+    for name, value in ((asks, question), (replies, answer)):
+        if not all(isinstance(one, dict) for one in value):
+            raise DataError(
+                f"{place} has a list in {name} that holds no turns; give a text, or turns with role and content"
+            )
+    before = _history(row, low, place)
+    turns = [*_system(row, low, columns, place), *before, *question, *answer]
     return [_turn(one, columns, f"{place}, turn {n}") for n, one in enumerate(turns, 1)]
+
+
+def _history(row: Mapping[str, Any], low: Mapping[str, str], place: str) -> list[Any]:
+    """Earlier turns of Alpaca's form, whose answers are learned too: pairs of a question and its answer, or turns."""
+    name = low.get(HISTORY, "")
+    pairs = _decoded(row.get(name))
+    if not pairs:
+        return []
+    if isinstance(pairs, list) and all(isinstance(one, dict) for one in pairs):
+        return pairs
+    if not isinstance(pairs, list) or not all(map(_is_pair, pairs)):
+        raise DataError(
+            f"{place} has {_a(name)} that is no list of pairs; give [[question, answer], …] of the turns before, or take it out"
+        )
+    return [
+        {"role": role, "content": said}
+        for pair in pairs
+        for role, said in zip(("user", "assistant"), pair, strict=True)
+    ]
+
+
+def _is_pair(value: Any) -> bool:
+    return (
+        isinstance(value, list) and len(value) == 2 and all(isinstance(one, str) for one in value)
+    )
 
 
 def _refuse_half(row: Mapping[str, Any], asks: str | None, replies: str | None, place: str) -> None:
@@ -243,32 +290,46 @@ def _conversation(row: Mapping[str, Any], low: Mapping[str, str]) -> str | None:
 
 
 def _chosen(
-    row: Mapping[str, Any], low: Mapping[str, str], reading: RowReading, place: str
+    row: Mapping[str, Any],
+    low: Mapping[str, str],
+    reading: RowReading,
+    place: str,
+    pair: tuple[str, str],
 ) -> list[Any]:
     """The chosen answer of a preference pair, with what it answers."""
+    chosen, rejected = pair
     if reading.pairs is Pairs.refuse:
         raise DataError(
-            f"{place} is a preference pair ({low[CHOSEN]} and {low[REJECTED]}), and sft learns answers, not preferences; give --pairs chosen to learn the chosen answers alone"
+            f"{place} is a preference pair ({chosen} and {rejected}), and sft learns answers, not preferences; give --pairs chosen to learn the chosen answers alone"
         )
     columns = reading.columns
     asks = columns.prompt or _named(low, ASKS) or columns.messages or _conversation(row, low)
-    before, answer = _decoded(row[asks]) if asks else [], _decoded(row[low[CHOSEN]])
+    if asks is None:
+        asks = low.get(INPUTS[0])
+    before, answer = _as_turns(row[asks], columns) if asks else [], _as_turns(row[chosen], columns)
+    if isinstance(before, dict):
+        # OpenAI's input, which has tools beside its messages.
+        before = before.get("messages")
     if isinstance(before, str):
-        before = [{"role": "user", "content": before}] if before else []
+        extra = columns.input or _named(low, INPUTS)
+        more = "" if extra == asks else _text(row, extra, place)
+        before = [{"role": "user", "content": before + (f"\n\n{more}" if more else "")}]
+        before = before if before[0]["content"] else []
     if isinstance(answer, dict):
         answer = [answer]
     if isinstance(answer, str):
         if not before:
             raise DataError(
-                f"{place} has a chosen text and no prompt; name the column of the prompt with --columns.prompt"
+                f"{place} has a {chosen} text and no prompt; name the column of the prompt with --columns.prompt"
             )
         answer = [{"role": "assistant", "content": answer}]
     if not isinstance(before, list) or not isinstance(answer, list):
-        raise DataError(f"{place} has a {low[CHOSEN]} that is neither a text nor a list of turns")
+        name = chosen if isinstance(before, list) else asks
+        raise DataError(f"{place} has {_a(name)} that is neither a text nor a list of turns")
     # A chosen conversation that begins with its prompt is whole.
     whole = bool(answer) and isinstance(answer[0], dict)
     whole = whole and _role(answer[0], columns) != "assistant"
-    turns = answer if whole else [*before, *answer]
+    turns = answer if whole else [*_history(row, low, place), *before, *answer]
     made = [_turn(one, columns, f"{place}, turn {n}") for n, one in enumerate(turns, 1)]
     return [*_system(row, low, columns, place), *made]
 
@@ -297,27 +358,36 @@ def _turn(turn: Any, columns: Columns, place: str) -> dict[str, Any]:
         raise DataError(f"{place} is no object; give role and content")
     role, content = columns.role or _first(turn, ROLES), columns.content or _first(turn, CONTENTS)
     if role == "role" and content == "content":
-        return turn
+        return {**turn, role: _known(turn.get(role))}
     if role is None or not isinstance(turn.get(role), str):
         raise DataError(
             f"{place} lacks a text in role (or from); it has {', '.join(turn) or 'nothing'}; name the field with --columns.role"
         )
     who = turn[role]
     made = {name: value for name, value in turn.items() if name not in (role, content)}
-    if who.lower() in CALLS:
+    if who.strip().lower() in CALLS:
         return {
             **made,
             "role": "assistant",
             "content": None,
             "tool_calls": _calls(turn, content, place),
         }
-    known = ALIASES.get(who.lower())
+    known = ALIASES.get(who.strip().lower())
     if known is None and role != "role":
         raise DataError(
-            f"{place} is from {who!r}{nearest(who.lower(), list(ALIASES))}, which is nobody known; take {', '.join(ALIASES)} or {CALLS[0]}"
+            f"{place} is from {who!r}, who is nobody known{nearest(who, ALIASES) or ';'} take {', '.join(ALIASES)} or {CALLS[0]}"
         )
     said = turn.get(content) if content is not None else None
     return {"role": known or who, "content": said, **made}
+
+
+def _known(who: Any) -> Any:
+    """A role by its usual name; one that a template may name stays as it is, as those of answers of functions do."""
+    if not isinstance(who, str) or who in KNOWN:
+        return who
+    low = who.strip().lower()
+    alias = low if low in KNOWN else ALIASES.get(low)
+    return who if alias is None or (alias == "tool" and low != alias) else alias
 
 
 def _calls(turn: Mapping[str, Any], content: str | None, place: str) -> list[Any]:
@@ -356,18 +426,31 @@ def _text(row: Mapping[str, Any], name: str | None, place: str) -> str:
     """A text of a row; "" for a field that is not there or null."""
     value = "" if name is None else row.get(name)
     if value is not None and not isinstance(value, str):
-        raise DataError(f"{place} has a {name} that is no text; give a text")
+        raise DataError(f"{place} has {_a(name)} that is no text; give a text")
     return value or ""
 
 
 def _decoded(value: Any) -> Any:
-    """A list that a table holds as JSON; any other value as it is."""
-    if isinstance(value, str) and value.lstrip().startswith("[{"):
+    """A list of turns or of pairs that a table holds as JSON; any other value as it is."""
+    if isinstance(value, str) and value.lstrip().startswith(("[{", "[[")):
         try:
             return json.loads(value)
         except ValueError:
             return value
     return value
+
+
+def _as_turns(value: Any, columns: Columns) -> Any:
+    """Turns that a table holds as JSON; any other value as it is, such as an answer that is JSON itself."""
+    found = _decoded(value)
+    turns = isinstance(found, list) and all(
+        isinstance(one, dict) and (columns.role or _first(one, ROLES)) in one for one in found
+    )
+    return found if turns else value
+
+
+def _a(name: str | None) -> str:
+    return f"{'an' if name and name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
 def _role(turn: Mapping[str, Any], columns: Columns) -> str | None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from systolic.core.units import plural
 from systolic.sim.timeline import Resource, Span, Timeline
 
 LANES = {
@@ -45,9 +46,11 @@ class Unrolled:
     def note(self) -> str:
         """Note on what was left out."""
         if self.iterations is None:
-            return f"all {self.total:,} events of the step"
+            return f"all {plural(self.total, 'event')} of the step"
         first = "iteration" if self.iterations == 1 else f"{self.iterations} iterations"
-        return f"{len(self.events):,} of {self.total:,} events: of each loop the first {first}"
+        return (
+            f"{len(self.events):,} of {plural(self.total, 'event')}: of each loop the first {first}"
+        )
 
 
 def unroll(timeline: Timeline, cap: int) -> Unrolled:

@@ -109,6 +109,7 @@ def render(forecast: Forecast) -> str:
         "colours": colours,
         "tree": None if timeline is None else tree(timeline, groups, shown),
         "percent": figures.percent,
+        "plural": figures.plural,
         "duration": duration,
         "origin": readings.times(forecast),
         "memory_origin": readings.memory_origin(forecast).value,

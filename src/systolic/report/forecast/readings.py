@@ -7,6 +7,7 @@ from systolic.core.origin import Origin
 from systolic.core.units import duration, gibibytes, si
 from systolic.forecasting import Forecast
 from systolic.forecasting.cautions import summary
+from systolic.forecasting.forecast import TimeBound
 from systolic.report import figures
 from systolic.report.verdict import Tone, Verdict
 
@@ -81,9 +82,8 @@ def needed(forecast: Forecast) -> int:
 
 def bound(forecast: Forecast) -> str:
     """``a lower bound``, or ``open`` where an assumed part may take less too; empty of a complete time."""
-    if not forecast.is_lower_bound:
-        return ""
-    return "open" if forecast.is_assumed else "a lower bound"
+    words = {TimeBound.complete: "", TimeBound.lower: "a lower bound", TimeBound.open: "open"}
+    return words[forecast.bound]
 
 
 def least(forecast: Forecast) -> str:

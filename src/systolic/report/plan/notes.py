@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 
 from systolic.chips.flags import described
-from systolic.core.units import si
+from systolic.core.units import plural, si
 from systolic.planning.goal import days
 from systolic.planning.notes import (
     BaseFlags,
@@ -53,9 +53,9 @@ def text(note: PlanNote) -> str:
     """A note as one line, without a full stop."""
     match note:
         case OwnWork():
-            return f"the goal of {si(note.units)} {note.unit} is the job's own {note.steps:,} steps of {note.batch:,} examples; --{note.unit} sets another"
+            return f"the goal of {si(note.units)} {note.unit} is the job's own {plural(note.steps, 'step')} of {plural(note.batch, 'example')}; --{note.unit} sets another"
         case BatchDiffers():
-            return f"the job's batch is per device, so the global batch differs by slice ({note.smallest:,} to {note.largest:,} examples a step), which changes training; --batch sets one for all"
+            return f"the job's batch is per device, so the global batch differs by slice ({note.smallest:,} to {plural(note.largest, 'example')} a step), which changes training; --batch sets one for all"
         case ScheduleOnly():
             more = f"--finalists {note.full_compiles + 2} makes more full compiles"
             if note.asked:
@@ -90,7 +90,7 @@ def _not_compiled(note: NotCompiled) -> str:
     word = BETTER[note.objective]
     worth = f"up to {margin.share:.0%} {word}" if margin.share >= 0.005 else f"no {word}"
     return (
-        f"{margin.layouts:,} layouts that may fit were left out by estimates, not bounds ({margin.bounded:,} more by bounds): the best of them "
+        f"left out by estimates, not bounds: {plural(margin.layouts, 'layout')} that may fit ({margin.bounded:,} more by bounds); the best of them "
         f"is estimated {beside}; the {margin.compiled} compiled took {margin.low:.2f} to {margin.high:.2f} times such estimates, "
         f"so that one may be {worth} than the answer; --programs compiles more"
     )

@@ -92,6 +92,7 @@ def render(plan: Plan, plan_path: Path | None, root: Path | None = None) -> str:
         "more": max(len(found) - ROWS, 0),
         "colours": colours,
         "percent": figures.percent,
+        "plural": figures.plural,
         "interval": lambda one: _interval(one, best),
         "torus": None if best is None else _torus(best, root or cache_home()),
         "best": best,
@@ -119,7 +120,11 @@ def tiles(plan: Plan) -> list[Tile]:
     made, total = best.forecast, best.total
     price, kind = plan.goal.hourly(made.on), plan.goal.price_text
     found = [
-        Tile(label="done in", value=days(total.seconds), small=f"{total.steps:,.0f} steps"),
+        Tile(
+            label="done in",
+            value=days(total.seconds),
+            small=figures.plural(round(total.steps), "step"),
+        ),
         Tile(
             label="cost",
             value=readings.money(total.usd),

@@ -28,7 +28,7 @@ RULES = {
     RefusalRule.memory_bound: "weights, optimizer state and inputs alone exceed the memory",
     RefusalRule.estimate: "estimated slower than others of the slice",
     RefusalRule.more_memory: "keep at least as much memory as one that did not fit",
-    RefusalRule.larger: "larger than a slice of the same chip that fits",
+    RefusalRule.larger: "larger or dearer than the slice that fits",
     RefusalRule.divisibility: "no mesh divides the model and the batch",
     RefusalRule.unknown_chip: "the catalogue lacks a rate",
     RefusalRule.not_compiled: "not compiled",
@@ -112,7 +112,7 @@ def wall(one: Wall) -> str:
     parts.append(data)
     if one.preemptions and math.isfinite(one.seconds):
         lost = days(one.lost_seconds)
-        parts.append(f"{one.preemptions:.2g} preemptions expected, which cost {lost}")
+        parts.append(f"preemptions expected: {one.preemptions:.2g}, which cost {lost}")
     elif one.preemptions:
         parts.append("preemptions undo more than a start and half the steps of a checkpoint take")
     ends = [money(one.usd)] if one.usd is not None else []

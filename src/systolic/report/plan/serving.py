@@ -5,20 +5,22 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from systolic.core.units import dollars, duration
+from systolic.core.units import dollars, duration, plural
 from systolic.forecasting.demand import ASSUMED
 from systolic.planning.goal import priced
-from systolic.planning.serving import ServingCandidate, ServingPlan
+from systolic.planning.serving import DIR, ServingCandidate, ServingPlan
 from systolic.report.printing import print_lines
 
 WIDTH = 120
 REJECTED = 6
 """Rejections that are shown; JSON has all."""
+LEAST_TEXTS = 0.01
+"""Mean of texts under way below which it is only said that there are fewer."""
 UNCOMPILED = 4
 """Candidates known by their floors that are shown; JSON has all."""
 COLUMNS = (
     ("replicas", 9),
-    ("chips", 7),
+    ("chips", 9),
     ("$/h", 9),
     ("$/M", 7),
     ("$/M out", 9),
@@ -81,18 +83,36 @@ def _answer(plan: ServingPlan, best: ServingCandidate, width: int) -> list[Text]
     usd = fleet.usd_per_hour
     cost = "no price" if usd is None else f"{dollars(usd)} an hour"
     each = fleet.usd_per_million_tokens
-    million = "" if each is None else f", ${each:.3g} a million tokens"
-    answer = f"{fleet.replicas:,} x {best.name}, {best.chips:,} chips: {cost}{million}; {fleet.headroom:.0%} more requests would keep the limits"
+    million = "" if each is None else f", {dollars(each)} a million tokens"
+    answer = f"{fleet.replicas:,} x {best.name}, {plural(best.chips, 'chip')}: {cost}{million}; {_headroom(fleet.headroom)} more requests would keep the limits"
     engines = fleet.replicas * fleet.engines
-    why = f"each of {engines:,} engines: {state.requests_per_second:.3g} requests a second, {state.requests:,.0f} texts under way (99 % of the time up to {state.most_requests:,.0f}, room for {best.room:,}); first token {duration(state.first_token_seconds)} on average and {duration(state.late_first_token_seconds)} for 99 %, {duration(state.token_seconds)} per token"
+    many = "the engine" if engines == 1 else f"each of {engines:,} engines"
+    why = f"{many}: {state.requests_per_second:.3g} requests a second, {_texts(state.requests)} texts under way (99 % of the time up to {best.most_texts:,}, room for {best.room:,}); first token {duration(state.first_token_seconds)} on average and {duration(state.late_first_token_seconds)} for 99 %, {duration(state.token_seconds)} per token"
     price = priced(best.on, plan.price)
     rate = f"prices {plan.price.value}, {price['price_region']}, {price['price_as_of']}"
     kind = "the compiler's schedule" if best.quick else "a full compile"
     shown = [Text(line, style="bold green") for line in _wrapped(answer, width)]
     shown += [Text(line) for line in _wrapped(why, width)]
     shown.append(Text(f"steps by {kind}; {rate}" if usd is not None else f"steps by {kind}"))
-    shown.append(Text(f"run       systolic serve {plan.name} {best.options}", style="bold cyan"))
+    for number, command in enumerate(plan.commands):
+        shown.append(Text(f"{'' if number else 'run':<10}{command}", style="bold cyan"))
+    if plan.commands[-1].split()[2] == DIR:
+        shown.append(
+            Text(f"{'':<10}{DIR} is a run, a Bundle or a folder with the weights", style="dim")
+        )
     return shown
+
+
+def _texts(number: float) -> str:
+    """Texts under way in the mean: ``760``, ``0.59``, ``<0.01``."""
+    if number < LEAST_TEXTS:
+        return f"<{LEAST_TEXTS}"
+    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
+
+
+def _headroom(share: float) -> str:
+    """``84%``, or ``1,200 times`` from ten times on."""
+    return f"{share:,.0f} times" if share >= 10 else f"{share:.0%}"
 
 
 def _table(candidates: Sequence[ServingCandidate], width: int, title: str) -> list[Text]:
@@ -125,15 +145,15 @@ def _cells(one: ServingCandidate) -> tuple[str, ...]:
         "-" if fleet.usd_per_hour is None else f"{fleet.usd_per_hour:,.2f}",
         _dollars(fleet.usd_per_million_tokens),
         _dollars(fleet.usd_per_million_output_tokens),
-        f"{state.requests:,.0f}",
+        _texts(state.requests),
         duration(state.late_first_token_seconds),
         duration(state.token_seconds),
-        f"{fleet.headroom:.0%}",
+        f"{fleet.headroom:,.0f} x" if fleet.headroom >= 10 else f"{fleet.headroom:.0%}",
     )
 
 
 def _dollars(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
+    return "-" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def _wrapped(text: str, width: int, first: str = "", rest: str = "") -> list[str]:

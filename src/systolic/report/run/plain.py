@@ -94,7 +94,11 @@ def line_of(record: dict[str, Any], steps: int | None) -> str:
 def evaluating_text(record: dict[str, Any]) -> str:
     """Progress of an evaluation: ``validation: 12 of 32 batches``."""
     of = f" of {record['of']}" if record.get("of") else ""
-    return f"{record.get('split')}: {record.get('batches')}{of} batches"
+    return f"{record.get('split')}: {record.get('batches')}{of} {_batches(record.get('of') or record.get('batches'))}"
+
+
+def _batches(number: Any) -> str:
+    return "batch" if number == 1 else "batches"
 
 
 def part_text(record: dict[str, Any]) -> str:
@@ -102,7 +106,7 @@ def part_text(record: dict[str, Any]) -> str:
     batches, of = record.get("batches"), record.get("of")
     if batches is None or batches == of:
         return ""
-    return f", {batches} of {of} batches" if of else f", {batches} batches"
+    return f", {batches}{f' of {of}' if of else ''} {_batches(of or batches)}"
 
 
 def headline(start: dict[str, Any]) -> str:
@@ -115,7 +119,7 @@ def headline(start: dict[str, Any]) -> str:
     if start.get("batch"):
         parts.append(f"batch {figures.count(start['batch'])}")
     if start.get("steps"):
-        parts.append(f"{figures.count(start['steps'])} steps")
+        parts.append(f"{figures.count(start['steps'])} step{'' if start['steps'] == 1 else 's'}")
     if start.get("resumed_from") is not None:
         parts.append(f"resumed from step {figures.count(start['resumed_from'])}")
     return terminal.one_line(" · ".join(parts), 200)

@@ -16,6 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from systolic.core.units import plural
 from systolic.report import figures
 from systolic.report.run import plain
 from systolic.report.terminal import BoundedCurve, sparkline
@@ -111,7 +112,7 @@ class Screen:
         with self._noting:
             lines, self._lines = self._lines, []
             unsaid, self._unsaid = self._unsaid, 0
-        more = [Text(f"        and {unsaid} more lines", style="dim")] if unsaid else []
+        more = [Text(f"        and {plural(unsaid, 'more line')}", style="dim")] if unsaid else []
         return lines + more
 
     def draw(self) -> None:

@@ -10,7 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from systolic.core.units import duration
+from systolic.core.units import duration, plural
 from systolic.report import terminal
 from systolic.report.area import LiveArea
 from systolic.report.tune import readings
@@ -106,7 +106,7 @@ def drawing(study: StudyResult, spent: str) -> Group:
         finished_style="green",
     )
     counted = Text(f"{study.finished}", style="bold")
-    counted.append(f" of {study.total} trials", "not bold")
+    counted.append(f" of {plural(study.total, 'trial')}", "not bold")
     head.add_row(bar, counted, Text(spent, style="dim"))
     rows = [_row("", readings.counted(study), "dim")]
     running = [row for row in study.rows if row.state == "running"]

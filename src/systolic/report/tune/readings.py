@@ -57,7 +57,7 @@ def verdict(study: StudyResult) -> Verdict:
         found = f"{figures.plural(len(study.front), 'trial')} on the Pareto front"
     if study.finished < study.total:
         why = f"; {study.stopped}" if study.stopped else ""
-        word = f"{study.finished} of {study.total} trials"
+        word = f"{study.finished} of {figures.plural(study.total, 'trial')}"
         return Verdict(word=word, sentence=f"{found}{why}", tone=Tone.neutral)
     return Verdict(word="done", sentence=found, tone=Tone.good)
 
@@ -110,7 +110,7 @@ def spreads(study: StudyResult) -> list[SeedFigures]:
                 deviation=""
                 if one["deviation"] is None
                 else _precise(name, one["deviation"], ".2g"),
-                seeds=f"{count} seeds" if count == total else f"{count} of {total} seeds",
+                seeds=f"{'' if count == total else f'{count} of '}{figures.plural(total, 'seed')}",
             )
         )
     return found

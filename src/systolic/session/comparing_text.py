@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from systolic.cli.speed_rows import speed_rows, timed_lines
 from systolic.core.units import si
 from systolic.session.comparing import ComparedModel, Comparison
+from systolic.session.speed_rows import speed_rows, timed_lines
 
 NONE = "-"
 Cell = Callable[[ComparedModel], str]
@@ -21,6 +21,8 @@ def lines(made: Comparison) -> list[str]:
 
     add("model", lambda side: f"{side.kind}, {side.precision} here")
     add("parameters", lambda side: f"{side.parameters:,}")
+    if any(side.adapter_parameters for side in sides):
+        add("  of its adapters", lambda side: f"{side.adapter_parameters:,}")
     add("weights in memory", lambda side: si(side.bytes, "B"))
     for dtype in _names(side.bytes_by_dtype for side in sides):
         add(f"  {dtype}", lambda side, dtype=dtype: _bytes(side.bytes_by_dtype.get(dtype)))
