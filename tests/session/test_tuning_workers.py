@@ -4,6 +4,7 @@ import json
 import os
 import random
 import signal
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -119,9 +120,8 @@ def test_a_worker_that_was_suspended_goes_on_with_its_trial(tmp_path: Path) -> N
     worker.suspend()
     made = tuning_of([RECIPE, *SEARCH, f"--study={folder}", *words])[0]
     with closing(made.open()) as shared:
-        with shared._storage.engine.begin() as connection:
-            past = "UPDATE trial_heartbeats SET heartbeat='2020-01-01 00:00:00.000000'"
-            connection.exec_driver_sql(past)
+        with closing(sqlite3.connect(folder / "study.db")) as connection, connection:
+            connection.execute("UPDATE systolic_claims SET beat = beat - 3600")
         other = TrialWorker(tuning=made, shared=shared)
         assert shared.claim(1, this_worker(), other._is_busy) is None
         assert shared.trials(1)[0].state.name == "RUNNING"

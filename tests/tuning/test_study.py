@@ -88,9 +88,9 @@ def test_a_worker_elsewhere_is_gone_without_heartbeats(tmp_path: Path) -> None:
     made_stale(shared)
     assert shared.claim(1, this_worker()).number == record.number
     assert shared.claim(1, "elsewhere/2/0") is None
-    assert not shared.release(record._trial_id, "elsewhere/1/0")
-    assert shared.release(record._trial_id, this_worker())
-    assert not shared.release(record._trial_id, this_worker())
+    assert not shared.release(record.number, "elsewhere/1/0")
+    assert shared.release(record.number, this_worker())
+    assert not shared.release(record.number, this_worker())
 
 
 def test_two_that_find_a_worker_gone_do_not_both_get_its_trial(
@@ -109,7 +109,7 @@ def test_two_that_find_a_worker_gone_do_not_both_get_its_trial(
 
     monkeypatch.setattr("systolic.tuning.study.is_gone", gone)
     assert first.claim(1, "elsewhere/3/0") is None
-    assert second.owns(taken[1]._trial_id, "elsewhere/2/0")
+    assert second.owns(taken[1].number, "elsewhere/2/0")
 
 
 CHILD = """
@@ -126,7 +126,7 @@ record = shared.claim(1, this_worker())
 lock = Lock(folder / "run")
 print(this_worker(), flush=True)
 input()
-shared.note(record._trial_id, owned=shared.owns(record._trial_id, this_worker()))
+shared.note(record.number, owned=shared.owns(record.number, this_worker()))
 """
 
 
@@ -137,9 +137,10 @@ def child(folder: Path, *before: str) -> subprocess.Popen[str]:
 
 
 def made_stale(shared: SharedStudy) -> None:
-    with shared._storage.engine.begin() as connection:
-        past = "UPDATE trial_heartbeats SET heartbeat='2020-01-01 00:00:00.000000'"
-        connection.exec_driver_sql(past)
+    """Puts all heartbeats an hour back."""
+    database = shared.where.url.removeprefix("sqlite:///")
+    with closing(sqlite3.connect(database)) as connection, connection:
+        connection.execute("UPDATE systolic_claims SET beat = beat - 3600")
 
 
 def test_a_worker_that_was_suspended_keeps_the_trial_that_it_trains(tmp_path: Path) -> None:
@@ -151,7 +152,7 @@ def test_a_worker_that_was_suspended_keeps_the_trial_that_it_trains(tmp_path: Pa
         made_stale(shared)
         assert shared.claim(1, this_worker(), lambda _: is_held(run)) is None
         (before,) = shared.trials(1)
-        assert (before.state.name, before.user_attrs) == ("RUNNING", {"worker": name})
+        assert (before.state.name, before.user_attrs["worker"]) == ("RUNNING", name)
         other.communicate("\n")
     assert shared.trials(1)[0].user_attrs["owned"]
     # It has ended, and the next worker gets the trial.
@@ -182,7 +183,7 @@ def test_two_that_ask_for_the_last_dollars_do_not_both_go_without(tmp_path: Path
     shared = study(tmp_path)
     records = [shared.claim(2, f"elsewhere/{number}/0") for number in range(2)]
     for one in records:
-        shared.note(one._trial_id, dollars=3.0)
+        shared.note(one.number, dollars=3.0)
     left: list[float] = []
 
     def ask(own: SharedStudy, record: Any) -> None:
@@ -344,13 +345,13 @@ def test_no_settings_are_drawn_twice_while_there_are_others(
 def test_an_interrupted_trial_costs_what_it_made(tmp_path: Path) -> None:
     shared = study(tmp_path)
     record = shared.claim(2, this_worker())
-    shared.note(record._trial_id, dollars=4.0)
+    shared.note(record.number, dollars=4.0)
     assert shared.grant(record, 4.0, 10.0) == 10.0
     other = shared.claim(2, "elsewhere/1/0")
     # While it runs, its full cost is reserved.
     assert shared.grant(other, 1.0, 10.0) == 6.0
-    shared.note(record._trial_id, share=0.25, steps=5, seconds=3.0)
-    assert shared.release(record._trial_id, this_worker())
+    shared.note(record.number, share=0.25, steps=5, seconds=3.0)
+    assert shared.release(record.number, this_worker())
     assert shared.grant(other, 1.0, 10.0) == 9.0
     aims = [Aim(name="loss", mode=Mode.min)]
     row = rows_of(shared, 2, [LEARNED], aims, tmp_path)[0]
@@ -364,12 +365,12 @@ def test_a_killed_trial_keeps_its_dollars_whatever_the_total(tmp_path: Path) -> 
     """It could not note its steps, so all of them count until it ends."""
     shared = study(tmp_path)
     record = shared.claim(3, "elsewhere/1/0")
-    shared.note(record._trial_id, dollars=4.0, begun=(0, 1))
-    assert shared.release(record._trial_id, "elsewhere/1/0")
+    shared.note(record.number, dollars=4.0, begun=(0, 1))
+    assert shared.release(record.number, "elsewhere/1/0")
     other = shared.claim(3, this_worker())
     assert other.number == 0
     third = shared.claim(3, this_worker())
-    assert shared.release(other._trial_id, this_worker())
+    assert shared.release(other.number, this_worker())
     assert shared.grant(third, 1.0, 10.0) == 6.0
     aims = [Aim(name="loss", mode=Mode.min)]
     assert rows_of(shared, 3, [LEARNED], aims, tmp_path)[0].dollars == 4.0
@@ -424,7 +425,7 @@ def filled(folder: Path) -> None:
     with closing(study(folder)) as shared, shared.reported():
         for number in range(100):
             record = shared.claim(100, this_worker())
-            shared.note(record._trial_id, text="x" * 1000 * number)
+            shared.note(record.number, text="x" * 1000 * number)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
