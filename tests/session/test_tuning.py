@@ -47,7 +47,7 @@ def work(made: Tuning) -> StudyResult:
         total=made.trials,
         searched=made.searched,
         aims=made.aims,
-        importance=importance(shared, made.aims, made.searched),
+        importance=importance(shared.study, made.aims, made.searched),
         stopped=worker.stopped,
     )
 

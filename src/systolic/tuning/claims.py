@@ -30,8 +30,8 @@ class Claim:
     """Time since its last heartbeat."""
     is_granted: bool
     """Whether its dollars are reserved in the budget."""
-    outcome: Mapping[str, Any] | None
-    """How its worker ended it; None before."""
+    outcome: str | None
+    """How its worker ended it, as JSON; None before."""
 
 
 class Claims:
@@ -69,7 +69,7 @@ class Claims:
                     worker=worker,
                     silent_seconds=float(silent),
                     is_granted=bool(granted),
-                    outcome=None if outcome is None else json.loads(outcome),
+                    outcome=outcome,
                 )
                 for trial, worker, silent, granted, outcome in rows
                 if trial != _WHOLE
@@ -129,9 +129,7 @@ class Claims:
 
     def grant(self, connection: Any, trial: str) -> None:
         """Marks a trial's dollars as reserved, in the transaction of :meth:`granting`."""
-        connection.execute(
-            self._table.update().where(*self._row(trial)).values(is_granted=True)
-        )
+        connection.execute(self._table.update().where(*self._row(trial)).values(is_granted=True))
 
     @property
     def _now(self) -> Any:

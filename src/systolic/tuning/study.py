@@ -31,7 +31,7 @@ CONTENTS = ("recipe file", "modules", "data", "precision", "devices")
 CLAIM = "claim"
 """Trial attribute: key of its claim, unique, since a study that is deleted and made again has the same name and numbers."""
 WORKER = "worker"
-"""Trial attribute: the worker that has it, or had it last. Earlier versions kept claims here."""
+"""Trial attribute: the worker that has it, had it last or created it. Earlier versions kept claims here."""
 GRANTED = "granted"
 """Trial attribute of earlier versions: its dollars are reserved in the budget."""
 UNKNOWN_WORKER = "unknown"
@@ -130,6 +130,7 @@ class SharedStudy:
         self._keys: dict[int, str] = {}
         self._ids: dict[int, int] = {}
         self._study = self._open(directions)
+        self._study_id = self._storage.get_study_id_from_name(where.name)
         self.settle(definition)
 
     def _open(self, directions: Sequence[str]) -> Any:
@@ -209,9 +210,8 @@ class SharedStudy:
     def _id(self, number: int) -> int:
         """Optuna's id of a trial."""
         if number not in self._ids:
-            study = self._storage.get_study_id_from_name(self.where.name)
-            found = self._storage.get_trial_id_from_study_id_trial_number(study, number)
-            self._ids[number] = found
+            find = self._storage.get_trial_id_from_study_id_trial_number
+            self._ids[number] = find(self._study_id, number)
         return self._ids[number]
 
     # Claims
@@ -246,8 +246,8 @@ class SharedStudy:
             if len(trials) >= total:
                 return None
             # Two processes at once may create one too many, which waits for a larger total.
-            new = optuna().create_trial(state=waiting, user_attrs={CLAIM: uuid.uuid4().hex})
-            self._study.add_trial(new)
+            kept = {CLAIM: uuid.uuid4().hex, WORKER: worker}
+            self._study.add_trial(optuna().create_trial(state=waiting, user_attrs=kept))
 
     def drawn(self, record: Any, sampler: Any, pruner: Any) -> Any:
         """A claimed trial as an Optuna trial, which draws values and takes reports.
@@ -268,9 +268,10 @@ class SharedStudy:
         with _unless_ended():
             own = self._id(number)
             self._storage.set_trial_state_values(own, state=optuna().trial.TrialState.RUNNING)
-            self._storage.set_trial_user_attr(own, WORKER, worker)
-            records = self._study.get_trials(deepcopy=False)
-            return next(one for one in records if one.number == number)
+            record = self._storage.get_trial(own)
+            if record.user_attrs.get(WORKER) != worker:
+                self._storage.set_trial_user_attr(own, WORKER, worker)
+            return record
         return None
 
     def beat(self, number: int, worker: str) -> bool:
@@ -306,7 +307,7 @@ class SharedStudy:
             if not gone and not silent:
                 continue
             if claim.outcome is not None:
-                self._tell(number, claim.outcome)
+                self._tell(number, json.loads(claim.outcome))
                 changed = True
             elif not is_busy(number):
                 release = self._claims.release if gone else self._claims.release_silent
@@ -359,8 +360,6 @@ class SharedStudy:
         states = optuna().trial.TrialState
         # After the last point of a grid, Optuna stops its optimize loop, which is not used here.
         with contextlib.suppress(RuntimeError):
-            # A worker of an earlier version may have let it wait.
-            self._storage.set_trial_state_values(self._id(number), state=states.RUNNING)
             self._study.tell(
                 number,
                 outcome.get("values"),
@@ -440,6 +439,8 @@ def _opened(where: StudyAddress) -> tuple[Any, Any]:
 
     def made() -> tuple[Any, Any]:
         engine = sqlalchemy().create_engine(where.url, **arguments)
+        if where.url.startswith("sqlite"):
+            sqlalchemy().event.listen(engine, "connect", _log_ahead)
         # Optuna's storage sets options of the pool for MySQL, and so can't be given one.
         mysql = engine.dialect.name == "mysql"
         shared = dict(arguments) if mysql else {"pool": engine.pool}
@@ -461,9 +462,6 @@ def _claims(where: StudyAddress, engine: Any, stale_seconds: int) -> Claims:
     claims = Claims(engine, where.name, stale_seconds)
     with _reported(where):
         _retried(claims.create)
-        if where.url.startswith("sqlite"):
-            sqlalchemy().event.listen(engine, "connect", _log_ahead)
-            engine.pool.dispose()
     return claims
 
 
@@ -512,6 +510,10 @@ def _reported(where: StudyAddress) -> Generator[None]:
         if "disk is full" in reason:
             raise RunError(
                 f"the storage {where.shown} could not be written ({reason}); free space and rerun to continue the study"
+            ) from error
+        if "permission denied" in reason:
+            raise RunError(
+                f"the storage {where.shown} refuses its user ({reason}); grant it the right to create tables and to write, or check --storage"
             ) from error
         away = (sqlalchemy().exc.OperationalError, optuna().exceptions.StorageInternalError)
         other = any(words in reason for words in UNKNOWN)
