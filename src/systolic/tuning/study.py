@@ -125,22 +125,27 @@ class SharedStudy:
         self.where = where
         self._kept = None if runs is None else runs.with_suffix(".json")
         self.beat_seconds = max(stale_seconds // BEATS, 1)
-        self._engine, self._storage = _opened(where)
-        self._claims = _claims(where, self._engine, stale_seconds)
         self._keys: dict[int, str] = {}
         self._ids: dict[int, int] = {}
-        self._study = self._open(directions)
-        self._study_id = self._storage.get_study_id_from_name(where.name)
-        self.settle(definition)
+        self._engine, self._storage = _opened(where)
+        with contextlib.ExitStack() as unless_open:
+            unless_open.callback(self.close)
+            self._claims = _claims(where, self._engine, stale_seconds)
+            self._study, self._study_id = self._open(directions)
+            self.settle(definition)
+            unless_open.pop_all()
 
-    def _open(self, directions: Sequence[str]) -> Any:
+    def _open(self, directions: Sequence[str]) -> tuple[Any, int]:
+        """Optuna's study and its id."""
+        name = self.where.name
         with _reported(self.where):
-            return optuna().create_study(
+            study = optuna().create_study(
                 storage=self._storage,
-                study_name=self.where.name,
+                study_name=name,
                 directions=list(directions),
                 load_if_exists=True,
             )
+            return study, self._storage.get_study_id_from_name(name)
 
     def settle(self, definition: Mapping[str, Any]) -> None:
         """Checks a definition against the stored one; parts that the study lacks are added, since earlier versions stored fewer.
@@ -444,7 +449,11 @@ def _opened(where: StudyAddress) -> tuple[Any, Any]:
         # Optuna's storage sets options of the pool for MySQL, and so can't be given one.
         mysql = engine.dialect.name == "mysql"
         shared = dict(arguments) if mysql else {"pool": engine.pool}
-        return engine, optuna().storages.RDBStorage(where.url, engine_kwargs=shared)
+        try:
+            return engine, optuna().storages.RDBStorage(where.url, engine_kwargs=shared)
+        except BaseException:
+            engine.dispose()
+            raise
 
     with _driven(where), _reported(where):
         _check_own(where)
