@@ -1,4 +1,4 @@
-"""Finds public names that nothing uses, classes of one name, and attributes that are asked for by luck."""
+"""Finds public names that nothing uses, classes of one name, attributes that are asked for by luck, and private names of others."""
 
 import ast
 import re
@@ -9,7 +9,12 @@ from pathlib import Path
 USERS = ("src", "benchmarks", "examples", "docs", "README.md")
 """Folders and files of a project whose words count as a use; tests alone do not."""
 
+DOCUMENTED = {"_exit", "_getframe", "_replace"}
+"""Names of Python's library that are public in spite of their underscore."""
+
 _WORD = re.compile(r"[A-Za-z_]\w*")
+_DOTTED = re.compile(r"[a-z]\w*(\.\w+)+")
+_PRIVATE = re.compile(r"_(?!_)")
 _PATH = re.compile(r"[A-Za-z_][\w.:]*")
 _TEMPLATE = re.compile(r"\{[{%].*?[}%]\}", re.DOTALL)
 _CODE = re.compile(r"```.*?```|`[^`]+`", re.DOTALL)
@@ -78,6 +83,53 @@ def by_luck(root: Path) -> list[str]:
                     asked = ast.unparse(call.args[1]).strip("'\"")
                     found.append(f"{path.relative_to(package).as_posix()}:{where}:{asked}")
     return sorted(found)
+
+
+def intrusions(root: Path) -> list[str]:
+    """Private names of other projects in the package, as ``path:name``: modules, what is imported of them, and attributes.
+
+    Such a name has a part with a leading underscore. A module counts as well where a text names it, as for ``import_module``.
+    An attribute is another's if its file defines none of the name.
+    """
+    found: set[str] = set()
+    package = root / "src"
+    for path in sorted(package.rglob("*.py")):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        own = {name for node in nodes for name in _defined(node)} | DOCUMENTED
+        where = path.relative_to(package).as_posix()
+        found |= {
+            f"{where}:{name}"
+            for node in nodes
+            for name in _foreign(node)
+            if name not in own and any(_PRIVATE.match(part) for part in name.split("."))
+        }
+    return sorted(found)
+
+
+def _defined(node: ast.AST) -> list[str]:
+    """Names that a node of a file defines, attributes of ``self`` among them."""
+    match node:
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+            return [node.name]
+        case ast.Name(ctx=ast.Store()):
+            return [node.id]
+        case ast.Attribute(value=ast.Name(id="self" | "cls")):
+            return [node.attr]
+    return []
+
+
+def _foreign(node: ast.AST) -> list[str]:
+    """Modules, imported names and attributes of a node that may be another project's."""
+    match node:
+        case ast.Import():
+            return [alias.name for alias in node.names]
+        case ast.ImportFrom(module=str(module), level=0) if not module.startswith("systolic"):
+            return [f"{module}.{alias.name}" for alias in node.names]
+        case ast.Call(args=[ast.Constant(value=str(text)), *_]) if _DOTTED.fullmatch(text):
+            return [text]
+        case ast.Attribute():
+            return [node.attr]
+    return []
 
 
 def missing(root: Path) -> list[str]:
