@@ -34,7 +34,10 @@ NUMERIC = (
     *("models/test_interleaved.py", "models/test_rolling.py", "session", "steps"),
 )
 """Folders and files whose tests compare numbers, for which XLA's costly passes are left out: they change only rounding."""
-DEFAULT = (*NUMERIC, "explaining", "models", "serving/batch", "serving/text", "training")
+DEFAULT = (
+    *(*NUMERIC, "artifact", "data", "explaining", "exporting", "models", "predicting", "recipes"),
+    *("serving", "training"),
+)
 """The same of default tests; slow ones of the last folders have programs as users do."""
 
 
@@ -107,6 +110,18 @@ class KeptPrograms:
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
             "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "none",
         }
+
+
+def with_packages(home: Path) -> None:
+    """Lets a cache of the tests have the packages of formats that the user's has (``python -m systolic.exporting.packages``)."""
+    from systolic.core.store import cache_home
+    from systolic.exporting.packages import FOLDER
+
+    home.mkdir(parents=True, exist_ok=True)
+    installed = cache_home() / FOLDER
+    if installed.is_dir():
+        with suppress(FileExistsError):
+            (home / FOLDER).symlink_to(installed)
 
 
 @contextmanager

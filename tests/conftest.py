@@ -16,7 +16,14 @@ import psutil
 import pytest
 from hypothesis import settings
 
-from tests.compiles import KeptPrograms, cheap, compiles_little, compiling, is_counted
+from tests.compiles import (
+    KeptPrograms,
+    cheap,
+    compiles_little,
+    compiling,
+    is_counted,
+    with_packages,
+)
 from tests.order import longest_first, turns, workers
 
 # What tests and packages import lives as long as the worker: a full collection has nothing to find among it.
@@ -100,6 +107,7 @@ def programs(
     # One folder for all workers: the store of answers is made for several processes at once.
     shared = cache.mkdir("xla") if cache else base / "shared"
     home = cache.mkdir("home") if cache else base / "home"
+    with_packages(home / "systolic")
     made = KeptPrograms(shared, base / "xla")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(home))
