@@ -42,6 +42,8 @@ TURN = "SYSTOLIC_TESTS_TURN"
 PROGRAMS = pytest.StashKey[KeptPrograms]()
 SLOW = pytest.StashKey[bool]()
 """Whether slow tests run, which have programs as users do in some folders."""
+TIERS = ("slow", "parity", "long")
+"""Marks of tests that a plain ``pytest`` leaves out."""
 REPEATED = 20
 """Failures that the command to repeat them names; beyond, it takes those of the last run."""
 FULL_BYTES = 1 << 30
@@ -95,7 +97,8 @@ def pytest_terminal_summary(
     failed = list(dict.fromkeys(report.nodeid for report in reports))
     if failed:
         named = failed if len(failed) <= REPEATED else ["--last-failed"]
-        mark = ["-m", config.option.markexpr] if config.stash[SLOW] else []
+        tier = config.option.markexpr
+        mark = ["-m", tier] if tier in TIERS else []
         terminalreporter.section("to repeat what failed", blue=True)
         terminalreporter.line(shlex.join(["python", "-m", "pytest", "-n0", *mark, *named]))
 
