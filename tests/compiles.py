@@ -59,32 +59,32 @@ def is_counted(file: Path) -> bool:
 class KeptPrograms:
     """Programs that JAX compiled, shared by workers and by runs.
 
-    JAX writes entries of its persistent cache in place, so that another process can read half of one. Each
-    worker therefore has a folder of its own; whole entries move between it and the shared one, by hard links,
-    before and after a file of tests.
+    JAX writes entries of its persistent cache in place, so that another process can read half of one, and a child
+    that is killed leaves half of one. Each worker therefore has a folder of its own, and one for its children;
+    whole entries move between them and the shared one, by hard links, before a file of tests.
 
     Args:
         shared: Folder that all workers and later runs read.
-        own: This worker's folder.
+        base: Folder of this worker.
     """
 
-    def __init__(self, shared: Path, own: Path) -> None:
-        self.shared, self.own = shared / _surroundings(), own
-        self._known: set[str] = set()
-        for folder in (self.shared, self.own):
+    def __init__(self, shared: Path, base: Path) -> None:
+        self.shared, self.own = shared / _surroundings(), base / "xla"
+        self._children = base / "xla-children"
+        for folder in (self.shared, self.own, self._children):
             folder.mkdir(parents=True, exist_ok=True)
 
     def exchange(self) -> None:
-        """Takes what others compiled, and gives what this worker did."""
-        here, there = _names(self.own), _names(self.shared)
-        for name in there - here:
-            with suppress(OSError):
-                _link(self.shared / name, self.own / name)
-        for name in here - there - self._known:
-            with suppress(OSError):
-                if _is_whole(self.own / name):
-                    _link(self.own / name, self.shared / name)
-        self._known |= here
+        """Takes what others compiled, and gives what this worker and its children did."""
+        for folder in (self.own, self._children):
+            here, there = _names(folder), _names(self.shared)
+            for name in there - here:
+                with suppress(OSError):
+                    _link(self.shared / name, folder / name)
+            for name in here - there:
+                with suppress(OSError):
+                    if _is_whole(folder / name):
+                        _link(folder / name, self.shared / name)
 
     def prune(self) -> None:
         """Removes the oldest entries beyond :data:`KEPT_BYTES`, and folders of other versions."""
@@ -100,12 +100,9 @@ class KeptPrograms:
             size -= stat.st_size
 
     def variables(self) -> dict[str, str]:
-        """Environment of children that keep their programs for one another, while this run lasts.
-
-        A child may be killed while it writes, so that its folder is nobody else's.
-        """
+        """Environment of children, which keep their programs for one another."""
         return {
-            "JAX_COMPILATION_CACHE_DIR": str(self.own.with_name("xla-children")),
+            "JAX_COMPILATION_CACHE_DIR": str(self._children),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
             "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "none",
@@ -125,8 +122,9 @@ def with_packages(home: Path) -> None:
 
 
 @contextmanager
-def compiling(folder: Path | None, little: bool) -> Iterator[None]:
-    """Compiles of this process find and keep programs in a folder, without costly passes if ``little``."""
+def compiling(programs: KeptPrograms | None, little: bool) -> Iterator[None]:
+    """Compiles of this process and its children find and keep programs, without costly passes if ``little``."""
+    folder = None if programs is None else programs.own
     settings: dict[str, object] = {
         "jax_compilation_cache_dir": None if folder is None else str(folder),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
@@ -135,6 +133,9 @@ def compiling(folder: Path | None, little: bool) -> Iterator[None]:
         "jax_persistent_cache_enable_xla_caches": "none",
     }
     with pytest.MonkeyPatch.context() as patch:
+        if programs is not None:
+            for name, value in programs.variables().items():
+                patch.setenv(name, value)
         if little:
             settings["jax_disable_most_optimizations"] = True
             patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")

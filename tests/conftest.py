@@ -114,11 +114,9 @@ def programs(
     shared = cache.mkdir("xla") if cache else base / "shared"
     home = cache.mkdir("home") if cache else base / "home"
     with_packages(home / "systolic")
-    made = KeptPrograms(shared, base / "xla")
+    made = KeptPrograms(shared, base)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(home))
-        for name, value in made.variables().items():
-            patch.setenv(name, value)
         yield made
     made.exchange()
     made.prune()
@@ -130,7 +128,7 @@ def compiled_once(request: pytest.FixtureRequest, programs: KeptPrograms) -> Ite
     file = request.path.relative_to(Path(__file__).parent)
     programs.exchange()
     little = compiles_little(file, slow=request.config.stash[SLOW])
-    with compiling(None if is_counted(file) else programs.own, little):
+    with compiling(None if is_counted(file) else programs, little):
         yield
     if psutil.Process().memory_info().rss > FULL_BYTES:
         import jax
