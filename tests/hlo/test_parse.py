@@ -66,7 +66,9 @@ def compact(text: str) -> str:
         named = {f"%{one[1]}": f"%{one[2]}#{one[3]}" for one in part.finditer(computation)}
         computation = part.sub("", computation)
         for _ in range(2):  # parts of parts
-            computation = re.sub(r"%[\w.-]+", lambda one: named.get(one[0], one[0]), computation)
+            computation = re.sub(
+                r"%[\w.-]+", lambda one, named=named: named.get(one[0], one[0]), computation
+            )
         made.append(computation)
     return "\n}\n".join(made)
 
