@@ -8,15 +8,20 @@ import shutil
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
-CHEAP = (
-    "--xla_cpu_use_fusion_emitters=false",
-    "--xla_cpu_parallel_codegen_split_count=1",
-)
-"""XLA's flags for a CPU: without emitters of fusions, which take most of the time of a compile, and in one module."""
+CHEAP = {
+    "--xla_cpu_use_fusion_emitters=false": "0.11.1",
+    "--xla_cpu_parallel_codegen_split_count=1": None,
+}
+"""XLA's flags for a CPU: without emitters of fusions, which take most of the time of a compile, and in one module.
+
+Each with the jaxlib that knows it no more, which would end the process.
+"""
 VERSIONS = ("jax", "jaxlib", "numpy")
 """Packages whose versions name the folder of kept programs."""
 KEPT_BYTES = 1 << 30
@@ -42,8 +47,10 @@ DEFAULT = (
 
 
 def cheap(flags: str) -> str:
-    """``XLA_FLAGS`` with the flags of a cheap compile, where they are not given."""
-    more = [one for one in CHEAP if one.partition("=")[0] not in flags]
+    """``XLA_FLAGS`` with the flags of a cheap compile, where they are known and not given."""
+    own = Version(version("jaxlib"))
+    known = [one for one, gone in CHEAP.items() if gone is None or own < Version(gone)]
+    more = [one for one in known if one.partition("=")[0] not in flags]
     return " ".join([flags, *more]).strip()
 
 
@@ -158,8 +165,6 @@ def _configure(values: dict[str, object]) -> dict[str, object]:
 
 def _surroundings() -> str:
     """A name for what compiled programs depend on besides themselves, which JAX's keys leave out in part."""
-    from importlib.metadata import version
-
     parts = [f"{name}-{version(name)}" for name in VERSIONS]
     parts += [platform.python_version(), platform.machine(), _processor()]
     parts += [os.environ.get("XLA_FLAGS", ""), os.environ.get("JAX_PLATFORMS", "")]

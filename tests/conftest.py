@@ -104,7 +104,7 @@ def pytest_terminal_summary(
 
 
 @pytest.fixture(scope="session")
-def programs(
+def kept_programs(
     pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[KeptPrograms]:
     """Programs compiled by this worker, by others and by earlier runs; children and commands keep theirs apart from the user's."""
@@ -123,12 +123,16 @@ def programs(
 
 
 @pytest.fixture(autouse=True, scope="module")
-def compiled_once(request: pytest.FixtureRequest, programs: KeptPrograms) -> Iterator[None]:
+def compiled_once(request: pytest.FixtureRequest, kept_programs: KeptPrograms) -> Iterator[None]:
     """Compiles of a file's tests find what was compiled before, unless they count compiles."""
     file = request.path.relative_to(Path(__file__).parent)
-    programs.exchange()
+    kept_programs.exchange()
     little = compiles_little(file, slow=request.config.stash[SLOW])
+<<<<<<< HEAD
     with compiling(None if is_counted(file) else programs, little):
+=======
+    with compiling(None if is_counted(file) else kept_programs.own, little):
+>>>>>>> newest
         yield
     if psutil.Process().memory_info().rss > FULL_BYTES:
         import jax
