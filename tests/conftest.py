@@ -128,11 +128,7 @@ def compiled_once(request: pytest.FixtureRequest, kept_programs: KeptPrograms) -
     file = request.path.relative_to(Path(__file__).parent)
     kept_programs.exchange()
     little = compiles_little(file, slow=request.config.stash[SLOW])
-<<<<<<< HEAD
-    with compiling(None if is_counted(file) else programs, little):
-=======
-    with compiling(None if is_counted(file) else kept_programs.own, little):
->>>>>>> newest
+    with compiling(None if is_counted(file) else kept_programs, little):
         yield
     if psutil.Process().memory_info().rss > FULL_BYTES:
         import jax
