@@ -246,7 +246,7 @@ def test_answers_of_weight_0_and_the_words_before_an_answer_are_not_learned(
         (made,) = tokenized([Line("here", messages, 0.0)], mine, tokenizer)
         learned = tokenizer.decode(made.ids[made.learned].tolist())
         assert learned.split() == (wanted if template is INST else ["".join(wanted)])
-        assert made.missing == 0
+        assert made.counts["missing"] == 0
     assert asked(chat) == chat[:3]
     assert asked([*chat[2:], *chat[:2]]) == chat[2:3]
 

@@ -19,6 +19,7 @@ from systolic.data.text.chat import ChatTemplate, Rendered
 from systolic.data.text.line_files import is_lines, lines_of, refuse_other
 from systolic.data.text.messages import (
     ANSWERS,
+    REASONING,
     Messages,
     arguments_of,
     is_learned,
@@ -76,8 +77,10 @@ class Tokens(NamedTuple):
     """int32[n]."""
     learned: np.ndarray
     """bool[n]: whether a token is of an answer."""
-    missing: int
-    """Answers that could not be told from the rest."""
+    counts: Mapping[str, int] = MappingProxyType({})
+    """Answers that could not be told from the rest (missing), that lack words of the prompt (unopened), and whose reasoning the template leaves out (unreasoned)."""
+    opening: str = ""
+    """Words of the prompt that answers lack."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -87,9 +90,11 @@ class Rows(Table):
     arrays: Mapping[str, np.ndarray]
     """tokens, targets, segments, positions: int32[rows, sequence]."""
     counts: Mapping[str, int] = field(default_factory=dict)
-    """conversations, learned (tokens), cut, dropped, unanswered, missing (answers), beyond (the model's context)."""
+    """conversations, learned (tokens), cut, dropped, unanswered, missing, unopened and unreasoned (answers, see :class:`Tokens`), beyond (the model's context)."""
     sequence: int = 0
     context: int = 0
+    opening: str = ""
+    """Words of a prompt that unopened answers lack."""
     first: Messages | None = None
     """The first conversation."""
 
@@ -114,7 +119,17 @@ class Rows(Table):
             ),
             "missing": (
                 "answer",
-                "changed by the chat template where later turns follow, and not learned",
+                "written otherwise by the chat template where later turns follow than as the last turn, and not learned",
+                "",
+            ),
+            "unopened": (
+                "answer",
+                f"without {self.opening!r}, which the chat template begins an answer with in a prompt and leaves out of a conversation; learned as there",
+                "",
+            ),
+            "unreasoned": (
+                "answer",
+                "without its reasoning, which the chat template leaves out; write it into the content to have it learned",
                 "",
             ),
         }
@@ -377,9 +392,22 @@ def tokenized(lines: Sequence[Line], template: ChatTemplate, tokenizer: Tokenize
         raise BadLinesError(bad, len(lines))
     found = []
     encodings = tokenizer.spans([one.text for one in made])
-    for one, (ids, starts, special) in zip(made, encodings, strict=True):
-        found.append(Tokens(ids, _learned(one, starts, special), one.missing))
+    for line, one, (ids, starts, special) in zip(lines, made, encodings, strict=True):
+        left_out = sum(_leaves_out(message, one.text) for message in line.messages)
+        counts = {"missing": one.missing, "unopened": len(one.unopened), "unreasoned": left_out}
+        opening = one.unopened[0] if one.unopened else ""
+        found.append(Tokens(ids, _learned(one, starts, special), counts, opening))
     return found
+
+
+def _leaves_out(message: Mapping[str, Any], text: str) -> bool:
+    """Whether the text of a conversation lacks the reasoning of an answer that is learned."""
+    content = text_of(message.get("content"))
+    given = (message.get(name) for name in REASONING)
+    reasoning = next((one for one in given if one is not None), None)
+    if reasoning is None and "</think>" in content:
+        reasoning = content.partition("</think>")[0].rpartition("<think>")[2]
+    return is_learned(message) and isinstance(reasoning, str) and reasoning.strip() not in text
 
 
 def _rendered(lines: Sequence[Line], template: ChatTemplate) -> tuple[list[Rendered], list[str]]:
@@ -439,11 +467,16 @@ def _check_calls(line: Line, template: ChatTemplate, text: str) -> None:
 def _learned(conversation: Rendered, starts: np.ndarray, special: np.ndarray) -> np.ndarray:
     """bool[n]: whether a token is of an answer."""
     learned = np.zeros(len(starts), bool)
-    for start, stop in conversation.answers:
+    words = conversation.words or ((),) * len(conversation.answers)
+    for (start, stop), known in zip(conversation.answers, words, strict=True):
         inside = (starts >= start) & (starts < stop)
         ends = np.flatnonzero(inside & special)
         if len(ends):  # what follows the end of a turn is the template's
-            inside[ends[-1] + 1 :] = False
+            behind = np.flatnonzero(inside[ends[-1] + 1 :])
+            rest = conversation.text[starts[ends[-1] + 1 + behind[0]] : stop] if len(behind) else ""
+            own = rest.strip() and (not conversation.words or any(one in rest for one in known))
+            if not own:
+                inside[ends[-1] + 1 :] = False
         learned |= inside
     return learned
 
@@ -483,7 +516,7 @@ def make_rows(data: "Instructions", split: Split) -> Rows:
     if bad:
         raise _all_bad(data, read_lines, bad)
     if data.vocab:
-        for line, (ids, _, _) in zip(lines, conversations, strict=True):
+        for line, (ids, *_) in zip(lines, conversations, strict=True):
             if (ids >= data.vocab).any():
                 other = int(ids.max())
                 raise DataError(
@@ -513,11 +546,13 @@ def _all_bad(
 def _laid(data: "Instructions", conversations: Sequence[Tokens]) -> Rows:
     from systolic.data.text.instructions import Filling, TooLong
 
-    counts = Counter(conversations=len(conversations), cut=0, dropped=0, unanswered=0, missing=0)
-    counts["beyond"] = 0
+    names = ("cut", "dropped", "unanswered", "beyond", "missing", "unopened", "unreasoned")
+    counts = Counter(conversations=len(conversations), **dict.fromkeys(names, 0))
     pairs, most = [], data.sequence + 1
-    for ids, learned, missing in conversations:
-        counts["missing"] += missing
+    opening = ""
+    for ids, learned, found, words in conversations:
+        counts.update(found)
+        opening = opening or words
         if len(ids) > most and data.too_long is TooLong.drop:
             counts["dropped"] += 1
             continue
@@ -536,4 +571,10 @@ def _laid(data: "Instructions", conversations: Sequence[Tokens]) -> Rows:
     labels = lay([Piece(piece.tokens[:, 1], piece.row) for piece in pieces], data.sequence)
     arrays = {**rows, "targets": labels["targets"]}
     counts["learned"] = int((arrays["targets"] >= 0).sum())
-    return Rows(arrays=arrays, counts=counts, sequence=data.sequence, context=data.context)
+    return Rows(
+        arrays=arrays,
+        counts=counts,
+        sequence=data.sequence,
+        context=data.context,
+        opening=opening,
+    )
