@@ -1,6 +1,7 @@
 """Conversations read from JSONL, tokenized by a chat template, and laid into rows."""
 
 import hashlib
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from systolic.data.text.chat import ChatTemplate, Rendered
 from systolic.data.text.line_files import is_lines, lines_of, refuse_other
 from systolic.data.text.messages import (
     ANSWERS,
+    FLAGS,
     REASONING,
     Messages,
     arguments_of,
@@ -28,6 +30,7 @@ from systolic.data.text.messages import (
 )
 from systolic.data.text.row_forms import (
     ALIASES,
+    BESIDE,
     KNOWN,
     TABLES,
     USUAL,
@@ -35,6 +38,7 @@ from systolic.data.text.row_forms import (
     array_rows,
     as_messages,
     table_rows,
+    unread,
 )
 from systolic.data.text.rows import Piece, fit, lay
 from systolic.data.text.tokenizer import Tokenizer
@@ -45,8 +49,10 @@ if TYPE_CHECKING:
 
 NOTHING = -1
 """Target where nothing is learned."""
-BESIDE = {"tools": "tools", "documents": "documents", "chat_template_kwargs": "names"}
-"""Fields of a line that a template is given beside the messages, to what :meth:`ChatTemplate.conversation` calls them."""
+NAMED = 8
+"""Most columns that a note names."""
+COPIED = 20
+"""Characters of an answer from which on a question that holds all of it is noted."""
 UNREAD = ("functions",)
 """Fields of a line that change what a template writes and that it is not given."""
 REASONS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
@@ -68,6 +74,8 @@ class Line(NamedTuple):
     """From 0 to 1 by the line's content; below the validation share it is for validation."""
     beside: Mapping[str, Any] = MappingProxyType({})
     """What the template is given beside the messages: ``tools``, ``documents``, ``names``."""
+    unread: Sequence[str] = ()
+    """Columns with text that are not read."""
 
 
 class Tokens(NamedTuple):
@@ -95,6 +103,8 @@ class Rows(Table):
     context: int = 0
     opening: str = ""
     """Words of a prompt that unopened answers lack."""
+    unread: Sequence[str] = ()
+    """Columns with text that were not read."""
     first: Messages | None = None
     """The first conversation."""
 
@@ -127,15 +137,28 @@ class Rows(Table):
                 f"without {self.opening!r}, which the chat template begins an answer with in a prompt and leaves out of a conversation; learned as there",
                 "",
             ),
+            "copied": (
+                "question",
+                "asked with the whole answer in the text; if that is not meant, name the column of the question with --columns.prompt",
+                "",
+            ),
             "unreasoned": (
                 "answer",
                 "without its reasoning, which the chat template leaves out; write it into the content to have it learned",
                 "",
             ),
         }
-        return tuple(
-            _note(self.counts[name], *words) for name, words in said.items() if self.counts[name]
-        )
+        found = [
+            _note(self.counts[name], *words)
+            for name, words in said.items()
+            if self.counts.get(name)
+        ]
+        if self.unread:
+            more = ", …" if len(self.unread) > NAMED else ""
+            found.append(
+                f"columns that were not read: {', '.join(self.unread[:NAMED])}{more} (--columns.prompt and --columns.answer choose others)"
+            )
+        return tuple(found)
 
 
 def _note(count: int, noun: str, how: str, done: str) -> str:
@@ -222,7 +245,7 @@ def parsed(path: Path, reading: RowReading = USUAL) -> Iterator[Line | DataError
                 continue
             if messages is not None:
                 key = int.from_bytes(hashed[:8], "big") / 2.0**64
-                yield Line(place, messages, key, beside)
+                yield Line(place, messages, key, beside, unread(row, reading))
 
 
 def are_conversations(path: Path, reading: RowReading = USUAL) -> bool:
@@ -334,6 +357,10 @@ def _check_turns(messages: Messages, place: str) -> None:
             ) from error
         if message["role"] == ANSWERS:
             _check_answer(message, f"{place}, turn {number}")
+        elif asked := next((name for name in FLAGS[1:] if message.get(name)), None):
+            raise DataError(
+                f"{place}, turn {number} has {asked} at a turn of the role {message['role']}, and answers alone are learned; take it out"
+            )
     answers = [number for number, message in enumerate(messages) if message["role"] == ANSWERS]
     if not answers:
         raise DataError(
@@ -344,17 +371,18 @@ def _check_turns(messages: Messages, place: str) -> None:
             f"{place} has no turn before its answer, so nothing that it answers; add the user's turn, or take the line out"
         )
     if not any(is_learned(message) for message in messages):
+        given = next(name for name in FLAGS if messages[answers[0]].get(name) == 0)
         raise DataError(
-            f"{place} has the weight 0 at every answer, so nothing to learn; give one the weight 1, or take the line out"
+            f"{place} has the {given} 0 at every answer, so nothing to learn; give one the {given} 1, or take the line out"
         )
 
 
 def _check_answer(message: Mapping[str, Any], place: str) -> None:
-    weight = message.get("weight")
-    if weight is not None and weight not in (0, 1):
-        raise DataError(
-            f"{place} has the weight {weight!r}; give 1, or 0 for an answer that is not learned"
-        )
+    for name in FLAGS:
+        if message.get(name) not in (None, 0, 1):
+            raise DataError(
+                f"{place} has the {name} {message[name]!r}; give 1, or 0 for an answer that is not learned"
+            )
     said = text_of(message.get("content")).strip()
     if not said and is_learned(message) and not any(message.get(one) for one in REASONS):
         raise DataError(
@@ -522,7 +550,23 @@ def make_rows(data: "Instructions", split: Split) -> Rows:
                 raise DataError(
                     f"{line.place} has the token {tokenizer.token(other)!r} with the id {other} and the model has ids below {data.vocab}; take it out of the line or the template, or use the tokenizer that the model came with"
                 )
-    return replace(_laid(data, conversations), first=lines[0].messages if lines else None)
+    laid = _laid(data, conversations)
+    return replace(
+        laid,
+        counts={**laid.counts, "copied": sum(_copies(line.messages) for line in lines)},
+        unread=tuple(dict.fromkeys(name for line in lines for name in line.unread)),
+        first=lines[0].messages if lines else None,
+    )
+
+
+def _copies(messages: Messages) -> int:
+    """Questions that hold the whole answer behind them."""
+    pairs = (
+        (text_of(before.get("content")), text_of(after.get("content")).strip())
+        for before, after in itertools.pairwise(messages)
+        if before["role"] == "user" and is_learned(after)
+    )
+    return sum(len(answer) >= COPIED and answer in question for question, answer in pairs)
 
 
 def _nothing(path: Path) -> str:
