@@ -166,7 +166,7 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, Any]] = (),
         names: Mapping[str, Any] = MappingProxyType({}),
     ) -> Rendered:
-        """A whole conversation for training, and where its answers are: the template's generation blocks, else what each answer adds to the text before it. Answers of the weight 0 are not among them.
+        """A whole conversation for training, and where its answers are: the template's generation blocks, else what each answer adds to the text before it. Answers that are not to be learned are not among them.
 
         Args:
             messages: From the first to the last.

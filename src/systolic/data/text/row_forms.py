@@ -6,10 +6,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
+from systolic.core.arguments import Alternative
 from systolic.core.errors import DataError, OptionError, nearest
 from systolic.core.ranges import check
 from systolic.data.text.messages import FLAGS
@@ -94,6 +95,25 @@ class Columns:
 USUAL_COLUMNS = Columns()
 
 
+def columns_of(names: Mapping[str, str]) -> Columns:
+    """Columns of a mapping from their parts to their names.
+
+    Raises:
+        OptionError: it has an unknown part.
+    """
+    known = [one.name for one in fields(Columns)]
+    for name in names:
+        if name not in known:
+            raise OptionError(
+                f"columns has {name!r}{nearest(str(name), known)}; it takes {', '.join(known)}"
+            )
+    return Columns(**names)
+
+
+NamedColumns = Annotated[Columns, Alternative(Mapping, columns_of)]
+"""Columns, or in Python a mapping of them."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowReading:
     """How rows become conversations.
@@ -107,13 +127,7 @@ class RowReading:
 
     def __post_init__(self) -> None:
         if isinstance(self.columns, Mapping):
-            known = [one.name for one in fields(Columns)]
-            for name in self.columns:
-                if name not in known:
-                    raise OptionError(
-                        f"columns has {name!r}{nearest(str(name), known)}; it takes {', '.join(known)}"
-                    )
-            object.__setattr__(self, "columns", Columns(**self.columns))
+            object.__setattr__(self, "columns", columns_of(self.columns))
         check(self)
 
 
