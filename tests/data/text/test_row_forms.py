@@ -91,6 +91,7 @@ RENDERED = "Below is an instruction.\n\n### Instruction:\nWhat is 2 + 2?\n\n### 
         ({"query": "What is 2 + 2?", "response": "4", "prompt": "no", "context": " "}, TURNS, ["prompt"]),
         ({"messages": TURNS, "prompt": "no", "train": 0, "problem": ""}, TURNS, ["prompt", "train"]),
         ({"messages": TURNS, "system": "Be short."}, TOLD, []),
+        ({"messages": TOLD, "system": "no"}, TOLD, ["system"]),
     ],
 )  # fmt: skip
 def test_columns_that_belong_together_are_read_and_others_named(

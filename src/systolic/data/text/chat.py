@@ -97,7 +97,7 @@ class Rendered:
     """Of each answer that lacks them the words that the template begins an answer with in a prompt alone."""
 
 
-class _Answer(NamedTuple):
+class _AnswerPlace(NamedTuple):
     """Where an answer is in a text."""
 
     start: int
@@ -226,7 +226,7 @@ class ChatTemplate:
 
     def _answer(
         self, messages: Messages, number: int, given: Mapping[str, Any], text: str
-    ) -> "_Answer | None":
+    ) -> "_AnswerPlace | None":
         """Where an answer is in the text of its conversation; ``None`` where it is written otherwise there than as the last turn."""
         upto, behind = messages[:number], messages[: number + 1]
         after = self._text(behind, given, answer=False)
@@ -238,7 +238,12 @@ class ChatTemplate:
         if before is None:
             return None
         if after.startswith(before) and text.startswith(after):
-            return _Answer(len(before), len(after))
+            return _AnswerPlace(len(before), len(after))
+        same = _common(after, text)
+        if after.startswith(before) and same >= len(before):
+            ends = (after.find(one, len(before)) + len(one) for one in _words_of(messages[number]))
+            if any(end > same for end in ends):  # Its own words are written otherwise there.
+                return None
         # By its own words, as what stands around it is written otherwise there.
         last = self._place(behind, number, given, after)
         here = self._place(messages, number, given, text)
@@ -258,7 +263,7 @@ class ChatTemplate:
         tail = _tail(ending, text[here[1] :], [one for _, one in self.tokens])
         if not tail and calls:
             return None
-        return _Answer(here[0] - lead, here[1] + tail, unopened)
+        return _AnswerPlace(here[0] - lead, here[1] + tail, unopened)
 
     def _start(
         self, upto: Messages, given: Mapping[str, Any], before: str, after: str, content: int

@@ -251,6 +251,8 @@ def unread(row: Mapping[str, Any], reading: RowReading) -> list[str]:
         used |= {asks, extra, low.get(HISTORY), *(() if pair else (replies, _named(low, THOUGHTS)))}
     else:
         used.add(field)
+        if _role(_decoded(row[field])[0], columns) == "system":
+            used -= {columns.system or _named(low, SYSTEMS)}
     used |= set(BESIDE)
     return [
         name
