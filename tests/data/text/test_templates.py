@@ -8,6 +8,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from functools import cache
 from pathlib import Path
@@ -279,6 +280,12 @@ def test_special_tokens_of_an_answer_do_not_end_it(tmp_path: Path) -> None:
     said = [f"\n<think></think>\n{one}" for one in "bdf"]
     assert tokenizer.shown(made.ids[made.learned].tolist()) == "".join(said)
     assert closing(template, tokenizer) is None
+    # Nor does the one before the arguments of a call.
+    calls = "{% for c in m.tool_calls or [] %}{{ c.function.name }}<think>{{ c.function.arguments | tojson }}{% endfor %}"
+    text = f"{{% for m in messages %}}[{{{{ m.role }}}}]{{{{ m.content or '' }}}}{calls}{{% endfor %}}{{% if add_generation_prompt %}}[assistant]{{% endif %}}"
+    (made,) = tokenized([Line("here", LOOP, 0.0)], replace(template, text=text), tokenizer)
+    wanted = 'weather<think>{"city": "Zürich", "days": 2}Seven degrees.'
+    assert tokenizer.shown(made.ids[made.learned].tolist()) == wanted
 
 
 def test_there_are_as_many_as_promised() -> None:

@@ -20,6 +20,7 @@ from systolic.data.text.messages import (
     ONE,
     TOKENS,
     Messages,
+    arguments_of,
     is_learned,
     prepared,
     text_of,
@@ -90,7 +91,7 @@ class Rendered:
     answers: tuple[tuple[int, int], ...]
     """Characters [start, stop) of each answer, with what the template puts behind it."""
     words: tuple[tuple[str, ...], ...] = ()
-    """Of each answer the end of its content and the names of its calls; none where generation blocks mark the answers."""
+    """Of each answer the end of its content, and the names and texts of its calls; none where generation blocks mark the answers."""
     missing: int = 0
     """Answers that the template writes otherwise where later turns follow than as the last turn, so that they can't be told from the rest."""
     unopened: tuple[str, ...] = ()
@@ -337,11 +338,14 @@ class ChatTemplate:
 
 
 def _words_of(message: Mapping[str, Any]) -> tuple[str, ...]:
-    """The end of an answer's content, and the names of its calls."""
-    calls = (one.get("function", one) for one in message.get("tool_calls") or ())
-    names = (one.get("name") for one in calls if isinstance(one, Mapping))
-    said = text_of(message.get("content")).strip()[-WORDS:]
-    return tuple(one for one in (said, *names) if isinstance(one, str) and one)
+    """The end of an answer's content, and the names and texts of its calls."""
+    words = [text_of(message.get("content")).strip()[-WORDS:]]
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", call) if isinstance(call, Mapping) else {}
+        given = arguments_of(call)
+        values = given.values() if isinstance(given, Mapping) else ()
+        words += [one for one in (function.get("name"), *values) if isinstance(one, str)]
+    return tuple(one for one in words if one)
 
 
 def _marked(message: Mapping[str, Any]) -> dict[str, Any]:
