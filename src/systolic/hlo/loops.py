@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from systolic.hlo.cases import cases_of
 from systolic.hlo.module import Computation, Instruction, Module
 from systolic.hlo.scalars import Scalars, Scope, Turn, is_followed
-from systolic.hlo.values import NO, UNKNOWN, YES, Known, Value, hull
+from systolic.hlo.values import NO, UNKNOWN, YES, Known, Table, Value, hull
 
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"?(\d+)"?')
 MOST_STEPS = 20_000
@@ -519,6 +519,8 @@ def _strode(state: State, after: State, steps: int) -> State | None:
 def _further(old: Value, new: Value, steps: int) -> Value | None:
     if new == old:
         return new
+    if isinstance(new, Table) or isinstance(old, Table):
+        return None
     if isinstance(new, Known) and isinstance(old, Known):
         return Known(
             new.low if new.low == old.low else new.low + steps * (new.low - old.low),
