@@ -15,7 +15,16 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
-from systolic.hlo.elements import MOST_ELEMENTS, MOVES, constant, is_line, moved, one_value, small, spread
+from systolic.hlo.elements import (
+    MOST_ELEMENTS,
+    MOVES,
+    constant,
+    is_line,
+    moved,
+    one_value,
+    small,
+    spread,
+)
 from systolic.hlo.module import Computation, Instruction, Module
 from systolic.hlo.shape import Shape, parse_shape
 from systolic.hlo.values import (
@@ -91,6 +100,8 @@ class Scalars:
     module: Module
     turns: list[Turn] = field(default_factory=list)
     """What decided something since the list was emptied."""
+    device: int | None = None
+    """The device that runs it; None: any of them."""
     left: int = MOST_VALUES
     case_values: int = MOST_VALUES // 10
     """Of these, those that cases may find (:mod:`systolic.hlo.cases`)."""
@@ -178,7 +189,9 @@ class Scope:
         self.depth -= 1
         if isinstance(found, Table):
             shape = parse_shape(instruction.shape_text)
-            return found if is_line(shape) and len(found.elements) == shape.elements else found.range
+            return (
+                found if is_line(shape) and len(found.elements) == shape.elements else found.range
+            )
         if isinstance(found, list) and not instruction.shape_text.startswith("("):
             shape = parse_shape(instruction.shape_text)
             if instruction.opcode == "bitcast" and len(found) > shape.elements > 0:
@@ -225,6 +238,8 @@ class Scope:
             return self._branches(instruction)
         if opcode == "custom-call":
             return self._halves(instruction)
+        if opcode == "partition-id" and self.on.device is not None:
+            return Known(self.on.device, self.on.device)
         if opcode in ("partition-id", "replica-id"):
             return Known(0, max(self.on.module.num_partitions - 1, 0))
         if opcode in ("reduce", "all-reduce"):
@@ -357,8 +372,8 @@ class Scope:
             return UNKNOWN
         value = self.get(reduction.operands[0])
         if reduction.opcode == "all-reduce":
-            # Of each element by itself, over devices: all have the same range.
-            return value if opcode in _IDEMPOTENT else UNKNOWN
+            # Of each element by itself, over devices: where none is chosen, all have the same range.
+            return value if opcode in _IDEMPOTENT and self.on.device is None else UNKNOWN
         made, source = parse_shape(reduction.shape_text), self._shapes(reduction)[0]
         if not source.elements:
             return self.get(reduction.operands[1])
