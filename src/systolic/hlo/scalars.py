@@ -543,11 +543,16 @@ def _converted(on: Scalars, given: Known, old: Kind, new: Kind, *, bits: bool) -
         return compared(on, "NE", given, zero)
     if not (old.is_float or new.is_float):
         return on.wrapped(given.low, given.high, new)
-    if not given.exact:
+    if not given.exact or not math.isfinite(given.low):
         return UNKNOWN
     on.decides(given.low)
-    number = rounded(float(given.low), new) if new.is_float else math.trunc(given.low)
-    return Known(number, number)
+    if new.is_float:
+        number = rounded(float(given.low), new)
+        return Known(number, number)
+    number = math.trunc(given.low)
+    # Beyond the type's ends, backends differ.
+    fits = new.lowest <= number < new.lowest + (1 << new.bits)
+    return Known(number, number) if fits else UNKNOWN
 
 
 def _of_floats(on: Scalars, opcode: str, given: Sequence[Known], kind: Kind) -> Known:
@@ -635,7 +640,7 @@ def _of_integers(on: Scalars, opcode: str, given: Sequence[Known], kind: Kind) -
             return on.wrapped(max(0, -a.high), max(-a.low, a.high), kind)
         case ("shift-right-logical" | "shift-right-arithmetic", [a, b]) if (
             b.exact and 0 <= b.low < kind.bits and math.isfinite(a.high - a.low)
-        ) and (a.low >= 0 or opcode.endswith("arithmetic")):
+        ) and (a.low >= 0 if opcode.endswith("logical") else not _is_high(a, kind)):
             if not a.exact:
                 on.decides(*a)
                 return Known(int(a.low) >> int(b.low), int(a.high) >> int(b.low))
@@ -655,6 +660,11 @@ def _of_integers(on: Scalars, opcode: str, given: Sequence[Known], kind: Kind) -
     return UNKNOWN if made is None else on.wrapped(made, made, kind)
 
 
+def _is_high(number: Known, kind: Kind) -> bool:
+    """Whether an unsigned number may have its highest bit set."""
+    return not kind.signed and number.high >= 1 << (kind.bits - 1)
+
+
 def _whole(opcode: str, numbers: Sequence[int], kind: Kind) -> int | None:
     """Result of an op on whole numbers, before it wraps."""
     first, second = (*numbers, 0)[:2]
@@ -666,7 +676,10 @@ def _whole(opcode: str, numbers: Sequence[int], kind: Kind) -> int | None:
             return None
         if opcode == "shift-left":
             return first << second
-        return (first % (1 << kind.bits) if opcode.endswith("logical") else first) >> second
+        if opcode.endswith("logical"):
+            return first % (1 << kind.bits) >> second
+        # The highest bit counts as a sign, of an unsigned number too.
+        return (first - (first >> kind.bits - 1 << kind.bits) if first >= 0 else first) >> second
     match opcode:
         case "not":
             return ~first
