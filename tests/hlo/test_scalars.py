@@ -104,7 +104,7 @@ def ranges(draw: st.DrawFn, dtype: str, exact: bool) -> tuple[Known, int]:
     return Known(min(low, number, high), max(low, number, high)), number
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(data=st.data(), op=st.sampled_from(ALL), dtype=st.sampled_from([*BITS]), exact=st.booleans())
 def test_the_range_of_an_op_holds_what_it_computes(
     data: st.DataObject, op: str, dtype: str, exact: bool
@@ -152,7 +152,8 @@ def test_conversions_and_bitcasts_hold_what_they_compute(
     wanted = int(number != 0) if new == "pred" else wrapped(number, new)
     found = evaluated(entry([f"{old}[]"], f"{new}[]", "convert(%p0)"), [range_])
     assert isinstance(found, Known)
-    assert found.low <= wanted <= found.high and (found.exact or not exact)
+    assert found.low <= wanted <= found.high
+    assert found.exact or not exact
     of_float = evaluated(entry(["f32[]"], f"{new}[]", "convert(%p0)"), [Known(300.0, 300.0)])
     fits = new == "pred" or wrapped(300, new) == 300
     assert of_float == (Known(*[1 if new == "pred" else 300] * 2) if fits else UNKNOWN)
@@ -225,11 +226,7 @@ def test_a_reduction_counts_its_initial_value_and_every_element(
     assert found.low <= wanted <= found.high
     assert found.exact or not exact or size > 16
     # Of its own argument twice, or of something else, it is no reduction of elements.
-    assert (
-        evaluated(text, [array, initial], combined(op, dtype, "%a, %a"))
-        == (UNKNOWN if size else initial)
-        or not size
-    )
+    assert evaluated(text, [array, initial], combined(op, dtype, "%a, %a")) == UNKNOWN
 
 
 LONG = Table(tuple(Known(n * n % 31, n * n % 31) for n in range(40)))
