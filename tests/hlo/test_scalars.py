@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from systolic.hlo import parse
 from systolic.hlo.scalars import Scalars, Scope
-from systolic.hlo.values import UNKNOWN, Known, Table, Value
+from systolic.hlo.values import UNKNOWN, Elements, Known, Value
 
 BITS = {"pred": 1, "s8": 8, "u8": 8, "s32": 32, "u32": 32, "s64": 64, "u64": 64}
 COMPARE = {"LT": "lt", "LE": "le", "GT": "gt", "GE": "ge", "EQ": "eq", "NE": "ne"}
@@ -214,7 +214,7 @@ def test_a_reduction_counts_its_initial_value_and_every_element(
     array: Value = UNKNOWN
     if held:
         array = held[0][0] if like or size == 1 else [one for one, _ in held]
-        array = Table(tuple(array)) if isinstance(array, list) and size > 16 else array
+        array = Elements(tuple(array)) if isinstance(array, list) and size > 16 else array
     wanted = reduce(lambda a, b: truth(op, [a, b], dtype) or 0, [n for _, n in held], first)
     text = entry(
         [f"{dtype}[{size}]", f"{dtype}[]"],
@@ -229,7 +229,7 @@ def test_a_reduction_counts_its_initial_value_and_every_element(
     assert evaluated(text, [array, initial], combined(op, dtype, "%a, %a")) == UNKNOWN
 
 
-LONG = Table(tuple(Known(n * n % 31, n * n % 31) for n in range(40)))
+LONG = Elements(tuple(Known(n * n % 31, n * n % 31) for n in range(40)))
 
 
 @pytest.mark.parametrize(
@@ -253,9 +253,9 @@ def test_tables_keep_their_elements_where_these_stay_in_a_row(
 ) -> None:
     found = evaluated(entry(shapes, made, root), values)
     if isinstance(wanted, tuple):
-        assert not isinstance(found, Table)
+        assert not isinstance(found, Elements)
         assert found == Known(*wanted)
         return
     assert isinstance(found, Known)
-    elements = found.elements if isinstance(found, Table) else (found,)
+    elements = found.elements if isinstance(found, Elements) else (found,)
     assert [one.low for one in elements if one.exact] == wanted

@@ -14,10 +14,10 @@ from systolic.hlo.values import (
     NO,
     UNKNOWN,
     YES,
+    Elements,
     Kind,
     Known,
     Number,
-    Table,
     Value,
     hull,
     kind_named,
@@ -56,12 +56,12 @@ def one_value(elements: Sequence[Value]) -> Value:
     if same or len(elements) == 1:
         return first
     known = tuple(one for one in elements if isinstance(one, Known))
-    return Table(known) if MOST_ELEMENTS < len(known) == len(elements) else list(elements)
+    return Elements(known) if MOST_ELEMENTS < len(known) == len(elements) else list(elements)
 
 
 def spread(value: Value, size: int) -> list[Known]:
     """An array's value by element; all unknown where it is another's."""
-    if isinstance(value, Table):
+    if isinstance(value, Elements):
         return list(value.elements) if len(value.elements) == size else [value.range] * size
     if isinstance(value, Known):
         return [value] * size
@@ -124,7 +124,7 @@ def moved(
     if opcode == "dynamic-update-slice":
         return _updated(given, shapes, decides)
     first = given[0]
-    if isinstance(first, Known) and not isinstance(first, Table) and opcode != "concatenate":
+    if isinstance(first, Known) and not isinstance(first, Elements) and opcode != "concatenate":
         return first
     if not all(is_line(shape) for shape in (made, shapes[0])):
         return UNKNOWN
@@ -142,7 +142,7 @@ def moved(
         start, stop, step = bounds[dim]
         return one_value(elements[int(start) : int(stop) : int(step or 1)])
     starts = _starts(given[1:], shapes[0], made.elements, decides)
-    if isinstance(first, Table) and len(starts) > MOST_ELEMENTS:
+    if isinstance(first, Elements) and len(starts) > MOST_ELEMENTS:
         return first.range
     found = [elements[at : at + made.elements] for at in starts]
     return one_value([_any(column) for column in zip(*found, strict=True)])

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from systolic.hlo.cases import cases_of
 from systolic.hlo.module import Computation, Instruction, Module
 from systolic.hlo.scalars import MOST_VALUES, Scalars, Scope, Turn, is_followed
-from systolic.hlo.values import NO, UNKNOWN, YES, Known, Table, Value, hull
+from systolic.hlo.values import NO, UNKNOWN, YES, Elements, Known, Value, hull
 
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"?(\d+)"?')
 MOST_STEPS = 20_000
@@ -524,7 +524,7 @@ def _strode(state: State, after: State, steps: int) -> State | None:
 def _further(old: Value, new: Value, steps: int) -> Value | None:
     if new == old:
         return new
-    if isinstance(new, Table) or isinstance(old, Table):
+    if isinstance(new, Elements) or isinstance(old, Elements):
         return None
     if isinstance(new, Known) and isinstance(old, Known):
         return Known(

@@ -32,10 +32,10 @@ from systolic.hlo.values import (
     NO,
     UNKNOWN,
     YES,
+    Elements,
     Kind,
     Known,
     Number,
-    Table,
     Value,
     hull,
     kind_named,
@@ -187,7 +187,7 @@ class Scope:
         self.depth += 1
         found = self._value(instruction)
         self.depth -= 1
-        if isinstance(found, Table):
+        if isinstance(found, Elements):
             shape = parse_shape(instruction.shape_text)
             return (
                 found if is_line(shape) and len(found.elements) == shape.elements else found.range
@@ -251,7 +251,7 @@ class Scope:
             self._write_down(instruction, values)
         kind = self._kind_in(instruction)
         scalars = [value for value in values if isinstance(value, Known)]
-        sizes = (len(one.elements) for one in values if isinstance(one, Table))
+        sizes = (len(one.elements) for one in values if isinstance(one, Elements))
         size = max(sizes, default=1)
         if len(scalars) == len(values) and not 1 < size <= MOST_ROWS:
             return computed(self.on, instruction, scalars, kind)
@@ -377,7 +377,7 @@ class Scope:
         made, source = parse_shape(reduction.shape_text), self._shapes(reduction)[0]
         if not source.elements:
             return self.get(reduction.operands[1])
-        if isinstance(value, Known) and not isinstance(value, Table):
+        if isinstance(value, Known) and not isinstance(value, Elements):
             each = source.elements // max(made.elements, 1)
             elements = [value] if opcode in _IDEMPOTENT else [value] * each
             if len(elements) > MOST_ELEMENTS or (len(elements) > 1 and kind.is_float):

@@ -22,12 +22,12 @@ class Known(NamedTuple):
         return self.low == self.high
 
 
-class Table(Known):
+class Elements(Known):
     """An array along one dim whose elements are known; to all that looks no closer, their range."""
 
     elements: tuple[Known, ...]
 
-    def __new__(cls, elements: tuple[Known, ...]) -> "Table":
+    def __new__(cls, elements: tuple[Known, ...]) -> "Elements":
         """The array of these elements."""
         made = super().__new__(
             cls, min(one.low for one in elements), max(one.high for one in elements)
@@ -36,7 +36,7 @@ class Table(Known):
         return made
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Table) and self.elements == other.elements
+        return isinstance(other, Elements) and self.elements == other.elements
 
     def __ne__(self, other: object) -> bool:
         return not self == other
