@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from systolic.hlo import parse
-from systolic.hlo.loops import counts_of
+from systolic.hlo.devices import counts_of
 from tests.recorded import loops
 
 
@@ -431,3 +431,86 @@ def test_limits_of_numbers_in_halves_bound_what_running_them_counts(
         trips.append(max(number, 0))
     assert (found.least, found.most) == (min(trips), max(trips))
     assert found.known == (min(trips) == max(trips))
+
+
+NESTED = """\
+HloModule nested, is_scheduled=true, num_partitions=8
+
+%largest (a: s32[], b: s32[]) -> s32[] {{
+  %a = s32[] parameter(0)
+  %b = s32[] parameter(1)
+  ROOT %both = s32[] maximum(%a, %b)
+}}
+
+%turn (within: (s32[], s32[])) -> (s32[], s32[]) {{
+  %within = (s32[], s32[]) parameter(0)
+  %j = s32[] get-tuple-element(%within), index=0
+  %bound = s32[] get-tuple-element(%within), index=1
+  %one = s32[] constant(1)
+  %next = s32[] add(%j, %one)
+  ROOT %out = (s32[], s32[]) tuple(%next, %bound)
+}}
+
+%less (within: (s32[], s32[])) -> pred[] {{
+  %within = (s32[], s32[]) parameter(0)
+  %j = s32[] get-tuple-element(%within), index=0
+  %bound = s32[] get-tuple-element(%within), index=1
+  ROOT %goes_on = pred[] compare(%j, %bound), direction=LT
+}}
+
+%body (state: (s32[], s32[30])) -> (s32[], s32[30]) {{
+  %state = (s32[], s32[30]) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %table = s32[30] get-tuple-element(%state), index=1
+  %item = s32[1] dynamic-slice(%table, %i), dynamic_slice_sizes={{1}}
+  %id = u32[] partition-id()
+  %device = s32[] convert(%id)
+  %three = s32[] constant(3)
+  %line = s32[1] broadcast(%three), dimensions={{}}
+  %items = s32[2] concatenate(%item, %line), dimensions={{0}}
+  %from = s32[] constant(10)
+  %bound = s32[] {bound}
+  %zero = s32[] constant(0)
+  %first = (s32[], s32[]) tuple(%zero, %bound)
+  %inner = (s32[], s32[]) while(%first), condition=%less, body=%turn
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  ROOT %out = (s32[], s32[30]) tuple(%next, %table)
+}}
+
+%condition (state: (s32[], s32[30])) -> pred[] {{
+  %state = (s32[], s32[30]) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %turns = s32[] constant(30)
+  ROOT %more = pred[] compare(%i, %turns), direction=LT
+}}
+
+ENTRY %main () -> (s32[], s32[30]) {{
+  %zero = s32[] constant(0)
+  %table = s32[30] iota(), iota_dimension=0
+  %initial = (s32[], s32[30]) tuple(%zero, %table)
+  ROOT %outer = (s32[], s32[30]) while(%initial), condition=%condition, body=%body
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("bound", "mean", "apart"),
+    [
+        ("reshape(%item)", 29 / 2, False),
+        ("reduce(%items, %from), dimensions={0}, to_apply=%largest", 10 + 19 * 20 / 2 / 30, False),
+        ("reduce(%line, %from), dimensions={0}, to_apply=%largest", 10, False),
+        ("copy(%device)", 7, True),
+        ("maximum(%device, %i)", (7 * 8 + sum(range(8, 30))) / 30, True),
+        ("all-reduce(%device), to_apply=%largest", None, False),
+    ],
+)
+def test_bounds_from_reductions_scanned_items_and_the_device_are_known(
+    bound: str, mean: float | None, apart: bool
+) -> None:
+    found = counts_of(parse(NESTED.format(bound=bound)))
+    inner = found.loops["inner"]
+    assert inner.mean == (None if mean is None else pytest.approx(mean))
+    assert found.apart == ({"inner"} if apart else set())
+    if mean is None:
+        assert (inner.least, inner.most) == (0, 7)

@@ -17,7 +17,7 @@ from systolic.report.forecast.page import render
 from systolic.report.forecast.text import lines
 from systolic.report.printing import plain
 from systolic.sim import simulate
-from systolic.sim.incomplete import GapKind, given
+from systolic.sim.incomplete import Ends, GapKind, Gaps, given
 from systolic.sim.roofline import ModuleSource, Peaks, roofline
 from systolic.sim.timeline import PricedBy
 from tests.recorded import loops
@@ -391,3 +391,42 @@ def test_the_command_takes_trips_and_costs(
     assert made["step_seconds"] > record["step_seconds"]
     assert main([*words[:4], "--trips", "while.1=2"]) != 0
     assert capsys.readouterr().err.startswith("systolic: --trips names while.1, which is no loop")
+
+
+BY_DEVICE = """\
+HloModule by_device, is_scheduled=true, num_partitions=4
+
+%one (x: f32[]) -> f32[] {
+  ROOT %x = f32[] parameter(0)
+}
+
+%two (x: f32[]) -> f32[] {
+  ROOT %x = f32[] parameter(0)
+}
+
+%three (x: f32[]) -> f32[] {
+  ROOT %x = f32[] parameter(0)
+}
+
+ENTRY %main (x: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %id = u32[] partition-id()
+  %two_of = u32[] constant(2)
+  %half = u32[] divide(%id, %two_of)
+  %which = s32[] convert(%half)
+  ROOT %taken = f32[] conditional(%which, %x, %x, %x), branch_computations={%one, %two, %three}
+}
+"""
+
+
+def test_a_branch_on_the_device_costs_what_the_slowest_device_takes() -> None:
+    module = parse(BY_DEVICE)
+    gaps, taken = Gaps(module), module.entry["taken"]
+    assert gaps.possible(taken) == [0, 1]
+    for ends in Ends:
+        assert gaps.at(ends).branches(module.entry, taken, {0: 1.0, 1: 3.0}) == {1: 1.0}
+        assert gaps.at(ends).branches(module.entry, taken, {0: 2.0, 1: 1.0}) == {0: 1.0}
+    assert not gaps.missed
+    assert gaps.notes() == [
+        "devices differ, and the slowest decides the step: taken takes the branches of the slowest"
+    ]

@@ -5,13 +5,14 @@ Assumptions, of which none is measured:
 - Requests come by chance (Poisson) and are shared evenly by the engines, so that one which comes sees the mean of the
   others (Wolff 1982).
 - Prompts are read one after the other, so that they wait for each other as in a queue with one server and equal times,
-  M/D/1 (Pollaczek and Khinchine). The tail of the wait is exponential with the mean of those that wait (Kingman 1962).
+  M/D/1 (Pollaczek and Khinchine for the mean, Erlang 1909 for the tail).
 - The number of requests under way spreads as a Poisson number does; an engine has room for what it is in 99 % of the time.
 
-These formulas bound an engine from the good side. Requests cluster: those that wait for a prompt begin to generate one after the
-other, so that many rows and much reading fall into the same time, which the product of the means leaves out. With long
-prompts the mean token takes a quarter more, and twice as many are under way. An engine's figures are therefore those of a
-simulation of its steps under random requests (``simulated_state``), with two standard errors on top.
+These formulas bound an engine from the good side: texts are spread evenly over time, and their steps read no more chunks than
+they must. Requests cluster: those that wait for a prompt begin to generate one after the other, so that many rows and much
+reading fall into the same time. With long prompts the mean token takes a quarter more, and twice as many are under way. An
+engine's figures are therefore those of a simulation of its steps under random requests (``simulated_state``), with two
+standard errors on top.
 """
 
 import functools
@@ -46,6 +47,8 @@ BATCHES = 8
 """Parts of a simulation whose differences give its standard error; the first, in which it fills up, counts for nothing."""
 STEPS = 8
 """Halvings of the rate of a simulated engine, the last of 0.4 % of the formulas' rate."""
+GROWN = 2.0
+"""Every wait at the end over the mean one at the beginning above which the queue grows without end."""
 ERRORS = 2.0
 """Standard errors that are added."""
 
@@ -110,65 +113,94 @@ class EngineState:
 
 
 def engine_state(load: Load, times: StepTimes, rate: float) -> EngineState | None:
-    """An engine at ``rate`` requests a second; None where it does not keep up.
+    """An engine at ``rate`` requests a second, no worse than it may be; None where it does not keep up.
 
     A step reads a token of each text and, in the share of steps in which a prompt is under way, a chunk.
     """
     chunks, following = load.chunks, load.output_tokens - 1
-    token = 0.0
+    if rate * chunks * times.chunk >= 1:
+        return None
+    token, share = 0.0, 0.0
     if following:
         found = _token_seconds(load, times, rate)
         if found is None:
             return None
-        token = found
-    rows = rate * following * token
-    beside = times.decode_seconds(rows) if following else 0.0
-    reading = chunks * (beside + times.chunk)
+        token, share = found
+    # Rows in the mean step that reads a chunk: by chance some have none, but texts begin at least a prompt's chunks apart.
+    beside = following * share / chunks
+    some = max(-math.expm1(-beside), beside / math.ceil(following / chunks)) if following else 0.0
+    more = some * times.decode_seconds(beside / some) if some else 0.0
+    reading = chunks * (times.chunk + more)
     busy = rate * reading
     if busy >= 1:
         return None
-    # The mean of those that wait, which is the share busy of all.
     waiting = reading / (2 * (1 - busy))
-    late = waiting * math.log(busy / LATE) if busy > LATE else 0.0
     first = reading + busy * waiting
     requests = rate * (first + following * token)
     return EngineState(
         requests_per_second=rate,
-        decode_rows=rows,
+        decode_rows=rate * following * token,
         requests=requests,
         most_requests=requests + SPREAD * math.sqrt(requests),
         prompt_share=busy,
         first_token_seconds=first,
-        late_first_token_seconds=max(reading + late, first),
+        late_first_token_seconds=max(reading + _late_wait(busy, reading), first),
         token_seconds=token,
     )
 
 
-def _token_seconds(load: Load, times: StepTimes, rate: float) -> float | None:
-    """Least seconds t of a step at which a text sees the rows and the chunks that the rate makes: t = decode(1 + rate following t) + rate chunks t chunk."""
-    following, chunks = load.output_tokens - 1, load.chunks
+def _token_seconds(load: Load, times: StepTimes, rate: float) -> tuple[float, float] | None:
+    """Seconds of a text's mean step, and the share of its steps that read a chunk; None where texts pile up.
+
+    A text sees the mean rows: more only where texts cluster. Its first steps read a chunk as often as a request waits, in
+    at least the share of the time that chunks alone take; the many steps of a long text as many chunks as come meanwhile.
+    """
+    following, chunks_per_second = load.output_tokens - 1, rate * load.chunks
+    busy = chunks_per_second * times.chunk
     token = times.decode_seconds(1)
     for _ in range(TURNS):
-        rows = 1 + rate * following * token
-        made = times.decode_seconds(rows) + min(rate * chunks * token, 1.0) * times.chunk
+        decode = times.decode_seconds(max(1.0, rate * following * token))
+        share = min(busy, chunks_per_second * decode / (1 - busy), 1.0)
+        made = decode + share * times.chunk
         if made > LONGEST:
             return None
         if made - token < 1e-9 * token:
-            return made
+            return made, share
         token = made
     return None
+
+
+def _late_wait(busy: float, reading: float) -> float:
+    """The wait that a share LATE exceeds, of prompts that each take ``reading`` and come by chance (M/D/1; Erlang 1909).
+
+    Up to one reading no wait exceeds t in a share (1 - busy) exp(busy t / reading); the tail beyond falls as
+    exp(-decay t / reading) where busy (exp(decay) - 1) = decay.
+    """
+    if busy <= LATE:
+        return 0.0
+    short = math.log((1 - LATE) / (1 - busy)) / busy
+    if short <= 1:
+        return short * reading
+    low, high = 0.0, -2 * math.log(busy)
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if busy * math.expm1(middle) < middle else (low, middle)
+    of_all = (1 - busy) / (busy + high - 1)
+    return reading / high * math.log(of_all / LATE)
 
 
 def simulated_state(load: Load, times: StepTimes, rate: float) -> EngineState | None:
     """An engine at ``rate`` requests a second as a simulation of its steps has it; None where it does not keep up.
 
-    Never better than ``engine_state``. The same requests come at every call.
+    The same requests come at every call, fewer than rare waits take to settle: nothing is better than ``engine_state``'s bounds.
     """
     mean = engine_state(load, times, rate)
     if mean is None:
         return None
     number = int(min(max(SIMULATED, TURNOVERS * mean.requests), SIMULATED_MOST))
     batches = _simulated(load, times, rate, number)
+    if min(batches[-1].firsts) > GROWN * statistics.fmean(batches[0].firsts):
+        return None
     following = load.output_tokens - 1
     token = max(_upper([statistics.fmean(b.tokens) for b in batches]), mean.token_seconds)
     first = max(_upper([statistics.fmean(b.firsts) for b in batches]), mean.first_token_seconds)
@@ -184,7 +216,7 @@ def simulated_state(load: Load, times: StepTimes, rate: float) -> EngineState | 
         mean,
         decode_rows=rate * following * token,
         requests=rate * (first + following * token),
-        most_requests=max(most, mean.most_requests),
+        most_requests=most,
         prompt_share=max(mean.prompt_share, _upper([b.reading for b in batches])),
         first_token_seconds=first,
         late_first_token_seconds=max(late, first, mean.late_first_token_seconds),

@@ -1,6 +1,7 @@
 """Elements of small arrays as values, one by one: a loop may count in an array of one element, or in one of several.
 
-An array along one dim is a list of its elements, in their order, or one value where all are the same.
+An array along one dim is a list of its elements, in their order, or one value where all are the same; a longer one,
+such as what a scan is over, a table that only keeps its elements while it is passed on, sliced or computed as a whole.
 """
 
 import re
@@ -13,6 +14,7 @@ from systolic.hlo.values import (
     NO,
     UNKNOWN,
     YES,
+    Elements,
     Kind,
     Known,
     Number,
@@ -24,6 +26,8 @@ from systolic.hlo.values import (
 
 MOST_ELEMENTS = 16
 """Elements of the largest array of which they are followed one by one."""
+LONGEST = 16_384
+"""Elements of the longest table: a turn of an outer loop for each."""
 _SLICES = re.compile(r"\[(\d+):(\d+)(?::(\d+))?\]")
 _WORDS = {"true": YES, "false": NO}
 
@@ -38,15 +42,27 @@ def small(shape: Shape) -> bool:
     return shape.elements <= MOST_ELEMENTS and sum(dim > 1 for dim in shape.dims) <= 1
 
 
+def is_line(shape: Shape) -> bool:
+    """Whether a table may be of that shape: along one dim."""
+    return shape.elements <= LONGEST and sum(dim > 1 for dim in shape.dims) <= 1
+
+
 def one_value(elements: Sequence[Value]) -> Value:
-    """A list, or the value where all elements are the same one."""
+    """A list or a table, or the value where all elements are the same one."""
+    if not elements:
+        return UNKNOWN
     first = elements[0]
     same = isinstance(first, Known) and first.exact and all(one == first for one in elements)
-    return first if same or len(elements) == 1 else list(elements)
+    if same or len(elements) == 1:
+        return first
+    known = tuple(one for one in elements if isinstance(one, Known))
+    return Elements(known) if MOST_ELEMENTS < len(known) == len(elements) else list(elements)
 
 
 def spread(value: Value, size: int) -> list[Known]:
     """An array's value by element; all unknown where it is another's."""
+    if isinstance(value, Elements):
+        return list(value.elements) if len(value.elements) == size else [value.range] * size
     if isinstance(value, Known):
         return [value] * size
     found = [one for one in value if isinstance(one, Known)]
@@ -65,9 +81,14 @@ def constant(literal: str, shape_text: str) -> Value:
     words = literal.replace("{", " ").replace("}", " ").replace(",", " ").split()
     if len(words) != shape.elements or not words:
         return UNKNOWN
-    if len(set(words)) > 1 and not small(shape):
+    if len(set(words)) > 1 and not is_line(shape):
         return UNKNOWN
     return one_value([_number(word, kind) for word in words])
+
+
+@lru_cache(maxsize=64)
+def _counting(size: int) -> Value:
+    return one_value([Known(n, n) for n in range(size)])
 
 
 def _number(word: str, kind: Kind) -> Known:
@@ -97,14 +118,15 @@ def moved(
     made, opcode = parse_shape(instruction.shape_text), instruction.opcode
     if opcode == "iota":
         along = int(instruction.attribute("iota_dimension") or 0)
-        if not small(made) or along != _long(made):
-            return Known(0, 0) if made.dims[along : along + 1] == (1,) else UNKNOWN
-        return one_value([Known(n, n) for n in range(made.elements)])
+        if is_line(made) and along == _long(made):
+            return _counting(made.elements)
+        return Known(0, made.dims[along] - 1) if made.elements else UNKNOWN
     if opcode == "dynamic-update-slice":
         return _updated(given, shapes, decides)
-    if all(isinstance(value, Known) for value in given[:1]) and opcode != "concatenate":
-        return given[0]
-    if not all(small(shape) for shape in (made, shapes[0])):
+    first = given[0]
+    if isinstance(first, Known) and not isinstance(first, Elements) and opcode != "concatenate":
+        return first
+    if not all(is_line(shape) for shape in (made, shapes[0])):
         return UNKNOWN
     elements = spread(given[0], shapes[0].elements)
     if opcode == "concatenate":
@@ -120,6 +142,8 @@ def moved(
         start, stop, step = bounds[dim]
         return one_value(elements[int(start) : int(stop) : int(step or 1)])
     starts = _starts(given[1:], shapes[0], made.elements, decides)
+    if isinstance(first, Elements) and len(starts) > MOST_ELEMENTS:
+        return first.range
     found = [elements[at : at + made.elements] for at in starts]
     return one_value([_any(column) for column in zip(*found, strict=True)])
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 
 from systolic.hlo.cases import cases_of
 from systolic.hlo.module import Computation, Instruction, Module
-from systolic.hlo.scalars import Scalars, Scope, Turn, is_followed
-from systolic.hlo.values import NO, UNKNOWN, YES, Known, Value, hull
+from systolic.hlo.scalars import MOST_VALUES, Scalars, Scope, Turn, is_followed
+from systolic.hlo.values import NO, UNKNOWN, YES, Elements, Known, Value, hull
 
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"?(\d+)"?')
 MOST_STEPS = 20_000
@@ -65,24 +65,29 @@ class LoopCounts:
     """Trips of every ``while`` that the entry reaches, by its name."""
     branches: Mapping[str, Shares]
     """Branches of every ``conditional`` that runs, by its name."""
+    by_device: Mapping[str, Sequence[Shares]] = field(default_factory=dict)
+    """Of conditionals that not all devices decide alike, the different ones."""
+    apart: frozenset[str] = frozenset()
+    """Loops of which not all devices make as many trips: those of the slowest are given."""
 
 
-def counts_of(module: Module) -> LoopCounts:
-    """Trips and branches of a program."""
+def counted(module: Module, device: int | None = None) -> tuple[LoopCounts, int]:
+    """Trips and branches of a program on any device or on one, and how many values were found for them."""
     walk = _LoopWalk(module)
+    walk.scalars.device = device
     entry = Scope(walk.scalars, module.entry, lambda number: UNKNOWN, walk.value)
-    counted = _Counted()
-    walk.count(entry, 1, counted)
-    loops = {name: found.value() for name, found in counted.loops.items()}
-    runs = {name: sum(found.values()) for name, found in counted.branches.items()}
-    return LoopCounts(
-        loops=loops,
+    made = _Counted()
+    walk.count(entry, 1, made)
+    runs = {name: sum(found.values()) for name, found in made.branches.items()}
+    counts = LoopCounts(
+        loops={name: found.value() for name, found in made.loops.items()},
         branches={
             name: {some: of / runs[name] for some, of in found.items() if of}
-            for name, found in counted.branches.items()
+            for name, found in made.branches.items()
             if runs[name]
         },
     )
+    return counts, MOST_VALUES - walk.scalars.left
 
 
 @dataclass
@@ -519,6 +524,8 @@ def _strode(state: State, after: State, steps: int) -> State | None:
 def _further(old: Value, new: Value, steps: int) -> Value | None:
     if new == old:
         return new
+    if isinstance(new, Elements) or isinstance(old, Elements):
+        return None
     if isinstance(new, Known) and isinstance(old, Known):
         return Known(
             new.low if new.low == old.low else new.low + steps * (new.low - old.low),

@@ -15,7 +15,16 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
-from systolic.hlo.elements import MOVES, constant, moved, one_value, small, spread
+from systolic.hlo.elements import (
+    MOST_ELEMENTS,
+    MOVES,
+    constant,
+    is_line,
+    moved,
+    one_value,
+    small,
+    spread,
+)
 from systolic.hlo.module import Computation, Instruction, Module
 from systolic.hlo.shape import Shape, parse_shape
 from systolic.hlo.values import (
@@ -23,6 +32,7 @@ from systolic.hlo.values import (
     NO,
     UNKNOWN,
     YES,
+    Elements,
     Kind,
     Known,
     Number,
@@ -36,6 +46,8 @@ from systolic.hlo.values import (
 _DIRECTION = re.compile(r"\bdirection=(\w+)")
 DEEP = 100
 """Instructions followed by recursion, and those behind them in rows."""
+MOST_ROWS = 1024
+"""Elements of the longest table whose elements are computed one by one."""
 DEEPEST = 200
 """Computations and tuples followed from a value to its origin before it counts as unknown."""
 MOST_VALUES = 3_000_000
@@ -88,6 +100,8 @@ class Scalars:
     module: Module
     turns: list[Turn] = field(default_factory=list)
     """What decided something since the list was emptied."""
+    device: int | None = None
+    """The device that runs it; None: any of them."""
     left: int = MOST_VALUES
     case_values: int = MOST_VALUES // 10
     """Of these, those that cases may find (:mod:`systolic.hlo.cases`)."""
@@ -173,6 +187,11 @@ class Scope:
         self.depth += 1
         found = self._value(instruction)
         self.depth -= 1
+        if isinstance(found, Elements):
+            shape = parse_shape(instruction.shape_text)
+            return (
+                found if is_line(shape) and len(found.elements) == shape.elements else found.range
+            )
         if isinstance(found, list) and not instruction.shape_text.startswith("("):
             shape = parse_shape(instruction.shape_text)
             if instruction.opcode == "bitcast" and len(found) > shape.elements > 0:
@@ -207,7 +226,7 @@ class Scope:
             return self._part(instruction)
         if opcode == "tuple":
             return [self.get(name) for name in operands]
-        if opcode in PASSING:
+        if opcode in PASSING and not (opcode == "bitcast" and self._reads_otherwise(instruction)):
             return self.get(operands[0])
         if opcode in ("fusion", "call"):
             called = instruction.called("calls" if opcode == "fusion" else "to_apply")
@@ -219,6 +238,8 @@ class Scope:
             return self._branches(instruction)
         if opcode == "custom-call":
             return self._halves(instruction)
+        if opcode == "partition-id" and self.on.device is not None:
+            return Known(self.on.device, self.on.device)
         if opcode in ("partition-id", "replica-id"):
             return Known(0, max(self.on.module.num_partitions - 1, 0))
         if opcode in ("reduce", "all-reduce"):
@@ -230,9 +251,12 @@ class Scope:
             self._write_down(instruction, values)
         kind = self._kind_in(instruction)
         scalars = [value for value in values if isinstance(value, Known)]
-        if len(scalars) == len(values):
+        sizes = (len(one.elements) for one in values if isinstance(one, Elements))
+        size = max(sizes, default=1)
+        if len(scalars) == len(values) and not 1 < size <= MOST_ROWS:
             return computed(self.on, instruction, scalars, kind)
-        size = max((len(one) for one in values if isinstance(one, list)), default=1)
+        size = max(size, *(len(one) for one in values if isinstance(one, list)), 1)
+        self.on.left -= size
         rows = zip(*(spread(value, size) for value in values), strict=True)
         return one_value([computed(self.on, instruction, row, kind) for row in rows])
 
@@ -248,7 +272,9 @@ class Scope:
                 continue
             scope, source, shift = self.source(name)
             kind = kind_of(scope.computation[source]) if scope is run else None
-            if kind is None or kind.is_float or isinstance(other, list):
+            shape = parse_shape(scope.computation[source].shape_text)
+            # The elements of an array are not all in the same case.
+            if kind is None or kind.is_float or isinstance(other, list) or shape.elements > 1:
                 continue
             number, size = int(other.low), 1 << kind.bits
             held = points.setdefault(source, set())
@@ -273,7 +299,7 @@ class Scope:
             inner = scope.computation.index.get(operands[0]) if operands else None
             if inner is None or inner.shape_text.startswith("("):
                 return scope, name, shift
-            if instruction.opcode in ("convert", "bitcast-convert"):
+            if instruction.opcode in ("convert", "bitcast-convert", "bitcast"):
                 old, new = kind_of(inner), kind_of(instruction)
                 if old is None or new is None or (old.bits, old.is_float) != (new.bits, False):
                     return scope, name, shift
@@ -338,22 +364,32 @@ class Scope:
         return self.on.wrapped(found, found, kind)
 
     def _reduced(self, reduction: Instruction) -> Value:
-        """A reduction that gives the number of equal ones, over any of their elements."""
-        name = reduction.called("to_apply")
-        held = self.on.module.computations.get(name or "")
-        opcode = "" if held is None else held.root.opcode
+        """A reduction of all of an array's elements and its initial value, or of any number that are the same."""
+        held = self.on.module.computations.get(reduction.called("to_apply") or "")
+        opcode = "" if held is None else combiner(held)
+        kind = kind_of(reduction)
+        if kind is None or opcode not in _IDEMPOTENT | _COUNTED:
+            return UNKNOWN
         value = self.get(reduction.operands[0])
-        if opcode not in ("and", "or", "minimum", "maximum"):
+        if reduction.opcode == "all-reduce":
+            # Of each element by itself, over devices: where none is chosen, all have the same range.
+            return value if opcode in _IDEMPOTENT and self.on.device is None else UNKNOWN
+        made, source = parse_shape(reduction.shape_text), self._shapes(reduction)[0]
+        if not source.elements:
+            return self.get(reduction.operands[1])
+        if isinstance(value, Known) and not isinstance(value, Elements):
+            each = source.elements // max(made.elements, 1)
+            elements = [value] if opcode in _IDEMPOTENT else [value] * each
+            if len(elements) > MOST_ELEMENTS or (len(elements) > 1 and kind.is_float):
+                return UNKNOWN
+        elif made.elements == 1 and not (kind.is_float and opcode in _COUNTED):
+            elements = spread(value, source.elements)
+        else:
             return UNKNOWN
-        if isinstance(value, Known) or reduction.opcode == "all-reduce":
-            return value
-        if reduction.shape_text.startswith("(") or parse_shape(reduction.shape_text).elements > 1:
-            return UNKNOWN
-        first, *rest = spread(value, len(value))
-        kind = self._kind_in(reduction)
-        for other in rest:
-            first = elementwise(self.on, opcode, [first, other], kind, kind)
-        return first
+        found = self.scalar(reduction.operands[1])
+        for element in elements:
+            found = elementwise(self.on, opcode, [found, element], kind, kind)
+        return found
 
     def _shapes(self, instruction: Instruction) -> list[Shape]:
         """Shapes of all operands."""
@@ -363,10 +399,31 @@ class Scope:
             for name in instruction.operands
         ]
 
+    def _reads_otherwise(self, instruction: Instruction) -> bool:
+        """Whether a bitcast reads the same bits as of another type."""
+        kind = kind_of(instruction)
+        return kind is not None and self._kind_in(instruction) != kind
+
     def _kind_in(self, instruction: Instruction) -> Kind | None:
         """Type of the first operand."""
         source = self.computation.index.get(instruction.operands[0])
         return None if source is None else kind_of(source)
+
+
+_IDEMPOTENT = frozenset(("and", "or", "minimum", "maximum"))
+"""Opcodes that give the number of equal ones."""
+_COUNTED = frozenset(("add", "multiply", "xor"))
+
+
+def combiner(computation: Computation) -> str:
+    """Opcode by which a reduction's computation combines its two arguments; empty where it does anything else."""
+    root = computation.root
+    numbers = {
+        computation[name].operands[0]
+        for name in root.operands
+        if name in computation.index and computation[name].opcode == "parameter"
+    }
+    return root.opcode if numbers == {"0", "1"} and len(root.operands) == 2 else ""
 
 
 PASSING = frozenset(
@@ -447,8 +504,8 @@ def elementwise(
     if opcode == "is-finite":
         # What is not finite is unknown.
         return YES if all(map(math.isfinite, given[0])) else MAYBE
-    if opcode in ("convert", "bitcast-convert"):
-        return _converted(on, given[0], kind_in, kind, bits=opcode == "bitcast-convert")
+    if opcode in ("convert", "bitcast-convert", "bitcast"):
+        return _converted(on, given[0], kind_in, kind, bits=opcode != "convert")
     if kind.is_float:
         return _of_floats(on, opcode, given, kind)
     if kind.name == "pred":
@@ -479,18 +536,23 @@ def compared(on: Scalars, direction: str, left: Known, right: Known) -> Known:
 
 
 def _converted(on: Scalars, given: Known, old: Kind, new: Kind, *, bits: bool) -> Known:
-    if old.is_float != new.is_float and bits:
-        return UNKNOWN
+    if bits and (old.is_float or new.is_float or old.bits != new.bits):
+        return given if old == new else UNKNOWN
     if new.name == "pred":
         zero = Known(0, 0)
         return compared(on, "NE", given, zero)
     if not (old.is_float or new.is_float):
         return on.wrapped(given.low, given.high, new)
-    if not given.exact:
+    if not given.exact or not math.isfinite(given.low):
         return UNKNOWN
     on.decides(given.low)
-    number = rounded(float(given.low), new) if new.is_float else math.trunc(given.low)
-    return Known(number, number)
+    if new.is_float:
+        number = rounded(float(given.low), new)
+        return Known(number, number)
+    number = math.trunc(given.low)
+    # Beyond the type's ends, backends differ.
+    fits = new.lowest <= number < new.lowest + (1 << new.bits)
+    return Known(number, number) if fits else UNKNOWN
 
 
 def _of_floats(on: Scalars, opcode: str, given: Sequence[Known], kind: Kind) -> Known:
@@ -578,7 +640,7 @@ def _of_integers(on: Scalars, opcode: str, given: Sequence[Known], kind: Kind) -
             return on.wrapped(max(0, -a.high), max(-a.low, a.high), kind)
         case ("shift-right-logical" | "shift-right-arithmetic", [a, b]) if (
             b.exact and 0 <= b.low < kind.bits and math.isfinite(a.high - a.low)
-        ) and (a.low >= 0 or opcode.endswith("arithmetic")):
+        ) and (a.low >= 0 if opcode.endswith("logical") else not _is_high(a, kind)):
             if not a.exact:
                 on.decides(*a)
                 return Known(int(a.low) >> int(b.low), int(a.high) >> int(b.low))
@@ -598,6 +660,11 @@ def _of_integers(on: Scalars, opcode: str, given: Sequence[Known], kind: Kind) -
     return UNKNOWN if made is None else on.wrapped(made, made, kind)
 
 
+def _is_high(number: Known, kind: Kind) -> bool:
+    """Whether an unsigned number may have its highest bit set."""
+    return not kind.signed and number.high >= 1 << (kind.bits - 1)
+
+
 def _whole(opcode: str, numbers: Sequence[int], kind: Kind) -> int | None:
     """Result of an op on whole numbers, before it wraps."""
     first, second = (*numbers, 0)[:2]
@@ -609,7 +676,10 @@ def _whole(opcode: str, numbers: Sequence[int], kind: Kind) -> int | None:
             return None
         if opcode == "shift-left":
             return first << second
-        return (first % (1 << kind.bits) if opcode.endswith("logical") else first) >> second
+        if opcode.endswith("logical"):
+            return first % (1 << kind.bits) >> second
+        # The highest bit counts as a sign, of an unsigned number too.
+        return (first - (first >> kind.bits - 1 << kind.bits) if first >= 0 else first) >> second
     match opcode:
         case "not":
             return ~first

@@ -22,6 +22,34 @@ class Known(NamedTuple):
         return self.low == self.high
 
 
+class Elements(Known):
+    """An array along one dim whose elements are known; to all that looks no closer, their range."""
+
+    elements: tuple[Known, ...]
+
+    def __new__(cls, elements: tuple[Known, ...]) -> "Elements":
+        """The array of these elements."""
+        made = super().__new__(
+            cls, min(one.low for one in elements), max(one.high for one in elements)
+        )
+        made.elements = elements
+        return made
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Elements) and self.elements == other.elements
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self.elements)
+
+    @property
+    def range(self) -> Known:
+        """Of all elements."""
+        return Known(self.low, self.high)
+
+
 Value = Known | list["Value"]
 """A scalar, or the parts of a tuple."""
 
@@ -63,6 +91,8 @@ def kind_of(instruction: Instruction) -> Kind | None:
 
 def hull(left: Value, right: Value) -> Value:
     """The smallest value that holds both."""
+    if left is right:
+        return left
     if isinstance(left, list) and isinstance(right, list) and len(left) == len(right):
         return [hull(one, other) for one, other in zip(left, right, strict=True)]
     if isinstance(left, list) or isinstance(right, list):

@@ -8,7 +8,7 @@ from systolic.core.arguments import with_types
 from systolic.core.ranges import COUNT, POSITIVE, SHARE
 from systolic.data.text.chat import template_for
 from systolic.data.text.instructions import Filling, Instructions, TooLong
-from systolic.data.text.row_forms import Columns, Pairs, RowReading
+from systolic.data.text.row_forms import Columns, NamedColumns, Pairs, RowReading
 from systolic.interop.outline import outlined
 from systolic.job import (
     Adapter,
@@ -46,7 +46,7 @@ def sft(
     sequence: int = 1024,
     filling: Filling = Filling.packed,
     too_long: TooLong = TooLong.cut,
-    columns: Columns = Columns(),
+    columns: NamedColumns = Columns(),
     pairs: Pairs = Pairs.refuse,
     adapter: AdapterKind = AdapterKind.none,
     rank: Annotated[int, COUNT] = 16,
@@ -70,7 +70,7 @@ def sft(
 
     Args:
         from_: The model: a Hugging Face directory, a Bundle, a GGUF file or a run. A forecast reads its config.json only, and takes the name of a published model.
-        data: Conversations, a row each: messages (role, content), ShareGPT's conversations (from, value), prompt and completion, question and answer, or instruction, input and output (history holds earlier turns); an answer of weight 0 is read and not learned. In JSONL, a JSON array, Parquet, CSV or TSV, or a folder of such files. A forecast does without.
+        data: Conversations, a row each: messages (role, content), ShareGPT's conversations (from, value), prompt and completion, question and answer, or instruction, input and output (history holds earlier turns); an answer of weight 0, or train or loss false, is read and not learned. In JSONL, a JSON array, Parquet, CSV or TSV, or a folder of such files. A forecast does without.
         validation: Validation conversations; by default a share of the data.
         validation_share: That share, chosen by a hash of each line.
         template: A chat template in jinja2; by default the model's own, or "### Instruction:" and "### Response:" where it has none.

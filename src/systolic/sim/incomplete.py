@@ -9,7 +9,7 @@ import enum
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -17,7 +17,8 @@ from typing import Protocol
 from systolic.core.errors import OptionError, nearest
 from systolic.core.units import duration
 from systolic.hlo import Computation, Instruction, Module
-from systolic.hlo.loops import ENDLESS, NO_END, LoopCounts, LoopTrips, counts_of
+from systolic.hlo.devices import counts_of
+from systolic.hlo.loops import ENDLESS, NO_END, LoopCounts, LoopTrips, Shares
 from systolic.hlo.origin import named
 from systolic.sim.calibration import constant
 
@@ -240,6 +241,8 @@ class Gaps:
     missed: dict[str, Incomplete] = field(default_factory=dict)
     told: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     """Loops that each of the names that were given sets."""
+    slowest: dict[str, str] = field(default_factory=dict)
+    """Loops and branches that devices differ in, to how they are counted."""
 
     def __post_init__(self) -> None:
         self.counts = counts_of(self.module)
@@ -261,10 +264,24 @@ class Gaps:
         """A line for each number that was given."""
         return self.given.lines({name: len(loops) for name, loops in self.told.items()})
 
+    def notes(self) -> list[str]:
+        """A note on what the slowest device decides."""
+        if not self.slowest:
+            return []
+        held = _few([*self.slowest.values()])
+        return [f"devices differ, and the slowest decides the step: {held}"]
+
+    def differs(self, computation: Computation, instruction: Instruction, how: str) -> None:
+        """Notes a part that devices run differently."""
+        place = self.describe(computation, instruction, GapKind.loop).place
+        self.slowest[instruction.name] = f"{instruction.name}{place and f' ({place})'} {how}"
+
     def trips(self, computation: Computation, loop: Instruction) -> float:
         """Trips of a loop to price: the program's, the user's, else the least; notes it where they are open."""
         known = self.loops.get(loop.name, NO_END)
         if known.mean is not None:
+            if loop.name in self.counts.apart:
+                self.differs(computation, loop, f"makes up to {times(known.mean)}")
             return _whole(known.mean)
         for name in self.names(computation, loop):
             if name in self.given.trips:
@@ -296,15 +313,21 @@ class Gaps:
             seconds: Of one run of each branch that may run.
         """
         every = tuple(seconds)
-        taken: dict[int, float] = defaultdict(float)
-        ends = [0.0, 0.0]
-        for some, share in self.counts.branches.get(conditional.name, {every: 1.0}).items():
-            short, long = (choose(some, key=lambda one: seconds[one]) for choose in (min, max))
-            taken[short if self.ends is Ends.least else long] += share
-            ends = [ends[0] + share * seconds[short], ends[1] + share * seconds[long]]
-        if ends[0] < ends[1]:
+        held = self.counts.by_device.get(conditional.name)
+        if held:
+            self.differs(computation, conditional, "takes the branches of the slowest")
+        shares = held or [self.counts.branches.get(conditional.name, {every: 1.0})]
+        ends = [[_mean(one, seconds, choose) for choose in (min, max)] for one in shares]
+        short, long = (max(column) for column in zip(*ends, strict=True))
+        if short < long:
             found = self.describe(computation, conditional, GapKind.branch)
-            self.missed[conditional.name] = replace(found, branches=(ends[0], ends[1]))
+            self.missed[conditional.name] = replace(found, branches=(short, long))
+        is_least = self.ends is Ends.least
+        at = max(range(len(shares)), key=lambda one: ends[one][not is_least])
+        taken: dict[int, float] = defaultdict(float)
+        for some, share in shares[at].items():
+            choose = min if is_least else max
+            taken[choose(some, key=lambda one: seconds[one])] += share
         return dict(taken)
 
     def cost(self, computation: Computation, instruction: Instruction) -> float | None:
@@ -413,6 +436,11 @@ def _within(module: Module, loop: Instruction) -> set[str]:
             found.add(instruction.name)
             left += instruction.called_computations
     return found
+
+
+def _mean(shares: Shares, seconds: Mapping[int, float], choose: Callable[..., float]) -> float:
+    """Seconds of a conditional's run, where each set of branches takes one of its own."""
+    return sum(share * choose(seconds[one] for one in some) for some, share in shares.items())
 
 
 def _whole(number: float) -> float:

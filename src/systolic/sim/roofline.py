@@ -170,7 +170,7 @@ def roofline(
         origin=origin,
         seconds=seconds,
         spans=spans,
-        notes=merged(walk.notes),
+        notes=(*merged(walk.notes), *walk.gaps.notes()),
         incomplete=missed,
         most=at(Ends.most) if missed and all(part.bounded for part in missed) else None,
         least=at(Ends.least) if any(part.is_assumed for part in missed) else None,

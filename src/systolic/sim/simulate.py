@@ -147,7 +147,13 @@ def _simulated(run: "_Run", on: Slice) -> Timeline:
         seconds += over
     made = replace(
         made,
-        notes=(*made.notes, *_rule_notes(made), *_assumed_note(made), *_one_way(made, run.one_way)),
+        notes=(
+            *made.notes,
+            *run.gaps.notes(),
+            *_rule_notes(made),
+            *_assumed_note(made),
+            *_one_way(made, run.one_way),
+        ),
     )
     estimated = sum(s.seconds * n for s, n in made.leaves() if s.priced_by is PricedBy.estimate)
     if estimated > MUCH * seconds:

@@ -240,13 +240,18 @@ def test_answers_of_weight_0_and_the_words_before_an_answer_are_not_learned(
     first = [{"role": "assistant", "content": "welcome"}, *chat[2:]]
     theirs(folder, template).save_pretrained(tmp_path)
     mine, tokenizer = ours(tmp_path)
-    for messages, wanted in ((chat, ["right"]), (first, ["welcome", "right"])):
+    flagged = [chat[0], {"role": "assistant", "content": "wrong", "train": False}, chat[2], {**chat[3], "loss": True}]  # fmt: skip
+    for messages, wanted in (
+        (chat, ["right"]),
+        (flagged, ["right"]),
+        (first, ["welcome", "right"]),
+    ):
         if template is INST and messages is first:
             continue  # It takes no such conversation.
         (made,) = tokenized([Line("here", messages, 0.0)], mine, tokenizer)
         learned = tokenizer.decode(made.ids[made.learned].tolist())
         assert learned.split() == (wanted if template is INST else ["".join(wanted)])
-        assert made.missing == 0
+        assert made.counts["missing"] == 0
     assert asked(chat) == chat[:3]
     assert asked([*chat[2:], *chat[:2]]) == chat[2:3]
 

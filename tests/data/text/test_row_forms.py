@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from systolic.core.errors import DataError, OptionError
-from systolic.data.text.conversations import BadLinesError, Line, parsed, read
+from systolic.data.text.conversations import BadLinesError, Line, Rows, parsed, read
 from systolic.data.text.row_forms import Columns, Pairs, RowReading
 
 ASKED = {"role": "user", "content": "What is 2 + 2?"}
@@ -69,6 +69,54 @@ def share(*said: tuple[str, str]) -> list[dict[str, str]]:
 )  # fmt: skip
 def test_a_row_in_any_form_is_a_conversation(tmp_path: Path, row: Any, wanted: Any) -> None:
     assert turns(tmp_path, row) == [wanted]
+
+
+FOUR = {"role": "assistant", "content": "4"}
+RENDERED = "Below is an instruction.\n\n### Instruction:\nWhat is 2 + 2?\n\n### Response:\n4"
+
+
+@pytest.mark.parametrize(
+    ("row", "wanted", "left"),
+    [
+        # Alpaca's columns beside their text, which has the answer in it.
+        ({"prompt": RENDERED, "instruction": "What is", "input": "2 + 2?", "output": "4"}, [{"role": "user", "content": "What is\n\n2 + 2?"}, FOUR], ["prompt"]),
+        ({"instruction": "What is 2 + 2?", "response": "4", "prompt": RENDERED, "id": "x", "n": 3}, TURNS, ["prompt", "id"]),
+        # Mathematics: the way to the answer is learned.
+        ({"problem": "What is 2 + 2?", "solution": "4", "answer": "no", "source": "amc"}, TURNS, ["answer", "source"]),
+        ({"question": "What is 2 + 2?", "answer": "no", "solution": "4"}, TURNS, ["answer"]),
+        ({"problem": "What is 2 + 2?", "generated_solution": "4", "expected_answer": "no"}, TURNS, ["expected_answer"]),
+        # medical-o1.
+        ({"Question": "What is 2 + 2?", "Complex_CoT": "Count.", "Response": "4"}, [ASKED, {**FOUR, "reasoning_content": "Count."}], []),
+        ({"prompt": "What is 2 + 2?", "completion": "4", "response": "no", "tools": "[]"}, TURNS, ["response"]),
+        ({"query": "What is 2 + 2?", "response": "4", "prompt": "no", "context": " "}, TURNS, ["prompt"]),
+        ({"messages": TURNS, "prompt": "no", "train": 0, "problem": ""}, TURNS, ["prompt", "train"]),
+        ({"messages": TURNS, "system": "Be short."}, TOLD, []),
+        ({"messages": TOLD, "system": "no"}, TOLD, ["system"]),
+    ],
+)  # fmt: skip
+def test_columns_that_belong_together_are_read_and_others_named(
+    tmp_path: Path, row: Any, wanted: Any, left: list[str]
+) -> None:
+    (tmp_path / "data.jsonl").write_text(json.dumps(row) + "\n")
+    (line,) = read(tmp_path / "data.jsonl")
+    assert (line.messages, line.unread) == (wanted, left)
+    if left and "messages" not in row and left[0] != "source":
+        prompt = next(name for name in row if row[name] == wanted[0]["content"] or name == "instruction")  # fmt: skip
+        chosen = RowReading(columns=Columns(prompt=prompt, answer=left[0]))
+        (line,) = read(tmp_path / "data.jsonl", chosen)
+        assert line.messages[-1]["content"] == row[left[0]]
+        assert left[0] not in line.unread
+
+
+def test_notes_name_what_was_not_read_and_questions_with_their_answer() -> None:
+    counts = {"conversations": 3, "copied": 2, "unopened": 1, "unreasoned": 1, "missing": 1}
+    rows = Rows(arrays={}, counts=counts, opening="<think>\n", unread=[*"abcdefghij"])
+    told = rows.notes()
+    assert told[0].startswith("1 answer is written otherwise by the chat template where later")
+    assert told[1].startswith("1 answer is without '<think>\\n', which the chat template begins")
+    assert told[2].startswith("2 questions are asked with the whole answer in the text; if that")
+    assert told[3].startswith("1 answer is without its reasoning, which the chat template leaves")
+    assert told[4].startswith("columns that were not read: a, b, c, d, e, f, g, h, … (--columns.p")
 
 
 def test_calls_of_functions_are_turns(tmp_path: Path) -> None:
@@ -176,6 +224,12 @@ def test_tables_and_arrays_are_rows(tmp_path: Path) -> None:
         ("a.jsonl", json.dumps({"messages": TURNS, "history": [["c", "d"]]}), "line 1 has history beside messages; put its turns at the start"),
         ("a.jsonl", json.dumps({"messages": [ASKED, {"role": "gpt", "content": ""}]}), "line 1, turn 2 has an empty answer, .* a weight of 0"),
         ("a.jsonl", json.dumps({"messages": [ASKED, {"role": "assistant", "content": [{"type": "text", "text": "\n"}]}]}), "turn 2 has an empty answer"),
+        ("a.jsonl", json.dumps({"messages": [ASKED, {**TURNS[1], "train": False}]}), "line 1 has the train 0 at every answer"),
+        ("a.jsonl", json.dumps({"messages": [ASKED, {**TURNS[1], "loss": "no"}]}), "line 1, turn 2 has the loss 'no'; give 1, or 0 for"),
+        ("a.jsonl", json.dumps({"messages": [{**ASKED, "train": True}, TURNS[1]]}), "turn 1 has train at a turn of the role user, and answers alone are learned"),
+        ("a.jsonl", json.dumps({"messages": [ASKED, {**TURNS[1], "train_detail": [{"begin_offset": 0}]}]}), "line 1, turn 2 has train_detail, which is not read"),
+        ("a.jsonl", json.dumps({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "masked": True}]}), "line 1, turn 2 has masked, which"),
+        ("a.jsonl", json.dumps({"messages": TURNS, "loss_mask": [0, 1]}), 'line 1 has loss_mask, which is not read, .*"weight": 0'),
         ("a.jsonl", json.dumps({"messages": TURNS[1:]}), "line 1 has no turn before its answer"),
         ("a.jsonl", json.dumps({"messages": [*TURNS[1:], ASKED]}), "line 1 has no turn before its answer"),
     ],

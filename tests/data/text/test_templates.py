@@ -7,7 +7,8 @@ they are named after.
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from functools import cache
 from pathlib import Path
@@ -22,8 +23,8 @@ from transformers.utils import chat_template_utils
 from systolic.core.errors import DataError, SystolicError
 from systolic.data.text import templating
 from systolic.data.text.chat import DATE, ChatTemplate, find_template
-from systolic.data.text.conversations import read, tokenized
-from systolic.data.text.messages import takes_of
+from systolic.data.text.conversations import Line, closing, read, tokenized
+from systolic.data.text.messages import is_learned, takes_of
 from systolic.data.text.tokenizer import Tokenizer
 from systolic.serving.http.chat import ChatFields
 from systolic.serving.http.messages import checked_messages, rendered
@@ -56,8 +57,28 @@ PARTS: Mapping[str, frozenset[str]] = {
 """Roles whose contents may be lists of parts."""
 TYPED = {"smolvlm"}
 """Contents have to be lists of parts."""
-THINK = {"minimax_m2", "deepseek_r1"}
-"""Begin every answer with a thought."""
+LEARNED: Sequence[tuple[str, str, Sequence[str], int]] = (
+    # Only what ends the text differs.
+    ("phi3", "turns", ["b<|end|>", "d<|end|>", "f<|end|>\n<|end|>"], 0),
+    ("phi4_mini", "system turns", ["b<|end|>", "d<|end|><|end|>"], 0),
+    ("gpt_oss", "system turns", ["<|channel|>final<|message|>b", "<|channel|>final<|message|>d<|return|>"], 0),
+    # The result of a tool is written otherwise where it is the last turn.
+    ("hermes", "reasoning of a call", ['<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich", "days": 2}}\n</tool_call><|im_end|>\n', "c<|im_end|>\n"], 0),
+    ("mistral_v3", "system", [" e\n\nf<|end|>"], 0),
+    ("deepseek_v3", "late system", ["b<|end|>", "e<|end|>"], 0),
+    # Documents behind the answer are not its own.
+    ("jamba", "documents", [" b<|eom|>"], 0),
+    # A prompt begins a thought that the conversation lacks.
+    ("deepseek_r1", "turns", ["b<|end|>", "d<|end|>", "f<|end|>"], 3),
+    ("deepseek_r1", "thought in text", ["\n\nb<|end|>", "d<|end|>"], 2),
+    ("deepseek_r1", "call without tools", ['<|calls|><|call|>function<|sep|>weather\n```json\n{"city": "Zürich", "days": 2}\n```<|endcall|><|endcalls|><|end|>', "Seven degrees.<|end|>"], 1),
+    ("deepseek_r1", "answer first", ["a<|end|>", "c<|end|>"], 1),
+    ("minimax_m2", "system turns", ["b[e~[\n", "d[e~[\n"], 2),
+    # Written otherwise than as the last turn: without its thought.
+    ("qwen3", "system turns", ["<think>\n\n</think>\n\nd<|im_end|>\n"], 0),
+    ("glm4_5", "reasoning", ["\n<think>so</think>\nd"], 0),
+)  # fmt: skip
+"""Of a form and a conversation what is learned, and how many answers lack words of their prompt."""
 DEVELOPER = {"gpt_oss"}
 """Name that role."""
 
@@ -208,8 +229,8 @@ def test_texts_and_tokens_are_those_of_transformers(
         if ids is None:
             # What can't be learned is not learned, though transformers has a text for it.
             left_out = "leaves the call out" in refused and "weather" not in (expected or "")
-            own = "does not put answers behind" in refused or "an empty answer" in refused
-            assert expected is None or own or left_out, (title, refused)
+            empty = "an empty answer" in refused
+            assert expected is None or empty or left_out, (title, refused)
         else:
             assert expected is not None, title
             assert ids == tokenizer(expected, add_special_tokens=False)["input_ids"], title
@@ -223,8 +244,48 @@ def test_texts_and_tokens_are_those_of_transformers(
             assert found == expected, (title, stop, refused)
             count["served"] += found is not None
     assert count["served"] >= 12
-    # Those whose prompt begins a thought don't put every answer behind it.
-    assert count["trained"] >= (4 if name in THINK else 12)
+    assert count["trained"] >= 12
+
+
+@pytest.mark.parametrize(("name", "title", "learned", "unopened"), LEARNED)
+def test_answers_are_learned_with_their_own_ends(
+    name: str,
+    title: str,
+    learned: Sequence[str],
+    unopened: int,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    folder = _folder(tmp_path_factory.getbasetemp(), name)
+    template, tokenizer = find_template(folder), Tokenizer(path=folder)
+    assert template is not None
+    (folder / "row.jsonl").write_text(json.dumps(CONVERSATIONS[title]) + "\n")
+    (made,) = tokenized(list(read(folder / "row.jsonl")), template, tokenizer)
+    assert tokenizer.shown(made.ids[made.learned].tolist()) == "".join(learned)
+    answers = sum(is_learned(one) for one in CONVERSATIONS[title]["messages"])
+    assert made.counts["missing"] == answers - len(learned)
+    assert (made.counts["unopened"], bool(made.opening)) == (unopened, unopened > 0)
+    dropped = {"thought in text": 2, "reasoning of a call": 2, "reasoning": 1}
+    assert made.counts["unreasoned"] == dropped.get(title, 0)
+
+
+def test_special_tokens_of_an_answer_do_not_end_it(tmp_path: Path) -> None:
+    """Of GLM 4.5, whose thoughts are between special tokens and whose answers end with none."""
+    tokens = folders.tokenizer()
+    tokens.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    tokens.chat_template = (FORMS / "glm4_5.jinja").read_text()
+    tokens.save_pretrained(tmp_path)
+    template, tokenizer = find_template(tmp_path), Tokenizer(path=tmp_path)
+    assert template is not None
+    (made,) = tokenized([Line("here", CONVERSATIONS["turns"]["messages"], 0.0)], template, tokenizer)  # fmt: skip
+    said = [f"\n<think></think>\n{one}" for one in "bdf"]
+    assert tokenizer.shown(made.ids[made.learned].tolist()) == "".join(said)
+    assert closing(template, tokenizer) is None
+    # Nor does the one before the arguments of a call.
+    calls = "{% for c in m.tool_calls or [] %}{{ c.function.name }}<think>{{ c.function.arguments | tojson }}{% endfor %}"
+    text = f"{{% for m in messages %}}[{{{{ m.role }}}}]{{{{ m.content or '' }}}}{calls}{{% endfor %}}{{% if add_generation_prompt %}}[assistant]{{% endif %}}"
+    (made,) = tokenized([Line("here", LOOP, 0.0)], replace(template, text=text), tokenizer)
+    wanted = 'weather<think>{"city": "Zürich", "days": 2}Seven degrees.'
+    assert tokenizer.shown(made.ids[made.learned].tolist()) == wanted
 
 
 def test_there_are_as_many_as_promised() -> None:

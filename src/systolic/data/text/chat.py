@@ -10,7 +10,7 @@ from datetime import date
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2.meta
 
@@ -20,6 +20,7 @@ from systolic.data.text.messages import (
     ONE,
     TOKENS,
     Messages,
+    arguments_of,
     is_learned,
     prepared,
     text_of,
@@ -74,6 +75,10 @@ TURN_ENDS = (
 """Tokens that end a turn or a text by what they say, as llama.cpp knows them (``llama-vocab.cpp``), whose files may name another end."""
 SHORT: Messages = ({"role": "user", "content": "a"}, {"role": ANSWERS, "content": ONE})
 """A question with its answer."""
+MARK = "\ue0f2"
+"""Stands for the words of an answer that is looked for, of Unicode's private use."""
+WORDS = 24
+"""Characters of an answer's end that it is known by."""
 CHANNEL_END, CHANNELS = "<|end|>", "<|channel|>"
 """A token that ends one channel of several in the answers of gpt-oss, which goes on behind it."""
 
@@ -85,8 +90,21 @@ class Rendered:
     text: str
     answers: tuple[tuple[int, int], ...]
     """Characters [start, stop) of each answer, with what the template puts behind it."""
+    words: tuple[tuple[str, ...], ...] = ()
+    """Of each answer the end of its content, and the names and texts of its calls; none where generation blocks mark the answers."""
     missing: int = 0
-    """Answers that the template changes where later turns follow, so that they can't be told from the rest."""
+    """Answers that the template writes otherwise where later turns follow than as the last turn, so that they can't be told from the rest."""
+    unopened: tuple[str, ...] = ()
+    """Of each answer that lacks them the words that the template begins an answer with in a prompt alone."""
+
+
+class _AnswerPlace(NamedTuple):
+    """Where an answer is in a text."""
+
+    start: int
+    stop: int
+    unopened: str = ""
+    """Words that begin it in a prompt and not here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +167,7 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, Any]] = (),
         names: Mapping[str, Any] = MappingProxyType({}),
     ) -> Rendered:
-        """A whole conversation for training, and where its answers are: the template's generation blocks, else what each answer adds to the text before it. Answers of the weight 0 are not among them.
+        """A whole conversation for training, and where its answers are: the template's generation blocks, else what each answer adds to the text before it. Answers that are not to be learned are not among them.
 
         Args:
             messages: From the first to the last.
@@ -184,28 +202,111 @@ class ChatTemplate:
         self, messages: Messages, learned: Sequence[int], given: Mapping[str, Any], text: str
     ) -> Rendered:
         """A conversation with its answers told from the turns before them."""
-        answers, missing, reason = [], 0, None
+        told, missing, reason = [], 0, None
         for number in learned:
-            upto, behind = messages[:number], messages[: number + 1]
             try:
-                after = self._text(behind, given, answer=False)
-                before = (
-                    self._text(upto, given, answer=True)
-                    if number
-                    else self._header(messages[0], given, after)
-                )
+                found = self._answer(messages, number, given, text)
             except DataError as error:  # It refuses the beginning of what it takes as a whole.
                 missing, reason = missing + 1, error
                 continue
-            if before is not None and after.startswith(before) and text.startswith(after):
-                answers.append((len(before), len(after)))
-            else:
+            if found is None:
                 missing += 1
-        if missing and not answers:
+            else:
+                told.append((found, _words_of(messages[number])))
+        if missing and not told:
             raise DataError(
                 f"the chat template of {self.origin} does not put answers behind the turns before them, so that the loss can't be on the answers alone; mark them in it with generation blocks, or give another with --template"
             ) from reason
-        return Rendered(text=text, answers=tuple(answers), missing=missing)
+        return Rendered(
+            text=text,
+            answers=tuple((one.start, one.stop) for one, _ in told),
+            words=tuple(words for _, words in told),
+            missing=missing,
+            unopened=tuple(one.unopened for one, _ in told if one.unopened),
+        )
+
+    def _answer(
+        self, messages: Messages, number: int, given: Mapping[str, Any], text: str
+    ) -> "_AnswerPlace | None":
+        """Where an answer is in the text of its conversation; ``None`` where it is written otherwise there than as the last turn."""
+        upto, behind = messages[:number], messages[: number + 1]
+        after = self._text(behind, given, answer=False)
+        before = (
+            self._text(upto, given, answer=True)
+            if number
+            else self._header(messages[0], given, after)
+        )
+        if before is None:
+            return None
+        if after.startswith(before) and text.startswith(after):
+            return _AnswerPlace(len(before), len(after))
+        same = _common(after, text)
+        if after.startswith(before) and same >= len(before):
+            ends = (after.find(one, len(before)) + len(one) for one in _words_of(messages[number]))
+            if any(end > same for end in ends):  # Its own words are written otherwise there.
+                return None
+        # By its own words, as what stands around it is written otherwise there.
+        last = self._place(behind, number, given, after)
+        here = self._place(messages, number, given, text)
+        if last is None or here is None:
+            return None
+        opened = self._start(upto, given, before, after, last[0])
+        calls = bool(messages[number].get("tool_calls"))
+        if opened is None and calls:  # A call is known by its name, which does not begin it.
+            return None
+        spaces = last[0] - len(after[: last[0]].rstrip(" "))
+        start, head, unopened = opened or (last[0] - spaces, "", "")
+        whole = after[start - len(head) : last[1]]
+        lead = last[0] - start
+        if text[max(0, here[0] - lead - len(head)) : here[1]] != whole:
+            return None
+        ending = self._ending(messages[number], given, after[last[1] :])
+        tail = _tail(ending, text[here[1] :], [one for _, one in self.tokens])
+        if not tail and calls:
+            return None
+        return _AnswerPlace(here[0] - lead, here[1] + tail, unopened)
+
+    def _start(
+        self, upto: Messages, given: Mapping[str, Any], before: str, after: str, content: int
+    ) -> tuple[int, str, str] | None:
+        """Where an answer begins in a text that ends with it, the words that begin it, and those of a prompt that it lacks; ``None`` where only its own words tell."""
+        plain = self._text(upto, given, answer=False) if upto else ""
+        words = before.removeprefix(plain)
+        if after.startswith(before):
+            return len(before), words if before.startswith(plain) else "", ""
+        if not before.startswith(plain):
+            return None
+        at = after.rfind(words, 0, content) if words else -1
+        if at >= 0 and at + len(words) >= _common(before, after):
+            return at + len(words), words, ""
+        any_answer = self._text([*upto, {"role": ANSWERS, "content": MARK}], given, answer=False)
+        header = any_answer.partition(MARK)[0].removeprefix(plain)
+        if not any_answer.startswith(plain) or not after.startswith(plain + header):
+            return None
+        return len(plain + header), header, words[_common(words, header) :]
+
+    def _ending(self, message: Mapping[str, Any], given: Mapping[str, Any], behind: str) -> str:
+        """What ends an answer, of what stands behind its words: without tools or documents that a template puts last."""
+        tools = given["tools"] if self.with_tools else None
+        try:
+            bare = self._text(
+                [SHORT[0], message], {**given, "tools": tools, "documents": None}, answer=False
+            )
+        except DataError:
+            return behind
+        return next(
+            (behind[:n] for n in range(len(behind), 0, -1) if bare.endswith(behind[:n])), ""
+        )
+
+    def _place(
+        self, messages: Messages, number: int, given: Mapping[str, Any], text: str
+    ) -> tuple[int, int] | None:
+        """Characters [start, stop) that change with an answer's words; ``None`` where none do."""
+        marked = [*messages[:number], _marked(messages[number]), *messages[number + 1 :]]
+        other = self._text(marked, given, answer=False)
+        start = _common(text, other)
+        stop = len(text) - _common(text[start:][::-1], other[start:][::-1])
+        return (start, stop) if MARK in other and start < stop else None
 
     def _header(
         self, message: Mapping[str, Any], given: Mapping[str, Any], text: str
@@ -216,8 +317,8 @@ class ChatTemplate:
         words = self._text(asked, given, answer=True).removeprefix(plain)
         if words and words in text:
             return text[: text.index(words) + len(words)]
-        content = text_of(message.get("content")).strip()
-        return text[: text.index(content)] if content and content in text else None
+        place = self._place([message], 0, given, text)
+        return text[: place[0]] if place and message.get("content") else None
 
     def _text(
         self, messages: Messages, given: Mapping[str, Any], *, answer: bool, marked: bool = False
@@ -234,6 +335,47 @@ class ChatTemplate:
             "add_generation_prompt": answer,
         }
         return rendered(template, self.origin, values, marked=marked)
+
+
+def _words_of(message: Mapping[str, Any]) -> tuple[str, ...]:
+    """The end of an answer's content, and the names and texts of its calls."""
+    words = [text_of(message.get("content")).strip()[-WORDS:]]
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", call) if isinstance(call, Mapping) else {}
+        given = arguments_of(call)
+        values = given.values() if isinstance(given, Mapping) else ()
+        words += [one for one in (function.get("name"), *values) if isinstance(one, str)]
+    return tuple(one for one in words if one)
+
+
+def _marked(message: Mapping[str, Any]) -> dict[str, Any]:
+    """An answer with :data:`MARK` as its words."""
+    made = dict(message)
+    if message.get("content"):
+        made["content"] = MARK
+    if calls := message.get("tool_calls"):
+        last = calls[-1]
+        inner = {**last.get("function", last), "name": MARK}
+        made["tool_calls"] = [*calls[:-1], {**last, "function": inner} if "function" in last else inner]  # fmt: skip
+    return made
+
+
+def _common(one: str, other: str) -> int:
+    """Characters that two texts begin with alike."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[:middle] == other[:middle] else (low, middle - 1)
+    return low
+
+
+def _tail(last: str, here: str, tokens: Sequence[str]) -> int:
+    """How much of what stands behind an answer that is the last also stands behind it here: all, or all but the text's last token or white space."""
+    cut = [last, *(last.removesuffix(one) for one in tokens if one and last.endswith(one))]
+    for one in (*cut, *(one.rstrip() for one in cut)):
+        if one and here.startswith(one):
+            return len(one)
+    return 0
 
 
 @lru_cache(maxsize=32)

@@ -1,6 +1,7 @@
 """Conversations read from JSONL, tokenized by a chat template, and laid into rows."""
 
 import hashlib
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,8 @@ from systolic.data.text.chat import ChatTemplate, Rendered
 from systolic.data.text.line_files import is_lines, lines_of, refuse_other
 from systolic.data.text.messages import (
     ANSWERS,
+    FLAGS,
+    REASONING,
     Messages,
     arguments_of,
     is_learned,
@@ -27,6 +30,7 @@ from systolic.data.text.messages import (
 )
 from systolic.data.text.row_forms import (
     ALIASES,
+    BESIDE,
     KNOWN,
     TABLES,
     USUAL,
@@ -34,6 +38,7 @@ from systolic.data.text.row_forms import (
     array_rows,
     as_messages,
     table_rows,
+    unread,
 )
 from systolic.data.text.rows import Piece, fit, lay
 from systolic.data.text.tokenizer import Tokenizer
@@ -44,8 +49,10 @@ if TYPE_CHECKING:
 
 NOTHING = -1
 """Target where nothing is learned."""
-BESIDE = {"tools": "tools", "documents": "documents", "chat_template_kwargs": "names"}
-"""Fields of a line that a template is given beside the messages, to what :meth:`ChatTemplate.conversation` calls them."""
+NAMED = 8
+"""Most columns that a note names."""
+COPIED = 20
+"""Characters of an answer from which on a question that holds all of it is noted."""
 UNREAD = ("functions",)
 """Fields of a line that change what a template writes and that it is not given."""
 REASONS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
@@ -67,6 +74,8 @@ class Line(NamedTuple):
     """From 0 to 1 by the line's content; below the validation share it is for validation."""
     beside: Mapping[str, Any] = MappingProxyType({})
     """What the template is given beside the messages: ``tools``, ``documents``, ``names``."""
+    unread: Sequence[str] = ()
+    """Columns with text that are not read."""
 
 
 class Tokens(NamedTuple):
@@ -76,8 +85,10 @@ class Tokens(NamedTuple):
     """int32[n]."""
     learned: np.ndarray
     """bool[n]: whether a token is of an answer."""
-    missing: int
-    """Answers that could not be told from the rest."""
+    counts: Mapping[str, int] = MappingProxyType({})
+    """Answers that could not be told from the rest (missing), that lack words of the prompt (unopened), and whose reasoning the template leaves out (unreasoned)."""
+    opening: str = ""
+    """Words of the prompt that answers lack."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -87,9 +98,13 @@ class Rows(Table):
     arrays: Mapping[str, np.ndarray]
     """tokens, targets, segments, positions: int32[rows, sequence]."""
     counts: Mapping[str, int] = field(default_factory=dict)
-    """conversations, learned (tokens), cut, dropped, unanswered, missing (answers), beyond (the model's context)."""
+    """conversations, learned (tokens), cut, dropped, unanswered, missing, unopened and unreasoned (answers, see :class:`Tokens`), beyond (the model's context)."""
     sequence: int = 0
     context: int = 0
+    opening: str = ""
+    """Words of a prompt that unopened answers lack."""
+    unread: Sequence[str] = ()
+    """Columns with text that were not read."""
     first: Messages | None = None
     """The first conversation."""
 
@@ -114,13 +129,36 @@ class Rows(Table):
             ),
             "missing": (
                 "answer",
-                "changed by the chat template where later turns follow, and not learned",
+                "written otherwise by the chat template where later turns follow than as the last turn, and not learned",
+                "",
+            ),
+            "unopened": (
+                "answer",
+                f"without {self.opening!r}, which the chat template begins an answer with in a prompt and leaves out of a conversation; learned as there",
+                "",
+            ),
+            "copied": (
+                "question",
+                "asked with the whole answer in the text; if that is not meant, name the column of the question with --columns.prompt",
+                "",
+            ),
+            "unreasoned": (
+                "answer",
+                "without its reasoning, which the chat template leaves out; write it into the content to have it learned",
                 "",
             ),
         }
-        return tuple(
-            _note(self.counts[name], *words) for name, words in said.items() if self.counts[name]
-        )
+        found = [
+            _note(self.counts[name], *words)
+            for name, words in said.items()
+            if self.counts.get(name)
+        ]
+        if self.unread:
+            more = ", …" if len(self.unread) > NAMED else ""
+            found.append(
+                f"columns that were not read: {', '.join(self.unread[:NAMED])}{more} (--columns.prompt and --columns.answer choose others)"
+            )
+        return tuple(found)
 
 
 def _note(count: int, noun: str, how: str, done: str) -> str:
@@ -207,7 +245,7 @@ def parsed(path: Path, reading: RowReading = USUAL) -> Iterator[Line | DataError
                 continue
             if messages is not None:
                 key = int.from_bytes(hashed[:8], "big") / 2.0**64
-                yield Line(place, messages, key, beside)
+                yield Line(place, messages, key, beside, unread(row, reading))
 
 
 def are_conversations(path: Path, reading: RowReading = USUAL) -> bool:
@@ -319,6 +357,10 @@ def _check_turns(messages: Messages, place: str) -> None:
             ) from error
         if message["role"] == ANSWERS:
             _check_answer(message, f"{place}, turn {number}")
+        elif asked := next((name for name in FLAGS[1:] if message.get(name)), None):
+            raise DataError(
+                f"{place}, turn {number} has {asked} at a turn of the role {message['role']}, and answers alone are learned; take it out"
+            )
     answers = [number for number, message in enumerate(messages) if message["role"] == ANSWERS]
     if not answers:
         raise DataError(
@@ -329,17 +371,18 @@ def _check_turns(messages: Messages, place: str) -> None:
             f"{place} has no turn before its answer, so nothing that it answers; add the user's turn, or take the line out"
         )
     if not any(is_learned(message) for message in messages):
+        given = next(name for name in FLAGS if messages[answers[0]].get(name) == 0)
         raise DataError(
-            f"{place} has the weight 0 at every answer, so nothing to learn; give one the weight 1, or take the line out"
+            f"{place} has the {given} 0 at every answer, so nothing to learn; give one the {given} 1, or take the line out"
         )
 
 
 def _check_answer(message: Mapping[str, Any], place: str) -> None:
-    weight = message.get("weight")
-    if weight is not None and weight not in (0, 1):
-        raise DataError(
-            f"{place} has the weight {weight!r}; give 1, or 0 for an answer that is not learned"
-        )
+    for name in FLAGS:
+        if message.get(name) not in (None, 0, 1):
+            raise DataError(
+                f"{place} has the {name} {message[name]!r}; give 1, or 0 for an answer that is not learned"
+            )
     said = text_of(message.get("content")).strip()
     if not said and is_learned(message) and not any(message.get(one) for one in REASONS):
         raise DataError(
@@ -377,9 +420,22 @@ def tokenized(lines: Sequence[Line], template: ChatTemplate, tokenizer: Tokenize
         raise BadLinesError(bad, len(lines))
     found = []
     encodings = tokenizer.spans([one.text for one in made])
-    for one, (ids, starts, special) in zip(made, encodings, strict=True):
-        found.append(Tokens(ids, _learned(one, starts, special), one.missing))
+    for line, one, (ids, starts, special) in zip(lines, made, encodings, strict=True):
+        left_out = sum(_leaves_out(message, one.text) for message in line.messages)
+        counts = {"missing": one.missing, "unopened": len(one.unopened), "unreasoned": left_out}
+        opening = one.unopened[0] if one.unopened else ""
+        found.append(Tokens(ids, _learned(one, starts, special), counts, opening))
     return found
+
+
+def _leaves_out(message: Mapping[str, Any], text: str) -> bool:
+    """Whether the text of a conversation lacks the reasoning of an answer that is learned."""
+    content = text_of(message.get("content"))
+    given = (message.get(name) for name in REASONING)
+    reasoning = next((one for one in given if one is not None), None)
+    if reasoning is None and "</think>" in content:
+        reasoning = content.partition("</think>")[0].rpartition("<think>")[2]
+    return is_learned(message) and isinstance(reasoning, str) and reasoning.strip() not in text
 
 
 def _rendered(lines: Sequence[Line], template: ChatTemplate) -> tuple[list[Rendered], list[str]]:
@@ -439,11 +495,16 @@ def _check_calls(line: Line, template: ChatTemplate, text: str) -> None:
 def _learned(conversation: Rendered, starts: np.ndarray, special: np.ndarray) -> np.ndarray:
     """bool[n]: whether a token is of an answer."""
     learned = np.zeros(len(starts), bool)
-    for start, stop in conversation.answers:
+    words = conversation.words or ((),) * len(conversation.answers)
+    for (start, stop), known in zip(conversation.answers, words, strict=True):
         inside = (starts >= start) & (starts < stop)
         ends = np.flatnonzero(inside & special)
         if len(ends):  # what follows the end of a turn is the template's
-            inside[ends[-1] + 1 :] = False
+            behind = np.flatnonzero(inside[ends[-1] + 1 :])
+            rest = conversation.text[starts[ends[-1] + 1 + behind[0]] : stop] if len(behind) else ""
+            own = rest.strip() and (not conversation.words or any(one in rest for one in known))
+            if not own:
+                inside[ends[-1] + 1 :] = False
         learned |= inside
     return learned
 
@@ -483,13 +544,29 @@ def make_rows(data: "Instructions", split: Split) -> Rows:
     if bad:
         raise _all_bad(data, read_lines, bad)
     if data.vocab:
-        for line, (ids, _, _) in zip(lines, conversations, strict=True):
+        for line, (ids, *_) in zip(lines, conversations, strict=True):
             if (ids >= data.vocab).any():
                 other = int(ids.max())
                 raise DataError(
                     f"{line.place} has the token {tokenizer.token(other)!r} with the id {other} and the model has ids below {data.vocab}; take it out of the line or the template, or use the tokenizer that the model came with"
                 )
-    return replace(_laid(data, conversations), first=lines[0].messages if lines else None)
+    laid = _laid(data, conversations)
+    return replace(
+        laid,
+        counts={**laid.counts, "copied": sum(_copies(line.messages) for line in lines)},
+        unread=tuple(dict.fromkeys(name for line in lines for name in line.unread)),
+        first=lines[0].messages if lines else None,
+    )
+
+
+def _copies(messages: Messages) -> int:
+    """Questions that hold the whole answer behind them."""
+    pairs = (
+        (text_of(before.get("content")), text_of(after.get("content")).strip())
+        for before, after in itertools.pairwise(messages)
+        if before["role"] == "user" and is_learned(after)
+    )
+    return sum(len(answer) >= COPIED and answer in question for question, answer in pairs)
 
 
 def _nothing(path: Path) -> str:
@@ -513,11 +590,13 @@ def _all_bad(
 def _laid(data: "Instructions", conversations: Sequence[Tokens]) -> Rows:
     from systolic.data.text.instructions import Filling, TooLong
 
-    counts = Counter(conversations=len(conversations), cut=0, dropped=0, unanswered=0, missing=0)
-    counts["beyond"] = 0
+    names = ("cut", "dropped", "unanswered", "beyond", "missing", "unopened", "unreasoned")
+    counts = Counter(conversations=len(conversations), **dict.fromkeys(names, 0))
     pairs, most = [], data.sequence + 1
-    for ids, learned, missing in conversations:
-        counts["missing"] += missing
+    opening = ""
+    for ids, learned, found, words in conversations:
+        counts.update(found)
+        opening = opening or words
         if len(ids) > most and data.too_long is TooLong.drop:
             counts["dropped"] += 1
             continue
@@ -536,4 +615,10 @@ def _laid(data: "Instructions", conversations: Sequence[Tokens]) -> Rows:
     labels = lay([Piece(piece.tokens[:, 1], piece.row) for piece in pieces], data.sequence)
     arrays = {**rows, "targets": labels["targets"]}
     counts["learned"] = int((arrays["targets"] >= 0).sum())
-    return Rows(arrays=arrays, counts=counts, sequence=data.sequence, context=data.context)
+    return Rows(
+        arrays=arrays,
+        counts=counts,
+        sequence=data.sequence,
+        context=data.context,
+        opening=opening,
+    )

@@ -48,7 +48,7 @@ class Instructions(TextData):
     A row is one JSON object: ``{"messages": [{"role": …, "content": …}, …]}``, or ShareGPT's ``{"conversations": [{"from": …,
     "value": …}, …]}``, or ``{"prompt": …, "completion": …}``, ``{"question": …, "answer": …}`` or ``{"instruction": …, "input": …,
     "output": …}`` (``input`` may be left out or empty; ``system``, and ``history`` with earlier turns, may come beside them). An answer
-    of ``"weight": 0`` is read and not learned. ``tools``, ``documents`` and
+    of ``"weight": 0``, ``"train": false`` or ``"loss": false`` is read and not learned. ``tools``, ``documents`` and
     ``chat_template_kwargs`` may come beside the messages. Rows are packed once; their order changes every epoch.
     """
 

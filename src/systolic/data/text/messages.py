@@ -23,6 +23,8 @@ Messages = Sequence[Mapping[str, Any]]
 """``role`` and ``content`` of each message, and what else a template may read of it."""
 ANSWERS = "assistant"
 """Role whose turns are the model's."""
+FLAGS = ("weight", "train", "loss")
+"""Fields of an answer that say whether it is learned: OpenAI's, Axolotl's and ms-swift's."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of an answer's reasoning: the first is the one that templates read, ``thinking`` that of gpt-oss."""
 TOKENS = (
@@ -107,8 +109,8 @@ def _message(message: Mapping[str, Any], takes: Takes) -> dict[str, Any]:
 
 
 def is_learned(message: Mapping[str, Any]) -> bool:
-    """Whether a message is an answer to learn: one of the weight 0, as in OpenAI's fine-tuning data, is only read."""
-    return message.get("role") == ANSWERS and message.get("weight") != 0
+    """Whether a message is an answer to learn: one with a 0 or a false in one of :data:`FLAGS` is only read."""
+    return message.get("role") == ANSWERS and not any(message.get(name) == 0 for name in FLAGS)
 
 
 def text_of(content: Any) -> str:

@@ -6,12 +6,14 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
+from systolic.core.arguments import Alternative
 from systolic.core.errors import DataError, OptionError, nearest
 from systolic.core.ranges import check
+from systolic.data.text.messages import FLAGS
 
 TABLES = (".csv", ".tsv")
 DELIMITERS = ",;\t|"
@@ -20,11 +22,27 @@ MESSAGES = ("messages", "conversations", "conversation", "dialogue", "dialog", "
 ROLES, CONTENTS = ("role", "from", "speaker"), ("content", "value", "text")
 """Fields of a turn: OpenAI's, ShareGPT's, others."""
 ASKS = ("prompt", "instruction", "question", "query", "problem", "user", "human")
-"""Columns of what is asked, the first that a row has."""
-REPLIES = ("completion", "output", "response", "answer", "reply", "solution", "assistant", "gpt")
-"""Columns of the answer, likewise."""
+"""Columns of what is asked, the first that a row has where none has an answer of :data:`SETS`."""
+REPLIES = ("completion", "output", "response", "solution", "generated_solution", "answer", "reply", "assistant", "gpt")  # fmt: skip
+"""Columns of the answer, likewise: a solution goes before the answer that it ends with."""
+SETS: Mapping[str, Sequence[str]] = {
+    "prompt": ("completion",),
+    "instruction": ("output", "response"),
+    "problem": ("solution", "generated_solution"),
+    "question": ("response", "solution", "answer"),
+    "query": ("response", "answer"),
+    "user": ("assistant",),
+    "human": ("gpt", "assistant"),
+}
+"""Columns that belong together, a question to its answers; the first pair that a row has goes before any others that it has. A ``prompt`` beside Alpaca's columns is their text with the answer in it."""
 INPUTS = ("input", "context")
 """Columns of what an instruction is about; ``input`` alone is what is asked."""
+THOUGHTS = ("complex_cot", "reasoning_content", "reasoning", "thinking")
+"""Columns of the thoughts before an answer: medical-o1's and those of the fields of a message."""
+BESIDE = {"tools": "tools", "documents": "documents", "chat_template_kwargs": "names"}
+"""Columns that a template is given beside the messages, to what :meth:`ChatTemplate.conversation` calls them."""
+MASKS = ("loss_mask", "masked", "mask", "train_detail", "training_detail", "loss_weight", "loss_scale")  # fmt: skip
+"""Fields that say what of a row or a turn is learned, in ways that are not taken."""
 SYSTEMS = ("system", "system_prompt")
 HISTORY = "history"
 """Column of Alpaca's earlier turns: pairs of a question and its answer."""
@@ -77,6 +95,25 @@ class Columns:
 USUAL_COLUMNS = Columns()
 
 
+def columns_of(names: Mapping[str, str]) -> Columns:
+    """Columns of a mapping from their parts to their names.
+
+    Raises:
+        OptionError: it has an unknown part.
+    """
+    known = [one.name for one in fields(Columns)]
+    for name in names:
+        if name not in known:
+            raise OptionError(
+                f"columns has {name!r}{nearest(str(name), known)}; it takes {', '.join(known)}"
+            )
+    return Columns(**names)
+
+
+NamedColumns = Annotated[Columns, Alternative(Mapping, columns_of)]
+"""Columns, or in Python a mapping of them."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowReading:
     """How rows become conversations.
@@ -90,13 +127,7 @@ class RowReading:
 
     def __post_init__(self) -> None:
         if isinstance(self.columns, Mapping):
-            known = [one.name for one in fields(Columns)]
-            for name in self.columns:
-                if name not in known:
-                    raise OptionError(
-                        f"columns has {name!r}{nearest(str(name), known)}; it takes {', '.join(known)}"
-                    )
-            object.__setattr__(self, "columns", Columns(**self.columns))
+            object.__setattr__(self, "columns", columns_of(self.columns))
         check(self)
 
 
@@ -181,7 +212,8 @@ def as_messages(row: Mapping[str, Any], reading: RowReading, place: str) -> list
     """
     columns = reading.columns
     _check_columns(row, columns, place)
-    low = {name.lower(): name for name in reversed(list(row))}
+    _refuse_masks(row, place)
+    low = _low(row)
     pair = next((pair for pair in PAIRED if set(pair) <= set(low)), None)
     if pair is not None:
         return _chosen(row, low, reading, place, (low[pair[0]], low[pair[1]]))
@@ -198,19 +230,79 @@ def as_messages(row: Mapping[str, Any], reading: RowReading, place: str) -> list
             raise DataError(
                 f"{place} has {low[HISTORY]} beside {field}; put its turns at the start of {field}, or take it out"
             )
+        for number, one in enumerate(turns, 1):
+            _refuse_masks(one, f"{place}, turn {number}")
         made = [_turn(one, columns, f"{place}, turn {n}") for n, one in enumerate(turns, 1)]
         told = made[0].get("role") == "system"
         return made if told else [*_system(row, low, columns, place), *made]
     return _asked(row, low, columns, place)
 
 
+def unread(row: Mapping[str, Any], reading: RowReading) -> list[str]:
+    """Columns of a row that hold text, or say what is learned, and that are not read."""
+    columns, low = reading.columns, _low(row)
+    pair = next((pair for pair in PAIRED if set(pair) <= set(low)), ())
+    field = columns.messages or _conversation(row, low)
+    used = {low[name] for name in pair} | {columns.system or _named(low, SYSTEMS)}
+    if pair or field is None or (columns.prompt and columns.answer):
+        asks, replies = _question(low, columns)
+        asks = asks or (field if pair else None)
+        extra = _extra(low, columns, asks)
+        used |= {asks, extra, low.get(HISTORY), *(() if pair else (replies, _named(low, THOUGHTS)))}
+    else:
+        used.add(field)
+        if _role(_decoded(row[field])[0], columns) == "system":
+            used -= {columns.system or _named(low, SYSTEMS)}
+    used |= set(BESIDE)
+    return [
+        name
+        for name, value in row.items()
+        if name not in used
+        and (
+            (isinstance(value, str) and value.strip())
+            or (name.lower() in FLAGS and value is not None)
+        )
+    ]
+
+
+def _low(row: Mapping[str, Any]) -> dict[str, str]:
+    """The names of a row's columns by those in small letters."""
+    return {name.lower(): name for name in reversed(list(row))}
+
+
+def _refuse_masks(given: Any, place: str) -> None:
+    """Raises DataError for a row or a turn with another way to say what is learned."""
+    for name in MASKS:
+        value = given.get(name) if isinstance(given, Mapping) else None
+        if value is not None and value != [] and not (value is False and name.startswith("mask")):
+            raise DataError(
+                f'{place} has {name}, which is not read, and all answers would be learned; give answers that are not to be learned "weight": 0, and take it out'
+            )
+
+
+def _question(low: Mapping[str, str], columns: Columns) -> tuple[str | None, str | None]:
+    """The columns of a row's question and of its answer: a pair that belongs together, else the first of each."""
+    for ask, replies in SETS.items():
+        if ask not in low or (columns.prompt and low[ask] != columns.prompt):
+            continue
+        found = columns.answer or _named(low, replies)
+        if found is not None and found.lower() in replies:
+            return low[ask], found
+    return columns.prompt or _named(low, ASKS), columns.answer or _named(low, REPLIES)
+
+
+def _extra(low: Mapping[str, str], columns: Columns, asks: str | None) -> str | None:
+    """The column that is put behind a question; not that of an instruction which is not the question."""
+    other = "instruction" in low and low["instruction"] != asks
+    return columns.input or (None if other else _named(low, INPUTS))
+
+
 def _asked(
     row: Mapping[str, Any], low: Mapping[str, str], columns: Columns, place: str
 ) -> list[Any]:
     """A question with its answer."""
-    asks = columns.prompt or _named(low, ASKS)
-    replies = columns.answer or _named(low, REPLIES)
-    extra = columns.input or _named(low, INPUTS)
+    asks, replies = _question(low, columns)
+    extra = _extra(low, columns, asks)
     if asks is None and replies is not None:
         asks, extra = extra, None
     if asks is None or replies is None:
@@ -220,7 +312,7 @@ def _asked(
     question, answer = _as_turns(row[asks], columns), _as_turns(row[replies], columns)
     if not isinstance(question, list):
         more = _text(row, extra, place)
-        text = _text(row, asks, place) + (f"\n\n{more}" if more else "")
+        text = _text(row, asks, place) + (f"\n\n{more}" if more.strip() else "")
         question = [{"role": "user", "content": text}]
     if not isinstance(answer, list):
         said = _text(row, replies, place)
@@ -228,7 +320,10 @@ def _asked(
             raise DataError(
                 f"{place} has an empty {replies}, so nothing to learn; write it, or take the line out"
             )
-        answer = [{"role": "assistant", "content": said}]
+        thought = _named(low, THOUGHTS)
+        text = row[thought] if thought not in (None, asks, replies) else None
+        reasoning = {"reasoning_content": text} if isinstance(text, str) and text.strip() else {}
+        answer = [{"role": "assistant", "content": said, **reasoning}]
     for name, value in ((asks, question), (replies, answer)):
         if not all(isinstance(one, dict) for one in value):
             raise DataError(
@@ -303,7 +398,8 @@ def _chosen(
             f"{place} is a preference pair ({chosen} and {rejected}), and sft learns answers, not preferences; give --pairs chosen to learn the chosen answers alone"
         )
     columns = reading.columns
-    asks = columns.prompt or _named(low, ASKS) or columns.messages or _conversation(row, low)
+    asks, _ = _question(low, columns)
+    asks = asks or columns.messages or _conversation(row, low)
     if asks is None:
         asks = low.get(INPUTS[0])
     before, answer = _as_turns(row[asks], columns) if asks else [], _as_turns(row[chosen], columns)
@@ -311,9 +407,9 @@ def _chosen(
         # OpenAI's input, which has tools beside its messages.
         before = before.get("messages")
     if isinstance(before, str):
-        extra = columns.input or _named(low, INPUTS)
+        extra = _extra(low, columns, asks)
         more = "" if extra == asks else _text(row, extra, place)
-        before = [{"role": "user", "content": before + (f"\n\n{more}" if more else "")}]
+        before = [{"role": "user", "content": before + (f"\n\n{more}" if more.strip() else "")}]
         before = before if before[0]["content"] else []
     if isinstance(answer, dict):
         answer = [answer]
