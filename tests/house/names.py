@@ -4,6 +4,7 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 USERS = ("src", "benchmarks", "examples", "docs", "README.md")
@@ -39,7 +40,7 @@ def dead(root: Path) -> list[str]:
             loose.update(word for code in _TEMPLATE.findall(text) for word in _WORD.findall(code))
         if path.suffix != ".py":
             continue
-        tree = ast.parse(text)
+        tree = _tree(path)
         loose.update(_loose(tree))
         if path.name != "__init__.py":
             imported.update(_imported(tree))
@@ -60,7 +61,7 @@ def doubles(root: Path) -> dict[str, list[str]]:
     places: dict[str, list[str]] = defaultdict(list)
     package = root / "src"
     for path in sorted(package.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(_tree(path)):
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(path.relative_to(package).as_posix())
     return {name: files for name, files in places.items() if len(files) > 1}
@@ -71,7 +72,7 @@ def by_luck(root: Path) -> list[str]:
     found = []
     package = root / "src"
     for path in sorted(package.rglob("*.py")):
-        tree = ast.parse(path.read_text())
+        tree = _tree(path)
         for holder in ast.walk(tree):
             if not isinstance(holder, ast.FunctionDef | ast.AsyncFunctionDef | ast.Module):
                 continue
@@ -94,7 +95,7 @@ def intrusions(root: Path) -> list[str]:
     found: set[str] = set()
     package = root / "src"
     for path in sorted(package.rglob("*.py")):
-        nodes = list(ast.walk(ast.parse(path.read_text())))
+        nodes = list(ast.walk(_tree(path)))
         own = {name for node in nodes for name in _defined(node)} | DOCUMENTED
         where = path.relative_to(package).as_posix()
         found |= {
@@ -155,6 +156,12 @@ def missing(root: Path) -> list[str]:
                 and not (place / f"{alias.name}.py").is_file()
             ]
     return found
+
+
+@cache
+def _tree(path: Path) -> ast.Module:
+    """The syntax tree of a file, which several checks read."""
+    return ast.parse(path.read_text(errors="replace"))
 
 
 def _files(root: Path) -> Iterator[Path]:
