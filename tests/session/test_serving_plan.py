@@ -293,7 +293,10 @@ def test_the_screen_and_the_json(known: list[tuple[str, int]], capsys: Any) -> N
         ({"price": "free"}, "--price is 'free'; it takes on-demand, spot, committed"),
         ({"weights": "int9"}, "--weights is 'int9'"),
         ({"flags": "foo"}, "--flags has 'foo'"),
-        ({"model": "gpt2"}, "are 2000 and gpt2 has positions for 1024; give fewer"),
+        (
+            {"model": "gpt2"},
+            "are a context of 2000 and the model has positions for 1024 tokens; give",
+        ),
         (
             {"model": "image", "path": "x", "classes": 3},
             "image is no language model; plan serve takes a decoder",

@@ -18,7 +18,7 @@ from systolic.models.decoder.config import Decoder
 from systolic.planning.goal import hourly
 from systolic.planning.objective import PriceTerm
 from systolic.planning.serving import ServingCandidate, ServingPlan, ServingRejection
-from systolic.session.capacity import ServerTimes, check_positions, server_times
+from systolic.session.capacity import ServerTimes, check_context, server_times
 from systolic.session.job_source import source_of
 from systolic.session.planning import MAX_CHIPS, member, slices_of
 from systolic.session.server_steps import with_formats
@@ -110,7 +110,7 @@ def plan_serving(  # noqa: PLR0913  the options of systolic plan serve
         chunk=chunk,
         host_seconds=host_ms / 1e3,
     )
-    check_positions(made, load)
+    check_context(made, load, name)
     limits = LatencyLimits(
         first_token_seconds=latency(ttft, "--ttft"), token_seconds=latency(tpot, "--tpot")
     )
