@@ -87,7 +87,7 @@ class Rows(Table):
     arrays: Mapping[str, np.ndarray]
     """tokens, targets, segments, positions: int32[rows, sequence]."""
     counts: Mapping[str, int] = field(default_factory=dict)
-    """conversations, learned (tokens), cut, dropped, unanswered, missing (answers), beyond (the model's context)."""
+    """conversations, learned (tokens), cut, dropped, unanswered, missing (answers), beyond (the model's context), longest (tokens)."""
     sequence: int = 0
     context: int = 0
     first: Messages | None = None
@@ -121,6 +121,24 @@ class Rows(Table):
         return tuple(
             _note(self.counts[name], *words) for name, words in said.items() if self.counts[name]
         )
+
+    def left_out(self, split: Split) -> str:
+        """Why there are no rows although there are conversations, and what helps; "" where that is not so."""
+        many, longest = self.counts["conversations"], self.counts["longest"]
+        if len(self) or not many:
+            return ""
+        why = {
+            "dropped": f"longer than a row of {self.sequence:,} tokens",
+            "unanswered": "without an answer in the row",
+        }
+        told = [f"{self.counts[name]:,} {how}" for name, how in why.items() if self.counts[name]]
+        helps = f"the longest has {longest:,} tokens; give --sequence {longest - 1}"
+        if longest <= self.sequence + 1:
+            helps = "give conversations whose answers are learned"
+        elif self.counts["dropped"]:
+            helps += ", or --too-long cut, which keeps the answers that begin in the row"
+        what = "conversation is" if many == 1 else "conversations are"
+        return f"the {split.value} split has no rows, since its {many:,} {what} left out ({', '.join(told)}): {helps}"
 
 
 def _note(count: int, noun: str, how: str, done: str) -> str:
@@ -515,6 +533,7 @@ def _laid(data: "Instructions", conversations: Sequence[Tokens]) -> Rows:
 
     counts = Counter(conversations=len(conversations), cut=0, dropped=0, unanswered=0, missing=0)
     counts["beyond"] = 0
+    counts["longest"] = max((len(ids) for ids, _, _ in conversations), default=0)
     pairs, most = [], data.sequence + 1
     for ids, learned, missing in conversations:
         counts["missing"] += missing
