@@ -158,8 +158,22 @@ def test_what_is_dearer_at_its_floor_is_not_compiled(known: list[tuple[str, int]
     assert best is not None
     for one in plan.uncompiled:
         same = [other for other in plan.ranked if other.on == one.on]
-        assert one.cost >= best.cost or len(same) == serving_plan.LAYOUTS
+        assert one.order >= best.order or len(same) == serving_plan.LAYOUTS
     assert known
+
+
+def test_of_equal_dollars_the_one_with_the_most_headroom_is_the_answer(
+    known: list[tuple[str, int]],
+) -> None:
+    """Whichever was compiled first: at 9.60 dollars an hour five layouts of v5e take it."""
+    plan = planned(requests_per_second=20, output_tokens=300, candidates=50)
+    best = plan.best
+    assert best is not None
+    equal = [one for one in [*plan.ranked, *plan.uncompiled] if one.cost == best.cost]
+    assert len(equal) > 2
+    assert best.fleet.headroom == max(one.fleet.headroom for one in equal)
+    assert [one.order for one in plan.ranked] == sorted(one.order for one in plan.ranked)
+    assert len(known) == len(plan.ranked)
 
 
 def test_slices_of_a_chip_are_those_of_one_machine() -> None:

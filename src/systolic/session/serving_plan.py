@@ -173,20 +173,20 @@ class _Search:
         every = [one for on in slices for one in self.analysed(on)]
         taking = {one.on.chip.name for one in every}
         every += [one for on in larger if on.chip.name not in taking for one in self.analysed(on)]
-        every.sort(key=lambda one: one.cost)
+        every.sort(key=lambda one: one.order)
         kept = self.promising(every)
         done: list[ServingCandidate] = []
         tried: list[ServingCandidate] = []
         for one in kept:
-            cheapest = min((found.cost for found in done), default=None)
-            # A floor is a bound: what is dearer at its floor than another compiled is dearer.
-            if len(tried) >= candidates or (cheapest is not None and one.cost >= cheapest):
+            best = min((found.order for found in done), default=None)
+            # A floor is a bound: what is dearer at its floor than another compiled is dearer, and at equal dollars has no more headroom.
+            if len(tried) >= candidates or (best is not None and one.order >= best):
                 break
             tried.append(one)
             self.watch(f"{len(tried)}/{min(candidates, len(kept))} {one.name}")
             if (made := self.compiled(one, quick=True)) is not None:
                 done.append(made)
-        done.sort(key=lambda one: one.cost)
+        done.sort(key=lambda one: one.order)
         done = self.settled(done, finalists)
         left = [one for one in every if not any(_same(one, other) for other in tried)]
         return ServingPlan(
@@ -208,7 +208,7 @@ class _Search:
             self.watch(f"full compile of {first.name}")
             full = self.compiled(first, quick=False)
             done = [one for one in done if one is not first] + ([full] if full else [])
-            done.sort(key=lambda one: one.cost)
+            done.sort(key=lambda one: one.order)
         return done
 
     def promising(self, every: Sequence[ServingCandidate]) -> list[ServingCandidate]:
