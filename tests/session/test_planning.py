@@ -146,11 +146,11 @@ def test_a_plan_from_python_is_a_value_and_tells_its_progress() -> None:
         ({"goal": "fast"}, "--goal is 'fast'; it takes time, cost, energy, pareto"),
         ({"price": "sport"}, "--price is 'sport'; did you mean spot?"),
         ({"tokens": 1.0, "examples": 1.0}, "give one of them"),
-        ({"tokens": 0}, "--tokens is 0; it must be above 0"),
+        ({"tokens": 0}, "--tokens is 0.0; it must be above 0"),
         ({"tokens": -5.0}, "--tokens is -5.0; it must be above 0"),
         ({"budget": math.nan}, "--budget is nan, not a finite number"),
         ({"max_chips": 0}, "--max-chips is 0; it must be at least 1"),
-        ({"deadline": 3}, "--deadline is 3; write it like '90m'"),
+        ({"deadline": 3}, "deadline is 3; it takes a time such as '90m'"),
     ],
 )
 def test_words_that_mean_nothing_are_refused(options: dict[str, Any], said: str) -> None:
@@ -159,7 +159,9 @@ def test_words_that_mean_nothing_are_refused(options: dict[str, Any], said: str)
 
 
 def test_what_is_neither_a_job_nor_a_name_is_refused() -> None:
-    with pytest.raises(OptionError, match="plan takes a Job or the name of a recipe or a model"):
+    with pytest.raises(
+        OptionError, match="job is 3; it takes a Job or the name of a recipe or a model"
+    ):
         systolic.plan(3, on="v6e-8")  # ty: ignore[invalid-argument-type]
     with pytest.raises(OptionError, match="forecast takes a Job, the name of a recipe or a model"):
         systolic.forecast(3, on="v6e-8")  # ty: ignore[no-matching-overload]

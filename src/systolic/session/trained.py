@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from systolic.artifact.job_record import JobRecord
 from systolic.artifact.run import JOB, Run
+from systolic.core.arguments import with_types
 from systolic.core.errors import NotFoundError, OptionError, nearest
 from systolic.core.files import nearest_file
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, check_arguments
@@ -33,6 +34,7 @@ Metrics = dict[str, float]
 """Name of a metric to its mean over the data, such as ``bits_per_byte``."""
 
 
+@with_types
 def open_model(
     path: Path | str,
     checkpoint: str | int = "best",
