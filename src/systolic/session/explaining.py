@@ -90,7 +90,7 @@ class StepExplanation:
             remarks = step_remarks(self.forecast, self.flags)
             shown = list(lines(title, self.causes, WIDTH, remarks=remarks))
         else:
-            shown = list(text.lines(self.forecast, WIDTH))
+            shown = list(text.lines(self.forecast, WIDTH, every_note=True))
         fit = self.fit
         told = [] if fit is None else [f"the fastest that fits: {fit.candidate.name}"]
         for words, one in (

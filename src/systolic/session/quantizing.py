@@ -208,8 +208,7 @@ def quantize_model(
         RunError: the disk is full, or a run can't be written as a Bundle; nothing is left at ``out``.
         TakenError: there is something at ``out``.
     """
-    path, out = Path(path), Path(out)
-    assert isinstance(to, MatrixFormat)
+    path, out, to = Path(path), Path(out), _format(to) if isinstance(to, str) else to
     check_free(out)
     check_answers(on.answers, on.data)
     from systolic.interop.quantizing import formats_of, matrices_in, planned_tensors

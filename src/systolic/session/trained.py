@@ -232,6 +232,11 @@ class TrainedModel:
         kind, task = type(self.job.model).__name__, type(self.job.task).__name__
         return f"<TrainedModel {self.path}: {kind} for {task}, {si(sizes.elements)} parameters in {held}{step}, on {self.setup.machine.name}>"
 
+    def _repr_html_(self) -> str:
+        from systolic.report.notebook import screen
+
+        return screen([], [repr(self)[1:-1], *(f"note: {line}" for line in self.warnings)])
+
     @property
     def job(self) -> Job:
         """The job, laid out over this machine's devices."""
