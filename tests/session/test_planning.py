@@ -186,6 +186,10 @@ def test_the_smallest_slice_that_fits_is_the_answer() -> None:
     # Of as many chips the cheaper comes first. Nothing more is compiled once one fits.
     assert made.best.candidate.on.name == "v6e-1"
     assert list(dict.fromkeys(one.on.name for one in asked.asked)) == ["v5e-1", "v6e-1"]
+    assert [one.total is not None for one in made.tried][-1:] == [True]
+    assert sum(one.total is not None for one in made.tried) == 1
+    ended = "the search ended once a layout fitted, and this is the one found by then; --on v6e-1 --goal time goes on for speed"
+    assert ended in map(text, made.notes)
     larger = {one.on.name: one.reason for one in made.refused if one.rule is RefusalRule.larger}
     assert larger["v5e-4"] == "has 4 chips, and v6e-1 with 1 fits"
     assert len(larger) == len(planning.slices_of("v5e,v6e", 256, None)) - 2
