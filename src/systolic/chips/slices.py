@@ -11,7 +11,7 @@ from systolic.chips.catalogue import chip as find_chip
 from systolic.chips.catalogue import chips
 from systolic.chips.record import Chip, ChipKind, Prices
 from systolic.chips.rule import Counts, Shape, SliceRule
-from systolic.core.arguments import Takes, with_types
+from systolic.core.arguments import Wording, with_types
 from systolic.core.errors import NotFoundError
 
 _COUNTED = re.compile(r"(\d+)x(.+)", re.DOTALL)
@@ -125,8 +125,8 @@ class Slice:
         }
 
 
-SLICE = Takes("a slice or its name, such as 'v5e-16'")
-SLICES = Takes("slices or their names, such as 'v6e-8,v5e-8'")
+SLICE = Wording("a slice or its name, such as 'v5e-16'")
+SLICES = Wording("slices or their names, such as 'v6e-8,v5e-8'")
 """What parameters that are slices take, for messages."""
 
 

@@ -46,8 +46,8 @@ class Alternative:
 
 
 @dataclass(frozen=True, slots=True)
-class Takes:
-    """Beside a parameter's type, ``Annotated[X, Takes("a slice or its name")]``: what messages say in place of the names of its types."""
+class Wording:
+    """Beside a parameter's type, ``Annotated[X, Wording("a slice or its name")]``: what messages say in place of the names of its types."""
 
     text: str
 
@@ -87,8 +87,9 @@ def arguments(
 def _signature(function: Callable[..., Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Hints and defaults of parameters. A hint that only type checkers resolve is left out, and takes every value."""
     hints: dict[str, Any] = {}
-    where = getattr(inspect.unwrap(function), "__globals__", {})
-    for name, hint in inspect.unwrap(function).__annotations__.items():
+    plain = inspect.unwrap(function)
+    where = plain.__globals__ if inspect.isfunction(plain) else {}
+    for name, hint in plain.__annotations__.items():
         one = SimpleNamespace(__annotations__={name: hint})
         try:
             hints |= typing.get_type_hints(one, where, include_extras=True)
@@ -126,7 +127,7 @@ def argument(name: str, value: Any, hint: Any, default: Any = None) -> Any:
     given = reprlib.repr(value).replace("\n", " ")
     if inspect.isfunction(value):
         given = f"the function {value.__name__}, not what it returns"
-    told = next((one.text for one in extras if isinstance(one, Takes)), "")
+    told = next((one.text for one in extras if isinstance(one, Wording)), "")
     raise OptionError(f"{name} is {given}{near}; it takes {told or _alternatives(kinds, words)}")
 
 
@@ -265,7 +266,7 @@ def _takes(kind: Any) -> str:
     if is_dataclass(kind):
         inside = kind.__module__.startswith("systolic.job.")
         package = kind.__module__.partition(".")[0]
-        public = kind.__name__ in getattr(sys.modules.get(package), "__all__", ())
+        public = kind.__name__ in vars(sys.modules[package]).get("__all__", ())
         home = package if public else "systolic.job" if inside else kind.__module__
         return f"a {home}.{kind.__name__}"
     return _SCALARS.get(kind, "")

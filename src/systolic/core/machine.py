@@ -44,5 +44,5 @@ def quiet_libtpu() -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
     jax = sys.modules.get("jax")
     # jax reads the variable when it is imported, which a user's script may have done before.
-    if jax is not None and not getattr(jax.config, "jax_platforms", None):
+    if jax is not None and not jax.config.jax_platforms:
         jax.config.update("jax_platforms", "cpu")

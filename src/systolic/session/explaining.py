@@ -14,7 +14,7 @@ from systolic.aot import compile as compile_program
 from systolic.artifact.run import JOB
 from systolic.chips import SLICE, Slice, slice
 from systolic.chips.flags import resolved
-from systolic.core.arguments import Takes, with_types
+from systolic.core.arguments import Wording, with_types
 from systolic.core.errors import NotFoundError, OptionError
 from systolic.core.ranges import NOT_NEGATIVE, check_arguments
 from systolic.explaining.cause import Cause
@@ -323,7 +323,9 @@ def kind_of(path: Path) -> ExplainedKind | None:
 
 @with_types
 def explain(  # noqa: PLR0913  the options of systolic explain
-    target: Annotated[Job | str | Path, Takes("a Job, the name of a recipe or a model, or a path")],
+    target: Annotated[
+        Job | str | Path, Wording("a Job, the name of a recipe or a model, or a path")
+    ],
     *,
     on: Annotated[str | Slice | None, SLICE] = None,
     step: StepKind | str = StepKind.train,

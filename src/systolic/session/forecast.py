@@ -11,7 +11,7 @@ from systolic.aot import Compiler, StepKind, executable
 from systolic.aot.traced import name_of
 from systolic.chips import SLICE, SLICES, Slice, slice
 from systolic.chips.flags import resolved
-from systolic.core.arguments import Takes, with_types
+from systolic.core.arguments import Wording, with_types
 from systolic.core.errors import DataError, LayoutError, OptionError, RunError, nearest
 from systolic.core.ranges import dashed
 from systolic.forecasting import Forecast, forecast_function, forecast_job
@@ -22,7 +22,7 @@ from systolic.sim.incomplete import Costs, Trips, given
 
 STEP_OPTIONS = ("step", "flags", "quick", "save", "watch", "trips", "costs")
 """Options of a forecast; others are those of the recipe."""
-VARY = Takes("options with their values, such as {'layout.fsdp': [4, 8]} or 'layout.fsdp=4,8'")
+VARY = Wording("options with their values, such as {'layout.fsdp': [4, 8]} or 'layout.fsdp=4,8'")
 
 
 @overload

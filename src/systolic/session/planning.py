@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar
 from systolic import recipes
 from systolic.chips import SLICES, ChipKind, Slice, chips, named_slices, slice
 from systolic.chips.flags import resolved
-from systolic.core.arguments import Takes, with_types
+from systolic.core.arguments import Wording, with_types
 from systolic.core.errors import OptionError, nearest
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, check_arguments, dashed
 from systolic.core.units import GB
@@ -28,12 +28,12 @@ from systolic.session.job_source import source_of
 ANY = "any"
 FREE = ("batch", "precision")
 MAX_CHIPS = 256
-SPAN = Takes("a time such as '90m', '36h' or '3d'")
+SPAN = Wording("a time such as '90m', '36h' or '3d'")
 
 
 @with_types
 def plan(  # noqa: PLR0913  the options of systolic plan
-    job: Annotated[Job | str, Takes("a Job or the name of a recipe or a model")],
+    job: Annotated[Job | str, Wording("a Job or the name of a recipe or a model")],
     *,
     on: Annotated[str | Slice | Sequence[str | Slice], SLICES],
     tokens: Annotated[float | None, POSITIVE] = None,

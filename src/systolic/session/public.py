@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from systolic.artifact.chosen import read
 from systolic.chips import SLICE, Slice, slice
-from systolic.core.arguments import Takes, with_types
+from systolic.core.arguments import Wording, with_types
 from systolic.core.errors import OptionError
 from systolic.job import Job
 from systolic.recipes import expanded
@@ -17,7 +17,7 @@ from systolic.session.resuming import continue_run, opened
 from systolic.session.training import Audience, SessionOptions, TrainResult, Warn, start
 from systolic.training.watch import Watcher
 
-JOB = Takes("a Job, the name of a recipe or 'path/to/file.py:function'")
+JOB = Wording("a Job, the name of a recipe or 'path/to/file.py:function'")
 
 if TYPE_CHECKING:
     from systolic.planning.plan import Plan
@@ -96,7 +96,7 @@ def train(  # noqa: PLR0913
 @with_types
 def resume(  # noqa: PLR0913
     path: Path | str,
-    job: Annotated[Job | None, Takes("a Job, or None for the run's own")] = None,
+    job: Annotated[Job | None, Wording("a Job, or None for the run's own")] = None,
     on: Annotated[Slice | str | None, SLICE] = None,
     *,
     executable: Path | str | None = None,

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from systolic.aot import Compiler
 from systolic.chips import SLICES, Slice
 from systolic.chips.flags import resolved
-from systolic.core.arguments import Takes, with_types
+from systolic.core.arguments import Wording, with_types
 from systolic.core.errors import LayoutError, OptionError, SystolicError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, check_arguments
 from systolic.core.units import duration, gibibytes, plural
@@ -42,7 +42,7 @@ HOSTS = "{}, and systolic serve takes the devices of one machine"
 
 @with_types
 def plan_serving(  # noqa: PLR0913  the options of systolic plan serve
-    job: Annotated[Job | str, Takes("a Job or the name of a model or a recipe")],
+    job: Annotated[Job | str, Wording("a Job or the name of a model or a recipe")],
     *,
     on: Annotated[str | Slice | Sequence[str | Slice], SLICES],
     requests_per_second: Annotated[float, POSITIVE],
