@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from systolic import recipes
-from systolic.core.arguments import with_types
+from systolic.core.arguments import Wording, with_types
 from systolic.core.errors import OptionError, nearest
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, Range, check_arguments, dashed
 from systolic.planning.objective import PriceTerm
@@ -25,7 +25,7 @@ INTERRUPTED = "interrupted"
 
 @with_types
 def tune(  # noqa: PLR0913
-    recipe: str,
+    recipe: Annotated[str, Wording("the name of a recipe or 'path/to/file.py:function'")],
     *,
     search: Mapping[str, str | Sequence[Any]],
     trials: Annotated[int | None, COUNT] = None,
@@ -79,10 +79,6 @@ def tune(  # noqa: PLR0913
         RunError: several trials in a row had no result, or the storage can't be reached.
         MissingExtraError: Optuna is not installed.
     """
-    if not isinstance(recipe, str):
-        raise OptionError(
-            f"recipe is {recipe!r}; it takes the name of a recipe or 'path/to/file.py:function'"
-        )
     numbers = {
         "trials": trials,
         "trial_steps": trial_steps,
