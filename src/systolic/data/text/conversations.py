@@ -98,7 +98,11 @@ class Rows(Table):
     arrays: Mapping[str, np.ndarray]
     """tokens, targets, segments, positions: int32[rows, sequence]."""
     counts: Mapping[str, int] = field(default_factory=dict)
+<<<<<<< HEAD
     """conversations, learned (tokens), cut, dropped, unanswered, missing, unopened and unreasoned (answers, see :class:`Tokens`), beyond (the model's context)."""
+=======
+    """conversations, learned (tokens), cut, dropped, unanswered, missing (answers), beyond (the model's context), longest (tokens)."""
+>>>>>>> mendv
     sequence: int = 0
     context: int = 0
     opening: str = ""
@@ -159,6 +163,24 @@ class Rows(Table):
                 f"columns that were not read: {', '.join(self.unread[:NAMED])}{more} (--columns.prompt and --columns.answer choose others)"
             )
         return tuple(found)
+
+    def left_out(self, split: Split) -> str:
+        """Why there are no rows although there are conversations, and what helps; "" where that is not so."""
+        many, longest = self.counts["conversations"], self.counts["longest"]
+        if len(self) or not many:
+            return ""
+        why = {
+            "dropped": f"longer than a row of {self.sequence:,} tokens",
+            "unanswered": "without an answer in the row",
+        }
+        told = [f"{self.counts[name]:,} {how}" for name, how in why.items() if self.counts[name]]
+        helps = f"the longest has {longest:,} tokens; give --sequence {longest - 1}"
+        if longest <= self.sequence + 1:
+            helps = "give conversations whose answers are learned"
+        elif self.counts["dropped"]:
+            helps += ", or --too-long cut, which keeps the answers that begin in the row"
+        what = "conversation is" if many == 1 else "conversations are"
+        return f"the {split.value} split has no rows, since its {many:,} {what} left out ({', '.join(told)}): {helps}"
 
 
 def _note(count: int, noun: str, how: str, done: str) -> str:
@@ -590,8 +612,14 @@ def _all_bad(
 def _laid(data: "Instructions", conversations: Sequence[Tokens]) -> Rows:
     from systolic.data.text.instructions import Filling, TooLong
 
+<<<<<<< HEAD
     names = ("cut", "dropped", "unanswered", "beyond", "missing", "unopened", "unreasoned")
     counts = Counter(conversations=len(conversations), **dict.fromkeys(names, 0))
+=======
+    counts = Counter(conversations=len(conversations), cut=0, dropped=0, unanswered=0, missing=0)
+    counts["beyond"] = 0
+    counts["longest"] = max((len(ids) for ids, _, _ in conversations), default=0)
+>>>>>>> mendv
     pairs, most = [], data.sequence + 1
     opening = ""
     for ids, learned, found, words in conversations:

@@ -165,8 +165,17 @@ class Instructions(TextData):
         return None if found is None else asked(found)
 
     def size(self, split: Split) -> int | None:
-        """Rows of a split; reads and tokenizes its conversations."""
-        return 0 if split is Split.test else len(self.rows(split))
+        """Rows of a split; reads and tokenizes its conversations.
+
+        Raises:
+            DataError: all of the training split's are left out.
+        """
+        if split is Split.test:
+            return 0
+        rows = self.rows(split)
+        if split is Split.train and (why := rows.left_out(split)):
+            raise DataError(why)
+        return len(rows)
 
     def rows(self, split: Split) -> "Rows":
         """The rows of a split with what was counted on the way.
@@ -241,7 +250,10 @@ class Instructions(TextData):
 
         if read.split is Split.test:
             raise DataError("instructions have no test split; use validation")
-        return open_table(self.rows(read.split), read, self.fields(), FILL)
+        rows = self.rows(read.split)
+        if why := rows.left_out(read.split):
+            raise DataError(why)
+        return open_table(rows, read, self.fields(), FILL)
 
 
 def held_out(
