@@ -98,11 +98,7 @@ class Rows(Table):
     arrays: Mapping[str, np.ndarray]
     """tokens, targets, segments, positions: int32[rows, sequence]."""
     counts: Mapping[str, int] = field(default_factory=dict)
-<<<<<<< HEAD
-    """conversations, learned (tokens), cut, dropped, unanswered, missing, unopened and unreasoned (answers, see :class:`Tokens`), beyond (the model's context)."""
-=======
-    """conversations, learned (tokens), cut, dropped, unanswered, missing (answers), beyond (the model's context), longest (tokens)."""
->>>>>>> mendv
+    """conversations, learned (tokens), cut, dropped, unanswered, missing, unopened and unreasoned (answers, see :class:`Tokens`), beyond (the model's context), longest (tokens)."""
     sequence: int = 0
     context: int = 0
     opening: str = ""
@@ -612,14 +608,9 @@ def _all_bad(
 def _laid(data: "Instructions", conversations: Sequence[Tokens]) -> Rows:
     from systolic.data.text.instructions import Filling, TooLong
 
-<<<<<<< HEAD
     names = ("cut", "dropped", "unanswered", "beyond", "missing", "unopened", "unreasoned")
     counts = Counter(conversations=len(conversations), **dict.fromkeys(names, 0))
-=======
-    counts = Counter(conversations=len(conversations), cut=0, dropped=0, unanswered=0, missing=0)
-    counts["beyond"] = 0
-    counts["longest"] = max((len(ids) for ids, _, _ in conversations), default=0)
->>>>>>> mendv
+    counts["longest"] = max((len(ids) for ids, *_ in conversations), default=0)
     pairs, most = [], data.sequence + 1
     opening = ""
     for ids, learned, found, words in conversations:
