@@ -92,6 +92,7 @@ RENDERED = "Below is an instruction.\n\n### Instruction:\nWhat is 2 + 2?\n\n### 
         ({"prompt": "What is 2 + 2?", "completion": "4", "response": "no", "tools": "[]"}, TURNS, ["response"]),
         ({"query": "What is 2 + 2?", "response": "4", "prompt": "no", "context": " "}, TURNS, ["prompt"]),
         ({"messages": TURNS, "prompt": "no", "train": 0, "problem": ""}, TURNS, ["prompt", "train"]),
+        ({"messages": TURNS, "images": [{"path": "a.png"}], "videos": []}, TURNS, ["images"]),
         ({"messages": TURNS, "system": "Be short."}, TOLD, []),
         ({"messages": TOLD, "system": "no"}, TOLD, ["system"]),
     ],

@@ -44,6 +44,8 @@ BESIDE = {"tools": "tools", "documents": "documents", "chat_template_kwargs": "n
 """Columns that a template is given beside the messages, to what :meth:`ChatTemplate.conversation` calls them."""
 MASKS = ("loss_mask", "masked", "mask", "train_detail", "training_detail", "loss_weight", "loss_scale")  # fmt: skip
 """Fields that say what of a row or a turn is learned, in ways that are not taken."""
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+"""Columns of what a conversation is about besides text."""
 SYSTEMS = ("system", "system_prompt")
 HISTORY = "history"
 """Column of Alpaca's earlier turns: pairs of a question and its answer."""
@@ -243,7 +245,7 @@ def as_messages(row: Mapping[str, Any], reading: RowReading, place: str) -> list
 
 
 def unread(row: Mapping[str, Any], reading: RowReading) -> list[str]:
-    """Columns of a row that hold text, or say what is learned, and that are not read."""
+    """Columns of a row that hold text or pictures, or say what is learned, and that are not read."""
     columns, low = reading.columns, _low(row)
     pair = next((pair for pair in PAIRED if set(pair) <= set(low)), ())
     field = columns.messages or _conversation(row, low)
@@ -264,6 +266,7 @@ def unread(row: Mapping[str, Any], reading: RowReading) -> list[str]:
         if name not in used
         and (
             (isinstance(value, str) and value.strip())
+            or (name.lower() in MEDIA and value)
             or (name.lower() in FLAGS and value is not None)
         )
     ]
