@@ -231,6 +231,7 @@ def test_tables_and_arrays_are_rows(tmp_path: Path) -> None:
         ("a.jsonl", '{"instruction": " ", "input": "", "output": "a"}', "line 1 has an empty instruction"),
         ("a.jsonl", json.dumps({"messages": [*TURNS, {**ASKED, "content": "\n"}, FOUR]}), "line 1, turn 3 has an empty question, .* give its answer a weight of 0"),
         ("a.jsonl", json.dumps({"messages": [{"role": "system", "content": "a"}, FOUR]}), "line 1 has no question before its answer, .* give the answer a weight of 1"),
+        ("a.jsonl", json.dumps({"messages": [FOUR, ASKED, {**FOUR, "weight": 0}]}), "line 1 has the weight 0 at every answer"),
         ("a.jsonl", json.dumps({"conversations": share(("gpt", "a"))}), "line 1 has no question before its answer, .* take the line out"),
         ("a.jsonl", json.dumps({"messages": [{**ASKED, "content": [{"type": "image_url", "image_url": {}}]}, FOUR]}), "line 1, turn 1 has a part of the type 'image_url' in its content, and sft learns text only; take"),
         ("a.jsonl", json.dumps({"messages": [{"role": "user", "content": None}, FOUR]}), "turn 1 lacks a text in content; give it"),

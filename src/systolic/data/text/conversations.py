@@ -362,9 +362,9 @@ def messages_of(row: Mapping[str, Any], place: str, reading: RowReading = USUAL)
 
 def _check_fields(message: Any, place: str) -> None:
     lacking = _lacking(message)
-    kinds = [] if lacking != ["content"] else message.get("content")
-    kinds = [one.get("type") for one in kinds or () if isinstance(one, dict)] if isinstance(kinds, list) else []  # fmt: skip
-    other = next((one for one in kinds if isinstance(one, str) and one != "text"), None)
+    content = message.get("content") if isinstance(message, dict) else None
+    parts = [one for one in content if isinstance(one, dict)] if isinstance(content, list) else []
+    other = next((kind for one in parts if (kind := one.get("type", "text")) != "text"), None)
     if other is not None:
         raise DataError(
             f"{place} has a part of the type {other!r} in its content, and sft learns text only; take the part out, or the line"
@@ -428,7 +428,7 @@ def _check_turns(messages: Messages, place: str) -> None:
                 f"{place}, turn {number} has an empty question, so nothing that is answered; write it, take the line out, or give its answer a weight of 0"
             )
     if not learned:
-        given = next(name for name in FLAGS if messages[answers[0]].get(name) == 0)
+        given = next(name for name in FLAGS if any(messages[n].get(name) == 0 for n in answers))
         raise DataError(
             f"{place} has the {given} 0 at every answer, so nothing to learn; give one the {given} 1, or take the line out"
         )
