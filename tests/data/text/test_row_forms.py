@@ -237,7 +237,7 @@ def test_tables_and_arrays_are_rows(tmp_path: Path) -> None:
         ("a.jsonl", json.dumps({"messages": [{"role": "user", "content": None}, FOUR]}), "turn 1 lacks a text in content; give it"),
         ("a.feather", "", "a.feather is an Arrow file; write it as Parquet"),
         ("state.json", "{}", "data-0.arrow is an Arrow file; .*load_from_disk"),
-        ("a.jsonl", '{"question": "caf\udce9"}', r"line 1 is not UTF-8 \(it has the byte 0xe9\); save it as UTF-8"),
+        ("a.jsonl", '{"question": "caf\udce9"}', r"line 1 is not UTF-8 \(it has the byte 0xe9\); save it as UTF-8$"),
         ("a.jsonl", '{"question": "a", "answer": ["a"]}', "line 1 has a list in answer that holds no turns; give a text, or turns"),
         ("a.jsonl", '{"instruction": "a", "output": "b", "history": [["c"]]}', "line 1 has a history that is no list of pairs; give .*question, answer"),
         ("a.jsonl", json.dumps({"messages": TURNS, "history": [["c", "d"]]}), "line 1 has history beside messages; put its turns at the start"),

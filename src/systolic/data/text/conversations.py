@@ -305,7 +305,7 @@ def _row(content: Any, place: str) -> dict[str, Any]:
     try:
         row = msgspec.json.decode(content) if isinstance(content, bytes) else content
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{place} {not_json(error)}; each line is one JSON object") from error
+        raise DataError(f"{place} {not_json(error, 'each line is one JSON object')}") from error
     if not isinstance(row, dict):
         raise DataError(f"{place} is not a JSON object; it takes one with {FORMS}")
     return row

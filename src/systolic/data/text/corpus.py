@@ -128,7 +128,7 @@ class Lines(Corpus):
             row = msgspec.json.decode(line if start else line.removeprefix(UTF8_MARK))
         except ValueError as error:
             raise DataError(
-                f"{self._place(file, start)} {not_json(error)}; each line must be one JSON object"
+                f"{self._place(file, start)} {not_json(error, 'each line must be one JSON object')}"
             ) from error
         if not isinstance(row, dict) or not isinstance(row.get(self._field), str):
             known = (

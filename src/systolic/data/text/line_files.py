@@ -71,12 +71,12 @@ def refuse_other(file: Path) -> None:
         raise DataError(f"{file} is {what.format(suffix[1:].upper())}; {how}, and give that")
 
 
-def not_json(error: Exception) -> str:
-    """What is wrong with a line that is no JSON: text of another encoding, or another form."""
+def not_json(error: Exception, form: str = "") -> str:
+    """What is wrong with a line that is no JSON: text of another encoding, or of another form than one that is told."""
     if isinstance(error, UnicodeDecodeError):
         byte = error.object[error.start]
         return f"is not UTF-8 (it has the byte {byte:#x}); save it as UTF-8"
-    return f"is not JSON ({error})"
+    return f"is not JSON ({error}){form and f'; {form}'}"
 
 
 def lines_of(file: Path) -> Iterator[tuple[str, bytes]]:
