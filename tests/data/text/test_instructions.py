@@ -458,3 +458,9 @@ def test_inspect_says_what_was_left_out_as_train_does(folder: Path, tmp_path: Pa
     record = inspect(made, Split.train, 8)
     assert record["notes"] == list(made.notes())
     assert "1 conversation is longer than a row of 64 tokens and was left out" in record["notes"]
+    # The same lines under another name.
+    (tmp_path / "held").mkdir()
+    for held, count in ((file, f"all {len(rows)}"), (written(tmp_path / "held", [rows[0], {"prompt": "new", "completion": "b"}]), "1 of 2")):  # fmt: skip
+        (told,) = data(folder, file, validation=held).notes()[-1:]
+        assert told.startswith(f"{count} conversations of --validation are in --data too, so")
+    assert not any("--validation" in note for note in data(folder, file).notes())

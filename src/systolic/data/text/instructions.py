@@ -7,6 +7,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import numpy as np
+
 from systolic.core.errors import DataError, OptionError
 from systolic.core.files import as_paths
 from systolic.core.ranges import NOT_NEGATIVE, SHARE, check
@@ -48,7 +50,8 @@ class Instructions(TextData):
     A row is one JSON object: ``{"messages": [{"role": …, "content": …}, …]}``, or ShareGPT's ``{"conversations": [{"from": …,
     "value": …}, …]}``, or ``{"prompt": …, "completion": …}``, ``{"question": …, "answer": …}`` or ``{"instruction": …, "input": …,
     "output": …}`` (``input`` may be left out or empty; ``system``, and ``history`` with earlier turns, may come beside them). An answer
-    of ``"weight": 0``, ``"train": false`` or ``"loss": false`` is read and not learned. ``tools``, ``documents`` and
+    of ``"weight": 0``, ``"train": false`` or ``"loss": false`` is read and not learned, and so is one before the first question without a
+    ``"weight": 1``. ``tools``, ``documents`` and
     ``chat_template_kwargs`` may come beside the messages. Rows are packed once; their order changes every epoch.
     """
 
@@ -237,8 +240,25 @@ class Instructions(TextData):
         return self
 
     def notes(self) -> tuple[str, ...]:
-        """What was cut and left out of the training split."""
-        return self.rows(Split.train).notes()
+        """What was cut and left out of the training split, and conversations of it that are also for validation."""
+        return self.split_notes(Split.train)
+
+    def split_notes(self, split: Split) -> tuple[str, ...]:
+        """What was cut and left out of a split, and conversations that are in both."""
+        return (*self.rows(split).notes(), *self._shared())
+
+    def _shared(self) -> tuple[str, ...]:
+        """A note of conversations that are trained on and judged by."""
+        if self.path is None or self.validation is None:
+            return ()
+        held_out = self.rows(Split.validation).keys
+        both = int(np.isin(held_out, self.rows(Split.train).keys).sum())
+        if not both:
+            return ()
+        count = f"{both:,} of {len(held_out):,}" if both < len(held_out) else f"all {both:,}"
+        return (
+            f"{count} conversations of --validation are in --data too, so their loss says nothing of text that was not trained on; give others, or leave --validation out for a share of --data",
+        )
 
     def open(self, read: Read) -> Batches:
         """Rows of a split.
