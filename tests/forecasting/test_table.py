@@ -1,8 +1,10 @@
 """Tables of forecasts: rows, the best among them, CSV, and the views of values in notebooks."""
 
 import csv
+import html
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from systolic.cli.main import main
 from systolic.core.errors import SystolicError
 from systolic.forecasting import forecast_text
 from systolic.forecasting.table import ForecastRow, ForecastTable
+from systolic.report.forecast import readings, text
 from systolic.report.forecast.table import lines
 from tests.recorded import hlo
 from tests.report.forecast import recorded
@@ -155,4 +158,9 @@ def test_values_show_themselves_in_notebooks() -> None:
     assert "color: #" in page
     assert "\x1b" not in page
     assert "v5e-8" in table()._repr_html_()
+    # A notebook has no --json: every note is there.
+    assert "more note" in "\n".join(line.plain for line in text.lines(made, 100))
+    assert "more note" not in page
+    shown = " ".join(html.unescape(re.sub("<[^>]+>", "", page)).split())
+    assert all(" ".join(note.split()) in shown for note in readings.notes(made))
     assert "<script" not in page

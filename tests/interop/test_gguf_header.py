@@ -71,7 +71,14 @@ def test_a_file_cut_anywhere_is_refused_in_a_line(file: Path) -> None:
 
 def test_another_version_and_sizes_beyond_the_file_are_refused(file: Path) -> None:
     content = file.read_bytes()
-    for place, value in ((4, b"\x09"), (16, b"\xff" * 8), (24, b"\xff" * 8)):
+    kind = content.index(b"plain") + len("plain") + 4 + 2 * 8
+    for place, value, says in (
+        (4, b"\x09", "version 9"),
+        (16, b"\xff" * 8, ""),
+        (24, b"\xff" * 8, "ends within"),
+        (33, b"\xff", r"damaged at byte 33: text there is not UTF-8"),
+        (kind, b"\xee", f"plain is of the unknown kind 238, at byte {kind:,}"),
+    ):
         file.write_bytes(content[:place] + value + content[place + len(value) :])
-        with pytest.raises(DataError, match="no intact GGUF file"):
+        with pytest.raises(DataError, match=f"no intact GGUF file .*{says}"):
             open_source(file)

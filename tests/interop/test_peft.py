@@ -1,6 +1,8 @@
 """Folders of PEFT, both ways: PEFT's own logits are those of the model here."""
 
 import json
+import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,11 @@ from systolic.cli.main import main
 from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.interop.jobs import job_of
 from systolic.interop.outputs import outputs_of
+from systolic.interop.parity import impossible
 from systolic.interop.peft import (
     ADAPTERS,
     WEIGHTS,
+    PeftSource,
     _checked,
     open_peft,
     outgoing_adapters,
@@ -203,9 +207,49 @@ def test_folders_that_peft_saved_are_read(
         scale = 6 / (2 if "use_rslora" in fields else 4)
         assert source.adapter is not None
         assert source.adapter.scale == pytest.approx(scale)
+    if "use_rslora" in fields:
+        check_what_a_config_leaves_out(tmp_path / "peft", tmp_path / "less")
     # Merged it leaves as any model does.
     systolic.export_model(tmp_path / "peft", tmp_path / "whole")
     assert relative(folders.logits(tmp_path / "whole", TOKENS), theirs) < 1e-5
+
+
+def modules_of(source: PeftSource) -> set[str]:
+    ends = re.compile(r"base_model\.model\.(.*)\.lora_[AB]\.weight")
+    return {ends.sub(r"\1", name) for name in source.adapters}
+
+
+def check_what_a_config_leaves_out(folder: Path, less: Path) -> None:
+    """Adapters are those that PEFT reads, by its fields that choose modules; others are noted."""
+    import peft
+    from peft.tuners import tuners_utils
+
+    modules = modules_of(open_peft(folder))
+    shutil.copytree(folder, less)
+    about = json.loads((less / ADAPTERS).read_text())
+    assert open_peft(folder).notes == ()
+    assert "merge_and_unload, save_pretrained" in (impossible(open_peft(folder)) or "")
+    short = {"target_modules": ["q_proj", "v_proj", "model.layers.1.mlp.up_proj"]}
+    for change in (
+        {**short, "layers_to_transform": [0]},
+        {**short, "layers_to_transform": 1, "layers_pattern": "layers"},
+        {"target_modules": ["self_attn.q_proj", "up_proj"]},
+        {"target_modules": r".*layers\.1.*(k|v)_proj"},
+        {"exclude_modules": ["model.layers.0.mlp.up_proj", "q_proj"]},
+    ):
+        (less / ADAPTERS).write_text(json.dumps(about | change))
+        theirs = peft.LoraConfig.from_pretrained(str(less))
+        names = {name for name in modules if tuners_utils.check_target_module_exists(theirs, name)}  # fmt: skip
+        source = open_peft(less)
+        assert modules_of(source) == names, change
+        assert re.search(r"leaves out adapters .*; they are not read, as PEFT does not", source.notes[-1])  # fmt: skip
+    (less / ADAPTERS).write_text(json.dumps(about | {**short, "layers_to_transform": [7]}))
+    assert len(open_peft(less).adapters) == 2
+    (less / ADAPTERS).write_text(
+        json.dumps(about | {"target_modules": ["q_proj"], "layers_to_transform": [7]})
+    )
+    with pytest.raises(DataError, match=r"and layers_to_transform: .*, which are all; correct it"):
+        open_peft(less)
 
 
 @pytest.mark.slow

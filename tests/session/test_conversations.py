@@ -105,6 +105,7 @@ def test_prompts_are_texts_or_messages(
     shown = repr(model)
     assert shown.startswith(f"<TrainedModel {tuned[1]}: Decoder for LanguageModel, ")
     assert re.search(r" parameters in float32, step [48]0, on 1 x cpu>$", shown)
+    assert "Decoder for LanguageModel" in model._repr_html_()
 
 
 @pytest.mark.parametrize(

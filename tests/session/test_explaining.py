@@ -90,7 +90,12 @@ def test_the_name_of_a_recipe_is_explained_with_its_options(
         ("lm", {"on": "v5e-4", "layers": 2}, OptionError, "lm has no option 'layers'"),
         ("nowhere", {"on": "v5e-4"}, NotFoundError, "there is no recipe or model 'nowhere'"),
         ("nowhere", {}, NotFoundError, "nowhere is no run, profile, forecast, recipe or model"),
-        (3, {}, OptionError, "explain takes a Job, the name of a recipe or a model, or a path"),
+        (
+            3,
+            {},
+            OptionError,
+            "target is 3; it takes a Job, the name of a recipe or a model, or a path",
+        ),
         (
             None,
             {"on": "v5e-4", "step": "tran"},

@@ -146,11 +146,11 @@ def test_a_plan_from_python_is_a_value_and_tells_its_progress() -> None:
         ({"goal": "fast"}, "--goal is 'fast'; it takes time, cost, energy, pareto"),
         ({"price": "sport"}, "--price is 'sport'; did you mean spot?"),
         ({"tokens": 1.0, "examples": 1.0}, "give one of them"),
-        ({"tokens": 0}, "--tokens is 0; it must be above 0"),
+        ({"tokens": 0}, "--tokens is 0.0; it must be above 0"),
         ({"tokens": -5.0}, "--tokens is -5.0; it must be above 0"),
         ({"budget": math.nan}, "--budget is nan, not a finite number"),
         ({"max_chips": 0}, "--max-chips is 0; it must be at least 1"),
-        ({"deadline": 3}, "--deadline is 3; write it like '90m'"),
+        ({"deadline": 3}, "deadline is 3; it takes a time such as '90m'"),
     ],
 )
 def test_words_that_mean_nothing_are_refused(options: dict[str, Any], said: str) -> None:
@@ -159,7 +159,9 @@ def test_words_that_mean_nothing_are_refused(options: dict[str, Any], said: str)
 
 
 def test_what_is_neither_a_job_nor_a_name_is_refused() -> None:
-    with pytest.raises(OptionError, match="plan takes a Job or the name of a recipe or a model"):
+    with pytest.raises(
+        OptionError, match="job is 3; it takes a Job or the name of a recipe or a model"
+    ):
         systolic.plan(3, on="v6e-8")  # ty: ignore[invalid-argument-type]
     with pytest.raises(OptionError, match="forecast takes a Job, the name of a recipe or a model"):
         systolic.forecast(3, on="v6e-8")  # ty: ignore[no-matching-overload]
@@ -184,6 +186,10 @@ def test_the_smallest_slice_that_fits_is_the_answer() -> None:
     # Of as many chips the cheaper comes first. Nothing more is compiled once one fits.
     assert made.best.candidate.on.name == "v6e-1"
     assert list(dict.fromkeys(one.on.name for one in asked.asked)) == ["v5e-1", "v6e-1"]
+    assert [one.total is not None for one in made.tried][-1:] == [True]
+    assert sum(one.total is not None for one in made.tried) == 1
+    ended = "the search ended once a layout fitted, and this is the one found by then; --on v6e-1 --goal time goes on for speed"
+    assert ended in map(text, made.notes)
     larger = {one.on.name: one.reason for one in made.refused if one.rule is RefusalRule.larger}
     assert larger["v5e-4"] == "has 4 chips, and v6e-1 with 1 fits"
     assert len(larger) == len(planning.slices_of("v5e,v6e", 256, None)) - 2

@@ -158,7 +158,7 @@ def test_mistakes_that_only_python_can_make(tmp_path: Path) -> None:
         ({"search": {}}, "search is {}; it takes options with their values"),
         ({"search": RATE, "sampler": "tp"}, "--sampler is 'tp'; did you mean tpe?"),
         ({"search": RATE, "widht": 3}, "has no option 'widht'; did you mean width"),
-        ({"search": RATE, "trials": "3"}, "--trials is '3'; it takes a whole number"),
+        ({"search": RATE, "trials": "three"}, "trials is 'three'; it takes a whole number"),
     ):
         with pytest.raises(systolic.SystolicError, match=told.replace("?", r"\?")):
             anything.tune(RECIPE, study=tmp_path / "s", **given)

@@ -40,6 +40,7 @@ from systolic.serving.text.opening import EngineSizes, context_of
 from systolic.session import contents
 from systolic.session.contents import contents_of, weight_bytes
 from systolic.session.serving import _changes, open_served, serve, targets
+from systolic.session.serving_plan import plan_serving
 from systolic.session.trained import open_model, prepare_model
 from tests.interop import folders
 from tests.interop.test_sentences import folder as encoder_folder
@@ -183,7 +184,11 @@ def test_options_are_judged_before_the_server_listens(
     ],
 )
 def test_a_context_beyond_the_models_is_refused_before_a_compile(
-    tmp_path: Path, scaling: dict[str, Any] | None, context: int, longest: int
+    tmp_path: Path,
+    scaling: dict[str, Any] | None,
+    context: int,
+    longest: int,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = folders.folder(tmp_path / "tiny", folders.llama(num_hidden_layers=1))
     config = json.loads((path / "config.json").read_text())
@@ -195,6 +200,20 @@ def test_a_context_beyond_the_models_is_refused_before_a_compile(
     told = f"--context is {context} and the model was made for texts of {longest} tokens; give --context {longest} or less"
     with pytest.raises(OptionError, match=told):
         context_of(steps, data, EngineSizes(context=context))
+    # What is planned for a server refuses what the server does, before it compiles.
+    told = f"--prompt-tokens {longest} and --output-tokens 1 are a context of {context} and the model was made for texts of {longest} tokens; give two that make {longest} or less"
+    for target in (path, path / "config.json"):
+        with pytest.raises(OptionError, match=told):
+            plan_serving(
+                str(target),
+                on="v5e-1",
+                requests_per_second=1,
+                prompt_tokens=longest,
+                output_tokens=1,
+            )
+        words = ["--on", "v5e-1", "--prompt-tokens", str(longest), "--output-tokens", "1"]
+        assert main(["forecast", "--serve", str(target), *words]) == 2
+        assert told in capsys.readouterr().err
 
 
 @contextmanager

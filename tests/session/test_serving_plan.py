@@ -158,8 +158,22 @@ def test_what_is_dearer_at_its_floor_is_not_compiled(known: list[tuple[str, int]
     assert best is not None
     for one in plan.uncompiled:
         same = [other for other in plan.ranked if other.on == one.on]
-        assert one.cost >= best.cost or len(same) == serving_plan.LAYOUTS
+        assert one.order >= best.order or len(same) == serving_plan.LAYOUTS
     assert known
+
+
+def test_of_equal_dollars_the_one_with_the_most_headroom_is_the_answer(
+    known: list[tuple[str, int]],
+) -> None:
+    """Whichever was compiled first: at 9.60 dollars an hour five layouts of v5e take it."""
+    plan = planned(requests_per_second=20, output_tokens=300, candidates=50)
+    best = plan.best
+    assert best is not None
+    equal = [one for one in [*plan.ranked, *plan.uncompiled] if one.cost == best.cost]
+    assert len(equal) > 2
+    assert best.fleet.headroom == max(one.fleet.headroom for one in equal)
+    assert [one.order for one in plan.ranked] == sorted(one.order for one in plan.ranked)
+    assert len(known) == len(plan.ranked)
 
 
 def test_slices_of_a_chip_are_those_of_one_machine() -> None:
@@ -191,7 +205,7 @@ def test_a_demand_of_almost_nothing_and_one_beyond_all_chips(
     assert state.first_token_seconds <= state.late_first_token_seconds
     shown = " ".join(" ".join(line.plain for line in lines(plan, 100)).split())
     assert "1 engine of one device, 1 chip: $" in shown
-    assert "times more requests would keep the limits the engine: 0.001 requests a second" in shown
+    assert "times more requests would be taken the engine: 0.001 requests a second" in shown
     assert "<0.01 texts under way (99 % of the time up to 1, room for" in shown
     assert not re.search(r"\b1 (chips|engines|rows|devices|hosts)\b", shown)
     sizes = "--layout.data 1 --layout.tensor 1 --rows 16 --context 2000 --chunk 256"
@@ -277,6 +291,10 @@ def test_the_screen_and_the_json(known: list[tuple[str, int]], capsys: Any) -> N
     plan = planned()
     screen = [line.plain for line in lines(plan, 100)]
     assert max(len(line) for line in screen if "systolic serve" not in line) <= 100
+    # One line of the tables is bold: the answer's.
+    bold = [line.plain for line in lines(plan, 100) if str(line.style) == "bold"]
+    assert [line.split()[0] for line in bold if line[:3] in ("v5e", "v6e")] == [best["slice"]]
+    assert plan.uncompiled
     page = html.unescape(re.sub(r"<[^>]+>", "", plan._repr_html_()))
     assert all(line.strip() in page for line in screen)
     assert repr(plan).startswith(
@@ -288,12 +306,15 @@ def test_the_screen_and_the_json(known: list[tuple[str, int]], capsys: Any) -> N
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"requests_per_second": 0}, "--requests-per-second is 0; it must be above 0"),
+        ({"requests_per_second": 0}, "--requests-per-second is 0.0; it must be above 0"),
         ({"ttft": "fast"}, "--ttft is 'fast'; write a time such as 50ms"),
         ({"price": "free"}, "--price is 'free'; it takes on-demand, spot, committed"),
         ({"weights": "int9"}, "--weights is 'int9'"),
         ({"flags": "foo"}, "--flags has 'foo'"),
-        ({"model": "gpt2"}, "are 2000 and gpt2 has positions for 1024; give fewer"),
+        (
+            {"model": "gpt2"},
+            "are a context of 2000 and the model has positions for 1024 tokens; give",
+        ),
         (
             {"model": "image", "path": "x", "classes": 3},
             "image is no language model; plan serve takes a decoder",

@@ -6,9 +6,11 @@ hosts and links. Both come from ``catalogue.toml``, the one file with hardware n
 
 from systolic.chips.catalogue import by_device_kind, chip, chips, known, usual
 from systolic.chips.record import Chip, ChipKind, Citation, Figure, Prices
-from systolic.chips.slices import Slice, named_slices, slice
+from systolic.chips.slices import SLICE, SLICES, Slice, named_slices, slice
 
 __all__ = [
+    "SLICE",
+    "SLICES",
     "Chip",
     "ChipKind",
     "Citation",

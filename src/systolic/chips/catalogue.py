@@ -20,6 +20,7 @@ from typing import Any
 from systolic.chips.host import cpu
 from systolic.chips.record import YOURS, Chip, ChipKind, Citation, Figure, Prices
 from systolic.chips.rule import Counts, Sizes, SliceRule
+from systolic.core.arguments import with_types
 from systolic.core.errors import NotFoundError, OptionError, nearest
 
 USER_FILE_VARIABLE = "SYSTOLIC_CATALOGUE"
@@ -31,6 +32,7 @@ _PLAIN = ("title", "device_kind", "megacore", "machine_type", "gke_accelerator")
 _NAMES = ("aliases", "native", "device_kind_aliases")
 
 
+@with_types
 def chip(name: str) -> Chip:
     """The chip of that name or alias: ``v5e``, ``ironwood``, ``h200``, ``cpu`` (this machine's).
 

@@ -11,6 +11,7 @@ from systolic.chips.catalogue import chip as find_chip
 from systolic.chips.catalogue import chips
 from systolic.chips.record import Chip, ChipKind, Prices
 from systolic.chips.rule import Counts, Shape, SliceRule
+from systolic.core.arguments import Wording, with_types
 from systolic.core.errors import NotFoundError
 
 _COUNTED = re.compile(r"(\d+)x(.+)", re.DOTALL)
@@ -124,6 +125,12 @@ class Slice:
         }
 
 
+SLICE = Wording("a slice or its name, such as 'v5e-16'")
+SLICES = Wording("slices or their names, such as 'v6e-8,v5e-8'")
+"""What parameters that are slices take, for messages."""
+
+
+@with_types
 def slice(name: str) -> Slice:
     """The slice of that name.
 

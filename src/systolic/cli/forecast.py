@@ -16,7 +16,6 @@ from systolic.cli.parse import Repeated, Required, parse, print_verb_help
 from systolic.cli.target import Request, first, request
 from systolic.core.errors import OptionError
 from systolic.core.files import check_writable, write_atomically
-from systolic.core.ranges import dashed
 from systolic.session.command_line import option_words
 
 if TYPE_CHECKING:
@@ -163,7 +162,7 @@ def forecast_table(asked: Request[ForecastOptions], args: Sequence[str]) -> int:
         asked: The request without the options that vary.
         args: The words after the target, which each combination is read from again.
     """
-    from systolic.session.forecast import combinations, row_of, slices_of
+    from systolic.session.forecast import combinations, row_of, slices_of, values_of
 
     options, target = asked.verb, asked.recipe.target
     _check_table(options)
@@ -225,26 +224,6 @@ def show_table(name: str, rows: "Sequence[ForecastRow]", options: ForecastOption
         for what, where in written.items():
             print(f"{what:<9}{where}")
     return 0 if any(row.fits for row in rows) else 1
-
-
-def values_of(vary: Sequence[str]) -> dict[str, list[str]]:
-    """Options of ``--vary`` with their values.
-
-    Raises:
-        OptionError: one is not written as NAME=VALUE,VALUE, or is given twice.
-    """
-    found: dict[str, list[str]] = {}
-    for word in vary:
-        name, _, values = word.removeprefix("--").partition("=")
-        listed = [value.strip() for value in values.split(",") if value.strip()]
-        if not name or not listed:
-            raise OptionError(
-                f"--vary is {word!r}; it takes an option with its values: --vary layout.fsdp=4,8,16"
-            )
-        if dashed(name) in found:
-            raise OptionError(f"--vary {name} is given twice; give all its values at once")
-        found[dashed(name)] = list(dict.fromkeys(listed))
-    return found
 
 
 def _narrowed(

@@ -60,7 +60,7 @@ def forecast_server(args: Sequence[str]) -> int:
     from systolic.chips.flags import resolved
     from systolic.forecasting.serving import LatencyLimits, latency
     from systolic.report.progress import ProgressLine
-    from systolic.session.capacity import Load, forecast_serving
+    from systolic.session.capacity import Load, check_context, forecast_serving
     from systolic.session.server_layout import ROWS, given_layout, layout_of_requests
     from systolic.session.server_steps import with_formats
 
@@ -74,6 +74,7 @@ def forecast_server(args: Sequence[str]) -> int:
         chunk=options.chunk,
         host_seconds=options.host_ms / 1e3,
     )
+    check_context(job, load, target)
     job = with_formats(job, target, options.weights)
     if any(word.startswith("--layout.") for word in asked.typed):
         chosen = given_layout(job, on)

@@ -1,6 +1,5 @@
 """``systolic VERB [TARGET] [options]``: finds the verb, runs it, and turns errors into one line."""
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -8,6 +7,7 @@ from typing import NamedTuple, NoReturn
 
 from systolic.core.errors import OptionError, SystolicError, nearest
 from systolic.core.leave import TerminatedError, leave, remember_interrupts
+from systolic.core.machine import quiet_libtpu
 
 
 class Verb(NamedTuple):
@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(f"systolic {__version__}")
         return 0
-    _quiet_libtpu()
+    quiet_libtpu()
     return guarded(lambda: _verb(args))
 
 
@@ -161,14 +161,3 @@ def _copied(args: list[str]) -> list[str]:
             value = str(pull(value, lambda text: print(f"systolic: {text}", file=sys.stderr)))
         found.append(f"{name}{equals}{value}")
     return found
-
-
-def _quiet_libtpu() -> None:
-    """Stops an installed libtpu from searching for a TPU, for seconds and with warnings, on a machine without an accelerator.
-
-    Runs before jax is imported, which a user's recipe file may do.
-    """
-    if not any(os.path.exists(path) for path in ("/dev/accel0", "/dev/vfio/0")):
-        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-        if not os.path.exists("/dev/nvidia0"):
-            os.environ.setdefault("JAX_PLATFORMS", "cpu")

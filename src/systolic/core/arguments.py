@@ -1,4 +1,4 @@
-"""Arguments from Python as the types of a function's signature: text becomes a path, a choice or several words, and what can be none of its types is refused.
+"""Arguments from Python as the types of a function's signature: text becomes a path, a number, a choice or several words, a dict the fields of a record, and what can be none of its types is refused.
 
 A type that is unknown here, such as a protocol, takes every value.
 """
@@ -10,11 +10,12 @@ import numbers
 import os
 import reprlib
 import shlex
+import sys
 import typing
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, is_dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from types import NoneType, UnionType
+from types import NoneType, SimpleNamespace, UnionType
 from typing import Any, ParamSpec, TypeVar
 
 from systolic.core.errors import OptionError, nearest
@@ -33,6 +34,7 @@ _SCALARS = {
 }
 """Types of plain values, and what messages call them."""
 _NO_VALUE = object()
+_LISTS = (Sequence, Iterable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,13 @@ class Alternative:
 
     kind: type
     made: Callable[[Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Wording:
+    """Beside a parameter's type, ``Annotated[X, Wording("a slice or its name")]``: what messages say in place of the names of its types."""
+
+    text: str
 
 
 def with_types(function: Callable[P, R]) -> Callable[P, R]:
@@ -53,26 +62,49 @@ def with_types(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
         bound = inspect.signature(function).bind(*args, **kwargs)
-        bound.arguments.update(arguments(function, bound.arguments))
+        bound.arguments.update(arguments(function, bound.arguments, str))
         return function(*bound.args, **bound.kwargs)
 
     return called
 
 
-def arguments(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values for a function's parameters, of their types.
+def arguments(
+    function: Callable[..., Any], values: Mapping[str, Any], spell: Callable[[str], str] = dashed
+) -> dict[str, Any]:
+    """Values for a function's parameters, of their types; ``spell`` is how messages write a parameter's name.
 
     Raises:
         OptionError: a value that is none of its parameter's types.
     """
-    hints = typing.get_type_hints(function, include_extras=True)
+    hints, defaults = _signature(function)
     return {
-        name: argument(dashed(name), value, hints.get(name, Any)) for name, value in values.items()
+        name: argument(spell(name), value, hints.get(name, Any), defaults.get(name))
+        for name, value in values.items()
     }
 
 
-def argument(name: str, value: Any, hint: Any) -> Any:
-    """A value of one of a hint's types.
+@functools.lru_cache(maxsize=64)
+def _signature(function: Callable[..., Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Hints and defaults of parameters. A hint that only type checkers resolve is left out, and takes every value."""
+    hints: dict[str, Any] = {}
+    plain = inspect.unwrap(function)
+    where = plain.__globals__ if inspect.isfunction(plain) else {}
+    for name, hint in plain.__annotations__.items():
+        one = SimpleNamespace(__annotations__={name: hint})
+        try:
+            hints |= typing.get_type_hints(one, where, include_extras=True)
+        except NameError:
+            continue
+    parameters = inspect.signature(function).parameters
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    for name, parameter in parameters.items():
+        if parameter.kind in several:
+            hints.pop(name, None)
+    return hints, {name: parameter.default for name, parameter in parameters.items()}
+
+
+def argument(name: str, value: Any, hint: Any, default: Any = None) -> Any:
+    """A value of one of a hint's types; a dict changes the fields of ``default``, or of a record by default.
 
     Raises:
         OptionError: it is of none; ``name`` is what the message calls it.
@@ -87,11 +119,27 @@ def argument(name: str, value: Any, hint: Any) -> Any:
     for kind in kinds:
         if (made := _made(name, value, kind)) is not _NO_VALUE:
             return made
+        if (made := _record(name, value, kind, default)) is not _NO_VALUE:
+            return made
     near = ""
     if isinstance(value, str):
         near = nearest(value, [known for kind in kinds for known in _members(kind)])
     given = reprlib.repr(value).replace("\n", " ")
-    raise OptionError(f"{name} is {given}{near}; it takes {' or '.join(words)}")
+    if inspect.isfunction(value):
+        given = f"the function {value.__name__}, not what it returns"
+    told = next((one.text for one in extras if isinstance(one, Wording)), "")
+    raise OptionError(f"{name} is {given}{near}; it takes {told or _alternatives(kinds, words)}")
+
+
+def _alternatives(kinds: Iterable[Any], words: Iterable[str]) -> str:
+    """``text or a systolic.Slice, or a list of these``."""
+    alone = {w: k for k, w in zip(kinds, words, strict=True) if typing.get_origin(k) not in _LISTS}
+    lists = [kind for kind, word in zip(kinds, words, strict=True) if word not in alone]
+    same = [kind for kind in lists if set(map(_takes, _inner(kind))) == set(alone)]
+    if _SCALARS[Path] in alone:
+        alone.pop(_SCALARS[str], None)
+    told = [*alone, *(_takes(kind) for kind in lists if kind not in same)]
+    return " or ".join(told) + (", or a list of these" if same else "")
 
 
 def _kinds(hint: Any) -> tuple[list[Any], list[Any]]:
@@ -113,6 +161,16 @@ def _is(value: Any, kind: Any) -> bool:
     if typing.get_origin(kind) is tuple:
         inner = typing.get_args(kind)[0]
         return isinstance(value, tuple) and all(_is(one, inner) for one in value)
+    if typing.get_origin(kind) in _LISTS:
+        inner = _inner(kind)
+        plain = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
+        if not inner or not isinstance(value, Sequence):
+            return plain
+        return plain and all(any(_is(one, each) for each in inner) for one in value)
+    if typing.get_origin(kind) is Mapping:
+        return isinstance(value, Mapping)
+    if typing.get_origin(kind) is Callable:
+        return callable(value)
     if isinstance(value, bool):
         return kind is bool
     if kind is float and type(value) is int:
@@ -126,6 +184,9 @@ def _made(name: str, value: Any, kind: Any) -> Any:
     if typing.get_origin(kind) is tuple and isinstance(value, str | list | tuple):
         words = shlex.split(value.replace(",", " ")) if isinstance(value, str) else value
         return tuple(argument(name, one, typing.get_args(kind)[0]) for one in words)
+    if typing.get_origin(kind) in _LISTS and isinstance(value, str | list | tuple) and _inner(kind):
+        words = [value] if isinstance(value, str) else value
+        return [argument(name, one, typing.get_args(kind)[0]) for one in words]
     if kind is Path and isinstance(value, str | os.PathLike):
         return Path(value)
     if isinstance(value, bool) or not isinstance(value, str | numbers.Real | enum.Enum):
@@ -134,10 +195,48 @@ def _made(name: str, value: Any, kind: Any) -> Any:
         return int(value)
     if kind is float and isinstance(value, numbers.Real):
         return float(value)
+    if kind is bool and isinstance(value, str):
+        return {"true": True, "false": False}.get(value.lower(), _NO_VALUE)
+    if kind in (int, float) and isinstance(value, str):
+        try:
+            return kind(value)
+        except ValueError:
+            return _NO_VALUE
     if known := _members(kind):
         plain = str(value.value if isinstance(value, enum.Enum) else value)
         return known.get(plain) or known.get(plain.lower().replace("_", "-"), _NO_VALUE)
     return _NO_VALUE
+
+
+def _record(name: str, value: Any, kind: Any, default: Any) -> Any:
+    """The record with the fields of a dict, or of the kind that text names; ``_NO_VALUE`` where a type takes neither."""
+    if not isinstance(kind, type) or not is_dataclass(kind):
+        return _NO_VALUE
+    hints = typing.get_type_hints(kind, include_extras=True)
+    known = [one.name for one in fields(kind) if one.init]
+    if isinstance(value, str) and any(map(_members, _kinds(hints.get("kind"))[0])):
+        value = {"kind": value}
+    if not isinstance(value, Mapping):
+        return _NO_VALUE
+    try:
+        base = default if isinstance(default, kind) else kind()
+    except TypeError:  # it has fields without a default
+        return _NO_VALUE
+    made = {}
+    for given, one in value.items():
+        field = str(given).replace("-", "_")
+        if field not in known:
+            raise OptionError(
+                f"{name} has {given!r}{nearest(field, known)}; its fields are {', '.join(map(dashed, known))}"
+            )
+        made[field] = argument(f"{name}.{dashed(field)}", one, hints[field], getattr(base, field))
+    return replace(base, **made)
+
+
+def _inner(kind: Any) -> list[Any]:
+    """Types of a list's elements; empty where one of them is not checked."""
+    inner, _ = _kinds(*typing.get_args(kind))
+    return inner if all(map(_takes, inner)) else []
 
 
 def _members(kind: Any) -> dict[str, Any]:
@@ -155,13 +254,21 @@ def _takes(kind: Any) -> str:
         inner, *rest = typing.get_args(kind)
         words = _takes(inner) if rest == [Ellipsis] else ""
         return f"a list, each of it {words}" if words else ""
+    if typing.get_origin(kind) in _LISTS:
+        words = " or ".join(map(_takes, _inner(kind)))
+        return f"a list, each of it {words}" if words else "a list"
+    if typing.get_origin(kind) in (Mapping, Callable):
+        return "a dict" if typing.get_origin(kind) is Mapping else "a function"
     if not isinstance(kind, type):
         return ""
     if members := _members(kind):
         return _listed(members)
     if is_dataclass(kind):
         inside = kind.__module__.startswith("systolic.job.")
-        return f"a {'systolic.job' if inside else kind.__module__}.{kind.__name__}"
+        package = kind.__module__.partition(".")[0]
+        public = kind.__name__ in vars(sys.modules[package]).get("__all__", ())
+        home = package if public else "systolic.job" if inside else kind.__module__
+        return f"a {home}.{kind.__name__}"
     return _SCALARS.get(kind, "")
 
 

@@ -65,7 +65,7 @@ def inspect(data: Data, split: Split, examples: int, seed: int = 0) -> dict[str,
 
 def _notes(data: Data, split: Split) -> tuple[str, ...]:
     """Warnings as those of a training, such as how many conversations were left out of a split."""
-    return data.rows(split).notes() if isinstance(data, Instructions) else data.notes()
+    return data.split_notes(split) if isinstance(data, Instructions) else data.notes()
 
 
 def pictures(data: Data, split: Split, count: int, seed: int = 0) -> dict[str, np.ndarray]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from systolic.core.errors import DataError, NotFoundError
 from systolic.core.files import nearest_file
-from systolic.data.text.line_files import refuse_other
+from systolic.data.text.line_files import not_json, refuse_other
 from systolic.data.text.row_forms import table_rows
 from systolic.job.data import Field
 
@@ -149,7 +149,7 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             try:
                 row = json.loads(text)
             except ValueError as error:
-                raise DataError(f"{place} is not JSON ({error})") from error
+                raise DataError(f"{place} {not_json(error)}") from error
             if not isinstance(row, dict):
                 raise DataError(f"{place} is no JSON object; give one with a value by column")
             yield place, row

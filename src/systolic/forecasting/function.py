@@ -16,6 +16,7 @@ from systolic.aot.restored import Key, is_pmapped, key_of, shape_text
 from systolic.aot.traced import CalledFunction, is_filtered, name_of
 from systolic.chips import Slice
 from systolic.chips import slice as slice_named
+from systolic.core.arguments import with_types
 from systolic.core.errors import OptionError
 from systolic.core.units import gibibytes
 from systolic.forecasting.forecast import Forecast
@@ -45,6 +46,7 @@ class Spread:
     """Arguments whose memory the result may take. For plain functions; a jitted one says so itself."""
 
 
+@with_types
 def forecast_function(  # noqa: PLR0913
     function: Callable[..., Any],
     *args: Any,

@@ -166,7 +166,10 @@ class _Cursor:
         if dims > MOST_DIMS:
             raise ValueError(f"{name} has {dims} dims")
         shape = tuple(self.number("<Q") for _ in range(dims))[::-1]
-        kind = GGMLQuantizationType(self.number("<I"))
+        at, number = self.at, self.number("<I")
+        if number not in GGML_QUANT_SIZES:
+            raise ValueError(f"{name[:80]} is of the unknown kind {number}, at byte {at:,}")
+        kind = GGMLQuantizationType(number)
         block, size = GGML_QUANT_SIZES[kind]
         elements = math.prod(shape)
         return name, shape, kind, self.number("<Q"), elements // block * size
@@ -184,7 +187,12 @@ class _Cursor:
         return found
 
     def text(self) -> str:
-        return self.taken(self.number("<Q")).decode()
+        found = self.taken(self.number("<Q"))
+        try:
+            return found.decode()
+        except UnicodeDecodeError as error:
+            place = self.at - len(found) + error.start
+            raise ValueError(f"damaged at byte {place:,}: text there is not UTF-8") from error
 
     def value(self, kind: int, depth: int = 0) -> Any:
         if kind == STRING:

@@ -95,14 +95,22 @@ def outlined(path: Path) -> SourceOutline:
             raise NotFoundError(
                 f"{path} does not exist, and no published model has that name{near_published(path.name)}; check --from"
             )
-        return SourceOutline(model=known.model(), tokenizer=None, stops=ends_of(known.config, None))
+        made = known.model()
+        return SourceOutline(
+            model=made,
+            tokenizer=None,
+            stops=ends_of(known.config, None),
+            positions=positions_of(known.config, made, known.name),
+        )
     if path.is_file() and path.suffix == ".json":
         # A config.json is enough for a forecast, as in its folder.
         config = read_config(path)
+        made = family(config, str(path)).model(config)
         return SourceOutline(
-            model=family(config, str(path)).model(config),
+            model=made,
             tokenizer=_existing(path.parent / "tokenizer.json"),
             stops=ends_of(config, _existing(path.parent / GENERATION)),
+            positions=positions_of(config, made, str(path)),
         )
     if (path / JOB).is_file():
         return _of_run(path)

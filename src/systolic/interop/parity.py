@@ -130,6 +130,8 @@ def _same_largest(ours: np.ndarray, theirs: np.ndarray) -> float:
 
 def impossible(source: Source) -> str | None:
     """Why there is no parity check, and what would allow one; ``None`` where there is one."""
+    if source.kind == "peft":
+        return "no parity check for adapters merged here: to check, merge them with PEFT (merge_and_unload, save_pretrained) and import that folder, whose logits are compared"
     if type(source.model) not in PROBES or not isinstance(source, TransformersSource):
         return f"no parity check for a {type(source.model).__name__} from a {source.kind}"
     try:

@@ -235,6 +235,47 @@ def _matching(patterns: Mapping[str, Any], module: str, usual: float) -> float:
     return usual
 
 
+def _takes(about: Mapping[str, Any], module: str) -> bool:
+    """Whether PEFT puts an adapter beside a module: ``check_target_module_exists`` of its tuners."""
+
+    def among(names: Sequence[str] | str) -> bool:
+        if isinstance(names, str):
+            return names == "all-linear" or re.fullmatch(names, module) is not None
+        return any(f".{module}".endswith(f".{name}") for name in names)
+
+    targets, layers = about.get("target_modules"), about.get("layers_to_transform")
+    if among(about.get("exclude_modules") or ()) or not (targets is None or among(targets)):
+        return False
+    if layers in (None, []) or isinstance(targets, str) or module in (targets or ()):
+        return True  # A name that is whole goes before the layers.
+    patterns = about.get("layers_pattern") or [r"[^.]*"]
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    found = (re.match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", module) for pattern in patterns)
+    match = next((one for one in found if one), None)
+    return bool(match) and int(match[1]) in (layers if isinstance(layers, list) else [layers])
+
+
+def _taken(
+    folder: Path, about: Mapping[str, Any], tensors: dict[str, MappedTensor]
+) -> tuple[dict[str, MappedTensor], tuple[str, ...]]:
+    """The adapters that PEFT would read of a file, and a note of those that it leaves out.
+
+    Raises:
+        DataError: they are none.
+    """
+    module = {name: name.removeprefix(PREFIX).removesuffix(DOWN).removesuffix(UP) for name in tensors}  # fmt: skip
+    taken = {name: one for name, one in tensors.items() if _takes(about, module[name])}
+    left = sorted({module[name] for name in tensors if name not in taken})
+    if not left:
+        return taken, ()
+    fields = [one for one in ("target_modules", "exclude_modules", "layers_to_transform") if about.get(one) not in (None, [])]  # fmt: skip
+    more = f" and {len(left) - SHOWN} more" if len(left) > SHOWN else ""
+    told = f"{folder / ADAPTERS} leaves out adapters that {WEIGHTS} has, by its {' and '.join(fields)}: {', '.join(left[:SHOWN])}{more}"
+    if not taken:
+        raise DataError(f"{told}, which are all; correct it, or copy the folder again")
+    return taken, (f"{told}; they are not read, as PEFT does not",)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PeftSource(Source):
     """A model with PEFT's adapters merged into its matrices, which are read when they are asked for."""
@@ -487,13 +528,14 @@ def open_peft(folder: Path, base: Path | None = None) -> PeftSource:
         raise DataError(f"{folder / WEIGHTS} has half of the adapter {lone[0]}; copy it again")
     if not tensors:
         raise DataError(f"{folder / WEIGHTS} has no adapters; save it again")
+    tensors, unread = _taken(folder, about, dict(tensors))
     return PeftSource(
         path=folder,
         model=inner.model,
         config=inner.config,
         kind="peft",
         licence=inner.licence,
-        notes=(*inner.notes, *notes),
+        notes=(*inner.notes, *notes, *unread),
         base=inner,
         homes=homes,
         adapters=tensors,

@@ -121,7 +121,7 @@ def find_fit(
 def smallest_fit(search: Search) -> Plan:
     """The smallest slice that the job fits on and that keeps the goal's limits, of as many chips the cheapest.
 
-    Slices are searched one after another, fewest chips first; after one that fits the others are left out. Passes, rematerialisation, offload and loss chunks are free, as in every search.
+    Slices are searched one after another, fewest chips first; once a layout fits, the search ends with the fastest so far. Passes, rematerialisation, offload and loss chunks are free, as in every search.
 
     Args:
         search: The search as it would run over all its slices.
@@ -159,6 +159,7 @@ def smallest_fit(search: Search) -> Plan:
             flags=search.flags,
             watch=watch,
             only=search.only,
+            first=True,
         ).run()
         parts.append(one)
         if one.best is not None:

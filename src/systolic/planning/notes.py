@@ -35,6 +35,15 @@ class BatchDiffers:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FirstFit:
+    """The search ended when a layout fitted, for that was its goal."""
+
+    slice: str
+    fitting: int
+    """Layouts of the slice that fit and keep the goal, so far."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleOnly:
     """The best candidate was compiled only up to its schedule."""
 
@@ -122,6 +131,7 @@ class NoAnswer:
 PlanNote = (
     OwnWork
     | BatchDiffers
+    | FirstFit
     | ScheduleOnly
     | FullCompileRatio
     | BaseFlags
@@ -171,6 +181,8 @@ def after_search(
     if best is None:
         return [NoAnswer(ways=_ways(plan.goal, freedom))]
     found: list[PlanNote] = []
+    if plan.goal.objective is Objective.fit:
+        found.append(FirstFit(slice=best.candidate.on.name, fitting=len(plan.ranking)))
     if best.depth is CompileDepth.schedule:
         full = sum(one.full for one in plan.tried)
         found.append(ScheduleOnly(full_compiles=full, asked=finalists > full))

@@ -12,7 +12,7 @@ class Objective(enum.Enum):
     pareto = "pareto"
     """Time and cost: the candidates that no other beats in both; the best has the least cost per speed."""
     fit = "fit"
-    """Fewest chips that the job fits on; of as many chips the cheapest, and on these the fastest."""
+    """Fewest chips that the job fits on; of as many chips the cheapest, and on these the fastest of the layouts that were compiled until one fit."""
 
 
 class PriceTerm(enum.Enum):

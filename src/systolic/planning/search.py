@@ -120,6 +120,8 @@ class Search:
     watch: Watch = lambda _: None
     only: Sequence[Candidate] | None = None
     """The search space; None for all that the slices allow."""
+    first: bool = False
+    """Whether it ends once one fits and keeps the goal's limits; what is being compiled then is taken too."""
     tried: list[Trial] = field(default_factory=list)
     stopped: SearchStop | None = None
     _judge: Judge = field(init=False)
@@ -244,7 +246,7 @@ class Search:
         visited = {one.candidate.on.name for one in self.tried}
         chips = {one.candidate.on.chip.name for one in self.tried}
         queue = self._survey.queue
-        while asked < quota and queue and not self._late() and not self._fruitless():
+        while asked < quota and queue and not self._over() and not self._fruitless():
             meshes = Counter(_mesh(one.candidate) for one in self.tried)
             meshes.update(_mesh(ranked.candidate) for ranked, _ in self._running)
             queue.sort(key=lambda r: self._judge.hopeful(r) * WEARY ** meshes[_mesh(r.candidate)])
@@ -280,6 +282,10 @@ class Search:
             chips.add(pick.candidate.on.chip.name)
             asked += 1
             yield pick
+
+    def _over(self) -> bool:
+        """Whether nothing more is compiled: there is no time, or one that fits is enough."""
+        return self._late() or (self.first and self.best() is not None)
 
     def _fruitless(self) -> bool:
         """Whether as many compiles as the limits allow have ended without one that fits."""
@@ -355,7 +361,7 @@ class Search:
         moves: list[tuple[Neighbour, Ranked]] = []
         around: Trial | None = None
         gained = 0
-        while len(self.tried) < most and not self._late():
+        while len(self.tried) < most and not self._over():
             base = self.leader(on)
             if base is None:
                 return
@@ -442,7 +448,7 @@ class Search:
         """Compiles the new ones of these, up to ``most`` in the whole search."""
         known = {one.candidate for one in self.tried}
         for candidate in wanted:
-            if len(self.tried) + len(self._running) >= most or self._late():
+            if len(self.tried) + len(self._running) >= most or self._over():
                 break
             if candidate in known:
                 continue

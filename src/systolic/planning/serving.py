@@ -73,9 +73,15 @@ class ServingCandidate:
 
     @property
     def cost(self) -> tuple[float, float]:
-        """Dollars an hour and chips, for the order; without a price last."""
+        """Dollars an hour and chips; without a price last."""
         usd = self.fleet.usd_per_hour
-        return (float("inf") if usd is None else usd), float(self.chips)
+        # Replicas of a small slice and one large slice cost the same up to rounding.
+        return (float("inf") if usd is None else round(usd, 6)), float(self.chips)
+
+    @property
+    def order(self) -> tuple[float, float, float]:
+        """Cheapest first, of equal dollars and chips the one with the most headroom. At the floors it is a bound: no compiled step comes earlier."""
+        return *self.cost, -self.fleet.headroom
 
     def to_json(self) -> dict[str, Any]:
         """All figures."""
@@ -115,7 +121,7 @@ class ServingPlan:
     demand: Demand
     price: PriceTerm
     ranked: Sequence[ServingCandidate]
-    """Compiled ones, cheapest first."""
+    """Compiled ones, cheapest first, of equals the one with the most headroom."""
     rejected: Sequence[ServingRejection]
     uncompiled: Sequence[ServingCandidate] = ()
     """Known by their floors alone, cheapest first."""

@@ -253,7 +253,7 @@ class _NewFields(dict[str, Any]):
 def expanded(
     recipe: Recipe, options: Mapping[str, Any], base: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Arguments from Python in which ``"model.layers": 12`` is a field of an argument, as on the command line.
+    """Arguments from Python in which ``"model.layers": 12`` is a field of an argument, as on the command line; ``"model": {"layers": 12}`` is the same.
 
     Args:
         recipe: The recipe.
@@ -264,6 +264,8 @@ def expanded(
         OptionError: the recipe has no such option.
     """
     parameters = inspect.signature(recipe.function).parameters
+    started = {**{name: one.default for name, one in parameters.items()}, **(base or {})}
+    options = _flat(options, started)
     found = {name: value for name, value in options.items() if name in parameters}
     changes: dict[str, Any] = {}
     for name, value in options.items():
@@ -277,10 +279,22 @@ def expanded(
         for part in inner[:-1]:
             place = place.setdefault(part, _NewFields())
         place[inner[-1]] = value
-    before = {**{n: p.default for n, p in parameters.items()}, **(base or {}), **found}
+    before = {**started, **found}
     return found | {
         name: _changed(before[name], fields, dashed(name)) for name, fields in changes.items()
     }
+
+
+def _flat(options: Mapping[str, Any], started: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with the entries of a dict for a record as fields of it."""
+    found: dict[str, Any] = {}
+    for name, value in options.items():
+        record = started.get(name)
+        if isinstance(value, Mapping) and is_dataclass(record):
+            found |= {f"{name}.{key}": one for key, one in value.items()}
+        else:
+            found[name] = value
+    return found
 
 
 def _parts(recipe: Recipe, name: str) -> list[str]:
@@ -311,7 +325,7 @@ def _changed(record: Any, changes: Mapping[str, Any], option: str) -> Any:
     made = {
         name: _changed(getattr(record, name), value, f"{option}.{dashed(name)}")
         if isinstance(value, _NewFields)
-        else argument(f"{option}.{dashed(name)}", value, hints[name])
+        else argument(f"{option}.{dashed(name)}", value, hints[name], getattr(record, name))
         for name, value in changes.items()
     }
     return replace(record, **made)

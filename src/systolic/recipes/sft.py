@@ -70,7 +70,7 @@ def sft(
 
     Args:
         from_: The model: a Hugging Face directory, a Bundle, a GGUF file or a run. A forecast reads its config.json only, and takes the name of a published model.
-        data: Conversations, a row each: messages (role, content), ShareGPT's conversations (from, value), prompt and completion, question and answer, or instruction, input and output (history holds earlier turns); an answer of weight 0, or train or loss false, is read and not learned. In JSONL, a JSON array, Parquet, CSV or TSV, or a folder of such files. A forecast does without.
+        data: Conversations, a row each: messages (role, content), ShareGPT's conversations (from, value), prompt and completion, question and answer, or instruction, input and output (history holds earlier turns); an answer of weight 0, or train or loss false, or before the first question without a weight of 1, is read and not learned. In JSONL, a JSON array, Parquet, CSV or TSV, or a folder of such files. A forecast does without.
         validation: Validation conversations; by default a share of the data.
         validation_share: That share, chosen by a hash of each line.
         template: A chat template in jinja2; by default the model's own, or "### Instruction:" and "### Response:" where it has none.
@@ -78,7 +78,7 @@ def sft(
         filling: Several conversations in a row, which don't see each other, or one.
         too_long: Whether a conversation that is longer than a row is cut at its end or left out.
         columns: Names of the data's columns where they are none of the usual ones.
-        pairs: Whether preference pairs (chosen and rejected, or OpenAI's preferred_output and non_preferred_output) are refused, or their chosen answers learned like any others.
+        pairs: Whether preference pairs (chosen and rejected, or OpenAI's preferred_output and non_preferred_output, or hh-rlhf's dialogues) are refused, or their chosen answers learned like any others.
         adapter: What trains: all weights, low-rank adapters, or adapters beside matrices that are stored in 4 bits.
         rank: Columns of an adapter's first matrix, rows of its second.
         alpha: An adapter's product is scaled by alpha / rank.

@@ -41,7 +41,7 @@ def html(value: object) -> str:
     """
     match value:
         case Forecast():
-            return screen(forecast_text.lines(value, WIDTH))
+            return screen(forecast_text.lines(value, WIDTH, every_note=True))
         case ForecastTable():
             return screen(table.lines(value, WIDTH))
         case Plan():

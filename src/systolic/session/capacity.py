@@ -4,6 +4,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from systolic.aot import Compiler
 from systolic.chips import Slice, slice
@@ -24,10 +25,13 @@ from systolic.forecasting.serving import (
     steady,
 )
 from systolic.forecasting.serving_memory import PADDING_PAGES, ServingMemory
+from systolic.interop.outline import outlined
 from systolic.job import Job, Served
 from systolic.models.decoder.config import Decoder
+from systolic.recipes.models.named import is_model
 from systolic.session.server_layout import placed, with_heads_for
 from systolic.session.server_steps import BatchSteps, Key, ServerSteps, facts, server_steps
+from systolic.steps.lengths import check_length, longest_by_files, longest_text
 
 PAGE_SIZE = 64
 """Positions of a page, as ``systolic serve`` has them by default."""
@@ -130,16 +134,25 @@ def server_times(
     return server.measured(rows)
 
 
-def check_positions(job: Job, load: Load) -> None:
-    """Refuses texts that are longer than a model's learned positions.
+def check_context(job: Job, load: Load, target: str = "") -> None:
+    """Refuses texts that ``systolic serve`` would refuse as longer than the model takes.
+
+    Args:
+        job: A language model.
+        load: The requests.
+        target: What the job was made of; of one from files these say which texts it was made for.
 
     Raises:
-        OptionError: they are.
+        OptionError: the requests are longer, or a field of the files is no number of tokens.
     """
-    if isinstance(job.model, Decoder) and 0 < job.model.learned_positions < load.tokens:
-        raise OptionError(
-            f"--prompt-tokens {load.prompt_tokens} and --output-tokens {load.output_tokens} are {load.tokens} and {job.name} has positions for {job.model.learned_positions}; give fewer"
-        )
+    model = job.model
+    if not isinstance(model, Decoder):
+        return
+    longest = longest_text(job)
+    if longest is None and is_model(target):
+        longest = longest_by_files(model, outlined(Path(target)).positions)
+    told = f"--prompt-tokens {load.prompt_tokens} and --output-tokens {load.output_tokens} are a context of"
+    check_length(model, longest, load.tokens, told, "two that make")
 
 
 def _server(
@@ -152,7 +165,7 @@ def _server(
     compiler: Compiler | None,
     watch: Callable[[str], None],
 ) -> "_Server":
-    check_positions(job, load)
+    check_context(job, load)
     layout = placed(job.layout, target)
     steps = server_steps(replace(job, layout=layout), target, load, page_size, served)
     if isinstance(steps, BatchSteps):

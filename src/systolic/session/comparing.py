@@ -10,6 +10,7 @@ from rich.text import Text
 
 from systolic.artifact.bundle import MANIFEST, RECORDED, open_bundle
 from systolic.artifact.tensors import SUFFIX
+from systolic.core.arguments import with_types
 from systolic.core.errors import OptionError, called
 from systolic.core.ranges import NOT_NEGATIVE
 from systolic.data.text.instructions import Instructions
@@ -129,6 +130,7 @@ class Comparison:
         }
 
 
+@with_types
 def compare_models(
     a: Path | str,
     b: Path | str,

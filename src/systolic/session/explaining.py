@@ -12,8 +12,9 @@ from systolic import recipes
 from systolic.aot import Compiled, Compiler, JobProgram, StepKind
 from systolic.aot import compile as compile_program
 from systolic.artifact.run import JOB
-from systolic.chips import Slice, slice
+from systolic.chips import SLICE, Slice, slice
 from systolic.chips.flags import resolved
+from systolic.core.arguments import Wording, with_types
 from systolic.core.errors import NotFoundError, OptionError
 from systolic.core.ranges import NOT_NEGATIVE, check_arguments
 from systolic.explaining.cause import Cause
@@ -89,7 +90,7 @@ class StepExplanation:
             remarks = step_remarks(self.forecast, self.flags)
             shown = list(lines(title, self.causes, WIDTH, remarks=remarks))
         else:
-            shown = list(text.lines(self.forecast, WIDTH))
+            shown = list(text.lines(self.forecast, WIDTH, every_note=True))
         fit = self.fit
         told = [] if fit is None else [f"the fastest that fits: {fit.candidate.name}"]
         for words, one in (
@@ -320,10 +321,13 @@ def kind_of(path: Path) -> ExplainedKind | None:
     return ExplainedKind.forecast if is_saved(path) else None
 
 
+@with_types
 def explain(  # noqa: PLR0913  the options of systolic explain
-    target: Job | str | Path,
+    target: Annotated[
+        Job | str | Path, Wording("a Job, the name of a recipe or a model, or a path")
+    ],
     *,
-    on: str | Slice | None = None,
+    on: Annotated[str | Slice | None, SLICE] = None,
     step: StepKind | str = StepKind.train,
     flags: str = "",
     remedies: Annotated[int | None, NOT_NEGATIVE] = None,
@@ -391,10 +395,6 @@ def _named(
     """The job that is explained, or the path of files."""
     if isinstance(target, Job):
         return source_of(target, options).job if options else target
-    if not isinstance(target, str | Path):
-        raise OptionError(
-            f"explain takes a Job, the name of a recipe or a model, or a path, and was given {target!r}; give one"
-        )
     name = str(target)
     if kind_of(Path(target)) is None and (on is not None or options or recipes.is_named(name)):
         return source_of(name, options).job

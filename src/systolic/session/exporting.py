@@ -11,6 +11,7 @@ import numpy as np
 
 from systolic.artifact.bundle import MANIFEST, check_free, draft
 from systolic.artifact.tensors import TensorSpec
+from systolic.core.arguments import with_types
 from systolic.core.errors import OptionError
 from systolic.data.text.tokenizer import BYTES_START
 from systolic.interop.exporting import Outgoing
@@ -77,6 +78,7 @@ class Exported:
         return made
 
 
+@with_types
 def export_model(
     path: Path | str,
     out: Path | str,

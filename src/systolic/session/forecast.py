@@ -5,13 +5,15 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, overload
+from typing import Annotated, Any, overload
 
 from systolic.aot import Compiler, StepKind, executable
 from systolic.aot.traced import name_of
-from systolic.chips import Slice, slice
+from systolic.chips import SLICE, SLICES, Slice, slice
 from systolic.chips.flags import resolved
+from systolic.core.arguments import Wording, with_types
 from systolic.core.errors import DataError, LayoutError, OptionError, RunError, nearest
+from systolic.core.ranges import dashed
 from systolic.forecasting import Forecast, forecast_function, forecast_job
 from systolic.forecasting.table import ForecastRow, ForecastTable
 from systolic.job import Job
@@ -20,6 +22,7 @@ from systolic.sim.incomplete import Costs, Trips, given
 
 STEP_OPTIONS = ("step", "flags", "quick", "save", "watch", "trips", "costs")
 """Options of a forecast; others are those of the recipe."""
+VARY = Wording("options with their values, such as {'layout.fsdp': [4, 8]} or 'layout.fsdp=4,8'")
 
 
 @overload
@@ -67,17 +70,18 @@ def forecast(
     /,
     *args: Any,
     on: Sequence[str | Slice],
-    vary: Mapping[str, Sequence[Any]] | None = None,
+    vary: Mapping[str, Any] | Sequence[str] | str | None = None,
     **options: Any,
 ) -> ForecastTable: ...
 
 
+@with_types
 def forecast(
     what: Any,
     /,
     *args: Any,
-    on: str | Slice | Sequence[str | Slice],
-    vary: Mapping[str, Sequence[Any]] | None = None,
+    on: Annotated[str | Slice | Sequence[str | Slice], SLICES],
+    vary: Annotated[Mapping[str, Any] | Sequence[str] | str | None, VARY] = None,
     **options: Any,
 ) -> Forecast | ForecastTable:
     """Memory, time and cost of a Job's step, or of a function, on a slice that need not be there.
@@ -88,10 +92,10 @@ def forecast(
     of :func:`~systolic.forecasting.forecast_function`.
 
     Several slices (a list, or names with commas) and ``vary``, options of the recipe with several values each,
-    make a table: a forecast of each combination.
+    make a table: a forecast of each combination. ``vary`` is ``{"layout.fsdp": [4, 8]}``, or the text of ``--vary``.
     """
     if not isinstance(on, (str, Slice)) or (isinstance(on, str) and "," in on) or vary:
-        return forecast_table(what, *args, on=on, vary=vary or {}, **options)
+        return forecast_table(what, *args, on=on, vary=_varied(vary), **options)
     if isinstance(what, Job | str):
         if args:
             raise OptionError(
@@ -122,10 +126,11 @@ def patient(watch: Callable[[str], None] | None, title: str) -> Generator[Callab
         yield progress.say
 
 
+@with_types
 def forecast_step(  # noqa: PLR0913
     job: Job,
     *,
-    on: str | Slice,
+    on: Annotated[str | Slice, SLICE],
     step: StepKind | str = StepKind.train,
     flags: str = "",
     quick: bool = False,
@@ -225,6 +230,47 @@ def slices_of(on: str | Slice | Sequence[str | Slice]) -> list[Slice]:
 def combinations(vary: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     """Settings for each combination of the values, the last option fastest."""
     return [dict(zip(vary, values, strict=True)) for values in itertools.product(*vary.values())]
+
+
+def values_of(vary: Sequence[str]) -> dict[str, list[str]]:
+    """Options with their values, from ``NAME=VALUE,VALUE``.
+
+    Raises:
+        OptionError: one is not written as NAME=VALUE,VALUE, or is given twice.
+    """
+    found: dict[str, list[str]] = {}
+    for word in vary:
+        name, _, values = word.removeprefix("--").partition("=")
+        listed = [value.strip() for value in values.split(",") if value.strip()]
+        if not name or not listed:
+            raise OptionError(
+                f"--vary is {word!r}; it takes an option with its values: --vary layout.fsdp=4,8,16"
+            )
+        if dashed(name) in found:
+            raise OptionError(f"--vary {name} is given twice; give all its values at once")
+        found[dashed(name)] = list(dict.fromkeys(listed))
+    return found
+
+
+def _varied(vary: Mapping[str, Any] | Sequence[str] | str | None) -> dict[str, Sequence[Any]]:
+    """Options with several values each; text is that of ``--vary``.
+
+    Raises:
+        OptionError: an option without a value, or as :func:`values_of`.
+    """
+    if not isinstance(vary, Mapping):
+        return {**values_of([vary] if isinstance(vary, str) else vary or [])}
+    found: dict[str, Sequence[Any]] = {}
+    for name, values in vary.items():
+        if isinstance(values, str):
+            found |= values_of([f"{name}={values}"])
+        elif isinstance(values, Iterable) and not isinstance(values, Mapping):
+            found[name] = list(values)
+        else:
+            found[name] = [values]
+        if not found.get(name, True):
+            raise OptionError(f"vary has no value for {name}; give a list of them")
+    return found
 
 
 def row_of(on: Slice, settings: Mapping[str, Any], make: Callable[[], Forecast]) -> ForecastRow:

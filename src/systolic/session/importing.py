@@ -15,6 +15,7 @@ from systolic.artifact.bundle import (
     model_record,
 )
 from systolic.artifact.bundle_record import ImportedFrom, carried
+from systolic.core.arguments import with_types
 from systolic.core.errors import OptionError
 from systolic.core.files import check_room
 from systolic.interop import recorded
@@ -91,6 +92,7 @@ class Imported:
         }
 
 
+@with_types
 def import_model(
     source: Path | str,
     out: Path | str | None = None,

@@ -1,13 +1,14 @@
 """From a job and the slices it may run on to a plan: what ``systolic plan`` and :func:`systolic.plan` call."""
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypeVar
 
 from systolic import recipes
-from systolic.chips import ChipKind, Slice, chips, named_slices, slice
+from systolic.chips import SLICES, ChipKind, Slice, chips, named_slices, slice
 from systolic.chips.flags import resolved
+from systolic.core.arguments import Wording, with_types
 from systolic.core.errors import OptionError, nearest
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, check_arguments, dashed
 from systolic.core.units import GB
@@ -27,19 +28,21 @@ from systolic.session.job_source import source_of
 ANY = "any"
 FREE = ("batch", "precision")
 MAX_CHIPS = 256
+SPAN = Wording("a time such as '90m', '36h' or '3d'")
 
 
+@with_types
 def plan(  # noqa: PLR0913  the options of systolic plan
-    job: Job | str,
+    job: Annotated[Job | str, Wording("a Job or the name of a recipe or a model")],
     *,
-    on: str | Sequence[Slice],
+    on: Annotated[str | Slice | Sequence[str | Slice], SLICES],
     tokens: Annotated[float | None, POSITIVE] = None,
     examples: Annotated[float | None, POSITIVE] = None,
     goal: Objective | str | None = None,
-    deadline: str | None = None,
+    deadline: Annotated[str | None, SPAN] = None,
     budget: Annotated[float | None, POSITIVE] = None,
     price: PriceTerm | str | float = PriceTerm.on_demand,
-    start_up: str | None = None,
+    start_up: Annotated[str | None, SPAN] = None,
     storage_rate: Annotated[float | None, POSITIVE] = None,
     preemptions_per_day: Annotated[float | None, NOT_NEGATIVE] = None,
     grid_intensity: Annotated[float | None, NOT_NEGATIVE] = None,
@@ -80,13 +83,15 @@ def plan(  # noqa: PLR0913  the options of systolic plan
         NotFoundError: a name that is neither a slice nor a chip.
     """
     source = source_of(job, options) if isinstance(job, str) else None
-    job = _job(job, options) if source is None else source.job
+    if source is not None:
+        job = source.job
+    elif not isinstance(job, str) and options:
+        job = source_of(job, options).job
+    assert isinstance(job, Job)
     numbers = {"tokens": tokens, "examples": examples, "budget": budget, "max_chips": max_chips}
     numbers |= {"storage_rate": storage_rate, "preemptions_per_day": preemptions_per_day}
     numbers |= {"grid_intensity": grid_intensity}
     check_arguments(plan, numbers, lambda name: f"--{dashed(name)}")
-    if deadline is not None and not isinstance(deadline, str):
-        raise OptionError(f"--deadline is {deadline!r}; write it like '90m', '36h' or '3d'")
     if tokens is not None and examples is not None:
         raise OptionError("--tokens and --examples say the same in two ways; give one of them")
     resolved(flags, None)  # its words, before anything takes time
@@ -107,11 +112,7 @@ def plan(  # noqa: PLR0913  the options of systolic plan
         price=term,
         chip_usd=chip_usd,
     )
-    slices = (
-        slices_of(on, max_chips, None if chip_usd is not None else term)
-        if isinstance(on, str)
-        else list(on)
-    )
+    slices = all_slices(on, max_chips, None if chip_usd is not None else term)
     facts = facts_of(job)
     search = Search(
         facts=facts,
@@ -137,14 +138,6 @@ def _searched(search: Search, wanted: "Wanted", conditions: Conditions) -> Plan:
         wall = wall_of(search.facts, found.goal, found.best, conditions)
         found = replace(found, wall=wall)
     return _with_notes(found, search, wanted)
-
-
-def _job(given: Any, options: Mapping[str, Any]) -> Job:
-    if not isinstance(given, Job):
-        raise OptionError(
-            f"plan takes a Job or the name of a recipe or a model and was given {given!r}; give one"
-        )
-    return source_of(given, options).job if options else given
 
 
 def _with_notes(made: Plan, search: Search, wanted: "Wanted") -> Plan:
@@ -247,6 +240,20 @@ def freed(text: str) -> Freedom:
                 f"--free is {word!r}{nearest(word, FREE)}; it takes batch, precision or batch,precision"
             )
     return Freedom(batch="batch" in words, precision="precision" in words)
+
+
+def all_slices(
+    on: str | Slice | Sequence[str | Slice], max_chips: int, price: PriceTerm | None
+) -> list[Slice]:
+    """Slices that are given, and those that names stand for, each once.
+
+    Raises: as :func:`slices_of`.
+    """
+    found: dict[str, Slice] = {}
+    for part in [on] if isinstance(on, str | Slice) else on:
+        meant = slices_of(part, max_chips, price) if isinstance(part, str) else [part]
+        found |= {one.name: one for one in meant}
+    return list(found.values()) or slices_of("", max_chips, price)
 
 
 def slices_of(text: str, max_chips: int, price: PriceTerm | None) -> list[Slice]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from systolic.artifact.bundle import check_free
+from systolic.core.arguments import with_types
 from systolic.core.errors import OptionError
 from systolic.exporting.settings import LITERT, ExportSettings
 from systolic.interop.jobs import job_of
@@ -79,6 +80,7 @@ MOST_NAMES = 20
 """Classes whose names a line has room for."""
 
 
+@with_types
 def export_program(
     path: Path | str,
     out: Path | str,

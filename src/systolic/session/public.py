@@ -1,13 +1,13 @@
 """``systolic.train`` and ``systolic.resume``: the words of the command line, values in and out, nothing printed."""
 
-import inspect
 import reprlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from systolic.artifact.chosen import read
-from systolic.chips import Slice, slice
+from systolic.chips import SLICE, Slice, slice
+from systolic.core.arguments import Wording, with_types
 from systolic.core.errors import OptionError
 from systolic.job import Job
 from systolic.recipes import expanded
@@ -17,13 +17,16 @@ from systolic.session.resuming import continue_run, opened
 from systolic.session.training import Audience, SessionOptions, TrainResult, Warn, start
 from systolic.training.watch import Watcher
 
+JOB = Wording("a Job, the name of a recipe or 'path/to/file.py:function'")
+
 if TYPE_CHECKING:
     from systolic.planning.plan import Plan
 
 
+@with_types
 def train(  # noqa: PLR0913
-    job: Job | str,
-    on: Slice | str | None = None,
+    job: Annotated[Job | str, JOB],
+    on: Annotated[Slice | str | None, SLICE] = None,
     *,
     run: Path | str | None = None,
     plan: "Plan | Path | str | None" = None,
@@ -75,7 +78,7 @@ def train(  # noqa: PLR0913
     return start(
         source,
         SessionOptions(
-            executable=_path("executable", executable),
+            executable=_path(executable),
             flags=flags,
             workers=workers,
             diagnose=diagnose,
@@ -84,16 +87,17 @@ def train(  # noqa: PLR0913
             for_devices=for_devices,
         ),
         audience,
-        run=_path("run", run),
-        init_from=_path("init_from", init_from),
+        run=_path(run),
+        init_from=_path(init_from),
         on=_slice(on),
     )
 
 
+@with_types
 def resume(  # noqa: PLR0913
     path: Path | str,
-    job: Job | None = None,
-    on: Slice | str | None = None,
+    job: Annotated[Job | None, Wording("a Job, or None for the run's own")] = None,
+    on: Annotated[Slice | str | None, SLICE] = None,
     *,
     executable: Path | str | None = None,
     flags: str | None = None,
@@ -135,10 +139,8 @@ def resume(  # noqa: PLR0913
         TrustError: its recipe is another user's.
     """
     audience = Audience(watchers=watchers, tell=warn)
-    if job is not None and not isinstance(job, Job):
-        raise OptionError(f"job is {_short(job)}; it takes a Job, or None for the run's own")
     session = SessionOptions(
-        executable=_path("executable", executable),
+        executable=_path(executable),
         flags=flags,
         workers=workers,
         diagnose=diagnose,
@@ -166,13 +168,6 @@ def _planned(
     options: dict[str, Any],
     audience: Audience,
 ) -> JobSource:
-    if not isinstance(job, (Job, str)):
-        said = _short(job)
-        if inspect.isfunction(job):
-            said = f"the function {job.__name__}, not what it returns"
-        raise OptionError(
-            f"job is {said}; it takes a Job, the name of a recipe or 'path/to/file.py:function'"
-        )
     if plan is None:
         return source_of(job, options)
     if isinstance(plan, (str, Path)):
@@ -182,26 +177,15 @@ def _planned(
 
     if not isinstance(plan, Plan):
         raise OptionError(
-            f"plan is {_short(plan)}; it takes what systolic.plan returned, or the path of a plan.json"
+            f"plan is {reprlib.repr(plan)}; it takes what systolic.plan returned, or the path of a plan.json"
         )
     chosen = candidate_of(plan, candidate)
     return with_plan(job, options, chosen, audience.warn, plan.facts.job)
 
 
 def _slice(on: Slice | str | None) -> Slice | None:
-    if on is None or isinstance(on, Slice):
-        return on
-    if not isinstance(on, str):
-        raise OptionError(f"on is {_short(on)}; it takes a slice or its name, such as 'v5e-16'")
-    return slice(on)
+    return slice(on) if isinstance(on, str) else on
 
 
-def _path(name: str, given: Path | str | None) -> Path | None:
-    if given is not None and not isinstance(given, (str, Path)):
-        raise OptionError(f"{name} is {_short(given)}; it takes a path")
+def _path(given: Path | str | None) -> Path | None:
     return None if given is None else Path(given)
-
-
-def _short(value: object) -> str:
-    """A value of a wrong type on one line of a message."""
-    return reprlib.repr(value).replace("\n", " ")

@@ -1,11 +1,12 @@
 """``systolic.tune``: the search of ``systolic tune`` from Python, with its trials in this process."""
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from systolic import recipes
+from systolic.core.arguments import Wording, with_types
 from systolic.core.errors import OptionError, nearest
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, Range, check_arguments, dashed
 from systolic.planning.objective import PriceTerm
@@ -22,8 +23,9 @@ from systolic.tuning.study import SharedStudy
 INTERRUPTED = "interrupted"
 
 
+@with_types
 def tune(  # noqa: PLR0913
-    recipe: str,
+    recipe: Annotated[str, Wording("the name of a recipe or 'path/to/file.py:function'")],
     *,
     search: Mapping[str, str | Sequence[Any]],
     trials: Annotated[int | None, COUNT] = None,
@@ -77,10 +79,6 @@ def tune(  # noqa: PLR0913
         RunError: several trials in a row had no result, or the storage can't be reached.
         MissingExtraError: Optuna is not installed.
     """
-    if not isinstance(recipe, str):
-        raise OptionError(
-            f"recipe is {recipe!r}; it takes the name of a recipe or 'path/to/file.py:function'"
-        )
     numbers = {
         "trials": trials,
         "trial_steps": trial_steps,
@@ -148,9 +146,14 @@ def _search(given: Mapping[str, str | Sequence[Any]]) -> list[str]:
             f"search is {given!r}; it takes options with their values, such as {{'optimizer.learning-rate': 'log:1e-4..1e-2'}}"
         )
     return [
-        f"{name}={values if isinstance(values, str) else ','.join(map(plain_words, values))}"
+        f"{name}={values if isinstance(values, str) else ','.join(map(plain_words, _several(values)))}"
         for name, values in given.items()
     ]
+
+
+def _several(values: Any) -> Iterable[Any]:
+    """Choices of an option, of which one may be given alone."""
+    return values if isinstance(values, Iterable) else [values]
 
 
 Member = TypeVar("Member", bound=enum.Enum)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from rich.text import Text
@@ -19,6 +19,7 @@ from systolic.artifact.bundle import (
 )
 from systolic.artifact.bundle_record import ImportedFrom, Recorded, carried
 from systolic.artifact.run import JOB
+from systolic.core.arguments import Alternative, argument, with_types
 from systolic.core.errors import OptionError, called
 from systolic.core.files import check_room
 from systolic.interop.bundled import BundleSource
@@ -27,7 +28,7 @@ from systolic.interop.parity import Parity, compare
 from systolic.interop.probe import PROBES, probe_of
 from systolic.interop.recorded import few, few_outputs, record
 from systolic.interop.source import Source, open_source
-from systolic.job import Adapter, Job, MatrixFormat
+from systolic.job import Adapter, Job, MatrixFormat, WeightFormat
 from systolic.session.answering import NO_ANSWERS, AnswerOptions, check_answers, scores_of
 from systolic.session.calibrating import (
     check_apart,
@@ -171,11 +172,18 @@ class Evaluated:
     scales to a run's own training data."""
 
 
+def _format(name: str) -> MatrixFormat:
+    """The format of a name as ``systolic quantize`` has it, with its usual group."""
+    kind = argument("to", name, WeightFormat)
+    return MatrixFormat(format=kind, group=kind.group)
+
+
+@with_types
 def quantize_model(
     path: Path | str,
     out: Path | str,
     *,
-    to: MatrixFormat,
+    to: Annotated[MatrixFormat | str, Alternative(str, _format)],
     keep: Sequence[str] = (),
     on: Evaluated = Evaluated(),
     budget: float | None = None,
@@ -187,7 +195,7 @@ def quantize_model(
     Args:
         path: The run's directory, or a Bundle, a Hugging Face folder or a GGUF file.
         out: The new Bundle's folder.
-        to: Format of the matrices that the model names; norms, biases and routers stay as they are.
+        to: Format of the matrices that the model names, or the name of one, such as ``int8``; norms, biases and routers stay as they are.
         keep: Paths of matrices that stay too, parts of paths, or patterns as in a shell.
         on: Data to measure quality on: a run's own held-out data, or other; and data to fit codes of 4 bits or activations to.
         budget: Largest loss of quality, such as 0.005: matrices that cost most go to int8 or stay until it is met.
@@ -200,7 +208,7 @@ def quantize_model(
         RunError: the disk is full, or a run can't be written as a Bundle; nothing is left at ``out``.
         TakenError: there is something at ``out``.
     """
-    path, out = Path(path), Path(out)
+    path, out, to = Path(path), Path(out), _format(to) if isinstance(to, str) else to
     check_free(out)
     check_answers(on.answers, on.data)
     from systolic.interop.quantizing import formats_of, matrices_in, planned_tensors

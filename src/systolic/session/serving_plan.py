@@ -5,8 +5,9 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from systolic.aot import Compiler
-from systolic.chips import Slice
+from systolic.chips import SLICES, Slice
 from systolic.chips.flags import resolved
+from systolic.core.arguments import Wording, with_types
 from systolic.core.errors import LayoutError, OptionError, SystolicError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, check_arguments
 from systolic.core.units import duration, gibibytes, plural
@@ -18,9 +19,9 @@ from systolic.models.decoder.config import Decoder
 from systolic.planning.goal import hourly
 from systolic.planning.objective import PriceTerm
 from systolic.planning.serving import ServingCandidate, ServingPlan, ServingRejection
-from systolic.session.capacity import ServerTimes, check_positions, server_times
+from systolic.session.capacity import ServerTimes, check_context, server_times
 from systolic.session.job_source import source_of
-from systolic.session.planning import MAX_CHIPS, member, slices_of
+from systolic.session.planning import MAX_CHIPS, all_slices, member, slices_of
 from systolic.session.server_steps import with_formats
 from systolic.session.serving_floor import LeastServer
 
@@ -39,10 +40,11 @@ MOST_CHIPS = 100_000
 HOSTS = "{}, and systolic serve takes the devices of one machine"
 
 
+@with_types
 def plan_serving(  # noqa: PLR0913  the options of systolic plan serve
-    job: Job | str,
+    job: Annotated[Job | str, Wording("a Job or the name of a model or a recipe")],
     *,
-    on: str | Sequence[Slice],
+    on: Annotated[str | Slice | Sequence[str | Slice], SLICES],
     requests_per_second: Annotated[float, POSITIVE],
     prompt_tokens: Annotated[int, COUNT] = 1024,
     output_tokens: Annotated[int, COUNT] = 256,
@@ -110,7 +112,7 @@ def plan_serving(  # noqa: PLR0913  the options of systolic plan serve
         chunk=chunk,
         host_seconds=host_ms / 1e3,
     )
-    check_positions(made, load)
+    check_context(made, load, name)
     limits = LatencyLimits(
         first_token_seconds=latency(ttft, "--ttft"), token_seconds=latency(tpot, "--tpot")
     )
@@ -132,20 +134,31 @@ def plan_serving(  # noqa: PLR0913  the options of systolic plan serve
 
 
 def _slices(
-    on: str | Sequence[Slice], max_chips: int, price: PriceTerm
+    on: str | Slice | Sequence[str | Slice], max_chips: int, price: PriceTerm
 ) -> tuple[list[Slice], list[Slice]]:
-    """The slices that were named, with those of one machine of a chip or ``any``; and these chips' slices of several machines."""
-    if not isinstance(on, str):
-        return list(on), []
+    """The slices that were named, with those of one machine of a chip or ``any``; and these chips' slices of several machines.
+
+    Raises:
+        OptionError: none of them is one of TPUs.
+    """
     found: dict[str, Slice] = {}
     larger: dict[str, Slice] = {}
-    for word in filter(None, (part.strip() for part in on.split(","))):
-        meant = slices_of(word, max_chips, price)
-        small = [one for one in meant if one_machine(one) or len(meant) == 1]
-        found |= {one.name: one for one in small}
-        larger |= {one.name: one for one in meant if one not in small}
+    given = [on] if isinstance(on, str | Slice) else on
+    for part in given:
+        words = part.split(",") if isinstance(part, str) else [part]
+        for word in (one for one in words if not isinstance(one, str) or one.strip()):
+            meant = all_slices(word, max_chips, price)
+            small = [one for one in meant if one_machine(one) or len(meant) == 1]
+            found |= {one.name: one for one in small}
+            larger |= {one.name: one for one in meant if one not in small}
     if not found and not larger:
-        return slices_of(on, max_chips, price), []
+        return slices_of("", max_chips, price), []
+    every = [*found.values(), *larger.values()]
+    if all(one.platform != "tpu" for one in every):
+        names = ", ".join(one.name for one in every)
+        raise OptionError(
+            f"--on is {names}, and plan serve is for slices of TPUs: give v6e-8,v5e-8, a chip such as v6e, or any; systolic forecast --serve takes {names}"
+        )
     return list(found.values()), list(larger.values())
 
 
@@ -173,20 +186,20 @@ class _Search:
         every = [one for on in slices for one in self.analysed(on)]
         taking = {one.on.chip.name for one in every}
         every += [one for on in larger if on.chip.name not in taking for one in self.analysed(on)]
-        every.sort(key=lambda one: one.cost)
+        every.sort(key=lambda one: one.order)
         kept = self.promising(every)
         done: list[ServingCandidate] = []
         tried: list[ServingCandidate] = []
         for one in kept:
-            cheapest = min((found.cost for found in done), default=None)
-            # A floor is a bound: what is dearer at its floor than another compiled is dearer.
-            if len(tried) >= candidates or (cheapest is not None and one.cost >= cheapest):
+            best = min((found.order for found in done), default=None)
+            # A floor is a bound: what is dearer at its floor than another compiled is dearer, and at equal dollars has no more headroom.
+            if len(tried) >= candidates or (best is not None and one.order >= best):
                 break
             tried.append(one)
             self.watch(f"{len(tried)}/{min(candidates, len(kept))} {one.name}")
             if (made := self.compiled(one, quick=True)) is not None:
                 done.append(made)
-        done.sort(key=lambda one: one.cost)
+        done.sort(key=lambda one: one.order)
         done = self.settled(done, finalists)
         left = [one for one in every if not any(_same(one, other) for other in tried)]
         return ServingPlan(
@@ -208,7 +221,7 @@ class _Search:
             self.watch(f"full compile of {first.name}")
             full = self.compiled(first, quick=False)
             done = [one for one in done if one is not first] + ([full] if full else [])
-            done.sort(key=lambda one: one.cost)
+            done.sort(key=lambda one: one.order)
         return done
 
     def promising(self, every: Sequence[ServingCandidate]) -> list[ServingCandidate]:

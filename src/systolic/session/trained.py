@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from systolic.artifact.job_record import JobRecord
 from systolic.artifact.run import JOB, Run
+from systolic.core.arguments import with_types
 from systolic.core.errors import NotFoundError, OptionError, nearest
 from systolic.core.files import nearest_file
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, check_arguments
@@ -33,6 +34,7 @@ Metrics = dict[str, float]
 """Name of a metric to its mean over the data, such as ``bits_per_byte``."""
 
 
+@with_types
 def open_model(
     path: Path | str,
     checkpoint: str | int = "best",
@@ -229,6 +231,11 @@ class TrainedModel:
         step = f", step {self.step}" if self.step else ""
         kind, task = type(self.job.model).__name__, type(self.job.task).__name__
         return f"<TrainedModel {self.path}: {kind} for {task}, {si(sizes.elements)} parameters in {held}{step}, on {self.setup.machine.name}>"
+
+    def _repr_html_(self) -> str:
+        from systolic.report.notebook import screen
+
+        return screen([], [repr(self)[1:-1], *(f"note: {line}" for line in self.warnings)])
 
     @property
     def job(self) -> Job:

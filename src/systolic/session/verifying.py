@@ -7,6 +7,7 @@ from typing import Any
 
 from systolic.artifact.bundle import Bundle
 from systolic.artifact.bundle_check import checked_bundle
+from systolic.core.arguments import with_types
 from systolic.core.errors import DataError, RunError
 from systolic.interop.bundled import open_bundled
 from systolic.interop.program.model import ExportedProgram
@@ -43,6 +44,7 @@ class Verified:
         }
 
 
+@with_types
 def verify_bundle(
     path: Path | str, *, replay: bool = True, say: Callable[[str], None] = lambda _: None
 ) -> Verified:

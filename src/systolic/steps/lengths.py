@@ -1,5 +1,6 @@
 """Tokens of the longest text that a language model takes, prompt and answer together."""
 
+from systolic.core.errors import OptionError
 from systolic.data.text.instructions import Instructions
 from systolic.data.text.prompts import Prompts
 from systolic.data.text.text_data import TextData
@@ -27,6 +28,38 @@ def longest_text(job: Job) -> int | None:
         # Conversations of longer rows were learned at positions that the model had not seen before.
         return max(_rotary_context(job.data.positions, model.rope_scaling), job.data.sequence)
     return None
+
+
+def longest_by_files(model: Decoder, positions: int) -> int | None:
+    """The positions of a model, or the tokens that it was made for; None where nothing says so.
+
+    Args:
+        model: The model.
+        positions: Tokens that its files say it was made for; 0 where they do not.
+    """
+    if model.learned_positions or not positions:
+        return model.learned_positions or None
+    return _rotary_context(positions, model.rope_scaling)
+
+
+def check_length(model: Decoder, longest: int | None, tokens: int, told: str, give: str) -> None:
+    """Refuses a text that is longer than a model takes, here and in what is planned for a server.
+
+    Args:
+        model: The model.
+        longest: Tokens of its longest text; None for no limit.
+        tokens: Of the text, prompt and answer together.
+        told: Which options say so, with the verb.
+        give: What to give in their place, to follow by the number.
+
+    Raises:
+        OptionError: it is longer.
+    """
+    if longest is not None and tokens > longest:
+        has = "has positions for" if model.learned_positions else "was made for texts of"
+        raise OptionError(
+            f"{told} {tokens} and the model {has} {longest} tokens; give {give} {longest} or less"
+        )
 
 
 def learned_text(job: Job) -> int | None:

@@ -1,6 +1,7 @@
 """Instruction data: tokens and answers as transformers has them, rows, positions, and mistakes by their line."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -304,6 +305,23 @@ def test_long_conversations_are_counted(
     assert counts[count] == (1 if rule is TooLong.cut else 2)
     assert counts["unanswered"] == (1 if rule is TooLong.cut else 0)
     assert any("longer than a row of 64 tokens" in note for note in made.notes())
+    # Where none is left, the error says how many, why, how long they are and what helps.
+    file = written(tmp_path, [{"prompt": f"{n}" * 200, "completion": "b"} for n in range(3)])
+    made = data(folder, file, too_long=rule, validation=file)
+    longest = made.rows(Split.train).counts["longest"]
+    assert longest > 200
+    why = {"cut": "without an answer in the row", "dropped": "longer than a row of 64 tokens"}
+    for split, use in (
+        (Split.train, lambda: made.size(Split.train)),
+        (Split.train, lambda: inspect(made, Split.train, 2)),
+        (Split.validation, lambda: made.open(Read(split=Split.validation, batch=1))),
+    ):
+        with pytest.raises(DataError) as refused:
+            use()
+        told = f"the {split.value} split has no rows, since its 3 conversations are left out (3 {why[count]}): the longest has {longest} tokens; give --sequence {longest - 1}"
+        assert str(refused.value).startswith(told)
+        assert ("--too-long cut" in str(refused.value)) == (rule is TooLong.drop)
+    assert len(replace(made, sequence=longest - 1).rows(Split.train)) == 3
 
 
 def test_a_position_resumes_to_the_same_batches(folder: Path, tmp_path: Path) -> None:
@@ -440,3 +458,9 @@ def test_inspect_says_what_was_left_out_as_train_does(folder: Path, tmp_path: Pa
     record = inspect(made, Split.train, 8)
     assert record["notes"] == list(made.notes())
     assert "1 conversation is longer than a row of 64 tokens and was left out" in record["notes"]
+    # The same lines under another name.
+    (tmp_path / "held").mkdir()
+    for held, count in ((file, f"all {len(rows)}"), (written(tmp_path / "held", [rows[0], {"prompt": "new", "completion": "b"}]), "1 of 2")):  # fmt: skip
+        (told,) = data(folder, file, validation=held).notes()[-1:]
+        assert told.startswith(f"{count} conversations of --validation are in --data too, so")
+    assert not any("--validation" in note for note in data(folder, file).notes())

@@ -10,15 +10,18 @@ import pytest
 
 from systolic.core.errors import DataError, OptionError
 from systolic.data.text.conversations import BadLinesError, Line, Rows, parsed, read
+from systolic.data.text.messages import is_learned
 from systolic.data.text.row_forms import Columns, Pairs, RowReading
 
 ASKED = {"role": "user", "content": "What is 2 + 2?"}
 TURNS = [ASKED, {"role": "assistant", "content": "4"}]
+FOUR = {"role": "assistant", "content": "4"}
 TOLD = [{"role": "system", "content": "Be short."}, *TURNS]
 MORE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
 INNER = {"messages": TOLD[:2], "tools": TOOLS, "parallel_tool_calls": True}
+HH = "\n\nHuman: a\n\nAssistant: b\n\nHuman: What is 2 + 2?\n\nAssistant: "
 CHOSEN = RowReading(pairs=Pairs.chosen)
 
 
@@ -71,7 +74,6 @@ def test_a_row_in_any_form_is_a_conversation(tmp_path: Path, row: Any, wanted: A
     assert turns(tmp_path, row) == [wanted]
 
 
-FOUR = {"role": "assistant", "content": "4"}
 RENDERED = "Below is an instruction.\n\n### Instruction:\nWhat is 2 + 2?\n\n### Response:\n4"
 
 
@@ -90,6 +92,7 @@ RENDERED = "Below is an instruction.\n\n### Instruction:\nWhat is 2 + 2?\n\n### 
         ({"prompt": "What is 2 + 2?", "completion": "4", "response": "no", "tools": "[]"}, TURNS, ["response"]),
         ({"query": "What is 2 + 2?", "response": "4", "prompt": "no", "context": " "}, TURNS, ["prompt"]),
         ({"messages": TURNS, "prompt": "no", "train": 0, "problem": ""}, TURNS, ["prompt", "train"]),
+        ({"messages": TURNS, "images": [{"path": "a.png"}], "videos": []}, TURNS, ["images"]),
         ({"messages": TURNS, "system": "Be short."}, TOLD, []),
         ({"messages": TOLD, "system": "no"}, TOLD, ["system"]),
     ],
@@ -166,6 +169,11 @@ def test_columns_have_any_names(tmp_path: Path, columns: Columns, row: Any) -> N
         ({"prompt": "What is 2 + 2?", "completion": "4", "label": True}, TURNS),
         ({"input": "What is 2 + 2?", "preferred": "4", "dispreferred": "5"}, TURNS),
         ({"instruction": "c", "input": "d", "history": [["What is 2 + 2?", "4"]], "chosen": "b", "rejected": "5"}, [*TURNS, {"role": "user", "content": "c\n\nd"}, MORE[1]]),
+        # As hh-rlhf has it, and as others split it.
+        ({"chosen": f"{HH}4", "rejected": f"{HH}5"}, [*MORE, *TURNS]),
+        ({"prompt": HH[:-1], "response": "4", "chosen": " 4", "rejected": " 5"}, [*MORE, *TURNS]),
+        ({"prompt": HH[:-1], "chosen": f"{HH}4", "rejected": f"{HH}5"}, [*MORE, *TURNS]),
+        ({"prompt": HH[:-1], "completion": " 4", "label": True}, [*MORE, *TURNS]),
         # As OpenAI has it, with tools beside the messages.
         ({"input": INNER, "preferred_output": TURNS[1:], "non_preferred_output": TURNS[1:]}, TOLD),
     ],
@@ -219,6 +227,17 @@ def test_tables_and_arrays_are_rows(tmp_path: Path) -> None:
         ("a.jsonl", '{"input": {"messages": []}, "preferred_output": [], "non_preferred_output": []}', r"is a preference pair \(preferred_output and non_preferred_output\)"),
         ("a.jsonl", '{"question": "a", "answer": " "}', "line 1 has an empty answer, so nothing to learn"),
         ("a.jsonl", '{"prompt": "a", "completion": null}', "line 1 has an empty completion"),
+        ("a.jsonl", '{"prompt": null, "completion": "a"}', "line 1 has an empty prompt, so nothing that is answered; write it"),
+        ("a.jsonl", '{"instruction": " ", "input": "", "output": "a"}', "line 1 has an empty instruction"),
+        ("a.jsonl", json.dumps({"messages": [*TURNS, {**ASKED, "content": "\n"}, FOUR]}), "line 1, turn 3 has an empty question, .* give its answer a weight of 0"),
+        ("a.jsonl", json.dumps({"messages": [{"role": "system", "content": "a"}, FOUR]}), "line 1 has no question before its answer, .* give the answer a weight of 1"),
+        ("a.jsonl", json.dumps({"messages": [FOUR, ASKED, {**FOUR, "weight": 0}]}), "line 1 has the weight 0 at every answer"),
+        ("a.jsonl", json.dumps({"conversations": share(("gpt", "a"))}), "line 1 has no question before its answer, .* take the line out"),
+        ("a.jsonl", json.dumps({"messages": [{**ASKED, "content": [{"type": "image_url", "image_url": {}}]}, FOUR]}), "line 1, turn 1 has a part of the type 'image_url' in its content, and sft learns text only; take"),
+        ("a.jsonl", json.dumps({"messages": [{"role": "user", "content": None}, FOUR]}), "turn 1 lacks a text in content; give it"),
+        ("a.feather", "", "a.feather is an Arrow file; write it as Parquet"),
+        ("state.json", "{}", "data-0.arrow is an Arrow file; .*load_from_disk"),
+        ("a.jsonl", '{"question": "caf\udce9"}', r"line 1 is not UTF-8 \(it has the byte 0xe9\); save it as UTF-8$"),
         ("a.jsonl", '{"question": "a", "answer": ["a"]}', "line 1 has a list in answer that holds no turns; give a text, or turns"),
         ("a.jsonl", '{"instruction": "a", "output": "b", "history": [["c"]]}', "line 1 has a history that is no list of pairs; give .*question, answer"),
         ("a.jsonl", json.dumps({"messages": TURNS, "history": [["c", "d"]]}), "line 1 has history beside messages; put its turns at the start"),
@@ -230,17 +249,34 @@ def test_tables_and_arrays_are_rows(tmp_path: Path) -> None:
         ("a.jsonl", json.dumps({"messages": [ASKED, {**TURNS[1], "train_detail": [{"begin_offset": 0}]}]}), "line 1, turn 2 has train_detail, which is not read"),
         ("a.jsonl", json.dumps({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "masked": True}]}), "line 1, turn 2 has masked, which"),
         ("a.jsonl", json.dumps({"messages": TURNS, "loss_mask": [0, 1]}), 'line 1 has loss_mask, which is not read, .*"weight": 0'),
-        ("a.jsonl", json.dumps({"messages": TURNS[1:]}), "line 1 has no turn before its answer"),
-        ("a.jsonl", json.dumps({"messages": [*TURNS[1:], ASKED]}), "line 1 has no turn before its answer"),
+        ("a.jsonl", json.dumps({"messages": TURNS[1:]}), "line 1 has no question before its answer"),
+        ("a.jsonl", json.dumps({"messages": [*TURNS[1:], ASKED]}), "line 1 has no question before its answer"),
     ],
 )  # fmt: skip
 def test_what_is_no_conversation_is_one_line(
     tmp_path: Path, name: str, text: str, says: str
 ) -> None:
-    (tmp_path / name).write_text(text)
+    (tmp_path / name).write_text(text, errors="surrogateescape")
+    if name == "state.json":
+        (tmp_path / "data-0.arrow").touch()
     with pytest.raises(DataError, match=says) as caught:
-        list(read(tmp_path / name))
+        list(read(tmp_path if name == "state.json" else tmp_path / name))
     assert "\n" not in str(caught.value)
+
+
+def test_greetings_are_read_and_not_learned(tmp_path: Path) -> None:
+    greeting = {"role": "assistant", "content": "Hello."}
+    said = share(("gpt", "Hello."), ("human", "What is 2 + 2?"), ("gpt", "4"))
+    for row in ({"messages": [greeting, *TURNS]}, {"conversations": said, "system": "Be short."}):
+        (found,) = turns(tmp_path, row)
+        assert [one["content"] for one in found if is_learned(one)] == ["4"]
+        assert found[-3]["content"] == "Hello."
+    (found,) = turns(tmp_path, {"messages": [{**greeting, "weight": 1}, *TURNS]})
+    assert is_learned(found[0])
+    (found,) = turns(tmp_path, {"messages": [TOLD[0], {**greeting, "train": True}]})
+    assert is_learned(found[1])
+    told = Rows(arrays={}, counts={"greetings": 2}).notes()
+    assert told[0].startswith("2 answers are before the first question of a conversation, so read")
 
 
 def test_all_bad_lines_are_found_at_once(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ LEARNED: Sequence[tuple[str, str, Sequence[str], int]] = (
     ("deepseek_r1", "turns", ["b<|end|>", "d<|end|>", "f<|end|>"], 3),
     ("deepseek_r1", "thought in text", ["\n\nb<|end|>", "d<|end|>"], 2),
     ("deepseek_r1", "call without tools", ['<|calls|><|call|>function<|sep|>weather\n```json\n{"city": "Zürich", "days": 2}\n```<|endcall|><|endcalls|><|end|>', "Seven degrees.<|end|>"], 1),
-    ("deepseek_r1", "answer first", ["a<|end|>", "c<|end|>"], 1),
+    ("deepseek_r1", "answer first", ["c<|end|>"], 1),
     ("minimax_m2", "system turns", ["b[e~[\n", "d[e~[\n"], 2),
     # Written otherwise than as the last turn: without its thought.
     ("qwen3", "system turns", ["<think>\n\n</think>\n\nd<|im_end|>\n"], 0),
@@ -229,7 +229,7 @@ def test_texts_and_tokens_are_those_of_transformers(
         if ids is None:
             # What can't be learned is not learned, though transformers has a text for it.
             left_out = "leaves the call out" in refused and "weather" not in (expected or "")
-            empty = "an empty answer" in refused
+            empty = "an empty answer" in refused or "an empty question" in refused
             assert expected is None or empty or left_out, (title, refused)
         else:
             assert expected is not None, title
@@ -259,9 +259,10 @@ def test_answers_are_learned_with_their_own_ends(
     template, tokenizer = find_template(folder), Tokenizer(path=folder)
     assert template is not None
     (folder / "row.jsonl").write_text(json.dumps(CONVERSATIONS[title]) + "\n")
-    (made,) = tokenized(list(read(folder / "row.jsonl")), template, tokenizer)
+    lines = list(read(folder / "row.jsonl"))
+    (made,) = tokenized(lines, template, tokenizer)
     assert tokenizer.shown(made.ids[made.learned].tolist()) == "".join(learned)
-    answers = sum(is_learned(one) for one in CONVERSATIONS[title]["messages"])
+    answers = sum(map(is_learned, lines[0].messages))
     assert made.counts["missing"] == answers - len(learned)
     assert (made.counts["unopened"], bool(made.opening)) == (unopened, unopened > 0)
     dropped = {"thought in text": 2, "reasoning of a call": 2, "reasoning": 1}

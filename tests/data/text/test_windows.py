@@ -146,6 +146,8 @@ def test_one_validation_document_and_sorted_groups_are_reported(
         (small / f"{number}.txt").write_text("some text\n" * 20)
     (note,) = Documents(path=small).notes()
     assert note.startswith(f"the validation split of {small} is 1 document, ")
+    notes = replace(data(corpus), validation=corpus).notes()
+    assert notes[-1].startswith("60 of 60 files of --validation are in --data too, first ")
     rows = {
         "text": ["some text"] * 400,
         "id": [*range(400)],

@@ -17,10 +17,11 @@ from systolic.core.errors import DataError, NotFoundError, nearest
 from systolic.core.files import nearest_file
 from systolic.data.random_access import Picks, Table
 from systolic.data.text.chat import ChatTemplate, Rendered
-from systolic.data.text.line_files import is_lines, lines_of, refuse_other
+from systolic.data.text.line_files import is_lines, lines_of, not_json, refuse_other
 from systolic.data.text.messages import (
     ANSWERS,
     FLAGS,
+    READ,
     REASONING,
     Messages,
     arguments_of,
@@ -61,6 +62,10 @@ DETAIL = re.compile(r"'[^']*'|\"[^\"]*\"|\d[\d.,]*")
 """What differs between faults of one kind: numbers and quoted texts."""
 SHORT: Messages = ({"role": "user", "content": "a"}, {"role": ANSWERS, "content": "b"})
 """A question with its answer."""
+ARROW_NOTES = ("state.json", "dataset_info.json")
+"""Files beside those in Arrow's form in a folder that datasets saved."""
+TELLS = ("system", "developer")
+"""Roles whose turns ask nothing."""
 FORMS = "messages, or prompt and completion, or instruction and output, or question and answer"
 
 
@@ -98,7 +103,7 @@ class Rows(Table):
     arrays: Mapping[str, np.ndarray]
     """tokens, targets, segments, positions: int32[rows, sequence]."""
     counts: Mapping[str, int] = field(default_factory=dict)
-    """conversations, learned (tokens), cut, dropped, unanswered, missing, unopened and unreasoned (answers, see :class:`Tokens`), beyond (the model's context)."""
+    """conversations, learned (tokens), cut, dropped, unanswered, missing, unopened and unreasoned (answers, see :class:`Tokens`), copied (questions), greetings (answers), beyond (the model's context), longest (tokens)."""
     sequence: int = 0
     context: int = 0
     opening: str = ""
@@ -107,6 +112,8 @@ class Rows(Table):
     """Columns with text that were not read."""
     first: Messages | None = None
     """The first conversation."""
+    keys: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    """Of its lines (:attr:`Line.key`)."""
 
     def __len__(self) -> int:
         return len(self.arrays["tokens"])
@@ -142,6 +149,11 @@ class Rows(Table):
                 "asked with the whole answer in the text; if that is not meant, name the column of the question with --columns.prompt",
                 "",
             ),
+            "greetings": (
+                "answer",
+                'before the first question of a conversation, so read and not learned; give it "weight": 1 to have it learned',
+                "",
+            ),
             "unreasoned": (
                 "answer",
                 "without its reasoning, which the chat template leaves out; write it into the content to have it learned",
@@ -160,6 +172,24 @@ class Rows(Table):
             )
         return tuple(found)
 
+    def left_out(self, split: Split) -> str:
+        """Why there are no rows although there are conversations, and what helps; "" where that is not so."""
+        many, longest = self.counts["conversations"], self.counts["longest"]
+        if len(self) or not many:
+            return ""
+        why = {
+            "dropped": f"longer than a row of {self.sequence:,} tokens",
+            "unanswered": "without an answer in the row",
+        }
+        told = [f"{self.counts[name]:,} {how}" for name, how in why.items() if self.counts[name]]
+        helps = f"the longest has {longest:,} tokens; give --sequence {longest - 1}"
+        if longest <= self.sequence + 1:
+            helps = "give conversations whose answers are learned"
+        elif self.counts["dropped"]:
+            helps += ", or --too-long cut, which keeps the answers that begin in the row"
+        what = "conversation is" if many == 1 else "conversations are"
+        return f"the {split.value} split has no rows, since its {many:,} {what} left out ({', '.join(told)}): {helps}"
+
 
 def _note(count: int, noun: str, how: str, done: str) -> str:
     """A note with its words in the number of what it counts."""
@@ -177,6 +207,9 @@ def files_of(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     found = sorted(file for file in path.glob("*") if has_rows(file))
+    if all(file.name in ARROW_NOTES for file in found):
+        for file in itertools.islice(itertools.chain(path.glob("*.arrow"), path.glob("*/*.arrow")), 1):  # fmt: skip
+            refuse_other(file)
     if not found:
         what = "has no .jsonl, .json, .parquet, .csv or .tsv file"
         what = what if path.is_dir() else f"does not exist{nearest_file(path)}"
@@ -290,7 +323,7 @@ def _row(content: Any, place: str) -> dict[str, Any]:
     try:
         row = msgspec.json.decode(content) if isinstance(content, bytes) else content
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{place} is not JSON ({error}); each line is one JSON object") from error
+        raise DataError(f"{place} {not_json(error, 'each line is one JSON object')}") from error
     if not isinstance(row, dict):
         raise DataError(f"{place} is not a JSON object; it takes one with {FORMS}")
     return row
@@ -336,18 +369,51 @@ def messages_of(row: Mapping[str, Any], place: str, reading: RowReading = USUAL)
                 f"{place} has {name}, which templates are not given here; take the field out, or write it into the system's turn"
             )
     messages = as_messages(row, reading, place)
-    if messages is not None:
-        _check_turns(messages, place)
+    if messages is None:
+        return None
+    for number, message in enumerate(messages, 1):
+        _check_fields(message, f"{place}, turn {number}")
+    messages = _greeted(messages)
+    _check_turns(messages, place)
     return messages
+
+
+def _check_fields(message: Any, place: str) -> None:
+    lacking = _lacking(message)
+    content = message.get("content") if isinstance(message, dict) else None
+    parts = [one for one in content if isinstance(one, dict)] if isinstance(content, list) else []
+    other = next((kind for one in parts if (kind := one.get("type", "text")) != "text"), None)
+    if other is not None:
+        raise DataError(
+            f"{place} has a part of the type {other!r} in its content, and sft learns text only; take the part out, or the line"
+        )
+    if lacking:
+        raise DataError(
+            f"{place} lacks a text in {' and '.join(lacking)}; give {'both' if len(lacking) > 1 else 'it'}"
+        )
+
+
+def _greeted(messages: Messages) -> list[Mapping[str, Any]]:
+    """Turns whose greetings are only read: answers before the first turn that asks something, without a flag that says that they are learned."""
+    first = _first_question(messages)
+    return [
+        {**one, READ: True}
+        if number < first
+        and one["role"] == ANSWERS
+        and all(one.get(name) is None for name in FLAGS)
+        else one
+        for number, one in enumerate(messages)
+    ]
+
+
+def _first_question(messages: Messages) -> int:
+    """Number from 0 of the first turn that asks something; that behind the last where none does."""
+    asks = (n for n, one in enumerate(messages) if one["role"] not in (ANSWERS, *TELLS))
+    return next(asks, len(messages))
 
 
 def _check_turns(messages: Messages, place: str) -> None:
     for number, message in enumerate(messages, 1):
-        lacking = _lacking(message)
-        if lacking:
-            raise DataError(
-                f"{place}, turn {number} lacks a text in {' and '.join(lacking)}; give both"
-            )
         try:
             for call in message.get("tool_calls") or ():
                 arguments_of(call)
@@ -366,12 +432,21 @@ def _check_turns(messages: Messages, place: str) -> None:
         raise DataError(
             f"{place} has no turn of the role {ANSWERS}, so nothing to learn; add one, or take the line out"
         )
-    if len(answers) == len(messages) or answers == [0]:
+    learned = [number for number in answers if is_learned(messages[number])]
+    unasked = not learned and answers[-1] < _first_question(messages)
+    if len(answers) == len(messages) or unasked or learned == [0]:
+        told = messages[0]["role"] in TELLS
+        other = "give the answer a weight of 1" if told else "take the line out"
         raise DataError(
-            f"{place} has no turn before its answer, so nothing that it answers; add the user's turn, or take the line out"
+            f"{place} has no question before its answer, so nothing that it answers; add the user's turn, or {other}"
         )
-    if not any(is_learned(message) for message in messages):
-        given = next(name for name in FLAGS if messages[answers[0]].get(name) == 0)
+    for number, (before, after) in enumerate(itertools.pairwise(messages), 1):
+        if before["role"] == "user" and is_learned(after) and not text_of(before["content"]).strip():  # fmt: skip
+            raise DataError(
+                f"{place}, turn {number} has an empty question, so nothing that is answered; write it, take the line out, or give its answer a weight of 0"
+            )
+    if not learned:
+        given = next(name for name in FLAGS if any(messages[n].get(name) == 0 for n in answers))
         raise DataError(
             f"{place} has the {given} 0 at every answer, so nothing to learn; give one the {given} 1, or take the line out"
         )
@@ -553,10 +628,20 @@ def make_rows(data: "Instructions", split: Split) -> Rows:
     laid = _laid(data, conversations)
     return replace(
         laid,
-        counts={**laid.counts, "copied": sum(_copies(line.messages) for line in lines)},
+        counts={
+            **laid.counts,
+            "copied": sum(_copies(line.messages) for line in lines),
+            "greetings": sum(_greetings(line.messages) for line in lines),
+        },
         unread=tuple(dict.fromkeys(name for line in lines for name in line.unread)),
         first=lines[0].messages if lines else None,
+        keys=np.array([line.key for line in lines]),
     )
+
+
+def _greetings(messages: Messages) -> int:
+    """Answers before the first question that are not learned."""
+    return sum(READ in one for one in messages)
 
 
 def _copies(messages: Messages) -> int:
@@ -592,6 +677,7 @@ def _laid(data: "Instructions", conversations: Sequence[Tokens]) -> Rows:
 
     names = ("cut", "dropped", "unanswered", "beyond", "missing", "unopened", "unreasoned")
     counts = Counter(conversations=len(conversations), **dict.fromkeys(names, 0))
+    counts["longest"] = max((len(ids) for ids, *_ in conversations), default=0)
     pairs, most = [], data.sequence + 1
     opening = ""
     for ids, learned, found, words in conversations:

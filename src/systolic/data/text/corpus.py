@@ -12,7 +12,7 @@ import numpy as np
 
 from systolic.core.errors import DataError, MissingExtraError, nearest
 from systolic.data.shuffle import mix
-from systolic.data.text.line_files import UTF8_MARK
+from systolic.data.text.line_files import UTF8_MARK, not_json
 from systolic.data.text.parquet_order import sorted_by
 
 CHECKED_BYTES = 1 << 20
@@ -128,7 +128,7 @@ class Lines(Corpus):
             row = msgspec.json.decode(line if start else line.removeprefix(UTF8_MARK))
         except ValueError as error:
             raise DataError(
-                f"{self._place(file, start)} is not JSON ({error}); each line must be one JSON object"
+                f"{self._place(file, start)} {not_json(error, 'each line must be one JSON object')}"
             ) from error
         if not isinstance(row, dict) or not isinstance(row.get(self._field), str):
             known = (

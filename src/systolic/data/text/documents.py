@@ -161,7 +161,7 @@ class Documents(TextData):
         return corpus, np.flatnonzero(chosen if split is Split.validation else ~chosen)
 
     def notes(self) -> tuple[str, ...]:
-        """Warns of a validation split of one document, and of sorted text that is read in groups."""
+        """Warns of a validation split of one document or of what is trained on, and of sorted text that is read in groups."""
         from systolic.data.text.packed import find_packed
 
         if find_packed(self.path) is not None:
@@ -173,6 +173,13 @@ class Documents(TextData):
             found.append(
                 f"the validation split of {where} is 1 document, whose loss says little about other text; give validation text of its own, or more documents"
             )
+        if self.validation is not None:
+            trained = {file.resolve() for file in self.files(Split.train)}
+            held_out = [file.resolve() for file in self.files(Split.validation)]
+            if both := [file for file in held_out if file in trained]:
+                found.append(
+                    f"{len(both):,} of {len(held_out):,} files of --validation are in --data too, first {both[0]}, so their loss says nothing of text that was not trained on; give others, or leave --validation out for a share of --data"
+                )
         if corpus.order():
             found.append(
                 f"{self.path} is sorted by its column {corpus.order()!r} and read a few row groups at a time, so the training data changes with them; shuffle the rows, or pack them first with systolic data pack"

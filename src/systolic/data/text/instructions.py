@@ -7,6 +7,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import numpy as np
+
 from systolic.core.errors import DataError, OptionError
 from systolic.core.files import as_paths
 from systolic.core.ranges import NOT_NEGATIVE, SHARE, check
@@ -48,7 +50,8 @@ class Instructions(TextData):
     A row is one JSON object: ``{"messages": [{"role": …, "content": …}, …]}``, or ShareGPT's ``{"conversations": [{"from": …,
     "value": …}, …]}``, or ``{"prompt": …, "completion": …}``, ``{"question": …, "answer": …}`` or ``{"instruction": …, "input": …,
     "output": …}`` (``input`` may be left out or empty; ``system``, and ``history`` with earlier turns, may come beside them). An answer
-    of ``"weight": 0``, ``"train": false`` or ``"loss": false`` is read and not learned. ``tools``, ``documents`` and
+    of ``"weight": 0``, ``"train": false`` or ``"loss": false`` is read and not learned, and so is one before the first question without a
+    ``"weight": 1``. ``tools``, ``documents`` and
     ``chat_template_kwargs`` may come beside the messages. Rows are packed once; their order changes every epoch.
     """
 
@@ -165,8 +168,17 @@ class Instructions(TextData):
         return None if found is None else asked(found)
 
     def size(self, split: Split) -> int | None:
-        """Rows of a split; reads and tokenizes its conversations."""
-        return 0 if split is Split.test else len(self.rows(split))
+        """Rows of a split; reads and tokenizes its conversations.
+
+        Raises:
+            DataError: all of the training split's are left out.
+        """
+        if split is Split.test:
+            return 0
+        rows = self.rows(split)
+        if split is Split.train and (why := rows.left_out(split)):
+            raise DataError(why)
+        return len(rows)
 
     def rows(self, split: Split) -> "Rows":
         """The rows of a split with what was counted on the way.
@@ -228,8 +240,25 @@ class Instructions(TextData):
         return self
 
     def notes(self) -> tuple[str, ...]:
-        """What was cut and left out of the training split."""
-        return self.rows(Split.train).notes()
+        """What was cut and left out of the training split, and conversations of it that are also for validation."""
+        return self.split_notes(Split.train)
+
+    def split_notes(self, split: Split) -> tuple[str, ...]:
+        """What was cut and left out of a split, and conversations that are in both."""
+        return (*self.rows(split).notes(), *self._shared())
+
+    def _shared(self) -> tuple[str, ...]:
+        """A note of conversations that are trained on and judged by."""
+        if self.path is None or self.validation is None:
+            return ()
+        held_out = self.rows(Split.validation).keys
+        both = int(np.isin(held_out, self.rows(Split.train).keys).sum())
+        if not both:
+            return ()
+        count = f"{both:,} of {len(held_out):,}" if both < len(held_out) else f"all {both:,}"
+        return (
+            f"{count} conversations of --validation are in --data too, so their loss says nothing of text that was not trained on; give others, or leave --validation out for a share of --data",
+        )
 
     def open(self, read: Read) -> Batches:
         """Rows of a split.
@@ -241,7 +270,10 @@ class Instructions(TextData):
 
         if read.split is Split.test:
             raise DataError("instructions have no test split; use validation")
-        return open_table(self.rows(read.split), read, self.fields(), FILL)
+        rows = self.rows(read.split)
+        if why := rows.left_out(read.split):
+            raise DataError(why)
+        return open_table(rows, read, self.fields(), FILL)
 
 
 def held_out(

@@ -32,6 +32,22 @@ DAMAGED = (OSError, EOFError, zlib.error, lzma.LZMAError, UnicodeDecodeError)
 """What reading a damaged file raises; an OSError without a number is of the library that decompresses."""
 SHEETS = (".xlsx", ".xls", ".xlsm", ".xlsb", ".ods", ".numbers")
 """Suffixes of spreadsheets."""
+OTHERS = {
+    **dict.fromkeys(
+        SHEETS,
+        ("a spreadsheet", "save it as CSV in UTF-8 with the names of its columns in the first line"),
+    ),
+    **dict.fromkeys(
+        (".arrow", ".feather"),
+        ("an Arrow file", "write it as Parquet (from datasets: load_from_disk(FOLDER).to_parquet(FILE); from pandas: read_feather(FILE).to_parquet(FILE))"),
+    ),
+    **dict.fromkeys((".orc", ".avro"), ("a table in {}", "write it as Parquet")),
+    **dict.fromkeys((".pkl", ".pickle"), ("a pickle, which may run code when it is read", "write it as JSONL or Parquet")),
+    **dict.fromkeys((".db", ".sqlite", ".sqlite3", ".duckdb"), ("a database", "write its table as CSV or Parquet")),
+    **dict.fromkeys((".docx", ".doc", ".odt", ".pdf", ".rtf"), ("a document with a layout", "save its text as .txt in UTF-8, or conversations as JSONL")),
+    **dict.fromkeys((".zip", ".7z", ".rar", ".tar", ".tgz"), ("an archive", "unpack it")),
+}  # fmt: skip
+"""What other files are, by their suffixes, and what to do with them."""
 ROWS = 1024
 """Rows of a Parquet file that are read at a time."""
 
@@ -49,10 +65,18 @@ def refuse_other(file: Path) -> None:
     Raises:
         DataError: it is one by its name; says how to save it.
     """
-    if file.suffix.lower() in SHEETS:
-        raise DataError(
-            f"{file} is a spreadsheet; save it as CSV in UTF-8 with the names of its columns in the first line, and give that"
-        )
+    suffix = file.suffix.lower()
+    what, how = OTHERS.get(suffix, ("", ""))
+    if what:
+        raise DataError(f"{file} is {what.format(suffix[1:].upper())}; {how}, and give that")
+
+
+def not_json(error: Exception, form: str = "") -> str:
+    """What is wrong with a line that is no JSON: text of another encoding, or of another form than one that is told."""
+    if isinstance(error, UnicodeDecodeError):
+        byte = error.object[error.start]
+        return f"is not UTF-8 (it has the byte {byte:#x}); save it as UTF-8"
+    return f"is not JSON ({error}){form and f'; {form}'}"
 
 
 def lines_of(file: Path) -> Iterator[tuple[str, bytes]]:

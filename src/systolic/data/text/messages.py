@@ -25,6 +25,8 @@ ANSWERS = "assistant"
 """Role whose turns are the model's."""
 FLAGS = ("weight", "train", "loss")
 """Fields of an answer that say whether it is learned: OpenAI's, Axolotl's and ms-swift's."""
+READ = "systolic.read"
+"""Field of an answer that is read and not learned without saying so; templates are not given it."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of an answer's reasoning: the first is the one that templates read, ``thinking`` that of gpt-oss."""
 TOKENS = (
@@ -83,7 +85,7 @@ def prepared(messages: Messages, template: str) -> list[dict[str, Any]]:
 
 def _message(message: Mapping[str, Any], takes: Takes) -> dict[str, Any]:
     role = message.get("role")
-    made = {name: value for name, value in message.items() if value is not None}
+    made = {name: value for name, value in message.items() if value is not None and name != READ}
     # Many clients send an empty content beside calls in place of none.
     empty = made.get("content") == "" and made.get("tool_calls") and takes.fills_empty
     if role == ANSWERS and (empty or "content" not in made):
@@ -109,8 +111,10 @@ def _message(message: Mapping[str, Any], takes: Takes) -> dict[str, Any]:
 
 
 def is_learned(message: Mapping[str, Any]) -> bool:
-    """Whether a message is an answer to learn: one with a 0 or a false in one of :data:`FLAGS` is only read."""
-    return message.get("role") == ANSWERS and not any(message.get(name) == 0 for name in FLAGS)
+    """Whether a message is an answer to learn: one with a 0 or a false in one of :data:`FLAGS`, or with :data:`READ`, is only read."""
+    if message.get("role") != ANSWERS or message.get(READ):
+        return False
+    return not any(message.get(name) == 0 for name in FLAGS)
 
 
 def text_of(content: Any) -> str:

@@ -3,6 +3,7 @@
 import csv
 import enum
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -43,11 +44,16 @@ BESIDE = {"tools": "tools", "documents": "documents", "chat_template_kwargs": "n
 """Columns that a template is given beside the messages, to what :meth:`ChatTemplate.conversation` calls them."""
 MASKS = ("loss_mask", "masked", "mask", "train_detail", "training_detail", "loss_weight", "loss_scale")  # fmt: skip
 """Fields that say what of a row or a turn is learned, in ways that are not taken."""
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+"""Columns of what a conversation is about besides text."""
 SYSTEMS = ("system", "system_prompt")
 HISTORY = "history"
 """Column of Alpaca's earlier turns: pairs of a question and its answer."""
 PAIRED = (("chosen", "rejected"), ("preferred_output", "non_preferred_output"), ("preferred", "dispreferred"), ("chosen_response", "rejected_response"), ("response_chosen", "response_rejected"))  # fmt: skip
 """Columns of preference pairs: TRL's, OpenAI's, others'."""
+HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
+SPOKEN = re.compile(r"\n\n(Human|Assistant):")
+"""What turns of a dialogue in one text begin with: Anthropic's hh-rlhf and what was made of it."""
 LABEL = "label"
 """Column of preference data of single answers that are good or bad."""
 KNOWN = ("system", "developer", "user", "assistant", "tool")
@@ -239,7 +245,7 @@ def as_messages(row: Mapping[str, Any], reading: RowReading, place: str) -> list
 
 
 def unread(row: Mapping[str, Any], reading: RowReading) -> list[str]:
-    """Columns of a row that hold text, or say what is learned, and that are not read."""
+    """Columns of a row that hold text or pictures, or say what is learned, and that are not read."""
     columns, low = reading.columns, _low(row)
     pair = next((pair for pair in PAIRED if set(pair) <= set(low)), ())
     field = columns.messages or _conversation(row, low)
@@ -260,6 +266,7 @@ def unread(row: Mapping[str, Any], reading: RowReading) -> list[str]:
         if name not in used
         and (
             (isinstance(value, str) and value.strip())
+            or (name.lower() in MEDIA and value)
             or (name.lower() in FLAGS and value is not None)
         )
     ]
@@ -311,9 +318,7 @@ def _asked(
     assert replies is not None
     question, answer = _as_turns(row[asks], columns), _as_turns(row[replies], columns)
     if not isinstance(question, list):
-        more = _text(row, extra, place)
-        text = _text(row, asks, place) + (f"\n\n{more}" if more.strip() else "")
-        question = [{"role": "user", "content": text}]
+        question = _question_turns(row, asks, extra, place)
     if not isinstance(answer, list):
         said = _text(row, replies, place)
         if not said.strip():
@@ -323,7 +328,7 @@ def _asked(
         thought = _named(low, THOUGHTS)
         text = row[thought] if thought not in (None, asks, replies) else None
         reasoning = {"reasoning_content": text} if isinstance(text, str) and text.strip() else {}
-        answer = [{"role": "assistant", "content": said, **reasoning}]
+        answer = [{"role": "assistant", "content": _own(said, row[asks]), **reasoning}]
     for name, value in ((asks, question), (replies, answer)):
         if not all(isinstance(one, dict) for one in value):
             raise DataError(
@@ -332,6 +337,40 @@ def _asked(
     before = _history(row, low, place)
     turns = [*_system(row, low, columns, place), *before, *question, *answer]
     return [_turn(one, columns, f"{place}, turn {n}") for n, one in enumerate(turns, 1)]
+
+
+def _question_turns(
+    row: Mapping[str, Any], asks: str | None, extra: str | None, place: str
+) -> list[dict[str, str]]:
+    """A question as the user's turn, with what is put behind it; one that is a dialogue up to its answer as turns."""
+    more = _text(row, extra, place)
+    text = "\n\n".join(one for one in (_text(row, asks, place), more) if one.strip())
+    if not text:
+        raise DataError(
+            f"{place} has an empty {asks}, so nothing that is answered; write it, or take the line out"
+        )
+    return _dialogue(text)[:-1] if _is_open(text) else [{"role": "user", "content": text}]
+
+
+def _dialogue(text: str) -> list[dict[str, str]]:
+    """Turns of a text that is a whole dialogue, as hh-rlhf has it; [] for any other text."""
+    before, *parts = SPOKEN.split(f"\n\n{text.lstrip()}")
+    if before or not parts:
+        return []
+    return [
+        {"role": ALIASES[who.lower()], "content": said.strip()}
+        for who, said in zip(parts[::2], parts[1::2], strict=True)
+    ]
+
+
+def _is_open(text: Any) -> bool:
+    """Whether a question is a dialogue up to where the answer begins."""
+    return isinstance(text, str) and text.rstrip().endswith(ASSISTANT) and len(_dialogue(text)) > 1
+
+
+def _own(answer: str, question: Any) -> str:
+    """An answer without the space before it that continues a dialogue."""
+    return answer.strip() if _is_open(question) else answer
 
 
 def _history(row: Mapping[str, Any], low: Mapping[str, str], place: str) -> list[Any]:
@@ -408,17 +447,18 @@ def _chosen(
         before = before.get("messages")
     if isinstance(before, str):
         extra = _extra(low, columns, asks)
-        more = "" if extra == asks else _text(row, extra, place)
-        before = [{"role": "user", "content": before + (f"\n\n{more}" if more.strip() else "")}]
-        before = before if before[0]["content"] else []
+        extra = None if extra == asks else extra
+        given = before.strip() or _text(row, extra, place).strip()
+        before = _question_turns(row, asks, extra, place) if given else []
     if isinstance(answer, dict):
         answer = [answer]
     if isinstance(answer, str):
-        if not before:
+        spoken = [] if before and not _is_open(row.get(asks)) else _dialogue(answer)
+        if not before and not spoken:
             raise DataError(
-                f"{place} has a {chosen} text and no prompt; name the column of the prompt with --columns.prompt"
+                f"{place} has a {chosen} text and no prompt; name the column of the prompt with --columns.prompt, or write {chosen} as turns, or as a dialogue of {HUMAN!r} and {ASSISTANT!r}"
             )
-        answer = [{"role": "assistant", "content": answer}]
+        answer = spoken or [{"role": "assistant", "content": _own(answer, row.get(asks))}]
     if not isinstance(before, list) or not isinstance(answer, list):
         name = chosen if isinstance(before, list) else asks
         raise DataError(f"{place} has {_a(name)} that is neither a text nor a list of turns")

@@ -56,8 +56,8 @@ def print_forecast(
     )
 
 
-def lines(forecast: Forecast, width: int) -> list[Text]:
-    """The screen: at most :data:`HEIGHT` lines of ``width`` columns, more only for all cautions."""
+def lines(forecast: Forecast, width: int, *, every_note: bool = False) -> list[Text]:
+    """The screen: at most :data:`HEIGHT` lines of ``width`` columns, more only for all cautions, or for every note."""
     shown = [*_verdict(forecast, width), Text("")]
     shown += _memory(forecast, width)
     shown += _refused(forecast, width) if not forecast.fits else _time(forecast, width)
@@ -72,6 +72,8 @@ def lines(forecast: Forecast, width: int) -> list[Text]:
     shown += tail
     counted = 1 if others else 0
     room = max(HEIGHT - len(shown), least + counted if forecast.cautions else 0)
+    if every_note:
+        room = sum(len(_wrapped(note, width)) for note in notes)
     shown += _notes(notes, room, width)
     return [_cut(line, width) for line in shown]
 

@@ -10,6 +10,7 @@ from systolic.planning.notes import (
     BaseFlags,
     BatchDiffers,
     ChipsNotCompiled,
+    FirstFit,
     FullCompileRatio,
     GpusByRoofline,
     NoAnswer,
@@ -56,6 +57,9 @@ def text(note: PlanNote) -> str:
             return f"the goal of {si(note.units)} {note.unit} is the job's own {plural(note.steps, 'step')} of {plural(note.batch, 'example')}; --{note.unit} sets another"
         case BatchDiffers():
             return f"the job's batch is per device, so the global batch differs by slice ({note.smallest:,} to {plural(note.largest, 'example')} a step), which changes training; --batch sets one for all"
+        case FirstFit():
+            among = "the one" if note.fitting == 1 else f"the fastest of {note.fitting}"
+            return f"the search ended once a layout fitted, and this is {among} found by then; --on {note.slice} --goal time goes on for speed"
         case ScheduleOnly():
             more = f"--finalists {note.full_compiles + 2} makes more full compiles"
             if note.asked:

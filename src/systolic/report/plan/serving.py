@@ -57,7 +57,7 @@ def lines(plan: ServingPlan, width: int) -> list[Text]:
         shown += _answer(plan, best, width)
         shown += [
             Text(""),
-            *_table(plan.ranked, width, "engines x tensor axis, compiled, cheapest first"),
+            *_table(plan.ranked, width, "engines x tensor axis, compiled, cheapest first", best),
         ]
     if plan.uncompiled:
         few = plan.uncompiled[:UNCOMPILED]
@@ -84,7 +84,8 @@ def _answer(plan: ServingPlan, best: ServingCandidate, width: int) -> list[Text]
     cost = "no price" if usd is None else f"{dollars(usd)} an hour"
     each = fleet.usd_per_million_tokens
     million = "" if each is None else f", {dollars(each)} a million tokens"
-    answer = f"{fleet.replicas:,} x {best.name}, {plural(best.chips, 'chip')}: {cost}{million}; {_headroom(fleet.headroom)} more requests would keep the limits"
+    taken = "keep the limits" if plan.demand.limits.given else "be taken"
+    answer = f"{fleet.replicas:,} x {best.name}, {plural(best.chips, 'chip')}: {cost}{million}; {_headroom(fleet.headroom)} more requests would {taken}"
     engines = fleet.replicas * fleet.engines
     many = "the engine" if engines == 1 else f"each of {engines:,} engines"
     why = f"{many}: {state.requests_per_second:.3g} requests a second, {_texts(state.requests)} texts under way (99 % of the time up to {best.most_texts:,}, room for {best.room:,}); first token {duration(state.first_token_seconds)} on average and {duration(state.late_first_token_seconds)} for 99 %, {duration(state.token_seconds)} per token"
@@ -115,16 +116,21 @@ def _headroom(share: float) -> str:
     return f"{share:,.0f} times" if share >= 10 else f"{share:.0%}"
 
 
-def _table(candidates: Sequence[ServingCandidate], width: int, title: str) -> list[Text]:
-    """Candidates with a line each."""
+def _table(
+    candidates: Sequence[ServingCandidate],
+    width: int,
+    title: str,
+    answer: ServingCandidate | None = None,
+) -> list[Text]:
+    """Candidates with a line each, the answer's in bold."""
     names = max(len(_short(one)) for one in candidates)
     head = "".join(f"{name:>{size}}" for name, size in COLUMNS)
     shown = [Text(title), Text(f"{'':<{names}}{head}", style="dim")]
-    for number, one in enumerate(candidates):
+    for one in candidates:
         cells = "".join(
             f"{cell:>{size}}" for cell, (_, size) in zip(_cells(one), COLUMNS, strict=True)
         )
-        text = Text(f"{_short(one):<{names}}{cells}", style="bold" if not number else "")
+        text = Text(f"{_short(one):<{names}}{cells}", style="bold" if one is answer else "")
         text.truncate(width, overflow="ellipsis")
         shown.append(text)
     return shown

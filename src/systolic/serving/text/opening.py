@@ -23,7 +23,7 @@ from systolic.serving.text.pages import PagePool
 from systolic.serving.text.programs import Programs
 from systolic.serving.text.runner import StepRunner
 from systolic.serving.text.scheduler import Scheduler, StepLimits
-from systolic.steps.lengths import LEAST_TEXT, learned_text, longest_text
+from systolic.steps.lengths import LEAST_TEXT, check_length, learned_text, longest_text
 from systolic.steps.paged import PagedSteps
 from systolic.steps.steps import StepFunctions
 
@@ -301,11 +301,8 @@ def context_of(steps: StepFunctions, data: TextData, sizes: EngineSizes) -> int:
     model: Any = steps.job.model
     most = model.learned_positions
     found = sizes.context or min(data.context, most or data.context, CONTEXT)
-    if sizes.context and (longest := longest_text(steps.job)) and found > longest:
-        told = "has positions for" if most else "was made for texts of"
-        raise OptionError(
-            f"--context is {found} and the model {told} {longest} tokens; give --context {longest} or less"
-        )
+    if sizes.context:
+        check_length(model, longest_text(steps.job), found, "--context is", "--context")
     if found < LEAST_TEXT:
         raise OptionError(
             f"the context of {steps.job.name} is {found}, which leaves no token for an answer; give --context {LEAST_TEXT} or more"
