@@ -3,6 +3,7 @@
 A type that is unknown here, such as a protocol, takes every value.
 """
 
+import contextlib
 import enum
 import functools
 import inspect
@@ -116,9 +117,11 @@ def argument(name: str, value: Any, hint: Any, default: Any = None) -> Any:
     words = [_takes(kind) for kind in kinds]
     if not all(words) or any(_is(value, kind) for kind in kinds):
         return value
+    told = next((one.text for one in extras if isinstance(one, Wording)), "")
     for kind in kinds:
-        if (made := _made(name, value, kind)) is not _NO_VALUE:
-            return made
+        with contextlib.suppress(OptionError) if told else contextlib.nullcontext():
+            if (made := _made(name, value, kind)) is not _NO_VALUE:
+                return made
         if (made := _record(name, value, kind, default)) is not _NO_VALUE:
             return made
     near = ""
@@ -127,7 +130,6 @@ def argument(name: str, value: Any, hint: Any, default: Any = None) -> Any:
     given = reprlib.repr(value).replace("\n", " ")
     if inspect.isfunction(value):
         given = f"the function {value.__name__}, not what it returns"
-    told = next((one.text for one in extras if isinstance(one, Wording)), "")
     raise OptionError(f"{name} is {given}{near}; it takes {told or _alternatives(kinds, words)}")
 
 

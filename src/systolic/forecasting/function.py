@@ -6,7 +6,7 @@ import shlex
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from systolic.aot.restored import Key, is_pmapped, key_of, shape_text
 from systolic.aot.traced import CalledFunction, is_filtered, name_of
 from systolic.chips import Slice
 from systolic.chips import slice as slice_named
-from systolic.core.arguments import with_types
+from systolic.core.arguments import Wording, with_types
 from systolic.core.errors import OptionError
 from systolic.core.units import gibibytes
 from systolic.forecasting.forecast import Forecast
@@ -46,6 +46,9 @@ class Spread:
     """Arguments whose memory the result may take. For plain functions; a jitted one says so itself."""
 
 
+FLAGS = "--name=value, a list of them or one text with spaces between"
+
+
 @with_types
 def forecast_function(  # noqa: PLR0913
     function: Callable[..., Any],
@@ -54,7 +57,7 @@ def forecast_function(  # noqa: PLR0913
     spread: Spread | Mapping[str, int] | None = None,
     model_flops: float | None = None,
     units: tuple[str, float] | None = None,
-    flags: str | Sequence[str] = (),
+    flags: Annotated[str | Sequence[str], Wording(FLAGS)] = (),
     quick: bool = False,
     watch: Callable[[str], None] = lambda _: None,
     trips: Trips = (),
@@ -116,17 +119,10 @@ def forecast_function(  # noqa: PLR0913
 
 
 def _flags(given: str | Sequence[str]) -> tuple[str, ...]:
-    listed = isinstance(given, Sequence) and all(isinstance(flag, str) for flag in given)
-    if not listed:
-        raise OptionError(
-            f"flags is {given!r}; it takes --name=value, a list of them or one text with spaces between"
-        )
     flags = tuple(shlex.split(given) if isinstance(given, str) else given)
     for flag in flags:
         if not flag.startswith("--"):
-            raise OptionError(
-                f"{flag!r} is no flag of the compiler; write --name=value, a list of them or one text with spaces between"
-            )
+            raise OptionError(f"{flag!r} is no flag of the compiler; write {FLAGS}")
     return flags
 
 
