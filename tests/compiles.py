@@ -46,6 +46,13 @@ DEFAULT = (
 """The same of default tests; slow ones of the last folders have programs as users do."""
 
 
+def as_users_do() -> dict[str, bool]:
+    """Compiler options of one compile with the fusions that a user's program has."""
+    flag, gone = next(iter(CHEAP.items()))
+    known = Version(version("jaxlib")) < Version(str(gone))
+    return {flag.removeprefix("--").partition("=")[0]: True} if known else {}
+
+
 def cheap(flags: str) -> str:
     """``XLA_FLAGS`` with the flags of a cheap compile, where they are known and not given."""
     own = Version(version("jaxlib"))
