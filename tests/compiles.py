@@ -136,8 +136,8 @@ def with_packages(home: Path) -> None:
 
 
 @contextmanager
-def compiling(programs: KeptPrograms | None, little: bool) -> Iterator[None]:
-    """Compiles of this process and its children find and keep programs, without costly passes if ``little``."""
+def compiling(programs: KeptPrograms | None, little: bool, children: bool = True) -> Iterator[None]:
+    """Compiles of this process, and of its ``children``, find and keep programs, without costly passes if ``little``."""
     folder = None if programs is None else programs.own
     settings: dict[str, object] = {
         "jax_compilation_cache_dir": None if folder is None else str(folder),
@@ -147,7 +147,7 @@ def compiling(programs: KeptPrograms | None, little: bool) -> Iterator[None]:
         "jax_persistent_cache_enable_xla_caches": "none",
     }
     with pytest.MonkeyPatch.context() as patch:
-        if programs is not None:
+        if programs is not None and children:
             for name, value in programs.variables().items():
                 patch.setenv(name, value)
         if little:

@@ -11,9 +11,6 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # libtpu, where it is installed, otherwise asks for a TPU over the network and locks out the other workers.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-# A worker a core: threads of PyTorch and NumPy would wait for one another, spinning.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import psutil
 import pytest
@@ -55,6 +52,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if not slow:
         # XLA reads its flags once a process; children have those of their test's process.
         os.environ["XLA_FLAGS"] = cheap(os.environ.get("XLA_FLAGS", ""))
+        # A worker a core: threads of PyTorch and NumPy would wait for one another, spinning.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -113,10 +113,11 @@ def kept_programs(
     # One folder for all workers: the store of answers is made for several processes at once.
     shared = cache.mkdir("xla") if cache else base / "shared"
     home = cache.mkdir("home") if cache else base / "home"
-    with_packages(home / "systolic")
     made = KeptPrograms(shared, base)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(home))
+        if not pytestconfig.stash[SLOW]:
+            with_packages(home / "systolic")
+            patch.setenv("XDG_CACHE_HOME", str(home))
         yield made
     made.exchange()
     made.prune()
@@ -126,9 +127,12 @@ def kept_programs(
 def compiled_once(request: pytest.FixtureRequest, kept_programs: KeptPrograms) -> Iterator[None]:
     """Compiles of a file's tests find what was compiled before, unless they count compiles."""
     file = request.path.relative_to(Path(__file__).parent)
+    slow = request.config.stash[SLOW]
+    little = compiles_little(file, slow)
     kept_programs.exchange()
-    little = compiles_little(file, slow=request.config.stash[SLOW])
-    with compiling(None if is_counted(file) else kept_programs, little):
+    # Slow tests have programs as users do, where they do not compare numbers alone.
+    keeps = not is_counted(file) and (little or not slow)
+    with compiling(kept_programs if keeps else None, little, children=not slow):
         yield
     if psutil.Process().memory_info().rss > FULL_BYTES:
         import jax
