@@ -7,8 +7,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import numpy as np
-
 from systolic.core.errors import DataError, OptionError
 from systolic.core.files import as_paths
 from systolic.core.ranges import NOT_NEGATIVE, SHARE, check
@@ -252,6 +250,8 @@ class Instructions(TextData):
         if self.path is None or self.validation is None:
             return ()
         held_out = self.rows(Split.validation).keys
+        import numpy as np
+
         both = int(np.isin(held_out, self.rows(Split.train).keys).sum())
         if not both:
             return ()
