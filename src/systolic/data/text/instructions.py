@@ -247,11 +247,11 @@ class Instructions(TextData):
 
     def _shared(self) -> tuple[str, ...]:
         """A note of conversations that are trained on and judged by."""
+        import numpy as np
+
         if self.path is None or self.validation is None:
             return ()
         held_out = self.rows(Split.validation).keys
-        import numpy as np
-
         both = int(np.isin(held_out, self.rows(Split.train).keys).sum())
         if not both:
             return ()
