@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import math
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -185,8 +186,11 @@ def _own_order(program: FunctionCall) -> tuple[int, ...] | None:
 
 
 def _swapped(program: FunctionCall, order: Sequence[int]) -> tuple[int, ...] | None:
-    """The order of axes in which devices ascend; None where they ascend in none."""
-    grid = np.array(order).reshape(tuple(program.mesh.values()))
+    """The order of axes in which devices ascend; None where they ascend in none, or are not as many as the mesh has."""
+    sizes = tuple(program.mesh.values())
+    if math.prod(sizes) != len(order):
+        return None
+    grid = np.array(order).reshape(sizes)
     ascending = sorted(order)
     for axes in itertools.permutations(range(grid.ndim)):
         if grid.transpose(axes).ravel().tolist() == ascending:
