@@ -1,22 +1,30 @@
-"""Tests run on the CPU unless the environment names another platform, and most compile quickly and once."""
+"""Tests run on the CPU unless the environment names another platform, one process a core, and compile quickly and once."""
 
 import gc
 import os
+import shlex
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # libtpu, where it is installed, otherwise asks for a TPU over the network and locks out the other workers.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
+import psutil
 import pytest
 from hypothesis import settings
 
-from tests.devices import CHEAP, FLAGS
-from tests.turns import turns
+from tests.compiles import (
+    KeptPrograms,
+    cheap,
+    compiles_little,
+    compiling,
+    is_counted,
+    with_packages,
+)
+from tests.order import longest_first, turns, workers
 
 # What tests and packages import lives as long as the worker: a full collection has nothing to find among it.
 gc.disable()
@@ -28,41 +36,50 @@ BEGIN_BEFORE = "SYSTOLIC_TESTS_BEGIN_BEFORE"
 """Variable with a time in seconds since 1970: tests that have not begun by then are skipped, as CI's time is limited."""
 TURN = "SYSTOLIC_TESTS_TURN"
 """Variable with a number: files take turns, folder by folder, and with another number other files are first."""
-QUICK = (
-    *("interop", "models/families", "models/test_attention", "models/test_convolutions.py"),
-    *("models/test_decoder.py", "models/test_dense_switches.py", "models/test_dropless.py"),
-    *("models/test_interleaved.py", "models/test_rolling.py", "session", "steps"),
-)
-"""Folders and files whose tests compare numbers; the others see what the compiler makes, or which programs are kept."""
-DEFAULT = (*QUICK, "explaining", "models", "serving/batch", "serving/text", "training")
-"""The same of default tests; slow ones of the last folders have programs as users do."""
-COMPILED = (
-    *("serving/batch/test_kept_programs.py", "serving/text/test_second_start.py"),
-    *("session/test_capacity.py", "session/test_comparing.py", "session/test_planning.py"),
-    *("session/test_server_steps.py", "session/test_serving.py", "steps/test_paged_cpu.py"),
-    *("steps/test_sharding.py", "training/test_executable.py"),
-)
-"""Files of those folders that do see what the compiler makes."""
+PROGRAMS = pytest.StashKey[KeptPrograms]()
 SLOW = pytest.StashKey[bool]()
-"""Whether slow tests run."""
-LESS: dict[str, Any] = {
-    "xla_cpu_use_fusion_emitters": False,
-    "xla_cpu_parallel_codegen_split_count": 1,
-}
-"""Options of a compile for a CPU: without emitters of fusions, which take most of its time, and in one module."""
+"""Whether slow tests run, which have programs as users do in some folders."""
+TIERS = ("slow", "parity", "long")
+"""Marks of tests that a plain ``pytest`` leaves out."""
+REPEATED = 20
+"""Failures that the command to repeat them names; beyond, it takes those of the last run."""
+FULL_BYTES = 1 << 30
+"""Resident memory beyond which a worker gives back what it compiled, between files."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    slow = config.stash[SLOW] = config.option.markexpr in ("slow", "long")
+    if not slow:
+        # XLA reads its flags once a process; children have those of their test's process.
+        os.environ["XLA_FLAGS"] = cheap(os.environ.get("XLA_FLAGS", ""))
+        # A worker a core: threads of PyTorch and NumPy would wait for one another, spinning.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    return 0 if config.option.usepdb else workers(config.args if _are_given(config) else ())
+
+
+def _are_given(config: pytest.Config) -> bool:
+    return config.args_source is pytest.Config.ArgsSource.ARGS
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    files = [item.path for item in items]
     if turn := os.environ.get(TURN):
-        place = {
-            file: number for number, file in enumerate(turns((i.path for i in items), int(turn)))
-        }
-        items.sort(key=lambda item: place[item.path])
+        order = turns(files, int(turn))
+    elif "PYTEST_XDIST_WORKER" in os.environ:
+        order = longest_first(files)
+    else:
+        return
+    place = {file: number for number, file in enumerate(order)}
+    items.sort(key=lambda item: place[item.path])
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    session.stash[SLOW] = any(item.get_closest_marker("slow") for item in session.items)
+def pytest_collection_finish() -> None:
     gc.enable()
     gc.freeze()
 
@@ -73,57 +90,52 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.skip(reason="no time left to begin it"))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def compiled_once(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Path]:
-    """Folder of the programs that this worker compiled, without XLA's costly passes, which change only rounding.
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    reports = [*terminalreporter.stats.get("failed", ()), *terminalreporter.stats.get("error", ())]
+    failed = list(dict.fromkeys(report.nodeid for report in reports))
+    if failed:
+        named = failed if len(failed) <= REPEATED else ["--last-failed"]
+        tier = config.option.markexpr
+        mark = ["-m", tier] if tier in TIERS else []
+        terminalreporter.section("to repeat what failed", blue=True)
+        terminalreporter.line(shlex.join(["python", "-m", "pytest", "-n0", *mark, *named]))
 
-    Children do without LLVM's passes too, and find no programs, unless a test gives them the folder.
-    """
-    folder = tmp_path_factory.getbasetemp() / "xla"
-    file = request.path.relative_to(Path(__file__).parent).as_posix()
-    slow = request.session.stash[SLOW]
-    if file in COMPILED:
-        # Commands of earlier tests have set the user's folder, where a program may be that took long to compile.
-        before = _configure({"jax_compilation_cache_dir": None})
-        yield folder
-        _configure(before)
-        return
-    if not file.startswith(QUICK if slow else DEFAULT):
-        yield folder
-        return
-    from jax._src import compiler
 
-    whole, more = compiler.get_compile_options, {} if slow else LESS
-
-    def less(**named: Any) -> Any:
-        if named["backend"].platform == "cpu":
-            named["env_options_overrides"] = more | dict(named["env_options_overrides"] or {})
-        return whole(**named)
-
-    quick = {
-        "jax_disable_most_optimizations": True,
-        "jax_compilation_cache_dir": str(folder),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
+@pytest.fixture(scope="session")
+def kept_programs(
+    pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[KeptPrograms]:
+    """Programs compiled by this worker, by others and by earlier runs; children and commands keep theirs apart from the user's."""
+    cache = getattr(pytestconfig, "cache", None)
+    base = tmp_path_factory.getbasetemp()
+    # One folder for all workers: the store of answers is made for several processes at once.
+    shared = cache.mkdir("xla") if cache else base / "shared"
+    home = cache.mkdir("home") if cache else base / "home"
+    made = KeptPrograms(shared, base)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-        patch.setenv(FLAGS, "" if slow else CHEAP)
-        patch.setattr(compiler, "get_compile_options", less)
-        before = _configure(quick)
-        yield folder
-        _configure(before)
+        if not pytestconfig.stash[SLOW]:
+            with_packages(home / "systolic")
+            patch.setenv("XDG_CACHE_HOME", str(home))
+        yield made
+    made.exchange()
+    made.prune()
 
 
-def _configure(values: dict[str, object]) -> dict[str, object]:
-    """Changes settings of JAX, which opens its cache anew; returns those that were."""
-    import jax
-    from jax.experimental.compilation_cache import compilation_cache
+@pytest.fixture(autouse=True, scope="module")
+def compiled_once(request: pytest.FixtureRequest, kept_programs: KeptPrograms) -> Iterator[None]:
+    """Compiles of a file's tests find what was compiled before, unless they count compiles."""
+    file = request.path.relative_to(Path(__file__).parent)
+    slow = request.config.stash[SLOW]
+    little = compiles_little(file, slow)
+    kept_programs.exchange()
+    # Slow tests have programs as users do, where they do not compare numbers alone.
+    keeps = not is_counted(file) and (little or not slow)
+    with compiling(kept_programs if keeps else None, little, children=not slow):
+        yield
+    if psutil.Process().memory_info().rss > FULL_BYTES:
+        import jax
 
-    before = {name: jax.config.values[name] for name in values}
-    for name, value in values.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    return before
+        jax.clear_caches()
+        gc.collect()

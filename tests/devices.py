@@ -2,10 +2,13 @@
 
 import os
 
-CHEAP = "--xla_cpu_use_fusion_emitters=false"
-"""XLA's flag for compiles on a CPU without the emitters of fusions, which take most of the time and change only rounding."""
-FLAGS = "SYSTOLIC_TESTS_XLA_FLAGS"
-"""Variable with flags of children, so that they compute as the process of the tests does."""
+COUNT = "--xla_force_host_platform_device_count"
+
+
+def flags(num_devices: int) -> str:
+    """``XLA_FLAGS`` of this process, with so many devices."""
+    given = os.environ.get("XLA_FLAGS", "").split()
+    return " ".join([f"{COUNT}={num_devices}", *(one for one in given if COUNT not in one)])
 
 
 def virtual_devices(count: int) -> dict[str, str]:
@@ -14,6 +17,5 @@ def virtual_devices(count: int) -> dict[str, str]:
     Its programs are compiled as they are for users, but for the costly passes, which change
     neither what is computed nor how it is split.
     """
-    flags = f"--xla_force_host_platform_device_count={count} {os.environ.get(FLAGS, '')}"
-    own = {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
+    own = {"XLA_FLAGS": flags(count), "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
     return {**os.environ, **own, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}

@@ -48,6 +48,13 @@ def test_a_body_is_counted_as_by_hand() -> None:
         "loops": False,
     }
     assert counted(text) == text
+    first, cost = '"custom_call_config":{', '"cost_estimate":{"flops":"3"},'
+    for before in ('"allow_input_fusion":[],', cost):  # as libtpu 0.0.50 sorts them
+        other = counted(lowered().replace(first, f"{first}{before}"))
+        assert json.loads(f"{{{other}}}") == {
+            "custom_call_config": json.loads(f"{{{before[:-1]}}}")
+            | json.loads(f"{{{text}}}")["custom_call_config"]
+        }
 
 
 def test_a_grid_whose_bounds_are_data_has_its_windows() -> None:

@@ -53,6 +53,7 @@ def test_a_directory_of_runs_is_no_profile(
     assert "is no run, profile" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_profile_of_a_tpu_run_is_followed_by_changes_with_their_gain(
     traced: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

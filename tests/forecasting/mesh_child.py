@@ -238,7 +238,7 @@ Cases = dict[str, tuple[str, str]]
 
 def of_functions(folder: Path) -> Cases:
     """Functions that refer to a mesh, wherever they hold it."""
-    same = AbstractMesh((4, 2), NAMES)
+    same = AbstractMesh((4, 2), NAMES, axis_types=(AxisType.Auto,) * 2)
     plain = oracle(mapped(THERE), X, W)
     here, there = of_module(folder)
     mine, theirs = Nnx(HERE), Nnx(THERE)

@@ -97,7 +97,8 @@ def main() -> None:
         systolic.forecast(jax.jit(step, donate_argnums=0), state, rows, on="v5e-4", quick=True)
     ]
     global mesh
-    mesh = jax.sharding.AbstractMesh((2, 2), ("data", "model"))
+    auto = (jax.sharding.AxisType.Auto,) * 2  # newer versions of JAX have Explicit by default
+    mesh = jax.sharding.AbstractMesh((2, 2), ("data", "model"), axis_types=auto)
     spread = {"data": 2, "model": 2}
     found.append(
         systolic.forecast(

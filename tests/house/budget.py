@@ -7,6 +7,7 @@ longest function and the longest list of parameters.
 import ast
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,7 +71,18 @@ def python_files(root: Path) -> list[Path]:
 
 def excesses(root: Path) -> list[Excess]:
     """Everything over its budget."""
-    found = []
+    return _measured(root)[0]
+
+
+def unused_exceptions(root: Path) -> list[str]:
+    """Exceptions that nothing needs any more."""
+    return sorted({*LONG_FUNCTIONS, *MANY_PARAMETERS} - _measured(root)[1])
+
+
+@cache
+def _measured(root: Path) -> tuple[list[Excess], set[str]]:
+    """Everything over its budget, and the functions that need an exception."""
+    found, needed = [], set()
     for path in python_files(root):
         name = path.relative_to(root).as_posix()
         text = path.read_text()
@@ -78,18 +90,9 @@ def excesses(root: Path) -> list[Excess]:
             found.append(Excess(name, "lines", lines, LONGEST_FILE))
         for function, node in functions(ast.parse(text)):
             found.extend(_of_function(f"{name}:{function}", node, name.startswith(OPTIONS)))
-    return found
-
-
-def unused_exceptions(root: Path) -> list[str]:
-    """Exceptions that nothing needs any more."""
-    needed = set()
-    for path in python_files(root):
-        name = path.relative_to(root).as_posix()
-        for function, node in functions(ast.parse(path.read_text())):
             if _lines(node) > LONGEST_FUNCTION or _parameters(node) > MOST_PARAMETERS:
                 needed.add(f"{name}:{function}")
-    return sorted({*LONG_FUNCTIONS, *MANY_PARAMETERS} - needed)
+    return found, needed
 
 
 def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function]]:

@@ -1,15 +1,21 @@
-"""Finds public names that nothing uses, classes of one name, and attributes that are asked for by luck."""
+"""Finds public names that nothing uses, classes of one name, attributes that are asked for by luck, and private names of others."""
 
 import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 USERS = ("src", "benchmarks", "examples", "docs", "README.md")
 """Folders and files of a project whose words count as a use; tests alone do not."""
 
+DOCUMENTED = {"_exit", "_getframe", "_replace"}
+"""Names of Python's library that are public in spite of their underscore."""
+
 _WORD = re.compile(r"[A-Za-z_]\w*")
+_DOTTED = re.compile(r"[a-z]\w*(\.\w+)+")
+_PRIVATE = re.compile(r"_(?!_)")
 _PATH = re.compile(r"[A-Za-z_][\w.:]*")
 _TEMPLATE = re.compile(r"\{[{%].*?[}%]\}", re.DOTALL)
 _CODE = re.compile(r"```.*?```|`[^`]+`", re.DOTALL)
@@ -34,7 +40,7 @@ def dead(root: Path) -> list[str]:
             loose.update(word for code in _TEMPLATE.findall(text) for word in _WORD.findall(code))
         if path.suffix != ".py":
             continue
-        tree = ast.parse(text)
+        tree = _tree(path)
         loose.update(_loose(tree))
         if path.name != "__init__.py":
             imported.update(_imported(tree))
@@ -55,7 +61,7 @@ def doubles(root: Path) -> dict[str, list[str]]:
     places: dict[str, list[str]] = defaultdict(list)
     package = root / "src"
     for path in sorted(package.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(_tree(path)):
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(path.relative_to(package).as_posix())
     return {name: files for name, files in places.items() if len(files) > 1}
@@ -66,7 +72,7 @@ def by_luck(root: Path) -> list[str]:
     found = []
     package = root / "src"
     for path in sorted(package.rglob("*.py")):
-        tree = ast.parse(path.read_text())
+        tree = _tree(path)
         for holder in ast.walk(tree):
             if not isinstance(holder, ast.FunctionDef | ast.AsyncFunctionDef | ast.Module):
                 continue
@@ -78,6 +84,53 @@ def by_luck(root: Path) -> list[str]:
                     asked = ast.unparse(call.args[1]).strip("'\"")
                     found.append(f"{path.relative_to(package).as_posix()}:{where}:{asked}")
     return sorted(found)
+
+
+def intrusions(root: Path) -> list[str]:
+    """Private names of other projects in the package, as ``path:name``: modules, what is imported of them, and attributes.
+
+    Such a name has a part with a leading underscore. A module counts as well where a text names it, as for ``import_module``.
+    An attribute is another's if its file defines none of the name.
+    """
+    found: set[str] = set()
+    package = root / "src"
+    for path in sorted(package.rglob("*.py")):
+        nodes = list(ast.walk(_tree(path)))
+        own = {name for node in nodes for name in _defined(node)} | DOCUMENTED
+        where = path.relative_to(package).as_posix()
+        found |= {
+            f"{where}:{name}"
+            for node in nodes
+            for name in _foreign(node)
+            if name not in own and any(_PRIVATE.match(part) for part in name.split("."))
+        }
+    return sorted(found)
+
+
+def _defined(node: ast.AST) -> list[str]:
+    """Names that a node of a file defines, attributes of ``self`` among them."""
+    match node:
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+            return [node.name]
+        case ast.Name(ctx=ast.Store()):
+            return [node.id]
+        case ast.Attribute(value=ast.Name(id="self" | "cls")):
+            return [node.attr]
+    return []
+
+
+def _foreign(node: ast.AST) -> list[str]:
+    """Modules, imported names and attributes of a node that may be another project's."""
+    match node:
+        case ast.Import():
+            return [alias.name for alias in node.names]
+        case ast.ImportFrom(module=str(module), level=0) if not module.startswith("systolic"):
+            return [f"{module}.{alias.name}" for alias in node.names]
+        case ast.Call(args=[ast.Constant(value=str(text)), *_]) if _DOTTED.fullmatch(text):
+            return [text]
+        case ast.Attribute():
+            return [node.attr]
+    return []
 
 
 def missing(root: Path) -> list[str]:
@@ -103,6 +156,12 @@ def missing(root: Path) -> list[str]:
                 and not (place / f"{alias.name}.py").is_file()
             ]
     return found
+
+
+@cache
+def _tree(path: Path) -> ast.Module:
+    """The syntax tree of a file, which several checks read."""
+    return ast.parse(path.read_text(errors="replace"))
 
 
 def _files(root: Path) -> Iterator[Path]:

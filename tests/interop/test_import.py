@@ -268,6 +268,7 @@ def test_several_files_are_read_as_one(
     assert len(open_bundle(tmp_path / "out").tensors) == 12
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
     child = [sys.executable, "-m", "tests.interop.memory_child", str(tmp_path)]
     done = subprocess.run(child, capture_output=True, text=True, check=True)

@@ -13,7 +13,7 @@ ANSWERS = {
 }
 """Errors of ``describe`` as recorded from Google Cloud SDK 528.0.0, for answers of the service and an expired session."""
 
-TEXT = """#!{python}
+TEXT = """#!{python} -IS
 import pathlib, sys
 here = pathlib.Path(__file__).parent
 words = sys.argv[1:]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 
 from systolic.core.errors import LayoutError
 from systolic.job import Layout, MatrixFormat, WeightFormat
@@ -145,7 +145,8 @@ def test_matrices_of_four_bits_are_split_over_a_tensor_axis() -> None:
     """In a stack of layers their codes have one dim more than they are partitioned by."""
     steps = tiny.steps(tiny.job(layout=tiny.ONE_DEVICE, model=CONFIG))
     names = steps.target.mesh.axis_names
-    mesh = AbstractMesh(tuple(1 + (name == "tensor") for name in names), names)
+    sizes, types = tuple(1 + (name == "tensor") for name in names), (AxisType.Auto,) * len(names)
+    mesh = AbstractMesh(sizes, names, axis_types=types)
     target = replace(steps.target, mesh=mesh, layout=Layout(fsdp=1, tensor=2))
     matrices = []
     for shape in ((3, 4, 32, 64), (3, 4, 32, 64), (3, 4, 64, 32)):

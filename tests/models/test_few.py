@@ -25,6 +25,7 @@ from systolic.models.quantizing import INT8
 from systolic.session.capacity import floor_seconds
 from systolic.session.job_source import source_of
 from systolic.sim.grouped import pace_of
+from tests.tiers import some
 
 EXPERTS, WIDTH, UNITS, CHOSEN = 6, 48, 40, 2
 
@@ -44,7 +45,7 @@ TARGET: Any = SimpleNamespace(platform="cpu", layout=Layout(fsdp=1), serves=True
 """Of one device; grouped products run as on a CPU."""
 
 
-@pytest.mark.parametrize("tokens", [1, 21])
+@pytest.mark.parametrize("tokens", some([1, 21], [21]))
 @pytest.mark.parametrize("kind", ["plain", "biased", "int8", "tiles", "others"])
 def test_the_kernel_has_the_results_of_grouped_products(
     tokens: int, kind: str, monkeypatch: pytest.MonkeyPatch

@@ -75,7 +75,7 @@ def test_gradients_on_a_tpu_take_the_flops_of_the_tokens(
     pytest.importorskip("libtpu")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     layout = Layout(fsdp=1)
-    mesh = jax.sharding.AbstractMesh((1,), ("fsdp",))
+    mesh = jax.sharding.AbstractMesh((1,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
     target = MeshTarget(platform="tpu", layout=layout, dtype="bfloat16", mesh=mesh)
 
     def gradients(x: Any, matrices: Any, sizes: Any, to: Any) -> Any:

@@ -14,7 +14,7 @@ from systolic.job import ServedCache
 from systolic.models.decoder.cache import coded
 from systolic.models.decoder.config import Decoder, Dispatch
 from systolic.models.decoder.page_arrays import PageArrays, PageRows
-from systolic.models.decoder.page_kernels import LayerPages
+from systolic.models.decoder.page_kernels import LayerPages, kernel_of_gpus
 from systolic.models.decoder.paged import Reading, layers_of, page_arrays, read
 from systolic.models.decoder.switches import Latent
 from systolic.models.masking import Logits
@@ -137,8 +137,7 @@ def cut_over_pages(
 def test_the_kernel_of_gpus_reads_what_xla_reads(
     cache: ServedCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from jax.experimental.pallas.ops.gpu import paged_attention as kernel
-
+    kernel = kernel_of_gpus()
     monkeypatch.setattr(
         kernel, "paged_attention", functools.partial(kernel.paged_attention, interpret=True)
     )

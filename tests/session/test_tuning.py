@@ -47,7 +47,7 @@ def work(made: Tuning) -> StudyResult:
         total=made.trials,
         searched=made.searched,
         aims=made.aims,
-        importance=importance(shared, made.aims, made.searched),
+        importance=importance(shared.study, made.aims, made.searched),
         stopped=worker.stopped,
     )
 
@@ -378,7 +378,7 @@ def test_a_worker_whose_trial_was_taken_over_leaves_it_alone(
     def late(watcher: TrialWatcher, record: Any) -> None:
         if record["kind"] == "eval" and record["step"] == 8:
             with closing(made.open()) as other:
-                trial = watcher.trial._trial_id
+                trial = watcher.trial.number
                 assert other.release(trial, this_worker())
                 again = other.claim(1, "elsewhere/1/0")
                 drawn = other.drawn(again, sampling.build(made.sampler, [], 0, 0), None)
@@ -406,7 +406,7 @@ def test_workers_that_die_are_started_again_while_a_trial_gets_on(
     monkeypatch.setattr(tuning_processes, "POLL_SECONDS", 0.01)
     made, told = tuning(tmp_path / "study", RATES, "--trials=1"), []
     with closing(made.open()) as shared:
-        trial = shared.claim(1, this_worker())._trial_id
+        trial = shared.claim(1, this_worker()).number
 
         def see(_: StudyResult) -> None:
             if len(told) in range(1, 1 + DEATHS * gets_on):

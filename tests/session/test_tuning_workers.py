@@ -4,6 +4,7 @@ import json
 import os
 import random
 import signal
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,7 @@ pytest.importorskip("optuna")
 
 from systolic.artifact.record import load_run
 from systolic.cli.tune import tuning_of
+from systolic.core.errors import RunError
 from systolic.session.trials import TrialWorker
 from systolic.tuning.study import SharedStudy, address
 from systolic.tuning.worker import this_worker
@@ -119,9 +121,8 @@ def test_a_worker_that_was_suspended_goes_on_with_its_trial(tmp_path: Path) -> N
     worker.suspend()
     made = tuning_of([RECIPE, *SEARCH, f"--study={folder}", *words])[0]
     with closing(made.open()) as shared:
-        with shared._storage.engine.begin() as connection:
-            past = "UPDATE trial_heartbeats SET heartbeat='2020-01-01 00:00:00.000000'"
-            connection.exec_driver_sql(past)
+        with closing(sqlite3.connect(folder / "study.db")) as connection, connection:
+            connection.execute("UPDATE systolic_claims SET beat = beat - 3600")
         other = TrialWorker(tuning=made, shared=shared)
         assert shared.claim(1, this_worker(), other._is_busy) is None
         assert shared.trials(1)[0].state.name == "RUNNING"
@@ -235,8 +236,16 @@ def test_processes_that_make_tables_at_once_all_get_them(database: str, tmp_path
 
 @pytest.mark.slow
 def test_processes_share_a_study_in_postgresql(database: str, tmp_path: Path) -> None:
+    import psycopg
+
     line = [sys.executable, "-c", CLAIMS, database, "24"]
-    running = [subprocess.Popen(line, stdout=subprocess.PIPE) for _ in range(3)]
+    # The time zones of their sessions differ.
+    running = [
+        subprocess.Popen(
+            line, stdout=subprocess.PIPE, env={**os.environ, "PGTZ": f"Etc/GMT{hours}"}
+        )
+        for hours in ("+9", "-9", "+0")
+    ]
     assert running[0].stdout is not None
     first = [int(running[0].stdout.readline())]
     running[0].kill()
@@ -250,6 +259,12 @@ def test_processes_share_a_study_in_postgresql(database: str, tmp_path: Path) ->
     with closing(SharedStudy(address(database, Path(), "claims"), {}, ["minimize"])) as shared:
         assert {trial.state.name for trial in shared.trials(24)} == {"COMPLETE"}
         assert [trial.number for trial in shared.trials(24)] == list(range(24))
+
+    with psycopg.connect(database, autocommit=True) as connection:
+        connection.execute("CREATE ROLE guest LOGIN")
+    guest = database.replace("tuner", "guest")
+    with pytest.raises(RunError, match=r"refuses its user .*permission denied"):
+        SharedStudy(address(guest, Path(), "claims"), {}, ["minimize"])
 
     made = tuning_of(
         [RECIPE, *SEARCH, f"--study={tmp_path / 's'}", f"--storage={database}", "--trials=1"]

@@ -14,6 +14,7 @@ from systolic.forecasting.platforms import CPU_FACTOR, _interval
 from systolic.hlo import parse
 from systolic.sim.roofline import ModuleSource, Peaks, gpu_peaks, roofline
 from systolic.sim.timeline import PricedBy, Timeline
+from tests.compiles import as_users_do
 
 CPU = Peaks(matmul={"f32": 1e11}, memory=1e10, vector=1e10, is_cpu=True)
 H100 = gpu_peaks(slice("h100"))
@@ -25,7 +26,7 @@ def array(*shape: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
 
 
 def priced(peaks: Peaks, function: Callable, *args: jax.ShapeDtypeStruct) -> Timeline:
-    compiled = jax.jit(function).lower(*args).compile()
+    compiled = jax.jit(function).lower(*args).compile(as_users_do())
     text = compiled.as_text()
     assert text is not None
     return roofline(parse(text), peaks, 1, ModuleSource.compiled)

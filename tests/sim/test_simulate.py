@@ -287,7 +287,7 @@ def test_the_core_runs_one_op_at_a_time(name: str) -> None:
 def test_a_step_is_at_least_its_compute_and_each_transfer(name: str) -> None:
     timeline = simulated(name)
     core = sum(s.seconds * n for s, n in timeline.leaves() if s.lane == "core")
-    assert timeline.seconds >= core
+    assert timeline.seconds >= core * (1 - 1e-12)  # the sums round differently
     for spans, seconds in levels(timeline.spans, timeline.seconds):
         for span in spans:
             assert span.start + span.seconds <= seconds + 2e-6, span.name

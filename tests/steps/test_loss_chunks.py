@@ -22,6 +22,7 @@ from systolic.steps.tasks.language import LanguageModel, Unit
 from systolic.steps.tasks.scores import cross_entropy, log_normaliser
 from tests.steps import tiny
 from tests.steps.test_layouts import check, on_eight_devices
+from tests.tiers import some
 
 ROUNDING = 1e-5
 """Relative, in float32: the same terms are added in another order."""
@@ -86,10 +87,7 @@ ONE_BY_ONE = ("untied", "smoothing", "z-loss")
 """What `all` has together."""
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(one, marks=pytest.mark.slow if one in ONE_BY_ONE else ()) for one in CASES],
-)
+@pytest.mark.parametrize("name", some(list(CASES), [one for one in CASES if one not in ONE_BY_ONE]))
 def test_terms_and_gradients_are_those_of_whole_logits(name: str) -> None:
     model, task = CASES[name]
     whole, slope = gradients(tiled(1, model=model, task=task))

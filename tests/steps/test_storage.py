@@ -11,6 +11,7 @@ from systolic.job import Dtypes, Layout, Optimizer, OptimizerKind, Stored
 from systolic.planning.facts import facts_of
 from systolic.steps.storage import narrowed, noise, salted, stochastic_round, widened
 from tests.steps import tiny
+from tests.tiers import some
 
 NARROW = Dtypes(parameters=Stored.bf16, gradients=Stored.bf16, moments=Stored.bf16)
 
@@ -90,7 +91,9 @@ RATES = {OptimizerKind.sgd: 0.3, OptimizerKind.lion: 1e-3, OptimizerKind.lars: 1
 SMALL = replace(tiny.MODEL, layers=1, heads=2, kv_heads=1)
 
 
-@pytest.mark.parametrize("kind", list(OptimizerKind))
+@pytest.mark.parametrize(
+    "kind", some(list(OptimizerKind), (OptimizerKind.adamw, OptimizerKind.muon))
+)
 def test_every_optimizer_learns_in_bf16(kind: OptimizerKind) -> None:
     optimizer = Optimizer(kind=kind, learning_rate=RATES.get(kind, 1e-2))
     steps = tiny.steps(tiny.job(model=SMALL, optimizer=optimizer, dtypes=NARROW))

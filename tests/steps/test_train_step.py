@@ -25,6 +25,7 @@ from systolic.steps.optimizer import build, schedule
 from systolic.steps.programs import jit_train
 from systolic.steps.sharding import optimizer_specs
 from tests.steps import tiny
+from tests.tiers import some
 
 
 def test_accumulation_is_the_whole_batch_in_parts() -> None:
@@ -33,10 +34,7 @@ def test_accumulation_is_the_whole_batch_in_parts() -> None:
     assert parts == pytest.approx(whole, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "remat",
-    [pytest.param(one, marks=() if one is Remat.full else pytest.mark.slow) for one in Remat],
-)
+@pytest.mark.parametrize("remat", some(list(Remat), [Remat.full]))
 def test_rematerialisation_changes_no_number(remat: Remat) -> None:
     plain, _ = tiny.run(tiny.steps(tiny.job(layout=Layout(fsdp=1))), 2)
     again, _ = tiny.run(tiny.steps(tiny.job(layout=Layout(fsdp=1, remat=remat))), 2)
@@ -44,12 +42,11 @@ def test_rematerialisation_changes_no_number(remat: Remat) -> None:
 
 
 OFTEN = (OptimizerKind.adamw, OptimizerKind.muon)
+MATRICES = (*OFTEN, OptimizerKind.lamb, OptimizerKind.adafactor)
+"""What treats matrices in a way of its own."""
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param(each, marks=() if each in OFTEN else pytest.mark.slow) for each in OptimizerKind],
-)
+@pytest.mark.parametrize("kind", some(list(OptimizerKind), OFTEN))
 def test_another_rate_is_the_same_program(kind: OptimizerKind) -> None:
     """So that trials of a search share its compile; checkpoints hold no rates, and a job resumes with its own."""
 
@@ -80,7 +77,7 @@ def test_another_rate_is_the_same_program(kind: OptimizerKind) -> None:
     assert float(other.learning_rate(state)) == pytest.approx(2e-4)
 
 
-@pytest.mark.parametrize("kind", list(OptimizerKind))
+@pytest.mark.parametrize("kind", some(list(OptimizerKind), MATRICES))
 def test_every_optimizer_finds_a_minimum_and_decays_matrices_only(kind: OptimizerKind) -> None:
     # LARS takes a thousandth of a matrix's norm, so its usual rates are above 1.
     rate = {OptimizerKind.lamb: 0.01, OptimizerKind.lars: 3.0}.get(kind, 0.05)
@@ -188,7 +185,9 @@ def test_a_bad_step_changes_no_weight(rule: GuardRule) -> None:
     assert int(again.guard.total) == (1 if rule is GuardRule.skip else 2)
 
 
-@pytest.mark.parametrize("kind", [OptimizerKind.adamw, OptimizerKind.sgd, OptimizerKind.muon])
+@pytest.mark.parametrize(
+    "kind", some([OptimizerKind.adamw, OptimizerKind.sgd, OptimizerKind.muon], OFTEN)
+)
 def test_the_learning_rate_on_record_is_the_one_of_the_update(kind: OptimizerKind) -> None:
     """A dropped step takes no step of the schedule: the next update has the rate that it would have had."""
     of = tiny.job(

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.devices import FLAGS
+from tests.devices import flags
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_SECONDS = 900
@@ -16,12 +16,8 @@ RECIPE = "tests/training/tiny.py:job"
 
 
 def environment(cache: Path, num_devices: int = 1) -> dict[str, str]:
-    return os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices} {os.environ.get(FLAGS, '')}",
-        "XDG_CACHE_HOME": str(cache),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
+    own = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags(num_devices), "XDG_CACHE_HOME": str(cache)}
+    return os.environ | own
 
 
 def start(args: Sequence[str], environ: dict[str, str]) -> "subprocess.Popen[str]":

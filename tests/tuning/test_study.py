@@ -7,6 +7,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -18,7 +19,9 @@ import pytest
 
 pytest.importorskip("optuna")
 
-from optuna.trial import create_trial
+from optuna import create_study, delete_study
+from optuna.storages import RDBStorage
+from optuna.trial import TrialState, create_trial
 
 from systolic.artifact.access import is_held
 from systolic.core.errors import DataError, OptionError, RunError
@@ -81,16 +84,28 @@ def test_a_trial_whose_process_is_gone_waits_with_its_values(tmp_path: Path) -> 
     assert shared.claim(2, "elsewhere/1/0") is None
 
 
-def test_a_worker_elsewhere_is_gone_without_heartbeats(tmp_path: Path) -> None:
-    shared = study(tmp_path, stale_seconds=1)
+def test_a_worker_elsewhere_is_gone_without_heartbeats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = study(tmp_path, stale_seconds=60)
     record = shared.claim(1, "elsewhere/1/0")
     assert not is_gone("elsewhere/1/0")
+    # The clocks of machines may differ: heartbeats have the database's.
+    ahead = time.time() + 9000
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: ahead)
+        assert shared.claim(1, this_worker()) is None
+        assert shared.beat(0, "elsewhere/1/0")
+    made_stale(shared)
+    # It was only slow, and sends a heartbeat in time.
+    assert shared.beat(0, "elsewhere/1/0")
+    assert shared.claim(1, this_worker()) is None
     made_stale(shared)
     assert shared.claim(1, this_worker()).number == record.number
     assert shared.claim(1, "elsewhere/2/0") is None
-    assert not shared.release(record._trial_id, "elsewhere/1/0")
-    assert shared.release(record._trial_id, this_worker())
-    assert not shared.release(record._trial_id, this_worker())
+    assert not shared.release(record.number, "elsewhere/1/0")
+    assert shared.release(record.number, this_worker())
+    assert not shared.release(record.number, this_worker())
 
 
 def test_two_that_find_a_worker_gone_do_not_both_get_its_trial(
@@ -109,7 +124,7 @@ def test_two_that_find_a_worker_gone_do_not_both_get_its_trial(
 
     monkeypatch.setattr("systolic.tuning.study.is_gone", gone)
     assert first.claim(1, "elsewhere/3/0") is None
-    assert second.owns(taken[1]._trial_id, "elsewhere/2/0")
+    assert second.owns(taken[1].number, "elsewhere/2/0")
 
 
 CHILD = """
@@ -126,7 +141,7 @@ record = shared.claim(1, this_worker())
 lock = Lock(folder / "run")
 print(this_worker(), flush=True)
 input()
-shared.note(record._trial_id, owned=shared.owns(record._trial_id, this_worker()))
+shared.note(record.number, owned=shared.owns(record.number, this_worker()))
 """
 
 
@@ -136,10 +151,91 @@ def child(folder: Path, *before: str) -> subprocess.Popen[str]:
     return subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
+def earlier(folder: Path, workers: Sequence[str]) -> None:
+    """A study as versions without a table of claims left it, with a running trial of each worker."""
+    url = f"sqlite:///{folder / 'study.db'}"
+    storage = RDBStorage(url)
+    made = create_study(storage=storage, study_name="s")
+    made.set_user_attr("systolic", {"recipe": "r"})
+    for place, worker in enumerate(workers):
+        made.add_trial(create_trial(state=TrialState.WAITING))
+        trial = made.ask()
+        LEARNED.suggest(trial)
+        kept = {"worker": worker, "dollars": 2.0, "granted": True, "begun": [place, 1]}
+        for name, value in kept.items():
+            trial.set_user_attr(name, value)
+        trial.report(0.5, 3)
+    made.add_trial(create_trial(state=TrialState.WAITING, user_attrs={"worker": "elsewhere/9/0"}))
+    storage.remove_session()
+
+
+def test_a_study_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
+    """Its running trials have no claims: one of a process that has ended, one of another machine, one of Optuna's own program."""
+    gone = this_worker().replace(f"/{os.getpid()}/", f"/{2**22 + 1}/")
+    earlier(tmp_path, [gone, "elsewhere/1/0", ""])
+    shared = study(tmp_path)
+    before = shared.trials(4)
+    assert [one.state.name for one in before] == ["RUNNING"] * 3 + ["WAITING"]
+    taken = [shared.claim(4, this_worker()) for _ in range(3)]
+    assert [one and one.number for one in taken] == [0, 3, None]
+    assert shared.grant(taken[1], 1.0, 10.0) == 4.0
+    # The worker elsewhere may live, and has the usual time for a heartbeat.
+    assert shared.beat(1, "elsewhere/1/0")
+    made_stale(shared)
+    assert shared.beat(0, this_worker())
+    again = [shared.claim(4, "elsewhere/2/0") for _ in range(3)]
+    assert [one.number for one in again] == [1, 2, 3]
+    assert not shared.beat(1, "elsewhere/1/0")
+    for one in (taken[0], *again[:2]):
+        assert one.params == before[one.number].params
+        assert one.intermediate_values == {3: 0.5}
+        assert one.user_attrs["begun"] == [one.number, 1]
+    trial = shared.drawn(taken[0], sampling.build(sampling.Sampler.tpe, [LEARNED], 0, 0), None)
+    assert shared.finish(trial, this_worker(), [1.0], "")
+    assert shared.trials(4)[0].values == [1.0]
+
+
+def test_a_result_whose_worker_dies_before_optuna_has_it_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared, other = study(tmp_path), study(tmp_path)
+    ended = {0: ([1.0], ""), 1: (None, "refused: too large")}
+    for number, (values, reason) in ended.items():
+        record = shared.claim(2, "elsewhere/1/0")
+        trial = shared.drawn(record, sampling.build(sampling.Sampler.random, [], 0, 0), None)
+        with monkeypatch.context() as patch:
+            patch.setattr(shared.study, "tell", lambda *_, **__: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                shared.finish(trial, "elsewhere/1/0", values, reason)
+        assert not shared.finish(trial, "elsewhere/1/0", [5.0], "")
+        assert not other.release(number, "elsewhere/1/0")
+    assert [one.state.name for one in other.trials(2)] == ["RUNNING"] * 2
+    assert other.claim(2, this_worker()) is None
+    made_stale(shared)
+    assert other.claim(2, this_worker()) is None
+    for one in shared.trials(2):
+        assert (one.values, one.user_attrs.get("reason", "")) == ended[one.number]
+    assert [one.state.name for one in shared.trials(2)] == ["COMPLETE", "PRUNED"]
+
+
+def test_a_study_that_was_deleted_and_made_again_has_no_claims(tmp_path: Path) -> None:
+    shared = study(tmp_path)
+    record = shared.claim(1, this_worker())
+    trial = shared.drawn(record, sampling.build(sampling.Sampler.random, [], 0, 0), None)
+    assert shared.finish(trial, this_worker(), [1.0], "")
+    shared.close()
+    delete_study(study_name="s", storage=f"sqlite:///{tmp_path / 'study.db'}")
+    again = study(tmp_path)
+    assert again.trials(1) == []
+    assert again.claim(1, this_worker()).number == 0
+    assert again.claim(1, this_worker()) is None
+
+
 def made_stale(shared: SharedStudy) -> None:
-    with shared._storage.engine.begin() as connection:
-        past = "UPDATE trial_heartbeats SET heartbeat='2020-01-01 00:00:00.000000'"
-        connection.exec_driver_sql(past)
+    """Puts all heartbeats an hour back."""
+    database = shared.where.url.removeprefix("sqlite:///")
+    with closing(sqlite3.connect(database)) as connection, connection:
+        connection.execute("UPDATE systolic_claims SET beat = beat - 3600")
 
 
 def test_a_worker_that_was_suspended_keeps_the_trial_that_it_trains(tmp_path: Path) -> None:
@@ -151,7 +247,7 @@ def test_a_worker_that_was_suspended_keeps_the_trial_that_it_trains(tmp_path: Pa
         made_stale(shared)
         assert shared.claim(1, this_worker(), lambda _: is_held(run)) is None
         (before,) = shared.trials(1)
-        assert (before.state.name, before.user_attrs) == ("RUNNING", {"worker": name})
+        assert (before.state.name, before.user_attrs["worker"]) == ("RUNNING", name)
         other.communicate("\n")
     assert shared.trials(1)[0].user_attrs["owned"]
     # It has ended, and the next worker gets the trial.
@@ -182,7 +278,7 @@ def test_two_that_ask_for_the_last_dollars_do_not_both_go_without(tmp_path: Path
     shared = study(tmp_path)
     records = [shared.claim(2, f"elsewhere/{number}/0") for number in range(2)]
     for one in records:
-        shared.note(one._trial_id, dollars=3.0)
+        shared.note(one.number, dollars=3.0)
     left: list[float] = []
 
     def ask(own: SharedStudy, record: Any) -> None:
@@ -240,18 +336,18 @@ def test_every_sampler_draws_the_same_whichever_process_asks(
 
 
 def answered(
-    shared: SharedStudy,
     aims: Sequence[Aim],
     searched: Sequence[Searched],
     settings: Sequence[Any],
     values: Sequence[float],
-) -> dict[str, float]:
-    """Importances of a study with these results; checks that there are none before the last."""
+) -> tuple[Any, dict[str, float]]:
+    """Optuna's study with these results and its importances; checks that there are none before the last."""
+    made = create_study(directions=[one.direction for one in aims])
     found = []
     for number, (each, value) in enumerate(zip(settings, values, strict=True)):
         if number == len(settings) - 1:
-            found.append(importance(shared, aims, searched))
-        shared.study.add_trial(
+            found.append(importance(made, aims, searched))
+        made.add_trial(
             create_trial(
                 params=dict(zip([one.name for one in searched], each, strict=True)),
                 distributions={one.name: one.distribution for one in searched},
@@ -260,12 +356,12 @@ def answered(
         )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found.append(importance(shared, aims, searched))
+        found.append(importance(made, aims, searched))
     assert found[0] == {}
-    return found[1]
+    return made, found[1]
 
 
-def test_the_same_options_matter_beside_a_second_objective(tmp_path: Path) -> None:
+def test_the_same_options_matter_beside_a_second_objective() -> None:
     """One option ranks the good trials, the other makes outliers: only the first matters for the best."""
     chance, found = random.Random(0), []
     accuracy, seconds = Aim(name="accuracy", mode=Mode.max), Aim(name="seconds", mode=Mode.min)
@@ -273,15 +369,13 @@ def test_the_same_options_matter_beside_a_second_objective(tmp_path: Path) -> No
     values = [0.9 + 0.09 * (1 - abs(a - 0.5) * 2) - 0.6 * (b > 0.85) for a, b in settings]
     searched = [Searched(name=name, spec="0..1", low=0, high=1) for name in "ab"]
     for aims in ((accuracy,), (accuracy, seconds)):
-        where = address(None, tmp_path, f"s{len(aims)}")
-        shared = SharedStudy(where, {}, [one.direction for one in aims])
-        found.append(answered(shared, aims, searched, settings, values))
+        found.append(answered(aims, searched, settings, values)[1])
     assert found[0] == found[1]
     assert found[0]["a"] > found[0]["b"]
     assert sum(found[0].values()) == pytest.approx(1)
 
 
-def test_the_same_settings_again_do_not_matter_more(tmp_path: Path) -> None:
+def test_the_same_settings_again_do_not_matter_more() -> None:
     """All settings of a search over choices, the first of which decides, with the best trained many times."""
     aim = Aim(name="loss", mode=Mode.min)
     searched = [
@@ -293,24 +387,21 @@ def test_the_same_settings_again_do_not_matter_more(tmp_path: Path) -> None:
     values = [0.1 * a + more for (a, _), more in zip(every, noise, strict=True)]
     # The best setting is drawn thirty more times.
     settings = [*every[:-1], *[(1, "z")] * 30, every[-1]]
-    shared = SharedStudy(address(None, tmp_path, "s"), {}, ["minimize"])
-    found = answered(
-        shared, [aim], searched, settings, [*values[:-1], *[values[8]] * 30, values[-1]]
-    )
+    values = [*values[:-1], *[values[8]] * 30, values[-1]]
+    _, found = answered([aim], searched, settings, values)
     assert found["a"] > 0.9
 
 
-def test_importances_hardly_depend_on_the_forests_seeds(tmp_path: Path) -> None:
+def test_importances_hardly_depend_on_the_forests_seeds() -> None:
     """Noisy results, for which single forests differ by several per cent."""
     aim, chance = Aim(name="loss", mode=Mode.min), random.Random(0)
     searched = [Searched(name=name, spec="0..1", low=0, high=1) for name in "ab"]
     settings = [(chance.random(), chance.random()) for _ in range(ENOUGH)]
     values = [a * a + 0.5 * b + 0.2 * chance.random() for a, b in settings]
-    shared = SharedStudy(address(None, tmp_path, "s"), {}, ["minimize"])
-    found = answered(shared, [aim], searched, settings, values)["a"]
-    single = [_shares(shared.study, seed)["a"] for seed in range(8)]
+    made, found = answered([aim], searched, settings, values)
+    single = [_shares(made, seed)["a"] for seed in range(8)]
     assert max(single) - min(single) > 0.04
-    assert abs(found - _mean_shares(shared.study, 100)["a"]) < 0.02
+    assert abs(found["a"] - _mean_shares(made, 100)["a"]) < 0.02
 
 
 @pytest.mark.parametrize("name", [sampling.Sampler.tpe, sampling.Sampler.random])
@@ -344,13 +435,13 @@ def test_no_settings_are_drawn_twice_while_there_are_others(
 def test_an_interrupted_trial_costs_what_it_made(tmp_path: Path) -> None:
     shared = study(tmp_path)
     record = shared.claim(2, this_worker())
-    shared.note(record._trial_id, dollars=4.0)
+    shared.note(record.number, dollars=4.0)
     assert shared.grant(record, 4.0, 10.0) == 10.0
     other = shared.claim(2, "elsewhere/1/0")
     # While it runs, its full cost is reserved.
     assert shared.grant(other, 1.0, 10.0) == 6.0
-    shared.note(record._trial_id, share=0.25, steps=5, seconds=3.0)
-    assert shared.release(record._trial_id, this_worker())
+    shared.note(record.number, share=0.25, steps=5, seconds=3.0)
+    assert shared.release(record.number, this_worker())
     assert shared.grant(other, 1.0, 10.0) == 9.0
     aims = [Aim(name="loss", mode=Mode.min)]
     row = rows_of(shared, 2, [LEARNED], aims, tmp_path)[0]
@@ -364,12 +455,12 @@ def test_a_killed_trial_keeps_its_dollars_whatever_the_total(tmp_path: Path) -> 
     """It could not note its steps, so all of them count until it ends."""
     shared = study(tmp_path)
     record = shared.claim(3, "elsewhere/1/0")
-    shared.note(record._trial_id, dollars=4.0, begun=(0, 1))
-    assert shared.release(record._trial_id, "elsewhere/1/0")
+    shared.note(record.number, dollars=4.0, begun=(0, 1))
+    assert shared.release(record.number, "elsewhere/1/0")
     other = shared.claim(3, this_worker())
     assert other.number == 0
     third = shared.claim(3, this_worker())
-    assert shared.release(other._trial_id, this_worker())
+    assert shared.release(other.number, this_worker())
     assert shared.grant(third, 1.0, 10.0) == 6.0
     aims = [Aim(name="loss", mode=Mode.min)]
     assert rows_of(shared, 3, [LEARNED], aims, tmp_path)[0].dollars == 4.0
@@ -424,7 +515,7 @@ def filled(folder: Path) -> None:
     with closing(study(folder)) as shared, shared.reported():
         for number in range(100):
             record = shared.claim(100, this_worker())
-            shared.note(record._trial_id, text="x" * 1000 * number)
+            shared.note(record.number, text="x" * 1000 * number)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
@@ -481,6 +572,10 @@ def test_a_database_of_another_version_is_told(tmp_path: Path) -> None:
         connection.commit()
     with pytest.raises(DataError, match="holds no study of this version of Optuna"):
         study(tmp_path).trials(1)
+    with closing(sqlite3.connect(tmp_path / "study.db")) as connection, connection:
+        connection.execute("UPDATE alembic_version SET version_num='v3.0.0.d'")
+    with pytest.raises(DataError, match="is of another version of Optuna; back it up and upgrade"):
+        study(tmp_path)
 
 
 def test_a_password_is_not_shown() -> None:

@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-_BODY = re.compile(r'("custom_call_config"\s*:\s*\{\s*)("body"\s*:\s*"([A-Za-z0-9+/=]{64,})")')
+_BODY = re.compile(r'([{,]\s*)("body"\s*:\s*"([A-Za-z0-9+/=]{64,})")')
+"""The code of a kernel, at any place in its ``custom_call_config``: newer versions of libtpu sort a config's members."""
 _KNOWN = '"counted":'
 _MOST_STEPS = 1 << 16
 """Most steps of a grid whose indices and conditions are evaluated one by one."""

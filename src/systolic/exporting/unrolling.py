@@ -7,6 +7,7 @@ INLINED = (
     "jit",
     "pjit",
     "closed_call",
+    "eval_jaxpr",
     "core_call",
     "custom_jvp_call",
     "custom_vjp_call",

@@ -1,6 +1,7 @@
 """HLO text to a :class:`Module`."""
 
 import re
+from functools import lru_cache
 
 from systolic.core.errors import DataError
 from systolic.hlo.module import Computation, Instruction, Module
@@ -9,6 +10,8 @@ from systolic.hlo.shape import split
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 _END = re.compile(r"\}(?:, execution_thread=\"[^\"]*\")?(?:\s*//.*)?\s*")
 """End of a computation; SparseCore's have a thread of their own."""
+_LITERALS = ("parameter", "constant", "iota")
+"""Opcodes whose operands are no names."""
 _INDEX = re.compile(r"/\*index=\d+\*/")
 
 
@@ -95,11 +98,16 @@ def _add(computation: Computation, line: str) -> None:
         raise DataError(f"instruction {name} of {computation.name} has no operands")
     opcode = body[:opening]
     closing = _closing(body, opening)
+    operands = _operands(opcode, body[opening + 1 : closing])
+    if opcode not in _LITERALS:
+        for operand in operands:
+            if "#" in operand:
+                _add_part(computation, operand)
     instruction = Instruction(
         name=name,
         opcode=opcode,
         shape_text=shape,
-        operands=_operands(opcode, body[opening + 1 : closing]),
+        operands=operands,
         rest=body[closing + 1 :],
         root=root,
     )
@@ -107,10 +115,41 @@ def _add(computation: Computation, line: str) -> None:
     computation.index[name] = instruction
 
 
+def _add_part(computation: Computation, operand: str) -> None:
+    """A get-tuple-element for ``fusion.1#2``, as XLA's dumps write part 2 of a tuple where it is read."""
+    whole, _, number = operand.rpartition("#")
+    if operand in computation.index:
+        return
+    if "#" in whole:
+        _add_part(computation, whole)
+    source = computation.index.get(whole)
+    parts = () if source is None else _parts(source.shape_text)
+    if not number.isdigit() or int(number) >= len(parts):
+        raise DataError(
+            f"{operand} in {computation.name} is no part of a tuple; the text may be damaged"
+        )
+    instruction = Instruction(
+        name=operand,
+        opcode="get-tuple-element",
+        shape_text=parts[int(number)],
+        operands=(whole,),
+        rest=f", index={number}",
+        root=False,
+    )
+    computation.instructions.append(instruction)
+    computation.index[operand] = instruction
+
+
+@lru_cache(maxsize=64)
+def _parts(shape: str) -> tuple[str, ...]:
+    """Shapes of the parts of a tuple; none of an array."""
+    return tuple(split(shape[1:-1])) if shape.startswith("(") else ()
+
+
 def _operands(opcode: str, text: str) -> tuple[str, ...]:
     if not text:
         return ()
-    if opcode in ("parameter", "constant", "iota"):
+    if opcode in _LITERALS:
         return (text.strip(),)
     if "[" not in text and "{" not in text:  # names only, as newer versions print them
         if "/*" in text:

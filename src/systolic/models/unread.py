@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from systolic.models.families import Config, family
@@ -19,7 +20,6 @@ WITHOUT_EFFECT = (
     r"vision_config|image_size|mm_.*|n_ctx|initial_context_length|original_max_position_embeddings",
 )
 """Patterns (full matches) of names that change no output: tokens, dropout, losses, first weights, other heads, other parts of a model."""
-KNOWN = re.compile("|".join(WITHOUT_EFFECT))
 WINDOWS = ("sliding_window", "max_window_layers")
 """Fields that ``use_sliding_window`` switches off."""
 LATENT = {"head_dim", "intermediate_size", "num_key_value_heads", "qk_head_dim"}
@@ -34,6 +34,12 @@ FULL = "full_attention"
 """Kind of layer that ``layer_types`` changes nothing with."""
 NESTED = "text_config"
 """Field with the fields of a language model that is a part of another."""
+
+
+@cache
+def _known() -> re.Pattern[str]:
+    """Compiled when it is first asked for, which takes a tenth of a second."""
+    return re.compile("|".join(WITHOUT_EFFECT))
 
 
 class _Nothing:
@@ -100,5 +106,5 @@ def _candidates(fields: Config, skipped: set[str]) -> list[str]:
     return [
         name
         for name, value in fields.items()
-        if value is not None and name not in skipped and not KNOWN.fullmatch(name)
+        if value is not None and name not in skipped and not _known().fullmatch(name)
     ]

@@ -99,13 +99,13 @@ class TrialWorker:
                     self.stopped = "interrupted"
                     return
                 except OverBudgetError as over:
-                    self.shared.release(record._trial_id, this_worker())
+                    self.shared.release(record.number, this_worker())
                     self.stopped = str(over)
                     return
                 except BaseException:
                     # If this fails, on a full disk, the next command sees that this process has ended.
                     with contextlib.suppress(Exception):
-                        self.shared.release(record._trial_id, this_worker())
+                        self.shared.release(record.number, this_worker())
                     raise
                 self.ended()
                 failed = [*failed, reason] if reason else []
@@ -166,7 +166,7 @@ class TrialWorker:
         """Runs a claimed trial; returns why it has no result, or an empty string."""
         tuning, shared, worker = self.tuning, self.shared, this_worker()
         number = record.number
-        with beating(shared, record._trial_id, worker) as taken:
+        with beating(shared, record.number, worker) as taken:
             sampler = sampling.build(tuning.sampler, tuning.searched, tuning.seed, number)
             trial = shared.drawn(record, sampler, tuning.pruning())
             refused, source = self._source(tuning.values(trial))
@@ -178,7 +178,7 @@ class TrialWorker:
             if refused:
                 shared.finish(trial, worker, None, refused)
                 return ""
-            if not shared.owns(record._trial_id, worker):
+            if not shared.owns(record.number, worker):
                 return self._give_up(number)
             if lost := self._lost(record):
                 self._note_taken(trial, source.job.steps)
@@ -190,9 +190,9 @@ class TrialWorker:
                 reports=len(tuning.aims) == 1,
                 last=source.job.steps,
                 metric=tuning.aims[0].name,
-                note=lambda **found: shared.note(record._trial_id, **found),
+                note=lambda **found: shared.note(record.number, **found),
                 taken=taken,
-                owned=lambda: shared.owns(record._trial_id, worker),
+                owned=lambda: shared.owns(record.number, worker),
             )
             try:
                 result = self._train(source, tuning.run(number), watcher)
@@ -226,7 +226,7 @@ class TrialWorker:
 
     def _note_taken(self, trial: Any, last: int) -> None:
         """Stores the steps and the time of a failed trial; it costs its share of ``last`` steps."""
-        if not self.shared.owns(trial._trial_id, this_worker()):
+        if not self.shared.owns(trial.number, this_worker()):
             return
         found: dict[str, Any] = {"share": 0.0}
         with contextlib.suppress(SystolicError):  # it has no run
@@ -234,7 +234,7 @@ class TrialWorker:
             # A bad step has no train record.
             if steps := max(run.step, int(number(run.last.get("step")) or 0)):
                 found = {"share": min(steps / last, 1.0), "steps": steps, "seconds": run.seconds}
-        self.shared.note(trial._trial_id, **found)
+        self.shared.note(trial.number, **found)
 
     def _give_up(self, number: int) -> str:
         """Leaves a trial to the worker that has taken it over."""
@@ -249,7 +249,7 @@ class TrialWorker:
         at = max((int(path.name) for path in steps if path.name.isdigit()), default=0)
         before, times = record.user_attrs.get("begun", (at, 0))
         times = times + 1 if before == at else 1
-        self.shared.note(record._trial_id, begun=(at, times))
+        self.shared.note(record.number, begun=(at, times))
         if times <= BEGUN:
             return ""
         return (
@@ -297,8 +297,9 @@ class TrialWorker:
             if seconds is not None and price is not None:
                 known["dollars"] = price * seconds * job.steps / HOUR
         self.shared.note(
-            record._trial_id,
-            **{name: known[name] for name in ("dollars", "forecast_seconds") if name in known},
+            record.number,
+            # The dollars last, since a trial that has them is not forecast again.
+            **{name: known[name] for name in ("forecast_seconds", "dollars") if name in known},
         )
         self._check_budget(record, known)
         return ""
@@ -338,16 +339,16 @@ class TrialWorker:
         """
         shared, worker = self.shared, this_worker()
         summary = whole(result)
-        if not shared.owns(trial._trial_id, worker):
+        if not shared.owns(trial.number, worker):
             return self._give_up(trial.number)
         share = summary["steps"] / watcher.last
         taken = {name: summary[name] for name in ("seconds", "steps")}
         if summary["interrupted"] and not watcher.reason:
             # The cost so far, which counts if the trial is never continued.
-            shared.note(trial._trial_id, begun=(summary["steps"], 0), share=share, **taken)
-            shared.release(trial._trial_id, this_worker())
+            shared.note(trial.number, begun=(summary["steps"], 0), share=share, **taken)
+            shared.release(trial.number, this_worker())
             raise StoppedTrialError
-        shared.note(trial._trial_id, share=share, **taken)
+        shared.note(trial.number, share=share, **taken)
         if watcher.reason:
             shared.finish(trial, worker, None, watcher.reason)
             return ""
@@ -436,7 +437,7 @@ def whole(result: TrainResult) -> Mapping[str, Any]:
 
 
 @contextlib.contextmanager
-def beating(shared: SharedStudy, trial_id: int, worker: str) -> Generator[threading.Event]:
+def beating(shared: SharedStudy, number: int, worker: str) -> Generator[threading.Event]:
     """Sends a trial's heartbeats during the block; the event is set when another worker has taken the trial over."""
     over, taken = threading.Event(), threading.Event()
 
@@ -444,9 +445,7 @@ def beating(shared: SharedStudy, trial_id: int, worker: str) -> Generator[thread
         while not over.wait(shared.beat_seconds) and not taken.is_set():
             # A short outage of the database must not end the training.
             with contextlib.suppress(Exception):
-                if shared.owns(trial_id, worker):
-                    shared.beat(trial_id)
-                else:
+                if not shared.beat(number, worker):
                     taken.set()
 
     thread = threading.Thread(target=beat, daemon=True)

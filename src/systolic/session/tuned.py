@@ -141,7 +141,7 @@ def study_result(
         total=max(tuning.trials, len(rows)),
         searched=tuning.searched,
         aims=tuning.aims,
-        importance=importance(shared, tuning.aims, tuning.searched) if weighed else {},
+        importance=importance(shared.study, tuning.aims, tuning.searched) if weighed else {},
         stopped=stopped,
         price_region=of.get("price_region", ""),
         price_as_of=of.get("price_as_of", ""),

@@ -14,6 +14,7 @@ _DROPPED = frozenset(
         "cond",
         "scan",
         "closed_call",
+        "eval_jaxpr",
         "core_call",
         "checkpoint",
         "rematted_computation",

@@ -202,6 +202,8 @@ def _text(entry: tuple[tuple[int, ...], str] | None) -> str:
 
 
 def compiler_cache(folder: str) -> None:
-    """Keeps compiled programs across processes in ``folder`` (JAX's persistent compilation cache)."""
+    """Keeps compiled programs across processes in ``folder`` (JAX's persistent compilation cache), unless the user chose another."""
+    if jax.config.values["jax_compilation_cache_dir"] not in (None, folder):
+        return
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

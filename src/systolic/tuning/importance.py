@@ -10,7 +10,6 @@ from systolic.job import Mode
 from systolic.tuning.engine import optuna, settled
 from systolic.tuning.objective import Aim
 from systolic.tuning.search import Searched, combinations
-from systolic.tuning.study import SharedStudy
 
 ENOUGH = 30
 """Fewest distinct settings with a result for importances, unless the search has fewer settings."""
@@ -28,16 +27,14 @@ ERROR = 0.005
 """Standard error of every share at which no further forest is grown."""
 
 
-def importance(
-    shared: SharedStudy, aims: Sequence[Aim], searched: Sequence[Searched]
-) -> dict[str, float]:
+def importance(study: Any, aims: Sequence[Aim], searched: Sequence[Searched]) -> dict[str, float]:
     """Share of each option in the variance of the first objective: functional ANOVA by random forests (Hutter et al. 2014).
 
-    Shares sum to 1. Each distinct setting counts once, and outliers (see :func:`usual`) are left out.
+    Shares sum to 1. ``study`` is Optuna's. Each distinct setting counts once, and outliers (see :func:`usual`) are left out.
     Empty if too few settings have a result.
     """
     states = optuna().trial.TrialState
-    done = shared.study.get_trials(deepcopy=False, states=(states.COMPLETE,))
+    done = study.get_trials(deepcopy=False, states=(states.COMPLETE,))
     different = list({tuple(sorted(one.params.items())): one for one in reversed(done)}.values())
     enough = min(ENOUGH, combinations(searched) or ENOUGH)
     if len(different) < enough or len(searched) < 2:

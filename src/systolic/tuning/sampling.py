@@ -94,12 +94,15 @@ def _built(sampler: Sampler, searched: Sequence[Searched], seed: int, number: in
 class RoundingSampler:
     """Optuna's sampler, with drawn numbers rounded to those that trials train with.
 
+    ``study`` is the whole study, which whoever draws with the sampler sets.
+
     Args:
         sampler: Optuna's.
         searched: The options.
     """
 
     def __init__(self, sampler: Any, searched: Sequence[Searched]) -> None:
+        self.study: Any = None
         self._sampler = sampler
         self._options = {one.name: one for one in searched}
         self.infer_relative_search_space = sampler.infer_relative_search_space
@@ -143,7 +146,7 @@ class DistinctSampler(RoundingSampler):
 
     def sample_relative(self, study: Any, trial: Any, space: Any) -> dict[str, Any]:
         """Settings that no other trial has, while any are left."""
-        tried = self._tried(study, trial.number)
+        tried = self._tried(trial.number)
         total = combinations(list(self._options.values())) or 0
         own = self._inner_space(study, trial)
         for _ in range(DRAWS):
@@ -161,13 +164,13 @@ class DistinctSampler(RoundingSampler):
             if self._key(drawn) not in tried:
                 return drawn
 
-    def _tried(self, study: Any, number: int) -> set[tuple[Any, ...]]:
+    def _tried(self, number: int) -> set[tuple[Any, ...]]:
         """Settings of other trials, except those that failed for reasons unrelated to their settings."""
         fail = optuna().trial.TrialState.FAIL
         return {
             self._key(one.params)
-            # Not study.get_trials, which under Hyperband returns those of one bracket.
-            for one in study._storage.get_all_trials(study._study_id, deepcopy=False)
+            # Not of the sampler's study, which under Hyperband has those of one bracket.
+            for one in self.study.get_trials(deepcopy=False)
             if one.number != number and one.state is not fail
             if set(self._options) <= set(one.params)
         }

@@ -1,15 +1,17 @@
 """A study shared by several processes: trials of one search in Optuna's storage, each claimed by one worker at a time.
 
-A trial is a row of the storage that waits, runs while its worker sends heartbeats, and ends once. It moves between
-waiting and running by single compare-and-set statements, so that no trial is claimed twice. A trial whose worker
-died waits again with its values and its run, so that none is lost.
+A trial waits, runs while its worker sends heartbeats, and ends once. Who has it is in our own table of claims (see
+:mod:`systolic.tuning.claims`), so that no trial is claimed twice; its values, reports and result are in Optuna's
+storage, through Optuna's public interface. A trial whose worker died waits again with its values and its run, so that
+none is lost. How a trial ended is written with its claim first: if the worker dies before Optuna has it, others tell Optuna.
 """
 
 import contextlib
-import datetime
+import copy
 import json
 import math
 import time
+import uuid
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +19,8 @@ from typing import Any
 
 from systolic.core.errors import DataError, MissingExtraError, OptionError, RunError
 from systolic.core.files import write_json
-from systolic.tuning.engine import optuna, settled, sqlalchemy
+from systolic.tuning.claims import TABLE, Claim, Claims
+from systolic.tuning.engine import optuna, sqlalchemy
 from systolic.tuning.folder import DATABASE
 from systolic.tuning.worker import is_gone
 
@@ -25,19 +28,18 @@ DEFINITION = "systolic"
 """Study attribute: the definition of the search."""
 CONTENTS = ("recipe file", "modules", "data", "precision", "devices")
 """Parts of a definition that are not in the command."""
+CLAIM = "claim"
+"""Trial attribute: key of its claim, unique, since a study that is deleted and made again has the same name and numbers."""
 WORKER = "worker"
-"""Trial attribute: the worker that has it, or had it last."""
+"""Trial attribute: the worker that has it, had it last or created it. Earlier versions kept claims here."""
 GRANTED = "granted"
-"""Trial attribute: its dollars are reserved in the budget."""
+"""Trial attribute of earlier versions: its dollars are reserved in the budget."""
+UNKNOWN_WORKER = "unknown"
+"""Worker of a trial that another program has started."""
 BUSY_SECONDS = 60
 """Timeout for another process's write to an SQLite file."""
-_OWNED = (
-    "trial_id=:trial AND state='RUNNING' AND :worker = COALESCE("
-    "(SELECT value_json FROM trial_user_attributes WHERE trial_id=:trial AND key=:key), '\"\"')"
-)
-"""SQL condition: the trial is running in the worker; the name "" stands for no worker."""
-OWN = {"studies", "alembic_version", "version_info"}
-"""Tables that identify a file as Optuna's."""
+OWN = {"studies", "alembic_version", "version_info", TABLE}
+"""Tables that identify a file as Optuna's or ours."""
 MAKING = ("already exists", "UNIQUE constraint", "duplicate key", "no such table", "does not exist")
 """Database errors while another process creates the tables."""
 OPENED = 10
@@ -123,18 +125,27 @@ class SharedStudy:
         self.where = where
         self._kept = None if runs is None else runs.with_suffix(".json")
         self.beat_seconds = max(stale_seconds // BEATS, 1)
-        self._storage = _storage(where, self.beat_seconds, stale_seconds)
-        self._study = self._open(directions)
-        self.settle(definition)
+        self._keys: dict[int, str] = {}
+        self._ids: dict[int, int] = {}
+        self._engine, self._storage = _opened(where)
+        with contextlib.ExitStack() as unless_open:
+            unless_open.callback(self.close)
+            self._claims = _claims(where, self._engine, stale_seconds)
+            self._study, self._study_id = self._open(directions)
+            self.settle(definition)
+            unless_open.pop_all()
 
-    def _open(self, directions: Sequence[str]) -> Any:
+    def _open(self, directions: Sequence[str]) -> tuple[Any, int]:
+        """Optuna's study and its id."""
+        name = self.where.name
         with _reported(self.where):
-            return optuna().create_study(
+            study = optuna().create_study(
                 storage=self._storage,
-                study_name=self.where.name,
+                study_name=name,
                 directions=list(directions),
                 load_if_exists=True,
             )
+            return study, self._storage.get_study_id_from_name(name)
 
     def settle(self, definition: Mapping[str, Any]) -> None:
         """Checks a definition against the stored one; parts that the study lacks are added, since earlier versions stored fewer.
@@ -157,7 +168,7 @@ class SharedStudy:
     def close(self) -> None:
         """Closes the connections to the storage."""
         self._storage.remove_session()
-        self._storage.engine.dispose()
+        self._engine.dispose()
 
     def reported(self) -> contextlib.AbstractContextManager[None]:
         """Context that turns errors of the storage into one-line messages.
@@ -174,10 +185,39 @@ class SharedStudy:
         return self._study
 
     def trials(self, total: int) -> list[Any]:
-        """Optuna's records of the study's trials: the first ``total``, and those beyond that ended under a larger total."""
+        """Optuna's records of the study's trials: the first ``total``, and those beyond that ended under a larger total.
+
+        A trial that was released is waiting here, whereas Optuna keeps it as running.
+        """
+        return [one for one, _ in self._read(total)]
+
+    def _read(self, total: float = math.inf) -> list[tuple[Any, Claim | None]]:
+        """Records of :meth:`trials` with their claims."""
         with _reported(self.where):
-            found = self._study.get_trials(deepcopy=False)
-        return [one for one in found if one.number < total or one.state.is_finished()]
+            # In this order: a claim is made before Optuna's trial runs.
+            records = self._study.get_trials(deepcopy=False)
+            claims = self._claims.read()
+        found = []
+        for one in records:
+            # Trials of earlier versions have no key.
+            key = self._keys[one.number] = one.user_attrs.get(CLAIM, str(one.number))
+            claim = claims.get(key)
+            if one.number < total or one.state.is_finished():
+                found.append((_as_claimed(one, claim), claim))
+        return found
+
+    def _key(self, number: int) -> str:
+        """Key of a trial's claim."""
+        if number not in self._keys:
+            self._read()
+        return self._keys[number]
+
+    def _id(self, number: int) -> int:
+        """Optuna's id of a trial."""
+        if number not in self._ids:
+            find = self._storage.get_trial_id_from_study_id_trial_number
+            self._ids[number] = find(self._study_id, number)
+        return self._ids[number]
 
     # Claims
 
@@ -195,130 +235,161 @@ class SharedStudy:
         """
         waiting = optuna().trial.TrialState.WAITING
         while True:
-            trials = self.trials(total)
-            if self._release_gone(trials, is_busy):
-                trials = self.trials(total)
-            ids = [
-                one._trial_id for one in trials if one.state is waiting and not is_busy(one.number)
+            trials = self._read(total)
+            if self._settle_running(trials, is_busy):
+                continue
+            free = [
+                (one, claim)
+                for one, claim in trials
+                if one.state is waiting and not is_busy(one.number)
             ]
-            if not ids and len(trials) < total:
-                new = optuna().create_trial(state=waiting)
-                # Through Optuna's cached storage, which must know a trial before it draws its values.
-                ids = [self._study._storage.create_new_trial(self._study._study_id, new)]
-                # Two processes at once may create one too many, which waits for a larger total.
-                if self._storage.get_trial(ids[0]).number >= total:
-                    continue
-            for each in ids:
-                if self._take(each, worker):
-                    return self._storage.get_trial(each)
-            if not ids:
+            for one, claim in free:
+                if (record := self._take(one.number, worker, claim)) is not None:
+                    return record
+            if free:
+                continue
+            if len(trials) >= total:
                 return None
+            # Two processes at once may create one too many, which waits for a larger total.
+            kept = {CLAIM: uuid.uuid4().hex, WORKER: worker}
+            self._study.add_trial(optuna().create_trial(state=waiting, user_attrs=kept))
 
     def drawn(self, record: Any, sampler: Any, pruner: Any) -> Any:
-        """A claimed trial as an Optuna trial, which draws values and takes reports."""
+        """A claimed trial as an Optuna trial, which draws values and takes reports.
+
+        Args:
+            record: The trial's record.
+            sampler: Sampler of :func:`systolic.tuning.sampling.build`.
+            pruner: Optuna's pruner.
+        """
+        sampler.study = self._study
         self._study.sampler, self._study.pruner = sampler, pruner
-        return optuna().trial.Trial(self._study, record._trial_id)
+        return optuna().trial.Trial(self._study, self._id(record.number))
 
-    def _take(self, trial_id: int, worker: str) -> bool:
-        """Moves a trial from waiting to running; False if another process was faster."""
-        # Before the move, since a running trial without any heartbeat is never considered stale.
-        self.beat(trial_id)
-        text = sqlalchemy().text
-        with self._storage.engine.begin() as connection:
-            moved = connection.execute(
-                text(
-                    "UPDATE trials SET state='RUNNING', datetime_start=:now WHERE trial_id=:trial AND state='WAITING'"
-                ),
-                {"trial": trial_id, "now": datetime.datetime.now()},
-            ).rowcount
-            if moved:
-                # In the same transaction, so that no process sees it running under its last worker's name.
-                _keep(connection, trial_id, WORKER, worker)
-        return bool(moved)
+    def _take(self, number: int, worker: str, before: Claim | None) -> Any:
+        """Record of a trial that this worker has taken; None if another process was faster."""
+        if not self._claims.take(self._key(number), worker, before):
+            return None
+        with _unless_ended():
+            own = self._id(number)
+            self._storage.set_trial_state_values(own, state=optuna().trial.TrialState.RUNNING)
+            record = self._storage.get_trial(own)
+            if record.user_attrs.get(WORKER) != worker:
+                self._storage.set_trial_user_attr(own, WORKER, worker)
+            return record
+        return None
 
-    def beat(self, trial_id: int) -> None:
-        """Records a heartbeat of the trial's worker."""
-        self._storage.record_heartbeat(trial_id)
+    def beat(self, number: int, worker: str) -> bool:
+        """Records a heartbeat of a trial's worker; False if the trial is no longer this worker's."""
+        return self._claims.beat(self._key(number), worker)
 
-    def owns(self, trial_id: int, worker: str) -> bool:
+    def owns(self, number: int, worker: str) -> bool:
         """Whether a trial is running and is still this worker's."""
-        with self._storage.engine.connect() as connection:
-            query = f"SELECT 1 FROM trials WHERE {_OWNED}"
-            return bool(
-                connection.execute(sqlalchemy().text(query), _named(trial_id, worker)).all()
-            )
+        return self._claims.owns(self._key(number), worker)
 
-    def release(self, trial_id: int, worker: str) -> bool:
+    def release(self, number: int, worker: str) -> bool:
         """Moves a trial from running back to waiting; False if it is no longer this worker's."""
-        with self._storage.engine.begin() as connection:
-            change = f"UPDATE trials SET state='WAITING' WHERE {_OWNED}"
-            made = connection.execute(sqlalchemy().text(change), _named(trial_id, worker))
-            return bool(made.rowcount)
+        return self._claims.release(self._key(number), worker)
 
-    def _release_gone(self, trials: Sequence[Any], is_busy: Callable[[int], bool]) -> list[Any]:
-        """Releases trials whose worker died: a process of this machine that has ended, or a worker without heartbeats."""
-        running = [one for one in trials if one.state is optuna().trial.TrialState.RUNNING]
-        if not running:
-            return []
-        with _reported(self.where):
-            stale = set(self._storage._get_stale_trial_ids(self._study._study_id))
-        found = []
-        for one in running:
-            worker = one.user_attrs.get(WORKER, "")
-            gone = one._trial_id in stale or is_gone(worker)
-            if gone and not is_busy(one.number) and self.release(one._trial_id, worker):
-                found.append(one)
-        return found
+    def _settle_running(
+        self, trials: Sequence[tuple[Any, Claim | None]], is_busy: Callable[[int], bool]
+    ) -> bool:
+        """Settles trials whose worker died: a process of this machine that has ended, or a worker without heartbeats.
+
+        A trial that its worker ended is told to Optuna, another one is released. One that runs without a claim was
+        started by an earlier version, and gets one. Returns whether any has changed.
+        """
+        changed = False
+        for one, claim in trials:
+            number, key = one.number, self._key(one.number)
+            if one.state is not optuna().trial.TrialState.RUNNING:
+                continue
+            if claim is None:
+                self._claims.adopt(key, one.user_attrs.get(WORKER) or UNKNOWN_WORKER)
+                changed = True
+                continue
+            gone, silent = is_gone(claim.worker), self._claims.is_silent(claim)
+            if not gone and not silent:
+                continue
+            if claim.outcome is not None:
+                self._tell(number, json.loads(claim.outcome))
+                changed = True
+            elif not is_busy(number):
+                release = self._claims.release if gone else self._claims.release_silent
+                changed = release(key, claim.worker) or changed
+        return changed
 
     def grant(self, record: Any, dollars: float, budget_usd: float) -> float:
         """Reserves a trial's dollars if the budget covers them; returns the dollars left without this trial.
 
         Processes take turns, so that of two that ask for the last dollars only one gets them.
         """
-        with self._storage.engine.begin() as connection:
-            # A no-op write that takes the lock: other processes wait here until the block ends.
-            alone = "UPDATE studies SET study_name=study_name WHERE study_id=:study"
-            connection.execute(sqlalchemy().text(alone), {"study": self._study._study_id})
-            with _reported(self.where):
-                trials = self._study.get_trials(deepcopy=False)
-            others = [one for one in trials if one.number != record.number]
-            left = budget_usd - sum(map(_spent, others))
+        with self._claims.granting() as connection:
+            others = [each for each in self._read() if each[0].number != record.number]
+            left = budget_usd - sum(_spent(one, claim) for one, claim in others)
             if dollars <= left:
-                _keep(connection, record._trial_id, GRANTED, True)
+                self._claims.grant(connection, self._key(record.number))
         return left
 
     # Results
 
-    def note(self, trial_id: int, **values: Any) -> None:
-        """Stores attributes of a trial in one transaction; does nothing if another worker has taken it over and ended it."""
-        # A no-op write that takes the lock: a transaction that reads first could not write after another's write.
-        there = "UPDATE trials SET state=state WHERE trial_id=:trial AND state IN ('RUNNING', 'WAITING')"
-        with self._storage.engine.begin() as connection:
-            if connection.execute(sqlalchemy().text(there), {"trial": trial_id}).rowcount:
-                for name, value in values.items():
-                    _keep(connection, trial_id, name, value)
+    def note(self, number: int, **values: Any) -> None:
+        """Stores attributes of a trial, in their order; does nothing if another worker has taken it over and ended it."""
+        with _unless_ended():
+            for name, value in values.items():
+                self._storage.set_trial_user_attr(self._id(number), name, value)
 
     def finish(self, trial: Any, worker: str, values: Sequence[float] | None, reason: str) -> bool:
         """Ends a trial once: complete with its values, or pruned for a reason; False if it is no longer this worker's."""
-        if not self.owns(trial._trial_id, worker):
-            return False
-        states = optuna().trial.TrialState
         finite = values is not None and all(math.isfinite(value) for value in values)
         if values is not None and not finite:
             reason = "failed: the value of an objective is not finite"
-        if reason:
-            self.note(trial._trial_id, reason=reason)
-        state = states.COMPLETE if finite and not reason else states.PRUNED
-        # After the last point of a grid, Optuna stops its optimize loop, which is not used here.
-        with contextlib.suppress(RuntimeError):
-            self._study.tell(trial, values if state is states.COMPLETE else None, state=state)
-        return True
+        if finite and not reason:
+            return self._end(trial.number, worker, {"state": "COMPLETE", "values": values})
+        return self._end(trial.number, worker, {"state": "PRUNED", "reason": reason})
 
     def fail(self, trial: Any, worker: str, reason: str) -> None:
         """Ends a trial without a result, for a reason unrelated to its values."""
-        if self.owns(trial._trial_id, worker):
-            self.note(trial._trial_id, reason=reason)
-            self._study.tell(trial, state=optuna().trial.TrialState.FAIL)
+        self._end(trial.number, worker, {"state": "FAIL", "reason": reason})
+
+    def _end(self, number: int, worker: str, outcome: Mapping[str, Any]) -> bool:
+        if not self._claims.end(self._key(number), worker, outcome):
+            return False
+        self._tell(number, outcome)
+        return True
+
+    def _tell(self, number: int, outcome: Mapping[str, Any]) -> None:
+        """Tells Optuna how a trial ended, unless another process has done so."""
+        if outcome.get("reason"):
+            self.note(number, reason=outcome["reason"])
+        states = optuna().trial.TrialState
+        # After the last point of a grid, Optuna stops its optimize loop, which is not used here.
+        with contextlib.suppress(RuntimeError):
+            self._study.tell(
+                number,
+                outcome.get("values"),
+                state=states[outcome["state"]],
+                skip_if_finished=True,
+            )
+
+
+def _as_claimed(one: Any, claim: Claim | None) -> Any:
+    """Optuna's record of a trial, in the state that its claim has."""
+    if claim is None or one.state.is_finished():
+        return one
+    states = optuna().trial.TrialState
+    state = states.RUNNING if claim.worker else states.WAITING
+    if one.state is not state:
+        one = copy.copy(one)
+        one.state = state
+    return one
+
+
+@contextlib.contextmanager
+def _unless_ended() -> Generator[None]:
+    """Context that ends where another worker has taken a trial over and ended it."""
+    with contextlib.suppress(optuna().exceptions.UpdateFinishedTrialError):
+        yield
 
 
 def _beside(file: Path) -> dict[str, Any]:
@@ -352,25 +423,12 @@ def _compare(of: str, kept: Mapping[str, Any], definition: Mapping[str, Any]) ->
             )
 
 
-def _named(trial_id: int, worker: str) -> dict[str, Any]:
-    return {"trial": trial_id, "key": WORKER, "worker": json.dumps(worker)}
-
-
-def _keep(connection: Any, trial_id: int, key: str, value: Any) -> None:
-    """Stores an attribute of a trial within the caller's transaction."""
-    for statement in (
-        "DELETE FROM trial_user_attributes WHERE trial_id=:trial AND key=:key",
-        "INSERT INTO trial_user_attributes (trial_id, key, value_json) VALUES (:trial, :key, :value)",
-    ):
-        values = {"trial": trial_id, "key": key, "value": json.dumps(value)}
-        connection.execute(sqlalchemy().text(statement), values)
-
-
-def _spent(one: Any) -> float:
+def _spent(one: Any, claim: Claim | None) -> float:
     """Dollars that a trial takes from the budget: for the steps that ran; for all steps while it runs, once they are reserved."""
     kept, state = one.user_attrs, one.state.name
     if state == "RUNNING":
-        share = float(GRANTED in kept or "begun" in kept)
+        granted = (claim is not None and claim.is_granted) or GRANTED in kept
+        share = float(granted or "begun" in kept)
     else:
         # A killed trial could not note its steps.
         waits = state == "WAITING" and "begun" not in kept
@@ -378,27 +436,53 @@ def _spent(one: Any) -> float:
     return kept.get("dollars", 0.0) * share
 
 
-def _storage(where: StudyAddress, beat_seconds: int, stale_seconds: int) -> Any:
-    made = optuna().storages.RDBStorage
+def _opened(where: StudyAddress) -> tuple[Any, Any]:
+    """SQLAlchemy's engine of a database and Optuna's storage in it, which share their connections."""
     arguments: dict[str, Any] = {"pool_pre_ping": True}
     if where.url.startswith("sqlite"):
         arguments = {"connect_args": {"timeout": BUSY_SECONDS}}
-    times = {"heartbeat_interval": beat_seconds, "grace_period": stale_seconds}
-    with _driven(where), _reported(where), settled():
-        _check_own(where)
-        for tries in reversed(range(OPENED)):
-            try:
-                storage = made(where.url, engine_kwargs=arguments, **times)
-                break
-            except sqlalchemy().exc.DatabaseError as error:
-                # Another process is creating the tables.
-                if not tries or not any(words in str(error) for words in MAKING):
-                    raise
-                time.sleep(0.5)
+
+    def made() -> tuple[Any, Any]:
+        engine = sqlalchemy().create_engine(where.url, **arguments)
         if where.url.startswith("sqlite"):
-            sqlalchemy().event.listen(storage.engine, "connect", _log_ahead)
-            storage.engine.dispose()
-    return storage
+            sqlalchemy().event.listen(engine, "connect", _log_ahead)
+        # Optuna's storage sets options of the pool for MySQL, and so can't be given one.
+        mysql = engine.dialect.name == "mysql"
+        shared = dict(arguments) if mysql else {"pool": engine.pool}
+        try:
+            return engine, optuna().storages.RDBStorage(where.url, engine_kwargs=shared)
+        except BaseException:
+            engine.dispose()
+            raise
+
+    with _driven(where), _reported(where):
+        _check_own(where)
+        try:
+            engine, storage = _retried(made)
+        except RuntimeError as error:  # Optuna's, for tables that it can upgrade
+            raise DataError(
+                f"the storage {where.shown} is of another version of Optuna; back it up and upgrade it with optuna storage upgrade --storage URL, or {_ELSE}"
+            ) from error
+    return engine, storage
+
+
+def _claims(where: StudyAddress, engine: Any, stale_seconds: int) -> Claims:
+    """The study's claims; their table is created where it is missing."""
+    claims = Claims(engine, where.name, stale_seconds)
+    with _reported(where):
+        _retried(claims.create)
+    return claims
+
+
+def _retried(create: Callable[[], Any]) -> Any:
+    """Result of a function that creates tables, called again while another process creates them."""
+    for tries in reversed(range(OPENED)):
+        try:
+            return create()
+        except sqlalchemy().exc.DatabaseError as error:
+            if not tries or not any(words in str(error) for words in MAKING):
+                raise
+            time.sleep(0.5)
 
 
 def _log_ahead(connection: Any, _: Any) -> None:
@@ -435,6 +519,10 @@ def _reported(where: StudyAddress) -> Generator[None]:
         if "disk is full" in reason:
             raise RunError(
                 f"the storage {where.shown} could not be written ({reason}); free space and rerun to continue the study"
+            ) from error
+        if "permission denied" in reason:
+            raise RunError(
+                f"the storage {where.shown} refuses its user ({reason}); grant it the right to create tables and to write, or check --storage"
             ) from error
         away = (sqlalchemy().exc.OperationalError, optuna().exceptions.StorageInternalError)
         other = any(words in reason for words in UNKNOWN)

@@ -20,6 +20,7 @@ from systolic.models.decoder.families.gpt_oss import unpacked
 from systolic.models.decoder.router import choose
 from systolic.models.families import CONFIG, family, read_config
 from tests.models.foreign import Held, converted, relative, returned, structure
+from tests.tiers import some
 
 SHARED = {
     "vocab_size": 120,
@@ -92,8 +93,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**LATENTS, "rope_interleave": False, "rope_parameters": None, "rope_theta": 5e3},
     ),
 }
-QUICK = ("mixtral", "gpt-oss", "qwen3-moe-first", "deepseek-v2", "deepseek-v3")
-"""Every family once."""
+QUICK = ("gpt-oss", "qwen3-moe-first", "deepseek-v3")
+"""Biases and sinks, dense layers first, latent attention with a chosen router."""
 TOKENS = np.random.default_rng(0).integers(0, 120, (2, 17))
 
 
@@ -117,10 +118,7 @@ def logits_of(model: Any) -> np.ndarray:
         return model(torch.tensor(TOKENS), use_cache=False).logits.numpy()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(one, marks=() if one in QUICK else pytest.mark.slow) for one in CASES],
-)
+@pytest.mark.parametrize("name", some(list(CASES), QUICK))
 def test_a_mixture_agrees_with_transformers(name: str, tmp_path: Path) -> None:
     theirs = random_model(*CASES[name])
     expected = logits_of(theirs)
@@ -156,7 +154,7 @@ def test_a_mixture_agrees_with_transformers(name: str, tmp_path: Path) -> None:
         np.testing.assert_array_equal(back[key], value, err_msg=key)
 
 
-@pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v3"])
+@pytest.mark.parametrize("name", some(["deepseek-v2", "deepseek-v3"], ["deepseek-v3"]))
 def test_a_router_in_bfloat16_chooses_as_that_of_transformers(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

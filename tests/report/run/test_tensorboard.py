@@ -3,6 +3,8 @@
 import io
 import math
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -122,3 +124,18 @@ def test_a_folder_that_cannot_be_made_does_not_end_the_run(tmp_path: Path) -> No
     board.see(start())
     board.see(records(120)[2])
     board.close()
+
+
+def test_what_tensorboardx_imports_for_others_is_left_out(tmp_path: Path) -> None:
+    code = """
+import sys
+from systolic.report.run.tensorboard import TensorBoard
+from pathlib import Path
+watcher = TensorBoard(Path(sys.argv[1]))
+watcher.see({"kind": "train", "step": 1, "time": 0.0, "loss": 1.0})
+watcher.close()
+assert not {"torch", "boto3"} & set(sys.modules)
+import torch, boto3
+"""
+    subprocess.run([sys.executable, "-c", code, tmp_path], check=True)
+    assert list(tmp_path.iterdir())

@@ -2,6 +2,7 @@
 
 import gzip
 import hashlib
+import os
 import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -111,13 +112,11 @@ class StandardLibrary(TextData):
 
     def gzip_bits_per_byte(self) -> float:
         """Bits per byte that ``gzip -9`` needs for the validation files, each on its own."""
-        contents = [file.read_bytes() for file in self._validation()]
-        return _gzip_bits(contents) / sum(map(len, contents))
+        return _gzip_bits(tuple(file.read_bytes() for file in self._validation()))
 
     def gzip_bits_per_byte_joined(self) -> float:
         """Bits per byte of all validation files compressed as one, the stricter figure."""
-        joined = b"".join(file.read_bytes() for file in self._validation())
-        return _gzip_bits([joined]) / len(joined)
+        return _gzip_bits((b"".join(file.read_bytes() for file in self._validation()),))
 
     def _validation(self) -> tuple[Path, ...]:
         files = self.files(Split.validation)
@@ -131,18 +130,24 @@ class StandardLibrary(TextData):
         return self.root or Path(sysconfig.get_path("stdlib"))
 
 
-def _gzip_bits(contents: list[bytes]) -> int:
-    return 8 * sum(len(gzip.compress(content, compresslevel=9, mtime=0)) for content in contents)
+@lru_cache(maxsize=2)
+def _gzip_bits(contents: tuple[bytes, ...]) -> float:
+    """Bits per byte, kept for the next run of this process."""
+    packed = sum(len(gzip.compress(one, compresslevel=9, mtime=0)) for one in contents)
+    return 8 * packed / sum(map(len, contents))
 
 
 def _files(folder: Path, split: Split) -> tuple[Path, ...]:
     if not folder.is_dir():
         raise NotFoundError(f"{folder} is not a folder; give one that holds .py files")
-    relative = sorted(
-        path.relative_to(folder).as_posix() for path in folder.rglob("*.py") if path.is_file()
-    )
-    kept = [name for name in relative if _LEFT_OUT.isdisjoint(name.split("/")[:-1])]
-    return tuple(folder / name for name in kept if _split_of(name) is split)
+    found = []
+    for base, folders, files in os.walk(folder):
+        # site-packages may hold many times the files of the library.
+        folders[:] = [name for name in folders if name not in _LEFT_OUT]
+        found += [os.path.join(base, name) for name in files if name.endswith(".py")]
+    relative = sorted(Path(os.path.relpath(file, folder)).as_posix() for file in found)
+    kept = [name for name in relative if _split_of(name) is split]
+    return tuple(file for name in kept if (file := folder / name).is_file())
 
 
 def _split_of(name: str) -> Split:

@@ -199,8 +199,9 @@ def export_litert(
     """
     check_litert(settings)
     check_free(out)
-    packages = package_folder(LITERT, say)
     model, function = _fixed(model, settings.function)
+    check_loops(model, function)
+    packages = package_folder(LITERT, say)
     say("reading data")
     rows, seen, both = evaluation_rows(model, function, settings, examples), None, 0
     if settings.quantization is LiteQuantization.int8:
@@ -208,7 +209,6 @@ def export_litert(
         rows, both = uncalibrated(rows, seen)
     rows = _measurable(model, function, rows)
     say(f"lowering {function.name}")
-    check_loops(model, function)
     program, names = lowered(function, model.params, model.sizes)
     say("converting")
     request = _request(names, model, function, settings)

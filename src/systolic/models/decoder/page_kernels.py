@@ -1,6 +1,7 @@
 """Attention of one new token over pages by a platform's own kernel, which reads them where they lie."""
 
-from typing import NamedTuple
+import warnings
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +49,14 @@ def gpu_kernel_takes(target: Target, sizes: tuple[int, int], window: int, logits
     return alone and fits and not window and logits.sinks is None
 
 
+def kernel_of_gpus() -> Any:
+    """JAX's module with the kernel, which JAX 0.12 deprecates and names no other for."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from jax.experimental.pallas.ops.gpu import paged_attention
+    return paged_attention
+
+
 def attend_on_gpu(
     query: jax.Array, pages: LayerPages, table: jax.Array, positions: jax.Array, logits: Logits
 ) -> jax.Array:
@@ -60,8 +69,6 @@ def attend_on_gpu(
         positions: int32[texts]: of the tokens.
         logits: Scale and soft cap.
     """
-    from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
-
     heads, _, size, _ = pages.value.shape
     splits = max(1, min(SPLITS, BUSY // (heads * table.shape[0])))
     together = max(1, TOGETHER // size)
@@ -69,7 +76,7 @@ def attend_on_gpu(
     table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % (splits * together))))
     assert logits.scale is not None
     scales = pages.scales or (None, None)
-    return paged_attention(
+    return kernel_of_gpus().paged_attention(
         (query * logits.scale).astype(query.dtype),
         pages.key,
         pages.value,

@@ -1,5 +1,7 @@
 """A watcher that writes TensorBoard events: scalars of training and evaluation, samples as text."""
 
+import sys
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,20 @@ _TRAIN = {
     "data_wait": "speed/data_wait",
     "memory_bytes": "memory/bytes",
 }
+
+
+def import_alone() -> None:
+    """Imports tensorboardX without PyTorch and boto3, which it imports where they are installed: two seconds and 300 MB that nothing here uses."""
+    if "tensorboardX" in sys.modules:
+        return
+    absent = [name for name in ("torch", "boto3") if name not in sys.modules]
+    # An entry that is None makes an import fail, which the library takes for its absence.
+    sys.modules.update(dict.fromkeys(absent))  # ty: ignore[no-matching-overload]
+    try:
+        import_module("tensorboardX")
+    finally:
+        for name in absent:
+            del sys.modules[name]
 
 
 class TensorBoard:
@@ -60,6 +76,7 @@ class TensorBoard:
             return
 
     def _write(self, record: dict[str, Any]) -> None:
+        import_alone()
         # Classes that protobuf makes when the module is imported.
         from tensorboardX.proto.event_pb2 import Event  # ty: ignore[import-not-found]
         from tensorboardX.proto.summary_pb2 import Summary  # ty: ignore[import-not-found]

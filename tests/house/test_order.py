@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.turns import turns
+from tests.order import turns
 
 FILES = [Path(name) for name in ("a/1", "a/2", "a/3", "b/1", "c/1", "c/2")]
 
