@@ -85,6 +85,16 @@ def chosen(files: Iterable[Path], changed: Iterable[str], turn: int) -> dict[Pat
     return why
 
 
+def with_parity() -> list[Path]:
+    """Files that have tests of the tier ``parity``."""
+    words = ("tests.tiers import", "mark.parity")
+    return [
+        file
+        for file in sorted(TESTS.rglob("test_*.py"))
+        if any(word in file.read_text() for word in words) and file != TESTS / "house/test_order.py"
+    ]
+
+
 def changed_since(base: str) -> list[str]:
     """Paths that differ from a commit, in the working tree too."""
     command = ["git", "diff", "--name-only", base]
@@ -94,7 +104,7 @@ def changed_since(base: str) -> list[str]:
 def main() -> None:
     """``python -m tests.order COMMIT TURN``: files of the tier ``parity`` to run since a commit, one a line; says why, and what is left out."""
     base, turn = sys.argv[1:]
-    files = [one for one in TESTS.rglob("test_*.py") if "mark.parity" in one.read_text()]
+    files = with_parity()
     why = chosen(files, changed_since(base), int(turn))
     for file in sorted(files):
         told = f"runs: {why[file]}" if file in why else "left out: nothing that it tests changed"
