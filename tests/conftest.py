@@ -36,7 +36,6 @@ BEGIN_BEFORE = "SYSTOLIC_TESTS_BEGIN_BEFORE"
 """Variable with a time in seconds since 1970: tests that have not begun by then are skipped, as CI's time is limited."""
 TURN = "SYSTOLIC_TESTS_TURN"
 """Variable with a number: files take turns, folder by folder, and with another number other files are first."""
-PROGRAMS = pytest.StashKey[KeptPrograms]()
 SLOW = pytest.StashKey[bool]()
 """Whether slow tests run, which have programs as users do in some folders."""
 TIERS = ("slow", "parity", "long")

@@ -229,9 +229,9 @@ def test_a_comparison_without_memory_is_refused() -> None:
 
 
 YNN = pytest.mark.xfail(
-    Version(version("jaxlib")) >= Version("0.11"),
-    reason="XLA fuses two convolutions in bfloat16 on a CPU and reads padding that was never written; --xla_cpu_experimental_ynn_fusion_type= in XLA_FLAGS prevents it",
-    strict=False,  # what lies in that memory differs
+    Version(version("jaxlib")) >= Version("0.11.2"),
+    reason="two convolutions in bfloat16 that XLA fuses on a CPU may give NaN; --xla_cpu_experimental_ynn_fusion_type= in XLA_FLAGS prevents it",
+    strict=False,  # not in every run
 )
 
 
