@@ -3,6 +3,7 @@
 import gc
 import os
 import shlex
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,8 +25,11 @@ from tests.compiles import (
     is_counted,
     with_packages,
 )
-from tests.order import longest_first, turns, workers
+from tests.tiers import longest_first, workers
 
+# Otherwise each child and each worker would compile our 700 modules for itself.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # What tests and packages import lives as long as the worker: a full collection has nothing to find among it.
 gc.disable()
 # How long an example takes says how busy the machine is.
@@ -34,8 +38,8 @@ settings.load_profile("unhurried")
 
 BEGIN_BEFORE = "SYSTOLIC_TESTS_BEGIN_BEFORE"
 """Variable with a time in seconds since 1970: tests that have not begun by then are skipped, as CI's time is limited."""
-TURN = "SYSTOLIC_TESTS_TURN"
-"""Variable with a number: files take turns, folder by folder, and with another number other files are first."""
+AS_GIVEN = "SYSTOLIC_TESTS_AS_GIVEN"
+"""Variable that, where it is set, keeps files in the order of the command line."""
 SLOW = pytest.StashKey[bool]()
 """Whether slow tests run, which have programs as users do in some folders."""
 TIERS = ("slow", "parity", "long")
@@ -67,13 +71,9 @@ def _are_given(config: pytest.Config) -> bool:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    files = [item.path for item in items]
-    if turn := os.environ.get(TURN):
-        order = turns(files, int(turn))
-    elif "PYTEST_XDIST_WORKER" in os.environ:
-        order = longest_first(files)
-    else:
+    if AS_GIVEN in os.environ or "PYTEST_XDIST_WORKER" not in os.environ:
         return
+    order = longest_first(item.path for item in items)
     place = {file: number for number, file in enumerate(order)}
     items.sort(key=lambda item: place[item.path])
 

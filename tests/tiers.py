@@ -1,13 +1,47 @@
-"""Cases of one check of which the default tier has some, one for each mechanism, and ``parity`` the others."""
+"""Which tests each tier has, which of them a change calls for, in what order they run, and in how many processes."""
 
-from collections.abc import Collection, Iterable, Mapping
+import json
+import subprocess
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+
+TESTS = Path(__file__).parent
+SECONDS = TESTS / "seconds.json"
+"""CPU seconds of each file of default tests, written by ``python benchmarks/suite.py --record``."""
+UNKNOWN_SECONDS = 5.0
+"""Seconds of a file that was not recorded."""
+WORKER_BYTES = 4 << 30
+"""Memory that a worker may come to need."""
+TURNS = 10
+"""Runs after which every file had its turn."""
+BENEATH = {
+    "models": ("steps", "job", "interop"),
+    "steps": ("models", "job", "training"),
+    "training": ("steps", "models", "job", "session", "artifact", "data"),
+    "serving": ("steps", "models", "predicting", "session"),
+    "interop": ("models", "artifact", "steps", "session"),
+    "exporting": ("models", "steps", "interop", "artifact", "predicting", "session"),
+    "session": ("steps", "models", "training", "serving", "planning", "forecasting", "tuning"),
+    "tuning": ("session",),
+    "cli": ("session", "recipes"),
+}
+"""Packages beside its own whose changes a folder's tests see."""
+EVERYTHING = ("pyproject.toml", "tests/conftest.py", "tests/compiles.py", "src/systolic/core/")
+"""Paths whose changes all tests see."""
+FEW = 4
+"""So many files, and fewer, run in this process: starting others takes longer than the tests."""
 
 
 def some(cases: Iterable[Any] | Mapping[str, Any], default: Collection[Any]) -> list[Any]:
-    """Parameters of a test: cases, or values by name; those not among ``default`` (cases or names) are of the tier ``parity``."""
+    """Parameters of a test: cases, or values by name; those not among ``default`` (cases or names) are of the tier ``parity``.
+
+    The default tier has one for each mechanism.
+    """
     pairs = cases.items() if isinstance(cases, Mapping) else ((None, case) for case in cases)
     made = []
     for name, case in pairs:
@@ -16,3 +50,78 @@ def some(cases: Iterable[Any] | Mapping[str, Any], default: Collection[Any]) -> 
     missing = [one for one in default if one not in cases]
     assert not missing, f"{missing} are no cases"
     return made
+
+
+def longest_first(files: Iterable[Path]) -> list[Path]:
+    """Files by their recorded seconds, so that no worker is left with a long one at the end."""
+    seconds: dict[str, float] = json.loads(SECONDS.read_text())
+
+    def cost(file: Path) -> float:
+        return seconds.get(file.relative_to(TESTS).as_posix(), UNKNOWN_SECONDS)
+
+    return sorted(dict.fromkeys(files), key=cost, reverse=True)
+
+
+def workers(targets: Sequence[str]) -> int:
+    """Processes for these files and folders: one a core as far as memory goes, none besides this one for a few files."""
+    files = {target.partition("::")[0] for target in targets}
+    if files and len(files) <= FEW and all(Path(file).is_file() for file in files):
+        return 0
+    cores = len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else 1
+    return max(min(cores, psutil.virtual_memory().available // WORKER_BYTES), 1)
+
+
+def due(files: Iterable[Path], changed: Iterable[str], turn: int) -> dict[Path, str]:
+    """Files in the order in which CI runs them, each with why: its turn, a path of the change that calls for it, or nothing.
+
+    Every tenth has its turn and is first, so that ten runs see all. ``tests/a/b/test_c.py`` tests ``src/systolic/a``
+    and what :data:`BENEATH` has for ``a``; a change of one of :data:`EVERYTHING` calls for all.
+    """
+    changed, files = list(changed), sorted(files)
+    first = {file: "its turn" for n, file in enumerate(files) if n % TURNS == turn % TURNS}
+    called, rest = {}, {}
+    for file in files[turn % TURNS :] + files[: turn % TURNS]:
+        folder = file.relative_to(TESTS).parts[0]
+        under = [f"src/systolic/{one}/" for one in (folder, *BENEATH.get(folder, ()))]
+        calls = (f"tests/{folder}/", *under, *EVERYTHING)
+        path = next((path for path in changed if path.startswith(calls)), None)
+        if path is not None:
+            called[file] = path
+        else:
+            rest[file] = ""
+    return {**first, **{file: why for file, why in {**called, **rest}.items() if file not in first}}
+
+
+def in_tier(tier: str) -> list[Path]:
+    """Files that have tests of a tier."""
+    words = {"slow": ("mark.slow",), "parity": ("tests.tiers import", "mark.parity")}[tier]
+    return [
+        file
+        for file in sorted(TESTS.rglob("test_*.py"))
+        if any(word in file.read_text() for word in words) and file != TESTS / "house/test_tiers.py"
+    ]
+
+
+def changed_since(base: str) -> list[str]:
+    """Paths that differ from a commit, in the working tree too."""
+    command = ["git", "diff", "--name-only", base]
+    return subprocess.check_output(command, cwd=TESTS.parent, text=True).splitlines()
+
+
+def main() -> None:
+    """``python -m tests.tiers TIER COMMIT TURN``: files of a tier for CI to run since a commit, in order, one a line; tells why.
+
+    Of ``parity`` those that neither the change nor the turn calls for are left out; of ``slow`` they are last.
+    """
+    tier, base, turn = sys.argv[1:]
+    for file, why in due(in_tier(tier), changed_since(base), int(turn)).items():
+        name = file.relative_to(TESTS.parent)
+        left = "left out" if tier == "parity" else "runs if time is left"
+        told = f"runs: {why}" if why else f"{left}: nothing that it tests changed"
+        print(f"{name} {told}", file=sys.stderr)
+        if why or tier != "parity":
+            print(name)
+
+
+if __name__ == "__main__":
+    main()
