@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -45,9 +45,9 @@ def dead(root: Path) -> list[str]:
         if path.name != "__init__.py":
             imported.update(_imported(tree))
         if path.is_relative_to(package):
-            name = path.relative_to(package).as_posix()
+            name, read = path.relative_to(package).as_posix(), _read(tree)
             for qualified, node in _public(tree):
-                inside = "." not in qualified and _reads(tree, qualified, node)
+                inside = "." not in qualified and read[qualified] > _read(node)[qualified]
                 defined.append((name, qualified, qualified.rpartition(".")[2], inside))
     return sorted(
         f"{path}:{qualified}"
@@ -196,15 +196,12 @@ def _public(tree: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
         yield from (pair for pair in names if not pair[0].rpartition(".")[2].startswith("_"))
 
 
-def _reads(tree: ast.Module, name: str, definition: ast.stmt) -> bool:
-    """Whether a module reads a name of its own outside of its definition."""
-    own = set(map(id, ast.walk(definition)))
-    return any(
-        isinstance(node, ast.Name)
-        and node.id == name
-        and isinstance(node.ctx, ast.Load)
-        and id(node) not in own
+def _read(tree: ast.AST) -> Counter[str]:
+    """How often each name is read."""
+    return Counter(
+        node.id
         for node in ast.walk(tree)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
     )
 
 
@@ -219,7 +216,9 @@ def _loose(tree: ast.Module) -> Iterator[str]:
     skipped = {
         id(part)
         for node in ast.walk(tree)
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and node.targets[0].id == "__all__"
         for part in ast.walk(node)
     }
     for node in ast.walk(tree):

@@ -89,9 +89,13 @@ def imported(folder: str) -> frozenset[str]:
                 modules.update(alias.name.partition(".")[0] for alias in node.names)
             elif isinstance(node, ast.ImportFrom) and node.module:
                 modules.add(node.module.partition(".")[0])
-            elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(BY_NAME):
-                named = [a.value for a in node.args[:1] if isinstance(a, ast.Constant)]
-                modules.update(name.partition(".")[0] for name in named)
+            else:
+                match node:
+                    case ast.Call(
+                        func=ast.Name(id=name) | ast.Attribute(attr=name),
+                        args=[ast.Constant(value=str(module)), *_],
+                    ) if name in BY_NAME:
+                        modules.add(module.partition(".")[0])
     own = {"systolic", *(path.name for path in ROOT.iterdir() if path.is_dir())}
     own |= {path.stem for path in (ROOT / "benchmarks").rglob("*.py")}  # by name, beside each other
     outside = modules - set(sys.stdlib_module_names) - own
