@@ -103,8 +103,11 @@ def check(record: Any, prefix: str = "", error: type[Exception] = OutOfRangeErro
         OutOfRangeError: or ``error``, for the first value out of its range: the value and the range.
         OptionError: or ``error``, for a value that is no member of its field's enum.
     """
+    # A search makes a hundred thousand layouts, nearly all of them valid.
     for name, choice in choices_of(type(record)).items():
         given = getattr(record, name)
+        if type(given) is choice.kind and not choice.several:
+            continue
         try:
             made = choice.member(_option(f"{prefix}.{name}" if prefix else name), given)
         except OptionError as told:
@@ -112,11 +115,10 @@ def check(record: Any, prefix: str = "", error: type[Exception] = OutOfRangeErro
         if made is not given:
             object.__setattr__(record, name, made)  # the record is frozen, and not made yet
     for name, ranged in ranges_of(type(record)).items():
-        told = complaint(
-            _option(f"{prefix}.{name}" if prefix else name), ranged, getattr(record, name)
-        )
-        if told is not None:
-            raise error(told)
+        value = getattr(record, name)
+        if complaint(name, ranged, value) is not None:
+            option = _option(f"{prefix}.{name}" if prefix else name)
+            raise error(str(complaint(option, ranged, value)))
 
 
 def check_arguments(

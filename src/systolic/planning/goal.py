@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from systolic.chips import Slice
 from systolic.core.errors import OptionError
@@ -31,6 +32,14 @@ class Total:
             usd=None if self.usd is None else self.usd * factor,
             kwh=None if self.kwh is None else self.kwh * factor,
         )
+
+
+class Rates(NamedTuple):
+    """What a second of a whole slice costs; None where the catalogue has no price or no power."""
+
+    usd: float | None
+    joules: float | None
+    """At the meter."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,18 +71,23 @@ class Goal:
         """``on-demand``, or ``given`` for the user's own."""
         return self.price.value if self.chip_usd is None else "given"
 
-    def total(self, on: Slice, units_per_step: float, step_seconds: float) -> Total:
+    def rates(self, on: Slice) -> Rates:
+        """Dollars and joules at the meter for a second of a whole slice."""
+        price, bill = self.hourly(on), bill_of(on)
+        return Rates(
+            usd=None if price is None else price / HOUR,
+            joules=None if bill.watts is None else bill.watts * bill.pue,
+        )
+
+    def total(self, rates: Rates, units_per_step: float, step_seconds: float) -> Total:
         """Time, dollars and kilowatt-hours at a step time."""
         steps = max(self.units / units_per_step, 1.0)
         seconds = steps * step_seconds
-        price = self.hourly(on)
-        bill = bill_of(on)
-        watts = bill.watts
         return Total(
             steps=steps,
             seconds=seconds,
-            usd=None if price is None else price * seconds / HOUR,
-            kwh=None if watts is None else watts * bill.pue * seconds / 3.6e6,
+            usd=None if rates.usd is None else rates.usd * seconds,
+            kwh=None if rates.joules is None else rates.joules * seconds / 3.6e6,
         )
 
     def broken(self, total: Total) -> str | None:
