@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,11 +45,12 @@ def metadata(machine: str, failing: str = "", status: int = 500) -> Iterator[str
 
 
 def start(folder: Path, server: str) -> subprocess.CompletedProcess[str]:
-    """Runs ``host.sh`` with the machine's own curl."""
+    """Runs ``host.sh install`` and ``start`` with the machine's own curl."""
     command, environ = host(folder, {})
     (folder / "curl").unlink()
     environ |= {"GCE_METADATA_IP": server, "NO_PROXY": "*"}
-    return subprocess.run(command, env=environ, text=True, capture_output=True, timeout=60)
+    steps = [*command, "install start"]
+    return subprocess.run(steps, env=environ, text=True, capture_output=True, timeout=60)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +65,9 @@ def test_a_machine_finds_its_place(tmp_path: Path, machine: str, expected: str) 
     with metadata(machine) as server:
         done = start(tmp_path, server)
     assert done.returncode == 0, done.stderr
-    assert expected in done.stdout
+    while not (tmp_path / "code_of_exit").exists():
+        time.sleep(0.02)
+    assert expected in (tmp_path / "host.log").read_text()
 
 
 @pytest.mark.parametrize("status", [404, 403])
