@@ -40,8 +40,27 @@ NUMERIC = (
 )
 """Folders and files whose tests compare numbers, for which XLA's costly passes are left out: they change only rounding."""
 DEFAULT = (
-    *(*NUMERIC, "artifact", "cli", "data", "doctor", "explaining", "exporting", "launching", "models"),
-    *("planning", "predicting", "recipes", "report", "serving", "training", "tuning"),
+    *(
+        *NUMERIC,
+        "artifact",
+        "cli",
+        "data",
+        "doctor",
+        "explaining",
+        "exporting",
+        "launching",
+        "models",
+    ),
+    *(
+        "planning",
+        "predicting",
+        "recipes",
+        "report",
+        "serving",
+        "sim/test_operations",
+        "training",
+        "tuning",
+    ),
 )
 """The same of default tests; slow ones of the last folders have programs as users do."""
 

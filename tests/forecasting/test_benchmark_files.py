@@ -1,8 +1,10 @@
 """Benchmarks on missing and damaged files: one line that names the place, exit code 2; nothing is dropped in silence."""
 
+import io
 import json
-import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +21,31 @@ READ = {
 
 
 def called(name: str, *cases: list[str], module: str = "run") -> list[dict[str, Any]]:
-    child = Path(__file__).with_name("files_child.py")
-    words = [str(BENCHMARKS / name), module, *(json.dumps(case) for case in cases)]
-    done = subprocess.run(
-        [sys.executable, child, *words], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    """Calls the ``main`` of a benchmark's module with each case's words: exit code and what it prints.
+
+    Modules of several benchmarks have the same names, so they are forgotten afterwards.
+    """
+    folder, before = BENCHMARKS / name, set(sys.modules)
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        try:
+            run = import_module(module)
+            for case in cases:
+                patch.setattr(sys, "argv", [str(folder / f"{module}.py"), *case])
+                told, shown, code = io.StringIO(), io.StringIO(), 0
+                with redirect_stderr(told), redirect_stdout(shown):
+                    try:
+                        run.main()
+                    except SystemExit as stop:
+                        code = stop.code
+                found.append({"code": code, "err": told.getvalue(), "out": shown.getvalue()})
+        finally:
+            for new in set(sys.modules) - before:
+                file = getattr(sys.modules[new], "__file__", None)
+                if file is not None and BENCHMARKS in Path(file).parents:
+                    del sys.modules[new]
+    return found
 
 
 def rows_of(name: str) -> list[dict[str, Any]]:

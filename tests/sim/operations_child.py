@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -10,23 +11,23 @@ from typing import Any
 import jax
 
 HERE = Path(__file__).parents[2] / "benchmarks" / "operations"
-KEYS = jax.random.split(jax.random.key(0), 6)
 
 
-def apart(made: Iterable[Any], wanted: Iterable[Any]) -> float:
+def apart(made: Iterable[Any], wanted: Iterable[Any]) -> jax.Array:
     """The largest difference of two lists of arrays."""
-    return max(float(abs(a - b).max()) for a, b in zip(made, wanted, strict=False))
+    differences = [abs(a - b).max() for a, b in zip(made, wanted, strict=False)]
+    return jax.numpy.stack(differences).max()
 
 
-def of_attention(attention: Any) -> dict[str, float]:
+def of_attention(attention: Any, keys: jax.Array) -> dict[str, jax.Array]:
     """Chunks against the whole, the backward pass against JAX's own gradient; f32 matmuls."""
     attention.PRECISION, attention.CHUNKS = None, (16, 24)
     shape = (2, 40, 2, 8)
-    given = {name: jax.random.normal(key, shape) for name, key in zip("qkv", KEYS, strict=False)}
-    given["bias"] = jax.random.normal(KEYS[3], (1, 2, 40, 40))
-    given["mask"] = jax.random.bernoulli(KEYS[4], 0.9, (2, 1, 1, 40))
+    given = {name: jax.random.normal(key, shape) for name, key in zip("qkv", keys, strict=False)}
+    given["bias"] = jax.random.normal(keys[3], (1, 2, 40, 40))
+    given["mask"] = jax.random.bernoulli(keys[4], 0.9, (2, 1, 1, 40))
     out, top, total = attention.plain(given, causal=True, residuals=True)
-    dout = jax.random.normal(KEYS[5], shape)
+    dout = jax.random.normal(keys[5], shape)
 
     def loss(q: Any, k: Any, v: Any) -> Any:
         arrays = given | {"q": q, "k": k, "v": v}
@@ -38,9 +39,9 @@ def of_attention(attention: Any) -> dict[str, float]:
     return {"chunked": apart([chunked], [out]), "backward": apart(made, wanted)}
 
 
-def of_losses(losses: Any) -> dict[str, float]:
+def of_losses(losses: Any, keys: jax.Array) -> dict[str, jax.Array]:
     """Blocks against the whole, the backward pass against JAX's own gradient."""
-    x, w = jax.random.normal(KEYS[0], (20, 8)), jax.random.normal(KEYS[1], (8, 48))
+    x, w = jax.random.normal(keys[0], (20, 8)), jax.random.normal(keys[1], (8, 48))
     labels = jax.numpy.arange(20)
     whole, lse = losses.forward(x, labels, w, mean=True, residuals=True)
     parts = losses.chunked(x, labels, w, mean=True, blocks=(16, 16), residuals=False)
@@ -111,9 +112,13 @@ def main() -> None:
     sys.path.insert(0, str(HERE))
     row = {"mode": "full", "half": "fit", "generation": "v6e", "kind": "k"}
     table = import_module("table").text([row | {"error": e} for e in (-0.1, 0.2, 0.3)])
+    keys = jax.random.split(jax.random.key(0), 6)
+    numbers = {
+        **jax.jit(partial(of_attention, import_module("attention")))(keys),
+        **jax.jit(partial(of_losses, import_module("losses")))(keys),
+    }
     found = {
-        **of_attention(import_module("attention")),
-        **of_losses(import_module("losses")),
+        **{name: float(value) for name, value in numbers.items()},
         **of_rows(import_module("rows")),
         **of_grouped(import_module("rows"), import_module("grouped")),
         "table": table.splitlines()[-1],
