@@ -27,6 +27,6 @@ def job(
         data=StandardLibrary(sequence=sequence, root=SOURCE),
         steps=steps,
         batch=Batch(total=batch),
-        evaluation=Evaluation(metric=metric),
+        evaluation=Evaluation(metric=metric, final_batches=4),
         layout=layout,
     )
