@@ -85,7 +85,7 @@ def tried(
         bill=bill_of(on),
         rejected=None if fits else {"need_bytes": need, "have_bytes": have},
     )
-    total = goal.total(goal.rates(on), one.batch * 2048, seconds) if fits else None
+    total = goal.total(goal.tariff(on), one.batch * 2048, seconds) if fits else None
     return Trial(
         candidate=one,
         analysis=analyse(facts(), one),

@@ -182,7 +182,7 @@ def test_no_layout_left_out_beats_the_answer_by_more_than_the_margin() -> None:
         made = forecast(one, facts, row["step_seconds"], row["peak_bytes"])
         units = one.batch * facts.units_per_example
         seconds = made.step_seconds
-        total = goal.total(goal.rates(one.on), units, seconds) if seconds else None
+        total = goal.total(goal.tariff(one.on), units, seconds) if seconds else None
         return Trial(candidate=one, analysis=analyse(facts, one), forecast=made, total=total)
 
     for one in map(trial, read["compiled"]):

@@ -34,7 +34,7 @@ class Total:
         )
 
 
-class Rates(NamedTuple):
+class Tariff(NamedTuple):
     """What a second of a whole slice costs; None where the catalogue has no price or no power."""
 
     usd: float | None
@@ -71,23 +71,23 @@ class Goal:
         """``on-demand``, or ``given`` for the user's own."""
         return self.price.value if self.chip_usd is None else "given"
 
-    def rates(self, on: Slice) -> Rates:
+    def tariff(self, on: Slice) -> Tariff:
         """Dollars and joules at the meter for a second of a whole slice."""
         price, bill = self.hourly(on), bill_of(on)
-        return Rates(
+        return Tariff(
             usd=None if price is None else price / HOUR,
             joules=None if bill.watts is None else bill.watts * bill.pue,
         )
 
-    def total(self, rates: Rates, units_per_step: float, step_seconds: float) -> Total:
+    def total(self, tariff: Tariff, units_per_step: float, step_seconds: float) -> Total:
         """Time, dollars and kilowatt-hours at a step time."""
         steps = max(self.units / units_per_step, 1.0)
         seconds = steps * step_seconds
         return Total(
             steps=steps,
             seconds=seconds,
-            usd=None if rates.usd is None else rates.usd * seconds,
-            kwh=None if rates.joules is None else rates.joules * seconds / 3.6e6,
+            usd=None if tariff.usd is None else tariff.usd * seconds,
+            kwh=None if tariff.joules is None else tariff.joules * seconds / 3.6e6,
         )
 
     def broken(self, total: Total) -> str | None:

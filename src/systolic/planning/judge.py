@@ -6,7 +6,7 @@ from systolic.forecasting import Forecast
 from systolic.planning.analytic import Analysis, capacity
 from systolic.planning.candidate import Candidate
 from systolic.planning.facts import Facts
-from systolic.planning.goal import Goal, Rates, Total
+from systolic.planning.goal import Goal, Tariff, Total
 from systolic.planning.learned import Correction, likely
 from systolic.planning.plan import Trial
 
@@ -30,16 +30,16 @@ class Judge:
     goal: Goal
     time_off: Correction = field(default_factory=Correction)
     bytes_off: Correction = field(default_factory=Correction)
-    _rates: dict[str, Rates] = field(default_factory=dict)
+    _tariffs: dict[str, Tariff] = field(default_factory=dict)
     """Of each slice by its name."""
 
     def total(self, candidate: Candidate, seconds: float) -> Total:
         """Totals of the whole job at ``seconds`` a step."""
         units = candidate.batch * self.facts.units_per_example
         on = candidate.on
-        if (rates := self._rates.get(on.name)) is None:
-            rates = self._rates[on.name] = self.goal.rates(on)
-        return self.goal.total(rates, units, seconds)
+        if (tariff := self._tariffs.get(on.name)) is None:
+            tariff = self._tariffs[on.name] = self.goal.tariff(on)
+        return self.goal.total(tariff, units, seconds)
 
     def broken(self, candidate: Candidate, seconds: float) -> str | None:
         """Message about the goal's limit that ``seconds`` a step break; None where they break none."""

@@ -298,7 +298,7 @@ def _trial(facts: Facts, candidate: Candidate, made: Forecast) -> Trial:
         candidate=candidate,
         analysis=analyse(facts, candidate),
         forecast=made,
-        total=goal.total(goal.rates(candidate.on), units, seconds) if seconds else None,
+        total=goal.total(goal.tariff(candidate.on), units, seconds) if seconds else None,
     )
 
 
