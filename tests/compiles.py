@@ -57,7 +57,6 @@ DEFAULT = (
         "recipes",
         "report",
         "serving",
-        "sim/test_operations",
         "training",
         "tuning",
     ),

@@ -194,5 +194,5 @@ def test_a_write_that_never_began_is_not_told(words: list[str]):
     done = subprocess.run(
         [sys.executable, *words, "-c", UNSTARTED], text=True, capture_output=True, timeout=120
     )
-    assert "async_serialize" not in done.stderr
+    assert "coroutine 'async_serialize" not in done.stderr
     assert done.stderr.count("'mine' was never awaited") == 1
