@@ -356,6 +356,7 @@ def answered(
         )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.simplefilter("ignore", ResourceWarning)  # of databases that other tests leave
         found.append(importance(made, aims, searched))
     assert found[0] == {}
     return made, found[1]
