@@ -62,9 +62,6 @@ THROUGH_JAX = {"flatbuffers"}
 WITH_JAX = {"jaxlib"}
 """What jax brings at a version of its own choice."""
 
-THROUGH_STARLETTE = {"python-multipart"}
-"""What starlette asks for when a form is read, without a dependency of its own."""
-
 THROUGH_OPTUNA = {"cmaes", "psycopg"}
 """What Optuna asks for where a sampler or a database is chosen, without a dependency of its own."""
 
@@ -111,10 +108,7 @@ def optional() -> set[str]:
 
 def test_the_package_imports_what_it_declares() -> None:
     own = imported("src") - set(CACHED.values()) - WITH_JAX
-    assert (
-        own | THROUGH_JAX | THROUGH_STARLETTE | THROUGH_OPTUNA
-        == names(PROJECT["dependencies"]) | optional()
-    )
+    assert own | THROUGH_JAX | THROUGH_OPTUNA == names(PROJECT["dependencies"]) | optional()
 
 
 def test_what_is_imported_from_the_cache_is_pinned_and_documented() -> None:

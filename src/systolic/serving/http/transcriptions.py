@@ -5,6 +5,7 @@ import math
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from python_multipart.exceptions import FormParserError
 from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -27,7 +28,7 @@ async def transcriptions(request: Request, desk: Desk) -> Response:
     """Answers a request; errors as the parts that it calls."""
     try:
         form = await request.form(max_files=1, max_fields=FIELDS, max_part_size=LONGEST_FIELD)
-    except (HTTPException, AssertionError) as error:
+    except (HTTPException, FormParserError, AssertionError) as error:
         raise bad(f"the body is no multipart form ({error})") from error
     try:
         name, shape, stream, language = _fields(form)
