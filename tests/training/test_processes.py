@@ -9,7 +9,9 @@ import pytest
 from tests.training.children import environment, together
 from tests.training.hosts_child import CASES
 
-ONE_SLICE = [name for name in CASES if not name.startswith("v5e-16")]
+QUICK = ["pipeline", "context-fsdp", "alternating"]
+"""Rows that all read, rows and parts of the sequence of one process, rows of several in turns."""
+OTHERS = [name for name in CASES if not name.startswith("v5e-16") and name not in QUICK]
 TOLERANCE = 2e-5
 """Relative tolerance after three float32 steps, since sums over devices differ in order."""
 
@@ -38,13 +40,17 @@ def read_right(told: list[dict[str, dict[str, Any]]]) -> None:
     assert not wrong
 
 
-def test_two_processes_hold_what_one_would_read(tmp_path: Path):
-    told = run("batches", ONE_SLICE, tmp_path, 2, 4)
+@pytest.mark.parametrize(
+    "names", [QUICK, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["quick", "others"]
+)
+def test_two_processes_hold_what_one_would_read(tmp_path: Path, names: list[str]):
+    told = run("batches", names, tmp_path, 2, 4)
     read_right(told)
     readers = {name: result["readers"] for name, result in told[0].items()}
-    assert readers == dict.fromkeys(ONE_SLICE, 1) | {"alternating": 2}
+    assert readers == {name: 2 if name == "alternating" else 1 for name in names}
 
 
+@pytest.mark.slow
 def test_four_hosts_of_v5e_16_hold_what_one_would_read(tmp_path: Path):
     told = run("batches", ["v5e-16", "v5e-16-ring"], tmp_path, 4, 16)
     read_right(told)
