@@ -188,7 +188,11 @@ gc.collect()
 """
 
 
-@pytest.mark.parametrize("words", [[], ["-W", "error"]], ids=["told", "errors"])
+@pytest.mark.parametrize(
+    "words",
+    [[], pytest.param(["-W", "error"], marks=pytest.mark.slow)],
+    ids=["told", "errors"],
+)
 def test_a_write_that_never_began_is_not_told(words: list[str]):
     """The first failure closes the loop before the other arrays' writes begin."""
     done = subprocess.run(

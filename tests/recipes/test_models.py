@@ -19,6 +19,7 @@ from systolic.models.published import published
 from systolic.recipes.models.named import BUNDLE
 from tests.models import speech
 from tests.models.foreign import structure
+from tests.tiers import some
 
 LLAMA = {
     "model_type": "llama",
@@ -105,12 +106,11 @@ def test_another_class_of_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_config_alone_is_forecast(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = systolic.forecast(str(folder), on="cpu", quick=True, sequence=32)
-    assert made.fits
     line = f"forecast {folder / CONFIG} --on cpu --quick --sequence 32 --model.layers 1 --json"
     assert main(line.split()) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["recipe"] == "tiny-llama"
+    assert said["fits"]
     assert said["options"]["model"]["layers"] == 1
 
 
@@ -144,9 +144,15 @@ def test_encoders_image_models_and_whisper_are_jobs_by_their_config(
     assert (job.model, type(job.task).__name__, job.name) == (own, task, tmp_path.name)
     assert {name: fields[name].shape for name in shapes} == shapes
     assert job.model.flops(fields) == own.flops(fields) > 0
-    made = systolic.forecast(str(tmp_path), on="cpu", quick=True, batch=8)
-    assert made.fits
     assert COUNTS[config["model_type"]] == structure(own).num_parameters
+
+
+@pytest.mark.parametrize(
+    "config", some({name: one for name, (one, *_) in OTHERS.items()}, ["bert"])
+)
+def test_others_are_forecast_by_their_config(config: dict, tmp_path: Path) -> None:
+    (tmp_path / CONFIG).write_text(json.dumps(config, default=str))
+    assert systolic.forecast(str(tmp_path), on="cpu", quick=True, batch=8).fits
 
 
 def test_a_layout_that_does_not_divide_it_is_refused() -> None:

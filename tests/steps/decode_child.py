@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from dataclasses import replace
 
 import jax
@@ -30,6 +31,8 @@ LAYOUTS = {
     "latents": (LATENTS, Layout(data=2, fsdp=1, expert=2, tensor=2), 8),
 }
 """Model, layout and rows."""
+QUICK = ("few rows over experts", "heads over experts", "latents")
+"""Rows that do not divide by the devices, heads over the expert axis, and experts in slots beside dense layers."""
 HEADS, WIDE = ExpertAxis.heads, ("heads over experts",)
 ROWS, PROMPT, CAPACITY, TOKENS = 8, 6, 12, 5
 _GATHERED = re.compile(r"= \w+\[([\d,]*)\]\S* all-gather")
@@ -64,8 +67,9 @@ def write(
     return np.concatenate([first, more], axis=1).tolist(), keys.tolist(), text
 
 
-def main() -> None:
-    for name, (model, layout, rows) in LAYOUTS.items():
+def main(names: list[str]) -> None:
+    for name in names:
+        model, layout, rows = LAYOUTS[name]
         served = Served(expert_axis=HEADS) if name in WIDE else Served()
         steps = tiny.steps(tiny.job(layout=layout, model=model), 8)
         tokens, keys, text = write(steps, rows, served)
@@ -79,4 +83,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

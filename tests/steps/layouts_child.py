@@ -171,7 +171,7 @@ def main(names: list[str]) -> None:
     jax.config.update("jax_disable_most_optimizations", True)
     for name in names:
         steps = tiny.steps(job_of(name), 8)
-        trainer = tiny.Trainer(steps)
+        trainer = tiny.trainer(steps)
         losses, state = trainer.run()
         moments = state.optimizer[0].mu
         largest = "blocks/mlp/up" + ("/lora_b" if name in ADAPTED else "")

@@ -1,6 +1,7 @@
 """Adapters beside frozen weights: what trains, what does not, and that no full gradient is computed."""
 
 from dataclasses import replace
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from systolic.models.adapters import NF4, merged
 from systolic.models.decoder.config import Decoder, Dispatch
 from systolic.models.quantized import quantized
 from systolic.steps import flops
+from systolic.steps.steps import StepFunctions
 from tests.steps import tiny
 from tests.steps.layouts_child import LATENT
 
@@ -23,6 +25,12 @@ ONE = Layout(fsdp=1)
 
 def adapted(adapter: Adapter = LORA, model: Decoder = tiny.MODEL, layout: Layout = ONE) -> Job:
     return tiny.job(model=model, adapter=adapter, layout=layout)
+
+
+@cache
+def steps_of(job: Job) -> StepFunctions:
+    """The same ones each time, so that their functions are traced once."""
+    return tiny.steps(job)
 
 
 def base_of(state: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -36,8 +44,8 @@ def base_of(state: dict[str, jax.Array]) -> dict[str, jax.Array]:
 )
 def test_training_begins_with_the_model_as_it_was(model: Decoder, ulps: int) -> None:
     """To the bit; where XLA fuses the sums of two programs differently, to the last one."""
-    plain, steps = tiny.steps(tiny.job(model=model, layout=ONE)), tiny.steps(adapted(model=model))
-    state = jax.jit(steps.init)(jax.random.key(0))
+    plain, steps = steps_of(tiny.job(model=model, layout=ONE)), steps_of(adapted(model=model))
+    state = tiny.trainer(steps).first
     batch = tiny.batch(steps, 0)
     weights = base_of(state.model_state)
     assert set(plain.network.params) <= set(weights)
@@ -50,8 +58,8 @@ def test_training_begins_with_the_model_as_it_was(model: Decoder, ulps: int) -> 
 
 def test_gradient_of_b_is_that_of_the_matrix_seen_through_a() -> None:
     """With B zero, dL/dB = scale A' dL/dW and dL/dA = 0 (x A B by the chain rule)."""
-    plain, steps = tiny.steps(tiny.job(layout=ONE)), tiny.steps(adapted())
-    state = jax.jit(steps.init)(jax.random.key(1))
+    plain, steps = steps_of(tiny.job(layout=ONE)), steps_of(adapted())
+    state = tiny.trainer(steps).first
     batch = tiny.batch(steps, 0)
 
     def loss(of, params, rest):
@@ -91,9 +99,8 @@ def test_only_adapters_train(adapter: Adapter) -> None:
 
 
 def test_a_trained_adapter_merges_into_the_matrix() -> None:
-    steps = tiny.steps(adapted())
+    plain, steps = steps_of(tiny.job(layout=ONE)), steps_of(adapted())
     _, state = tiny.run(steps, 4)
-    plain = tiny.steps(tiny.job(layout=ONE))
     weights = merged(state.params, state.model_state, LORA)
     assert {path: w.shape for path, w in weights.items()} == {
         path: shape.shape for path, shape in plain.network.params.items()

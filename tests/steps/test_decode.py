@@ -16,12 +16,17 @@ from systolic.steps.steps import StepFunctions
 from systolic.steps.target import MeshTarget
 from tests.devices import virtual_devices
 from tests.steps import tiny
-from tests.steps.decode_child import DENSE, LAYOUTS, MIXTURE, ROWS, write
+from tests.steps.decode_child import DENSE, LAYOUTS, MIXTURE, QUICK, ROWS, write
 
 
-def test_layouts_write_the_text_of_one_device() -> None:
+@pytest.mark.parametrize(
+    "names",
+    [QUICK, pytest.param([n for n in LAYOUTS if n not in QUICK], marks=pytest.mark.slow)],
+    ids=["quick", "others"],
+)
+def test_layouts_write_the_text_of_one_device(names: list[str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.steps.decode_child"],
+        [sys.executable, "-m", "tests.steps.decode_child", *names],
         cwd=Path(__file__).parents[2],
         env=virtual_devices(8),
         capture_output=True,
@@ -30,12 +35,13 @@ def test_layouts_write_the_text_of_one_device() -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = {(one := json.loads(line))["name"]: one for line in done.stdout.splitlines()}
-    assert set(found) == set(LAYOUTS)
+    assert list(found) == list(names)
     alone = {
         model: write(tiny.steps(tiny.job(layout=tiny.ONE_DEVICE, model=model)), ROWS, Served())
-        for model, _, _ in LAYOUTS.values()
+        for model in {LAYOUTS[name][0] for name in names}
     }
-    for name, (model, _, rows) in LAYOUTS.items():
+    for name in names:
+        model, _, rows = LAYOUTS[name]
         tokens, keys, _ = alone[model]
         assert found[name]["tokens"] == tokens[:rows], name
         np.testing.assert_allclose(found[name]["keys"], keys[:rows], rtol=1e-4)

@@ -15,6 +15,8 @@ from systolic.steps.paged_sharding import paged_target
 from tests.steps import tiny
 
 PAGES, SIZE, TEXTS = 37, 4, 3
+QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+"""Of the program that draws weights: optimized, it takes seconds to compile. The step is compiled as users do."""
 # XLA multiplies smaller matrices in loops of its own, with converts inside.
 MODEL = Decoder(
     layers=1,
@@ -38,7 +40,8 @@ def texts_read(paged: PagedSteps, rows: int) -> tuple[np.ndarray, str]:
     draw = np.random.default_rng(0)
     tokens = draw.integers(0, paged.vocab, (5, TEXTS)).astype(np.int32)[:, :rows]
     table = draw.permutation(np.arange(1, PAGES))[: rows * 2].astype(np.int32)
-    weights = jax.jit(lambda key: paged.weights(*paged.steps.network.init(key)))(jax.random.key(0))
+    first = jax.jit(lambda key: paged.weights(*paged.steps.network.init(key)))
+    weights = first.lower(jax.random.key(0)).compile(QUICKLY)(jax.random.key(0))
     pages, latest = paged.empty_pages(PAGES), jnp.zeros((rows + 1,), jnp.int32)
 
     def asked(turn: int) -> np.ndarray:

@@ -73,7 +73,7 @@ def test_the_kernel_reads_a_padded_prompt_as_plain_attention_does(
     tpu = MeshTarget(platform="tpu", layout=here.layout, dtype=here.dtype, mesh=here.mesh)
     rng = np.random.default_rng(0)
     params = {
-        path: rng.normal(size=shape.shape).astype(np.float32) / 4
+        path: jnp.asarray(rng.normal(size=shape.shape) / 4, jnp.float32)
         for path, shape in plain.network.params.items()
     }
     counts = jnp.asarray([PROMPT, 130], jnp.int32)
@@ -83,8 +83,10 @@ def test_the_kernel_reads_a_padded_prompt_as_plain_attention_does(
         """The cache after the prompts, and the hidden state of the last token of each."""
         module = Decode(steps, Sampling())._module(params, {})
         padded = np.where(np.arange(PROMPT) < counts[:, None], tokens, padding)
-        hidden, cache = module.prefill(jnp.asarray(padded), counts, PROMPT + 16, jnp.float32)
-        return cache, hidden[jnp.arange(2), counts - 1]
+        hidden, cache = jax.jit(partial(module.prefill, capacity=PROMPT + 16, dtype=jnp.float32))(
+            jnp.asarray(padded), counts
+        )
+        return cache, hidden[np.arange(2), np.asarray(counts) - 1]
 
     cache, wanted = read(plain, 0)
     found, last = read(StepFunctions(plain.job, tpu), 5)

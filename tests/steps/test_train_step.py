@@ -28,10 +28,20 @@ from tests.steps import tiny
 from tests.tiers import some
 
 
-def test_accumulation_is_the_whole_batch_in_parts() -> None:
-    whole, _ = tiny.run(tiny.steps(tiny.job(layout=Layout(fsdp=1))))
-    parts, _ = tiny.run(tiny.steps(tiny.job(layout=Layout(fsdp=1, accumulate=4))))
+def test_accumulation_is_the_whole_batch_in_parts_and_an_average_follows_the_weights() -> None:
+    whole, last = tiny.run(tiny.steps(tiny.job(layout=Layout(fsdp=1))))
+    averaged = Optimizer(learning_rate=1e-2, ema=0.5)
+    one = tiny.steps(tiny.job(layout=Layout(fsdp=1, accumulate=4), optimizer=averaged))
+    parts, state = tiny.run(one)
     assert parts == pytest.approx(whole, rel=1e-5)
+    assert last.ema is None
+    # The mean's weight of the newest is 9 in 10, 9 in 11 and 9 in 12 at first, and no less than 0.5.
+    expected = np.asarray(tiny.trainer(one).first.params["embedding"], np.float64)
+    for count in range(3):
+        decay = min(0.5, (1 + count) / (10 + count))
+        newest = tiny.run(one, count + 1)[1].params["embedding"]
+        expected = expected * decay + np.asarray(newest, np.float64) * (1 - decay)
+    np.testing.assert_allclose(state.ema["embedding"], expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("remat", some(list(Remat), [Remat.full]))
@@ -169,8 +179,7 @@ def test_layers_are_scaled_to_their_norms_by_hand() -> None:
 @pytest.mark.parametrize("rule", [GuardRule.stop, GuardRule.skip])
 def test_a_bad_step_changes_no_weight(rule: GuardRule) -> None:
     one = tiny.steps(tiny.job(layout=Layout(fsdp=1), guard=Guard(rule=rule)))
-    state = jax.jit(one.init)(jax.random.key(0))
-    train = jax.jit(one.train)
+    train, state = tiny.trainer(one).train, tiny.trainer(one).first
     good = tiny.batch(one, 0)
     poisoned = replace(
         state, params={**state.params, "norm/scale": state.params["norm/scale"] * np.nan}
@@ -186,7 +195,8 @@ def test_a_bad_step_changes_no_weight(rule: GuardRule) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", some([OptimizerKind.adamw, OptimizerKind.sgd, OptimizerKind.muon], OFTEN)
+    "kind",
+    some([OptimizerKind.adamw, OptimizerKind.sgd, OptimizerKind.muon], [OptimizerKind.adamw]),
 )
 def test_the_learning_rate_on_record_is_the_one_of_the_update(kind: OptimizerKind) -> None:
     """A dropped step takes no step of the schedule: the next update has the rate that it would have had."""
@@ -197,9 +207,8 @@ def test_the_learning_rate_on_record_is_the_one_of_the_update(kind: OptimizerKin
         optimizer=Optimizer(kind=kind, learning_rate=0.4, weight_decay=0.0, clip=0.0),
     )
     one = tiny.steps(of)
-    state = jax.jit(one.init)(jax.random.key(0))
-    train = jax.jit(one.train)
-    spoiled = replace(state, params={n: p * np.nan for n, p in state.params.items()})
+    train, state = tiny.trainer(one).train, tiny.trainer(one).first
+    spoiled = replace(state, params={n: np.full_like(p, np.nan) for n, p in state.params.items()})
     dropped, metrics = train(spoiled, tiny.batch(one, 0))
     assert (float(metrics["bad"]), float(metrics["learning_rate"])) == (1, pytest.approx(0.1))
     kept = replace(dropped, params=state.params)
@@ -211,13 +220,13 @@ def test_the_learning_rate_on_record_is_the_one_of_the_update(kind: OptimizerKin
 
 def test_float16_overflow_halves_the_scale_and_is_not_bad() -> None:
     one = tiny.steps(tiny.job(layout=Layout(fsdp=1)), dtype="float16")
-    state = jax.jit(one.init)(jax.random.key(0))
+    train, state = tiny.trainer(one).train, tiny.trainer(one).first
     huge = replace(state, scale=replace(state.scale, scale=jnp.asarray(2.0**40)))
-    after, metrics = jax.jit(one.train)(huge, tiny.batch(one, 0))
+    after, metrics = train(huge, tiny.batch(one, 0))
     assert metrics["bad"] == 0
     assert float(after.scale.scale) == 2.0**39
     np.testing.assert_array_equal(after.params["embedding"], state.params["embedding"])
-    _, metrics = jax.jit(one.train)(state, tiny.batch(one, 0))
+    _, metrics = train(state, tiny.batch(one, 0))
     assert np.isfinite(metrics["grad_norm"])
 
 
@@ -227,15 +236,6 @@ def test_low_precision_stays_near_float32() -> None:
         rounded, state = tiny.run(tiny.steps(tiny.job(layout=Layout(fsdp=1)), dtype=dtype))
         assert rounded == pytest.approx(exact, rel=0.02)
         assert state.params["embedding"].dtype == jnp.float32
-
-
-def test_average_follows_the_weights() -> None:
-    one = tiny.steps(
-        tiny.job(layout=Layout(fsdp=1), optimizer=Optimizer(learning_rate=1e-2, ema=0.5))
-    )
-    _, state = tiny.run(one, 3)
-    gap = jnp.abs(state.ema["embedding"] - state.params["embedding"]).max()
-    assert 0 < float(gap) < 0.05
 
 
 @pytest.mark.parametrize("kind", list(ScheduleKind))

@@ -73,43 +73,58 @@ def batch(of: StepFunctions, seed: int) -> dict[str, jax.Array]:
 
 
 class Trainer:
-    """The first state and the train step of a job, each compiled once."""
+    """The first state and the train step of a job, each compiled once; steps are taken once."""
 
     def __init__(self, of: StepFunctions) -> None:
         self.of = of
         self.first = jax.jit(of.init, out_shardings=of.shardings)(jax.random.key(0))
-        self.train = jax.jit(
+        train = jax.jit(
             of.train,
             in_shardings=(of.shardings, of.batch_shardings),
             out_shardings=(of.shardings, None),
         )
+        self.train = train.lower(self.first, batch(of, 0)).compile()
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self._states = [self.first]
 
     def run(self, count: int = 3) -> tuple[list[float], Any]:
         """The losses of the first steps, and the state after them."""
-        losses, state = [], self.first
-        for index in range(count):
-            state, metrics = self.train(state, batch(self.of, index))
-            losses.append(float(metrics["loss"]))
-        return losses, state
+        for index in range(len(self.losses), count):
+            state, metrics = self.train(self._states[-1], batch(self.of, index))
+            self._states.append(state)
+            self.losses.append(float(metrics["loss"]))
+            self.norms.append(float(metrics["grad_norm"]))
+        return self.losses[:count], self._states[count]
 
     def program(self) -> str:
         """The compiled train step."""
-        return self.train.lower(self.first, batch(self.of, 0)).compile().as_text()
+        return self.train.as_text() or ""
 
     def gradients(self) -> dict[str, list[float]]:
-        """Of the first batch's loss by each parameter: sum and norm."""
+        """Of the first batch's loss by each parameter, as AdamW keeps them: sum and norm; and the norm of all."""
+        _, state = self.run(1)
+        kept = {path: np.asarray(one, np.float64) for path, one in state.optimizer[0].mu.items()}
+        found = {path: [g.sum(), np.sqrt((g * g).sum())] for path, g in kept.items()}
+        return {"all": [self.norms[0]], **found}
 
-        def loss(params: Any, batch: Any) -> jax.Array:
-            return self.of.sums(params, self.first.model_state, batch, train=True)[0]["loss"].total
 
-        slopes = jax.jit(jax.grad(loss), out_shardings=self.of.shardings.params)
-        found = slopes(self.first.params, batch(self.of, 0))
-        return {name: [float(g.sum()), float((g * g).sum() ** 0.5)] for name, g in found.items()}
+_TRAINERS: dict[Any, Trainer] = {}
+
+
+def trainer(of: StepFunctions) -> Trainer:
+    """Of a job on a target, the same one each time."""
+    on = of.target
+    formats = (on.platform, on.dtype, on.matmul_format, on.weight_format)
+    key = (of.job, on.layout, formats, tuple(on.mesh.devices.flat))
+    if key not in _TRAINERS:
+        _TRAINERS[key] = Trainer(of)
+    return _TRAINERS[key]
 
 
 def run(of: StepFunctions, count: int = 3) -> tuple[list[float], Any]:
     """The losses of the first steps, and the state after them."""
-    return Trainer(of).run(count)
+    return trainer(of).run(count)
 
 
 ONE_DEVICE = Layout(fsdp=1)

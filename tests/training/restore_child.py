@@ -1,19 +1,53 @@
-"""One of two processes that save to one folder, or restore from a folder of their own: ``save|restore FOLDER``."""
+"""One of two processes that save to one folder, or restore from a folder of their own: ``save|restore FOLDER``.
+
+``flip FOLDER`` does both, and the second process finds the newest step of its copy damaged.
+"""
 
 import json
+import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.multihost_utils import sync_global_devices
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from systolic.artifact import CheckpointStore
+from systolic.artifact import CheckpointStore, manifest
 from systolic.artifact.access import Access
 from systolic.core.errors import SystolicError
 from systolic.training import hosts
 
 STEPS = (10, 20, 30)
+
+
+def flip(step: Path) -> None:
+    """A bit of every file that the manifest does not describe itself."""
+    for file in step.rglob("*"):
+        if file.is_file() and file.name != manifest.NAME and file.stat().st_size:
+            content = bytearray(file.read_bytes())
+            content[len(content) // 2] ^= 1
+            file.write_bytes(content)
+
+
+def save(folder: Path, abstract: Any) -> None:
+    with CheckpointStore(folder, keep_last=3, peers=hosts.peers()) as store:
+        for step in STEPS:
+            state = jax.tree.map(
+                lambda leaf, step=step: jax.make_array_from_callback(
+                    leaf.shape,
+                    leaf.sharding,
+                    lambda index: (
+                        np.random.default_rng(step)
+                        .normal(size=leaf.shape)
+                        .astype(np.float32)[index]
+                    ),
+                ),
+                abstract,
+            )
+            store.save(step, state, extra={"process": jax.process_index()})
+            store.wait()
 
 
 def main(what: str, folder: Path) -> None:
@@ -25,23 +59,14 @@ def main(what: str, folder: Path) -> None:
         }
     }
     if what == "save":
-        with CheckpointStore(folder, keep_last=3, peers=hosts.peers()) as store:
-            for step in STEPS:
-                state = jax.tree.map(
-                    lambda leaf, step=step: jax.make_array_from_callback(
-                        leaf.shape,
-                        leaf.sharding,
-                        lambda index: (
-                            np.random.default_rng(step)
-                            .normal(size=leaf.shape)
-                            .astype(np.float32)[index]
-                        ),
-                    ),
-                    abstract,
-                )
-                store.save(step, state, extra={"process": jax.process_index()})
-                store.wait()
+        save(folder, abstract)
         return
+    if what == "flip":
+        save(folder / "saved", abstract)
+        sync_global_devices("saved")
+        folder = shutil.copytree(folder / "saved", folder / str(jax.process_index()))
+        if jax.process_index() == 1:
+            flip(folder / str(STEPS[-1]))
     with CheckpointStore(folder, access=Access.read, peers=hosts.peers()) as store:
         try:
             restored = store.restore(abstract)

@@ -100,8 +100,21 @@ def events(path: Path, name: str) -> list[str]:
     return [r["detail"] for r in records(path, "event") if r["name"] == name]
 
 
+_STATES: dict[tuple[Path, int, int], list[np.ndarray]] = {}
+"""Arrays by run, step, and when that checkpoint was written: one run is compared with many."""
+
+
 def state(setup: Setup, path: Path) -> list[np.ndarray]:
     """The newest checkpoint's arrays."""
+    newest = max(int(one.name) for one in (path / "checkpoints").iterdir() if one.name.isdigit())
+    written = (path / "checkpoints" / str(newest) / "manifest.json").stat().st_mtime_ns
+    key = (path, newest, written)
+    if key not in _STATES:
+        _STATES[key] = _read(setup, path)
+    return _STATES[key]
+
+
+def _read(setup: Setup, path: Path) -> list[np.ndarray]:
     with CheckpointStore(path / "checkpoints", access=Access.read) as store:
         leaves = jax.tree.leaves(store.restore(setup.steps.saved(setup.steps.abstract_state)).state)
     return [

@@ -13,15 +13,7 @@ from systolic.artifact import manifest
 from systolic.training import hosts
 from systolic.training.interrupt import AGREE, AGREE_SECONDS, Interrupt
 from tests.training.children import environment, together
-
-
-def flip(step: Path) -> None:
-    """A bit of every file that the manifest does not describe itself."""
-    for file in step.rglob("*"):
-        if file.is_file() and file.name != manifest.NAME and file.stat().st_size:
-            content = bytearray(file.read_bytes())
-            content[len(content) // 2] ^= 1
-            file.write_bytes(content)
+from tests.training.restore_child import flip
 
 
 def cut(step: Path) -> None:
@@ -69,9 +61,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_damage_that_one_process_sees_is_skipped_by_both(saved: Path):
-    how, reason = DAMAGE["flip"]
-    answers = restored(saved, {1: [30]}, how)
+def test_damage_that_one_process_sees_is_skipped_by_both(tmp_path: Path):
+    """Each saves and copies what both saved, then reads its copy."""
+    reason = DAMAGE["flip"][1]
+    words = ["tests.training.restore_child", "flip", str(tmp_path)]
+    told = together(words, environment(tmp_path / "cache"), 2)
+    answers = [json.loads(out.splitlines()[-1]) for out in told]
     assert answers[0] == answers[1]
     assert answers[0]["step"] == 20
     assert answers[0]["same"]

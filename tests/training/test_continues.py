@@ -12,6 +12,8 @@ from systolic.cli.main import main
 from tests.training.children import environment
 from tests.training.test_kept import SIZES
 
+TINY = f"{Path(__file__).with_name('tiny.py')}:job"
+
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -159,10 +161,10 @@ def records(run: Path) -> list[int]:
     return [one["step"] for one in found if one.get("kind") == "train"]
 
 
-def test_how_often_a_run_is_recorded_is_kept(home: Path, capsys: pytest.CaptureFixture[str]):
-    run, text = home / "sparse", ["--path", str(home / "text")]
+def test_how_often_a_run_is_recorded_is_kept(tmp_path: Path):
+    run = tmp_path / "sparse"
     words = ["--run", str(run), "--log-every", "2", "--diagnose", "0", "--json"]
-    assert main(["train", "lm", *text, *SIZES, "--steps", "4", *words]) == 0
+    assert main(["train", TINY, "--steps", "4", *words]) == 0
     assert records(run) == [2, 4]
     assert main(["train", "--resume", str(run), "--steps", "8", "--json"]) == 0
     assert records(run) == [2, 4, 6, 8]

@@ -1,6 +1,8 @@
 """A loss that is not a number, or jumps: the step is named, its batch kept, the state untouched."""
 
+import shutil
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,7 @@ from systolic.core.errors import DataError, RunError
 from systolic.job import Checkpoints, Guard, GuardRule, Precision
 from systolic.steps.state import GuardState
 from systolic.training.replay import replay
-from systolic.training.setup import set_up
+from systolic.training.setup import Setup, set_up
 from tests.training import tiny
 from tests.training.sessions import events, losses, records, state, train
 
@@ -21,24 +23,42 @@ QUIET = {"evaluation": tiny.Evaluation(), "checkpoints": Checkpoints(every=4)}
 """No evaluation before the end."""
 
 
-def test_stop_names_the_step_keeps_its_batch_and_the_checkpoint(tmp_path: Path):
-    setup = set_up(tiny.job(spoil=(6,), **QUIET))
+SPOILED = {"spoil": (6, 9), "ema": 0.9, **QUIET}
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Setup, Path, str]:
+    """A run whose guard stopped it, and what it said."""
+    setup, path = set_up(tiny.job(**SPOILED)), tmp_path_factory.mktemp("guard") / "stopped"
     with pytest.raises(RunError) as caught:
-        train(setup, tmp_path)
-    kept = tmp_path / "bad" / "step-6.npz"
-    assert str(caught.value) == (
-        f"the loss of step 6 is not a number and the checkpoint of step 4 is intact; inspect its batch with systolic train --replay {kept}, lower the learning rate, or continue with systolic train --resume {tmp_path} --guard.rule skip"
+        train(setup, path)
+    return setup, path, str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def skipped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Setup, Path, dict[str, Any]]:
+    """The same run under skip, and its summary."""
+    path = tmp_path_factory.mktemp("guard") / "skipped"
+    setup = set_up(tiny.job(guard=Guard(rule=GuardRule.skip), **SPOILED))
+    return setup, path, train(setup, path)
+
+
+def test_stop_names_the_step_keeps_its_batch_and_the_checkpoint(stopped: tuple[Setup, Path, str]):
+    setup, path, told = stopped
+    kept = path / "bad" / "step-6.npz"
+    assert told == (
+        f"the loss of step 6 is not a number and the checkpoint of step 4 is intact; inspect its batch with systolic train --replay {kept}, lower the learning rate, or continue with systolic train --resume {path} --guard.rule skip"
     )
-    assert events(tmp_path, "bad_step") == [
+    assert events(path, "bad_step") == [
         f"the loss of step 6 is not a number; its batch is in {kept}"
     ]
-    assert [r["step"] for r in records(tmp_path, "event") if r["name"] == "bad_step"] == [6]
-    assert max(losses(tmp_path)) <= 6, "steps after the bad one are not on record"
-    assert all(np.isfinite(array).all() for array in state(setup, tmp_path))
+    assert [r["step"] for r in records(path, "event") if r["name"] == "bad_step"] == [6]
+    assert max(losses(path)) <= 6, "steps after the bad one are not on record"
+    assert all(np.isfinite(array).all() for array in state(setup, path))
     with np.load(kept) as batch:
         assert sorted(batch) == ["label", "mask", "weight", "x"]
         assert np.isnan(batch["x"]).all()
-    found = replay(setup, Run.open(tmp_path), kept)
+    found = replay(setup, Run.open(path), kept)
     assert (found["step"], found["weights"], found["metrics"]["bad"]) == (6, 4, 1)
     assert found["not_finite"] == ["batch weight", "batch x", "grad_norm", "loss"]
     assert found["arrays"]["x"] == "float32[16,8] no number, 128 not finite"
@@ -51,37 +71,36 @@ def test_a_file_that_is_no_batch_of_the_run_is_refused(tmp_path: Path):
         replay(set_up(tiny.job()), run, tmp_path / "other.npz")
 
 
-def test_skip_drops_the_update_counts_it_and_goes_on(tmp_path: Path):
-    guard = Guard(rule=GuardRule.skip)
-    setup = set_up(tiny.job(spoil=(5, 9), guard=guard, ema=0.9, **QUIET))
-    summary = train(setup, tmp_path)
+def test_skip_drops_the_update_counts_it_and_goes_on(
+    skipped: tuple[Setup, Path, dict[str, Any]],
+):
+    setup, path, summary = skipped
     assert summary["bad_steps"] == 2
     assert summary["steps"] == 16
-    seen = losses(tmp_path)
-    assert [step for step, values in seen.items() if not np.isfinite(values[0])] == [5, 9]
+    seen = losses(path)
+    assert [step for step, values in seen.items() if not np.isfinite(values[0])] == [6, 9]
     assert np.isfinite(summary["final"]["loss"])
-    assert all(np.isfinite(array).all() for array in state(setup, tmp_path))
-    assert [path.name for path in sorted((tmp_path / "bad").iterdir())] == [
-        "step-5.npz",
+    assert all(np.isfinite(array).all() for array in state(setup, path))
+    assert [file.name for file in sorted((path / "bad").iterdir())] == [
+        "step-6.npz",
         "step-9.npz",
     ]
 
 
-def test_a_run_that_stopped_goes_on_under_skip(tmp_path: Path):
+def test_a_run_that_stopped_goes_on_under_skip(
+    stopped: tuple[Setup, Path, str],
+    skipped: tuple[Setup, Path, dict[str, Any]],
+    tmp_path: Path,
+):
     """The same job under skip from the start is the same run."""
-    stop = tiny.job(spoil=(6,), **QUIET)
-    skip = tiny.job(spoil=(6,), guard=Guard(rule=GuardRule.skip), **QUIET)
-    with pytest.raises(RunError):
-        train(stop, tmp_path / "run")
-    summary = train(skip, tmp_path / "run", resume=True)
-    assert summary["bad_steps"] == 1
-    setup = set_up(skip)
-    train(setup, tmp_path / "skipped")
-    for path in ("run", "skipped"):
-        assert np.isnan(losses(tmp_path / path)[6][0])
-    with CheckpointStore(tmp_path / "run" / "checkpoints", access=Access.read) as store:
+    setup, whole, _ = skipped
+    run = shutil.copytree(stopped[1], tmp_path / "run")
+    assert train(setup, run, resume=True)["bad_steps"] == 2
+    for path in (run, whole):
+        assert np.isnan(losses(path)[6][0])
+    with CheckpointStore(run / "checkpoints", access=Access.read) as store:
         assert store.latest_step() == 16
-    left, right = (state(setup, tmp_path / path) for path in ("run", "skipped"))
+    left, right = (state(setup, path) for path in (run, whole))
     assert all(a.tobytes() == b.tobytes() for a, b in zip(left, right, strict=True))
 
 

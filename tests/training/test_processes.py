@@ -38,6 +38,7 @@ def read_right(told: list[dict[str, dict[str, Any]]]) -> None:
     assert not wrong
 
 
+@pytest.mark.slow
 def test_two_processes_hold_what_one_would_read(tmp_path: Path):
     told = run("batches", ONE_SLICE, tmp_path, 2, 4)
     read_right(told)
@@ -45,6 +46,7 @@ def test_two_processes_hold_what_one_would_read(tmp_path: Path):
     assert readers == dict.fromkeys(ONE_SLICE, 1) | {"alternating": 2}
 
 
+@pytest.mark.slow
 def test_four_hosts_of_v5e_16_hold_what_one_would_read(tmp_path: Path):
     told = run("batches", ["v5e-16", "v5e-16-ring"], tmp_path, 4, 16)
     read_right(told)

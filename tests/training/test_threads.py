@@ -64,7 +64,7 @@ script()
 """
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)])
 def test_a_signal_while_the_first_state_compiles_is_obeyed(tmp_path: Path, name: str):
     run = tmp_path / "run"
     done = subprocess.run(

@@ -1,7 +1,7 @@
 """What a session records: recompiles, kernels, checkpoints and their best, early stops, time."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,8 @@ from systolic.training.evaluate import Evaluator
 from systolic.training.interrupt import Interrupt
 from systolic.training.ledger import Ledger, Spent
 from systolic.training.meter import Meter
-from systolic.training.setup import set_up
+from systolic.training.setup import Setup, set_up
+from tests.tiers import some
 from tests.training import tiny
 from tests.training.sessions import (
     Collect,
@@ -97,7 +98,7 @@ def test_a_metric_that_is_not_reported_is_refused_before_any_step(tmp_path: Path
     assert not list(Run.open(tmp_path).records())
 
 
-def test_the_time_of_a_session_adds_up(tmp_path: Path):
+def test_the_time_of_a_session_adds_up_and_its_records_are_told(tmp_path: Path):
     seen = Collect()
     summary = train(tiny.job(), tmp_path, watchers=[seen])
     time = summary["time"]
@@ -120,6 +121,12 @@ def test_the_time_of_a_session_adds_up(tmp_path: Path):
         f"{split}_{name}" for split in ("validation", "test") for name in ("loss", "accuracy")
     }
     assert summary["next"] == f"systolic eval {tmp_path}"
+    # Records are the same on disk and for watchers.
+    assert events(tmp_path, "kernel") == ["a plain product was chosen"]
+    on_disk = [r["kind"] for kind in ("start", "train", "end") for r in records(tmp_path, kind)]
+    assert on_disk == ["start"] + ["train"] * 16 + ["end"]
+    seen_kinds = [r["kind"] for r in seen.records if r["kind"] != "evaluating"]
+    assert seen_kinds == [r["kind"] for r in Run.open(tmp_path).records()]
 
 
 def test_every_second_of_a_ledger_is_somewhere():
@@ -148,48 +155,51 @@ def test_every_second_of_a_ledger_is_somewhere():
     }
 
 
-def test_records_are_the_same_on_disk_and_for_watchers(tmp_path: Path):
-    seen = Collect()
-    train(tiny.job(steps=4), tmp_path, watchers=[seen])
-    assert events(tmp_path, "kernel") == ["a plain product was chosen"]
-    on_disk = [r["kind"] for kind in ("start", "train", "end") for r in records(tmp_path, kind)]
-    assert on_disk == ["start"] + ["train"] * 4 + ["end"]
-    seen_kinds = [r["kind"] for r in seen.records if r["kind"] != "evaluating"]
-    assert seen_kinds == [r["kind"] for r in Run.open(tmp_path).records()]
+@dataclass(frozen=True)
+class Recorded:
+    """A run of 14 steps of which the third is dropped, with a record of each and with one of five."""
+
+    setup: Setup
+    each: Path
+    five: Path
+    summary: dict[str, Any]
+    """Of ``five``."""
 
 
-def test_a_record_holds_the_mean_of_its_steps(tmp_path: Path):
-    job = tiny.job(steps=9, evaluation=Evaluation(), checkpoints=Checkpoints())
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    home = tmp_path_factory.mktemp("recorded")
+    evaluation, guard = Evaluation(every=7, batches=1), Guard(rule=GuardRule.skip)
+    job = tiny.job(
+        14, spoil=(3,), guard=guard, checkpoints=Checkpoints(every=3), evaluation=evaluation
+    )
     setup = set_up(job)
-    train(setup, tmp_path / "each")
-    train(setup, tmp_path / "four", log_every=4)
-    each, four = (records(tmp_path / name, "train") for name in ("each", "four"))
-    assert [r["step"] for r in four] == [4, 8, 9]
+    train(setup, home / "each")
+    summary = train(setup, home / "five", log_every=5)
+    return Recorded(setup, home / "each", home / "five", summary)
+
+
+def test_a_record_holds_the_mean_of_its_steps_but_dropped_ones(recorded: Recorded):
+    each, five = records(recorded.each, "train"), records(recorded.five, "train")
+    assert not np.isfinite(each[2]["loss"])
+    assert [r["step"] for r in five] == [5, 10, 14]
     for name in ("loss", "grad_norm", "accuracy"):
         values = [r[name] for r in each]
-        means = [np.mean(values[:4]), np.mean(values[4:8]), values[8]]
-        assert [r[name] for r in four] == pytest.approx(means)
-    assert [r["learning_rate"] for r in four] == [each[i]["learning_rate"] for i in (3, 7, 8)]
+        means = [np.mean([*values[:2], *values[3:5]]), np.mean(values[5:10]), np.mean(values[10:])]
+        assert [r[name] for r in five] == pytest.approx(means)
+    assert [r["learning_rate"] for r in five] == [each[i]["learning_rate"] for i in (4, 9, 13)]
 
 
-def test_means_of_a_resumed_run_are_those_of_one_that_was_not_cut_off(tmp_path: Path):
-    setup = set_up(tiny.job(steps=14, checkpoints=Checkpoints(every=3)))
-    train(setup, tmp_path / "whole", log_every=5)
+def test_means_of_a_resumed_run_are_those_of_one_that_was_not_cut_off(
+    recorded: Recorded, tmp_path: Path
+):
+    setup, cut = recorded.setup, tmp_path / "cut"
     with pytest.raises(Crash):
-        train(setup, tmp_path / "cut", watchers=[CrashAt(10)], log_every=5)
-    train(setup, tmp_path / "cut", resume=True, log_every=5)
-    assert [r["resumed_from"] for r in records(tmp_path / "cut", "start")] == [None, 9]
-    assert losses(tmp_path / "whole") == losses(tmp_path / "cut")
-    assert sorted(losses(tmp_path / "cut")) == [5, 10, 14]
-
-
-def test_a_dropped_step_is_not_in_the_mean(tmp_path: Path):
-    guard = Guard(rule=GuardRule.skip)
-    setup = set_up(tiny.job(steps=6, spoil=(3,), guard=guard, evaluation=Evaluation()))
-    train(setup, tmp_path / "each")
-    train(setup, tmp_path / "three", log_every=3)
-    each, three = (records(tmp_path / name, "train") for name in ("each", "three"))
-    assert three[0]["loss"] == pytest.approx((each[0]["loss"] + each[1]["loss"]) / 2)
+        train(setup, cut, watchers=[CrashAt(10)], log_every=5)
+    train(setup, cut, resume=True, log_every=5)
+    assert [r["resumed_from"] for r in records(cut, "start")] == [None, 9]
+    assert losses(recorded.five) == losses(cut)
+    assert sorted(losses(cut)) == [5, 10, 14]
 
 
 def test_a_record_is_of_its_own_steps_whenever_the_host_sees_them():
@@ -222,20 +232,20 @@ def test_a_record_is_of_its_own_steps_whenever_the_host_sees_them():
     assert seen[-1]["eta_seconds"] == pytest.approx(75 * 12 / 8)
 
 
-@pytest.mark.parametrize("every", [1, 4])
-def test_the_times_on_record_add_up_to_those_of_the_steps(tmp_path: Path, every: int):
-    evaluation = Evaluation(every=5)
-    summary = train(tiny.job(steps=17, evaluation=evaluation), tmp_path, log_every=every)
-    steps = [(r["num_steps"], r["step_seconds"]) for r in records(tmp_path, "train")]
-    assert sum(count for count, _ in steps) == 17
-    loop = summary["time"]["step"] + summary["time"]["data_wait"]
+def test_the_times_on_record_add_up_to_those_of_the_steps(recorded: Recorded):
+    steps = [(r["num_steps"], r["step_seconds"]) for r in records(recorded.five, "train")]
+    assert sum(count for count, _ in steps) == 14
+    loop = recorded.summary["time"]["step"] + recorded.summary["time"]["data_wait"]
     assert 0 < sum(count * seconds for count, seconds in steps) < loop + 0.01
 
 
 def test_a_warm_up_that_is_shortened_is_told(tmp_path: Path):
     own = Schedule(warmup=100)
     job = replace(tiny.job(steps=4, evaluation=Evaluation()), schedule=own.shortened(own, 4))
-    train(job, tmp_path)
+    summary = train(job, tmp_path)
+    # What no phase claims is little, also of a run that trains for a moment.
+    assert summary["time"]["start"] > 0
+    assert summary["time"]["other"] < 0.05 * summary["seconds"]
     line = "schedule.warmup is 100 by default and the job has 4 steps, so it is shortened to 1, a tenth of them; give another --schedule.warmup, or more --steps"
     assert events(tmp_path, "schedule") == [line]
 
@@ -249,21 +259,15 @@ def test_a_warm_up_that_takes_all_steps_is_refused():
         set_up(replace(job, schedule=Schedule(warmup=20)))
 
 
-def test_start_up_has_a_name(tmp_path: Path):
-    """What no phase claims is little, also of a run that trains for a moment."""
-    summary = train(tiny.job(steps=2, evaluation=Evaluation()), tmp_path)
-    assert summary["time"]["start"] > 0
-    assert summary["time"]["other"] < 0.05 * summary["seconds"]
-
-
 @pytest.mark.parametrize(
-    ("batches", "final", "read"),
-    [(0, None, [4, 3]), (2, None, [2, 2]), (2, 0, [4, 3]), (0, 3, [3, 3])],
+    "rule",
+    some([(0, None, [4, 3]), (2, None, [2, 2]), (2, 0, [4, 3]), (0, 3, [3, 3])], [(0, 3, [3, 3])]),
 )
 def test_the_last_evaluation_reads_so_many_batches(
-    tmp_path: Path, batches: int, final: int | None, read: list[int]
+    tmp_path: Path, rule: tuple[int, int | None, list[int]]
 ):
-    """Of 60 and 40 examples in batches of 16: 4 and 3."""
+    """Batches of an evaluation, of the last one, and what that reads: of 60 and 40 examples in batches of 16 4 and 3."""
+    batches, final, read = rule
     job = tiny.job(steps=2, evaluation=Evaluation(batches=batches, final_batches=final))
     told: list[tuple[int, int]] = []
 

@@ -33,6 +33,7 @@ from systolic.tuning.results import rows_of
 from systolic.tuning.search import Searched
 from systolic.tuning.study import SharedStudy, address
 from systolic.tuning.worker import is_gone, this_worker
+from tests.tiers import some
 
 LEARNED = Searched(name="rate", spec="", low=1e-4, high=1e-2, log=True)
 LAYERS = Searched(name="layers", spec="", low=1, high=4, whole=True)
@@ -405,12 +406,22 @@ def test_importances_hardly_depend_on_the_forests_seeds() -> None:
     assert abs(found["a"] - _mean_shares(made, 100)["a"]) < 0.02
 
 
-@pytest.mark.parametrize("name", [sampling.Sampler.tpe, sampling.Sampler.random])
-@pytest.mark.parametrize("kind", [sampling.Pruner.none, sampling.Pruner.hyperband])
+@pytest.mark.parametrize(
+    "by",
+    some(
+        {
+            f"{name.value}-{kind.value}": (name, kind)
+            for kind in (sampling.Pruner.none, sampling.Pruner.hyperband)
+            for name in (sampling.Sampler.tpe, sampling.Sampler.random)
+        },
+        ["tpe-hyperband", "random-none"],
+    ),
+)
 def test_no_settings_are_drawn_twice_while_there_are_others(
-    name: sampling.Sampler, kind: sampling.Pruner, tmp_path: Path
+    by: tuple[sampling.Sampler, sampling.Pruner], tmp_path: Path
 ) -> None:
     """One of twelve settings is much better, which attracts a sampler."""
+    name, kind = by
     searched = [LAYERS, Searched(name="width", spec="", low=0.1, high=0.3, step=0.1)]
     assert sampling.check(name, searched, 1) == 12
     shared, found = study(tmp_path), []

@@ -40,7 +40,7 @@ class ApartDecode:
     def __init__(self, decode: Decode) -> None:
         self.decode = decode
         self._layers: list[Layer] = []
-        params, model_state = jax.eval_shape(lambda: decode.steps.network.init(jax.random.key(0)))
+        params, model_state = decode.steps.network.shapes
         self.abstract_weights: ServingWeights = jax.eval_shape(self.weights, params, model_state)
 
     def weights(self, params: Any, model_state: Any) -> ServingWeights:

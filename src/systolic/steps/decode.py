@@ -93,9 +93,8 @@ class Decode:
                     f"{steps.job.name} has no cache in int8, decoders do; leave --kv-dtype out"
                 )
             self.cache_dtype = jnp.dtype(jnp.int8)
-        module = jax.eval_shape(
-            lambda: steps.network.module(*steps.network.init(jax.random.key(0)), train=False)
-        )
+        network = steps.network
+        module = jax.eval_shape(partial(network.module, train=False), *network.shapes)
         if not isinstance(module, IncrementalDecoder):
             raise RunError(
                 f"{steps.job.name} trains a model that does not generate text; use systolic eval, or systolic predict where its data has single files"
@@ -168,8 +167,8 @@ class Decode:
         """
         target = self.steps.target
 
-        def begin() -> DecodeState:
-            module = self._module(*self.steps.network.init(jax.random.key(0)))
+        def begin(*weights: Any) -> DecodeState:
+            module = self._module(*weights)
             return DecodeState(
                 token=jnp.zeros((size,), jnp.int32),
                 key=jax.random.key(0),
@@ -182,7 +181,7 @@ class Decode:
             where = target.sharding(target.fit(array.shape, axes))
             return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=where)
 
-        shapes = jax.eval_shape(begin)
+        shapes = jax.eval_shape(begin, *self.steps.network.shapes)
         return DecodeState(
             token=split(shapes.token, ("batch",)),
             key=split(shapes.key, ()),

@@ -72,6 +72,11 @@ class ModelStructure:
         """Elements of all parameters that train."""
         return sum(shape.size for shape in self.params.values())
 
+    @property
+    def shapes(self) -> tuple[dict[str, jax.ShapeDtypeStruct], dict[str, jax.ShapeDtypeStruct]]:
+        """What :meth:`init` gives as ShapeDtypeStructs, without building the module once more."""
+        return self.params, self.model_state
+
     def init(self, key: jax.Array) -> tuple[Arrays, Arrays]:
         """Fresh parameters and other variables; to be called under ``jit`` with sharded outputs."""
         module = self._module(key)

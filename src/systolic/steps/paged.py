@@ -122,7 +122,7 @@ class PagedSteps:
         job = paged_sharding.served_job(steps.job, target.layout)
         self.steps, self.page_size = StepFunctions(job, target, trains=False), page_size
         self._layers: list[Layer] = []
-        params, model_state = jax.eval_shape(lambda: steps.network.init(jax.random.key(0)))
+        params, model_state = steps.network.shapes
         self.abstract_weights: ServingWeights = jax.eval_shape(self.weights, params, model_state)
 
     @property

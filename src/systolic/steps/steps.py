@@ -74,7 +74,7 @@ class StepFunctions:
     @cached_property
     def shapes(self) -> TrainState:
         """The state as ShapeDtypeStructs."""
-        return jax.eval_shape(self.init, jax.random.key(0))
+        return jax.eval_shape(self._first, *self.network.shapes)
 
     @cached_property
     def shardings(self) -> TrainState:
@@ -182,7 +182,10 @@ class StepFunctions:
 
     def init(self, key: jax.Array) -> TrainState:
         """The state before the first step; jit it with ``out_shardings=self.shardings`` so that weights are created sharded."""
-        params, model_state = self.network.init(key)
+        return self._first(*self.network.init(key))
+
+    def _first(self, params: Arrays, model_state: Arrays) -> TrainState:
+        """The state before the first step, of these weights and variables."""
         dtypes = self.job.dtypes
         # A model may keep weights in bf16; optimizer state and average are float32 by default.
         optimizer = self.optimizer.init(storage.widened(params))

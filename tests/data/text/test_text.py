@@ -18,6 +18,7 @@ from systolic.data.text.packing import Packing
 from systolic.data.text.rows import cut, fit, lay
 from systolic.data.text.tokenizer import Tokenizer
 from systolic.job.data import Read, Split
+from tests.tiers import some
 
 WORDS = ("the", "array", "flows", "through", "cells", "while", "pulses", "beat", "and", "sums")
 
@@ -261,7 +262,7 @@ def test_endless_hosts_read_different_windows(tmp_path):
     assert len(whole) < 0.1 * len(seen[0])
 
 
-@pytest.mark.parametrize("after", [1, 2, 4, 5])
+@pytest.mark.parametrize("after", some([1, 2, 4, 5], [2, 4]))
 def test_another_number_of_hosts_leaves_no_document_out(after, tmp_path):
     path = write("jsonl", tmp_path / "corpus", texts(600, longest=100))
     data = Documents(path=path, sequence=8, validation_share=0)
