@@ -61,13 +61,16 @@ def test_the_kernel_has_the_results_of_grouped_products(
         monkeypatch.setattr(few, "LEAST_TILE", 8)
         monkeypatch.setattr(few, "VMEM_BYTES", 60_000)
         assert few.sizes_of(tokens, "float32", matrices).tile == 8
-    wanted = _grouped(
-        TARGET, mlp, x[:, None], (chosen[:, None], weights[:, None]), matrices, biases
-    )
-    found = jax.jit(lambda *given: few_product(TARGET, mlp, *given, biases=biases, interpret=True))(
-        x, (chosen, weights), matrices
-    )
-    np.testing.assert_allclose(found, wanted[:, 0], atol=2e-5)
+
+    @jax.jit
+    def both(x: Any, chosen: Any, weights: Any, matrices: Any) -> Any:
+        grouped = (chosen[:, None], weights[:, None])
+        wanted = _grouped(TARGET, mlp, x[:, None], grouped, matrices, biases)
+        routing = (chosen, weights)
+        found = few_product(TARGET, mlp, x, routing, matrices, biases=biases, interpret=True)
+        return found, wanted[:, 0]
+
+    np.testing.assert_allclose(*both(x, chosen, weights, matrices), atol=2e-5)
 
 
 def test_an_overflow_is_that_of_the_tokens_that_chose_the_expert() -> None:
