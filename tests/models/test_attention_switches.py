@@ -180,6 +180,7 @@ def test_flops_count_what_the_windows_leave() -> None:
     assert replace(tiny.MODEL, window=100).flops(fields) == full
 
 
+@pytest.mark.slow
 def test_a_decoder_with_all_of_them_has_the_same_gradients_in_chunks() -> None:
     config = replace(GPT_OSS, layers=2, attention_cap=2.0, logit_cap=3.0)
     job = tiny.job(model=config, layout=tiny.ONE_DEVICE)

@@ -57,26 +57,27 @@ def given(experts: int) -> tuple[Any, ...]:
     )
 
 
-@pytest.mark.parametrize("shift", [0, 2, -3], ids=["all", "later", "others"])
-def test_groups_are_the_sum_over_experts_and_so_are_their_gradients(shift: int) -> None:
+def test_groups_are_the_sum_over_experts_and_so_are_their_gradients() -> None:
     """Shifted choices are those of other devices, or of no one: they add nothing."""
     x, chosen, weights, matrices = given(4)
-    chosen = chosen + shift
     biases = tuple(jax.random.normal(jax.random.key(n), (4, 24)) for n in (7, 8))
 
     target = tiny.steps(tiny.job(layout=tiny.ONE_DEVICE, model=CONFIG)).target
 
-    def ours(x: Any, weights: Any, matrices: Any, biases: Any) -> jax.Array:
+    def ours(x: Any, weights: Any, matrices: Any, biases: Any, chosen: Any) -> jax.Array:
         routing = (chosen, weights)
         return jnp.sin(_grouped(target, Mlp.swiglu, x, routing, tuple(matrices), biases)).sum()
 
-    def theirs(x: Any, weights: Any, matrices: Any, biases: Any) -> jax.Array:
+    def theirs(x: Any, weights: Any, matrices: Any, biases: Any, chosen: Any) -> jax.Array:
         return jnp.sin(by_hand(x, chosen, weights, matrices, biases)).sum()
 
-    found = jax.jit(jax.value_and_grad(ours, (0, 1, 2, 3)))(x, weights, matrices, biases)
-    wanted = jax.jit(jax.value_and_grad(theirs, (0, 1, 2, 3)))(x, weights, matrices, biases)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-5)
+    both = jax.jit(
+        lambda *given: [jax.value_and_grad(one, (0, 1, 2, 3))(*given) for one in (ours, theirs)]
+    )
+    for shift in (0, 2, -3):
+        found, wanted = both(x, weights, matrices, biases, chosen + shift)
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_allclose(a, b, atol=2e-5, err_msg=str(shift))
 
 
 BIASED = replace(CONFIG, mlp=Mlp.swiglu_clamped, expert_bias=True, router=Router(logit_bias=True))
@@ -132,12 +133,19 @@ def test_a_layers_groups_are_its_own_in_the_stack_of_all() -> None:
     stack = jax.random.normal(jax.random.key(0), (3, 2, 4, 5))
     x, sizes = jax.random.normal(jax.random.key(1), (6, 4)), jnp.array([4, 2], jnp.int32)
     target = tiny.steps(tiny.job(layout=tiny.ONE_DEVICE, model=CONFIG)).target
+
+    @jax.jit
+    def products(number: jax.Array) -> list[jax.Array]:
+        stacks = (stack, quantized(stack, (2,), INT8))
+        layers = [Layered(stack=one, number=number) for one in stacks]
+        return [grouped_product(target, x, layer, sizes, 6) for layer in layers]
+
     for number in range(3):
-        layer = Layered(stack=stack, number=jnp.int32(number))
-        whole = Layered(stack=quantized(stack, (2,), INT8), number=jnp.int32(number))
-        wanted = jnp.concatenate([x[:4] @ stack[number, 0], x[4:] @ stack[number, 1]])
-        np.testing.assert_allclose(grouped_product(target, x, layer, sizes, 6), wanted, atol=1e-5)
-        np.testing.assert_allclose(grouped_product(target, x, whole, sizes, 6), wanted, atol=0.1)
+        first, second = np.asarray(stack)[number]
+        wanted = np.concatenate([np.asarray(x)[:4] @ first, np.asarray(x)[4:] @ second])
+        plain, rounded = products(jnp.int32(number))
+        np.testing.assert_allclose(plain, wanted, atol=1e-5)
+        np.testing.assert_allclose(rounded, wanted, atol=0.1)
 
 
 def test_matrices_of_four_bits_are_split_over_a_tensor_axis() -> None:

@@ -80,6 +80,7 @@ def test_logits_and_loss_are_those_of_bert_by_hand() -> None:
     assert float(sums["accuracy"].total) == hits
 
 
+@pytest.mark.slow
 def test_the_loss_of_hidden_tokens_falls() -> None:
     of = encoders.steps(encoders.job())
     losses, _ = encoders.run(of, 40)

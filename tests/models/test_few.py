@@ -46,7 +46,10 @@ TARGET: Any = SimpleNamespace(platform="cpu", layout=Layout(fsdp=1), serves=True
 
 
 @pytest.mark.parametrize("tokens", some([1, 21], [21]))
-@pytest.mark.parametrize("kind", ["plain", "biased", "int8", "tiles", "others"])
+@pytest.mark.parametrize(
+    "kind",
+    some(["plain", "biased", "int8", "tiles", "others"], ("biased", "int8", "tiles", "others")),
+)
 def test_the_kernel_has_the_results_of_grouped_products(
     tokens: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,7 +50,7 @@ def batch(steps, vocab: int) -> dict[str, np.ndarray]:
     return {**arrays, "segments": np.ones_like(place), "mask": mask}
 
 
-@pytest.mark.parametrize("name", some(list(DECODERS), ("untied", "mixture", "n-grams")))
+@pytest.mark.parametrize("name", some(list(DECODERS), ("mixture", "n-grams")))
 def test_a_decoder_begins_near_the_logarithm_of_its_vocabulary(name: str) -> None:
     model = DECODERS[name]
     assert first_loss(model) == pytest.approx(math.log(model.vocab), abs=0.35)

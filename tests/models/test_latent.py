@@ -194,7 +194,7 @@ def both(net: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
     return whole, continued(net, tokens, 4)
 
 
-@pytest.mark.parametrize("name", some(list(MODELS), ("deepseek_v2", "deepseek_v3")))
+@pytest.mark.parametrize("name", some(list(MODELS), ["deepseek_v2"]))
 def test_logits_are_those_of_transformers_also_through_a_cache(name: str) -> None:
     config = of_hugging_face(name)
     network = tiny.steps(tiny.job(layout=tiny.ONE_DEVICE, model=config)).network

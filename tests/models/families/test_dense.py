@@ -58,7 +58,7 @@ def test_logits_and_weights_agree(name: str, tmp_path: Path) -> None:
         np.testing.assert_array_equal(back[key], value.array, err_msg=key)
 
 
-@pytest.mark.parametrize("name", some(FAMILIES, ("gemma3", "gpt2")))
+@pytest.mark.parametrize("name", some(FAMILIES, ["gemma3"]))
 def test_a_cache_gives_the_logits_of_the_whole_text(name: str, tmp_path: Path) -> None:
     theirs = random_model(*CASES[name])
     expected = logits_of(theirs)
