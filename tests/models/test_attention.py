@@ -37,12 +37,12 @@ def target(platform: str) -> MeshTarget:
 
 
 def inputs(sequence: int, head_dim: int, dtype: str = "float32"):
-    keys = jax.random.split(jax.random.key(0), 3)
-    query = jax.random.normal(keys[0], (2, sequence, 4, head_dim), dtype)
-    key = jax.random.normal(keys[1], (2, sequence, 2, head_dim), dtype)
-    value = jax.random.normal(keys[2], (2, sequence, 2, head_dim), dtype)
-    segments = jnp.repeat(jnp.array([[1, 2], [1, 1]], jnp.int32), sequence // 2, axis=1)
-    return query, key, value, segments
+    draw = np.random.default_rng(0)
+    query, key, value = (
+        jnp.asarray(draw.normal(size=(2, sequence, heads, head_dim)), dtype) for heads in (4, 2, 2)
+    )
+    segments = np.repeat(np.array([[1, 2], [1, 1]], np.int32), sequence // 2, axis=1)
+    return query, key, value, jnp.asarray(segments)
 
 
 def by_hand(query, key, value, segments):

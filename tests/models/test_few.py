@@ -1,5 +1,6 @@
 """Experts of few tokens: the kernel has the results of grouped products, reads chosen experts alone, and a step copies none."""
 
+import functools
 import gzip
 import re
 from dataclasses import replace
@@ -30,6 +31,7 @@ from tests.tiers import some
 EXPERTS, WIDTH, UNITS, CHOSEN = 6, 48, 40, 2
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def given(tokens: int, seed: int = 0) -> tuple[Any, ...]:
     """Tokens, choices, weights, matrices and biases."""
     keys = jax.random.split(jax.random.key(seed), 8)
@@ -80,7 +82,9 @@ def test_an_overflow_is_that_of_the_tokens_that_chose_the_expert() -> None:
     x, _, weights, matrices, _ = given(4)
     chosen = jnp.array([[0, 1], [0, 2], [3, 4], [4, 5]])
     matrices = (matrices[0].at[0].set(jnp.inf), *matrices[1:])
-    found = few_product(TARGET, Mlp.swiglu, x, (chosen, weights), matrices, interpret=True)
+    found = jax.jit(lambda *given: few_product(TARGET, Mlp.swiglu, *given, interpret=True))(
+        x, (chosen, weights), matrices
+    )
     assert list(np.isfinite(found).all(1)) == [False, False, True, True]
 
 

@@ -174,7 +174,9 @@ class Conversion:
 
 def _at_hand(array: Any) -> Any:
     """An array that lies in this process's memory as NumPy has it, without a copy: JAX would compile each cut of it."""
-    devices = array.devices() if hasattr(array, "devices") else ()
+    import jax
+
+    devices = array.devices() if isinstance(array, jax.Array) else ()
     return np.asarray(array) if [one.platform for one in devices] == ["cpu"] else array
 
 
