@@ -20,6 +20,7 @@ from systolic.core.errors import LayoutError
 from systolic.forecasting.run import of_outcome
 from systolic.hlo import parse
 from tests.aot import functions
+from tests.tiers import some
 
 pytest.importorskip("libtpu")
 WHOLE_GIB = 2**30
@@ -56,6 +57,7 @@ def first(root: Path) -> tuple[Outcome, list[str]]:
 def test_the_answer_is_a_schedule(root: Path, first: tuple[Outcome, list[str]]) -> None:
     answer, said = first
     assert isinstance(answer, Compiled)
+    assert answer.executable is None
     assert said == ["importing", "tracing", "lowering", "compiling", "compiled"]
     module = parse(answer.hlo)
     assert module.is_scheduled
@@ -106,7 +108,7 @@ def test_a_killed_child_is_a_readable_failure(root: Path) -> None:
     assert left_behind(root) == []
 
 
-@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("quick", some([False, True], [True]))
 def test_out_of_memory_is_an_answer_with_names(root: Path, quick: bool) -> None:
     on, compiler = slice("v5e-1"), Compiler(root=root)
     compiler = compiler.quick() if quick else compiler
@@ -137,14 +139,13 @@ def test_out_of_memory_is_an_answer_with_names(root: Path, quick: bool) -> None:
 def test_a_train_step_above_the_memory_is_refused_from_its_schedule(root: Path) -> None:
     """XLA writes such a schedule whole, and compares its memory afterwards."""
     recipe = recipes.find("lm")
-    sizes = {"layers": 2, "d_model": 256, "d_ff": 512, "heads": 2, "kv_heads": 2, "head_dim": 128}
+    sizes = {"layers": 1, "d_model": 256, "d_ff": 512, "heads": 2, "kv_heads": 2, "head_dim": 128}
     options = {"model": sizes, "sequence": 2048, "batch": 2048, "path": __file__}
     program = JobProgram(job=recipe(recipes.typed(recipe, options)))
     answer = compile(program, slice("v5e-1"), Compiler(root=root).quick())
     assert isinstance(answer, Rejected)
     assert answer.need_bytes > answer.have_bytes == 15.75 * WHOLE_GIB
-    kept = 2048 * 2048 * 256 * 2  # of each layer's input, in bf16
-    assert answer.need_bytes > 2 * kept
+    assert answer.need_bytes > 2048 * 2048 * 256 * 2  # the layer's input, in bf16
 
 
 INTERRUPTED = """\

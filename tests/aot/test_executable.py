@@ -195,13 +195,8 @@ def test_paths_in_kernels_do_not_count() -> None:
 def test_a_step_for_a_slice_says_what_it_is_for(tmp_path: Path) -> None:
     pytest.importorskip("libtpu")
     program, on = functions.program(functions.matmul), slice("v5e-4")
-    first = compile(program, on, Compiler(root=tmp_path))
-    assert isinstance(first, Compiled)
-    assert first.executable is None
     made = compile(program, on, Compiler(root=tmp_path, save=True))
     assert isinstance(made, Compiled)
-    assert made.folder != first.folder
-    # What was saved answers for both.
     again = compile(program, on, Compiler(root=tmp_path, save=True))
     assert isinstance(again, Compiled)
     assert (again.cached, again.folder) == (True, made.folder)

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import jax
 import numpy as np
 import pytest
 import torch
@@ -177,6 +178,7 @@ def test_plain_weights_come_back(tmp_path: Path, model: Any, kind: Any, dtype: s
     np.testing.assert_array_equal(norm, layer.post_attention_layernorm.weight.detach().numpy())
 
 
+@pytest.mark.usefixtures("at_once")
 def test_quantized_weights_compute_what_transformers_does(tmp_path: Path, model: Any) -> None:
     file = write(tmp_path / "small.gguf", model, KINDS.Q8_0)
     made = systolic.import_model(file, tmp_path / "bundle")
@@ -188,7 +190,7 @@ def test_quantized_weights_compute_what_transformers_does(tmp_path: Path, model:
         arrays(open_source(file), "float32"), {}, train=False
     )
     positions = np.broadcast_to(np.arange(17), tokens.shape)
-    found = ours(tokens, np.ones_like(tokens), positions)
+    found = jax.jit(lambda *given: ours(*given))(tokens, np.ones_like(tokens), positions)
     with torch.no_grad():
         exact = model(torch.tensor(tokens), use_cache=False).logits.numpy()
     # 8 bits a weight: near the model it was made from, and not the same.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file
 
@@ -83,6 +84,19 @@ def converted(family: Family, config: Config, tensors: Mapping[str, Held]) -> An
 def returned(family: Family, config: Config, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Our arrays as the file's tensors."""
     return dict(family.conversion(config).tensors(arrays))
+
+
+def continued(net: Any, tokens: jax.Array, prompt: int) -> jax.Array:
+    """Logits after each token behind a padded prompt, through a cache."""
+
+    def extend(cache: Any, token: jax.Array) -> tuple[Any, jax.Array]:
+        logits, cache = net.extend(token, cache)
+        return cache, logits
+
+    rows, length = tokens.shape
+    padded = jnp.full((rows, prompt + 2), 5).at[:, :prompt].set(tokens[:, :prompt])
+    _, cache = net.prefill(padded, jnp.full(rows, prompt), length + 3, jnp.float32)
+    return jax.lax.scan(extend, cache, tokens[:, prompt:].T)[1].swapaxes(0, 1)
 
 
 def relative(ours: Any, theirs: Any) -> float:

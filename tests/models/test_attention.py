@@ -27,6 +27,7 @@ from systolic.models.splash import (
 from systolic.steps.mesh import make_mesh
 from systolic.steps.target import MeshTarget
 from tests.devices import virtual_devices
+from tests.tiers import some
 
 
 def target(platform: str) -> MeshTarget:
@@ -36,12 +37,12 @@ def target(platform: str) -> MeshTarget:
 
 
 def inputs(sequence: int, head_dim: int, dtype: str = "float32"):
-    keys = jax.random.split(jax.random.key(0), 3)
-    query = jax.random.normal(keys[0], (2, sequence, 4, head_dim), dtype)
-    key = jax.random.normal(keys[1], (2, sequence, 2, head_dim), dtype)
-    value = jax.random.normal(keys[2], (2, sequence, 2, head_dim), dtype)
-    segments = jnp.repeat(jnp.array([[1, 2], [1, 1]], jnp.int32), sequence // 2, axis=1)
-    return query, key, value, segments
+    draw = np.random.default_rng(0)
+    query, key, value = (
+        jnp.asarray(draw.normal(size=(2, sequence, heads, head_dim)), dtype) for heads in (4, 2, 2)
+    )
+    segments = np.repeat(np.array([[1, 2], [1, 1]], np.int32), sequence // 2, axis=1)
+    return query, key, value, jnp.asarray(segments)
 
 
 def by_hand(query, key, value, segments):
@@ -61,7 +62,8 @@ def by_hand(query, key, value, segments):
 
 def test_plain_attention_is_softmax_attention() -> None:
     query, key, value, segments = inputs(16, 8)
-    found = attention(target("cpu"), query, key, value, Masking(segments=segments, causal=True))
+    masking = Masking(segments=segments, causal=True)
+    found = jax.jit(lambda *given: attention(target("cpu"), *given, masking))(query, key, value)
     np.testing.assert_allclose(found, by_hand(query, key, value, segments), atol=1e-5)
 
 
@@ -74,7 +76,10 @@ def test_splash_attention_is_softmax_attention() -> None:
     np.testing.assert_allclose(found, plain, atol=2e-5)
 
 
-@pytest.mark.parametrize("backward", [AttentionBackward.fused, AttentionBackward.split])
+@pytest.mark.parametrize(
+    "backward",
+    some([AttentionBackward.fused, AttentionBackward.split], [AttentionBackward.split]),
+)
 def test_both_backward_kernels_give_the_gradients_of_plain_attention(
     backward: AttentionBackward,
 ) -> None:
@@ -90,7 +95,7 @@ def test_both_backward_kernels_give_the_gradients_of_plain_attention(
         return (attention(target("cpu"), *arrays, masking) ** 2).sum()
 
     found = jax.grad(splash, argnums=(0, 1, 2))(query, key, value)
-    wanted = jax.grad(plain, argnums=(0, 1, 2))(query, key, value)
+    wanted = jax.jit(jax.grad(plain, argnums=(0, 1, 2)))(query, key, value)
     for one, other in zip(found, wanted, strict=True):
         np.testing.assert_allclose(one, other, atol=2e-4)
     traced = str(jax.make_jaxpr(jax.grad(splash, argnums=(0, 1, 2)))(query, key, value))
@@ -259,7 +264,7 @@ def test_which_sequences_are_balanced() -> None:
     assert balanced(over(2, "cpu", auto), 32) == Order(2)
 
 
-@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+@pytest.mark.parametrize("platform", some(["cpu", "tpu"], ["tpu"]))
 def test_attention_over_a_balanced_sequence(platform: str) -> None:
     query, key, value, segments = inputs(512, 64)
     plain = attention(target("cpu"), query, key, value, Masking(segments=segments, causal=True))

@@ -15,14 +15,9 @@ from systolic.models.encoder.config import Encoder, FeedForward
 from systolic.recipes.mlm import mlm
 from systolic.steps import flops
 from tests.models import encoders
-from tests.models.images import noisy
+from tests.models.decoders import drawn
 
 LARGE = Encoder(layers=24, d_model=1024, d_ff=4096, heads=16, vocab=30522)
-
-
-def start(of):
-    params, rest = jax.jit(of.network.init)(jax.random.key(0))
-    return noisy(params), rest
 
 
 def normed(x, scale, bias):
@@ -65,7 +60,7 @@ def by_hand(params, batch, heads):
 
 def test_logits_and_loss_are_those_of_bert_by_hand() -> None:
     of = encoders.steps(encoders.job())
-    params, rest = start(of)
+    params, rest = drawn(of.network)
     batch = encoders.batch(of, 0)
 
     def run(params):
@@ -85,6 +80,7 @@ def test_logits_and_loss_are_those_of_bert_by_hand() -> None:
     assert float(sums["accuracy"].total) == hits
 
 
+@pytest.mark.slow
 def test_the_loss_of_hidden_tokens_falls() -> None:
     of = encoders.steps(encoders.job())
     losses, _ = encoders.run(of, 40)
@@ -125,7 +121,7 @@ def test_flops_are_those_of_the_program_and_of_bert_by_hand() -> None:
 
 def test_rematerialised_blocks_and_other_types_of_tokens() -> None:
     def gradient(of):
-        params, rest = start(of)
+        params, rest = drawn(of.network)
 
         def loss(params):
             return of.sums(params, rest, encoders.batch(of, 0), train=True)[0]["loss"].total
@@ -141,13 +137,19 @@ def test_rematerialised_blocks_and_other_types_of_tokens() -> None:
     still = [name for name, value in plain.items() if not float(jnp.abs(value).max())]
     assert still == []
     of = encoders.steps(encoders.job(model=replace(one, pooler=True)))
-    params, rest = start(of)
+    params, rest = drawn(of.network)
     batch = encoders.batch(of, 0)
-    module = of.network.module(params, rest, train=False)
-    inputs = (batch["tokens"], batch["segments"], batch["positions"])
-    first, second = module(*inputs), module(*inputs, jnp.ones_like(batch["tokens"]))
+
+    @jax.jit
+    def run(params, batch):
+        module = of.network.module(params, rest, train=False)
+        inputs = (batch["tokens"], batch["segments"], batch["positions"])
+        first = module(*inputs)
+        return first, module(*inputs, jnp.ones_like(batch["tokens"])), module.pooled(first)
+
+    first, second, pooled = run(params, batch)
     assert float(jnp.abs(first - second).max()) > 1e-3
-    assert module.pooled(first).shape == (16, 32)
+    assert pooled.shape == (16, 32)
 
 
 @pytest.mark.parametrize(

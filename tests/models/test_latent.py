@@ -20,9 +20,12 @@ from systolic.models.decoder.switches import Latent, Router, Score
 from systolic.models.masking import Logits, Masking
 from systolic.models.splash import splash_attention
 from systolic.steps import flops
+from tests.models.decoders import logits, program
+from tests.models.foreign import continued
 from tests.models.test_attention import target
 from tests.recorded.deepseek.weights import MODELS, SIZES, TOKENS, drawn
 from tests.steps import tiny
+from tests.tiers import some
 
 RECORDED = Path(__file__).parents[1] / "recorded/deepseek/logits.json"
 LATENT = replace(
@@ -184,18 +187,14 @@ class Weights:
         }[path]
 
 
-def whole_logits(net: Any, params: Any, tokens: jax.Array) -> jax.Array:
-    """Of tokens int32[batch, sequence], without a cache."""
+def both(net: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Logits of tokens int32[batch, sequence] without a cache, and behind the fourth through one."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-
-    def logits(params: Any) -> Any:
-        call = nnx.capture(net(params), nnx.Intermediate)
-        return call(tokens, jnp.ones_like(tokens), positions)[0]
-
-    return jax.jit(logits)(params)
+    whole = logits(net, tokens, jnp.ones_like(tokens), positions)
+    return whole, continued(net, tokens, 4)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", some(list(MODELS), ["deepseek_v2"]))
 def test_logits_are_those_of_transformers_also_through_a_cache(name: str) -> None:
     config = of_hugging_face(name)
     network = tiny.steps(tiny.job(layout=tiny.ONE_DEVICE, model=config)).network
@@ -206,44 +205,30 @@ def test_logits_are_those_of_transformers_also_through_a_cache(name: str) -> Non
     )
     wanted = np.asarray(json.loads(RECORDED.read_text())[name])
     tokens = jnp.asarray(TOKENS, jnp.int32)
-    batch, sequence = tokens.shape
 
-    def net(params: Any) -> Any:
-        return network.module(params, rest, train=False)
-
-    whole = whole_logits(net, params, tokens)
+    net = network.module(params, rest, train=False)
+    whole, written = program(net, both)(tokens)
     largest = np.abs(wanted).max()
     np.testing.assert_allclose(whole, wanted, atol=1e-4 * largest, rtol=0)
-    prompt = jnp.full((batch, 6), 5, jnp.int32).at[:, :4].set(tokens[:, :4])
-    length = jnp.full((batch,), 4)
-    _, cache = jax.jit(lambda p: net(p).prefill(prompt, length, 12, jnp.float32))(params)
-    sizes = config.latent
-    assert cache.key.shape == (config.layers, batch, 1, 12, sizes.qk_rope_head_dim)
-    assert cache.value.shape == (config.layers, batch, 1, 12, sizes.kv_lora_rank)
-    extend = jax.jit(lambda p, token, cache: net(p).extend(token, cache))
-    for index in range(4, sequence):
-        logits, cache = extend(params, tokens[:, index], cache)
-        np.testing.assert_allclose(logits, wanted[:, index], atol=1e-4 * largest, rtol=0)
+    np.testing.assert_allclose(written, wanted[:, 4:], atol=1e-4 * largest, rtol=0)
+    cache, sizes = net.empty_cache(2, 12, jnp.dtype("float32")), config.latent
+    assert cache.key.shape == (config.layers, 2, 1, 12, sizes.qk_rope_head_dim)
+    assert cache.value.shape == (config.layers, 2, 1, 12, sizes.kv_lora_rank)
 
 
-def test_windows_go_on_behind_the_dense_layers() -> None:
+@pytest.mark.parametrize("cached", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_windows_go_on_behind_the_dense_layers(cached: bool) -> None:
     steps = tiny.steps(tiny.job(layout=tiny.ONE_DEVICE, model=WINDOWED))
     shapes = steps.network.params, steps.network.model_state
     params, rest = ({path: drawn(path, s.shape) for path, s in some.items()} for some in shapes)
     tokens = jax.random.randint(jax.random.key(2), (1, 9), 0, 64)
 
-    def net(params: Any) -> Any:
-        return steps.network.module(params, rest, train=False)
-
-    windows = [stretch.windows for stretch in net(params).stretches]
+    net: Any = steps.network.module(params, rest, train=False)
+    windows = [stretch.windows for stretch in net.stretches]
     assert windows == [(3, 0), (0, 3)]  # layer 0 of four has a window, 1 none, 2 one, 3 none
-    whole = whole_logits(net, params, tokens)
-    start = jax.jit(lambda p: net(p).prefill(tokens[:, :6], jnp.array([6]), 12, jnp.float32))
-    extend = jax.jit(lambda p, token, cache: net(p).extend(token, cache))
-    _, cache = start(params)
-    for index in range(6, 9):
-        logits, cache = extend(params, tokens[:, index], cache)
-        np.testing.assert_allclose(logits[0], whole[0, index], atol=1e-4)
+    if cached:
+        whole, written = program(net, both)(tokens)
+        np.testing.assert_allclose(written, whole[:, 4:], atol=1e-4)
 
 
 def test_parameters_and_flops_by_hand() -> None:
@@ -373,9 +358,9 @@ def test_the_kernel_takes_values_of_another_width() -> None:
     keys = jax.random.split(jax.random.key(0), 3)
     query, key = (jax.random.normal(k, (1, 128, 2, 192)) for k in keys[:2])
     value = jax.random.normal(keys[2], (1, 128, 2, 128))
-    masking, logits = Masking(causal=True), Logits(scale=192**-0.5)
-    found = splash_attention(target("tpu"), query, key, value, masking, logits, interpret=True)
-    plain = attention(target("cpu"), query, key, value, masking, logits)
+    masking, scaled = Masking(causal=True), Logits(scale=192**-0.5)
+    found = splash_attention(target("tpu"), query, key, value, masking, scaled, interpret=True)
+    plain = attention(target("cpu"), query, key, value, masking, scaled)
     assert found.shape == (1, 128, 2, 128)
     np.testing.assert_allclose(found, plain, atol=2e-5)
 

@@ -102,8 +102,8 @@ def program(model: Decoder) -> str:
     task = LanguageModel(unit=Unit.byte, router_loss=model.router_loss)
     steps = tiny.steps(tiny.job(model=model, task=task, layout=tiny.ONE_DEVICE))
     forward = partial(steps.sums, train=True)
-    state = steps.abstract_state
-    return str(jax.make_jaxpr(forward)(state.params, state.model_state, steps.abstract_batch()))
+    network = steps.network
+    return str(jax.make_jaxpr(forward)(network.params, network.model_state, steps.abstract_batch()))
 
 
 @pytest.fixture(scope="module")

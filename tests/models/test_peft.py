@@ -143,8 +143,8 @@ def ours(of: StepFunctions, state: TrainState, given: Any) -> tuple[float, Any, 
         found = of.sums(params, state.model_state, given, train=True)[0]["loss"]
         return found.total / found.weight
 
-    gradients = jax.jit(jax.grad(loss))(state.params)
-    after, metrics = jax.jit(of.train)(state, given)
+    both = jax.jit(lambda state: (jax.grad(loss)(state.params), of.train(state, given)))
+    gradients, (after, metrics) = both(state)
     return float(metrics["loss"]), gradients, after
 
 

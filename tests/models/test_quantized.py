@@ -24,6 +24,7 @@ from systolic.models.quantized import (
     stored_bytes,
 )
 from systolic.models.w8a8 import w8a8
+from tests.tiers import some
 
 INT8 = MatrixFormat(format=WeightFormat.int8)
 INT4 = MatrixFormat(format=WeightFormat.int4, group=2)
@@ -52,58 +53,86 @@ def test_groups_of_inputs_have_their_own_scales() -> None:
 )
 def test_what_is_restored_is_within_a_step(how: MatrixFormat, most: float) -> None:
     value = jax.random.normal(jax.random.key(0), (3, 64, 5)).at[1, :, 2].set(0)
-    made = quantized(value, (1,), how)
-    away = np.abs(made.restored(jnp.float32) - value)
+
+    @jax.jit
+    def restored(value: jax.Array) -> Any:
+        made = quantized(value, (1,), how)
+        return made.restored(jnp.float32) - value, made.restored()
+
+    away, narrow = restored(value)
+    away = np.abs(away)
     # A scale that bfloat16 makes 0.2 % smaller puts the largest a quarter of a step of int8 behind the last code.
     assert (away <= 1.05 * most * np.abs(value).max(axis=1, keepdims=True)).all()
-    assert not np.asarray(made.restored())[1, :, 2].any()
+    assert not np.asarray(narrow)[1, :, 2].any()
 
 
-@pytest.mark.parametrize("how", [INT8, INT4, FP8, NF4], ids=str)
-@pytest.mark.parametrize(
-    ("spec", "shape", "inputs"),
-    [
-        ("bsd,dhe->bshe", (6, 4, 2), (0,)),
-        ("bshe,hed->bsd", (4, 2, 6), (0, 1)),
-        ("bshe,hed->bsd", (4, 6, 6), (0, 1)),
-        ("bshe,rhe->bshr", (4, 4, 2), (0,)),  # absorbed: what the scales belong to is summed over
-        ("becd,edf->becf", (4, 6, 5), (1,)),
-    ],
-)
+PRODUCTS: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = [
+    ("bsd,dhe->bshe", (6, 4, 2), (0,)),
+    ("bshe,hed->bsd", (4, 2, 6), (0, 1)),
+    ("bshe,hed->bsd", (4, 6, 6), (0, 1)),
+    ("bshe,rhe->bshr", (4, 4, 2), (0,)),  # absorbed: what the scales belong to is summed over
+    ("becd,edf->becf", (4, 6, 5), (1,)),
+]
+FORMATS = {"int8": INT8, "int4": INT4, "fp8": FP8, "nf4": NF4}
+
+
+@pytest.mark.parametrize("how", some(FORMATS, ("int8", "int4", "nf4")))
 def test_a_product_is_that_of_the_restored_matrix(
-    spec: str,
-    shape: tuple[int, ...],
-    inputs: tuple[int, ...],
-    how: MatrixFormat,
-    monkeypatch: pytest.MonkeyPatch,
+    how: MatrixFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    letters = spec.split("->")[0].split(",")
-    sizes = dict(zip(letters[1], shape, strict=True)) | {"b": 2, "s": 3, "c": 3}
+    """All products of a format in one program."""
+    draw = np.random.default_rng(0)
+
+    def products(given: list[tuple[Any, Any]]) -> list[Any]:
+        return [
+            ways(spec, x, quantized(matrix, inputs, how), how, monkeypatch)
+            for (spec, _, inputs), (x, matrix) in zip(PRODUCTS, given, strict=True)
+        ]
+
+    given = []
+    for spec, shape, _ in PRODUCTS:
+        first, second = spec.split("->")[0].split(",")
+        sizes = dict(zip(second, shape, strict=True)) | {"b": 2, "s": 3, "c": 3}
+        drawn = [sizes[letter] for letter in first], shape
+        given.append(tuple(draw.normal(size=size).astype(np.float32) for size in drawn))
+    for (spec, *_), (wanted, made, restored) in zip(
+        PRODUCTS, jax.jit(products)(given), strict=True
+    ):
+        for one in made:
+            np.testing.assert_allclose(one, wanted, atol=1e-5, err_msg=spec)
+        for one in restored[1:]:
+            np.testing.assert_array_equal(one, restored[0], err_msg=spec)
+
+
+def ways(
+    spec: str, x: Any, weights: Quantized, how: MatrixFormat, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Any, list[Any], list[Any]]:
+    """The product with the restored matrix, that of each way to make it, and the matrix as each way restores it."""
     calls: list[str] = []
 
     def make(spec: str, *operands: jax.Array) -> jax.Array:
         calls.append(spec)
         return jnp.einsum(spec, *operands)
 
-    x = jax.random.normal(jax.random.key(0), [sizes[letter] for letter in letters[0]])
-    weights = quantized(jax.random.normal(jax.random.key(1), shape), inputs, how)
     wanted = jnp.einsum(spec, x, weights.restored(jnp.float32))
-    for by_group in (False, True):
-        made = quantized_product(spec, x, weights, make, by_group=by_group)
-        np.testing.assert_allclose(made, wanted, atol=1e-5)
+    made = [
+        quantized_product(spec, x, weights, make, by_group=by_group) for by_group in (False, True)
+    ]
     # In a stack of layers the members of a group have a dim of their own.
     codes = members_apart(weights.codes[None], weights.scales[None])[0]
     apart = Quantized(codes=codes, scales=weights.scales)
-    assert apart.shape == shape
+    assert apart.shape == weights.shape
     assert apart.apart is weights.grouped
+    restored = [weights.restored()]
     for most in (FEW_ROWS, 0):
         monkeypatch.setattr("systolic.models.quantized.FEW_ROWS", most)
-        np.testing.assert_array_equal(apart.restored(), weights.restored())
-        again = quantized_product(spec, x, apart, by_group=True)
-        np.testing.assert_allclose(again, wanted, atol=1e-5)
+        restored.append(apart.restored())
+        made.append(quantized_product(spec, x, apart, by_group=True))
+    monkeypatch.undo()
     # The scales of an absorbed matrix can't be applied to sums, nor does it have groups of what is summed over.
-    by_itself = letters[1] != "rhe" and (how is INT4 or weights.grouped)
+    by_itself = "rhe" not in spec and (how is INT4 or weights.grouped)
     assert len(calls) == (1 if by_itself else 2)
+    return wanted, made, restored
 
 
 def test_many_rows_are_multiplied_with_the_restored_matrix() -> None:
@@ -170,18 +199,22 @@ def served(platform: str = "cpu", serves: bool = True) -> Any:
         ("bsd,vd->bsv", (96, 64), (1,)),
     ],
 )
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", some([1, 3], [3]))
 def test_a_server_on_a_cpu_multiplies_codes_as_they_are(
     spec: str, shape: tuple[int, ...], inputs: tuple[int, ...], rows: int
 ) -> None:
-    codes = quantized(jax.random.normal(jax.random.key(0), shape), inputs, INT8)
+    draw = np.random.default_rng(0)
+    value = draw.normal(size=shape).astype(np.float32)
+    codes = jax.jit(lambda value: quantized(value, inputs, INT8))(value)
     sizes = dict(zip(spec.split(",")[1].partition("->")[0], shape, strict=True))
     given = [{"b": rows, "s": 1}.get(one) or sizes[one] for one in spec.partition(",")[0]]
-    x = jax.random.normal(jax.random.key(1), given)
+    x = draw.normal(size=given).astype(np.float32)
     # One input a thousand times larger than the others, as in the first token of a text.
-    x = x.at[(0,) * x.ndim].set(1000.0)
-    wanted = np.asarray(product(served(serves=False), spec, x, codes))
-    made = np.asarray(product(served(), spec, x, codes))
+    x[(0,) * x.ndim] = 1000.0
+    both = jax.jit(
+        lambda x, codes: [product(served(serves=on), spec, x, codes) for on in (False, True)]
+    )
+    wanted, made = map(np.asarray, both(x, codes))
     # Half a step of 32,384 to each side, of each input's row.
     step = np.abs(np.asarray(x)).max() / 32_384 / 2
     largest = np.abs(np.asarray(codes.restored(jnp.float32))).max()
@@ -196,10 +229,14 @@ def test_a_server_on_a_cpu_multiplies_codes_as_they_are(
 
 
 def test_one_row_of_rounded_activations_is_multiplied_as_two() -> None:
-    value, x = jax.random.normal(jax.random.key(0), (64, 8)), jnp.linspace(-1, 1, 64)[None]
-    made = w8a8(value, jnp.abs(x[0]) + 0.01, (0,), (0,), MatrixFormat(format=WeightFormat.w8a8))
-    wanted = product(served(serves=False), "bd,df->bf", x, made)
-    np.testing.assert_array_equal(product(served(), "bd,df->bf", x, made), wanted)
+    value, x = np.random.default_rng(0).normal(size=(64, 8)), np.linspace(-1, 1, 64)[None]
+    how = MatrixFormat(format=WeightFormat.w8a8)
+    value, x = value.astype(np.float32), x.astype(np.float32)
+    made = jax.jit(lambda value: w8a8(value, np.abs(x[0]) + 0.01, (0,), (0,), how))(value)
+    both = jax.jit(
+        lambda x: [product(served(serves=on), "bd,df->bf", x, made) for on in (False, True)]
+    )
+    np.testing.assert_array_equal(*both(x))
     jaxpr = str(jax.make_jaxpr(lambda x: product(served(), "bd,df->bf", x, made))(x))
     assert "i8[2,64]" in jaxpr  # XLA's kernel takes two rows at least
 

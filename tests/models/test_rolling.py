@@ -10,8 +10,9 @@ import pytest
 
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.switches import Latent
-from tests.models.test_decoder import module
+from tests.models.decoders import module, program
 from tests.steps import tiny
+from tests.tiers import some
 
 LATENT = Latent(kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6)
 COUNTS = jnp.array([9, 4, 1, 10])
@@ -27,41 +28,46 @@ class Whole(Decoder):
         return False
 
 
-def logits(config: Decoder, capacity: int) -> tuple[Any, list[jax.Array]]:
-    """The shape of the cache after the prompts, and logits [4, vocab] of nine tokens more, each the likeliest."""
+def logits(config: Decoder, capacity: int) -> tuple[Any, jax.Array]:
+    """The shape of the cache, and logits [10, 4, vocab] of the prompts' last tokens and nine more, each the likeliest."""
     net = module(config)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 64, (4, 10)), jnp.int32)
-    start = jax.jit(lambda tokens: net.prefill(tokens, COUNTS, capacity, jnp.float32))
-    hidden, cache = start(tokens)
     empty = jax.eval_shape(lambda: net.empty_cache(4, capacity, jnp.dtype("float32")))
-    assert (empty.key.shape, empty.value.shape) == (cache.key.shape, cache.value.shape)
-    extend = jax.jit(lambda token, cache: net.extend(token, cache))
-    shape, last = cache.key.shape, jnp.take_along_axis(hidden, (COUNTS - 1)[:, None, None], axis=1)
-    found = [net.logits(last)[:, 0]]
-    for _ in range(9):
-        made, cache = extend(jnp.argmax(found[-1], axis=-1).astype(jnp.int32), cache)
-        found.append(made)
-    assert cache.length.tolist() == (COUNTS + 9).tolist()
-    return shape, found
+
+    def run(net: Any, tokens: jax.Array) -> Any:
+        def extend(given: Any, _: None) -> Any:
+            logits, cache = given
+            made = net.extend(jnp.argmax(logits, axis=-1).astype(jnp.int32), cache)
+            return made, made[0]
+
+        hidden, cache = net.prefill(tokens, COUNTS, capacity, jnp.float32)
+        assert (empty.key.shape, empty.value.shape) == (cache.key.shape, cache.value.shape)
+        last = jnp.take_along_axis(hidden, (COUNTS - 1)[:, None, None], axis=1)
+        first = net.logits(last)[:, 0]
+        (_, cache), others = jax.lax.scan(extend, (first, cache), length=9)
+        return jnp.concatenate([first[None], others]), cache.length
+
+    found, lengths = program(net, run)(tokens)
+    assert lengths.tolist() == (COUNTS + 9).tolist()
+    return empty.key.shape, found
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        replace(tiny.MODEL, layers=2, window=3),
-        replace(tiny.MODEL, layers=2, window=12),
-        replace(tiny.MODEL, layers=2, window=3, kv_heads=4, latent=LATENT),
-    ],
-    ids=["short", "longer than the prompts", "latent"],
-)
-def test_a_rolling_cache_has_the_logits_of_a_whole_one(config: Decoder) -> None:
+CONFIGS = {
+    "short": replace(tiny.MODEL, layers=2, window=3),
+    "longer than the prompts": replace(tiny.MODEL, layers=2, window=12),
+    "latent": replace(tiny.MODEL, layers=2, window=3, kv_heads=4, latent=LATENT),
+}
+
+
+@pytest.mark.parametrize("name", some(list(CONFIGS), ("short", "longer than the prompts")))
+def test_a_rolling_cache_has_the_logits_of_a_whole_one(name: str) -> None:
+    config = CONFIGS[name]
     shape, found = logits(config, 20)
     assert shape[3] == config.window
     fields = {name: getattr(config, name) for name in config.__dataclass_fields__}
     whole, known = logits(Whole(**fields), 20)
     assert whole[3] == 20
-    for ours, theirs in zip(found, known, strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    np.testing.assert_allclose(found, known, atol=1e-5)
 
 
 def test_a_pattern_of_windows_keeps_all_and_says_so() -> None:

@@ -1,6 +1,7 @@
 """Products of int8 activations with int8 matrices: exact sums, factors that carry outliers, and what calibration sees."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,8 +58,13 @@ def test_each_token_has_a_scale_and_none_of_zeros_divides() -> None:
     value = jax.random.normal(jax.random.key(0), (16, 8))
     x = jax.random.normal(jax.random.key(1), (3, 16)) * jnp.array([[1e-3], [1.0], [1e4]])
     x = jnp.concatenate([x, jnp.zeros((1, 16))])
-    weights = w8a8(value, jnp.ones(16), (0,), (0,), W8A8)
-    made, wanted = w8a8_product("bd,df->bf", x, weights, jnp.einsum), x @ value
+
+    @jax.jit
+    def both(x: jax.Array, value: jax.Array) -> Any:
+        weights = w8a8(value, jnp.ones(16), (0,), (0,), W8A8)
+        return w8a8_product("bd,df->bf", x, weights, jnp.einsum), x @ value
+
+    made, wanted = both(x, value)
     away = np.linalg.norm(made - wanted, axis=1)[:3] / np.linalg.norm(wanted, axis=1)[:3]
     assert away.max() < 0.02
     assert not made[3].any()
@@ -70,38 +76,48 @@ def test_factors_carry_what_one_scale_would_lose() -> None:
     x = jax.random.normal(jax.random.key(0), (128, 64)) * outer
     value = jax.random.normal(jax.random.key(1), (64, 32)) / outer[:, None]
 
-    def away(largest: jax.Array) -> float:
+    @jax.jit
+    def away(largest: jax.Array) -> jax.Array:
         made = w8a8(value, largest, (0,), (0,), W8A8)
-        return float(jnp.abs(w8a8_product("bd,df->bf", x, made, jnp.einsum) - x @ value).mean())
+        return jnp.abs(w8a8_product("bd,df->bf", x, made, jnp.einsum) - x @ value).mean()
 
     assert away(jnp.abs(x).max(0)) < 0.1 * away(jnp.ones(64))
 
 
-@pytest.mark.parametrize(
-    ("spec", "shape", "inputs"),
-    [
-        ("bsd,dhe->bshe", (6, 4, 2), (0,)),
-        ("bshe,hed->bsd", (4, 2, 6), (0, 1)),
-        ("bshr,rhe->bshe", (6, 4, 2), (0,)),  # of latents, a scale for each head
-        ("bshe,rhe->bshr", (6, 4, 2), (0,)),  # absorbed: activations stay as they are
-    ],
-)
-def test_it_is_near_the_product_of_the_restored_matrix(
-    spec: str, shape: tuple[int, ...], inputs: tuple[int, ...]
-) -> None:
-    given, matrix = spec.split("->")[0].split(",")
-    sizes = dict(zip(matrix, shape, strict=True)) | {"b": 2, "s": 3}
-    x = jax.random.normal(jax.random.key(0), [sizes[letter] for letter in given])
-    value = jax.random.normal(jax.random.key(1), shape)
-    count = int(np.prod([shape[dim] for dim in inputs]))
-    weights = w8a8(value, jnp.linspace(0.5, 4, count), inputs, inputs, W8A8)
-    assert weights.inputs is not None
-    assert weights.inputs.shape == factors_shape(shape, inputs, stacked=False)
-    wanted = jnp.einsum(spec, x, weights.restored(jnp.float32))
-    np.testing.assert_allclose(
-        w8a8_product(spec, x, weights, jnp.einsum), wanted, atol=0.02 * np.abs(wanted).max()
-    )
-    np.testing.assert_allclose(weights.restored(jnp.float32), value, atol=0.05)
+PRODUCTS: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = [
+    ("bsd,dhe->bshe", (6, 4, 2), (0,)),
+    ("bshe,hed->bsd", (4, 2, 6), (0, 1)),
+    ("bshr,rhe->bshe", (6, 4, 2), (0,)),  # of latents, a scale for each head
+    ("bshe,rhe->bshr", (6, 4, 2), (0,)),  # absorbed: activations stay as they are
+]
+
+
+def test_it_is_near_the_product_of_the_restored_matrix() -> None:
+    draw, given = np.random.default_rng(0), []
+    for spec, shape, _ in PRODUCTS:
+        first, second = spec.split("->")[0].split(",")
+        sizes = dict(zip(second, shape, strict=True)) | {"b": 2, "s": 3}
+        x = draw.normal(size=[sizes[letter] for letter in first]).astype(np.float32)
+        given.append((x, draw.normal(size=shape).astype(np.float32)))
+
+    def each(given: list[Any]) -> list[Any]:
+        made = []
+        for (spec, shape, inputs), (x, value) in zip(PRODUCTS, given, strict=True):
+            count = int(np.prod([shape[dim] for dim in inputs]))
+            weights = w8a8(value, jnp.linspace(0.5, 4, count), inputs, inputs, W8A8)
+            assert weights.inputs is not None
+            assert weights.inputs.shape == factors_shape(shape, inputs, stacked=False)
+            restored = weights.restored(jnp.float32)
+            product = w8a8_product(spec, x, weights, jnp.einsum)
+            made.append((product, jnp.einsum(spec, x, restored), restored))
+        return made
+
+    for (spec, *_), (_, value), (made, wanted, restored) in zip(
+        PRODUCTS, given, jax.jit(each)(given), strict=True
+    ):
+        away = 0.02 * np.abs(wanted).max()
+        np.testing.assert_allclose(made, wanted, atol=away, err_msg=spec)
+        np.testing.assert_allclose(restored, value, atol=0.05, err_msg=spec)
 
 
 @pytest.mark.parametrize("depthwise", [True, False])
@@ -133,11 +149,12 @@ def test_a_convolution_by_hand(depthwise: bool) -> None:
 def test_factors_of_a_convolution_are_scales_of_its_channels() -> None:
     value = jax.random.normal(jax.random.key(0), (1, 1, 3, 4))
     seen = jnp.array([1.0, 10.0, 0.0])
-    dense = w8a8(value, seen, (0, 1, 2), (2,), W8A8).inputs
+    dense = jax.jit(lambda value: w8a8(value, seen, (0, 1, 2), (2,), W8A8).inputs)(value)
     assert dense is not None
     codes = np.asarray(seen / dense.reshape(-1))
     assert codes.max() == pytest.approx(LARGEST, rel=0.01)
-    each = w8a8(value.reshape(1, 1, 1, 12), jnp.ones(12), (0, 1, 2), (3,), W8A8).inputs
+    apart = value.reshape(1, 1, 1, 12)
+    each = jax.jit(lambda value: w8a8(value, jnp.ones(12), (0, 1, 2), (3,), W8A8).inputs)(apart)
     assert each is not None
     np.testing.assert_allclose(each.reshape(-1), 1 / LARGEST, rtol=0.01)
 

@@ -54,14 +54,17 @@ def test_flops_are_those_of_the_program_and_by_hand() -> None:
 def test_the_first_loss_is_that_of_chance_and_every_parameter_has_a_gradient() -> None:
     of = speech.steps(ONE)
 
-    @jax.jit
     @partial(jax.value_and_grad, has_aux=True)
     def loss(params, rest, batch):
         sums, rest = of.sums(params, rest, batch, train=True)
         return sums["loss"].total / sums["loss"].weight, (sums["loss"].weight, rest)
 
-    params, rest = jax.jit(of.network.init)(jax.random.key(0))
-    (value, (weight, after)), gradients = loss(params, rest, speech.batch(of))
+    @jax.jit
+    def first(key, batch):
+        params, rest = of.network.init(key)
+        return loss(params, rest, batch), rest
+
+    ((value, (weight, after)), gradients), rest = first(jax.random.key(0), speech.batch(of))
     assert value == pytest.approx(np.log(101), abs=0.1)
     assert weight == 8 * 8
     assert [path for path, gradient in gradients.items() if not float(abs(gradient).max())] == []

@@ -166,10 +166,18 @@ class Conversion:
     def tensors(self, params: Mapping[str, Any]) -> Iterator[tuple[str, Array]]:
         """Names and tensors of the file for our parameters, the inverse of :meth:`arrays`; one piece at a time."""
         for rule in self.rules:
-            arrays = [params[path] for path in rule.ours]
+            arrays = [_at_hand(params[path]) for path in rule.ours]
             for place in rule.places():
                 made = rule.write([np.asarray(array[place]) for array in arrays])
                 yield from zip(rule.names(place), made, strict=True)
+
+
+def _at_hand(array: Any) -> Any:
+    """An array that lies in this process's memory as NumPy has it, without a copy: JAX would compile each cut of it."""
+    import jax
+
+    devices = array.devices() if isinstance(array, jax.Array) else ()
+    return np.asarray(array) if [one.platform for one in devices] == ["cpu"] else array
 
 
 def _shard(
