@@ -1,31 +1,23 @@
 """The tiny recipe for trials: with a checkpoint at the end alone, as each takes as long as its steps."""
 
-from systolic.job import Checkpoints, Evaluation, Job
+import functools
+import inspect
+from typing import Any
+
+from systolic.job import Checkpoints, Job
 from tests.training import tiny
 
+LAST = Checkpoints(every=16)
 
-def job(
-    steps: int = 16,
-    batch: int = 16,
-    learning_rate: float = 1e-2,
-    scale: float = 1.0,
-    width: int = 16,
-    evaluation: Evaluation = Evaluation(every=8),  # noqa: B008
-    checkpoints: Checkpoints = Checkpoints(every=16),  # noqa: B008
-    spoil: tuple[int, ...] = (),
-    factor: float = float("nan"),
-    halt_at: int = 0,
-) -> Job:
-    """Sorts made-up numbers into three classes."""
-    return tiny.job(
-        steps=steps,
-        batch=batch,
-        learning_rate=learning_rate,
-        scale=scale,
-        width=width,
-        evaluation=evaluation,
-        checkpoints=checkpoints,
-        spoil=spoil,
-        factor=factor,
-        halt_at=halt_at,
-    )
+
+@functools.wraps(tiny.job, [name for name in functools.WRAPPER_ASSIGNMENTS if name != "__module__"])
+def job(**options: Any) -> Job:
+    return tiny.job(**{"checkpoints": LAST, **options})
+
+
+_given = inspect.signature(tiny.job)
+_own = [
+    one.replace(default=LAST) if one.name == "checkpoints" else one
+    for one in _given.parameters.values()
+]
+job.__signature__ = _given.replace(parameters=_own)
