@@ -127,24 +127,18 @@ def lines(text: str) -> list[str]:
     return text.strip().splitlines()
 
 
-@pytest.mark.parametrize(
-    ("line", "code"),
-    [*((one, 2) for one in lines(WRONG)), *((one, 1) for one in lines(FAILED))],
-)
 def test_a_mistake_has_the_code_of_its_kind(
-    desk: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    line: str,
-    code: int,
+    desk: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(desk)
     before = sorted(desk.rglob("*"))
-    assert main(line.split()) == code
-    out, err = capfd.readouterr()
-    said = [one for one in err.splitlines() if one.startswith("systolic: ")]
-    assert (out, len(said)) == ("", 1), err
-    assert sorted(desk.rglob("*")) == before
+    for line, code in [*((one, 2) for one in lines(WRONG)), *((one, 1) for one in lines(FAILED))]:
+        capfd.readouterr()
+        assert main(line.split()) == code, line
+        out, err = capfd.readouterr()
+        said = [one for one in err.splitlines() if one.startswith("systolic: ")]
+        assert (out, len(said)) == ("", 1), f"{line}: {err}"
+        assert sorted(desk.rglob("*")) == before, line
 
 
 def test_every_verb_is_asked() -> None:

@@ -30,7 +30,7 @@ def lines(run: Path) -> list[Wrong]:
     return wrong_lines(run, run.parent / "text file.txt", NUMBER, seed=0)
 
 
-@pytest.mark.parametrize("verb", [("eval", "--split", "train"), ("generate",)])
+@pytest.mark.parametrize("verb", [("eval", "--split", "train"), ("generate", "--tokens", "2")])
 def test_weights_of_a_version_that_read_them_otherwise_are_refused(
     run: Path, tmp_path: Path, verb: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -47,22 +47,23 @@ def test_weights_of_a_version_that_read_them_otherwise_are_refused(
     assert "was trained by an earlier version, in which tied embeddings had a scale" in line
 
 
-@pytest.mark.parametrize("index", range(NUMBER))
-def test_a_wrong_command_line_is_refused_in_one_line(
+def test_wrong_command_lines_are_each_refused_in_one_line(
     lines: list[Wrong],
-    index: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    args, why = lines[index]
-    code = main(list(args))
-    told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("systolic:")]
-    # 2 for the line itself, 1 for what a file of it holds or a place to write to.
-    assert code in (1, 2), f"{code}: systolic {' '.join(args)} ({why})"
-    assert len(told) == 1, f"systolic {' '.join(args)} ({why}): {told}"
-    assert not list(tmp_path.iterdir()), f"left something: systolic {' '.join(args)} ({why})"
+    assert len(lines) == NUMBER
+    for args, why in lines:
+        capfd.readouterr()
+        line = f"systolic {' '.join(args)} ({why})"
+        code = main(list(args))
+        told = [one for one in capfd.readouterr().err.splitlines() if one.startswith("systolic:")]
+        # 2 for the line itself, 1 for what a file of it holds or a place to write to.
+        assert code in (1, 2), f"{code}: {line}"
+        assert len(told) == 1, f"{line}: {told}"
+        assert not list(tmp_path.iterdir()), f"left something: {line}"
 
 
 MISUSED = [

@@ -40,7 +40,8 @@ def job(kind: str, folder: Path) -> Job:
         return replace(made, model=MODELS[kind], evaluation=rule)
     model = DECODER if kind == "lm" else ENCODER
     options = {"path": text(folder / "text"), "model": model, "sequence": 32, "steps": 3}
-    return recipes.find(kind)({**options, "batch": 4})
+    # A sample takes as long as the steps.
+    return replace(recipes.find(kind)({**options, "batch": 4}), sample=None)
 
 
 def run(kind: str, folder: Path) -> Path:

@@ -74,11 +74,11 @@ def test_a_search_from_python_is_the_commands(
 SEEDED = """
 from dataclasses import replace
 
-from tests.training import tiny
+from tests.session import trial_recipe
 
 
-def job(learning_rate: float = 0.01, steps: int = 8, seed: int = 0):
-    return replace(tiny.job(learning_rate=learning_rate, steps=steps), seed=seed)
+def job(learning_rate: float = 0.01, steps: int = 2, seed: int = 0):
+    return replace(trial_recipe.job(learning_rate=learning_rate, steps=steps), seed=seed)
 """
 
 

@@ -3,7 +3,8 @@
 import json
 import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +40,7 @@ from systolic.training.feed import evaluation
 from tests.interop import folders
 from tests.interop.test_sentences import folder as encoder_folder
 from tests.serving.text.engine import SIZES
+from tests.tiers import some
 
 INT8 = MatrixFormat(format=WeightFormat.int8)
 INT4 = MatrixFormat(format=WeightFormat.int4, group=32)
@@ -64,7 +66,7 @@ def int8(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return quantize_model(source, home / "bundle", to=INT8, on=given)
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4", "nf4", "fp8"])
+@pytest.mark.parametrize("kind", some(["int8", "int4", "nf4", "fp8"], ["nf4"]))
 def test_it_computes_what_transformers_does_with_the_restored_weights(
     kind: str, source: Path, tmp_path: Path
 ) -> None:
@@ -158,7 +160,8 @@ def test_a_server_writes_what_generate_does(
     model = systolic.open(path)
     (expected,) = model.generate(["the capital of"], tokens=12, sampling=GREEDY)
     weights, tokenizer = model.weights, model.job.data.get_tokenizer()
-    engine = open_engine(model.setup.steps, weights.params, weights.model_state, SIZES)
+    sizes = replace(SIZES, rows=1, programs=(1, 1, 1))
+    engine = open_engine(model.setup.steps, weights.params, weights.model_state, sizes)
     engine.start()
     try:
         asked = TextRequest(
@@ -225,12 +228,27 @@ def vars_of(model: Any) -> dict[str, Any]:
     return {name: vars(type(model))[name].__get__(model) for name in type(model).__slots__}
 
 
-def test_an_encoder_and_a_network_of_convolutions(tmp_path: Path) -> None:
+def resnet() -> Any:
+    """A network with few convolutions."""
+    sizes = {"embedding_size": 8, "hidden_sizes": [8, 16, 32, 64], "depths": [1] * 4}
+    config = transformers.ResNetConfig(**sizes, layer_type="basic", num_labels=4)
+    return transformers.ResNetForImageClassification(config)
+
+
+def mobile() -> Any:
+    """One with depthwise ones."""
+    config = transformers.MobileNetV2Config(image_size=32, depth_multiplier=0.25, num_labels=4)
+    return transformers.MobileNetV2ForImageClassification(config)
+
+
+@pytest.mark.parametrize("network", [resnet, pytest.param(mobile, marks=pytest.mark.slow)])
+def test_an_encoder_and_a_network_of_convolutions(
+    network: Callable[[], Any], tmp_path: Path
+) -> None:
     encoder_folder(tmp_path / "encoder")
     torch.manual_seed(0)
-    config = transformers.MobileNetV2Config(image_size=32, depth_multiplier=0.25, num_labels=4)
-    transformers.MobileNetV2ForImageClassification(config).save_pretrained(tmp_path / "mobile")
-    for name in ("encoder", "mobile"):
+    network().save_pretrained(tmp_path / "network")
+    for name in ("encoder", "network"):
         made = quantize_model(tmp_path / name, tmp_path / f"{name}-int8", to=INT8)
         assert made.before is None
         assert made.outputs is not None
@@ -265,12 +283,12 @@ def test_the_stem_and_the_head_of_a_network_stay() -> None:
     from systolic.models.vision.cnn.config import CNN
     from systolic.models.vision.mobilenet.config import MobileNetV2
 
-    for model, first, some in (
+    for model, first, taken in (
         (MobileNetV2(multiplier=0.25, num_classes=4), "stem/", "blocks/0/depthwise/kernel"),
         (CNN(num_classes=4), "convs/0/", "convs/1/kernel"),
     ):
         names = [path for path in structure_of(model).params if model.quantizable(path)]
-        assert some in names
+        assert taken in names
         assert not [path for path in names if path.startswith((first, "head/"))]
 
 

@@ -20,6 +20,7 @@ from systolic.cli.quantize import QuantizeOptions
 from systolic.cli.serve import ServeOptions
 from systolic.core.errors import OptionError
 from systolic.core.origin import Origin
+from systolic.forecasting import demand
 from systolic.forecasting.cost import bill_of
 from systolic.forecasting.demand import engine_state
 from systolic.forecasting.serving import Load, ServingForecast, StepTimes
@@ -37,6 +38,8 @@ from systolic.session.serving_floor import LeastServer
 LOAD = Load(prompt_tokens=1000, output_tokens=1000, chunk=256)
 SLOWER = 1.5
 """Seconds of a compiled step over its floor."""
+SIMULATED = 1600
+"""Requests that are simulated: a tenth, whose larger errors a plan adds as it does those of all."""
 
 
 def least(model: str, on: str, **layout: int) -> LeastServer:
@@ -110,6 +113,8 @@ def known(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         )
 
     monkeypatch.setattr(serving_plan, "server_times", times)
+    monkeypatch.setattr(demand, "SIMULATED", SIMULATED)
+    monkeypatch.setattr(demand, "SIMULATED_MOST", SIMULATED)
     return seen
 
 

@@ -28,7 +28,7 @@ from systolic.tuning.results import StudyResult, rows_of
 from systolic.tuning.worker import this_worker
 from tests.report.run.test_page import Page
 
-RECIPE = f"{Path(__file__).parents[1] / 'training' / 'tiny.py'}:job"
+RECIPE = f"{Path(__file__).with_name('trial_recipe.py')}:job"
 
 
 def tuning(folder: Path, *words: str, recipe: str = RECIPE) -> Tuning:

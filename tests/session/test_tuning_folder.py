@@ -3,7 +3,9 @@
 import json
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +23,7 @@ def files(folder: Path) -> list[str]:
 
 
 def a_run(folder: Path) -> None:
-    assert main(["train", RECIPE, "--steps=2", f"--run={folder}", "--json"]) == 0
+    assert main(["train", RECIPE, "--steps=1", f"--run={folder}", "--json"]) == 0
 
 
 def a_clone(folder: Path) -> None:
@@ -54,51 +56,65 @@ def test_a_folder_that_is_no_study_is_refused_and_left_alone(
     assert files(tmp_path) == sorted(["s", *(f"s/{one}" for one in before)])
 
 
-def test_empty_folders_and_what_is_left_of_a_study_are_taken(tmp_path: Path) -> None:
-    folder = tmp_path / "s"
-    folder.mkdir()
-    result = work(tuning(folder, RATES, "--trials=2"))
-    assert len(result.done) == 2
-    for lost in ("study.db", "trials.json"):
-        (folder / lost).unlink()
-        assert [row.figures for row in work(tuning(folder, RATES, "--trials=2")).rows] == [
-            row.figures for row in result.rows
-        ]
-
-
 def here(processes: Processes) -> StudyResult:
     """Runs the trials in this process, without the start of a worker's."""
     TrialWorker(tuning=processes.tuning, shared=processes.shared).work()
     return processes.result()
 
 
-@pytest.mark.parametrize("empty", [True, False])
-def test_a_lost_database_is_rebuilt_and_told(
-    empty: bool,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+WORDS = [RATES, "--sampler=random", "--trials=2"]
+
+
+@pytest.fixture
+def told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Path], tuple[list[Any], str]]:
+    """Rows and complaints of the command over a folder."""
     monkeypatch.setattr(Processes, "run", here)
+
+    def ran(folder: Path) -> tuple[list[Any], str]:
+        capsys.readouterr()
+        assert main(["tune", RECIPE, *WORDS, f"--study={folder}", "--json"]) == 0
+        out, err = capsys.readouterr()
+        return json.loads(out)["trials"], err
+
+    return ran
+
+
+def figures(rows: list[Any]) -> list[Any]:
+    return [row["figures"] for row in rows]
+
+
+def test_an_empty_folder_and_a_study_that_lost_its_database_are_taken(
+    tmp_path: Path, told: Callable[[Path], tuple[list[Any], str]]
+) -> None:
     folder = tmp_path / "s"
-    words = ["tune", RECIPE, RATES, f"--study={folder}", "--sampler=random", "--json"]
-    assert main([*words, "--trials=2"]) == 0
-    before = json.loads(capsys.readouterr().out)["trials"]
-    for path in folder.glob("study.db*"):
-        path.unlink()
-    if empty:
-        (folder / "study.db").touch()
-    else:
-        # study.json alone says what the folder is, and a run that is gone trains again.
-        (folder / "trials.json").unlink()
-        shutil.rmtree(folder / "trials" / "0001")
-    assert main([*words, "--trials=2"]) == 0
-    out, err = capsys.readouterr()
-    (line,) = [line for line in err.splitlines() if "study.json" in line]
-    assert line.startswith(f"systolic: {folder}/study.json has 2 results and the study in sqlite:")
-    assert f"finished runs in {folder}/trials are used again" in line
-    after = json.loads(out)["trials"]
-    assert [row["figures"] for row in after] == [row["figures"] for row in before]
-    assert after[0]["seconds"] == before[0]["seconds"]  # not trained again
-    assert main([*words, "--trials=2"]) == 0
-    assert "study.json" not in capsys.readouterr().err
+    folder.mkdir()
+    before, _ = told(folder)
+    assert [row["state"] for row in before] == ["done", "done"]
+    for name in ("empty", "gone"):
+        copy = shutil.copytree(folder, tmp_path / name)
+        for path in copy.glob("study.db*"):
+            path.unlink()
+        if name == "empty":
+            (copy / "study.db").touch()
+        else:
+            # study.json alone says what the folder is, and a run that is gone trains again.
+            (copy / "trials.json").unlink()
+            shutil.rmtree(copy / "trials" / "0001")
+        after, err = told(copy)
+        (line,) = [line for line in err.splitlines() if "study.json" in line]
+        assert line.startswith(
+            f"systolic: {copy}/study.json has 2 results and the study in sqlite:"
+        )
+        assert f"finished runs in {copy}/trials are used again" in line
+        assert figures(after) == figures(before)
+        assert after[0]["seconds"] == before[0]["seconds"]  # not trained again
+        assert "study.json" not in told(copy)[1]
+    # Without study.json the runs alone are used, with the study's options and without.
+    (folder / "study.json").unlink()
+    for lost in ("study.db", "trials.json"):
+        (folder / lost).unlink()
+        rows = work(tuning(folder, *WORDS)).rows
+        assert [row.figures for row in rows] == figures(before)
+        assert [row.seconds for row in rows] == [row["seconds"] for row in before]

@@ -373,6 +373,8 @@ class Fleet:
     """Requests a second that one engine takes within the limits."""
     state: EngineState
     """Of each engine at the demand."""
+    at_most: EngineState
+    """Of an engine at the most that it takes."""
     usd_per_hour: float | None
     """Of all replicas."""
 
@@ -453,5 +455,6 @@ def fleet(
         replicas=replicas,
         most_rate=rate,
         state=state,
+        at_most=at_most,
         usd_per_hour=None if usd_per_hour is None else usd_per_hour * replicas,
     )

@@ -11,7 +11,7 @@ from systolic.core.arguments import Wording, with_types
 from systolic.core.errors import LayoutError, OptionError, SystolicError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, check_arguments
 from systolic.core.units import duration, gibibytes, plural
-from systolic.forecasting.demand import Demand, Fleet, fleet, simulated_state
+from systolic.forecasting.demand import Demand, Fleet, fleet
 from systolic.forecasting.serving import LatencyLimits, Load, StepTimes, latency
 from systolic.job import Job, Layout, Served, ServedCache, ServedWeights
 from systolic.models.decoder.checks import check_served
@@ -333,7 +333,7 @@ class _Search:
                     f"above the limits of {self.demand.limits}: {duration(prompt)} for a prompt alone, {duration(alone)} per token",
                 )
                 return None
-            most = _rows_at_most(self.demand.load, made.times, found)
+            most = max(round(found.at_most.decode_rows), 1)
             if most <= BEYOND * max(made.times.decode) or most <= max(rows):
                 break
             # Beyond the steps that were compiled their seconds would be a guess.
@@ -389,12 +389,6 @@ class _Search:
         unpriced = {one.on.name for one in done if one.fleet.usd_per_hour is None}
         found += [f"{name} has no price {self.price.value}; it is ranked last" for name in unpriced]
         return list(dict.fromkeys(found))
-
-
-def _rows_at_most(load: Load, times: StepTimes, found: Fleet) -> int:
-    """Rows of an engine's decode steps at the most that it takes."""
-    state = simulated_state(load, times, found.most_rate)
-    return 1 if state is None else max(round(state.decode_rows), 1)
 
 
 def _same(one: ServingCandidate, other: ServingCandidate) -> bool:

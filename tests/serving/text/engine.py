@@ -52,8 +52,8 @@ class Small:
         """The likeliest ``count`` tokens after some, each by reading the whole text anew, and their log-probabilities."""
         text, scores = list(tokens), []
         for _ in range(count):
-            row = jnp.asarray([[*text, *[0] * (SIZES.context - len(text))]], jnp.int32)
-            found = np.array(self.whole(row)[len(text) - 1])
+            row = np.array([[*text, *[0] * (SIZES.context - len(text))]], np.int32)
+            found = np.array(np.asarray(self.whole(row))[len(text) - 1])
             if change is not None:
                 change(found, text)
             text.append(int(found.argmax()))

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import jax
 import jax.monitoring
@@ -10,13 +11,14 @@ from systolic.aot.program_store import ProgramStore
 from systolic.serving.compiles import COMPILED
 from systolic.serving.text.opening import EngineSizes, open_engine
 from systolic.serving.text.request import TextRequest, TokenChoice
-from tests.serving.text.engine import Small
+from tests.serving.text.engine import SMALL, Small
 
+MODEL = replace(SMALL, layers=1, d_model=16, d_ff=16, head_dim=8)
 SIZES = EngineSizes(rows=2, context=48, chunk=16, page_size=8, programs=(1, 1, 1), strict=True)
 
 
 def main() -> None:
-    small, compiled, lines = Small(), [], []
+    small, compiled, lines = Small(MODEL), [], []
     made = {"kept": 0, "compiled": 0}
     store = ProgramStore(small.steps, lines.append)
 

@@ -38,7 +38,7 @@ def ask(engine, tokens, most, choice=GREEDY, **more) -> list:
     return list(engine.submit(request))
 
 
-@pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 23, 24, 25, 60])
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 24, 25, 60])
 def test_a_text_has_the_tokens_of_reading_it_whole(small, engine, length):
     draw = random.Random(length)
     prompt = [draw.randrange(256) for _ in range(length)]
@@ -412,7 +412,7 @@ def test_many_threads_submit_at_once(small):
 
     def ask_many(number):
         try:
-            for _ in range(40):
+            for _ in range(10):
                 ended.append(ask(engine, [number], 1)[-1].finish)
         except RuntimeError as error:
             failed.append(error)
@@ -424,7 +424,7 @@ def test_many_threads_submit_at_once(small):
         for thread in threads:
             thread.join()
         assert failed == []
-        assert ended == [Finish.length] * 640
+        assert ended == [Finish.length] * 160
         assert engine.scheduler.pool.in_use == 0
     finally:
         engine.stop()

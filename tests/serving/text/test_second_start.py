@@ -2,8 +2,10 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import pytest
 
 from systolic.aot import program_store, surroundings
@@ -11,7 +13,7 @@ from systolic.aot.program_store import EXECUTABLE, FINGERPRINT, EntryState, Prog
 from systolic.core.store import SUMS
 from systolic.serving.text.opening import plan_engine
 from tests.serving.text.engine import Small
-from tests.serving.text.second_start import SIZES
+from tests.serving.text.second_start import MODEL, SIZES
 
 ROOT = Path(__file__).parents[3]
 
@@ -29,6 +31,18 @@ def start(cache: Path, **env) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.fixture(scope="module", autouse=True)
+def cheaply() -> Iterator[None]:
+    """Programs of this file's processes, which are compared with each other alone, do without costly passes."""
+    name = "jax_disable_most_optimizations"
+    before = jax.config.values[name]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(name.upper(), "1")
+        jax.config.update(name, True)
+        yield
+        jax.config.update(name, before)
+
+
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
     """A cache that a first process filled, and what it said."""
@@ -38,7 +52,7 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def small():
-    return Small()
+    return Small(MODEL)
 
 
 def checks(small, root) -> dict:
@@ -138,8 +152,6 @@ def test_what_is_absent_and_what_is_damaged_is_said_so_and_nothing_is_made(cache
 )
 def test_whatever_changes_a_program_is_a_miss_that_names_it(cache, small, monkeypatch, change):
     folder, _ = cache
-    import jax
-
     sizes, name = SIZES, ""
     if change == "source":
         changed = {**surroundings.sources(), "models": "0" * 16}
@@ -186,10 +198,8 @@ def test_whatever_changes_a_program_is_a_miss_that_names_it(cache, small, monkey
 def test_another_model_is_a_miss_that_names_its_field(cache):
     from dataclasses import replace
 
-    from tests.serving.text.engine import SMALL
-
     folder, _ = cache
-    found = checks(Small(replace(SMALL, rope_theta=500_000.0)), folder)
+    found = checks(Small(replace(MODEL, rope_theta=500_000.0)), folder)
     assert not any(one.hit for one in found.values())
     assert all(
         any(line.startswith("model.rope_theta is 500000.0, kept with ") for line in one.differs)
