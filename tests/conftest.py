@@ -46,8 +46,13 @@ TIERS = ("slow", "parity", "long")
 """Marks of tests that a plain ``pytest`` leaves out."""
 REPEATED = 20
 """Failures that the command to repeat them names; beyond, it takes those of the last run."""
-FULL_BYTES = 1 << 30
-"""Resident memory beyond which a worker gives back what it compiled, between files."""
+MORE_BYTES = 1 << 29
+"""Resident memory that a worker takes up, since it last did, before it gives back what it compiled, between files.
+
+To look through all objects takes a second, and programs that the next file uses are traced again.
+"""
+GIVEN_BACK = pytest.StashKey[int]()
+"""Resident bytes after a worker last gave memory back."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -78,9 +83,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place[item.path])
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     gc.enable()
     gc.freeze()
+    # Traced programs are many small objects, most of which stay.
+    gc.set_threshold(100_000, 20, 20)
+    if session.config.stash[SLOW] or sys.platform != "linux":
+        return
+    cores = sorted(psutil.Process().cpu_affinity())
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
+    if worker and len(cores) == int(os.environ["PYTEST_XDIST_WORKER_COUNT"]):
+        # On a core of its own, where the compiler starts one thread and not one for every core.
+        psutil.Process().cpu_affinity([cores[int(worker)]])
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -133,8 +147,10 @@ def compiled_once(request: pytest.FixtureRequest, kept_programs: KeptPrograms) -
     keeps = not is_counted(file) and (little or not slow)
     with compiling(kept_programs if keeps else None, little, children=not slow):
         yield
-    if psutil.Process().memory_info().rss > FULL_BYTES:
+    before = request.config.stash.get(GIVEN_BACK, MORE_BYTES)
+    if psutil.Process().memory_info().rss > before + MORE_BYTES:
         import jax
 
         jax.clear_caches()
         gc.collect()
+        request.config.stash[GIVEN_BACK] = psutil.Process().memory_info().rss

@@ -23,29 +23,32 @@ READ = {
 def called(name: str, *cases: list[str], module: str = "run") -> list[dict[str, Any]]:
     """Calls the ``main`` of a benchmark's module with each case's words: exit code and what it prints.
 
-    Modules of several benchmarks have the same names, so they are forgotten afterwards.
+    Modules of several benchmarks have the same names, so they are forgotten before and afterwards.
     """
-    folder, before = BENCHMARKS / name, set(sys.modules)
-    found = []
+    folder, found = BENCHMARKS / name, []
     with pytest.MonkeyPatch.context() as patch:
+        for known in scripts():
+            patch.delitem(sys.modules, known)
         patch.syspath_prepend(folder)
-        try:
-            run = import_module(module)
-            for case in cases:
-                patch.setattr(sys, "argv", [str(folder / f"{module}.py"), *case])
-                told, shown, code = io.StringIO(), io.StringIO(), 0
-                with redirect_stderr(told), redirect_stdout(shown):
-                    try:
-                        run.main()
-                    except SystemExit as stop:
-                        code = stop.code
-                found.append({"code": code, "err": told.getvalue(), "out": shown.getvalue()})
-        finally:
-            for new in set(sys.modules) - before:
-                file = getattr(sys.modules[new], "__file__", None)
-                if file is not None and BENCHMARKS in Path(file).parents:
-                    del sys.modules[new]
+        run = import_module(module)
+        for case in cases:
+            patch.setattr(sys, "argv", [str(folder / f"{module}.py"), *case])
+            told, shown, code = io.StringIO(), io.StringIO(), 0
+            with redirect_stderr(told), redirect_stdout(shown):
+                try:
+                    run.main()
+                except SystemExit as stop:
+                    code = stop.code
+            found.append({"code": code, "err": told.getvalue(), "out": shown.getvalue()})
+        for own in scripts():
+            del sys.modules[own]
     return found
+
+
+def scripts() -> list[str]:
+    """Modules at hand that are files of benchmarks."""
+    files = {name: getattr(one, "__file__", None) for name, one in sys.modules.items()}
+    return [name for name, file in files.items() if file and BENCHMARKS in Path(file).parents]
 
 
 def rows_of(name: str) -> list[dict[str, Any]]:
