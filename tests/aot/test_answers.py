@@ -45,6 +45,7 @@ def entries(root: Path) -> list[Path]:
     return [path.parent for path in (root / "programs").rglob(REPORT)]
 
 
+@pytest.mark.slow
 def test_facts_are_those_of_who_asks(root: Path) -> None:
     first = ask(root, model_flops=1e9, units=("tokens", 512))
     second = ask(root, model_flops=2e9, units=("examples", 8))
@@ -57,6 +58,7 @@ def test_facts_are_those_of_who_asks(root: Path) -> None:
     assert first.report["program"]["units"] == 512
 
 
+@pytest.mark.slow
 def test_a_damaged_entry_is_compiled_again(root: Path) -> None:
     whole = ask(root)
     assert isinstance(whole, Compiled)

@@ -108,6 +108,7 @@ def test_a_killed_child_is_a_readable_failure(root: Path) -> None:
     assert left_behind(root) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quick", some([False, True], [True]))
 def test_out_of_memory_is_an_answer_with_names(root: Path, quick: bool) -> None:
     on, compiler = slice("v5e-1"), Compiler(root=root)
@@ -163,6 +164,7 @@ compile(functions.program(functions.matmul), slice("v5e-4"), Compiler(root=Path(
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_parent_leaves_no_child(tmp_path: Path, how: signal.Signals) -> None:
     process = subprocess.Popen(

@@ -68,6 +68,7 @@ def check(folder: Path) -> int:
     return step
 
 
+@pytest.mark.slow
 def test_restores_onto_other_numbers_of_devices(tmp_path: Path):
     assert answer(child("topology", tmp_path, 2)) == {"devices": 2, "found": 0, "steps": [1]}
     assert answer(child("topology", tmp_path, 8)) == {"devices": 8, "found": 1, "steps": [1, 2]}

@@ -152,6 +152,7 @@ elif words[:2] == ["jobs", "cancel"]:
 """Stand-in with the answers of SkyPilot 0.14.1's server and client, which exits with 0 except for errors."""
 
 
+@pytest.mark.slow
 def test_skypilots_job_is_this_launchs_and_is_stopped_only_where_skypilot_says_so(
     run: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,20 +11,20 @@ from systolic.cli.output import bounded_workers
 from systolic.core.machine import bounded, num_cores
 from systolic.planning.search import Limits
 
-CORES = num_cores()
 ROOT = Path(__file__).parents[2]
 
 
 def test_workers_are_bounded_by_cores(capsys: pytest.CaptureFixture[str]) -> None:
-    assert 1 <= CORES <= (psutil.cpu_count() or 1)
-    assert (bounded(0), bounded(1), bounded(99999)) == (0, 1, CORES)
-    assert Limits(workers=99999).at_once == CORES
-    assert 1 <= Limits().at_once <= CORES
+    cores = num_cores()
+    assert 1 <= cores <= (psutil.cpu_count() or 1)
+    assert (bounded(0), bounded(1), bounded(99999)) == (0, 1, cores)
+    assert Limits(workers=99999).at_once == cores
+    assert 1 <= Limits().at_once <= cores
     assert bounded_workers(1) == 1
     assert capsys.readouterr().err == ""
-    assert bounded_workers(99999) == CORES
+    assert bounded_workers(99999) == cores
     assert capsys.readouterr().err == (
-        f"systolic: --workers 99999 is more than the {CORES} cores of this machine; {CORES} work at once\n"
+        f"systolic: --workers 99999 is more than the {cores} cores of this machine; {cores} work at once\n"
     )
 
 

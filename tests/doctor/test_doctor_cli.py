@@ -69,6 +69,7 @@ def test_without_measuring(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == (0 if plain["fit"] else 1)
 
 
+@pytest.mark.slow
 def test_on_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     code = main(["doctor", "--json"])

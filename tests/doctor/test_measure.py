@@ -64,6 +64,7 @@ def test_last_line_drops_prefixes_and_traceback_frames() -> None:
     assert len(last_line("x" * 10_000)) == 300
 
 
+@pytest.mark.slow
 def test_the_real_child_measures_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     found = measure(LAPTOP)

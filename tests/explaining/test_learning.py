@@ -208,6 +208,7 @@ def test_uneven_experts_are_told_from_too_few_slots(
         assert cause.advice[-1].startswith(f"--model.capacity-factor {1.25 * factor:.3g}")
 
 
+@pytest.mark.slow
 def test_looks_change_nothing(tmp_path: Path):
     """With a probe at every step, across a crash and a resume, the run is bit for bit the one without."""
     setup = set_up(planted.job(steps=24, evaluation=Evaluation(every=8)))

@@ -159,6 +159,7 @@ def test_what_is_written_before_a_text_is_said() -> None:
     assert not text_notes(tiny.JOBS["decoder"]())
 
 
+@pytest.mark.slow
 def test_the_readme_reloads_it_without_this_package(tmp_path: Path) -> None:
     """The README's lines, in a process where an import of ours fails, on another batch than was compared."""
     model, examples, made = exported("embeddings", tmp_path / "out")

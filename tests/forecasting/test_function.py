@@ -90,6 +90,7 @@ def put(cache: jax.Array, rows: jax.Array, new: jax.Array) -> jax.Array:
     return jax.jit(lambda c, times: c * times, static_argnums=1)(cache, 1).at[rows].set(new)
 
 
+@pytest.mark.slow
 def test_a_jitted_function_reaches_the_child_with_what_jit_was_told(cache: Path) -> None:
     pytest.importorskip("libtpu")
     arguments = (
@@ -226,6 +227,7 @@ def test_flags_and_quick_reach_the_compiler(cache: Path) -> None:
     assert sum(record["time_by_layer"].values()) <= made.timeline.seconds * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_a_filter_jit_object_is_a_function_as_any_other(cache: Path) -> None:
     @eqx.filter_jit(donate="all-except-first")
     def step(x: jax.Array, model: Any, name: str, scale: float = 2.0) -> tuple[Any, jax.Array]:
@@ -247,6 +249,7 @@ def test_a_filter_jit_object_is_a_function_as_any_other(cache: Path) -> None:
     assert memory["alias_size_in_bytes"] == weights
 
 
+@pytest.mark.slow
 def test_a_long_compile_shows_its_progress_from_python(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

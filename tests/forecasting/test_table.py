@@ -140,6 +140,7 @@ def test_each_combination_is_the_forecast_of_that_command(capsys) -> None:
     assert alone["arguments"] == row["arguments"]
 
 
+@pytest.mark.slow
 def test_python_makes_the_same_table(dump: Path) -> None:
     with pytest.raises(SystolicError, match="vary takes options of a recipe"):
         systolic.forecast(len, on="v5e-4", vary={"batch": [1]})

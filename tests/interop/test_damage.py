@@ -142,6 +142,7 @@ def test_the_next_command_can_be_pasted(
     assert shlex.split(line)[2:4] == ["generate", str(out)]
 
 
+@pytest.mark.slow
 def test_fields_that_are_not_read_are_named(
     copy: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -218,6 +218,7 @@ def test_saved_files(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", some(["keras", "pt2"], ["pt2"]))
 def test_a_damaged_file(suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / f"bad.{suffix}").write_text("no")

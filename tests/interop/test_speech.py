@@ -105,6 +105,7 @@ def test_texts_and_losses_are_those_of_transformers(folder: Path, tmp_path: Path
     assert metrics["loss"] == pytest.approx(sum(nats) / 4, rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("above_no_speech", "above_mean", "kept"),
     [(False, True, False), (True, True, True), (False, False, True)],
@@ -292,6 +293,7 @@ def silent_after(folder: Path) -> Path:
     return folder / "long.wav"
 
 
+@pytest.mark.slow
 def test_each_recording_is_written_in_the_language_that_is_asked_for(folder: Path) -> None:
     job = speech_job(many(folder), texts=True)
     job = replace(job, model=replace(speech.MODEL, vocab=105))

@@ -208,6 +208,7 @@ def test_a_connection_that_breaks_is_no_restart(tmp_path: Path) -> None:
     assert "restart" not in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", ["nobody", "255"])
 def test_machines_that_no_longer_answer_are_given_back_and_asked_for_again(
     tmp_path: Path, code: str

@@ -76,6 +76,7 @@ def test_splash_attention_is_softmax_attention() -> None:
     np.testing.assert_allclose(found, plain, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "backward",
     some([AttentionBackward.fused, AttentionBackward.split], [AttentionBackward.split]),
@@ -264,6 +265,7 @@ def test_which_sequences_are_balanced() -> None:
     assert balanced(over(2, "cpu", auto), 32) == Order(2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", some(["cpu", "tpu"], ["tpu"]))
 def test_attention_over_a_balanced_sequence(platform: str) -> None:
     query, key, value, segments = inputs(512, 64)

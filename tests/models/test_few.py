@@ -150,6 +150,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "on", "tensor"), CASES)
 def test_a_step_copies_no_matrix_and_is_near_its_floor(model: str, on: str, tensor: int) -> None:
     """Experts in another order than their kernel's were copied in every step, which took most of it."""

@@ -60,6 +60,7 @@ def by_hand(net: Any, tokens: Any, segments: Any, positions: Any) -> jax.Array:
     return net.logits(net.normed(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", some([2, 3], [2]))
 def test_layers_come_in_their_order_also_through_a_cache(every: int) -> None:
     layers = 6 if every == 2 else 3

@@ -193,6 +193,7 @@ def test_a_step_of_lora_is_that_of_peft(rule: Optimizer) -> None:
         check(rule, path, (gradients[path], gradient), (after.params[path], weights[path]))
 
 
+@pytest.mark.slow
 @RULES
 def test_a_step_of_all_weights_is_that_of_torch(rule: Optimizer) -> None:
     config = transformers.LlamaConfig(**SIZES)

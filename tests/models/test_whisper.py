@@ -51,6 +51,7 @@ def test_flops_are_those_of_the_program_and_by_hand() -> None:
     assert Whisper().input_flops(fields) == 2 * 3000 * 3 * 80 * d
 
 
+@pytest.mark.slow
 def test_the_first_loss_is_that_of_chance_and_every_parameter_has_a_gradient() -> None:
     of = speech.steps(ONE)
 

@@ -135,6 +135,7 @@ def test_a_plan_for_another_recipe(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "is a plan for lm, not for" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_plan_is_rehearsed_with_its_mesh(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -115,7 +115,8 @@ def test_a_limit_of_the_goal_is_kept_among_what_was_compiled() -> None:
     assert any(one.broken and "deadline" in one.broken for one in plan.tried)
 
 
-def test_ctrl_c_leaves_the_best_so_far() -> None:
+def test_ctrl_c_leaves_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "bounded", lambda workers: workers)  # on any number of cores
     seen = []
 
     def watch(progress: Any) -> None:
@@ -124,7 +125,7 @@ def test_ctrl_c_leaves_the_best_so_far() -> None:
             raise KeyboardInterrupt
 
     evaluator = AnsweringEvaluator(recorded)
-    plan = search(space(), watch=watch, evaluator=evaluator).run()
+    plan = search(space(), watch=watch, workers=2, evaluator=evaluator).run()
     assert plan.stopped is SearchStop.interrupted
     # The fifth was ready too.
     assert [one.candidate for one in plan.tried] == evaluator.asked

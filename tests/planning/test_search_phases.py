@@ -209,6 +209,7 @@ def test_slices_behind_the_best_are_tuned_too(order: tuple[str, ...]) -> None:
         assert one.candidate.flags is not DEFAULT, one.candidate.name
 
 
+@pytest.mark.slow
 def test_the_order_of_slices_changes_nothing() -> None:
     names = ("v6e-8", "v5e-16", "v5p-8")
     goal = Goal(units=20e9, objective=Objective.pareto)

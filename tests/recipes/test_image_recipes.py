@@ -39,6 +39,7 @@ def systolic(capsys: pytest.CaptureFixture[str], *args: Any) -> dict[str, Any]:
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_digits_trains_evaluates_and_predicts(tmp_path: Path, capsys) -> None:
     run = tmp_path / "run"
     summary = systolic(capsys, "train", "digits", "--steps", 60, "--run", run)
@@ -66,6 +67,7 @@ def test_digits_trains_evaluates_and_predicts(tmp_path: Path, capsys) -> None:
     assert err.splitlines()[-1] == "systolic: no answer for 2 of 4 files; see the lines above"
 
 
+@pytest.mark.slow
 def test_image_trains_on_a_folder_of_pictures(tmp_path: Path, capsys) -> None:
     rng = np.random.default_rng(0)
     for name, colour in (("red", 0), ("green", 1), ("blue", 2)):

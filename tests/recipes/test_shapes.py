@@ -52,6 +52,7 @@ def test_every_recipe_has_shapes_without_data(
     assert facts_of(job).job == job
 
 
+@pytest.mark.slow
 def test_a_fine_tune_begins_with_a_config_or_a_name(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     by_folder = sft(from_=tmp_path)

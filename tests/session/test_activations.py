@@ -110,6 +110,7 @@ def test_a_server_writes_what_generate_does(made: Any) -> None:
     assert tokenizer.decode(found) == expected
 
 
+@pytest.mark.slow
 def test_it_leaves_as_the_floats_that_its_codes_stand_for(
     made: Any, source: Path, tmp_path: Path
 ) -> None:

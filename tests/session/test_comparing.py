@@ -32,6 +32,7 @@ def language(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return run, folder / "bundle"
 
 
+@pytest.mark.slow
 def test_a_run_and_its_bundle_are_the_same_model(
     language: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -113,6 +114,7 @@ def test_a_run_whose_data_has_moved_is_quantized_and_compared(
     assert {one.name for one in tmp_path.iterdir()} == {"run", "int8", "hf"}
 
 
+@pytest.mark.slow
 def test_another_task_is_refused_in_one_line(
     language: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -89,6 +89,7 @@ def test_the_command_writes_a_whole_folder(
     assert {line[1:] for line in ignored[1:]} == copies
 
 
+@pytest.mark.slow
 def test_the_image_ends_as_the_server_does(bundle: Path, tmp_path: Path) -> None:
     found = instructions(made(bundle, tmp_path / "image"))
     assert found["USER"] == ["10001:10001"]
@@ -165,6 +166,7 @@ def test_the_wheel_is_what_runs_here(bundle: Path, tmp_path: Path) -> None:
     assert not any("__pycache__" in name for name in names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_the_linter_finds_nothing(bundle: Path, tmp_path: Path, platform: str) -> None:
     linter = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")

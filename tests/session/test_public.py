@@ -121,6 +121,7 @@ def test_a_recipe_takes_options_and_is_interrupted_and_resumed(
     ] == []
 
 
+@pytest.mark.slow
 def test_types_of_a_user_are_asked_for_again(tmp_path: Path) -> None:
     run, job = tmp_path / "run", tiny.job(steps=8)
     systolic.train(job, run=run, watchers=[StopAt(4)])
@@ -251,6 +252,7 @@ def test_a_job_resumes_on_other_devices_with_its_layout_as_it_was_given(tmp_path
     assert saved["job"]["layout"]["fsdp"] == 1
 
 
+@pytest.mark.slow
 def test_a_run_of_a_digits_job_that_stopped_early_is_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -303,6 +305,7 @@ def test_resume_lists_the_fields_of_a_changed_job(tmp_path: Path) -> None:
     assert record["job"]["optimizer"]["learning_rate"] == 0.0625
 
 
+@pytest.mark.slow
 def test_events_that_are_warnings_reach_python(tmp_path: Path) -> None:
     run, told = tmp_path / "run", []
     schedule = Schedule(warmup=2000).shortened(Schedule(warmup=2000), 20)

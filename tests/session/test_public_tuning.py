@@ -20,6 +20,7 @@ from tests.session.test_tuning_folder import here
 RATE = {"learning-rate": "log:1e-4..1e-1"}
 
 
+@pytest.mark.slow
 def test_a_search_from_python_is_the_commands(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,6 +98,7 @@ def test_the_repeats_are_seen_and_compared(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_search_that_is_interrupted_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,6 +95,7 @@ def test_it_computes_what_transformers_does_with_the_restored_weights(
     assert 1e-3 < np.abs(theirs - plain).max() < 0.5 * np.abs(plain).max()
 
 
+@pytest.mark.slow
 def test_sizes_and_quality_are_those_of_the_files(int8: Any) -> None:
     files = list(int8.path.glob("*.safetensors"))
     headers = sum(8 + int.from_bytes(file.read_bytes()[:8], "little") for file in files)
@@ -149,6 +150,7 @@ def test_its_outputs_and_evaluations_are_on_record(
     assert f"loss {one['before']['loss']:.4f}" in before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", pytest.param("nf4", marks=pytest.mark.slow)])
 def test_a_server_writes_what_generate_does(
     kind: str, int8: Any, source: Path, tmp_path: Path
@@ -178,6 +180,7 @@ def test_a_server_writes_what_generate_does(
     assert codes <= {array.dtype.name for array in jax.tree.leaves(held)}
 
 
+@pytest.mark.slow
 def test_a_server_on_a_cpu_holds_codes_without_a_product_as_floats(
     int8: Any, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,6 +269,7 @@ def test_an_encoder_and_a_network_of_convolutions(
         )
 
 
+@pytest.mark.slow
 def test_vectors_of_an_encoder_in_4_bits(tmp_path: Path) -> None:
     """By a program that is compiled ahead of time."""
     encoder_folder(tmp_path / "encoder")

@@ -129,6 +129,7 @@ def test_weights_larger_than_scales_are_refused() -> None:
         list(Rounder(known).codes("a", how, [largest]))
 
 
+@pytest.mark.slow
 def test_the_title_names_no_format_that_no_matrix_has(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -243,6 +243,7 @@ def test_a_slice_of_several_machines_is_taken_by_name_and_says_so(
     assert known == [("v6e-16", plan.ranked[0].layout.tensor)]
 
 
+@pytest.mark.slow
 def test_spot_and_quantized_matrices_cost_less(
     known: list[tuple[str, int]],
 ) -> None:

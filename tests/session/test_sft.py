@@ -172,6 +172,7 @@ def test_another_adapter_can_not_resume(options: dict[str, Any], tmp_path: Path)
         systolic.train("sft", run=tmp_path / "other", steps=2, **again)
 
 
+@pytest.mark.slow
 def test_all_weights_of_a_run_are_fine_tuned_again(options: dict[str, Any], tmp_path: Path) -> None:
     first = replace(options["optimizer"], learning_rate=1e-2)
     systolic.train(
@@ -336,6 +337,7 @@ def test_a_run_from_random_weights_has_the_context_of_its_rows(tmp_path: Path) -
             assert outlined(run).positions == 32
 
 
+@pytest.mark.slow
 def test_a_run_of_a_run_stops_where_the_first_model_did(
     options: dict[str, Any], tmp_path: Path
 ) -> None:

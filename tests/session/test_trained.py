@@ -67,6 +67,7 @@ with open("made.json", "w") as file:
 """
 
 
+@pytest.mark.slow
 def test_python_answers_as_the_commands_do(home: Path, tmp_path: Path) -> None:
     """In one process of their own: what earlier tests set in JAX changes the last bits."""
     run, text = str(home / "run"), str(home / "text" / "7.txt")
@@ -104,6 +105,7 @@ def job(root: Path) -> Job:
 """
 
 
+@pytest.mark.slow
 def test_baselines_are_those_of_the_data_that_was_evaluated(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

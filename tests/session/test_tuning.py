@@ -272,6 +272,7 @@ def test_a_stopped_trial_goes_on_where_it_was(
     assert load_run(run.path).step_seconds > first
 
 
+@pytest.mark.slow
 def test_several_objectives_make_a_front(tmp_path: Path) -> None:
     made = tuning(
         tmp_path / "study",
@@ -360,6 +361,7 @@ def test_a_budget_that_has_nothing_left_costs_no_trial(
             tuning(tmp_path / "study", *words, word).open()
 
 
+@pytest.mark.slow
 def test_a_batch_that_does_not_divide_the_slice_is_refused(tmp_path: Path) -> None:
     words = ["--search=batch=10,12", "--sampler=grid", "--on=v5e-16", "--quick"]
     result = work(tuning(tmp_path / "study", *words))

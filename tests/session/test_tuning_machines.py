@@ -63,6 +63,7 @@ def test_machines_with_other_devices_share_no_batch_per_device(tmp_path: Path) -
         work(made)
 
 
+@pytest.mark.slow
 def test_a_trial_that_a_full_disk_stops_waits_and_goes_on(tmp_path: Path) -> None:
     """Files are limited to 400 kB: the study fits, a checkpoint doesn't."""
     folder, before = tmp_path / "study", resource.getrlimit(resource.RLIMIT_FSIZE)

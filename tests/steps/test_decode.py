@@ -19,6 +19,7 @@ from tests.steps import tiny
 from tests.steps.decode_child import DENSE, LAYOUTS, MIXTURE, QUICK, ROWS, write
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
     [QUICK, pytest.param([n for n in LAYOUTS if n not in QUICK], marks=pytest.mark.slow)],

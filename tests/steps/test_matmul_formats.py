@@ -63,6 +63,7 @@ def test_gradients_point_the_same_way(operands: str) -> None:
     assert 0.9 < float(cosine) < 0.999999
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operands", ["int8", "fp8"])
 def test_training_learns_as_it_does_without(operands: str) -> None:
     exact, _ = tiny.run(steps(None), 8)

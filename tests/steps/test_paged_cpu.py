@@ -64,6 +64,7 @@ def exact() -> np.ndarray:
     return texts_read(paged_steps("float32"), TEXTS)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, TEXTS])
 def test_a_step_in_bfloat16_has_the_logits_of_float32_and_converts_no_weights_and_no_pages(
     rows: int,

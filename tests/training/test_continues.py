@@ -161,6 +161,7 @@ def records(run: Path) -> list[int]:
     return [one["step"] for one in found if one.get("kind") == "train"]
 
 
+@pytest.mark.slow
 def test_how_often_a_run_is_recorded_is_kept(tmp_path: Path):
     run = tmp_path / "sparse"
     words = ["--run", str(run), "--log-every", "2", "--diagnose", "0", "--json"]

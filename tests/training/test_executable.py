@@ -39,6 +39,7 @@ def train(saved: Path, run: Path, *more: str) -> int:
     return main(["train", RECIPE, "--executable", str(saved), "--run", str(run), *more])
 
 
+@pytest.mark.slow
 def test_a_run_takes_the_saved_step(saved: Path, tmp_path: Path) -> None:
     assert train(saved, tmp_path / "run") == 0
     assert main(["train", RECIPE, "--run", str(tmp_path / "compiled")]) == 0

@@ -44,6 +44,7 @@ def flags_of(run: Path) -> tuple[Any, Any]:
     return record, json.loads((run / "environment.json").read_text())["flags"]
 
 
+@pytest.mark.slow
 def test_flags_are_in_the_record_and_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

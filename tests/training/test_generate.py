@@ -61,6 +61,7 @@ def test_a_text_ends_before_the_stop_that_comes_first_however_it_is_cut(text, st
         assert told(pieces) == text
 
 
+@pytest.mark.slow
 def test_a_mixtures_answer_does_not_depend_on_padding():
     # One slot for each expert and four tokens: most choices find none, so who asks first matters.
     model = replace(SMALL, experts=4, experts_per_token=2, capacity_factor=0.5)
@@ -156,6 +157,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFact
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
+@pytest.mark.slow
 def test_prompts_of_words_a_file_and_standard_input(
     trained: Path,
     tmp_path: Path,

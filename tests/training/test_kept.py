@@ -125,6 +125,7 @@ def elsewhere(args: list[str], folder: Path) -> dict:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_a_run_keeps_its_tokenizer_and_works_from_any_folder(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

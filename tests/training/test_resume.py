@@ -77,6 +77,7 @@ def cut_off_and_resume(whole: Whole, cut: Path, moments: tuple[int, ...]) -> Non
     assert_same(whole.setup, whole.path, cut)
 
 
+@pytest.mark.slow
 def test_batch_norm_and_dropout(tmp_path: Path, whole: Whole):
     cut_off_and_resume(whole, tmp_path, (8, 14))
     assert [r["resumed_from"] for r in records(tmp_path, "start")] == [None, 4, 12]

@@ -166,6 +166,7 @@ def recomputed(setup: Setup, weights: tuple[Any, Any], ids: list[int], count: in
     return rows[len(ids) :]
 
 
+@pytest.mark.slow
 def test_it_trains_evaluates_and_writes_a_sample(setup: Setup, tmp_path: Path) -> None:
     summary = train(setup, tmp_path)
     steps = losses(tmp_path)

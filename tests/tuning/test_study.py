@@ -255,6 +255,7 @@ def test_a_worker_that_was_suspended_keeps_the_trial_that_it_trains(tmp_path: Pa
     assert shared.claim(1, this_worker(), lambda _: is_held(run)).number == 0
 
 
+@pytest.mark.slow
 def test_a_worker_that_sees_other_processes_is_not_gone(tmp_path: Path) -> None:
     """Two containers can share a machine's name and have their own process ids."""
     alone = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
@@ -363,6 +364,7 @@ def answered(
     return made, found[1]
 
 
+@pytest.mark.slow
 def test_the_same_options_matter_beside_a_second_objective() -> None:
     """One option ranks the good trials, the other makes outliers: only the first matters for the best."""
     chance, found = random.Random(0), []

@@ -262,6 +262,7 @@ def test_endless_hosts_read_different_windows(tmp_path):
     assert len(whole) < 0.1 * len(seen[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", some([1, 2, 4, 5], [2, 4]))
 def test_another_number_of_hosts_leaves_no_document_out(after, tmp_path):
     path = write("jsonl", tmp_path / "corpus", texts(600, longest=100))

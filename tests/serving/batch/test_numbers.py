@@ -60,6 +60,7 @@ def apart(a: np.ndarray, b: np.ndarray) -> float:
 SLOW = ("resnet-bottleneck", "mobilenet", "vit-token")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["cnn", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 )

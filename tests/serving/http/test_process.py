@@ -55,6 +55,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return cert, key
 
 
+@pytest.mark.slow
 def test_streams_in_flight_end_whole_after_a_signal_over_tls(
     certificate: tuple[Path, Path],
 ) -> None:

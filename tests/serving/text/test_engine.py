@@ -406,6 +406,7 @@ def test_a_compile_after_the_start_is_noticed(small):
         engine.stop()
 
 
+@pytest.mark.slow
 def test_many_threads_submit_at_once(small):
     engine = small.engine(rows=4, queued=4000)
     failed, ended = [], []

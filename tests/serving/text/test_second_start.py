@@ -61,6 +61,7 @@ def checks(small, root) -> dict:
     return {one.program: one for one in plan_engine(small.steps, SIZES, store).kept()}
 
 
+@pytest.mark.slow
 def test_a_second_process_compiles_nothing_and_answers_the_same(cache):
     folder, first = cache
     assert first["compiles"] > first["compiled"] > 0  # the conversion of weights, and empty pages

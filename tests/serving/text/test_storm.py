@@ -49,7 +49,7 @@ def storm(requests: int, threads: int) -> None:
 
 
 def test_a_storm_leaves_nothing() -> None:
-    storm(360, 8)
+    storm(180, 8)
 
 
 @pytest.mark.long
