@@ -79,7 +79,9 @@ def test_every_parameter_matters(name: str) -> None:
         return jnp.sum(logits * jnp.cos(jnp.arange(logits.size).reshape(logits.shape)))
 
     gradients = jax.jit(jax.grad(loss))(params)
-    still = [name for name, g in gradients.items() if float(jnp.abs(g).max()) < 1e-5]
+    # Statistics of a batch leave a bias the rounding of its gradient; without them nothing is left of one.
+    least = 1e-5 if train else 1e-7
+    still = [name for name, g in gradients.items() if float(jnp.abs(g).max()) < least]
     assert still == []
 
 
