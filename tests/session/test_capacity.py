@@ -27,7 +27,7 @@ KEYS_AND_VALUES = 2 * 2 * 2 * 16
 
 def test_a_server_on_this_machine(capsys) -> None:
     words = ["--prompt-tokens=64", "--output-tokens=32", "--page-size=32", "--chunk=32"]
-    asked = ["lm", *WORDS.split(), "--on=cpu", *words, "--concurrency", "1"]
+    asked = ["lm", *WORDS.split(), "--on=cpu", *words, "--concurrency", "1", "4"]
     assert main(["forecast", "--serve", *asked, "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
     memory = made["memory"]
@@ -42,13 +42,14 @@ def test_a_server_on_this_machine(capsys) -> None:
     )
     assert made["program"] == "step over pages, as systolic serve runs it"
     assert made["concurrency"] == (memory["pages"] - 1) // 3  # 96 tokens, and a page for padding
-    assert [one["concurrency"] for one in made["points"]] == [1]
+    assert [one["concurrency"] for one in made["points"]] == [1, 4]
     assert [(one["rows"], one["tokens"], one["context"]) for one in made["steps"]] == [
         (1, 1, 96),
+        (4, 1, 96),
         (1, 32, 64),  # after 0 tokens and after 32: 48 on average, in pages of 32
     ]
     one, steps = made["points"][0], made["steps"]
-    assert one["time_to_first_token_seconds"] == pytest.approx(2 * steps[1]["seconds"])
+    assert one["time_to_first_token_seconds"] == pytest.approx(2 * steps[2]["seconds"])
     assert one["time_per_output_token_seconds"] == pytest.approx(steps[0]["seconds"])
 
 
