@@ -26,6 +26,12 @@ KINDS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The metadata server, which does not answer here, is asked again at once."""
+    monkeypatch.setattr(peers.time, "sleep", lambda _: None)
+
+
 def met(name: str, root: Path, **changed: str) -> Machine:
     """A recorded platform as ``gather`` reads it, with variables changed; "" removes one."""
     for file in RECORDED[name].get("files", []):

@@ -39,7 +39,7 @@ def metadata(machine: str, failing: str = "", status: int = 500) -> Iterator[str
             pass
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Metadata) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield f"127.0.0.1:{server.server_port}"
         server.shutdown()
 

@@ -372,6 +372,11 @@ if "--sleep" in sys.argv:
     time.sleep(60)
 sys.exit(3 if "--fail" in sys.argv else 2 if "--refuse" in sys.argv else 0)
 """
+SLEEP = "#!/bin/sh\nexec /bin/sleep 0.1\n"
+TAIL = "#!/bin/sh\nexec /usr/bin/tail --sleep-interval=0.05 \"$@\"\n"
+"""Both look at a training again sooner than after a second."""
+REAPING = "import ctypes, os, sys; ctypes.CDLL(None).prctl(36, 1); os.execvp(sys.argv[1], sys.argv[1:])"
+"""Runs a command that collects a training whose parent has ended, as a machine's init does; a container's may do so late."""
 PYTHON = """#!{python}
 import pathlib, shutil, sys
 words = sys.argv[1:]
@@ -394,12 +399,14 @@ def host(folder: Path, values: dict[str, str], *options: str) -> tuple[list[Any]
         (folder / name).mkdir()
     (folder / "host.sh").write_text(text)
     (folder / "requirements.txt").write_text("# Python 3.11\n")
-    for name, content in (("curl", CURL), ("python3", PYTHON), ("gcsfuse", GCSFUSE)):
+    tools = {"curl": CURL, "python3": PYTHON, "gcsfuse": GCSFUSE, "sleep": SLEEP, "tail": TAIL}
+    for name, content in tools.items():
         executable(folder / name, content.replace("{values!r}", repr(values)))
     (folder / "wheels" / "systolic-1.whl").write_text(SYSTOLIC.format(python=sys.executable))
     environ = {n: v for n, v in os.environ.items() if not n.startswith("JAX_")}
     steps = 'for step in ${1:-install start wait}; do bash "$0" "$step" || exit; done'
-    return ["bash", "-c", steps, folder / "host.sh"], environ | {
+    reaping = [sys.executable, "-S", "-c", REAPING]
+    return [*reaping, "bash", "-c", steps, folder / "host.sh"], environ | {
         "PATH": f"{folder}:{os.environ['PATH']}"
     }
 

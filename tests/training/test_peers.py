@@ -37,7 +37,7 @@ def met(tmp_path: Path, request: Any) -> Generator[tuple[dict[str, str], Path]]:
             pass
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Metadata) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         peers._attribute.cache_clear()
         yield (
             recorded["environment"] | {"GCE_METADATA_IP": f"127.0.0.1:{server.server_port}"},
