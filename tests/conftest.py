@@ -17,6 +17,7 @@ import psutil
 import pytest
 from hypothesis import settings
 
+from systolic.core.machine import set_up_xla
 from tests.compiles import (
     KeptPrograms,
     cheap,
@@ -56,6 +57,7 @@ GIVEN_BACK = pytest.StashKey[int]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    set_up_xla()
     slow = config.stash[SLOW] = config.option.markexpr in ("slow", "long")
     if not slow:
         # XLA reads its flags once a process; children have those of their test's process.

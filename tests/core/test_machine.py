@@ -1,5 +1,6 @@
 """Workers are bounded by cores, and end with the process that started them, however it ends."""
 
+import os
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ import psutil
 import pytest
 
 from systolic.cli.output import bounded_workers
-from systolic.core.machine import bounded, num_cores
+from systolic.core.machine import bounded, num_cores, set_up_xla
 from systolic.planning.search import Limits
 
 ROOT = Path(__file__).parents[2]
@@ -83,3 +84,25 @@ def test_workers_end_with_a_killed_parent(tmp_path: Path, source: str) -> None:
         while any(map(runs, workers)) and time.monotonic() < deadline:
             time.sleep(0.02)
         assert not any(map(runs, workers))
+
+
+@pytest.mark.parametrize(
+    ("jaxlib", "given", "sound"),
+    [
+        ("0.10.2", "", False),
+        ("0.11.1", "", False),
+        ("0.11.2", "", True),
+        ("0.12.0.1", "--xla_cpu_copy_insertion_use_region_analysis=true", True),
+        ("0.12.0.2", "", False),
+        ("0.12.0", "--xla_cpu_experimental_ynn_fusion_type=reduce", False),
+    ],
+)
+def test_a_jaxlib_that_fuses_convolutions_wrongly_is_told_not_to(
+    monkeypatch: pytest.MonkeyPatch, jaxlib: str, given: str, sound: bool
+) -> None:
+    """``tests/exporting/test_stablehlo.py`` computes with the jaxlib that is here."""
+    monkeypatch.setattr("importlib.metadata.version", {"jaxlib": jaxlib}.__getitem__)
+    monkeypatch.setenv("XLA_FLAGS", given)
+    set_up_xla()
+    more = "--xla_cpu_experimental_ynn_fusion_type=dot,individual_dot,individual_convolution"
+    assert os.environ["XLA_FLAGS"].split() == [*given.split(), *([more] if sound else [])]

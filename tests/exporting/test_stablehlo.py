@@ -5,14 +5,12 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from packaging.version import Version
 
 from systolic.aot.environment import QUIET
 from systolic.cli.main import main
@@ -229,14 +227,6 @@ def test_a_comparison_without_memory_is_refused() -> None:
         model.check_memory("logits", {"tokens": np.zeros((1, 1 << 20), np.int32)})
 
 
-YNN = pytest.mark.xfail(
-    Version(version("jaxlib")) >= Version("0.11.2"),
-    reason="two convolutions in bfloat16 that XLA fuses on a CPU may give NaN; --xla_cpu_experimental_ynn_fusion_type= in XLA_FLAGS prevents it",
-    strict=False,  # not in every run
-)
-
-
-@YNN
 def test_bfloat16_is_near(tmp_path: Path) -> None:
     """Computed in bfloat16 with outputs in float32: compared with the source in the same precision."""
     job = tiny.JOBS["digits"]()
@@ -251,7 +241,6 @@ def test_bfloat16_is_near(tmp_path: Path) -> None:
     assert 1e-5 < difference(wide, found).max_relative < 0.05
 
 
-@YNN
 def test_what_bfloat16_costs_is_said(tmp_path: Path) -> None:
     """The source is computed in float32, whatever the artifact computes in."""
     job = tiny.JOBS["digits"]()

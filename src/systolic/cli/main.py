@@ -7,7 +7,7 @@ from typing import NamedTuple, NoReturn
 
 from systolic.core.errors import OptionError, SystolicError, nearest
 from systolic.core.leave import TerminatedError, leave, remember_interrupts
-from systolic.core.machine import quiet_libtpu
+from systolic.core.machine import set_up_xla
 
 
 class Verb(NamedTuple):
@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(f"systolic {__version__}")
         return 0
-    quiet_libtpu()
+    set_up_xla()
     return guarded(lambda: _verb(args))
 
 

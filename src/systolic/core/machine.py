@@ -1,4 +1,4 @@
-"""Cores of this machine, worker processes that end with their parent, and its accelerators as far as libtpu must know."""
+"""Cores of this machine, worker processes that end with their parent, and what XLA has to find in the environment."""
 
 import os
 import sys
@@ -6,6 +6,9 @@ import threading
 import time
 
 POLL_SECONDS = 0.5
+_FUSIONS = "--xla_cpu_experimental_ynn_fusion_type"
+_UNSOUND = ((0, 11, 2), (0, 12, 0, 1))
+"""First and last jaxlib seen to compute NaN on a CPU from two convolutions in bfloat16 (docs/dependencies.md)."""
 
 
 def num_cores() -> int:
@@ -31,10 +34,16 @@ def end_with(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def quiet_libtpu() -> None:
+def set_up_xla() -> None:
+    """Writes to the environment what XLA reads once a process, before JAX looks for devices."""
+    _quiet_libtpu()
+    _sound_convolutions()
+
+
+def _quiet_libtpu() -> None:
     """Stops an installed libtpu from searching for a TPU, for seconds and with warnings, on a machine without an accelerator.
 
-    Runs before jax looks for devices; what a user has set stays.
+    What a user has set stays.
     """
     if any(os.path.exists(path) for path in ("/dev/accel0", "/dev/vfio/0")):
         return
@@ -46,3 +55,14 @@ def quiet_libtpu() -> None:
     # jax reads the variable when it is imported, which a user's script may have done before.
     if jax is not None and not jax.config.jax_platforms:
         jax.config.update("jax_platforms", "cpu")
+
+
+def _sound_convolutions() -> None:
+    """Leaves products and convolutions to YNNPACK one by one on CPUs, where a jaxlib fuses what is around them wrongly."""
+    from importlib.metadata import version
+
+    flags = os.environ.get("XLA_FLAGS", "")
+    installed = tuple(int(part) for part in version("jaxlib").split(".") if part.isdigit())
+    if _FUSIONS not in flags and _UNSOUND[0] <= installed <= _UNSOUND[1]:
+        sound = f"{_FUSIONS}=dot,individual_dot,individual_convolution"
+        os.environ["XLA_FLAGS"] = f"{flags} {sound}".strip()

@@ -1,5 +1,5 @@
 """The application: what the command line and Python users call, from a recipe, a Job or a run to a result."""
 
-from systolic.core.machine import quiet_libtpu
+from systolic.core.machine import set_up_xla
 
-quiet_libtpu()
+set_up_xla()
