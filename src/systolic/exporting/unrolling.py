@@ -77,7 +77,7 @@ def computed(
         if name in INLINED:
             made = _called(equation.params, given, replace)
         elif name == "scan" and equation.params["length"] <= MOST_TURNS:
-            made = _turns(equation.params, given, replace)
+            made = _turns(equation, given, replace)
         elif (other := replace(equation, given)) is not None:
             made = other
         else:
@@ -98,19 +98,27 @@ def _called(params: Any, given: list[Any], replace: Replace) -> list[Any]:
     return computed(inner, (), given, replace)
 
 
-def _turns(params: Any, given: list[Any], replace: Replace) -> list[Any]:
+def _turns(equation: Any, given: list[Any], replace: Replace) -> list[Any]:
     """Outputs of a loop over layers, one turn after another."""
     import jax.numpy as jnp
 
-    fixed, carried, length = params["num_consts"], params["num_carry"], params["length"]
-    consts, carry = given[:fixed], given[fixed : fixed + carried]
-    rows = given[fixed + carried :]
-    body, turns = params["jaxpr"], range(length)
+    params = equation.params
+    body, turns = params["jaxpr"], range(params["length"])
+    inner, constants = getattr(body, "jaxpr", body), getattr(body, "consts", ())
+    carried = _passed_whole(equation.outvars, inner.outvars)
+    whole = _passed_whole(equation.invars, inner.invars)
+    consts, carry, rows = given[: whole - carried], given[whole - carried : whole], given[whole:]
     made: list[list[Any]] = []
     for turn in reversed(turns) if params["reverse"] else turns:
         own = [*consts, *carry, *(row[turn] for row in rows)]
-        outputs = computed(body.jaxpr, body.consts, own, replace)
+        outputs = computed(inner, constants, own, replace)
         carry = outputs[:carried]
         made.append(outputs[carried:])
     made = made[::-1] if params["reverse"] else made
     return [*carry, *(jnp.stack(parts) for parts in zip(*made, strict=True))]
+
+
+def _passed_whole(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+    """Variables of a loop's equation that its body has as they are; those cut into rows have one axis more outside."""
+    pairs = zip(outside, inside, strict=True)
+    return sum(len(one.aval.shape) == len(other.aval.shape) for one, other in pairs)
