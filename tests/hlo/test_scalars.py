@@ -1,5 +1,6 @@
 """Values of single ops against a reference on whole numbers, written apart from the evaluator."""
 
+import math
 import operator
 from collections.abc import Sequence
 from functools import reduce
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from systolic.hlo import parse
-from systolic.hlo.scalars import Scalars, Scope
+from systolic.hlo.scalars import Scalars, Scope, Turn
 from systolic.hlo.values import UNKNOWN, Elements, Known, Value
 
 BITS = {"pred": 1, "s8": 8, "u8": 8, "s32": 32, "u32": 32, "s64": 64, "u64": 64}
@@ -259,3 +260,25 @@ def test_tables_keep_their_elements_where_these_stay_in_a_row(
     assert isinstance(found, Known)
     elements = found.elements if isinstance(found, Elements) else (found,)
     assert [one.low for one in elements if one.exact] == wanted
+
+
+@given(
+    at=st.integers(-60, 60),
+    step=st.integers(-9, 9),
+    cell=st.sampled_from([None, 0, 1, 3]),
+    lowest=st.integers(-8, 8),
+)
+def test_the_room_of_a_turn_is_that_of_walking(
+    at: int, step: int, cell: int | None, lowest: int
+) -> None:
+    def place(number: int) -> int:
+        return (number > 0) - (number < 0) if cell is None else (number - lowest) >> cell
+
+    def walk(most: int) -> int:
+        return next((n for n in range(most) if place(at + (n + 1) * step) != place(at)), most)
+
+    room = Turn(at, cell, lowest).room(Turn(at - step, cell, lowest))
+    if step and (place(at - step) != place(at) or (cell is None and at == 0)):
+        assert room == -1
+    else:
+        assert walk(500) == (500 if room == math.inf else room)

@@ -18,6 +18,7 @@ from systolic.aot import StepKind
 from systolic.aot.steps import trace_job
 from systolic.chips import slice
 from systolic.core.errors import OptionError
+from systolic.data.arrays import Arrays
 from systolic.data.text.bytes import StandardLibrary
 from systolic.job import (
     Batch,
@@ -225,9 +226,14 @@ def test_no_prompt_is_padded_beyond_the_positions() -> None:
 
 
 def test_it_rehearses() -> None:
-    """With a warm-up that is longer than the rehearsal."""
-    warm = job(steps=1000, schedule=Schedule(warmup=50))
-    told: Mapping[str, Any] = rehearse(warm, slice("v5e-1"), lambda *_: None)
+    """With a warm-up that is longer than the rehearsal, on data that has no validation split but a test split."""
+    batch = np.tile(np.arange(SEQUENCE, dtype=np.int32), (16, 1))
+    rows = dict.fromkeys(("tokens", "targets", "positions"), batch)
+    data = Arrays.of(train=(rows := {**rows, "segments": np.zeros_like(batch)}), test=rows)
+    said: dict[str, str] = {}
+    warm = job(data=data, steps=1000, schedule=Schedule(warmup=50))
+    told: Mapping[str, Any] = rehearse(warm, slice("v5e-1"), said.__setitem__)
+    assert said["evaluation"].startswith("one test batch: ")
     assert len(told["rehearsed"]["losses"]) == 3
     assert told["num_parameters"] == VOCAB * WIDTH + POSITIONS * WIDTH + 4 * WIDTH * WIDTH
 
