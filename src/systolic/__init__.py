@@ -3,6 +3,7 @@
 Importing this package imports no array library, touches no environment variable and starts nothing.
 """
 
+import time
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from systolic.tuning.results import StudyResult
 
 __version__ = "0.1.0"
+IMPORTED = time.time()
+"""Seconds since 1970 at the first import of the package: a file of it that changed later may not be what runs."""
 
 _HOME = {
     "AnswerOptions": "systolic.session.answering",

@@ -18,8 +18,8 @@ from typing import Any
 import flax
 import jax
 import numpy as np
-import psutil
 
+from systolic import IMPORTED
 from systolic.aot.executable import flags_of, place
 from systolic.chips.host import cpu_features, model_name, num_cpus
 from systolic.core.digest import digest
@@ -152,15 +152,15 @@ def sources(root: Path = Path(__file__).parents[1]) -> Mapping[str, str]:
     """Digest of each package's Python files, by :data:`SOURCES`.
 
     Raises:
-        RunError: a file changed after this process began: what runs may be an earlier version of it.
+        RunError: a file changed after this process imported the package: what runs may be an earlier version of it.
     """
-    began, found = psutil.Process().create_time(), {}
+    found = {}
     for package in SOURCES:
         total = hashlib.sha256()
         for path in sorted((root / package).rglob("*.py")):
-            if path.stat().st_ctime > began:
+            if path.stat().st_ctime > IMPORTED:
                 raise RunError(
-                    f"{path} changed after this process began; compiled programs are neither kept nor read: start again"
+                    f"{path} changed after this process imported the package; compiled programs are neither kept nor read: start again"
                 )
             content = path.read_bytes()
             total.update(f"{path.relative_to(root)} {len(content)}\n".encode() + content)
