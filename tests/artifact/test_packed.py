@@ -80,3 +80,27 @@ def test_a_record_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         views(tensors, {"n": record}, "bundle.json")
     with pytest.raises(DataError, match="m in a format that is not known"):
         views(tensors, {"m": QuantizedRecord("int2", 2, [3, 4, 5], "float32")}, "bundle.json")
+
+
+def test_factors_of_inputs_have_the_sizes_of_their_matrix_or_one(tmp_path: Path) -> None:
+    shape, how = (3, 4, 5), MatrixFormat(format=WeightFormat.w8a8)
+    record = QuantizedRecord.of(how, shape, np.dtype(np.float32))
+
+    def read(factors: tuple[int, ...] | None) -> set[str]:
+        sizes = {"m/codes": shape, "m/scales": (3, 1, 5), "m/inputs": factors}
+        tensors = {
+            name: np.ones(size, np.int8 if name == "m/codes" else np.float32)
+            for name, size in sizes.items()
+            if size is not None
+        }
+        specs = [TensorSpec(name=n, shape=a.shape, dtype=a.dtype) for n, a in tensors.items()]
+        with (tmp_path / "w.safetensors").open("wb") as out:
+            write(out, specs, list(tensors.values()), {})
+        stored = read_header(tmp_path / "w.safetensors")[0]
+        return set(views(stored, {"m": record}, "bundle.json")[1])
+
+    for factors in ((3, 4, 1), (1, 4, 1)):
+        assert read(factors) == {"m/codes", "m/scales", "m/inputs"}
+    for factors in (None, (3, 2, 1), (4, 1)):
+        with pytest.raises(DataError, match="and the factors of its inputs are missing or of anot"):
+            read(factors)

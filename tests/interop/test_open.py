@@ -12,6 +12,8 @@ import transformers
 
 import systolic
 from systolic.cli.main import main
+from systolic.interop.probe import PASSAGE, probe_of
+from systolic.interop.source import open_source
 from systolic.job import Sampling
 from tests.interop import folders
 
@@ -42,6 +44,21 @@ def test_a_folder_continues_a_prompt_as_transformers_does(folder: Path) -> None:
     opened = systolic.open(folder)
     assert opened.generate("the capital of", tokens=20, sampling=GREEDY) == [expected]
     assert opened.step == 0
+
+
+def test_a_folder_is_compared_on_words_of_its_own(folder: Path) -> None:
+    """Numbers drawn at random are for a model without a tokenizer."""
+    source = open_source(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(PASSAGE, add_special_tokens=False)["input_ids"]
+    rows = probe_of(source).ours["tokens"]
+    np.testing.assert_array_equal(rows.ravel(), np.resize(ids, rows.size))
+    (folder / "tokenizer.json").rename(folder / "kept")
+    try:
+        drawn = probe_of(open_source(folder)).ours["tokens"]
+    finally:
+        (folder / "kept").rename(folder / "tokenizer.json")
+    assert len(np.unique(drawn)) > 100
 
 
 def theirs(folder: Path, ids: list[int], count: int) -> list[int]:

@@ -5,7 +5,10 @@ import statistics
 
 import pytest
 
-from systolic.planning.analytic import analyse
+from systolic.chips import slice
+from systolic.job import Layout, Precision, Remat
+from systolic.planning.analytic import EFFICIENCY, RESERVED, analyse
+from systolic.planning.candidate import Candidate
 from tests.planning.fabricated import facts
 from tests.planning.recorded import candidate, rows, split_rows
 
@@ -38,3 +41,34 @@ def test_estimates_are_near_enough_to_search_by() -> None:
     # What all have in common is learned with the first compile; it is the spread that misleads.
     assert statistics.stdev(times) < 0.35
     assert statistics.stdev(sizes) < 0.5
+
+
+def alone(**changes: object) -> Candidate:
+    """On one chip, where nothing moves between chips."""
+    layout = Layout(**{"fsdp": 1, **changes})
+    return Candidate(on=slice("v5e-1"), layout=layout, batch=64, precision=Precision.bf16)
+
+
+def test_chunks_of_the_loss_compute_logits_once_more() -> None:
+    whole, chunks = (analyse(facts(), alone(loss_chunks=n)) for n in (1, 8))
+    model = facts().job.model
+    flops = 2 * model.vocab * model.d_model * 64 * facts().units_per_example
+    more = chunks.seconds_estimate - whole.seconds_estimate
+    assert more == pytest.approx(flops / (EFFICIENCY * 197e12), rel=1e-6)
+    assert chunks.seconds_bound == whole.seconds_bound
+
+
+def test_inputs_of_layers_that_are_offloaded_are_not_on_the_chip() -> None:
+    """In bfloat16, one for each token and layer; where other inputs are offloaded they stay."""
+    kept, gone, others = (
+        analyse(facts(), alone(remat=remat, remat_names=names)).bytes_bound * RESERVED
+        for remat, names in (
+            (Remat.save_names, ("layer_input",)),
+            (Remat.offload, ("layer_input",)),
+            (Remat.offload, ("mlp_gate",)),
+        )
+    )
+    model = facts().job.model
+    inputs = 2 * model.layers * model.d_model * 64 * facts().units_per_example
+    assert kept - gone == pytest.approx(inputs, rel=1e-6)
+    assert others == pytest.approx(kept, rel=1e-6)

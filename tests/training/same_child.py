@@ -156,6 +156,7 @@ def told(folder: Path) -> dict[str, Any]:
         "evaluation": refusal(evaluation),
         "training": refusal(train),
         "trained": len(seen),
+        "shared": hosts.share(f"said by {jax.process_index()}, é"),
         "skipped": hosts.share_lines(lines),
         "again": hosts.share_lines(lines),
     }

@@ -86,6 +86,10 @@ def test_files_that_any_process_left_out_are_named(answers: list[dict[str, Any]]
         assert answers[process]["again"] == []
 
 
+def test_all_processes_have_the_text_of_the_first(answers: list[dict[str, Any]]):
+    assert [told["shared"] for told in answers] == ["said by 0, é"] * 2
+
+
 def test_settings_are_compared_before_the_first_step(answers: list[dict[str, Any]]):
     told = answers[0]
     assert told["same job"] == ""
