@@ -16,6 +16,7 @@ from systolic.aot.dump import POLL_SECONDS, dump_options, peak_bytes, scheduled_
 from systolic.chips import Slice
 from systolic.chips.catalogue import by_device_kind
 from systolic.core.errors import OptionError
+from systolic.core.machine import sound_flags
 
 
 class Built(enum.Enum):
@@ -203,7 +204,7 @@ def _gpus() -> list[Any]:
 def child_variables(given: Mapping[str, str], on: Slice, flags: tuple[str, ...]) -> dict[str, str]:
     """Environment variables of the compiling process of a CPU or GPU slice, beyond the common ones."""
     count = f"--xla_force_host_platform_device_count={min(on.num_devices, MOST_DEVICES)}"
-    made = {"XLA_FLAGS": " ".join((*flags, count))}
+    made = {"XLA_FLAGS": sound_flags(" ".join((*flags, count)))}
     if on.platform == "gpu":
         made["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the GPU may be in use
         made["JAX_PLATFORMS"] = given.get("JAX_PLATFORMS", "") if _cards() else "cpu"

@@ -37,7 +37,9 @@ def end_with(parent: int) -> None:
 def set_up_xla() -> None:
     """Writes to the environment what XLA reads once a process, before JAX looks for devices."""
     _quiet_libtpu()
-    _sound_convolutions()
+    given = os.environ.get("XLA_FLAGS", "")
+    if (flags := sound_flags(given)) != given:
+        os.environ["XLA_FLAGS"] = flags
 
 
 def _quiet_libtpu() -> None:
@@ -57,12 +59,11 @@ def _quiet_libtpu() -> None:
         jax.config.update("jax_platforms", "cpu")
 
 
-def _sound_convolutions() -> None:
-    """Leaves products and convolutions to YNNPACK one by one on CPUs, where a jaxlib fuses what is around them wrongly."""
+def sound_flags(given: str) -> str:
+    """``XLA_FLAGS`` that leave products and convolutions to YNNPACK one by one, where a jaxlib fuses what is around them wrongly."""
     from importlib.metadata import version
 
-    flags = os.environ.get("XLA_FLAGS", "")
     installed = tuple(int(part) for part in version("jaxlib").split(".") if part.isdigit())
-    if _FUSIONS not in flags and _UNSOUND[0] <= installed <= _UNSOUND[1]:
-        sound = f"{_FUSIONS}=dot,individual_dot,individual_convolution"
-        os.environ["XLA_FLAGS"] = f"{flags} {sound}".strip()
+    if _FUSIONS in given or not _UNSOUND[0] <= installed <= _UNSOUND[1]:
+        return given
+    return f"{given} {_FUSIONS}=dot,individual_dot,individual_convolution".strip()
