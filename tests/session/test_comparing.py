@@ -24,12 +24,17 @@ from tests.session import bundled
 
 
 @pytest.fixture(scope="module")
-def language(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A run of a small language model and its Bundle."""
-    folder = tmp_path_factory.mktemp("language")
-    run = bundled.run("lm", folder)
-    systolic.export_model(run, folder / "bundle", to="bundle")
-    return run, folder / "bundle"
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a small language model."""
+    return bundled.run("lm", tmp_path_factory.mktemp("language"))
+
+
+@pytest.fixture(scope="module")
+def language(trained: Path) -> tuple[Path, Path]:
+    """The run and its Bundle."""
+    bundle = trained.with_name("bundle")
+    systolic.export_model(trained, bundle, to="bundle")
+    return trained, bundle
 
 
 @pytest.mark.slow
@@ -82,12 +87,12 @@ def test_a_comparison_in_a_notebook_and_adapters_beside_their_model(tmp_path: Pa
 
 
 def test_a_run_whose_data_has_moved_is_quantized_and_compared(
-    language: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, gone = tmp_path / "run", str(tmp_path / "gone")
-    shutil.copytree(language[0], run)
+    shutil.copytree(trained, run)
     job = (run / "job.json").read_text()
-    (run / "job.json").write_text(job.replace(str(language[0].parent / "text"), gone))
+    (run / "job.json").write_text(job.replace(str(trained.parent / "text"), gone))
     int8 = ["quantize", str(run), "--to", "int8", "--out", str(tmp_path / "int8")]
     for more, said in (
         (["--auto"], "a budget needs data to measure the loss on: give it with --data"),

@@ -308,19 +308,17 @@ def test_a_language_model_and_vectors(tmp_path: Path) -> None:
         assert process.wait(20) == 0
 
 
-def test_a_port_that_is_taken(tmp_path: Path) -> None:
+def test_a_port_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "config.json").touch()
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        line = ["-m", "systolic", "serve", str(tmp_path / "tiny"), "--port", str(port)]
-        done = subprocess.run([sys.executable, *line], capture_output=True, text=True)
+        # Said before a model is opened, in one line.
+        assert main(["serve", str(tmp_path / "tiny"), "--port", str(port)]) == 1
+        told = f"systolic: 127.0.0.1:{port} can't be listened on: another process listens there; choose another --port, or 0 for a free one"
+        assert capsys.readouterr().err.splitlines() == [told]
         with pytest.raises(NotFoundError, match=r"is no run, .*it holds models, give .*/tiny$"):
             serve([str(tmp_path)], settings(ServeOptions(port=port)))
-    # Said before a model is opened, in one line.
-    assert done.returncode == 1
-    told = f"systolic: 127.0.0.1:{port} can't be listened on: another process listens there; choose another --port, or 0 for a free one"
-    assert done.stderr.splitlines() == [told]
 
 
 @pytest.mark.parametrize(
