@@ -53,6 +53,7 @@ def test_from_start_over_an_interruption_to_the_end(
     assert err == (
         f"systolic: stopped by SIGTERM at step {step}, which is saved; continue with systolic train --resume {run}\n"
     )
+    a_refused_resume_leaves_summary_and_options(run, capsys)
 
     assert main(["train", "--resume", str(run)]) == 0
     out, err = capsys.readouterr()
@@ -83,16 +84,11 @@ def test_from_start_over_an_interruption_to_the_end(
     assert Run.open(run).read_job()["options"]["steps"] == 20
 
 
-def test_a_refused_resume_leaves_summary_and_options(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    run = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        ask(patch, signal.SIGTERM, 9)
-        assert main(["train", RECIPE, "--run", str(run), "--json"]) == 143
+def a_refused_resume_leaves_summary_and_options(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = {path: path.read_bytes() for path in run.glob("*.*") if path.name != ".lock"}
     assert {path.name for path in before} >= {"job.json", "summary.json", "environment.json"}
-    capsys.readouterr()
     for options in (["--steps", "4"], ["--width", "8", "--scale", "2.0"]):
         assert main(["train", "--resume", str(run), *options]) in (1, 2)
         (line,) = capsys.readouterr().err.splitlines()

@@ -307,7 +307,13 @@ def test_a_result_that_is_not_a_number_is_a_failure(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("name", list(sampling.Sampler))
+@pytest.mark.parametrize(
+    "name",
+    some(
+        {one.value: one for one in sampling.Sampler},
+        [one.value for one in sampling.Sampler if one is not sampling.Sampler.random],
+    ),
+)
 def test_every_sampler_draws_the_same_whichever_process_asks(
     name: sampling.Sampler, tmp_path: Path
 ) -> None:
