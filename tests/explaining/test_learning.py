@@ -19,8 +19,8 @@ from systolic.cli.data import InspectRecipeOptions
 from systolic.cli.main import main
 from systolic.cli.target import request
 from systolic.core.errors import RunError
-from systolic.explaining import layers
 from systolic.data.text.bytes import StandardLibrary
+from systolic.explaining import layers
 from systolic.explaining.cause import Cause
 from systolic.explaining.curve import diverged, full_experts, overfitting, plateau
 from systolic.explaining.layers import noise_scale
@@ -150,6 +150,7 @@ def test_the_same_weights_in_float32_lose_nothing(tmp_path: Path):
     assert "plateau" in found
 
 
+@pytest.mark.slow
 def test_little_data_read_often_is_learnt_by_heart(tmp_path: Path):
     strong = Optimizer(learning_rate=1e-2, weight_decay=0.0)
     found = explained(planted.job(examples=64, optimizer=strong), tmp_path)

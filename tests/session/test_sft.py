@@ -167,7 +167,11 @@ def test_matrices_in_4_bits_are_those_of_the_folder(
         )
         np.testing.assert_array_equal(frozen[f"{path}/scales"], whole.scales)
     np.testing.assert_array_equal(frozen["embedding"], plain["embedding"])
-    explained = systolic.explain(run)
+
+
+@pytest.mark.slow
+def test_adapters_beside_a_frozen_model_are_explained(compact: Path) -> None:
+    explained = systolic.explain(compact)
     assert explained.notes[0].startswith("2 records are too few"), "no probe failed"
     assert explained.figures["noise_scale"] is not None
     assert explained.figures["update_ratio"] is None, "adapters begin at zero: no ratio is usual"

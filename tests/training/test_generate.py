@@ -3,6 +3,7 @@
 import io
 import itertools
 import json
+import math
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -29,6 +30,7 @@ from systolic.training.generate import Generator
 from systolic.training.setup import set_up
 from tests.cli.tiny import job
 from tests.tiers import some
+from tests.training.sessions import events, records
 
 SMALL = Decoder(layers=2, d_model=32, d_ff=32, heads=2, kv_heads=1, head_dim=16, vocab=264)
 GREEDY = Sampling(temperature=0.0)
@@ -145,11 +147,30 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(30):
         (home / "text" / f"{number}.txt").write_text(f"def f{number}(): return {number}\n" * 5)
     args = ["train", "lm", "--path", str(home / "text"), *model(), "--steps", "3", "--json"]
-    args += ["--checkpoints.every", "2"]
+    args += ["--checkpoints.every", "2", "--prompt", "def f"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(home / "cache"))
         assert main([*args, "--run", str(home / "run")]) == 0
     return home
+
+
+def test_a_language_model_ends_with_a_sample(trained: Path):
+    run = trained / "run"
+    opened = Run.open(run)
+    assert not events(run, "sample"), "which would say why there is none"
+    (sample,) = opened.samples()
+    assert (sample["step"], sample["prompt"]) == (3, "def f")
+    assert sample["text"]
+    assert [r["text"] for r in records(run, "sample")] == [sample["text"]]
+    summary = opened.read_summary()
+    assert summary["next"] == f"systolic generate {run} 'def f'"
+    metrics = summary["final"]["metrics"]
+    bits = metrics["validation_loss"] / math.log(2)
+    # The validation text is one document of 5 lines of 19 or 21 bytes, whose end costs bits as well.
+    assert metrics["validation_bits_per_byte"] / bits in (
+        pytest.approx(96 / 95, rel=1e-5),
+        pytest.approx(106 / 105, rel=1e-5),
+    )
 
 
 def begun(
