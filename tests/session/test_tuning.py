@@ -234,6 +234,7 @@ def test_there_are_no_more_trials_than_settings(
     assert tuning(tmp_path / "study", *words).trials == trials
 
 
+@pytest.mark.slow
 def test_a_stopped_trial_goes_on_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
