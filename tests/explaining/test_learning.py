@@ -99,6 +99,7 @@ def test_a_loss_that_ends_far_above_its_best_has_diverged(tmp_path: Path):
     assert cause.title.startswith("The loss diverged: 0.4")
 
 
+@pytest.mark.slow
 def test_a_guard_that_stopped_the_run_is_the_first_thing(tmp_path: Path):
     job = planted.job(rule=GuardRule.stop, spoiled=(100,), steps=120)
     with pytest.raises(RunError):

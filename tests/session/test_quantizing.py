@@ -334,12 +334,12 @@ def test_codes_of_4_bits_are_fitted_to_the_inputs_that_transformers_sees(
         flat = x.reshape(-1, x.shape[-1]).numpy()
         np.testing.assert_allclose(found[path][1], flat.T @ flat, rtol=1e-3, atol=1e-3)
     on = Evaluated(calibration=tmp_path / "new.txt")
-    quantize_model(source, tmp_path / "fitted", to=NARROW, on=on)
-    quantize_model(source, tmp_path / "plain", to=NARROW)
-    before, fitted, plain = (
-        outputs_of(one.setup.steps, one.weights, {"tokens": tokens})
-        for one in (model, *(systolic.open(tmp_path / name) for name in ("fitted", "plain")))
-    )
+    quantize_model(source, tmp_path / "codes", to=NARROW, on=on)
+    opened, steps = systolic.open(tmp_path / "codes"), model.setup.steps
+    before = outputs_of(steps, model.weights, {"tokens": tokens})
+    fitted = outputs_of(opened.setup.steps, opened.weights, {"tokens": tokens})
+    rounded = Rounder(known).rounded(model.weights, formats)
+    plain = outputs_of(steps, rounded, {"tokens": tokens})
     assert np.abs(fitted - before).mean() < 0.8 * np.abs(plain - before).mean()
     with pytest.raises(
         OptionError, match="--calibrate has an effect on int4 and nf4, and with --activations"

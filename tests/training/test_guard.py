@@ -168,6 +168,7 @@ def test_an_overflow_in_float16_halves_the_scale_and_is_no_bad_step(tmp_path: Pa
     assert all(np.isfinite(array).all() for array in state(setup, tmp_path))
 
 
+@pytest.mark.slow
 def test_ignore_applies_every_update(tmp_path: Path):
     once = {**QUIET, "checkpoints": Checkpoints(every=8)}
     setup = set_up(tiny.job(8, spoil=(6,), guard=Guard(rule=GuardRule.ignore), **once))
