@@ -224,7 +224,6 @@ def test_no_prompt_is_padded_beyond_the_positions() -> None:
     )
 
 
-@pytest.mark.slow
 def test_it_rehearses() -> None:
     """With a warm-up that is longer than the rehearsal."""
     warm = job(steps=1000, schedule=Schedule(warmup=50))
