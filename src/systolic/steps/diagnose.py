@@ -115,7 +115,8 @@ def _gradients(
         ), square
 
     parts = steps.parts(batch, count)
-    zeros = Mean(*(jnp.zeros((), jnp.float32) for _ in Mean._fields))
+    nothing = jnp.zeros((), jnp.float32)
+    zeros = Mean(total=nothing, weight=nothing)
     total = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), state.params)
     (total, _, mean), squares = jax.lax.scan(one, (total, state.model_state, zeros), parts)
     weight = jnp.maximum(mean.weight, 1e-9)
