@@ -221,20 +221,20 @@ def test_a_signal_during_the_last_evaluation_finds_the_last_step_saved(
 
 
 def test_a_resume_that_is_refused_changes_nothing(tmp_path: Path, whole: Whole):
-    train(whole.setup, tmp_path, watchers=[Ask(signal.SIGTERM, 9)])
-    before = content(tmp_path)
-    job = whole.setup.job
+    run = shutil.copytree(whole.path, tmp_path / "run")
+    (run / "summary.json").unlink()
+    before, job = content(run), whole.setup.job
     for other, told in (
         (
             replace(job, seed=1),
             "the checkpoint was saved with examples in the order of seed 0, the data now has examples in the order of seed 1",
         ),
-        (replace(job, steps=4), f"steps is 4, but {tmp_path} has a checkpoint of step "),
+        (replace(job, steps=4), f"steps is 4, but {run} has a checkpoint of step "),
         (tiny.job(width=8), "is of another model"),
     ):
         with pytest.raises(SystolicError, match=re.escape(told)):
-            train(other, tmp_path, resume=True)
-        assert content(tmp_path) == before
+            train(other, run, resume=True)
+        assert content(run) == before
 
 
 def content(folder: Path) -> dict[str, bytes]:
