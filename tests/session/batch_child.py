@@ -1,10 +1,5 @@
-"""``systolic batch`` over models without weights: ``python -m tests.session.batch_child [BYTES] DIR IN OUT [options]``.
+"""``systolic batch`` over models without weights: ``python -m tests.session.batch_child DIR IN OUT [options]``."""
 
-With BYTES the output can't grow beyond so many, as on a full disk.
-"""
-
-import resource
-import signal
 import sys
 
 from systolic.cli.main import main
@@ -21,7 +16,7 @@ def opened(target, *_):
     return echo_model("echo", step_seconds=0.002)
 
 
-def answerer(target, settings):
+def answerer_of(target, settings):
     del settings
     return Answerer(
         model=target.name, version=1, weights="none", texts="", precision="f32", context=0
@@ -29,11 +24,6 @@ def answerer(target, settings):
 
 
 if __name__ == "__main__":
-    batching.open_served, batching.answerer_of = opened, answerer
-    words = sys.argv[1:]
-    if words[0].isdigit():
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        size = int(words.pop(0))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+    batching.open_served, batching.answerer_of = opened, answerer_of
     remember_interrupts()
-    sys.exit(main(["batch", *words]))
+    sys.exit(main(["batch", *sys.argv[1:]]))

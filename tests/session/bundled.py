@@ -1,5 +1,6 @@
 """Small runs of each kind of model, and their Bundles."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,7 +45,15 @@ def job(kind: str, folder: Path) -> Job:
     return replace(recipes.find(kind)({**options, "batch": 4}), sample=None)
 
 
+_RUNS: dict[str, Path] = {}
+"""Runs of networks, which name no files beside them, by kind."""
+
+
 def run(kind: str, folder: Path) -> Path:
-    """A run of a kind."""
+    """A run of a kind; each network is trained once a process."""
+    if kind in _RUNS:
+        return Path(shutil.copytree(_RUNS[kind], folder / "run"))
     systolic.train(job(kind, folder), run=folder / "run")
+    if kind in MODELS:
+        _RUNS[kind] = Path(shutil.copytree(folder / "run", folder / "kept"))
     return folder / "run"

@@ -1,7 +1,8 @@
-"""``systolic batch`` as a process: killed, interrupted, on a full disk, and with models that compute."""
+"""``systolic batch``: killed and interrupted as a process, on a full disk, and with models that compute."""
 
 import json
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -17,11 +18,13 @@ from systolic.cli.main import main
 from systolic.cli.serve import ServeOptions, settings
 from systolic.serving.offline.files import digest_of
 from systolic.serving.offline.lines import LineProblem, problem_line, result_id
+from systolic.session import batching
 from systolic.session.answerers import answerer_of
 from systolic.session.serving import targets
 from systolic.session.trained import open_model
 from tests.interop import folders
 from tests.interop.test_sentences import folder as encoder_folder
+from tests.session import batch_child
 
 CHILD = [sys.executable, "-m", "tests.session.batch_child"]
 
@@ -47,20 +50,29 @@ class Files:
     def size(self) -> int:
         return self.out.stat().st_size if self.out.exists() else 0
 
-    def start(self, *before: str) -> "subprocess.Popen[str]":
+    def start(self) -> "subprocess.Popen[str]":
         pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen([*CHILD, *before, *self.words], **pipes)
+        return subprocess.Popen([*CHILD, *self.words], **pipes)
+
+    def here(self, capsys: pytest.CaptureFixture[str], *more: str) -> tuple[int, str, str]:
+        """Its exit code and what it prints, in this process."""
+        capsys.readouterr()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(batching, "open_served", batch_child.opened)
+            patch.setattr(batching, "answerer_of", batch_child.answerer_of)
+            code = main(["batch", *self.words, *more])
+        return code, *capsys.readouterr()
 
     def reach(self, size: int, process: "subprocess.Popen[str]") -> None:
         """Waits until the output has so many bytes."""
         while self.size() < size and process.poll() is None:
             time.sleep(0.001)
 
-    def finish(self) -> None:
+    def finish(self, capsys: pytest.CaptureFixture[str]) -> None:
         """Answers the rest; each line has one result then."""
-        done = subprocess.run([*CHILD, *self.words, "--json"], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        summary = json.loads(done.stdout)
+        code, shown, told = self.here(capsys, "--json")
+        assert code == 0, told
+        summary = json.loads(shown)
         assert (summary["answered"], summary["failed"]) == (self.lines, 0)
         found = [json.loads(line) for line in self.out.read_text().splitlines()]
         assert len(found) == self.lines
@@ -68,7 +80,9 @@ class Files:
         assert all(one["response"]["body"]["choices"][0]["text"] for one in found)
 
 
-def test_killed_at_any_moment_it_continues(tmp_path: Path) -> None:
+def test_killed_at_any_moment_it_continues(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     files, draw = Files(tmp_path, 400), random.Random(0)
     process = files.start()
     files.reach(int(files.lines * 350 * (0.2 + 0.1 * draw.random())) + 1, process)
@@ -76,7 +90,7 @@ def test_killed_at_any_moment_it_continues(tmp_path: Path) -> None:
     process.communicate()
     assert process.returncode == -signal.SIGKILL
     assert 0 < files.size() < files.lines * 350
-    files.finish()
+    files.finish(capsys)
 
 
 def test_ctrl_c_ends_it_after_the_lines_in_flight(tmp_path: Path) -> None:
@@ -94,11 +108,16 @@ def test_ctrl_c_ends_it_after_the_lines_in_flight(tmp_path: Path) -> None:
     assert 20 < len(lines) < files.lines
 
 
-def test_a_full_disk_stops_it_and_loses_nothing(tmp_path: Path) -> None:
-    files = Files(tmp_path, 300)
-    process = files.start("30000")
-    _, told = process.communicate(timeout=60)
-    assert process.returncode == 1
+def test_a_full_disk_stops_it_and_loses_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files, limits = Files(tmp_path, 300), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
+    try:
+        code, _, told = files.here(capsys)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert code == 1
     opened, *failed = told.splitlines()
     assert opened.startswith("echo is ready after")
     assert len(failed) == 1
@@ -107,7 +126,7 @@ def test_a_full_disk_stops_it_and_loses_nothing(tmp_path: Path) -> None:
     lines = files.out.read_text().splitlines()
     assert len([json.loads(line) for line in lines]) > 50
     assert files.size() <= 30_000
-    files.finish()
+    files.finish(capsys)
 
 
 def test_an_output_that_is_complete_opens_no_model(

@@ -1,6 +1,7 @@
 """Capacity of a server: memory and floors of a small decoder counted by hand."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,7 @@ from systolic.report.forecast.serving import lines
 from systolic.session.capacity import floor_seconds, forecast_serving, ladder
 from systolic.session.job_source import source_of
 from systolic.session.server_layout import engine_layout, layout_of_requests, serving_layout
+from tests.compiles import cheap
 
 WORDS = "--model.layers=2 --model.d-model=64 --model.d-ff=128 --model.heads=4 --model.kv-heads=2 --model.head-dim=16 --model.vocab=512"
 PARAMETERS = 512 * 64 + 2 * (64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 128 + 2 * 64) + 64
@@ -26,8 +28,10 @@ KEYS_AND_VALUES = 2 * 2 * 2 * 16
 
 
 def test_a_server_on_this_machine(capsys) -> None:
+    """One text, and as many as fit; and the most within a latency between those of the two."""
     words = ["--prompt-tokens=64", "--output-tokens=32", "--page-size=32", "--chunk=32"]
-    asked = ["lm", *WORDS.split(), "--on=cpu", *words, "--concurrency", "1", "4"]
+    asked = ["lm", *WORDS.split(), "--on=cpu", *words, "--concurrency", "1", "1000000000"]
+    asked += [f"--flags={flags}"] if (flags := cheap("")) else []
     assert main(["forecast", "--serve", *asked, "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
     memory = made["memory"]
@@ -41,16 +45,28 @@ def test_a_server_on_this_machine(capsys) -> None:
         == memory["capacity_bytes"]
     )
     assert made["program"] == "step over pages, as systolic serve runs it"
-    assert made["concurrency"] == (memory["pages"] - 1) // 3  # 96 tokens, and a page for padding
-    assert [one["concurrency"] for one in made["points"]] == [1, 4]
+    room, held = made["concurrency"], (memory["pages"] - 1) // 3
+    # 96 tokens, and a page for padding; fewer where a step of so many has not been compiled.
+    assert 0.9 * held < room <= held
+    assert [one["concurrency"] for one in made["points"]] == [1, room]
+    assert (made["refused"], room > 1000) == ([1_000_000_000], True)
     assert [(one["rows"], one["tokens"], one["context"]) for one in made["steps"]] == [
         (1, 1, 96),
-        (4, 1, 96),
+        (room, 1, 96),
         (1, 32, 64),  # after 0 tokens and after 32: 48 on average, in pages of 32
     ]
     one, steps = made["points"][0], made["steps"]
     assert one["time_to_first_token_seconds"] == pytest.approx(2 * steps[2]["seconds"])
     assert one["time_per_output_token_seconds"] == pytest.approx(steps[0]["seconds"])
+    alone, most = (point["time_per_output_token_seconds"] for point in made["points"])
+    within = f"--tpot={500 * (alone + most)}ms"
+    assert main(["forecast", "--serve", *asked, within]) == 0
+    shown = capsys.readouterr().out
+    assert f"no room for 1,000,000,000 at once: {room:,} fit, the others would wait" in shown
+    (told,) = re.findall(r"most tokens within .*: ([0-9,]+) at once: ", shown)
+    assert 1 < int(told.replace(",", "")) < room
+    assert main(["forecast", "--serve", *asked, f"--tpot={500 * alone}ms"]) == 0
+    assert "no load keeps per token" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -69,6 +85,7 @@ def test_requests_whose_step_does_not_fit_are_refused(capsys) -> None:
     assert not any("needs more memory" in note for note in made["notes"])
 
 
+@pytest.mark.slow
 def test_the_last_load_is_the_room_and_the_cheapest_is_named(wordy) -> None:
     """The step of many texts has logits that take room from pages: what fits beside it is what is forecast."""
     pytest.importorskip("libtpu")
@@ -86,6 +103,7 @@ def test_the_last_load_is_the_room_and_the_cheapest_is_named(wordy) -> None:
     assert any(line.startswith(f"cheapest: {room:,} at once, all that fit: ") for line in shown)
 
 
+@pytest.mark.slow
 def test_the_best_load_within_a_latency_lies_between_those_of_the_table(wordy) -> None:
     pytest.importorskip("libtpu")
     alone, last = wordy().points

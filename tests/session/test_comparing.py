@@ -3,7 +3,6 @@
 import html
 import json
 import re
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -79,39 +78,6 @@ def test_a_comparison_in_a_notebook_and_adapters_beside_their_model(tmp_path: Pa
     assert not any("adapters" in line for line in lines(replace(made, a=made.b)))
     assert repr(made) == f"<Comparison of {tmp_path / 'a'} and {tmp_path / 'b'}: other inputs>"
     assert made.to_json()["a"]["adapter_parameters"] == 12
-
-
-def test_a_run_whose_data_has_moved_is_quantized_and_compared(
-    language: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run, gone = tmp_path / "run", str(tmp_path / "gone")
-    shutil.copytree(language[0], run)
-    job = (run / "job.json").read_text()
-    (run / "job.json").write_text(job.replace(str(language[0].parent / "text"), gone))
-    int8 = ["quantize", str(run), "--to", "int8", "--out", str(tmp_path / "int8")]
-    for more, said in (
-        (["--auto"], "a budget needs data to measure the loss on: give it with --data"),
-        (["--activations"], "will see with --calibrate"),
-        (["--keep", "nothing"], "--keep nothing fits none of the matrices"),
-    ):
-        assert main([*int8, *more]) == 2
-        (line,) = capsys.readouterr().err.splitlines()  # before weights are read
-        assert said in line
-    assert main([*int8, "--repeats", "0"]) == 0
-    shown = capsys.readouterr().out
-    assert f"quality was not measured (data moved: {gone} does not exist): give the" in shown
-    kept = json.loads((tmp_path / "int8" / "bundle.json").read_text())["source"]
-    assert (kept["kind"], kept["name"]) == ("run", "run")
-    assert main(["compare", str(run), str(tmp_path / "int8"), "--repeats", "0"]) == 0
-    assert "same greedy token at" in capsys.readouterr().out
-    assert main(["export", str(run), "--out", str(tmp_path / "hf")]) == 0
-    shown = capsys.readouterr().out
-    assert "no tokenizer is in it: the model reads bytes" in shown
-    assert "parity with the source over" in shown
-    again = ["--to", "bundle", "--out", str(tmp_path / "again")]
-    assert main(["export", str(tmp_path / "int8"), *again]) == 2
-    assert "int8 is a Bundle already; copy its folder to" in capsys.readouterr().err
-    assert {one.name for one in tmp_path.iterdir()} == {"run", "int8", "hf"}
 
 
 @pytest.mark.slow

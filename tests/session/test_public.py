@@ -22,7 +22,7 @@ from systolic.cli.main import main
 from systolic.core.errors import NotFoundError, OptionError, RunError, TakenError
 from systolic.core.files import write_json
 from systolic.data.text.bytes import StandardLibrary
-from systolic.job import Layout, Mode, Precision, Schedule
+from systolic.job import Job, Layout, Mode, Precision, Schedule
 from systolic.job.optimizer import Shortened
 from systolic.recipes.digits import MODELS, DigitsModel
 from systolic.session.job_source import source_of, with_plan
@@ -244,10 +244,19 @@ def test_a_job_of_another_version_is_refused_in_one_line(tmp_path: Path) -> None
         job_from_json(plain, {**types, "model": "os.system"}, tmp_path)
 
 
-def test_a_job_resumes_on_other_devices_with_its_layout_as_it_was_given(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Path]:
+    """A job for as many devices as there are, and its run, which was stopped."""
     job = replace(tiny.job(steps=8), layout=Layout(fsdp=-1))
-    systolic.train(job, run=tmp_path / "run", watchers=[StopAt(4)])
-    saved = Run.open(tmp_path / "run").read_job()
+    run = tmp_path_factory.mktemp("stopped") / "run"
+    systolic.train(job, run=run, watchers=[StopAt(4)])
+    return job, run
+
+
+def test_a_job_resumes_on_other_devices_with_its_layout_as_it_was_given(
+    stopped: tuple[Job, Path],
+) -> None:
+    saved = Run.open(stopped[1]).read_job()
     assert saved["options"]["layout"]["fsdp"] == -1
     assert saved["job"]["layout"]["fsdp"] == 1
 
@@ -291,9 +300,10 @@ def test_a_run_of_a_digits_job_that_stopped_early_is_finished(
     assert "; a run made from a Job takes steps and layout only; see" in line
 
 
-def test_resume_lists_the_fields_of_a_changed_job(tmp_path: Path) -> None:
-    run, job = tmp_path / "run", replace(tiny.job(steps=8), layout=Layout(fsdp=-1))
-    systolic.train(job, run=run, watchers=[StopAt(4)])
+def test_resume_lists_the_fields_of_a_changed_job(
+    stopped: tuple[Job, Path], tmp_path: Path
+) -> None:
+    job, run = stopped[0], Path(shutil.copytree(stopped[1], tmp_path / "run"))
     slower = replace(job.optimizer, learning_rate=0.0625)
     changed = replace(job, optimizer=slower, evaluation=replace(job.evaluation, every=5))
     result = systolic.resume(run, job=changed)
@@ -366,14 +376,15 @@ def test_a_wrong_value_is_one_line_and_leaves_no_run(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_folder_that_holds_a_run_is_quoted_for_the_shell(tmp_path: Path) -> None:
-    run = tmp_path / "py r1"
-    systolic.train(tiny.job(steps=4), run=run, watchers=[StopAt(1)])
+def test_a_folder_that_holds_a_run_is_quoted_for_the_shell(
+    stopped: tuple[Job, Path], tmp_path: Path
+) -> None:
+    job, run = stopped[0], Path(shutil.copytree(stopped[1], tmp_path / "py r1"))
     with pytest.raises(TakenError, match=re.escape(f"systolic train --resume '{run}' or choose")):
-        systolic.train(tiny.job(steps=4), run=run)
+        systolic.train(job, run=run)
     shutil.rmtree(run / "checkpoints")
     with pytest.raises(NotFoundError, match=re.escape(f"systolic train --resume '{run}'")):
-        systolic.open(run, job=tiny.job(steps=4))
+        systolic.open(run, job=job)
 
 
 def test_a_plan_for_other_devices_names_no_option_that_python_lacks(tmp_path: Path) -> None:

@@ -83,6 +83,7 @@ def job(learning_rate: float = 0.01, steps: int = 2, seed: int = 0):
 """
 
 
+@pytest.mark.slow
 def test_the_repeats_are_seen_and_compared(tmp_path: Path) -> None:
     seen: list[StudyResult] = []
     recipe = tmp_path / "seeded.py"

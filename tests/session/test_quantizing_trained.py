@@ -1,6 +1,7 @@
-"""Quantization of runs that were trained with rounded matrices, and budgets that are not met."""
+"""Quantization of runs: trained with rounded matrices, with data that has moved; and budgets that are not met."""
 
 import html
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 
 import systolic
 from systolic.artifact.weights import Weights
+from systolic.cli.main import main
 from systolic.core.errors import OptionError
 from systolic.interop.quantizing import Rounder, _matrices, formats_of
 from systolic.job import Job, MatrixFormat, Precision, WeightFormat
@@ -184,3 +186,42 @@ def test_a_run_trained_with_rounded_matrices_loses_nothing(tmp_path: Path) -> No
         quantize_model(tmp_path / "run", tmp_path / "other", to=INT4, on=on)
     finer = quantize_model(tmp_path / "run", tmp_path / "finer", to=FINER, on=on)
     assert finer.path.is_dir()
+
+
+def test_a_run_whose_data_has_moved_is_quantized_and_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = bundled.run("lm", tmp_path)
+    gone = (tmp_path / "text").rename(tmp_path / "elsewhere").with_name("text")
+    int8 = ["quantize", str(run), "--to", "int8", "--out", str(tmp_path / "int8")]
+    for more, said in (
+        (["--auto"], "a budget needs data to measure the loss on: give it with --data"),
+        (["--activations"], "will see with --calibrate"),
+        (["--keep", "nothing"], "--keep nothing fits none of the matrices"),
+    ):
+        assert main([*int8, *more]) == 2
+        (line,) = capsys.readouterr().err.splitlines()  # before weights are read
+        assert said in line
+    assert main([*int8, "--repeats", "0"]) == 0
+    shown = capsys.readouterr().out
+    assert f"quality was not measured (data moved: {gone} does not exist): give the" in shown
+    kept = json.loads((tmp_path / "int8" / "bundle.json").read_text())["source"]
+    assert (kept["kind"], kept["name"]) == ("run", "run")
+    assert main(["compare", str(run), str(tmp_path / "int8"), "--repeats", "0"]) == 0
+    assert "same greedy token at" in capsys.readouterr().out
+    again = ["--to", "bundle", "--out", str(tmp_path / "again")]
+    assert main(["export", str(tmp_path / "int8"), *again]) == 2
+    assert "int8 is a Bundle already; copy its folder to" in capsys.readouterr().err
+    assert {one.name for one in tmp_path.iterdir()} == {"run", "int8", "elsewhere"}
+
+
+@pytest.mark.slow
+def test_a_run_of_bytes_is_exported_to_transformers_where_its_data_has_moved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = bundled.run("lm", tmp_path)
+    (tmp_path / "text").rename(tmp_path / "elsewhere")
+    assert main(["export", str(run), "--out", str(tmp_path / "hf")]) == 0
+    shown = capsys.readouterr().out
+    assert "no tokenizer is in it: the model reads bytes" in shown
+    assert "parity with the source over" in shown

@@ -1,6 +1,5 @@
 """``systolic serve`` as a process, with models that compute."""
 
-import io
 import json
 import os
 import re
@@ -22,24 +21,20 @@ import pytest
 import torch
 
 from systolic.cli.main import main
-from systolic.cli.parse import parse
 from systolic.cli.serve import ServeOptions, settings
 from systolic.core.errors import NotFoundError, OptionError
 from systolic.data import fingerprint
 from systolic.data.text.text_data import TextData
 from systolic.interop.source import open_source
-from systolic.job import Precision
 from systolic.serving.batch.request import ModelKind
 from systolic.serving.http.desk import Desk
 from systolic.serving.http.limits import HttpLimits
-from systolic.serving.http.logs import EventLog
-from systolic.serving.http.meters import BatchMetrics, TextMetrics
 from systolic.serving.http.metrics import Metrics
 from systolic.serving.served import Arrival, Shelf
 from systolic.serving.text.opening import EngineSizes, context_of
 from systolic.session import contents
 from systolic.session.contents import contents_of, weight_bytes
-from systolic.session.serving import _changes, open_served, serve, targets
+from systolic.session.serving import _changes, serve, targets
 from systolic.session.serving_plan import plan_serving
 from systolic.session.trained import open_model, prepare_model
 from tests.interop import folders
@@ -140,22 +135,6 @@ def test_a_folder_with_other_contents_is_opened_again(
     weights.write_bytes(before[weights][:-1] + b"\1")
     assert open_source(path).fingerprint() == sampled
     assert changed()
-
-
-def test_files_in_bfloat16_are_served_in_the_precision_that_is_asked_for(tmp_path: Path) -> None:
-    model = folders.llama(num_hidden_layers=1)
-    target = targets([str(folders.folder(tmp_path / "tiny", model, dtype=torch.bfloat16))])[0]
-
-    asked = ["--rows", "1", "--context", "64", "--chunk", "64", "--precision", "bf16"]
-    given, metrics, log = parse(ServeOptions, asked, "serve"), Metrics(), io.StringIO()
-    assert settings(ServeOptions()).precision is Precision.auto
-    open_served(target, settings(given), TextMetrics(metrics), BatchMetrics(metrics), EventLog(log))
-    events = [json.loads(line) for line in log.getvalue().splitlines()]
-    memory = next(event for event in events if event["event"] == "memory")
-    config = model.config
-    head = config.hidden_size // config.num_attention_heads
-    # Keys and values of two bytes each, where a CPU by default has four.
-    assert memory["page_bytes"] == 64 * 2 * config.num_key_value_heads * head * 2
 
 
 @pytest.mark.parametrize(
@@ -308,19 +287,17 @@ def test_a_language_model_and_vectors(tmp_path: Path) -> None:
         assert process.wait(20) == 0
 
 
-def test_a_port_that_is_taken(tmp_path: Path) -> None:
+def test_a_port_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "config.json").touch()
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        line = ["-m", "systolic", "serve", str(tmp_path / "tiny"), "--port", str(port)]
-        done = subprocess.run([sys.executable, *line], capture_output=True, text=True)
+        # Said before a model is opened, in one line.
+        assert main(["serve", str(tmp_path / "tiny"), "--port", str(port)]) == 1
+        told = f"systolic: 127.0.0.1:{port} can't be listened on: another process listens there; choose another --port, or 0 for a free one"
+        assert capsys.readouterr().err.splitlines() == [told]
         with pytest.raises(NotFoundError, match=r"is no run, .*it holds models, give .*/tiny$"):
             serve([str(tmp_path)], settings(ServeOptions(port=port)))
-    # Said before a model is opened, in one line.
-    assert done.returncode == 1
-    told = f"systolic: 127.0.0.1:{port} can't be listened on: another process listens there; choose another --port, or 0 for a free one"
-    assert done.stderr.splitlines() == [told]
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,16 @@ LORA = {"adapter": AdapterKind.lora, "rank": 2, "alpha": 4.0}
 QLORA = {**LORA, "adapter": AdapterKind.qlora}
 
 
+@pytest.fixture(scope="module")
+def compact(options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps of adapters beside matrices in 4 bits, from a Bundle."""
+    home = tmp_path_factory.mktemp("compact")
+    bundle = systolic.import_model(options["from_"], home / "bundle", parity=False).path
+    given = {**options, **QLORA, "from_": bundle}
+    systolic.train("sft", run=home / "run", steps=2, log_every=1, **given)
+    return home / "run"
+
+
 def losses(run: Path) -> list[float]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if line["kind"] == "train"]
@@ -139,14 +149,14 @@ def test_training_begins_with_the_weights_of_the_folder(
 
 @pytest.mark.parametrize("kind", ["bundle", pytest.param("folder", marks=pytest.mark.slow)])
 def test_matrices_in_4_bits_are_those_of_the_folder(
-    options: dict[str, Any], tmp_path: Path, kind: str
+    options: dict[str, Any], compact: Path, tmp_path: Path, kind: str
 ) -> None:
     """Packed layer by layer, from a folder or from a Bundle, as the whole stack would be; and trained with."""
     plain = systolic.open(options["from_"]).weights.params
-    source, run = options["from_"], tmp_path / "run"
-    if kind == "bundle":
-        source = systolic.import_model(source, tmp_path / "bundle", parity=False).path
-    systolic.train("sft", run=run, steps=2, log_every=1, **{**options, **QLORA, "from_": source})
+    run = compact
+    if kind == "folder":
+        run = tmp_path / "run"
+        systolic.train("sft", run=run, steps=2, log_every=1, **{**options, **QLORA})
     frozen = systolic.open(run, checkpoint="last").weights.model_state
     for path in ("blocks/query", "blocks/out", "blocks/mlp/down"):
         axes = ("layers", *(("a", "b", "embed") if path == "blocks/out" else ("embed", "b", "c")))
@@ -157,17 +167,22 @@ def test_matrices_in_4_bits_are_those_of_the_folder(
         )
         np.testing.assert_array_equal(frozen[f"{path}/scales"], whole.scales)
     np.testing.assert_array_equal(frozen["embedding"], plain["embedding"])
-    explained = systolic.explain(run)
+
+
+@pytest.mark.slow
+def test_adapters_beside_a_frozen_model_are_explained(compact: Path) -> None:
+    explained = systolic.explain(compact)
     assert explained.notes[0].startswith("2 records are too few"), "no probe failed"
     assert explained.figures["noise_scale"] is not None
     assert explained.figures["update_ratio"] is None, "adapters begin at zero: no ratio is usual"
 
 
-def test_another_adapter_can_not_resume(options: dict[str, Any], tmp_path: Path) -> None:
-    systolic.train("sft", run=tmp_path / "run", steps=2, **{**options, **LORA})
+def test_another_adapter_can_not_resume(
+    options: dict[str, Any], compact: Path, tmp_path: Path
+) -> None:
     with pytest.raises(OptionError, match=r"--rank 3 \(was 2\) can't change"):
-        systolic.resume(tmp_path / "run", steps=4, rank=3)
-    again = {**options, **LORA, "from_": tmp_path / "run"}
+        systolic.resume(compact, steps=4, rank=3)
+    again = {**options, **LORA, "from_": compact}
     with pytest.raises(OptionError, match="adapters begin with a model in files"):
         systolic.train("sft", run=tmp_path / "other", steps=2, **again)
 
@@ -258,14 +273,16 @@ def test_a_forecast_needs_no_weights(options: dict[str, Any], tmp_path: Path) ->
 def test_a_fine_tuned_model_keeps_its_ends_and_its_context(
     options: dict[str, Any], tmp_path: Path, changes: dict[str, Any]
 ) -> None:
-    """Also where the model that it began with is gone."""
+    """Also where the model that it began with is gone; and a prompt has the tokens that it had."""
     import transformers
 
     theirs = folders.llama(eos_token_id=[258, 257], max_position_embeddings=8192)
     theirs.generation_config.eos_token_id = [258, 257]
     theirs.generation_config.temperature = 0.6
     theirs.generation_config.do_sample = True
-    model = folders.folder(tmp_path / "model", theirs)
+    model = folders.folder(tmp_path / "model", theirs, start=True)
+    asked = systolic.open(model).job.data.get_tokenizer().prompt("the capital of France")
+    assert asked[0] == 1
     run = tmp_path / "run"
     systolic.train("sft", run=run, steps=1, **{**options, **changes, "from_": model})
     if not changes:
@@ -273,6 +290,7 @@ def test_a_fine_tuned_model_keeps_its_ends_and_its_context(
     opened = systolic.open(run)
     # 0 ends a document by the tokenizer, 3 an answer by the chat template.
     assert opened.job.data.ends == {258, 257, 0, 3}
+    assert opened.job.data.get_tokenizer().prompt("the capital of France") == asked
     for kind in ("hf", "bundle"):
         systolic.export_model(run, tmp_path / kind, to=kind)
     systolic.export_model(tmp_path / "bundle", tmp_path / "round")
@@ -353,6 +371,7 @@ def test_a_run_of_a_run_stops_where_the_first_model_did(
     assert set(config["eos_token_id"]) >= {258, 257}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [True, False], ids=["post-processor", "none"])
 def test_a_prompt_has_the_same_tokens_before_and_after(
     options: dict[str, Any], tmp_path: Path, start: bool

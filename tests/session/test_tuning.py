@@ -27,6 +27,7 @@ from systolic.tuning.importance import importance
 from systolic.tuning.results import StudyResult, rows_of
 from systolic.tuning.worker import this_worker
 from tests.report.run.test_page import Page
+from tests.tuning.databases import with_tables
 
 RECIPE = f"{Path(__file__).with_name('trial_recipe.py')}:job"
 
@@ -36,6 +37,8 @@ def tuning(folder: Path, *words: str, recipe: str = RECIPE) -> Tuning:
 
 
 def work(made: Tuning) -> StudyResult:
+    if made.address.url == f"sqlite:///{made.folder / 'study.db'}":
+        with_tables(made.folder / "study.db")
     shared = made.open()
     worker = TrialWorker(tuning=made, shared=shared)
     worker.work()
@@ -234,6 +237,7 @@ def test_there_are_no_more_trials_than_settings(
     assert tuning(tmp_path / "study", *words).trials == trials
 
 
+@pytest.mark.slow
 def test_a_stopped_trial_goes_on_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

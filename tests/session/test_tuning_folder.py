@@ -85,6 +85,7 @@ def figures(rows: list[Any]) -> list[Any]:
     return [row["figures"] for row in rows]
 
 
+@pytest.mark.slow
 def test_an_empty_folder_and_a_study_that_lost_its_database_are_taken(
     tmp_path: Path, told: Callable[[Path], tuple[list[Any], str]]
 ) -> None:

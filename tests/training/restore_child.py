@@ -1,6 +1,6 @@
 """One of two processes that save to one folder, or restore from a folder of their own: ``save|restore FOLDER``.
 
-``flip FOLDER`` does both, and the second process finds the newest step of its copy damaged.
+:func:`answer` to ``flip`` is both, and the second process finds the newest step of its copy damaged.
 """
 
 import json
@@ -50,8 +50,8 @@ def save(folder: Path, abstract: Any) -> None:
             store.wait()
 
 
-def main(what: str, folder: Path) -> None:
-    hosts.join()
+def answer(what: str, folder: Path) -> dict[str, Any]:
+    """What this process restores; {} where it saves."""
     sharding = NamedSharding(Mesh(np.array(jax.devices()), ("data",)), PartitionSpec("data"))
     abstract = {
         "params": {
@@ -60,7 +60,7 @@ def main(what: str, folder: Path) -> None:
     }
     if what == "save":
         save(folder, abstract)
-        return
+        return {}
     if what == "flip":
         save(folder / "saved", abstract)
         sync_global_devices("saved")
@@ -71,21 +71,17 @@ def main(what: str, folder: Path) -> None:
         try:
             restored = store.restore(abstract)
         except SystolicError as error:
-            print(json.dumps({"error": str(error).replace(str(folder), "FOLDER")}))
-            return
+            return {"error": str(error).replace(str(folder), "FOLDER")}
     held = restored.state["params"]["a"].addressable_shards[0]
     want = np.random.default_rng(restored.step).normal(size=(64, 64)).astype(np.float32)
-    print(
-        json.dumps(
-            {
-                "step": restored.step,
-                "skipped": [list(one) for one in restored.skipped],
-                "same": bool(np.array_equal(held.data, want[held.index])),
-                "processes": [extra["process"] for extra in restored.extras],
-            }
-        )
-    )
+    return {
+        "step": restored.step,
+        "skipped": [list(one) for one in restored.skipped],
+        "same": bool(np.array_equal(held.data, want[held.index])),
+        "processes": [extra["process"] for extra in restored.extras],
+    }
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    hosts.join()
+    print(json.dumps(answer(sys.argv[1], Path(sys.argv[2]))))

@@ -1,4 +1,4 @@
-"""One of two processes of a job that have different data, as the arguments say; prints a JSON object a case.
+"""One of two processes of a job that have different data or checkpoints, as the arguments say; prints a JSON object a case.
 
 ``FOLDER`` holds a text for each process, ``0/text.txt`` and ``1/text.txt``, and tokenizers beside it: ``same``,
 ``other`` ones, and ``marks`` of which the tokens around a text differ.
@@ -27,6 +27,7 @@ from systolic.training.feed import training
 from systolic.training.same import SameBatches, require_same_data, require_same_job
 from systolic.training.setup import set_up
 from tests.steps import tiny
+from tests.training import restore_child
 from tests.training.hosts_child import DATA, EXAMPLES, tokens
 
 FROM = 5
@@ -159,6 +160,7 @@ def told(folder: Path) -> dict[str, Any]:
         "shared": hosts.share(f"said by {jax.process_index()}, é"),
         "skipped": hosts.share_lines(lines),
         "again": hosts.share_lines(lines),
+        "damaged": restore_child.answer("flip", folder / "checkpoints"),
     }
 
 

@@ -61,21 +61,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_damage_that_one_process_sees_is_skipped_by_both(tmp_path: Path):
-    """Each saves and copies what both saved, then reads its copy."""
-    reason = DAMAGE["flip"][1]
-    words = ["tests.training.restore_child", "flip", str(tmp_path)]
-    told = together(words, environment(tmp_path / "cache"), 2)
-    answers = [json.loads(out.splitlines()[-1]) for out in told]
-    assert answers[0] == answers[1]
-    assert answers[0]["step"] == 20
-    assert answers[0]["same"]
-    assert answers[0]["processes"] == [0, 1]
-    [[step, told]] = answers[0]["skipped"]
-    assert step == 30
-    assert reason in told
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_the_newest_that_all_can_read(saved: Path, kind: str):

@@ -3,6 +3,7 @@
 import io
 import itertools
 import json
+import math
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -29,6 +30,7 @@ from systolic.training.generate import Generator
 from systolic.training.setup import set_up
 from tests.cli.tiny import job
 from tests.tiers import some
+from tests.training.sessions import events, records
 
 SMALL = Decoder(layers=2, d_model=32, d_ff=32, heads=2, kv_heads=1, head_dim=16, vocab=264)
 GREEDY = Sampling(temperature=0.0)
@@ -145,11 +147,51 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(30):
         (home / "text" / f"{number}.txt").write_text(f"def f{number}(): return {number}\n" * 5)
     args = ["train", "lm", "--path", str(home / "text"), *model(), "--steps", "3", "--json"]
-    args += ["--checkpoints.every", "2"]
+    args += ["--checkpoints.every", "2", "--prompt", "def f"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(home / "cache"))
         assert main([*args, "--run", str(home / "run")]) == 0
     return home
+
+
+def test_a_language_model_ends_with_a_sample(trained: Path):
+    run = trained / "run"
+    opened = Run.open(run)
+    assert not events(run, "sample"), "which would say why there is none"
+    (sample,) = opened.samples()
+    assert (sample["step"], sample["prompt"]) == (3, "def f")
+    assert sample["text"]
+    assert [r["text"] for r in records(run, "sample")] == [sample["text"]]
+    summary = opened.read_summary()
+    assert summary["next"] == f"systolic generate {run} 'def f'"
+    metrics = summary["final"]["metrics"]
+    bits = metrics["validation_loss"] / math.log(2)
+    # The validation text is one document of 5 lines of 19 or 21 bytes, whose end costs bits as well.
+    assert metrics["validation_bits_per_byte"] / bits in (
+        pytest.approx(96 / 95, rel=1e-5),
+        pytest.approx(106 / 105, rel=1e-5),
+    )
+
+
+def begun(
+    trained: Path, run: Path, capsys: pytest.CaptureFixture[str], source: Path, *more: str
+) -> float:
+    """The validation loss of a run that begins with weights and makes a step of no size."""
+    args = ["train", "lm", "--path", str(trained / "text"), *model(), "--optimizer.ema", "0.5"]
+    rest = ["--optimizer.learning-rate", "1e-9", "--steps", "1", "--run", str(run), "--json"]
+    assert main([*args, "--init-from", str(source), *rest, *more]) == 0
+    return json.loads(capsys.readouterr().out)["final"]["metrics"]["validation_loss"]
+
+
+@pytest.mark.slow
+def test_training_in_bf16_begins_with_the_weights_of_a_checkpoint(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    narrow = ["--dtypes.parameters", "bf16", "--dtypes.moments", "bf16"]
+    source = trained / "run" / "checkpoints" / "3"
+    ended = Run.open(trained / "run").read_summary()["final"]["metrics"]["validation_loss"]
+    found = begun(trained, tmp_path / "narrow", capsys, source, *narrow)
+    assert found == pytest.approx(ended, rel=5e-3)
 
 
 @pytest.fixture(autouse=True)
@@ -233,25 +275,13 @@ def test_training_begins_with_the_weights_of_a_run(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     run = tmp_path / "run"
-    args = ["train", "lm", "--path", str(trained / "text"), *model(), "--optimizer.ema", "0.5"]
-    rest = ["--optimizer.learning-rate", "1e-9", "--steps", "1", "--run", str(run), "--json"]
-    assert main([*args, "--init-from", str(trained / "run"), *rest]) == 0
-    begun = json.loads(capsys.readouterr().out)["final"]["metrics"]["validation_loss"]
     ended = Run.open(trained / "run").read_summary()["final"]["metrics"]["validation_loss"]
-    # A step of no size leaves the weights where they began.
-    assert begun == pytest.approx(ended, rel=1e-5)
+    assert begun(trained, run, capsys, trained / "run") == pytest.approx(ended, rel=1e-5)
     source = str((trained / "run" / "checkpoints" / "3").absolute())
     assert Run.open(run).read_job()["init_from"] == source
-
-    narrow = ["--dtypes.parameters", "bf16", "--dtypes.moments", "bf16"]
-    rest[rest.index(str(run))] = str(tmp_path / "narrow")
-    assert main([*args, *narrow, "--init-from", source, *rest]) == 0
-    begun = json.loads(capsys.readouterr().out)["final"]["metrics"]["validation_loss"]
-    assert begun == pytest.approx(ended, rel=5e-3)
-
+    args = ["train", "lm", "--path", str(trained / "text"), *model()]
     other = [
-        *args[:4],
-        *model(),
+        *args,
         "--model.d-ff",
         "24",
         "--steps",

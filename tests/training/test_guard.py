@@ -117,7 +117,8 @@ def test_skip_stops_after_patience_in_a_row(tmp_path: Path):
 
 def test_a_jump_is_bad_once_the_guard_knows_a_normal_loss_and_is_replayed(tmp_path: Path):
     guard = Guard(rule=GuardRule.skip)
-    setup = set_up(tiny.job(steps=28, spoil=(4, 25), factor=50.0, guard=guard, **QUIET))
+    rare = {**QUIET, "checkpoints": Checkpoints(every=24)}
+    setup = set_up(tiny.job(steps=28, spoil=(4, 25), factor=50.0, guard=guard, **rare))
     summary = train(setup, tmp_path)
     assert summary["bad_steps"] == 1, "at step 4 no loss is normal yet"
     assert events(tmp_path, "skip")[0].startswith("the loss of step 25 jumped to ")
@@ -152,7 +153,8 @@ def judged(losses: list[np.float32]) -> list[int]:
 
 
 def test_an_overflow_in_float16_halves_the_scale_and_is_no_bad_step(tmp_path: Path):
-    setup = set_up(tiny.job(precision=Precision.f16, scale=64.0, **QUIET))
+    once = {**QUIET, "checkpoints": Checkpoints(every=16)}
+    setup = set_up(tiny.job(precision=Precision.f16, scale=64.0, **once))
     summary = train(setup, tmp_path)
     assert summary["bad_steps"] == 0
     seen = losses(tmp_path)
@@ -166,9 +168,11 @@ def test_an_overflow_in_float16_halves_the_scale_and_is_no_bad_step(tmp_path: Pa
     assert all(np.isfinite(array).all() for array in state(setup, tmp_path))
 
 
+@pytest.mark.slow
 def test_ignore_applies_every_update(tmp_path: Path):
-    setup = set_up(tiny.job(spoil=(6,), guard=Guard(rule=GuardRule.ignore), **QUIET))
+    once = {**QUIET, "checkpoints": Checkpoints(every=8)}
+    setup = set_up(tiny.job(8, spoil=(6,), guard=Guard(rule=GuardRule.ignore), **once))
     summary = train(setup, tmp_path)
     assert summary["bad_steps"] == 0
-    assert np.isnan(losses(tmp_path)[16][0])
+    assert np.isnan(losses(tmp_path)[8][0])
     assert not (tmp_path / "bad").exists()

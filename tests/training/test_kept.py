@@ -231,7 +231,6 @@ def test_files_that_a_recipe_reads_by_its_own_place_are_kept(
     capsys.readouterr()
     assert main(["eval", str(run), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["step"] == 2
-    assert main(["train", "--resume", str(run), "--steps", "3", "--json"]) == 0
     # A data set is none of that.
     monkeypatch.setattr(opened, "KEPT_BYTES", 100)
     shutil.copytree(tmp_path / "moved", tmp_path / "home", dirs_exist_ok=True)

@@ -9,7 +9,7 @@ from systolic.artifact import CheckpointStore
 from systolic.artifact.access import Access
 from systolic.data.arrays import Arrays
 from systolic.job import Evaluation
-from systolic.training.setup import set_up
+from systolic.training.setup import Setup, set_up
 from systolic.training.trainer import UNRATED
 from tests.training import tiny
 from tests.training.sessions import Crash, CrashAfterEvaluation, events, records, train
@@ -17,9 +17,15 @@ from tests.training.sessions import Crash, CrashAfterEvaluation, events, records
 RULE = Evaluation(every=4, batches=1, final_batches=0)
 
 
-def test_the_last_step_is_ranked_by_as_many_batches_as_the_others(tmp_path: Path) -> None:
-    job = replace(tiny.job(steps=8), evaluation=RULE)
-    summary = train(set_up(job), tmp_path)
+@pytest.fixture(scope="module")
+def setup() -> Setup:
+    return set_up(tiny.job(steps=8, evaluation=RULE))
+
+
+def test_the_last_step_is_ranked_by_as_many_batches_as_the_others(
+    setup: Setup, tmp_path: Path
+) -> None:
+    summary = train(setup, tmp_path)
     evaluated = [r for r in records(tmp_path, "eval") if r["split"] == "validation"]
     during = {r["step"]: r["metrics"]["loss"] for r in evaluated if not r["final"]}
     assert set(during) == {4, 8}
@@ -29,9 +35,9 @@ def test_the_last_step_is_ranked_by_as_many_batches_as_the_others(tmp_path: Path
     assert store.best_step() == min(during, key=during.__getitem__)
 
 
-def test_a_kill_after_that_evaluation_leaves_it_on_record_once(tmp_path: Path) -> None:
-    job = replace(tiny.job(steps=8), evaluation=RULE)
-    setup = set_up(job)
+def test_a_kill_after_that_evaluation_leaves_it_on_record_once(
+    setup: Setup, tmp_path: Path
+) -> None:
     with pytest.raises(Crash):
         train(setup, tmp_path, watchers=[CrashAfterEvaluation(8)])
     train(setup, tmp_path, resume=True)

@@ -89,16 +89,23 @@ BF16 = Dtypes(parameters=Stored.bf16, gradients=Stored.bf16, moments=Stored.bf16
 """Rounding by chance repeats itself: its random numbers come from the step."""
 
 
-@pytest.mark.parametrize("dtypes", some({"f32": Dtypes(), "bf16": BF16}, ["bf16"]))
+@pytest.mark.parity
+@pytest.mark.parametrize("dtypes", [Dtypes(), BF16], ids=["f32", "bf16"])
 def test_moving_average_accumulation_and_what_is_kept_in_bf16(tmp_path: Path, dtypes: Dtypes):
     job = tiny.job(ema=0.9, layout=Layout(accumulate=2), dtypes=dtypes)
     cut_off_and_resume(run_whole(job, tmp_path / "whole"), tmp_path / "cut", (6,))
 
 
-@pytest.mark.parametrize(
-    "precision", [Precision.auto, pytest.param(Precision.qat_int4, marks=pytest.mark.slow)]
-)
-def test_packed_text_with_a_buffer(tmp_path: Path, precision: Precision):
+PACKED: dict[str, dict[str, Any]] = {
+    "all": {"dtypes": BF16, "layout": Layout(accumulate=2), "optimizer": Optimizer(ema=0.9)},
+    "plain": {"optimizer": Optimizer(learning_rate=1e-2)},
+    "qat": {"precision": Precision.qat_int4},
+}
+"""Fields of a job: with a moving average, accumulation and all that is kept in bf16; with none of them; with rounded matrices."""
+
+
+@pytest.mark.parametrize("fields", some(PACKED, ["all"]))
+def test_packed_text_with_a_buffer(tmp_path: Path, fields: dict[str, Any]):
     folder = tmp_path / "text"
     folder.mkdir()
     rng = np.random.default_rng(0)
@@ -112,20 +119,11 @@ def test_packed_text_with_a_buffer(tmp_path: Path, precision: Precision):
         data=Documents(path=folder, sequence=48, validation_share=0.2),
         steps=7,
         batch=Batch(total=4),
-        precision=precision,
-        optimizer=Optimizer(learning_rate=1e-2),
         evaluation=Evaluation(every=6, batches=2),
         checkpoints=Checkpoints(every=3),
+        **fields,
     )
     cut_off_and_resume(run_whole(job, tmp_path / "whole"), tmp_path / "cut", (5,))
-
-
-def test_without_a_checkpoint_it_starts_over(tmp_path: Path, whole: Whole):
-    with pytest.raises(Crash):
-        train(whole.setup, tmp_path, watchers=[CrashAt(2)])
-    train(whole.setup, tmp_path, resume=True)
-    assert events(tmp_path, "resume") == ["no checkpoint yet: from the start"]
-    assert_same(whole.setup, whole.path, tmp_path)
 
 
 def test_killed_after_the_last_checkpoint_it_only_sums_up(tmp_path: Path, whole: Whole):
@@ -179,13 +177,9 @@ def test_a_signal_during_an_evaluation_repeats_it(tmp_path: Path, whole: Whole):
     with pytest.raises(Crash):
         train(whole.setup, tmp_path, resume=True, watchers=[CrashAfterEvaluation(8)])
     assert len(records(tmp_path, "eval")) == 1
-    train(whole.setup, tmp_path, resume=True)
-    assert_same(whole.setup, whole.path, tmp_path)
-
-
-def test_killed_in_the_last_evaluation(tmp_path: Path, whole: Whole):
+    # And once more in the last one.
     with pytest.raises(Crash):
-        train(whole.setup, tmp_path, watchers=[CrashAfterEvaluation(16)])
+        train(whole.setup, tmp_path, resume=True, watchers=[CrashAfterEvaluation(16)])
     train(whole.setup, tmp_path, resume=True)
     assert_same(whole.setup, whole.path, tmp_path)
 
@@ -227,20 +221,20 @@ def test_a_signal_during_the_last_evaluation_finds_the_last_step_saved(
 
 
 def test_a_resume_that_is_refused_changes_nothing(tmp_path: Path, whole: Whole):
-    train(whole.setup, tmp_path, watchers=[Ask(signal.SIGTERM, 9)])
-    before = content(tmp_path)
-    job = whole.setup.job
+    run = shutil.copytree(whole.path, tmp_path / "run")
+    (run / "summary.json").unlink()
+    before, job = content(run), whole.setup.job
     for other, told in (
         (
             replace(job, seed=1),
             "the checkpoint was saved with examples in the order of seed 0, the data now has examples in the order of seed 1",
         ),
-        (replace(job, steps=4), f"steps is 4, but {tmp_path} has a checkpoint of step "),
+        (replace(job, steps=4), f"steps is 4, but {run} has a checkpoint of step "),
         (tiny.job(width=8), "is of another model"),
     ):
         with pytest.raises(SystolicError, match=re.escape(told)):
-            train(other, tmp_path, resume=True)
-        assert content(tmp_path) == before
+            train(other, run, resume=True)
+        assert content(run) == before
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -287,9 +281,14 @@ def test_a_signal_after_the_program_ended_the_training_is_the_programs(
     assert "Ctrl-C" not in capfd.readouterr().err
 
 
-def test_a_damaged_newest_checkpoint_is_named_and_passed_over(tmp_path: Path, whole: Whole):
+def test_without_a_checkpoint_it_starts_over_and_a_damaged_one_is_named_and_passed_over(
+    tmp_path: Path, whole: Whole
+):
     with pytest.raises(Crash):
-        train(whole.setup, tmp_path, watchers=[CrashAt(10)])
+        train(whole.setup, tmp_path, watchers=[CrashAt(2)])
+    with pytest.raises(Crash):
+        train(whole.setup, tmp_path, resume=True, watchers=[CrashAt(10)])
+    assert events(tmp_path, "resume") == ["no checkpoint yet: from the start"]
     newest = tmp_path / "checkpoints" / "8"
     victim = next(path for path in sorted((newest / "params").rglob("*")) if path.stat().st_size)
     content = bytearray(victim.read_bytes())

@@ -1,4 +1,4 @@
-"""Several processes that have different data find it out: before the first step, while they train, and in evaluations."""
+"""Several processes that have different data or checkpoints find it out: before the first step, while they train, and in evaluations."""
 
 import json
 import re
@@ -50,6 +50,17 @@ def answers(folder: Path) -> list[dict[str, Any]]:
 
 def test_both_processes_refuse_alike(answers: list[dict[str, Any]]):
     assert answers[0] == {**answers[1], "skipped": answers[0]["skipped"]}
+
+
+def test_a_checkpoint_that_one_process_sees_damaged_is_skipped_by_both(
+    answers: list[dict[str, Any]],
+):
+    """Each saves and copies what both saved, then reads its copy."""
+    found = answers[0]["damaged"]
+    assert (found["step"], found["same"], found["processes"]) == (20, True, [0, 1])
+    [[step, told]] = found["skipped"]
+    assert step == 30
+    assert "other content in process 1" in told
 
 
 def test_files_and_arrays_are_compared_before_the_first_step(

@@ -243,7 +243,7 @@ class Rounder:
             DataError: a weight is larger than scales can be.
         """
         for made in self._made(path, how, map(jnp.asarray, pieces)):
-            if not jnp.isfinite(made.scales).all():
+            if not np.isfinite(np.asarray(made.scales, np.float32)).all():
                 raise DataError(
                     f"weights of {path} are too large for scales in {SCALES_DTYPE}; leave the matrix as it is with --keep {path}"
                 )
@@ -290,14 +290,25 @@ class Rounder:
         return replace(weights, params=params)
 
 
+@jax.jit
+def _finite(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """bool[] for each array: whether all of its numbers are finite."""
+    return {path: jnp.isfinite(array).all() for path, array in arrays.items()}
+
+
 def check_finite(weights: Weights) -> None:
     """Refuses weights that are no finite numbers, quantized or not: no code stands for them, and no loss can be measured.
 
     Raises:
         DataError: there are some.
     """
-    for path, array in {**weights.params, **weights.model_state}.items():
-        if jnp.issubdtype(array.dtype, jnp.floating) and not jnp.isfinite(array).all():
+    arrays = {
+        path: array
+        for path, array in {**weights.params, **weights.model_state}.items()
+        if jnp.issubdtype(array.dtype, jnp.floating)
+    }
+    for path, finite in jax.device_get(_finite(arrays)).items():
+        if not finite:
             raise DataError(
                 f"{path} has weights that are NaN or infinite; check the model: what computes with it is no number either"
             )

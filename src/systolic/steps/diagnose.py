@@ -12,6 +12,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from systolic.job import Stored
+from systolic.job.model import Mean
 from systolic.steps.state import TrainState
 from systolic.steps.steps import Batch, StepFunctions
 
@@ -114,9 +115,8 @@ def _gradients(
         ), square
 
     parts = steps.parts(batch, count)
-    first = jax.tree.map(lambda p: p[0], parts)
-    _, (shape, _) = jax.eval_shape(loss, state.params, state.model_state, first)
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shape)
+    nothing = jnp.zeros((), jnp.float32)
+    zeros = Mean(total=nothing, weight=nothing)
     total = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), state.params)
     (total, _, mean), squares = jax.lax.scan(one, (total, state.model_state, zeros), parts)
     weight = jnp.maximum(mean.weight, 1e-9)

@@ -1,0 +1,32 @@
+"""A model is served in the precision that is asked for, whatever its files have."""
+
+import io
+import json
+from pathlib import Path
+
+import torch
+
+from systolic.cli.parse import parse
+from systolic.cli.serve import ServeOptions, settings
+from systolic.job import Precision
+from systolic.serving.http.logs import EventLog
+from systolic.serving.http.meters import BatchMetrics, TextMetrics
+from systolic.serving.http.metrics import Metrics
+from systolic.session.serving import open_served, targets
+from tests.interop import folders
+
+
+def test_files_in_bfloat16_are_served_in_the_precision_that_is_asked_for(tmp_path: Path) -> None:
+    model = folders.llama(num_hidden_layers=1)
+    target = targets([str(folders.folder(tmp_path / "tiny", model, dtype=torch.bfloat16))])[0]
+
+    asked = ["--rows", "1", "--context", "64", "--chunk", "64", "--precision", "bf16"]
+    given, metrics, log = parse(ServeOptions, asked, "serve"), Metrics(), io.StringIO()
+    assert settings(ServeOptions()).precision is Precision.auto
+    open_served(target, settings(given), TextMetrics(metrics), BatchMetrics(metrics), EventLog(log))
+    events = [json.loads(line) for line in log.getvalue().splitlines()]
+    memory = next(event for event in events if event["event"] == "memory")
+    config = model.config
+    head = config.hidden_size // config.num_attention_heads
+    # Keys and values of two bytes each, where a CPU by default has four.
+    assert memory["page_bytes"] == 64 * 2 * config.num_key_value_heads * head * 2
