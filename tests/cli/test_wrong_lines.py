@@ -9,7 +9,7 @@ import pytest
 from systolic.cli.main import main
 from tests.cli.wrong import Wrong, wrong_lines
 
-NUMBER = 200
+NUMBER = 120
 
 
 @pytest.fixture(scope="module")
