@@ -1,7 +1,7 @@
 """Children that are forked from a process which has imported JAX, Flax and Orbax already: those take a second and more.
 
-``with forked():`` lets :class:`subprocess.Popen` begin compiling children (``-m systolic.aot.child``) and programs of
-``tests`` that way. A forked process is a child of this one as any other: it has its own process id, session, files,
+``with forked():`` lets :class:`subprocess.Popen` begin children that compile or rehearse, and programs of ``tests``,
+that way. A forked process is a child of this one as any other: it has its own process id, session, files,
 environment, folder and exit code, and runs its program as ``__main__`` to the interpreter's end. JAX starts no
 threads, devices or compilers before it is used, and has its settings from the child's environment.
 
@@ -9,6 +9,7 @@ Children that show what Python imports, or that end in the middle of it, are sta
 """
 
 import ctypes
+import fcntl
 import gc
 import importlib
 import json
@@ -30,6 +31,8 @@ IMPORTED = (
     *("jax.experimental.topologies", "cloudpickle", "flax.nnx", "optax", "orbax.checkpoint"),
     *("systolic.aot.child", "systolic.artifact", "systolic.steps", "systolic.models"),
 )
+MODULES = ("systolic.aot.child", "systolic.session.rehearsal")
+"""Programs of the package that are forked."""
 SUBREAPER = 36
 """Linux's ``PR_SET_CHILD_SUBREAPER``: orphans below this process become its children."""
 COUNTED = "COVERAGE_PROCESS_START"
@@ -90,7 +93,7 @@ class Forked(Popen):
 
     def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, *rest: Any) -> None:
         close_fds, pass_fds, cwd, env, _, _, shell, *pipes = rest
-        given = preexec_fn or pass_fds or shell or executable not in (None, sys.executable)
+        given = preexec_fn or shell or executable not in (None, sys.executable)
         if given or not close_fds or not fits(args):
             super()._execute_child(args, executable, preexec_fn, *rest)  # ty: ignore[missing-attribute]
             return
@@ -100,9 +103,10 @@ class Forked(Popen):
             "env": dict(os.environ if env is None else env),
             "cwd": os.fspath(cwd or Path.cwd()),
             "new_session": bool(new_session),
+            "numbers": [0, 1, 2, *pass_fds],
         }
         files = [end if end >= 0 else n for n, end in enumerate((ends[0], ends[3], ends[5]))]
-        self.pid = NURSERY[0].fork(asked, files)
+        self.pid = NURSERY[0].fork(asked, [*files, *pass_fds])
         self._child_created = True
         self._close_pipe_fds(*ends)  # ty: ignore[missing-attribute]
 
@@ -112,7 +116,7 @@ def fits(args: Any) -> bool:
     if isinstance(args, str | bytes | os.PathLike) or len(args) < 2 or args[0] != sys.executable:
         return False
     if args[1] == "-m" and len(args) > 2:
-        return args[2] == "systolic.aot.child" or str(args[2]).startswith("tests.")
+        return args[2] in MODULES or str(args[2]).startswith("tests.")
     return TESTS in Path(args[1]).parents
 
 
@@ -165,7 +169,7 @@ def serve(line: socket.socket, base: Sequence[str], added: Mapping[str, str]) ->
     """
     while True:
         try:
-            size, files, _, _ = socket.recv_fds(line, 4, 3)
+            size, files, _, _ = socket.recv_fds(line, 4, 16)
             if not size:
                 os._exit(0)
             asked = json.loads(_read(line, int.from_bytes(size, "little")))
@@ -199,11 +203,13 @@ def _become(asked: Mapping[str, Any], files: Sequence[int]) -> None:
 
     if asked["new_session"]:
         os.setsid()
-    for number, file in enumerate(files):
-        os.dup2(file, number)
+    # Away from the numbers that they shall have.
+    above = [fcntl.fcntl(file, fcntl.F_DUPFD, max(asked["numbers"]) + 1) for file in files]
     for file in files:
-        if file > 2:
-            os.close(file)
+        os.close(file)
+    for number, file in zip(asked["numbers"], above, strict=True):
+        os.dup2(file, number)
+        os.close(file)
     os.chdir(asked["cwd"])
     # Its name in lists of processes.
     Path("/proc/self/comm").write_text(_name(asked["words"]))
