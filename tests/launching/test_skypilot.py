@@ -106,7 +106,7 @@ def test_skypilot_starts_again_what_the_script_asks_for_only() -> None:
     assert again == [[True] * 20] * 2 + [[False] * 20] * 3
 
 
-ENDING = """#!{python} -IS
+ENDING = """#!{python}
 import pathlib, sys
 sys.exit(int((pathlib.Path(__file__).parent / "code").read_text()))
 """
@@ -163,7 +163,7 @@ def test_files_say_what_made_them_and_the_script_passes_shellcheck(tmp_path: Pat
         shellcheck(tmp_path / name)
 
 
-TRAIN = """#!{python} -IS
+TRAIN = """#!{python}
 import os, sys
 from systolic.training.peers import find
 found = find(os.environ)
