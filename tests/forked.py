@@ -31,7 +31,10 @@ IMPORTED = (
     *("jax.experimental.topologies", "cloudpickle", "flax.nnx", "optax", "orbax.checkpoint"),
     *("systolic.aot.child", "systolic.artifact", "systolic.steps", "systolic.models"),
 )
-MODULES = ("systolic.aot.child", "systolic.session.rehearsal")
+MODULES = (
+    *("systolic.aot.child", "systolic.session.rehearsal"),
+    *("systolic.interop.program.child", "systolic.interop.program.parity"),
+)
 """Programs of the package that are forked."""
 SUBREAPER = 36
 """Linux's ``PR_SET_CHILD_SUBREAPER``: orphans below this process become its children."""

@@ -24,7 +24,7 @@ def small():
 
 @pytest.fixture(scope="module")
 def engine(small):
-    engine = small.engine()
+    engine = small.engine(programs=(1, 2, 1))
     yield engine
     engine.stop()
 
