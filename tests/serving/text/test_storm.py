@@ -48,6 +48,7 @@ def storm(requests: int, threads: int) -> None:
     assert held[2].resident_bytes - held[1].resident_bytes < 30 << 20
 
 
+@pytest.mark.slow
 def test_a_storm_leaves_nothing() -> None:
     storm(180, 8)
 
