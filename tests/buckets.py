@@ -4,6 +4,7 @@
 unlike moto checks signatures. Buckets of the tests are emptied there.
 """
 
+import atexit
 import importlib.util
 import os
 import socket
@@ -14,6 +15,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import cache
 
 import pytest
 
@@ -22,12 +24,26 @@ PATIENCE_SECONDS = 60
 
 @contextmanager
 def s3_server(bucket: str) -> Generator[dict[str, str]]:
-    """A server with a bucket; the variables by which it is found."""
+    """A server with an empty bucket alone; the variables by which it is found. It starts once and ends with this process."""
     if importlib.util.find_spec("moto") is None:
         pytest.skip("moto is not installed")
     if given := os.environ.get("SYSTOLIC_TEST_S3"):
         yield _emptied(given, bucket)
         return
+    url = _started()
+    for path, method in (("moto-api/reset", "POST"), (bucket, "PUT")):
+        with urllib.request.urlopen(urllib.request.Request(f"{url}/{path}", method=method)):
+            pass
+    yield {
+        "AWS_ENDPOINT_URL": url,
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+    }
+
+
+@cache
+def _started() -> str:
+    """Address of this process's server."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -37,23 +53,20 @@ def s3_server(bucket: str) -> Generator[dict[str, str]]:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    try:
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while True:
-            try:
-                urllib.request.urlopen(urllib.request.Request(f"{url}/{bucket}", method="PUT"))
-                break
-            except OSError:
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
-        yield {
-            "AWS_ENDPOINT_URL": url,
-            "AWS_ACCESS_KEY_ID": "key",
-            "AWS_SECRET_ACCESS_KEY": "secret",
-        }
-    finally:
+
+    @atexit.register
+    def end() -> None:
         server.kill()
         server.wait()
+
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        try:
+            with urllib.request.urlopen(url):
+                return url
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
 
 def _emptied(address: str, bucket: str) -> dict[str, str]:

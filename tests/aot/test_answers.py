@@ -1,7 +1,7 @@
 """The store answers for this program alone, repairs itself, and survives a full disk."""
 
-import json
 import os
+import pickle
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,11 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import psutil
 import pytest
 
 from systolic import recipes
 from systolic.aot import Compiled, Compiler, Failed, JobProgram, Outcome, compile, settings
-from systolic.aot.compile import _Asked, _request_name, version
+from systolic.aot.compile import Pool, _Asked, _request_name, version
 from systolic.aot.outcome import EXECUTABLE, HLO, PROTO, REPORT, check_owner
 from systolic.aot.program import _known
 from systolic.chips import Prices, Slice, slice
@@ -173,55 +174,31 @@ def test_every_setting_of_jax_can_be_given_to_a_child() -> None:
     given = settings.of_process()
     assert "jax_enable_x64" in given
     assert "jax_platforms" not in given
-    script = (
-        "import pickle, sys; from systolic.aot import settings;"
-        "settings.take(pickle.load(sys.stdin.buffer)); print(settings.key()['jax_enable_x64'])"
-    )
     import cloudpickle
 
-    told = subprocess.run(
-        [sys.executable, "-c", script],
-        input=cloudpickle.dumps({**given, "jax_enable_x64": True}),
-        capture_output=True,
-        check=True,
-    )
-    assert told.stdout == b"True\n"
-
-
-ASK = """\
-import json, resource, sys
-from pathlib import Path
-from systolic.aot import Compiler, compile
-from systolic.chips import slice
-from tests.aot import functions
-
-root, limit = Path(sys.argv[1]), int(sys.argv[2])
-resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-made = compile(functions.program(functions.matmul), slice("v5e-4"), Compiler(root=root).quick())
-print(json.dumps([type(made).__name__, made.reason]))
-"""
-
-
-def ask_elsewhere(root: Path, limit: int) -> tuple[str, str]:
-    """What another process is told, or dies of a minute's silence."""
-    done = subprocess.run(
-        [sys.executable, "-c", ASK, str(root), str(limit)],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        timeout=120,
-        cwd=Path(__file__).parents[2],
-    )
-    kind, text = json.loads(done.stdout.splitlines()[-1])
-    return kind, text
+    before = jax.config.values["jax_enable_x64"]
+    try:
+        settings.take(pickle.loads(cloudpickle.dumps({**given, "jax_enable_x64": not before})))
+        assert settings.key()["jax_enable_x64"] == repr(not before)
+    finally:
+        jax.config.update("jax_enable_x64", before)
+    assert settings.of_process() == given
 
 
 def test_a_schedule_that_could_not_be_written_is_a_failure(tmp_path: Path) -> None:
     """XLA continues when its dump can't be written; the schedule is then partial or absent."""
     pytest.importorskip("libtpu")
-    kind, text = ask_elsewhere(tmp_path, 2048)
-    assert kind == Failed.__name__
-    assert "the compiler ended and wrote only a part of the schedule into" in text
+
+    def limit(_: str) -> None:
+        for child in psutil.Process().children():
+            if "aot.child" in child.name() or "systolic.aot.child" in child.cmdline():
+                child.rlimit(psutil.RLIMIT_FSIZE, (2048, 2048))
+
+    asked = (functions.program(functions.matmul), slice(ON), Compiler(root=tmp_path).quick())
+    with Pool(1) as pool:
+        made = pool.submit(*asked, limit).result(timeout=120)
+    assert isinstance(made, Failed)
+    assert "the compiler ended and wrote only a part of the schedule into" in made.reason
     assert entries(tmp_path) == []
 
 

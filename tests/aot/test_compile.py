@@ -46,6 +46,8 @@ def left_behind(root: Path) -> list[str]:
         if str(root) in " ".join(command := process.info["cmdline"] or [])
         and "systolic.aot.child" in command
     ]
+    own = [process.name() for process in psutil.Process().children(recursive=True)]
+    children += [name for name in own if name == "aot.child"]  # of those that were forked
     return files + children
 
 

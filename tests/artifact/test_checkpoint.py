@@ -97,9 +97,9 @@ def test_any_tree_comes_back(tmp_path: Path, data: st.DataObject):
 
     def arrays() -> st.SearchStrategy:
         return st.builds(
-            lambda dtype, shape, seed: jax.lax.bitcast_convert_type(
-                np.random.default_rng(seed).integers(0, 256, shape, np.uint8), jnp.int8
-            ).astype(dtype),
+            lambda dtype, shape, seed: jax.device_put(
+                np.random.default_rng(seed).integers(-128, 128, shape).astype(jnp.dtype(dtype))
+            ),
             st.sampled_from(DTYPES),
             st.lists(st.integers(0, 3), max_size=3).map(tuple),
             st.integers(0, 99),

@@ -13,29 +13,14 @@ from systolic.artifact.tensors import TensorSpec
 from systolic.cli.main import main
 from systolic.core.errors import OptionError, RunError, SystolicError
 
-WRITING = """
-import sys, time
-from pathlib import Path
-from systolic.artifact.bundle import draft
-from systolic.cli.main import guarded
-from systolic.core.leave import ends_cleanly
-
-def work():
-    with ends_cleanly(), draft(Path(sys.argv[1])) as made:
-        made.add("weights", b"half")
-        print("writing", flush=True)
-        time.sleep(60)
-
-raise SystemExit(guarded(work))
-"""
+ROOT = Path(__file__).parents[2]
 
 
 def ended_by(number: signal.Signals, out: Path) -> tuple[int, str]:
     """Exit code and last words of a process that writes a draft when the signal comes."""
-    command = [sys.executable, "-c", WRITING, str(out)]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as one:
+    command = [sys.executable, "-m", "tests.artifact.draft_child", str(out)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as one:
         assert one.stdout is not None
         assert one.stdout.readline() == "writing\n"
         one.send_signal(number)

@@ -1,4 +1,4 @@
-"""Two hundred wrong command lines over all options of all verbs: one line each, and none is accepted."""
+"""Wrong command lines over all options of all verbs: one line each, and none is accepted."""
 
 import json
 import shutil
@@ -9,7 +9,7 @@ import pytest
 from systolic.cli.main import main
 from tests.cli.wrong import Wrong, wrong_lines
 
-NUMBER = 200
+NUMBER = 120
 
 
 @pytest.fixture(scope="module")
@@ -30,21 +30,21 @@ def lines(run: Path) -> list[Wrong]:
     return wrong_lines(run, run.parent / "text file.txt", NUMBER, seed=0)
 
 
-@pytest.mark.parametrize("verb", [("eval", "--split", "train"), ("generate", "--tokens", "2")])
 def test_weights_of_a_version_that_read_them_otherwise_are_refused(
-    run: Path, tmp_path: Path, verb: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     old = tmp_path / "old"
     shutil.copytree(run, old)
     job = json.loads((old / "job.json").read_text())
     assert job["job"]["model"]["tie_embeddings"]
-    assert main([verb[0], str(old), *verb[1:]]) == 0
+    assert main(["eval", str(old), "--split", "train"]) == 0
     del job["revision"]  # earlier versions did not write it
     (old / "job.json").write_text(json.dumps(job))
     capsys.readouterr()
-    assert main([verb[0], str(old), *verb[1:]]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "was trained by an earlier version, in which tied embeddings had a scale" in line
+    for verb in (("eval", "--split", "train"), ("generate", "--tokens", "2")):
+        assert main([verb[0], str(old), *verb[1:]]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "was trained by an earlier version, in which tied embeddings had a scale" in line
 
 
 def test_wrong_command_lines_are_each_refused_in_one_line(

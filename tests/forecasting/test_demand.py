@@ -9,6 +9,7 @@ import pytest
 from systolic.core.errors import OptionError
 from systolic.forecasting.demand import Demand, engine_state, fleet, most_rate, simulated_state
 from systolic.forecasting.serving import LatencyLimits, Load, StepTimes
+from tests.tiers import some
 
 LOAD = Load(prompt_tokens=1000, output_tokens=101, chunk=512)
 TIMES = StepTimes(decode={1: 0.010, 100: 0.010}, chunk=0.02)
@@ -161,7 +162,7 @@ def by_tokens(load: Load, times: StepTimes, rate: float, number: int) -> dict[st
     }
 
 
-@pytest.mark.parametrize("share", [0.65, 0.8])
+@pytest.mark.parametrize("share", some([0.65, 0.8], [0.8]))
 @pytest.mark.parametrize(
     ("prompt", "output", "chunk", "times"),
     [

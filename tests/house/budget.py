@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.house.trees import inner, tree
+
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("src", "tests", "examples", "benchmarks")
 LONGEST_FILE = 800
@@ -88,16 +90,16 @@ def _measured(root: Path) -> tuple[list[Excess], set[str]]:
         text = path.read_text()
         if (lines := text.count("\n")) > LONGEST_FILE:
             found.append(Excess(name, "lines", lines, LONGEST_FILE))
-        for function, node in functions(ast.parse(text)):
+        for function, node in functions(tree(path)):
             found.extend(_of_function(f"{name}:{function}", node, name.startswith(OPTIONS)))
             if _lines(node) > LONGEST_FUNCTION or _parameters(node) > MOST_PARAMETERS:
                 needed.add(f"{name}:{function}")
     return found, needed
 
 
-def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function]]:
+def functions(holder: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function]]:
     """Qualified names and nodes of all functions, inner ones too."""
-    for node in ast.iter_child_nodes(tree):
+    for node in inner(holder):
         if isinstance(node, Function):
             yield prefix + node.name, node
             yield from functions(node, f"{prefix}{node.name}.")

@@ -2,10 +2,11 @@
 
 import ast
 import re
-from collections import Counter, defaultdict
-from collections.abc import Iterator
-from functools import cache
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+from tests.house.trees import nodes, statements, tree
 
 USERS = ("src", "benchmarks", "examples", "docs", "README.md")
 """Folders and files of a project whose words count as a use; tests alone do not."""
@@ -30,7 +31,7 @@ def dead(root: Path) -> list[str]:
     """
     loose: set[str] = set()
     imported: set[str] = set()
-    defined: list[tuple[str, str, str, bool]] = []
+    defined: list[tuple[Path, str, str, ast.stmt]] = []
     package = root / "src"
     for path in _files(root):
         text = path.read_text(errors="replace")
@@ -40,19 +41,17 @@ def dead(root: Path) -> list[str]:
             loose.update(word for code in _TEMPLATE.findall(text) for word in _WORD.findall(code))
         if path.suffix != ".py":
             continue
-        tree = _tree(path)
-        loose.update(_loose(tree))
+        loose.update(_loose(path))
         if path.name != "__init__.py":
-            imported.update(_imported(tree))
+            imported.update(_imported(tree(path)))
         if path.is_relative_to(package):
-            name, read = path.relative_to(package).as_posix(), _read(tree)
-            for qualified, node in _public(tree):
-                inside = "." not in qualified and read[qualified] > _read(node)[qualified]
-                defined.append((name, qualified, qualified.rpartition(".")[2], inside))
+            for qualified, node in _public(tree(path)):
+                defined.append((path, qualified, qualified.rpartition(".")[2], node))
     return sorted(
-        f"{path}:{qualified}"
-        for path, qualified, word, inside in defined
-        if not inside and word not in loose and ("." in qualified or word not in imported)
+        f"{path.relative_to(package).as_posix()}:{qualified}"
+        for path, qualified, word, node in defined
+        if word not in loose
+        and ("." in qualified or (word not in imported and not _read_beside(path, node, word)))
     )
 
 
@@ -61,7 +60,7 @@ def doubles(root: Path) -> dict[str, list[str]]:
     places: dict[str, list[str]] = defaultdict(list)
     package = root / "src"
     for path in sorted(package.rglob("*.py")):
-        for node in ast.walk(_tree(path)):
+        for node in statements(tree(path)):
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(path.relative_to(package).as_posix())
     return {name: files for name, files in places.items() if len(files) > 1}
@@ -72,8 +71,10 @@ def by_luck(root: Path) -> list[str]:
     found = []
     package = root / "src"
     for path in sorted(package.rglob("*.py")):
-        tree = _tree(path)
-        for holder in ast.walk(tree):
+        text = path.read_text()
+        if "hasattr" not in text and "getattr" not in text:
+            continue
+        for holder in statements(tree(path)):
             if not isinstance(holder, ast.FunctionDef | ast.AsyncFunctionDef | ast.Module):
                 continue
             for call in _own(holder):
@@ -95,16 +96,25 @@ def intrusions(root: Path) -> list[str]:
     found: set[str] = set()
     package = root / "src"
     for path in sorted(package.rglob("*.py")):
-        nodes = list(ast.walk(_tree(path)))
-        own = {name for node in nodes for name in _defined(node)} | DOCUMENTED
-        where = path.relative_to(package).as_posix()
-        found |= {
-            f"{where}:{name}"
-            for node in nodes
+        named = [node for node in nodes(path) if isinstance(node, NAMING)]
+        foreign = {
+            name
+            for node in named
             for name in _foreign(node)
-            if name not in own and any(_PRIVATE.match(part) for part in name.split("."))
+            if any(_PRIVATE.match(part) for part in name.split("."))
         }
+        if foreign - DOCUMENTED:
+            own = {name for node in named for name in _defined(node)} | DOCUMENTED
+            where = path.relative_to(package).as_posix()
+            found |= {f"{where}:{name}" for name in foreign - own}
     return sorted(found)
+
+
+NAMING = (
+    *(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Name, ast.Attribute),
+    *(ast.Import, ast.ImportFrom, ast.Call),
+)
+"""Nodes with names that they define or that are another's."""
 
 
 def _defined(node: ast.AST) -> list[str]:
@@ -158,12 +168,6 @@ def missing(root: Path) -> list[str]:
     return found
 
 
-@cache
-def _tree(path: Path) -> ast.Module:
-    """The syntax tree of a file, which several checks read."""
-    return ast.parse(path.read_text(errors="replace"))
-
-
 def _files(root: Path) -> Iterator[Path]:
     for user in USERS:
         at = root / user
@@ -196,39 +200,42 @@ def _public(tree: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
         yield from (pair for pair in names if not pair[0].rpartition(".")[2].startswith("_"))
 
 
-def _read(tree: ast.AST) -> Counter[str]:
-    """How often each name is read."""
-    return Counter(
-        node.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+def _read_beside(path: Path, node: ast.stmt, name: str) -> bool:
+    """Whether a file reads a name outside of its definition."""
+    return _read(nodes(path), name) > _read(ast.walk(node), name)
+
+
+def _read(found: Iterable[ast.AST], name: str) -> int:
+    """How often a name is read."""
+    return sum(
+        isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load)
+        for node in found
     )
 
 
 def _imported(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
+    for node in statements(tree):
         if isinstance(node, ast.ImportFrom):
             yield from (alias.name for alias in node.names)
 
 
-def _loose(tree: ast.Module) -> Iterator[str]:
+def _loose(path: Path) -> Iterator[str]:
     """Attributes that a module reads, and texts that are a name or a path of names."""
     skipped = {
         id(part)
-        for node in ast.walk(tree)
+        for node in statements(tree(path))
         if isinstance(node, ast.Assign)
         and isinstance(node.targets[0], ast.Name)
         and node.targets[0].id == "__all__"
         for part in ast.walk(node)
     }
-    for node in ast.walk(tree):
-        match node:
-            case ast.Attribute(ctx=ast.Load()):
-                yield node.attr
-            case ast.Constant(value=str()) if id(node) not in skipped and _PATH.fullmatch(
-                node.value
-            ):
-                yield from _WORD.findall(node.value)
+    for node in nodes(path):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            yield node.attr
+        elif isinstance(node, ast.Constant) and isinstance(text := node.value, str):
+            yield from (
+                _WORD.findall(text) if id(node) not in skipped and _PATH.fullmatch(text) else ()
+            )
 
 
 def _own(holder: ast.AST) -> Iterator[ast.AST]:

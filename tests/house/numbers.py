@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.house.trees import tree
+
 LARGE = 1e6
 """Numbers from here on are rates, sizes or clocks unless they convert units: powers of ten, joules in a kWh."""
 
@@ -32,6 +34,10 @@ _FOLDED = {
 }
 
 
+NUMBERED = (*(ast.Constant, ast.BoolOp, ast.Assign, ast.AnnAssign, ast.arguments, ast.keyword),)
+"""Nodes that may hold a number of hardware."""
+
+
 class Number(NamedTuple):
     """A number of hardware: where it stands, as ``path:name``, its line, and its value."""
 
@@ -50,28 +56,25 @@ def numbers(package: Path, fields: frozenset[str]) -> list[Number]:
     found = set()
     for path in sorted(package.rglob("*.py")):
         name = path.relative_to(package).as_posix()
-        text = path.read_text()
-        tree = ast.parse(text)
-        places = dict(_places(tree))
-        for node in ast.walk(tree):
-            for number in (*_large(node, text), *_standing_in(node, fields), *_named(node)):
-                at = places.get(number, "")
-                found.add(Number(f"{name}:{at}", number.lineno, _value(number) or 0.0))
+        text, body = path.read_text(), tree(path).body
+        for statement in body:
+            at = _top(statement)
+            for node in ast.walk(statement):
+                if isinstance(node, NUMBERED):
+                    for number in (*_large(node, text), *_standing_in(node, fields), *_named(node)):
+                        found.add(Number(f"{name}:{at}", number.lineno, _value(number) or 0.0))
         if name.startswith(PRICED):
-            for statement in tree.body:
+            for statement in body:
                 at = _target(statement)
                 for number in _literals(statement) if at else ():
                     found.add(Number(f"{name}:{at}", number.lineno, _value(number) or 0.0))
     return sorted(found)
 
 
-def _places(tree: ast.Module) -> Iterator[tuple[ast.AST, str]]:
-    """Every node and the name of the constant, function or class at the top that it belongs to."""
-    for statement in tree.body:
-        named = isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-        name = statement.name if named else _target(statement)
-        for node in ast.walk(statement):
-            yield node, name
+def _top(statement: ast.stmt) -> str:
+    """Name of the constant, function or class that a statement at the top defines."""
+    named = isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    return statement.name if named else _target(statement)
 
 
 def _target(statement: ast.AST) -> str:

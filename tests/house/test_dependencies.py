@@ -12,6 +12,7 @@ from packaging.utils import canonicalize_name
 
 from systolic.exporting.packages import SETS
 from tests.house.budget import ROOT
+from tests.house.trees import nodes, statements, tree
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
@@ -81,7 +82,8 @@ def imported(folder: str) -> frozenset[str]:
     """Distributions that the files of a folder import or find, at any depth of a function."""
     modules = set()
     for path in (ROOT / folder).rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        by_name = any(name in path.read_text() for name in BY_NAME)
+        for node in nodes(path) if by_name else statements(tree(path)):
             if isinstance(node, ast.Import):
                 modules.update(alias.name.partition(".")[0] for alias in node.names)
             elif isinstance(node, ast.ImportFrom) and node.module:

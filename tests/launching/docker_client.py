@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.launching.made import executable
 
-TEXT = """#!{python}
+TEXT = """#!{python} -IS
 import json, pathlib, re, sys
 here = pathlib.Path(__file__).parent
 words = sys.argv[1:]

@@ -12,7 +12,7 @@ import pytest
 
 from tests.launching.made import executable
 
-TEXT = """#!{python}
+TEXT = """#!{python} -IS
 import os, pathlib, re, sys
 clusters = pathlib.Path(os.environ["CLUSTERS"])
 words = sys.argv[1:]

@@ -19,6 +19,9 @@ from systolic.session.launched import LOCAL
 IMAGE = "us-docker.pkg.dev/project/repository/systolic:1"
 HEADER = "# Made by: systolic launch lm --on v5e-16\n"
 
+YAML = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
+"""In C, where that is installed: files of all slices are read."""
+
 
 def launch(on: str = "v5e-16", **fields: Any) -> Launch:
     given = {
@@ -69,7 +72,7 @@ def shellcheck(path: Path) -> None:
 
 def documents(prepared: Prepared) -> list[dict[str, Any]]:
     """Objects in a Kubernetes file."""
-    return list(yaml.safe_load_all(prepared.files["jobset.yaml"]))
+    return list(yaml.load_all(prepared.files["jobset.yaml"], Loader=YAML))
 
 
 def jobset(prepared: Prepared) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def test_the_files_say_what_made_them_and_pass_hadolint(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
-TRAINING = """#!{python}
+TRAINING = """#!{python} -IS
 import pathlib, signal, sys, time
 here = pathlib.Path(__file__).parent
 codes = (here / "codes").read_text().split()

@@ -11,7 +11,7 @@ from systolic.chips import slice
 from systolic.core.errors import OptionError
 from systolic.launching import Prepared, Purchase, Site
 from systolic.launching.gke_serve import KSERVE, METRICS, GkeServer, check_slice, prepare
-from tests.launching.made import HEADER, launch, passed, shellcheck, slices
+from tests.launching.made import HEADER, YAML, launch, passed, shellcheck, slices
 
 IMAGE = "us-docker.pkg.dev/project/repository/chat:1"
 NAMED = {"name": str, "namespace": str, "labels": dict}
@@ -53,7 +53,7 @@ def made(on: str = "v5e-8", server: GkeServer | None = None, **fields: Any) -> P
 
 
 def objects(prepared: Prepared) -> dict[str, dict[str, Any]]:
-    return {one["kind"]: one for one in yaml.safe_load_all(prepared.files["serve.yaml"])}
+    return {one["kind"]: one for one in yaml.load_all(prepared.files["serve.yaml"], Loader=YAML)}
 
 
 def pod(on: str = "v5e-8", server: GkeServer | None = None, **fields: Any) -> dict[str, Any]:

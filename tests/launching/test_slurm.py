@@ -161,7 +161,7 @@ echo "$(basename "$0") $*" >>"$CALLS"
 SQUEUE = """#!/bin/sh
 echo "${STATE:-RUNNING}"
 """
-SRUN = """#!{python}
+SRUN = """#!{python} -IS
 import os, pathlib, signal, sys, time
 def told(*_):
     sys.exit(int(os.environ.get("TOLD", "143")))
@@ -273,7 +273,7 @@ def told(
     subprocess.run(["kill", signal, pid], check=True)
 
 
-SYSTOLIC = """#!{python}
+SYSTOLIC = """#!{python} -IS
 import os, pathlib, signal, sys, time
 run = pathlib.Path(sys.argv[sys.argv.index("--run") + 1])
 run.mkdir(parents=True, exist_ok=True)

@@ -349,11 +349,11 @@ def test_the_project_is_always_given(tmp_path: Path) -> None:
     assert calls.count("--zone=us-east5-b --project=mine") == len(calls.splitlines())
 
 
-GCSFUSE = """#!{python}
+GCSFUSE = """#!{python} -IS
 import pathlib, sys
 (pathlib.Path(__file__).parent / "mounted").write_text(" ".join(sys.argv[1:]))
 """
-CURL = """#!{python}
+CURL = """#!{python} -IS
 import sys
 name = sys.argv[-1].rpartition("/")[2]
 values = {values!r}
@@ -361,7 +361,7 @@ if name not in values:
     sys.exit(22)
 print(values[name])
 """
-SYSTOLIC = """#!{python}
+SYSTOLIC = """#!{python} -IS
 import os, pathlib, signal, sys, time
 names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_PLATFORMS")
 print([os.environ.get(name) for name in names], flush=True)
@@ -379,7 +379,7 @@ REAPING = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(36, 1); os.execvp(sys.argv[1], sys.argv[1:])"
 )
 """Runs a command that collects a training whose parent has ended, as a machine's init does; a container's may do so late."""
-PYTHON = """#!{python}
+PYTHON = """#!{python} -IS
 import pathlib, shutil, sys
 words = sys.argv[1:]
 if words[:3] == ["-m", "uv", "venv"]:

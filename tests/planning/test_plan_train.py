@@ -274,9 +274,10 @@ def test_a_damaged_plan_is_one_line(
         "against": ["explain", str(sound), "--against", str(path)],
     }[verb]
     reads = {"train": ("arguments",), "explain": ("arguments",), "against": ("arguments",)}
-    if place in reads[verb] or (verb == "against" and ".settings." in place):
+    if place in reads[verb] or (verb == "against" and ".settings" in place):
         pytest.skip("not read by this verb before anything is compiled")
-    for value in DAMAGE[place]:
+    # All verbs read a plan alike: one has all values, the others one of each place.
+    for value in DAMAGE[place] if verb == "train" else DAMAGE[place][:1]:
         path.write_text(json.dumps(damaged(whole, place, value)))
         assert main(words) in (1, 2), value
         captured = capsys.readouterr()

@@ -21,9 +21,11 @@ from systolic.planning.search import Limits, Search, SearchProgress, SearchStage
 from systolic.report.plan import readings
 from tests.planning import fabricated
 from tests.planning.evaluators import AnsweringEvaluator
+from tests.tiers import some
 
 FLAGS_HELP = 0.8
 FULL_HELPS = 0.85
+TWO = ("v5e-16", "v5e-8")
 
 
 def estimate(job: Job, one: Candidate, full: bool) -> Forecast | None:
@@ -198,7 +200,7 @@ def test_flags_of_the_user_reach_every_program() -> None:
         assert "--xla_tpu_x=1" in one.compiler_flags
 
 
-@pytest.mark.parametrize("order", [("v5e-8", "v5e-16"), ("v5e-16", "v5e-8")])
+@pytest.mark.parametrize("order", some([("v5e-8", "v5e-16"), TWO], [TWO]))
 def test_slices_behind_the_best_are_tuned_too(order: tuple[str, ...]) -> None:
     plan = planned(*order, goal=Goal(units=20e9, objective=Objective.pareto), programs=24)
     best: dict[str, Trial] = {}
@@ -224,7 +226,7 @@ def test_what_comes_nearest_is_the_same_in_any_order_of_slices(limit: dict[str, 
     goal = Goal(units=20e9, objective=Objective.cost, **limit)  # ty: ignore[invalid-argument-type]
     told = {
         readings.verdict(planned(*order, goal=goal)).sentence
-        for order in (names, names[::-1], ("v6e-8", "v5e-16", "v5p-8", "v5e-64"))
+        for order in (names, ("v6e-8", "v5e-16", "v5p-8", "v5e-64"))
     }
     (sentence,) = told
     # Of the slices the cheapest per unit of work, or the one with the most FLOPs.

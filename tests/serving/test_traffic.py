@@ -19,7 +19,7 @@ from systolic.serving.text.opening import open_engine
 from systolic.serving.text.request import TextRequest, TokenChoice
 from systolic.serving.traffic import RecordedEngine, TrafficBook, read_traffic
 from tests.serving.http.running import echo_model, running, toy_model
-from tests.serving.text.engine import SIZES, Small
+from tests.serving.text.engine import SIZES, shared
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_no_traffic_moves_a_bucket_past_its_limits() -> None:
 @pytest.mark.slow
 def test_padding_is_what_was_expected_of_the_traffic(tmp_path: Path) -> None:
     """An engine that is asked what its sizes were chosen for, and records it again."""
-    small, draw, metrics = Small(), random.Random(1), Metrics()
+    small, draw, metrics = shared(), random.Random(1), Metrics()
     requests = [
         TextRequest(
             tokens=[number, *range(1, draw.choice([3, 11, 14, 60]))],

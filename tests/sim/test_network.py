@@ -1,5 +1,7 @@
+from functools import cache
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from systolic.chips import slice
@@ -9,8 +11,11 @@ from systolic.sim.rates import rates_of
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
 MIB = 2.0**20
+SOME = settings(max_examples=25)
+"""Of each kind and slice; together they are hundreds."""
 
 
+@cache
 def network(name: str) -> Network:
     on = slice(name)
     return Network(on, rates_of(on))
@@ -37,6 +42,7 @@ def seconds(of: Network, kind: str, groups: Groups, whole: float) -> float:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["v5e-256", "v4-64", "v5p-128", "v6e-16", "2xv5e-16"])
+@SOME
 @given(mib=st.floats(0.01, 1000), more=st.floats(1.01, 10))
 def test_more_bytes_take_longer(kind: str, name: str, mib: float, more: float) -> None:
     of = network(name)
@@ -62,6 +68,7 @@ def test_a_ring_is_twice_as_fast_as_a_line() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["v5e-4", "v5e-256", "v4-64", "v5p-128", "v6e-256", "tpu7x-64"])
+@SOME
 @given(mib=st.floats(1, 4000))
 def test_no_faster_than_all_links_of_a_device(kind: str, name: str, mib: float) -> None:
     of = network(name)

@@ -253,6 +253,10 @@ class Layout:
             **{name: getattr(other, name) for group in groups for name in fields_of(group)},
         )
 
+    def differs(self, other: "Layout", group: Group) -> bool:
+        """Whether a field of a group has another value in the other layout."""
+        return any(getattr(self, name) != getattr(other, name) for name in fields_of(group))
+
     def settings(self) -> dict[str, Any]:
         """Values by field as they are typed or saved: an enum by its value."""
         return {

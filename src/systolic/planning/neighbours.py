@@ -117,7 +117,7 @@ def _chunks(
 
 def _kind(now: Layout, then: Layout, rebatched: bool) -> Kind:
     groups = (Group.mesh, Group.passes, Group.remat, Group.loss)
-    found: set[Group | ChangedPart] = {one for one in groups if now.take(then, one) != now}
+    found: set[Group | ChangedPart] = {one for one in groups if now.differs(then, one)}
     # What the logits need is no decision of its own.
     kept = found - {Group.loss} or found
     return frozenset((*kept, *([ChangedPart.batch] if rebatched else [])))

@@ -394,7 +394,7 @@ class Search:
                 return
             touched |= one.kind
             new = one.candidate.layout
-            groups = [group for group in Group if plain.take(new, group) != plain]
+            groups = [group for group in Group if plain.differs(new, group)]
             flags = joined(joint.flags, one.candidate.flags)
             joint = replace(joint, layout=joint.layout.take(new, *groups), flags=flags)
         if check(self.facts.job, joint) is None:

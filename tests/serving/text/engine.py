@@ -1,6 +1,7 @@
 """A small real engine: random weights, programs compiled for it."""
 
 from dataclasses import replace
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +25,12 @@ class Small:
     def __init__(self, model: Decoder = SMALL, seed: int = 0) -> None:
         self.steps = set_up(job(model=model, batch=2)).steps
         params, self.rest = jax.jit(self.steps.network.init)(jax.random.key(seed))
-        draw = jax.random.split(jax.random.key(seed + 1), len(params))
+        draw = np.random.default_rng(seed + 1)  # without a compile for each shape
         self.params = {
-            path: array + 0.3 * jax.random.normal(key, array.shape, jnp.float32)
-            for key, (path, array) in zip(draw, params.items(), strict=True)
+            path: array + 0.3 * draw.standard_normal(array.shape).astype(np.float32)
+            for path, array in jax.device_get(params).items()
         }
+        self.params = jax.device_put(self.params)
 
         @jax.jit
         def whole(row: jax.Array) -> jax.Array:
@@ -59,3 +61,9 @@ class Small:
             text.append(int(found.argmax()))
             scores.append(float(found.max()))
         return text[len(tokens) :], scores
+
+
+@cache
+def shared() -> Small:
+    """The usual one, made once for all tests of a process."""
+    return Small()

@@ -14,7 +14,7 @@ from systolic.job import ServedCache
 from systolic.serving.text import memory
 from systolic.serving.text.memory import held_bytes
 from systolic.serving.text.opening import open_engine, plan_engine
-from tests.serving.text.engine import SIZES, Small
+from tests.serving.text.engine import SIZES, shared
 
 KINDS = [(True, False), (False, True), (True, True)]
 """Whether a program generates, and whether it reads prompts."""
@@ -41,7 +41,7 @@ class Told:
 
 @pytest.fixture(scope="module")
 def small():
-    return Small()
+    return shared()
 
 
 def held(arrays) -> int:

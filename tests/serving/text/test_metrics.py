@@ -17,7 +17,7 @@ from systolic.serving.text.engine import Engine
 from systolic.serving.text.opening import open_engine
 from systolic.serving.text.request import TextRequest, TokenChoice
 from tests.serving.http.running import wait
-from tests.serving.text.engine import SIZES, Small
+from tests.serving.text.engine import SIZES, Small, shared
 
 
 class Silent:
@@ -44,7 +44,7 @@ def request(first: int, size: int, answer: int) -> TextRequest:
 
 @pytest.fixture(scope="module")
 def small() -> Small:
-    return Small()
+    return shared()
 
 
 def test_requests_steps_and_padding(small: Small) -> None:

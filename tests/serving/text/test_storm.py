@@ -8,7 +8,7 @@ import pytest
 
 from systolic.serving.served import ServedText
 from tests.serving.http.running import running
-from tests.serving.text.engine import SIZES, Small
+from tests.serving.text.engine import SIZES, shared
 from tests.serving.text.storm import Storm, Watched
 
 ROWS, PAGES = 8, 33
@@ -17,7 +17,7 @@ ROWS, PAGES = 8, 33
 
 def storm(requests: int, threads: int) -> None:
     begin = time.perf_counter()
-    small, watched = Small(), Watched()
+    small, watched = shared(), Watched()
     sizes = replace(SIZES, rows=ROWS, pages=PAGES, queued=24, programs=(1, 1, 1))
     engine = small.opened(sizes, watched)
     served = ServedText(name="small", engine=engine, tokenizer=engine.tokenizer)
@@ -48,6 +48,7 @@ def storm(requests: int, threads: int) -> None:
     assert held[2].resident_bytes - held[1].resident_bytes < 30 << 20
 
 
+@pytest.mark.slow
 def test_a_storm_leaves_nothing() -> None:
     storm(180, 8)
 

@@ -11,7 +11,8 @@ from systolic.core.errors import OptionError
 from systolic.predicting.latency import CallSizes
 from systolic.serving.text.opening import EngineSizes, plan_engine
 from systolic.serving.text.timed import ServedTexts
-from tests.serving.text.engine import SMALL, Small
+from tests.serving.text.engine import SMALL, Small, shared
+from tests.tiers import some
 
 
 def call(small: Any, **sizes: int) -> ServedTexts:
@@ -19,9 +20,9 @@ def call(small: Any, **sizes: int) -> ServedTexts:
     return ServedTexts(small.steps, lambda: weights, CallSizes(**sizes))
 
 
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", some([1, 3], [3]))
 def test_a_call_runs_the_steps_of_the_server(rows: int) -> None:
-    small = Small()
+    small = shared()
     made = call(small, rows=rows, prompt_tokens=20, output_tokens=5)
     times = accumulate([0.0, 10.0, 12.0])
     found = made.seconds(lambda: next(times))

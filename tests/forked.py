@@ -1,0 +1,270 @@
+"""Children that are forked from a process which has imported JAX, Flax and Orbax already: those take a second and more.
+
+``with forked():`` lets :class:`subprocess.Popen` begin children that compile or rehearse, and programs of ``tests``,
+that way. A forked process is a child of this one as any other: it has its own process id, session, files,
+environment, folder and exit code, and runs its program as ``__main__`` to the interpreter's end. JAX starts no
+threads, devices or compilers before it is used, and has its settings from the child's environment.
+
+Children that show what Python imports, or that end in the middle of it, are started as usual: ``-c`` and other modules.
+"""
+
+import ctypes
+import fcntl
+import gc
+import importlib
+import json
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TESTS = Path(__file__).parent
+IMPORTED = (
+    *("jax.experimental.topologies", "cloudpickle", "flax.nnx", "optax", "orbax.checkpoint"),
+    *("systolic.aot.child", "systolic.artifact", "systolic.steps", "systolic.models"),
+)
+MODULES = (
+    *("systolic.aot.child", "systolic.session.rehearsal"),
+    *("systolic.interop.program.child", "systolic.interop.program.parity"),
+)
+"""Programs of the package that are forked."""
+SUBREAPER = 36
+"""Linux's ``PR_SET_CHILD_SUBREAPER``: orphans below this process become its children."""
+COUNTED = "COVERAGE_PROCESS_START"
+"""Variable by which coverage counts lines of whole interpreters."""
+
+
+class Nursery:
+    """The process that forks; it starts with the first child."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._line: socket.socket | None = None
+        self._prctl = ctypes.CDLL(None).prctl
+
+    def fork(self, asked: Mapping[str, Any], files: Sequence[int]) -> int:
+        """The id of a new child of this process, which has ``files`` as its standard ones."""
+        with self._guard:
+            line = self._begun()
+            content = json.dumps(asked).encode()
+            self._prctl(SUBREAPER, 1, 0, 0, 0)
+            try:
+                socket.send_fds(line, [len(content).to_bytes(4, "little")], list(files))
+                line.sendall(content)
+                return int.from_bytes(_read(line, 4), "little")
+            finally:
+                self._prctl(SUBREAPER, 0, 0, 0, 0)
+
+    def _begun(self) -> socket.socket:
+        if self._line is None:
+            self._line, there = socket.socketpair()
+            with there:
+                self._process = Popen(
+                    [sys.executable, "-m", "tests.forked", str(there.fileno())],
+                    pass_fds=[there.fileno()],
+                    env=_plain(os.environ),
+                    cwd=TESTS.parent,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+        return self._line
+
+    def close(self) -> None:
+        if self._line is not None and self._process is not None:
+            self._line.close()
+            self._process.wait()
+
+
+Popen = subprocess.Popen
+"""Python's own, which :func:`forked` replaces."""
+NURSERY: list[Nursery] = []
+"""The nursery of this process, if there is one."""
+
+
+class Forked(Popen):
+    """A process that is forked where :func:`fits` says so."""
+
+    def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, *rest: Any) -> None:
+        close_fds, pass_fds, cwd, env, _, _, shell, *pipes = rest
+        given = preexec_fn or shell or executable not in (None, sys.executable)
+        if given or not close_fds or not fits(args):
+            super()._execute_child(args, executable, preexec_fn, *rest)  # ty: ignore[missing-attribute]
+            return
+        ends, (*_, new_session, _) = pipes[:6], pipes[6:]
+        asked = {
+            "words": [os.fspath(word) for word in args[1:]],
+            "env": dict(os.environ if env is None else env),
+            "cwd": os.fspath(cwd or Path.cwd()),
+            "new_session": bool(new_session),
+            "numbers": [0, 1, 2, *pass_fds],
+        }
+        files = [end if end >= 0 else n for n, end in enumerate((ends[0], ends[3], ends[5]))]
+        self.pid = NURSERY[0].fork(asked, [*files, *pass_fds])
+        self._child_created = True
+        self._close_pipe_fds(*ends)  # ty: ignore[missing-attribute]
+
+
+def fits(args: Any) -> bool:
+    """Whether a command is a program that needs no interpreter of its own."""
+    if isinstance(args, str | bytes | os.PathLike) or len(args) < 2 or args[0] != sys.executable:
+        return False
+    if args[1] == "-m" and len(args) > 2:
+        return args[2] in MODULES or str(args[2]).startswith("tests.")
+    return TESTS in Path(args[1]).parents
+
+
+@contextmanager
+def forked() -> Generator[None]:
+    """Begins children of this process by forking, while it lasts; does nothing where that can't be done."""
+    if sys.platform != "linux" or COUNTED in os.environ or NURSERY:
+        yield
+        return
+    NURSERY.append(Nursery())
+    subprocess.Popen = Forked  # ty: ignore[invalid-assignment]
+    try:
+        yield
+    finally:
+        subprocess.Popen = Popen
+        NURSERY.pop().close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_children(pytestconfig: pytest.Config) -> Iterator[None]:
+    """For a folder's ``conftest.py``; children of slow tests are started as users do."""
+    slow = pytestconfig.option.markexpr in ("slow", "long")
+    with nullcontext() if slow else forked():
+        yield
+
+
+def _plain(env: Mapping[str, str]) -> dict[str, str]:
+    """Variables without settings of JAX, which each child has its own of."""
+    kept = {name: value for name, value in env.items() if not name.startswith("JAX_")}
+    return {**kept, "JAX_PLATFORMS": "cpu"}
+
+
+def _read(line: socket.socket, size: int) -> bytes:
+    made = b""
+    while len(made) < size:
+        part = line.recv(size - len(made))
+        if not part:
+            raise EOFError("the process that forks has ended")
+        made += part
+    return made
+
+
+def serve(line: socket.socket, base: Sequence[str], added: Mapping[str, str]) -> Sequence[str]:
+    """Forks a child for each request and ends with the line; returns in the child, what it shall run.
+
+    Args:
+        line: Where requests come from.
+        base: Folders of modules that every interpreter has.
+        added: Variables that imports have set.
+    """
+    while True:
+        try:
+            size, files, _, _ = socket.recv_fds(line, 4, 16)
+            if not size:
+                os._exit(0)
+            asked = json.loads(_read(line, int.from_bytes(size, "little")))
+        except (OSError, EOFError):
+            os._exit(0)
+        answer, told = os.pipe()
+        between = os.fork()
+        if not between:
+            if child := os.fork():
+                os.write(told, child.to_bytes(4, "little"))
+                os._exit(0)
+            line.close()
+            os.close(answer)
+            os.close(told)
+            _become(asked, files)
+            sys.path.extend(base)
+            for name, value in added.items():
+                os.environ.setdefault(name, value)
+            return asked["words"]
+        os.close(told)
+        for file in files:
+            os.close(file)
+        os.waitpid(between, 0)  # the child is now one of who asked
+        line.sendall(os.read(answer, 4))
+        os.close(answer)
+
+
+def _become(asked: Mapping[str, Any], files: Sequence[int]) -> None:
+    """Takes the surroundings of an interpreter that was started so."""
+    import jax
+
+    if asked["new_session"]:
+        os.setsid()
+    # Away from the numbers that they shall have.
+    above = [fcntl.fcntl(file, fcntl.F_DUPFD, max(asked["numbers"]) + 1) for file in files]
+    for file in files:
+        os.close(file)
+    for number, file in zip(asked["numbers"], above, strict=True):
+        os.dup2(file, number)
+        os.close(file)
+    os.chdir(asked["cwd"])
+    # Its name in lists of processes.
+    Path("/proc/self/comm").write_text(_name(asked["words"]))
+    before, env = dict(os.environ), asked["env"]
+    for name in before.keys() - env.keys():
+        del os.environ[name]
+    os.environ.update(env)
+    for name, value in env.items():
+        if name.startswith("JAX_") and before.get(name) != value:
+            _set(jax, name.lower(), value)
+    words = asked["words"]
+    named = words[0] == "-m"
+    given = env.get("PYTHONPATH", "")
+    first = asked["cwd"] if named else str(Path(words[0]).parent)
+    sys.path[:] = [first, *filter(None, given.split(os.pathsep))]
+    sys.argv[:] = words[1:] if named else words
+
+
+def _name(words: Sequence[str]) -> str:
+    """``aot.child`` of a module, ``child`` of a file."""
+    return ".".join(words[1].split(".")[-2:]) if words[0] == "-m" else Path(words[0]).stem
+
+
+def _set(jax: Any, name: str, value: str) -> None:
+    """Gives JAX a setting as its variable would."""
+    if name in jax.config.values:
+        known = jax.config.values[name]
+        if isinstance(known, bool):
+            jax.config.update(name, value.lower() in ("y", "yes", "t", "true", "on", "1"))
+        else:
+            jax.config.update(name, type(known)(value) if isinstance(known, int | float) else value)
+
+
+def _import_all() -> dict[str, str]:
+    """Imports what children use; returns the variables that this has set."""
+    before = dict(os.environ)
+    for name in IMPORTED:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    return {name: value for name, value in os.environ.items() if before.get(name) != value}
+
+
+def _run(words: Sequence[str]) -> None:
+    if words[0] == "-m":
+        sys.modules.pop(words[1], None)
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(words[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    base = [path for path in sys.path[1:] if path not in given]
+    _run(serve(socket.socket(fileno=int(sys.argv[1])), base, _import_all()))
