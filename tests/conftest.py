@@ -6,6 +6,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -26,6 +27,7 @@ from tests.compiles import (
     is_counted,
     with_packages,
 )
+from tests.forked import forked
 from tests.tiers import longest_first, workers
 
 # Otherwise each child and each worker would compile our 700 modules for itself.
@@ -136,6 +138,13 @@ def kept_programs(
         yield made
     made.exchange()
     made.prune()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def forked_children(pytestconfig: pytest.Config) -> Iterator[None]:
+    """Children find JAX imported; those of slow tests are started as users do."""
+    with nullcontext() if pytestconfig.stash[SLOW] else forked():
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -19,12 +19,10 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 TESTS = Path(__file__).parent
 IMPORTED = (
@@ -38,8 +36,10 @@ MODULES = (
 """Programs of the package that are forked."""
 SUBREAPER = 36
 """Linux's ``PR_SET_CHILD_SUBREAPER``: orphans below this process become its children."""
-COUNTED = "COVERAGE_PROCESS_START"
-"""Variable by which coverage counts lines of whole interpreters."""
+COUNTED = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG")
+"""Variables by which coverage counts lines of whole interpreters."""
+PYTHONS = ((3, 11), (3, 13))
+"""First and last Python whose :class:`subprocess.Popen` begins children by the method that :class:`Forked` has."""
 
 
 class Nursery:
@@ -126,7 +126,8 @@ def fits(args: Any) -> bool:
 @contextmanager
 def forked() -> Generator[None]:
     """Begins children of this process by forking, while it lasts; does nothing where that can't be done."""
-    if sys.platform != "linux" or COUNTED in os.environ or NURSERY:
+    known = PYTHONS[0] <= sys.version_info[:2] <= PYTHONS[1]
+    if sys.platform != "linux" or not known or NURSERY or any(map(os.environ.get, COUNTED)):
         yield
         return
     NURSERY.append(Nursery())
@@ -136,14 +137,6 @@ def forked() -> Generator[None]:
     finally:
         subprocess.Popen = Popen
         NURSERY.pop().close()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def forked_children(pytestconfig: pytest.Config) -> Iterator[None]:
-    """For a folder's ``conftest.py``; children of slow tests are started as users do."""
-    slow = pytestconfig.option.markexpr in ("slow", "long")
-    with nullcontext() if slow else forked():
-        yield
 
 
 def _plain(env: Mapping[str, str]) -> dict[str, str]:

@@ -61,6 +61,16 @@ def until(true: Any) -> None:
         time.sleep(0.002)
 
 
+def in_turn(of: Any, *values: Any) -> list[Any]:
+    """Submits one after another: each is in the queue before the next, as inputs are read by several threads."""
+    made = []
+    for value in values:
+        before = len(of._queue.lanes)
+        made.append(of.submit(numbers(value)))
+        until(lambda before=before: len(of._queue.lanes) > before)
+    return made
+
+
 def test_requests_share_batches_and_get_their_own_answers(twice: Twice, made: Any) -> None:
     told = Told()
     of = made(told, shapes=Shapes(largest=8, programs=8), delay_ms=0)
@@ -103,7 +113,7 @@ def test_a_short_row_takes_the_place_of_padding(twice: Twice, made: Any) -> None
     pairs = Shapes(largest=2, programs=8, traffic=Traffic(examples={2: 1.0}))
     of = made(told, longest=8, shapes=pairs, delay_ms=0)
     first = hold(twice, of)
-    others = [of.submit(numbers(n)) for n in (8, 8, 8, 3, 4)]
+    others = in_turn(of, 8, 8, 8, 3, 4)
     until(lambda: of.waiting == 5)
     twice.going.set()
     answers = [one.result(WAIT)["twice"].tolist() for one in [first, *others]]
@@ -265,7 +275,7 @@ def test_metrics_say_what_waits_and_which_positions_are_padding(twice: Twice, ma
     of = made(BatchMetrics(metrics).of("m"), longest=8, shapes=pairs, delay_ms=0)  # ty: ignore[invalid-argument-type]
     assert counted(metrics, "batch_examples_waiting") == 0
     first = hold(twice, of)
-    others = [of.submit(numbers(n)) for n in (8, 8, 8, 3, 4)]
+    others = in_turn(of, 8, 8, 8, 3, 4)
     assert counted(metrics, "batch_examples_waiting") == 5
     gone = of.submit(numbers(1, 2))
     assert counted(metrics, "batch_examples_waiting") == 7
@@ -323,7 +333,7 @@ def test_a_compile_after_ready_is_counted_and_can_be_an_error(
 def test_a_compile_in_a_shared_batch_ends_a_strict_model(twice: Twice, made: Any) -> None:
     of = made(strict=True)
     first = hold(twice, of)
-    shared = [of.submit(numbers(n)) for n in (2, 3)]
+    shared = in_turn(of, 2, 3)
     until(lambda: of.waiting == 2)
     seed = np.random.default_rng().integers(2**30)
 
