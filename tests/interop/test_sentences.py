@@ -92,7 +92,11 @@ def reference(path: Path, model: Any, mode: str, normalise: bool) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("mode", "steps"),
-    [("mean_tokens", STEPS), ("cls_token", STEPS[:2]), ("max_tokens", STEPS)],
+    [
+        ("cls_token", STEPS[:2]),
+        pytest.param("mean_tokens", STEPS, marks=pytest.mark.parity),
+        pytest.param("max_tokens", STEPS, marks=pytest.mark.parity),
+    ],
 )
 def test_vectors_are_those_of_transformers(
     mode: str, steps: tuple[str, ...], tmp_path: Path

@@ -373,9 +373,11 @@ if "--sleep" in sys.argv:
 sys.exit(3 if "--fail" in sys.argv else 2 if "--refuse" in sys.argv else 0)
 """
 SLEEP = "#!/bin/sh\nexec /bin/sleep 0.1\n"
-TAIL = "#!/bin/sh\nexec /usr/bin/tail --sleep-interval=0.05 \"$@\"\n"
+TAIL = '#!/bin/sh\nexec /usr/bin/tail --sleep-interval=0.05 "$@"\n'
 """Both look at a training again sooner than after a second."""
-REAPING = "import ctypes, os, sys; ctypes.CDLL(None).prctl(36, 1); os.execvp(sys.argv[1], sys.argv[1:])"
+REAPING = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(36, 1); os.execvp(sys.argv[1], sys.argv[1:])"
+)
 """Runs a command that collects a training whose parent has ended, as a machine's init does; a container's may do so late."""
 PYTHON = """#!{python}
 import pathlib, shutil, sys
