@@ -14,6 +14,7 @@ from systolic.artifact.tree import flatten
 from systolic.job import (
     Guard,
     GuardRule,
+    Job,
     Layout,
     Optimizer,
     OptimizerKind,
@@ -178,9 +179,18 @@ def test_layers_are_scaled_to_their_norms_by_hand() -> None:
     np.testing.assert_allclose(lars["bias"], -rate * slopes["bias"], rtol=1e-4)
 
 
+def guarded(rule: GuardRule, kind: OptimizerKind = OptimizerKind.adamw) -> Job:
+    return tiny.job(
+        layout=Layout(fsdp=1),
+        guard=Guard(rule=rule),
+        schedule=Schedule(warmup=4),
+        optimizer=Optimizer(kind=kind, learning_rate=0.4, weight_decay=0.0, clip=0.0),
+    )
+
+
 @pytest.mark.parametrize("rule", [GuardRule.stop, GuardRule.skip])
 def test_a_bad_step_changes_no_weight(rule: GuardRule) -> None:
-    one = tiny.steps(tiny.job(layout=Layout(fsdp=1), guard=Guard(rule=rule)))
+    one = tiny.steps(guarded(rule))
     train, state = tiny.trainer(one).train, tiny.trainer(one).first
     good = tiny.batch(one, 0)
     poisoned = replace(
@@ -202,13 +212,7 @@ def test_a_bad_step_changes_no_weight(rule: GuardRule) -> None:
 )
 def test_the_learning_rate_on_record_is_the_one_of_the_update(kind: OptimizerKind) -> None:
     """A dropped step takes no step of the schedule: the next update has the rate that it would have had."""
-    of = tiny.job(
-        layout=Layout(fsdp=1),
-        guard=Guard(rule=GuardRule.skip),
-        schedule=Schedule(warmup=4),
-        optimizer=Optimizer(kind=kind, learning_rate=0.4, weight_decay=0.0, clip=0.0),
-    )
-    one = tiny.steps(of)
+    one = tiny.steps(guarded(GuardRule.skip, kind))
     train, state = tiny.trainer(one).train, tiny.trainer(one).first
     spoiled = replace(state, params={n: np.full_like(p, np.nan) for n, p in state.params.items()})
     dropped, metrics = train(spoiled, tiny.batch(one, 0))
