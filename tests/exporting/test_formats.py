@@ -4,6 +4,7 @@ import json
 import os
 import re
 import resource
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -49,16 +50,18 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def full_disk(size: int) -> Iterator[None]:
-    """No file grows beyond ``size`` bytes, but for the programs that JAX keeps, whose truncated files would outlast the test."""
+    """No file grows beyond ``size`` bytes, but for what JAX and Python keep compiled, whose truncated files would outlast the test."""
     cached = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before, written = resource.getrlimit(resource.RLIMIT_FSIZE), sys.dont_write_bytecode
+    sys.dont_write_bytecode = True
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        sys.dont_write_bytecode = written
         jax.config.update("jax_enable_compilation_cache", cached)
         compilation_cache.reset_cache()
 

@@ -106,6 +106,7 @@ def test_it_is_a_mixture_with_slots_for_all(name: str) -> None:
     np.testing.assert_allclose(padded[:, :5], out[:, :5], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_cache_gives_the_logits_of_the_whole_text() -> None:
     check_cache(module(CONFIG), 8, capacity=8)
 
@@ -164,6 +165,7 @@ def test_matrices_of_four_bits_are_split_over_a_tensor_axis() -> None:
     assert made.shape == x.shape
 
 
+@pytest.mark.slow
 def test_its_gradients_are_those_of_slots_for_all() -> None:
     config = replace(CONFIG, layers=1)
     found, wanted = (

@@ -166,6 +166,7 @@ def test_bf16_gradients_are_as_good_as_those_of_whole_logits() -> None:
     assert 0 < off[8] < 1.2 * off[1]
 
 
+@pytest.mark.slow
 def test_int8_operands_take_chunks() -> None:
     def rounded(tiles: int) -> tuple[dict[str, Any], dict[str, Any]]:
         layout = replace(tiny.ONE_DEVICE, loss_chunks=tiles)

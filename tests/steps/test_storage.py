@@ -103,6 +103,7 @@ def test_every_optimizer_learns_in_bf16(kind: OptimizerKind) -> None:
     assert losses[-1] < losses[0] - 0.05
 
 
+@pytest.mark.slow
 def test_it_learns_as_in_float32() -> None:
     exact, _ = tiny.run(tiny.steps(tiny.job(model=SMALL)), 12)
     narrow, _ = tiny.run(tiny.steps(tiny.job(model=SMALL, dtypes=NARROW)), 12)
