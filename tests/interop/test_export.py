@@ -70,7 +70,7 @@ def other(name: str) -> Any:
     return folders.llama(tie_word_embeddings=True)
 
 
-@pytest.mark.parametrize("name", some(["llama", "mixtral", "bert", "vit"], ("llama", "mixtral")))
+@pytest.mark.parametrize("name", some(["llama", "mixtral", "bert", "vit"], ("llama", "bert")))
 def test_a_family_comes_home_bit_for_bit(tmp_path: Path, name: str) -> None:
     model = other(name)
     model.save_pretrained(tmp_path / "theirs")
