@@ -30,7 +30,7 @@ from systolic.job.data import MASK
 from tests.exporting import tiny
 from tests.steps.tiny import MODEL
 
-DEFAULT = ("windows", "embeddings", "own")
+DEFAULT = ("embeddings", "own")
 """Kinds of models that the default tests export; the others are slow."""
 OTHERS = sorted(set(tiny.JOBS) - set(DEFAULT))
 

@@ -111,13 +111,17 @@ JOBS: Mapping[str, Any] = {
 def weights(job: Job) -> Weights:
     """Random weights of a job, nothing at its start such as zero matrices."""
     steps = local(job)
-    params, rest = jax.jit(steps.network.init)(jax.random.key(0))
     rng = np.random.default_rng(0)
-    params = {
-        path: np.asarray(a) + 0.1 * rng.normal(size=a.shape).astype(np.float32)
-        for path, a in params.items()
+
+    def drawn(path: str, shape: tuple[int, ...]) -> np.ndarray:
+        deviation = (0.01 + (len(shape) > 1) / np.prod(shape[:-1])) ** 0.5
+        return path.endswith("scale") + rng.normal(0, deviation, shape).astype(np.float32)
+
+    params = {path: drawn(path, of.shape) for path, of in steps.network.params.items()}
+    rest = {
+        path: np.full(of.shape, path.endswith("var"), of.dtype)
+        for path, of in steps.network.model_state.items()
     }
-    rest = {path: np.asarray(array) for path, array in rest.items()}
     return Weights(step=0, params=params, model_state=rest, skipped=[])
 
 

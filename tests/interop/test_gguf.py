@@ -213,6 +213,7 @@ def test_the_tokenizer_is_rebuilt(tmp_path: Path, model: Any) -> None:
     assert (ours.start, ours.end) == (1, 0)
 
 
+@pytest.mark.slow
 def test_a_file_generates_like_the_folder_it_was_made_from(tmp_path: Path, model: Any) -> None:
     file = write(tmp_path / "small.gguf", model, KINDS.F32)
     folder = folders.folder(tmp_path / "small", model, start=True)

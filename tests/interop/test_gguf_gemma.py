@@ -122,7 +122,7 @@ CASES = {
 }
 
 
-DEFAULT = ("factor without a type", "own base of local layers", "period", "cap", "27B")
+DEFAULT = ("factor without a type", "own base of local layers", "period")
 
 
 @pytest.mark.parametrize("name", some(list(CASES), DEFAULT))

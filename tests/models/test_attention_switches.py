@@ -18,6 +18,7 @@ from systolic.models.masking import Logits, Masking
 from systolic.models.order import Order
 from systolic.models.splash import LongCausalMask, active_blocks, splash_attention
 from tests.models.decoders import arrays, check_cache, check_slopes, module, program, slopes
+from tests.models.drawing import normal
 from tests.models.test_attention import inputs, target
 from tests.steps import tiny
 from tests.tiers import some
@@ -86,7 +87,7 @@ def test_splash_attention_with_every_switch_and_its_gradients() -> None:
     def plain(query: Any, key: Any, value: Any, sinks: Any) -> Any:
         return attention(target("cpu"), query, key, value, masking, Logits(cap=0.7, sinks=sinks))
 
-    weight = jax.random.normal(jax.random.key(5), given[0].shape)
+    weight = normal(5, given[0].shape)
 
     def both(attend: Any) -> Any:
         def summed(*args: Any) -> Any:
@@ -95,8 +96,7 @@ def test_splash_attention_with_every_switch_and_its_gradients() -> None:
 
         return jax.value_and_grad(summed, (0, 1, 2, 3), has_aux=True)(*given[:3], sinks)
 
-    (_, found), grads = both(splash)
-    (_, wanted), known = jax.jit(lambda: both(plain))()
+    ((_, found), grads), ((_, wanted), known) = jax.jit(lambda: (both(splash), both(plain)))()
     np.testing.assert_allclose(found, wanted, atol=2e-5)
     for ours, theirs in zip(grads, known, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-4)
@@ -126,7 +126,7 @@ def test_blocks_of_a_window(block: tuple[int, int], order: Order | None, window:
 CONFIGS = {"gemma": GEMMA, "gpt-oss": GPT_OSS, "local": LOCAL}
 
 
-@pytest.mark.parametrize("name", some(list(CONFIGS), ("gemma", "gpt-oss")))
+@pytest.mark.parametrize("name", some(list(CONFIGS), ["gpt-oss"]))
 def test_a_cache_gives_the_logits_of_the_whole_text(name: str) -> None:
     whole = check_cache(module(CONFIGS[name]))
     if name == "gemma":

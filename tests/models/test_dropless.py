@@ -22,6 +22,7 @@ from systolic.models.quantized import Quantized, members_apart, quantized
 from systolic.steps import flops
 from systolic.steps.decode import INT8
 from tests.models.decoders import check_cache, check_slopes, module, program, slopes
+from tests.models.drawing import normal
 from tests.steps import tiny
 from tests.tiers import some
 
@@ -45,22 +46,18 @@ def by_hand(x: Any, chosen: Any, weights: Any, matrices: Any, biases: Any) -> ja
 
 
 def given(experts: int) -> tuple[Any, ...]:
-    keys = jax.random.split(jax.random.key(0), 6)
-    x = jax.random.normal(keys[0], (2, 8, 16))
-    weights, chosen = jax.lax.top_k(jax.random.uniform(keys[1], (2, 8, experts)), 2)
+    shares = np.random.default_rng(9).uniform(size=(2, 8, experts)).astype(np.float32)
+    chosen = np.argsort(-shares, axis=-1)[..., :2].astype(np.int32)
+    weights = np.take_along_axis(shares, chosen, axis=-1)
     shapes = ((experts, 16, 24), (experts, 16, 24), (experts, 24, 16))
-    return (
-        x,
-        chosen,
-        weights,
-        [jax.random.normal(k, s) / 4 for k, s in zip(keys[2:], shapes, strict=False)],
-    )
+    matrices = [normal(seed, shape) / 4 for seed, shape in enumerate(shapes)]
+    return normal(8, (2, 8, 16)), jnp.asarray(chosen), jnp.asarray(weights), matrices
 
 
 def test_groups_are_the_sum_over_experts_and_so_are_their_gradients() -> None:
     """Shifted choices are those of other devices, or of no one: they add nothing."""
     x, chosen, weights, matrices = given(4)
-    biases = tuple(jax.random.normal(jax.random.key(n), (4, 24)) for n in (7, 8))
+    biases = tuple(normal(seed, (4, 24)) for seed in (6, 7))
 
     target = tiny.steps(tiny.job(layout=tiny.ONE_DEVICE, model=CONFIG)).target
 
@@ -92,8 +89,8 @@ def test_it_is_a_mixture_with_slots_for_all(name: str) -> None:
     if config.expert_bias:
         biases = (mixture.router_bias, mixture.gate_bias, mixture.up_bias, mixture.down_bias)
         for key, bias in enumerate(biases):
-            bias.set_value(jax.random.normal(jax.random.key(key), bias.shape))
-    x = jax.random.normal(jax.random.key(0), (2, 8, 32))
+            bias.set_value(normal(key, bias.shape))
+    x = normal(0, (2, 8, 32))
     slots = nnx.merge(*nnx.split(mixture))
     slots.config = replace(config, dispatch=Dispatch.slots, capacity_factor=0)
 
@@ -109,6 +106,7 @@ def test_it_is_a_mixture_with_slots_for_all(name: str) -> None:
     np.testing.assert_allclose(padded[:, :5], out[:, :5], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_cache_gives_the_logits_of_the_whole_text() -> None:
     check_cache(module(CONFIG), 8, capacity=8)
 
@@ -167,6 +165,7 @@ def test_matrices_of_four_bits_are_split_over_a_tensor_axis() -> None:
     assert made.shape == x.shape
 
 
+@pytest.mark.slow
 def test_its_gradients_are_those_of_slots_for_all() -> None:
     config = replace(CONFIG, layers=1)
     found, wanted = (

@@ -20,6 +20,7 @@ from systolic.models.grouped import (
     tiles_of,
 )
 from systolic.steps.target import MeshTarget
+from tests.models.drawing import normal
 
 GROUPS = {
     "even": (64, 64, 64, 64),
@@ -43,10 +44,9 @@ def dense(x: Any, matrices: Any, sizes: Any) -> jax.Array:
 def test_values_and_gradients_are_those_of_the_dense_product(sizes: tuple[int, ...]) -> None:
     """No dim is a multiple of a tile's; groups begin inside tiles."""
     rows, depth, columns = 300, 160, 130
-    keys = jax.random.split(jax.random.key(0), 3)
-    x = jax.random.normal(keys[0], (rows, depth))
-    matrices = jax.random.normal(keys[1], (4, depth, columns)) / depth**0.5
-    weigh = jax.random.normal(keys[2], (rows, columns))
+    x = normal(0, (rows, depth))
+    matrices = normal(1, (4, depth, columns)) / depth**0.5
+    weigh = normal(2, (rows, columns))
     real = (jnp.arange(rows) < sum(sizes))[:, None]
     # Whatever lies behind the last group must not reach a gradient.
     dirty = jnp.where(real, x, jnp.nan)
@@ -68,6 +68,7 @@ def test_values_and_gradients_are_those_of_the_dense_product(sizes: tuple[int, .
     np.testing.assert_allclose(to_matrices, gradients[1], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_gradients_on_a_tpu_take_the_flops_of_the_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

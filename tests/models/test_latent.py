@@ -21,6 +21,7 @@ from systolic.models.masking import Logits, Masking
 from systolic.models.splash import splash_attention
 from systolic.steps import flops
 from tests.models.decoders import logits, program
+from tests.models.drawing import normal
 from tests.models.foreign import continued
 from tests.models.test_attention import target
 from tests.recorded.deepseek.weights import MODELS, SIZES, TOKENS, drawn
@@ -355,9 +356,8 @@ def test_a_bias_changes_the_choice_and_not_the_weight() -> None:
 
 
 def test_the_kernel_takes_values_of_another_width() -> None:
-    keys = jax.random.split(jax.random.key(0), 3)
-    query, key = (jax.random.normal(k, (1, 128, 2, 192)) for k in keys[:2])
-    value = jax.random.normal(keys[2], (1, 128, 2, 128))
+    query, key = (normal(seed, (1, 128, 2, 192)) for seed in (0, 1))
+    value = normal(2, (1, 128, 2, 128))
     masking, scaled = Masking(causal=True), Logits(scale=192**-0.5)
     found = splash_attention(target("tpu"), query, key, value, masking, scaled, interpret=True)
     plain = attention(target("cpu"), query, key, value, masking, scaled)

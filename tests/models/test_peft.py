@@ -149,6 +149,7 @@ def ours(of: StepFunctions, state: TrainState, given: Any) -> tuple[float, Any, 
 
 
 # PEFT calls a name that transformers is about to drop.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 @RULES
 def test_a_step_of_lora_is_that_of_peft(rule: Optimizer) -> None:

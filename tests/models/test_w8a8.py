@@ -15,6 +15,7 @@ from systolic.models.layers import convolve, convolve_on_cpu
 from systolic.models.quantized import Quantized
 from systolic.models.w8a8 import LARGEST, factors_shape, largest_shape, w8a8, w8a8_product
 from systolic.models.watching import Watched, watched_channels, watched_input
+from tests.models.drawing import normal
 
 W8A8 = MatrixFormat(format=WeightFormat.w8a8)
 
@@ -55,8 +56,8 @@ def test_operands_are_int8_and_sums_int32() -> None:
 
 
 def test_each_token_has_a_scale_and_none_of_zeros_divides() -> None:
-    value = jax.random.normal(jax.random.key(0), (16, 8))
-    x = jax.random.normal(jax.random.key(1), (3, 16)) * jnp.array([[1e-3], [1.0], [1e4]])
+    value = normal(0, (16, 8))
+    x = normal(1, (3, 16)) * jnp.array([[1e-3], [1.0], [1e4]])
     x = jnp.concatenate([x, jnp.zeros((1, 16))])
 
     @jax.jit
@@ -73,8 +74,8 @@ def test_each_token_has_a_scale_and_none_of_zeros_divides() -> None:
 def test_factors_carry_what_one_scale_would_lose() -> None:
     """Two inputs a thousand times larger than the others, as in a transformer's stream."""
     outer = jnp.ones(64).at[jnp.array([3, 40])].set(1000.0)
-    x = jax.random.normal(jax.random.key(0), (128, 64)) * outer
-    value = jax.random.normal(jax.random.key(1), (64, 32)) / outer[:, None]
+    x = normal(0, (128, 64)) * outer
+    value = normal(1, (64, 32)) / outer[:, None]
 
     @jax.jit
     def away(largest: jax.Array) -> jax.Array:
@@ -147,7 +148,7 @@ def test_a_convolution_by_hand(depthwise: bool) -> None:
 
 
 def test_factors_of_a_convolution_are_scales_of_its_channels() -> None:
-    value = jax.random.normal(jax.random.key(0), (1, 1, 3, 4))
+    value = normal(0, (1, 1, 3, 4))
     seen = jnp.array([1.0, 10.0, 0.0])
     dense = jax.jit(lambda value: w8a8(value, seen, (0, 1, 2), (2,), W8A8).inputs)(value)
     assert dense is not None
@@ -171,8 +172,8 @@ def test_dims_with_factors() -> None:
 
 
 def test_the_gradient_of_the_zeros_is_the_largest_of_the_inputs() -> None:
-    x = jax.random.normal(jax.random.key(0), (2, 3, 4, 2))
-    value = jax.random.normal(jax.random.key(1), (4, 2, 6))
+    x = normal(0, (2, 3, 4, 2))
+    value = normal(1, (4, 2, 6))
 
     def total(largest: jax.Array) -> jax.Array:
         weights = Watched(value=value, moments=largest)

@@ -94,6 +94,7 @@ def test_so_they_do_with_an_output_matrix_and_experts(more: dict[str, Any]) -> N
     assert wide == pytest.approx(base, rel=0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more", some([{}, {"tie_embeddings": False}], [{"tie_embeddings": False}]), ids=str
 )
@@ -112,7 +113,9 @@ def test_at_the_base_width_nothing_differs(more: dict[str, Any]) -> None:
     assert program(kept) == program(model)
 
 
-@pytest.mark.parametrize("kind", list(AdapterKind), ids=str)
+@pytest.mark.parametrize(
+    "kind", some(list(AdapterKind), (AdapterKind.none, AdapterKind.lora)), ids=str
+)
 @pytest.mark.parametrize("more", [REST | BIASES, MIXTURE | {"tie_embeddings": False}], ids=str)
 def test_updates_shrink_as_inputs_grow(more: dict[str, Any], kind: AdapterKind) -> None:
     """Every parameter by its own shape, not by its name."""

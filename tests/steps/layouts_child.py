@@ -43,7 +43,7 @@ SPLITS = {
     "accumulate-embed": Layout(fsdp=4, tensor=2, accumulate=2, residual=EMBED),
 }
 DENSE |= SPLITS
-SAVED = ("tensor-whole", "tensor-sequence", "tensor-embed")
+SAVED = ("tensor-whole", "tensor-sequence", "tensor-embed", "ngrams-expert-context-tensor")
 MIXTURE = {
     "expert": Layout(expert=4, fsdp=2),
     "expert-tensor": Layout(expert=2, fsdp=2, tensor=2),
@@ -53,7 +53,10 @@ MIXTURE = {
     "expert-context": Layout(expert=2, fsdp=2, context=2),
 }
 NGRAMS = {"ngrams-context": Layout(fsdp=4, context=2)}
-BOTH = {"ngrams-expert-context": Layout(expert=2, fsdp=2, context=2)}
+BOTH = {
+    "ngrams-expert-context": Layout(expert=2, fsdp=2, context=2),
+    "ngrams-expert-context-tensor": Layout(expert=2, fsdp=1, context=2, tensor=2, remat=Remat.full),
+}
 SWITCHED = {
     "switches-context": Layout(fsdp=2, context=2, tensor=2, loss_chunks=2),
     "switches-pipeline": Layout(fsdp=2, pipeline=2, tensor=2),
@@ -158,11 +161,11 @@ def job_of(name: str, layout: Layout | None = None) -> Job:
     return tiny.job(layout=layout or LAYOUTS[name], model=model, adapter=adapter)
 
 
-def saved_inputs(program: str) -> list[str]:
-    """Shapes f32[layers, ...] of the layer inputs that a device keeps, in the text of the step that it runs."""
+def saved_inputs(program: str, rows: int) -> list[str]:
+    """Shapes f32[layers, rows, ...] of the layer inputs that a device keeps, in the text of the step that it runs."""
     layers, width = tiny.MODEL.layers, tiny.MODEL.d_model
     ways = {width, width // 2}
-    found = re.findall(rf"f32\[{layers},(4,\d+,\d+)\]", program)
+    found = re.findall(rf"f32\[{layers},({rows},\d+,\d+)\]", program)
     return sorted({dims for dims in found if int(dims.split(",")[-1]) in ways})
 
 
@@ -173,6 +176,7 @@ def main(names: list[str]) -> None:
         steps = tiny.steps(job_of(name), 8)
         trainer = tiny.trainer(steps)
         losses, state = trainer.run()
+        rows = steps.batch_size // steps.job.layout.batch_ways
         moments = state.optimizer[0].mu
         largest = "blocks/mlp/up" + ("/lora_b" if name in ADAPTED else "")
         print(
@@ -181,7 +185,7 @@ def main(names: list[str]) -> None:
                     "name": name,
                     "losses": losses,
                     "gradients": trainer.gradients() if name in SPLITS else None,
-                    "inputs": saved_inputs(trainer.program()) if name in SAVED else None,
+                    "inputs": saved_inputs(trainer.program(), rows) if name in SAVED else None,
                     "params": {path: str(p.sharding.spec) for path, p in state.params.items()},
                     "moments": {path: str(m.sharding.spec) for path, m in moments.items()},
                     "shard": state.params[largest].addressable_shards[0].data.size

@@ -41,7 +41,7 @@ def job(model: Decoder, layout: Layout) -> Job:
 MODELS = {"dense": DENSE, "mixture": MIXTURE, "latent": LATENT}
 
 
-@pytest.mark.parametrize("model", some(MODELS, ["mixture", "latent"]))
+@pytest.mark.parametrize("model", some(MODELS, ["latent"]))
 def test_decode_reads_int8(model: Decoder) -> None:
     layout, rows = Layout(fsdp=1), 2
     target = MeshTarget.of(job(model, layout), "cpu", jax.devices()[:1])
@@ -55,7 +55,7 @@ def test_decode_reads_int8(model: Decoder) -> None:
     wide = {
         path: one.restored() if isinstance(one, Quantized) else one for path, one in codes.items()
     }
-    tokens = jax.random.randint(jax.random.key(2), (rows, 8), 0, 256)
+    tokens = np.random.default_rng(2).integers(0, 256, (rows, 8)).astype(np.int32)
     count, key = jnp.full((rows,), 8), jax.random.key(3)
 
     def answer(decode: Decode, params: dict[str, jax.Array | Quantized]) -> jax.Array:
@@ -75,7 +75,7 @@ def test_decode_reads_a_cache_in_int8() -> None:
     )
     narrow = Decode(steps, Sampling(temperature=0.0), Served(cache=ServedCache.int8))
     params, rest = _drawn(steps)
-    tokens = jax.random.randint(jax.random.key(2), (rows, 8), 0, 256)
+    tokens = np.random.default_rng(2).integers(0, 256, (rows, 8)).astype(np.int32)
     count, key = jnp.array([8, 5]), jax.random.key(3)
 
     def both(params: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
@@ -141,7 +141,7 @@ def test_layers_apart_write_what_stacked_ones_do() -> None:
     decode = Decode(steps, Sampling(temperature=0.0), served)
     apart = ApartDecode(decode)
     params, rest = _drawn(steps)
-    tokens = jax.random.randint(jax.random.key(2), (rows, 8), 0, 256)
+    tokens = np.random.default_rng(2).integers(0, 256, (rows, 8)).astype(np.int32)
 
     def both(params: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         weights = decode.weights(params)

@@ -14,6 +14,7 @@ from systolic.artifact.tree import flatten
 from systolic.job import (
     Guard,
     GuardRule,
+    Job,
     Layout,
     Optimizer,
     OptimizerKind,
@@ -29,9 +30,11 @@ from tests.tiers import some
 
 
 def test_accumulation_is_the_whole_batch_in_parts_and_an_average_follows_the_weights() -> None:
+    """With rematerialised layers and a loss in chunks, which change no number either."""
     whole, last = tiny.run(tiny.steps(tiny.job(layout=Layout(fsdp=1))))
     averaged = Optimizer(learning_rate=1e-2, ema=0.5)
-    one = tiny.steps(tiny.job(layout=Layout(fsdp=1, accumulate=4), optimizer=averaged))
+    layout = Layout(fsdp=1, accumulate=4, loss_chunks=4, remat=Remat.save_names)
+    one = tiny.steps(tiny.job(layout=layout, optimizer=averaged))
     parts, state = tiny.run(one)
     assert parts == pytest.approx(whole, rel=1e-5)
     assert last.ema is None
@@ -44,7 +47,7 @@ def test_accumulation_is_the_whole_batch_in_parts_and_an_average_follows_the_wei
     np.testing.assert_allclose(state.ema["embedding"], expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("remat", some(list(Remat), [Remat.full]))
+@pytest.mark.parametrize("remat", some(list(Remat), []))
 def test_rematerialisation_changes_no_number(remat: Remat) -> None:
     plain, _ = tiny.run(tiny.steps(tiny.job(layout=Layout(fsdp=1))), 2)
     again, _ = tiny.run(tiny.steps(tiny.job(layout=Layout(fsdp=1, remat=remat))), 2)
@@ -52,7 +55,6 @@ def test_rematerialisation_changes_no_number(remat: Remat) -> None:
 
 
 OFTEN = (OptimizerKind.adamw, OptimizerKind.muon)
-MATRICES = (*OFTEN, OptimizerKind.lamb, OptimizerKind.adafactor)
 """What treats matrices in a way of its own."""
 
 
@@ -87,7 +89,7 @@ def test_another_rate_is_the_same_program(kind: OptimizerKind) -> None:
     assert float(other.learning_rate(state)) == pytest.approx(2e-4)
 
 
-@pytest.mark.parametrize("kind", some(list(OptimizerKind), MATRICES))
+@pytest.mark.parametrize("kind", some(list(OptimizerKind), (*OFTEN, OptimizerKind.adafactor)))
 def test_every_optimizer_finds_a_minimum_and_decays_matrices_only(kind: OptimizerKind) -> None:
     # LARS takes a thousandth of a matrix's norm, so its usual rates are above 1.
     rate = {OptimizerKind.lamb: 0.01, OptimizerKind.lars: 3.0}.get(kind, 0.05)
@@ -98,23 +100,24 @@ def test_every_optimizer_finds_a_minimum_and_decays_matrices_only(kind: Optimize
         "stacked": jnp.full((2, 8, 16), 0.5),
         "bias": jnp.full((16,), 0.5),
     }
-    aim = jax.tree.map(lambda p: jax.random.normal(jax.random.key(p.size), p.shape), params)
+    aim = {name: np.random.default_rng(p.size).normal(size=p.shape) for name, p in params.items()}
 
     def loss(params):
         return sum(jnp.mean((params[name] - aim[name]) ** 2) for name in params)
 
     def train(value: Optimizer, params, gradient):
         optimizer = build(value, lambda step: jnp.asarray(rate), axes)
-        state = optimizer.init(params)
+
+        def step(carry, _):
+            params, state = carry
+            updates, state = optimizer.update(gradient(params), state, params)
+            return (optax.apply_updates(params, updates), state), None
 
         @jax.jit
-        def step(params, state):
-            updates, state = optimizer.update(gradient(params), state, params)
-            return optax.apply_updates(params, updates), state
+        def steps(params):
+            return jax.lax.scan(step, (params, optimizer.init(params)), length=60)[0][0]
 
-        for _ in range(60):
-            params, state = step(params, state)
-        return params
+        return steps(params)
 
     assert loss(train(value, params, jax.grad(loss))) < 0.7 * loss(params)
     still = train(
@@ -176,9 +179,18 @@ def test_layers_are_scaled_to_their_norms_by_hand() -> None:
     np.testing.assert_allclose(lars["bias"], -rate * slopes["bias"], rtol=1e-4)
 
 
+def guarded(rule: GuardRule, kind: OptimizerKind = OptimizerKind.adamw) -> Job:
+    return tiny.job(
+        layout=Layout(fsdp=1),
+        guard=Guard(rule=rule),
+        schedule=Schedule(warmup=4),
+        optimizer=Optimizer(kind=kind, learning_rate=0.4, weight_decay=0.0, clip=0.0),
+    )
+
+
 @pytest.mark.parametrize("rule", [GuardRule.stop, GuardRule.skip])
 def test_a_bad_step_changes_no_weight(rule: GuardRule) -> None:
-    one = tiny.steps(tiny.job(layout=Layout(fsdp=1), guard=Guard(rule=rule)))
+    one = tiny.steps(guarded(rule))
     train, state = tiny.trainer(one).train, tiny.trainer(one).first
     good = tiny.batch(one, 0)
     poisoned = replace(
@@ -200,13 +212,7 @@ def test_a_bad_step_changes_no_weight(rule: GuardRule) -> None:
 )
 def test_the_learning_rate_on_record_is_the_one_of_the_update(kind: OptimizerKind) -> None:
     """A dropped step takes no step of the schedule: the next update has the rate that it would have had."""
-    of = tiny.job(
-        layout=Layout(fsdp=1),
-        guard=Guard(rule=GuardRule.skip),
-        schedule=Schedule(warmup=4),
-        optimizer=Optimizer(kind=kind, learning_rate=0.4, weight_decay=0.0, clip=0.0),
-    )
-    one = tiny.steps(of)
+    one = tiny.steps(guarded(GuardRule.skip, kind))
     train, state = tiny.trainer(one).train, tiny.trainer(one).first
     spoiled = replace(state, params={n: np.full_like(p, np.nan) for n, p in state.params.items()})
     dropped, metrics = train(spoiled, tiny.batch(one, 0))
@@ -230,12 +236,12 @@ def test_float16_overflow_halves_the_scale_and_is_not_bad() -> None:
     assert np.isfinite(metrics["grad_norm"])
 
 
-def test_low_precision_stays_near_float32() -> None:
+@pytest.mark.parametrize("dtype", some(["bfloat16", "float16"], ["float16"]))
+def test_low_precision_stays_near_float32(dtype: str) -> None:
     exact, _ = tiny.run(tiny.steps(tiny.job(layout=Layout(fsdp=1))))
-    for dtype in ("bfloat16", "float16"):
-        rounded, state = tiny.run(tiny.steps(tiny.job(layout=Layout(fsdp=1)), dtype=dtype))
-        assert rounded == pytest.approx(exact, rel=0.02)
-        assert state.params["embedding"].dtype == jnp.float32
+    rounded, state = tiny.run(tiny.steps(tiny.job(layout=Layout(fsdp=1)), dtype=dtype))
+    assert rounded == pytest.approx(exact, rel=0.02)
+    assert state.params["embedding"].dtype == jnp.float32
 
 
 @pytest.mark.parametrize("kind", list(ScheduleKind))

@@ -72,12 +72,26 @@ def batch(of: StepFunctions, seed: int) -> dict[str, jax.Array]:
     return {name: jax.device_put(a, of.batch_shardings[name]) for name, a in arrays.items()}
 
 
+_WEIGHTS: dict[Any, Any] = {}
+
+
+def weights(of: StepFunctions) -> Any:
+    """Parameters and variables that a model starts with on one device, drawn once for all optimizers, layouts and dtypes."""
+    key = (of.job.model, of.job.adapter, of.job.quantization)
+    if key not in _WEIGHTS:
+        _WEIGHTS[key] = jax.jit(of.network.init)(jax.random.key(0))
+    return _WEIGHTS[key]
+
+
 class Trainer:
     """The first state and the train step of a job, each compiled once; steps are taken once."""
 
     def __init__(self, of: StepFunctions) -> None:
         self.of = of
-        self.first = jax.jit(of.init, out_shardings=of.shardings)(jax.random.key(0))
+        if len(of.target.mesh.devices.flat) > 1:
+            self.first = jax.jit(of.init, out_shardings=of.shardings)(jax.random.key(0))
+        else:
+            self.first = jax.jit(of._first, out_shardings=of.shardings)(*weights(of))
         train = jax.jit(
             of.train,
             in_shardings=(of.shardings, of.batch_shardings),

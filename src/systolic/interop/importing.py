@@ -1,6 +1,7 @@
 """A source written as a Bundle, one tensor in memory at a time."""
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,15 @@ TESTED = 1 << 20
 
 
 def structure_of(model: Model) -> ModelStructure:
-    """A model's structure on one device; computes nothing."""
+    """A model's structure on one device, traced once for each of the last few; computes nothing."""
+    try:
+        hash(model)
+    except TypeError:  # a model of the user's may hold a list
+        return _traced(model)
+    return _kept(model)
+
+
+def _traced(model: Model) -> ModelStructure:
     import jax
 
     from systolic.job import Layout
@@ -33,6 +42,9 @@ def structure_of(model: Model) -> ModelStructure:
         mesh=make_mesh(layout, jax.devices()[:1]),
     )
     return ModelStructure(model, target)
+
+
+_kept = lru_cache(maxsize=4)(_traced)
 
 
 def shapes_of(source: Source) -> dict[str, tuple[int, ...]]:

@@ -90,19 +90,33 @@ def test_packed_pictures_are_the_same_pictures(plain: Path, tmp_path: Path) -> N
         packed.labels()
 
 
-def test_worker_processes_give_the_same_batches_and_resume(plain: Path) -> None:
+def test_worker_processes_give_the_same_batches_name_what_is_left_out_and_resume(
+    plain: Path,
+) -> None:
+    bad = spoil(plain)
     data = Images(path=plain, side=8)
-    alone = data.open(Read(split=Split.train, batch=4, seed=1))
-    expected = [next(alone) for _ in range(4)]
-    batches = data.open(Read(split=Split.train, batch=4, seed=1, workers=1))
-    np.testing.assert_array_equal(next(batches)["image"], expected[0]["image"])
-    next(batches)
-    state = batches.get_state()
+    FILES.clear()
+    alone = data.open(Read(split=Split.train, batch=12, seed=1))
+    wanted = [next(alone) for _ in range(4)]
+    names = set(FILES.take())
+    FILES.clear()
+    batches = data.open(Read(split=Split.train, batch=12, seed=1, workers=1))
+    for number, want in enumerate(wanted):
+        if number == 2:
+            state = batches.get_state()
+        have = next(batches)
+        assert sorted(have) == ["image", "label", "mask"]
+        assert all(np.array_equal(have[name], want[name]) for name in want)
+        # A missing picture shows another one of the batch, so that batch norm sees pictures only.
+        assert have["image"].mean((1, 2)).max(axis=1).min() > 200
     batches.close()
-    resumed = data.open(Read(split=Split.train, batch=4, seed=1))
+    assert {*FILES.take()} == names
+    assert names
+    assert all(any(line.startswith(name) for name in bad) for line in names)
+    resumed = data.open(Read(split=Split.train, batch=12, seed=1))
     resumed.set_state(state)
-    for batch in expected[2:]:
-        np.testing.assert_array_equal(next(resumed)["image"], batch["image"])
+    for want in wanted[2:]:
+        np.testing.assert_array_equal(next(resumed)["image"], want["image"])
 
 
 def test_training_shows_parts_and_evaluation_the_centre(tmp_path: Path) -> None:
@@ -213,27 +227,6 @@ def test_damaged_pictures_are_left_out_named_and_weigh_nothing(
     assert {name for name in bad for line in told if line.startswith(name)} == bad
     list(data.open(read(Split.train)))
     assert FILES.take() == [], "each is named once"
-
-
-def test_what_is_left_out_in_a_worker_process_is_named_too(plain: Path) -> None:
-    bad = spoil(plain)
-    data = Images(path=plain, side=8)
-    FILES.clear()
-    alone = data.open(Read(split=Split.train, batch=12, seed=1))
-    wanted = [next(alone) for _ in range(4)]
-    names = set(FILES.take())
-    FILES.clear()
-    batches = data.open(Read(split=Split.train, batch=12, seed=1, workers=1))
-    for want in wanted:
-        have = next(batches)
-        assert sorted(have) == ["image", "label", "mask"]
-        assert all(np.array_equal(have[name], want[name]) for name in want)
-        # A missing picture shows another one of the batch, so that batch norm sees pictures only.
-        assert have["image"].mean((1, 2)).max(axis=1).min() > 200
-    batches.close()
-    assert {*FILES.take()} == names
-    assert names
-    assert all(any(line.startswith(name) for name in bad) for line in names)
 
 
 def test_a_batch_of_damaged_pictures_only_ends_the_run(plain: Path) -> None:

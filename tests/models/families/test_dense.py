@@ -38,7 +38,9 @@ def logits_of(model: Any) -> np.ndarray:
         return model(torch.tensor(TOKENS), use_cache=False).logits.float().numpy()
 
 
-@pytest.mark.parametrize("name", some(list(CASES), FAMILIES))
+@pytest.mark.parametrize(
+    "name", some(list(CASES), ("llama-3.1", "qwen2", "gemma2", "gemma3", "gpt2"))
+)
 def test_logits_and_weights_agree(name: str, tmp_path: Path) -> None:
     theirs = random_model(*CASES[name])
     expected = logits_of(theirs)
@@ -84,7 +86,7 @@ def test_transformers_reads_what_is_written(name: str, tmp_path: Path) -> None:
     assert relative(logits_of(again), logits_of(theirs)) < 1e-6
 
 
-@pytest.mark.parametrize("name", some(FAMILIES, ("llama-3.1", "gemma2")))
+@pytest.mark.parametrize("name", some(FAMILIES, ["gemma2"]))
 def test_bfloat16_is_as_near_as_it_rounds(name: str, tmp_path: Path) -> None:
     """Both sides round after other operations: the mean difference from float32 is that of transformers itself."""
     theirs = random_model(*CASES[name])

@@ -118,7 +118,7 @@ def logits_of(model: Any) -> np.ndarray:
         return model(torch.tensor(TOKENS), use_cache=False).logits.numpy()
 
 
-@pytest.mark.parametrize("name", some(list(CASES), ("gpt-oss", "deepseek-v3")))
+@pytest.mark.parametrize("name", some(list(CASES), ["gpt-oss"]))
 def test_a_mixture_agrees_with_transformers(name: str, tmp_path: Path) -> None:
     theirs = random_model(*CASES[name])
     expected = logits_of(theirs)

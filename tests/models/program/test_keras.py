@@ -12,9 +12,10 @@ from systolic.core.errors import OptionError, SystolicError
 from systolic.models.program.keras_function import keras_function
 from systolic.models.program.making import load_keras, made_by
 from tests.models.program import zoo
+from tests.tiers import some
 
 
-@pytest.mark.parametrize("make", [zoo.sequential, zoo.functional])
+@pytest.mark.parametrize("make", some([zoo.sequential, zoo.functional], [zoo.functional]))
 def test_outputs_are_those_of_keras(make: Any) -> None:
     function = keras_function(made_by(make, "keras", "zoo.py"), "zoo.py")
     assert function.source is not None
