@@ -16,6 +16,8 @@ FOREIGN: dict[str, str] = {
     "systolic/aot/child.py:places:slice_index": "devices of JAX's plugins, of which some have none",
     "systolic/aot/functions.py:_placed:shape": "leaves of anyone's arguments",
     "systolic/aot/traced.py:name_of:__name__": "anyone's callable",
+    "systolic/exporting/unrolling.py:_turns:consts": "a loop's body, closed over its constants in some versions of JAX",
+    "systolic/exporting/unrolling.py:_turns:jaxpr": "the same",
 }
 """``path:function:attribute`` of values of other projects."""
 
