@@ -90,8 +90,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     gc.enable()
     gc.freeze()
-    # Traced programs are many small objects, most of which stay.
-    gc.set_threshold(100_000, 20, 20)
+    # Traced programs are many small objects, most of which stay until memory is given back between files.
+    gc.set_threshold(2_000_000, 20, 20)
     if session.config.stash[SLOW] or sys.platform != "linux":
         return
     cores = sorted(psutil.Process().cpu_affinity())

@@ -119,10 +119,10 @@ def test_silent_connections_do_not_hold_up_others(server: Running) -> None:
 
 
 def test_headers_and_bodies_byte_by_byte_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "HEADER_SECONDS", 0.3)
-    with running([echo_model()], limits=HttpLimits(body_seconds=0.3)) as one:
+    monkeypatch.setattr(patience, "HEADER_SECONDS", 0.15)
+    with running([echo_model()], limits=HttpLimits(body_seconds=0.15)) as one:
         head = POST + b"Content-Length: 5000\r\n\r\n"
-        for raw in (b"", POST + b"X: " + b"x" * 400, head + b"x" * 400):
+        for raw in (b"", POST + b"X: " + b"x" * 200, head + b"x" * 200):
             with socket.create_connection(("127.0.0.1", one.port), timeout=10) as link:
                 begun = raw.startswith(head)
                 link.sendall(head if begun else b"")
@@ -138,7 +138,7 @@ def test_headers_and_bodies_byte_by_byte_end_in_time(monkeypatch: pytest.MonkeyP
             for _ in range(2):
                 link.sendall(WHOLE)
                 assert link.recv(4096).startswith(b"HTTP/1.1 200")
-                time.sleep(0.5)
+                time.sleep(0.25)
         answers(one)
 
 
