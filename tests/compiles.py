@@ -123,11 +123,11 @@ class KeptPrograms:
                         _link(folder / name, self.shared / name)
 
     def prune(self) -> None:
-        """Removes the oldest entries beyond :data:`KEPT_BYTES`, and folders of other versions."""
-        for other in self.shared.parent.iterdir():
-            if other != self.shared and other.is_dir():
-                shutil.rmtree(other, ignore_errors=True)
-        entries = [(one.stat(), one) for one in self.shared.iterdir()]
+        """Removes the oldest entries beyond :data:`KEPT_BYTES`, of all surroundings; other runs may use, add and remove them meanwhile."""
+        entries = []
+        for one in self.shared.parent.glob("*/*-cache"):
+            with suppress(FileNotFoundError):
+                entries.append((one.stat(), one))
         size = sum(stat.st_size for stat, _ in entries)
         for stat, one in sorted(entries, key=lambda entry: entry[0].st_mtime):
             if size <= KEPT_BYTES:

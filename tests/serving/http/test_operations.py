@@ -260,7 +260,10 @@ def test_keys(tmp_path: Path) -> None:
     first, second = new_key(file, "one"), new_key(file, "two")
     assert file.stat().st_mode & 0o777 == 0o600
     assert first not in file.read_text()
-    with running([echo_model()], keys=Keys(file=file, fresh_seconds=0.05)) as one, one.client() as http:
+    with (
+        running([echo_model()], keys=Keys(file=file, fresh_seconds=0.05)) as one,
+        one.client() as http,
+    ):
         for path in ("/health", "/metrics", "/v2/health/live"):
             assert http.get(path).status_code == 200
         for headers in ({}, {"Authorization": "Bearer sk-no"}, {"Authorization": f"Basic {first}"}):
