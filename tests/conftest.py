@@ -98,7 +98,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     worker = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
     if worker and len(cores) == int(os.environ["PYTEST_XDIST_WORKER_COUNT"]):
         # On a core of its own, where the compiler starts one thread and not one for every core.
-        psutil.Process().cpu_affinity([cores[int(worker)]])
+        # One that takes the place of a crashed worker has a higher number.
+        psutil.Process().cpu_affinity([cores[int(worker) % len(cores)]])
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -150,7 +151,8 @@ def forked_children(pytestconfig: pytest.Config) -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="module")
 def compiled_once(request: pytest.FixtureRequest, kept_programs: KeptPrograms) -> Iterator[None]:
     """Compiles of a file's tests find what was compiled before, unless they count compiles."""
-    file = request.path.relative_to(Path(__file__).parent)
+    here = Path(__file__).parent
+    file = request.path.relative_to(here) if request.path.is_relative_to(here) else request.path
     slow = request.config.stash[SLOW]
     little = compiles_little(file, slow)
     kept_programs.exchange()

@@ -12,7 +12,7 @@ import pytest
 
 TESTS = Path(__file__).parent
 SECONDS = TESTS / "seconds.json"
-"""CPU seconds of each file of default tests, written by ``python benchmarks/suite.py --record``."""
+"""CPU seconds of each file of default tests, written by ``python benchmarks/suite.py files --record``."""
 UNKNOWN_SECONDS = 5.0
 """Seconds of a file that was not recorded."""
 WORKER_BYTES = 4 << 30
@@ -57,7 +57,8 @@ def longest_first(files: Iterable[Path]) -> list[Path]:
     seconds: dict[str, float] = json.loads(SECONDS.read_text())
 
     def cost(file: Path) -> float:
-        return seconds.get(file.relative_to(TESTS).as_posix(), UNKNOWN_SECONDS)
+        name = file.relative_to(TESTS).as_posix() if file.is_relative_to(TESTS) else ""
+        return seconds.get(name, UNKNOWN_SECONDS)
 
     return sorted(dict.fromkeys(files), key=cost, reverse=True)
 
