@@ -195,7 +195,7 @@ def test_a_model_of_texts_is_quantized_on_lines_or_windows_and_measured_on_the_o
     text = tmp_path / "lines.txt"
     text.write_text("\n".join(LINES))
     job = tiny.JOBS[name]()
-    other = tiny.model(replace(job, model=replace(job.model, layers=1)), sequence=24)
+    other = tiny.model(replace(job, model=replace(job.model, layers=1)), tiny.begun, sequence=24)
     settings = ExportSettings(quantization=LiteQuantization.int8, data=text, edge_tpu=True)
     made = written(other, tmp_path / "m.tflite", settings)
     windows = len("\n".join(LINES)) // 24

@@ -1,6 +1,6 @@
 """Models of every kind, small enough to lower and compile in seconds, every parameter random."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -125,11 +125,23 @@ def weights(job: Job) -> Weights:
     return Weights(step=0, params=params, model_state=rest, skipped=[])
 
 
+def begun(job: Job) -> Weights:
+    """The weights that a training begins with, each moved a little, so that no matrix is zero."""
+    params, rest = jax.jit(local(job).network.init)(jax.random.key(0))
+    rng = np.random.default_rng(0)
+    params = {
+        path: np.asarray(a) + 0.1 * rng.normal(size=a.shape).astype(np.float32)
+        for path, a in params.items()
+    }
+    rest = {path: np.asarray(array) for path, array in rest.items()}
+    return Weights(step=0, params=params, model_state=rest, skipped=[])
+
+
 def local(job: Job) -> StepFunctions:
     """The programs that use a job here."""
     return tiny.steps(replace(job, layout=ALONE))
 
 
-def model(job: Job, **sizes: int) -> ExportableModel:
+def model(job: Job, weights: Callable[[Job], Weights] = weights, **sizes: int) -> ExportableModel:
     made = weights(job)
     return exportable(job, {**made.params, **made.model_state}, sizes=sizes)
