@@ -25,7 +25,7 @@ def test_a_child_that_hangs_is_killed_with_its_children() -> None:
     code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'], stdin=None)"
     hang = "import time; time.sleep(600)"
     for text in (hang, code.replace("input()", hang)):
-        found = _child(text, limit_seconds=0.4)
+        found = _child(text, limit_seconds=1)
         assert isinstance(found, Unmeasured)
         assert found.death is Death.timed_out
 
@@ -64,7 +64,6 @@ def test_last_line_drops_prefixes_and_traceback_frames() -> None:
     assert len(last_line("x" * 10_000)) == 300
 
 
-@pytest.mark.slow
 def test_the_real_child_measures_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     found = measure(LAPTOP)

@@ -50,10 +50,10 @@ def test_groups_of_inputs_have_their_own_scales() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "most"), [(INT8, 1 / 127.5), (INT4, 0.5 / 7), (FP8, 1 / 16), (NF4, 0.16)]
+    ("how", "most"), [(INT8, 0.75 / 127), (INT4, 0.5 / 7), (FP8, 1 / 16), (NF4, 0.16)]
 )
 def test_what_is_restored_is_within_a_step(how: MatrixFormat, most: float) -> None:
-    value = normal(0, (3, 64, 5)).at[1, :, 2].set(0)
+    value = jax.random.normal(jax.random.key(0), (3, 64, 5)).at[1, :, 2].set(0)
 
     @jax.jit
     def restored(value: jax.Array) -> Any:
@@ -62,7 +62,7 @@ def test_what_is_restored_is_within_a_step(how: MatrixFormat, most: float) -> No
 
     away, narrow = restored(value)
     away = np.abs(away)
-    # The largest is 127.5 steps of int8; a scale that bfloat16 makes 0.4 % smaller puts it a whole step behind the last code.
+    # A scale that bfloat16 makes 0.2 % smaller puts the largest a quarter of a step of int8 behind the last code.
     assert (away <= 1.05 * most * np.abs(value).max(axis=1, keepdims=True)).all()
     assert not np.asarray(narrow)[1, :, 2].any()
 
