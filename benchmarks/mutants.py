@@ -1,7 +1,7 @@
 """Seeded mutants of the package: small faults of one line each, which the tests of its own folder should see.
 
 ``python benchmarks/mutants.py make --out FILE`` writes them; ``run --mutants FILE --out RESULTS`` applies each to a copy of a
-tree and runs the default tests of its folder there; ``table BEFORE AFTER`` compares two runs.
+tree and runs the default tests of its folder there, which have to pass without one; ``table BEFORE AFTER`` compares two runs.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import Queue
@@ -29,6 +29,8 @@ PACKAGES = (
 PER_PACKAGE = 5
 PATIENCE_SECONDS = 1200
 """A mutant that keeps the tests busy for longer, as an endless loop does, counts as killed."""
+FATES = {0: "survived", 1: "killed", 2: "killed"}
+"""By the exit code of pytest: nothing failed, a test did, or a file could not be collected. Others say nothing about the tests."""
 COMPARISONS = {
     ast.Lt: "<=",
     ast.LtE: "<",
@@ -161,7 +163,7 @@ def copy_of(tree: Path) -> Path:
 
 
 def run(mutant: Mutant, tree: Path) -> dict[str, Any]:
-    """The fate of one mutant in a copy of a tree: ``killed`` with the first test that failed, ``survived`` or ``absent``."""
+    """The fate of one mutant in a copy of a tree: ``killed`` with the first test that failed, ``survived``, ``absent`` or ``not run``."""
     file = tree / mutant.file
     whole = file.read_text()
     changed = mutant.applied(whole)
@@ -171,22 +173,36 @@ def run(mutant: Mutant, tree: Path) -> dict[str, Any]:
     file.write_text(changed)
     began = time.monotonic()
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-n0", "-x", "-q", f"tests/{mutant.package}"],
-            cwd=tree,
-            env={**_environment(), "PYTHONPATH": str(tree / "src")},
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_SECONDS,
-        )
+        done = tested(tree, mutant.package)
         failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-        result["fate"] = "survived" if done.returncode == 0 else "killed"
+        result["fate"] = FATES.get(done.returncode, "not run")
         result["by"] = failed[0].split(" - ")[0] if failed else f"exit code {done.returncode}"
     except subprocess.TimeoutExpired:
         result |= {"fate": "killed", "by": "endless"}
     finally:
         file.write_text(whole)
     return result | {"seconds": round(time.monotonic() - began)}
+
+
+def tested(tree: Path, package: str) -> subprocess.CompletedProcess[str]:
+    """The default tests of a package's folder, up to the first that fails."""
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-n0", "-x", "-q", f"tests/{package}"],
+        cwd=tree,
+        env={**_environment(), "PYTHONPATH": str(tree / "src")},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+    )
+
+
+def check(tree: Path, packages: Iterable[str]) -> None:
+    """Ends this program where tests fail without a mutant, which would count as killed."""
+    for package in packages:
+        done = tested(tree, package)
+        if done.returncode != 0:
+            sys.exit(f"tests/{package} fails in {tree} as it is:\n{done.stdout[-2000:]}")
+        print(f"tests/{package} passes as it is", flush=True)
 
 
 def _environment() -> dict[str, str]:
@@ -201,6 +217,7 @@ def run_all(mutants_file: Path, tree: Path, out: Path, workers: int) -> None:
     trees: Queue[Path] = Queue()
     for _ in range(workers):
         trees.put(copy_of(tree))
+    check(trees.queue[0], dict.fromkeys(mutant.package for mutant in waiting))
 
     def one(mutant: Mutant) -> dict[str, Any]:
         mine = trees.get()

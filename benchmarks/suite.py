@@ -192,6 +192,8 @@ def main() -> None:
     comparing.add_argument("after", type=Path)
     own, _, words = _split(sys.argv[1:])
     given = parser.parse_args(own)
+    if given.verb == "files" and given.record and words:
+        parser.error(f"--record writes the seconds of all files; it takes no {words[0]}")
     match given.verb:
         case "time":
             print_times(given.times, words)

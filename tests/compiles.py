@@ -26,17 +26,6 @@ VERSIONS = ("jax", "jaxlib", "numpy")
 """Packages whose versions name the folder of kept programs."""
 KEPT_BYTES = 1 << 30
 """Bytes of kept programs, beyond which the oldest go."""
-COUNTED = (
-    *("aot/test_executable.py", "explaining/test_profile_causes.py"),
-    *("serving/batch/test_kept_programs.py", "serving/text/test_second_start.py"),
-    *("session/test_capacity.py", "session/test_comparing.py", "session/test_planning.py"),
-    *("session/test_server_steps.py", "session/test_serving.py", "steps/test_paged_cpu.py"),
-    *("steps/test_sharding.py", "training/test_executable.py"),
-)
-"""Files that see what the compiler makes, or count compiles: they find nothing that others compiled.
-
-A program from the cache has the source lines of whoever compiled it, and can't be saved again (jaxlib 0.10.2).
-"""
 NUMERIC = (
     *("interop", "models/families", "models/test_attention", "models/test_convolutions.py"),
     *("models/test_decoder.py", "models/test_dense_switches.py", "models/test_dropless.py"),
@@ -55,15 +44,7 @@ DEFAULT = (
         "launching",
         "models",
     ),
-    *(
-        "planning",
-        "predicting",
-        "recipes",
-        "report",
-        "serving",
-        "training",
-        "tuning",
-    ),
+    *("planning", "predicting", "recipes", "report", "serving", "training", "tuning"),
 )
 """The same of default tests; slow ones of the last folders have programs as users do."""
 
@@ -85,11 +66,7 @@ def cheap(flags: str) -> str:
 
 def compiles_little(file: Path, slow: bool) -> bool:
     """Whether the tests of a file, relative to ``tests``, do without XLA's costly passes."""
-    return file.as_posix().startswith(NUMERIC if slow else DEFAULT) and not is_counted(file)
-
-
-def is_counted(file: Path) -> bool:
-    return file.as_posix() in COUNTED
+    return file.as_posix().startswith(NUMERIC if slow else DEFAULT)
 
 
 class KeptPrograms:

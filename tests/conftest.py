@@ -6,7 +6,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -24,7 +24,6 @@ from tests.compiles import (
     cheap,
     compiles_little,
     compiling,
-    is_counted,
     with_packages,
 )
 from tests.forked import forked
@@ -45,8 +44,9 @@ AS_GIVEN = "SYSTOLIC_TESTS_AS_GIVEN"
 """Variable that, where it is set, keeps files in the order of the command line."""
 SLOW = pytest.StashKey[bool]()
 """Whether slow tests run, which have programs as users do in some folders."""
-TIERS = ("slow", "parity", "long")
-"""Marks of tests that a plain ``pytest`` leaves out."""
+OWN_PROGRAMS = "own_programs"
+"""Mark of files whose tests see what the compiler makes: a program that was kept has the source lines of whoever
+compiled it, and can't be saved again (jaxlib 0.10.2)."""
 REPEATED = 20
 """Failures that the command to repeat them names; beyond, it takes those of the last run."""
 MORE_BYTES = 1 << 29
@@ -115,9 +115,11 @@ def pytest_terminal_summary(
     failed = list(dict.fromkeys(report.nodeid for report in reports))
     if failed:
         named = failed if len(failed) <= REPEATED else ["--last-failed"]
-        tier = config.option.markexpr
-        mark = ["-m", tier] if tier in TIERS else []
+        usual, tier = config.getini("addopts")[-1], config.option.markexpr
+        mark = [] if tier == usual else ["-m", tier]
         terminalreporter.section("to repeat what failed", blue=True)
+        if config.invocation_params.dir != config.rootpath:
+            terminalreporter.line(shlex.join(["cd", str(config.rootpath)]))
         terminalreporter.line(shlex.join(["python", "-m", "pytest", "-n0", *mark, *named]))
 
 
@@ -129,8 +131,10 @@ def kept_programs(
     cache = getattr(pytestconfig, "cache", None)
     base = tmp_path_factory.getbasetemp()
     # One folder for all workers: the store of answers is made for several processes at once.
-    shared = cache.mkdir("xla") if cache else base / "shared"
-    home = cache.mkdir("home") if cache else base / "home"
+    shared, home = base / "shared", base / "home"
+    if cache:
+        with suppress(OSError):  # a folder that nobody may write to, or a full disk
+            shared, home = cache.mkdir("xla"), cache.mkdir("home")
     made = KeptPrograms(shared, base)
     with pytest.MonkeyPatch.context() as patch:
         if not pytestconfig.stash[SLOW]:
@@ -154,10 +158,11 @@ def compiled_once(request: pytest.FixtureRequest, kept_programs: KeptPrograms) -
     here = Path(__file__).parent
     file = request.path.relative_to(here) if request.path.is_relative_to(here) else request.path
     slow = request.config.stash[SLOW]
-    little = compiles_little(file, slow)
+    own = request.node.get_closest_marker(OWN_PROGRAMS) is not None
+    little = compiles_little(file, slow) and not own
     kept_programs.exchange()
     # Slow tests have programs as users do, where they do not compare numbers alone.
-    keeps = not is_counted(file) and (little or not slow)
+    keeps = not own and (little or not slow)
     with compiling(kept_programs if keeps else None, little, children=not slow):
         yield
     before = request.config.stash.get(GIVEN_BACK, MORE_BYTES)

@@ -3,9 +3,11 @@
 ``with forked():`` lets :class:`subprocess.Popen` begin children that compile or rehearse, and programs of ``tests``,
 that way. A forked process is a child of this one as any other: it has its own process id, session, files,
 environment, folder and exit code, and runs its program as ``__main__`` to the interpreter's end. JAX starts no
-threads, devices or compilers before it is used, and has its settings from the child's environment.
+threads, devices or compilers before it is used, and has its settings from the child's environment. Only the seed by
+which strings are hashed is that of all other forked children.
 
-Children that show what Python imports, or that end in the middle of it, are started as usual: ``-c`` and other modules.
+Children that show what Python imports, or that end in the middle of it, are started as usual: ``-c`` and other
+modules, and those whose interpreter has other settings (``PYTHON...``) or another user, group or mask.
 """
 
 import ctypes
@@ -14,7 +16,9 @@ import gc
 import importlib
 import json
 import os
+import resource
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -36,8 +40,12 @@ MODULES = (
 """Programs of the package that are forked."""
 SUBREAPER = 36
 """Linux's ``PR_SET_CHILD_SUBREAPER``: orphans below this process become its children."""
-COUNTED = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG")
+LIMITS = tuple(sorted(name for name in dir(resource) if name.startswith("RLIMIT_")))
+"""Names of the limits that a process has."""
+COVERAGE = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG")
 """Variables by which coverage counts lines of whole interpreters."""
+PATHS = "PYTHONPATH"
+"""The one variable of an interpreter that a forked process takes later."""
 PYTHONS = ((3, 11), (3, 13))
 """First and last Python whose :class:`subprocess.Popen` begins children by the method that :class:`Forked` has."""
 
@@ -47,42 +55,52 @@ class Nursery:
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
         self._line: socket.socket | None = None
         self._prctl = ctypes.CDLL(None).prctl
 
     def fork(self, asked: Mapping[str, Any], files: Sequence[int]) -> int:
         """The id of a new child of this process, which has ``files`` as its standard ones."""
         with self._guard:
-            line = self._begun()
-            content = json.dumps(asked).encode()
-            self._prctl(SUBREAPER, 1, 0, 0, 0)
             try:
-                socket.send_fds(line, [len(content).to_bytes(4, "little")], list(files))
-                line.sendall(content)
-                return int.from_bytes(_read(line, 4), "little")
-            finally:
-                self._prctl(SUBREAPER, 0, 0, 0, 0)
+                return self._asked(asked, files)
+            except (EOFError, OSError):  # it was killed
+                self.close()
+                self._line = None
+            try:
+                return self._asked(asked, files)
+            except (EOFError, OSError) as error:
+                raise RuntimeError("`python -m tests.forked` ends; its error is above") from error
+
+    def _asked(self, asked: Mapping[str, Any], files: Sequence[int]) -> int:
+        line = self._begun()
+        content = json.dumps(asked).encode()
+        self._prctl(SUBREAPER, 1, 0, 0, 0)
+        try:
+            socket.send_fds(line, [len(content).to_bytes(4, "little")], list(files))
+            line.sendall(content)
+            return int.from_bytes(_read(line, 4), "little")
+        finally:
+            self._prctl(SUBREAPER, 0, 0, 0, 0)
 
     def _begun(self) -> socket.socket:
         if self._line is None:
             self._line, there = socket.socketpair()
             with there:
-                self._process = Popen(
+                self.process = Popen(
                     [sys.executable, "-m", "tests.forked", str(there.fileno())],
                     pass_fds=[there.fileno()],
-                    env=_plain(os.environ),
+                    env={name: os.environ[name] for name in os.environ if name[:4] != "JAX_"},
                     cwd=TESTS.parent,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
-                    start_new_session=True,
                 )
         return self._line
 
     def close(self) -> None:
-        if self._line is not None and self._process is not None:
+        if self._line is not None and self.process is not None:
             self._line.close()
-            self._process.wait()
+            self.process.wait()
 
 
 Popen = subprocess.Popen
@@ -96,17 +114,23 @@ class Forked(Popen):
 
     def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, *rest: Any) -> None:
         close_fds, pass_fds, cwd, env, _, _, shell, *pipes = rest
+        ends, (_, *user, new_session, process_group) = pipes[:6], pipes[6:]
         given = preexec_fn or shell or executable not in (None, sys.executable)
-        if given or not close_fds or not fits(args):
+        other = process_group != -1 or user != [None, None, None, -1]
+        env = dict(os.environ if env is None else env)
+        if given or other or not close_fds or not fits(args, env):
             super()._execute_child(args, executable, preexec_fn, *rest)  # ty: ignore[missing-attribute]
             return
-        ends, (*_, new_session, _) = pipes[:6], pipes[6:]
         asked = {
             "words": [os.fspath(word) for word in args[1:]],
-            "env": dict(os.environ if env is None else env),
+            "env": env,
             "cwd": os.fspath(cwd or Path.cwd()),
             "new_session": bool(new_session),
             "numbers": [0, 1, 2, *pass_fds],
+            "mask": _mask(),
+            "nice": os.getpriority(os.PRIO_PROCESS, 0),
+            "cores": list(os.sched_getaffinity(0)),
+            "limits": {name: resource.getrlimit(getattr(resource, name)) for name in LIMITS},
         }
         files = [end if end >= 0 else n for n, end in enumerate((ends[0], ends[3], ends[5]))]
         self.pid = NURSERY[0].fork(asked, [*files, *pass_fds])
@@ -114,8 +138,10 @@ class Forked(Popen):
         self._close_pipe_fds(*ends)  # ty: ignore[missing-attribute]
 
 
-def fits(args: Any) -> bool:
+def fits(args: Any, env: Mapping[str, str]) -> bool:
     """Whether a command is a program that needs no interpreter of its own."""
+    if _interpreter(env) != _interpreter(os.environ):
+        return False
     if isinstance(args, str | bytes | os.PathLike) or len(args) < 2 or args[0] != sys.executable:
         return False
     if args[1] == "-m" and len(args) > 2:
@@ -127,7 +153,7 @@ def fits(args: Any) -> bool:
 def forked() -> Generator[None]:
     """Begins children of this process by forking, while it lasts; does nothing where that can't be done."""
     known = PYTHONS[0] <= sys.version_info[:2] <= PYTHONS[1]
-    if sys.platform != "linux" or not known or NURSERY or any(map(os.environ.get, COUNTED)):
+    if sys.platform != "linux" or not known or NURSERY or any(map(os.environ.get, COVERAGE)):
         yield
         return
     NURSERY.append(Nursery())
@@ -139,10 +165,15 @@ def forked() -> Generator[None]:
         NURSERY.pop().close()
 
 
-def _plain(env: Mapping[str, str]) -> dict[str, str]:
-    """Variables without settings of JAX, which each child has its own of."""
-    kept = {name: value for name, value in env.items() if not name.startswith("JAX_")}
-    return {**kept, "JAX_PLATFORMS": "cpu"}
+def _interpreter(env: Mapping[str, str]) -> dict[str, str]:
+    """What Python reads when it starts."""
+    return {name: env[name] for name in env if name.startswith("PYTHON") and name != PATHS}
+
+
+def _mask() -> int:
+    """Permissions that new files lack."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("Umask:")).split()[1], 8)
 
 
 def _read(line: socket.socket, size: int) -> bytes:
@@ -196,6 +227,7 @@ def serve(line: socket.socket, base: Sequence[str], added: Mapping[str, str]) ->
 def _become(asked: Mapping[str, Any], files: Sequence[int]) -> None:
     """Takes the surroundings of an interpreter that was started so."""
     import jax
+    import numpy as np
 
     if asked["new_session"]:
         os.setsid()
@@ -207,6 +239,13 @@ def _become(asked: Mapping[str, Any], files: Sequence[int]) -> None:
         os.dup2(file, number)
         os.close(file)
     os.chdir(asked["cwd"])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.umask(asked["mask"])
+    os.setpriority(os.PRIO_PROCESS, 0, asked["nice"])
+    os.sched_setaffinity(0, asked["cores"])
+    for name, limits in asked["limits"].items():
+        resource.setrlimit(getattr(resource, name), limits)
+    np.random.seed()  # of all forked children it would be one; Python's own changes with a fork
     # Its name in lists of processes.
     Path("/proc/self/comm").write_text(_name(asked["words"]))
     before, env = dict(os.environ), asked["env"]
@@ -218,7 +257,7 @@ def _become(asked: Mapping[str, Any], files: Sequence[int]) -> None:
             _set(jax, name.lower(), value)
     words = asked["words"]
     named = words[0] == "-m"
-    given = env.get("PYTHONPATH", "")
+    given = env.get(PATHS, "")
     first = asked["cwd"] if named else str(Path(words[0]).parent)
     sys.path[:] = [first, *filter(None, given.split(os.pathsep))]
     sys.argv[:] = words[1:] if named else words
@@ -258,6 +297,8 @@ def _run(words: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    # As the terminal's Ctrl-C goes to a test's process and its children, which end by themselves.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    given = os.environ.get(PATHS, "").split(os.pathsep)
     base = [path for path in sys.path[1:] if path not in given]
     _run(serve(socket.socket(fileno=int(sys.argv[1])), base, _import_all()))

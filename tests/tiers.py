@@ -1,9 +1,11 @@
 """Which tests each tier has, which of them a change calls for, in what order they run, and in how many processes."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +15,24 @@ import pytest
 TESTS = Path(__file__).parent
 SECONDS = TESTS / "seconds.json"
 """CPU seconds of each file of default tests, written by ``python benchmarks/suite.py files --record``."""
+SOURCES = TESTS.parent / "src" / "systolic"
+IMPORTED = re.compile(r"^\s*(?:from|import) systolic\.(\w+)", re.MULTILINE)
 UNKNOWN_SECONDS = 5.0
 """Seconds of a file that was not recorded."""
 WORKER_BYTES = 4 << 30
 """Memory that a worker may come to need."""
 TURNS = 10
 """Runs after which every file had its turn."""
-BENEATH = {
-    "models": ("steps", "job", "interop"),
-    "steps": ("models", "job", "training"),
-    "training": ("steps", "models", "job", "session", "artifact", "data"),
-    "serving": ("steps", "models", "predicting", "session"),
-    "interop": ("models", "artifact", "steps", "session"),
-    "exporting": ("models", "steps", "interop", "artifact", "predicting", "session"),
-    "session": ("steps", "models", "training", "serving", "planning", "forecasting", "tuning"),
-    "tuning": ("session",),
-    "cli": ("session", "recipes"),
-}
-"""Packages beside its own whose changes a folder's tests see."""
-EVERYTHING = ("pyproject.toml", "tests/conftest.py", "tests/compiles.py", "src/systolic/core/")
+EVERYTHING = (
+    *(
+        "pyproject.toml",
+        "tests/conftest.py",
+        "tests/compiles.py",
+        "tests/forked.py",
+        "tests/tiers.py",
+    ),
+    *("src/systolic/__init__.py", "src/systolic/core/"),
+)
 """Paths whose changes all tests see."""
 FEW = 4
 """So many files, and fewer, run in this process: starting others takes longer than the tests."""
@@ -75,15 +76,16 @@ def workers(targets: Sequence[str]) -> int:
 def due(files: Iterable[Path], changed: Iterable[str], turn: int) -> dict[Path, str]:
     """Files in the order in which CI runs them, each with why: its turn, a path of the change that calls for it, or nothing.
 
-    Every tenth has its turn and is first, so that ten runs see all. ``tests/a/b/test_c.py`` tests ``src/systolic/a``
-    and what :data:`BENEATH` has for ``a``; a change of one of :data:`EVERYTHING` calls for all.
+    Every tenth has its turn and is first, so that ten runs see all; another one of it begins in the next ten, as time
+    may end before the last. ``tests/a/b/test_c.py`` tests ``src/systolic/a`` and what :func:`beneath` finds for ``a``;
+    a change of one of :data:`EVERYTHING` calls for all.
     """
     changed, files = list(changed), sorted(files)
-    first = {file: "its turn" for n, file in enumerate(files) if n % TURNS == turn % TURNS}
+    first = dict.fromkeys(_begun_at(files[turn % TURNS :: TURNS], turn // TURNS), "its turn")
     called, rest = {}, {}
-    for file in files[turn % TURNS :] + files[: turn % TURNS]:
+    for file in _begun_at(files, turn):
         folder = file.relative_to(TESTS).parts[0]
-        under = [f"src/systolic/{one}/" for one in (folder, *BENEATH.get(folder, ()))]
+        under = [f"src/systolic/{one}/" for one in sorted({folder, *beneath(folder)})]
         calls = (f"tests/{folder}/", *under, *EVERYTHING)
         path = next((path for path in changed if path.startswith(calls)), None)
         if path is not None:
@@ -91,6 +93,19 @@ def due(files: Iterable[Path], changed: Iterable[str], turn: int) -> dict[Path, 
         else:
             rest[file] = ""
     return {**first, **{file: why for file, why in {**called, **rest}.items() if file not in first}}
+
+
+def _begun_at(files: list[Path], turn: int) -> list[Path]:
+    at = turn % max(len(files), 1)
+    return files[at:] + files[:at]
+
+
+@lru_cache
+def beneath(folder: str) -> frozenset[str]:
+    """Packages whose changes a folder's tests see: what these and the package of that name import."""
+    places = (TESTS / folder, SOURCES / folder)
+    text = "\n".join(file.read_text() for place in places for file in place.rglob("*.py"))
+    return frozenset(IMPORTED.findall(text))
 
 
 def in_tier(tier: str) -> list[Path]:

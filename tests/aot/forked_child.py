@@ -2,9 +2,13 @@
 
 import json
 import os
+import resource
+import signal
 import sys
 
 import jax
+
+from tests.forked import LIMITS
 
 if __name__ == "__main__":
     told = {
@@ -16,6 +20,13 @@ if __name__ == "__main__":
         "variables": {name: os.environ.get(name) for name in ("TOLD", "LEFT_OUT")},
         "asked": sys.stdin.read(),
         "devices": len(jax.devices()),
+        "platforms": jax.config.jax_platforms,
+        "mask": os.umask(0),
+        "nice": os.nice(0),
+        "cores": sorted(os.sched_getaffinity(0)),
+        "limits": [resource.getrlimit(getattr(resource, name)) for name in LIMITS],
+        "interrupts": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+        "group": os.getpgid(0),
         "wide": jax.config.values["jax_enable_x64"],
     }
     print(json.dumps(told))

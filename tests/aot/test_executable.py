@@ -18,6 +18,8 @@ from systolic.chips import slice
 from systolic.core.errors import NotFoundError, RunError
 from tests.aot import functions
 
+pytestmark = pytest.mark.own_programs
+
 HERE = Fingerprint(
     platform="tpu",
     kind="TPU v5 lite",

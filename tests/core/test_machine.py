@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from systolic.cli.output import bounded_workers
-from systolic.core.machine import bounded, num_cores, set_up_xla
+from systolic.core.machine import bounded, num_cores, set_up_xla, sound_flags
 from systolic.planning.search import Limits
 
 ROOT = Path(__file__).parents[2]
@@ -29,6 +29,30 @@ def test_workers_are_bounded_by_cores(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().err == (
         f"systolic: --workers 99999 is more than the {cores} cores of this machine; {cores} work at once\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("jaxlib", "fused"),
+    [
+        ("0.10.2", True),
+        ("0.11.1", True),
+        ("0.11.2rc1", False),
+        ("0.11.2.dev20260901", False),
+        ("0.12.0", False),
+        ("0.12.0.1", False),
+        ("0.12.1", True),
+        ("1.0+cpu", True),
+    ],
+)
+def test_convolutions_are_not_fused_where_a_jaxlib_makes_nan_of_them(
+    jaxlib: str, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: jaxlib)
+    given = "--xla_dump_to=here"
+    added = sound_flags(given).removeprefix(given)
+    assert (not added) is fused
+    own = "--xla_cpu_experimental_ynn_fusion_type="
+    assert sound_flags(own) == own
 
 
 READER = """\

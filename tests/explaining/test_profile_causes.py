@@ -30,6 +30,8 @@ from tests.explaining import planted
 from tests.profile.traces import Event, Plane, write
 from tests.report.forecast.recorded import small
 
+pytestmark = pytest.mark.own_programs
+
 RECORDED = Path(__file__).parents[1] / "recorded" / "profile"
 
 

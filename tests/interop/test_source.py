@@ -9,14 +9,17 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from flax import nnx
 from jax.sharding import PartitionSpec
 
 from systolic.artifact.tensors import read_header
 from systolic.cli.main import main
 from systolic.core.errors import DataError, NotFoundError, OptionError, SystolicError
+from systolic.interop.importing import structure_of
 from systolic.interop.jobs import job_of
 from systolic.interop.source import Source, open_source
-from systolic.job import Split, Stored
+from systolic.job import Model, Split, Stored, Target
+from systolic.models.decoder.config import Decoder
 from tests.interop import folders
 from tests.models.foreign import relative, structure
 
@@ -223,3 +226,22 @@ def test_layers_in_other_dtypes_make_a_stack_that_holds_both(tmp_path: Path) -> 
     for layer in range(3):
         theirs = tensors[f"model.layers.{layer}.self_attn.q_proj.weight"].float().numpy()
         np.testing.assert_array_equal(found[layer].reshape(theirs.T.shape), theirs.T)
+
+
+class Changing(Model):
+    width = 3
+
+    def build(self, rngs: nnx.Rngs, target: Target) -> nnx.Module:
+        return nnx.Linear(2, self.width, rngs=rngs)
+
+
+def test_the_structure_of_a_users_model_is_that_of_today() -> None:
+    model = Changing()
+    assert structure_of(model).params["kernel"].shape == (2, 3)
+    model.width = 5
+    assert structure_of(model).params["kernel"].shape == (2, 5)
+    again = [
+        structure_of(Decoder(layers=1, d_model=8, heads=2, kv_heads=1, d_ff=8, vocab=9))
+        for _ in range(2)
+    ]
+    assert again[0] is again[1]

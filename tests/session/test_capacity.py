@@ -21,6 +21,8 @@ from systolic.session.job_source import source_of
 from systolic.session.server_layout import engine_layout, layout_of_requests, serving_layout
 from tests.compiles import cheap
 
+pytestmark = pytest.mark.own_programs
+
 WORDS = "--model.layers=2 --model.d-model=64 --model.d-ff=128 --model.heads=4 --model.kv-heads=2 --model.head-dim=16 --model.vocab=512"
 PARAMETERS = 512 * 64 + 2 * (64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 128 + 2 * 64) + 64
 KEYS_AND_VALUES = 2 * 2 * 2 * 16

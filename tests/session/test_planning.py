@@ -35,6 +35,8 @@ from systolic.session import planning
 from tests.planning import fabricated
 from tests.planning.evaluators import AnsweringEvaluator
 
+pytestmark = pytest.mark.own_programs
+
 
 def named(text: str, max_chips: int = 256) -> list[str]:
     return [on.name for on in planning.slices_of(text, max_chips, PriceTerm.on_demand)]

@@ -23,6 +23,8 @@ from systolic.session.server_steps import (
     with_formats,
 )
 
+pytestmark = pytest.mark.own_programs
+
 LOAD = Load(prompt_tokens=1000, output_tokens=256, chunk=256)
 
 

@@ -14,6 +14,8 @@ from systolic.steps.paged import PagedSteps, StepInput, StepShape
 from systolic.steps.paged_sharding import paged_target
 from tests.steps import tiny
 
+pytestmark = pytest.mark.own_programs
+
 PAGES, SIZE, TEXTS = 37, 4, 3
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 """Of the program that draws weights: optimized, it takes seconds to compile. The step is compiled as users do."""

@@ -13,6 +13,8 @@ from systolic.job import Axis, Layout
 from systolic.steps.sharding import parameter_spec
 from systolic.steps.target import RULES, SERVING, MeshTarget
 
+pytestmark = pytest.mark.own_programs
+
 GATE = ("layers", "experts", "expert_embed", "mlp")
 
 

@@ -12,6 +12,8 @@ from systolic.chips import slice
 from systolic.cli.main import main
 from tests.training.sessions import events, losses
 
+pytestmark = pytest.mark.own_programs
+
 RECIPE = f"{Path(__file__).with_name('tiny.py')}:job"
 
 

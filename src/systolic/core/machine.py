@@ -1,6 +1,7 @@
 """Cores of this machine, worker processes that end with their parent, and what XLA has to find in the environment."""
 
 import os
+import re
 import sys
 import threading
 import time
@@ -63,7 +64,10 @@ def sound_flags(given: str) -> str:
     """``XLA_FLAGS`` that leave products and convolutions to YNNPACK one by one, where a jaxlib fuses what is around them wrongly."""
     from importlib.metadata import version
 
-    installed = tuple(int(part) for part in version("jaxlib").split(".") if part.isdigit())
+    numbers = re.match(
+        r"\d+(\.\d+)*", version("jaxlib")
+    )  # what follows says which candidate or build
+    installed = tuple(map(int, numbers[0].split("."))) if numbers else ()
     if _FUSIONS in given or not _UNSOUND[0] <= installed <= _UNSOUND[1]:
         return given
     return f"{given} {_FUSIONS}=dot,individual_dot,individual_convolution".strip()

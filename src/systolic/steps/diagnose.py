@@ -111,7 +111,7 @@ def _gradients(
         return (
             jax.tree.map(jnp.add, total, gradients),
             model_state,
-            jax.tree.map(jnp.add, mean, more),
+            jax.tree.map(lambda m, a: m + a.astype(jnp.float32), mean, more),
         ), square
 
     parts = steps.parts(batch, count)

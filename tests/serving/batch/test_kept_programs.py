@@ -17,6 +17,8 @@ from systolic.serving.batch.opening import intake_of
 from systolic.serving.compiles import COMPILED
 from tests.interop import test_sentences
 
+pytestmark = pytest.mark.own_programs
+
 
 @pytest.fixture(autouse=True)
 def without_caches_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

@@ -15,6 +15,8 @@ from systolic.serving.text.opening import plan_engine
 from tests.serving.text.engine import Small
 from tests.serving.text.second_start import MODEL, SIZES
 
+pytestmark = pytest.mark.own_programs
+
 ROOT = Path(__file__).parents[3]
 
 
