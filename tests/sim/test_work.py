@@ -78,6 +78,15 @@ def test_convolutions_are_counted_as_by_hand(
     assert found.flops == 2 * met * batch * features * out_features
 
 
+def test_a_batched_product_that_a_compiler_makes_a_convolution_is_counted_once_an_item() -> None:
+    """As in a mixture's gradient: output times window has 4 billion pairs, one in 65,536 of which meets an element."""
+    found = work("""\
+  %x = bf16[65536,8,128] parameter(0)
+  %k = bf16[65536,128,1] parameter(1)
+  ROOT %it = bf16[65536,8,1] convolution(%x, %k), window={size=65536 stride=65535 lhs_dilate=65536}, dim_labels=0bf_0io->0bf""")
+    assert found.flops == 2 * 65_536 * 8 * 128
+
+
 def test_a_grouped_convolution() -> None:
     # Depthwise: each of 8 channels has its own 3 x 3 window.
     found = work("""\

@@ -209,19 +209,21 @@ def _positions(
     input_size: int, out_size: int, window: int, stride: int, low: int, base: int, dilate: int
 ) -> int:
     """Pairs of an output position and a window position that meet an input element, one spatial axis."""
+    # The pairs are symmetric in output and window, and each of the fewer ones meets a range of the others.
+    if window > out_size:
+        window, out_size, stride, dilate = out_size, window, dilate, stride
     dilated = (input_size - 1) * base + 1
+    common = math.gcd(stride, base)
+    every = base // common
+    inverse = pow(stride // common, -1, every)
     found = 0
     for at in range(window):
         offset = at * dilate - low
-        if base == 1:
-            # 0 <= out * stride + offset < input_size
-            first = max(0, -(offset // stride)) if offset < 0 else 0
-            last = (input_size - 1 - offset) // stride
-            found += max(0, min(last, out_size - 1) - first + 1)
-        else:
-            found += sum(
-                1
-                for out in range(out_size)
-                if 0 <= (place := out * stride + offset) < dilated and place % base == 0
-            )
+        if offset % common:
+            continue
+        # 0 <= out * stride + offset < dilated, and of these the multiples of base: one in ``every`` outputs.
+        first = max(-(offset // stride), 0)
+        last = min((dilated - 1 - offset) // stride, out_size - 1)
+        first += (-offset // common * inverse - first) % every
+        found += max((last - first) // every + 1, 0)
     return found
