@@ -33,6 +33,27 @@ def test_a_layer_s_attention_takes_what_a_chip_took() -> None:
         assert seconds == pytest.approx(MEASURED[name], rel=0.06)
 
 
+@pytest.mark.parametrize(
+    ("name", "block", "matmuls"),
+    [
+        ("splash_named-v6e-1", 2048, {"fwd": 2, "dkv": 4, "dq": 3}),
+        ("splash_named_fused-v6e-1", 1024, {"fwd": 2, "dkv": 5}),
+    ],
+)
+def test_blocks_are_read_from_the_names_of_older_kernels(
+    name: str, block: int, matmuls: dict[str, int]
+) -> None:
+    """As JAX before 0.8 names them; the forward kernel's name has the blocks of the others too."""
+    found = kernels(hlo.text(name), "v6e-1")
+    assert found.keys() == matmuls.keys()
+    rows = 8192 // block
+    blocks = 2 * 8 * rows * (rows + 1) / 2
+    for kind, many in matmuls.items():
+        seconds, flops = found[kind]
+        assert flops == 2 * many * blocks * block * block * 128
+        assert 2 * flops / 918e12 < seconds < 5 * flops / 918e12
+
+
 def test_steps_in_order_run_on_one_core() -> None:
     """JAX's backward kernels let no two steps of their grid run at once; without a batch one of two cores works."""
     found = kernels(hlo.text("splash_causal-v5e-1"), "v5p-8")

@@ -20,6 +20,8 @@ from systolic.sim.masks import Grid, block_share, compares_positions, listed_blo
 from systolic.sim.rates import Rates, cores, cores_used, f32_passes, matrix_width, vector_rate
 
 _NUMBER = re.compile(r'\\?"((?:block|[qkv])_\w+)\\?":\s*(\d+)')
+_NAMED = re.compile(r"(block_(?:q|kv)(?:_dkv|_dq)?(?:_compute)?|[qkv]_layout)[=_](\d+)")
+"""The same in the names of JAX's kernels before 0.8."""
 _CAP = re.compile(r'\\?"attn_logits_soft_cap\\?":\s*[\d.]')
 
 FORWARD, DKV, DQ, DKV_FUSED = "forward", "dkv", "dq", "dkv_fused"
@@ -148,7 +150,8 @@ def attention_of(
     arrays = [s for s in arrays if len(s.dims) >= 3]
     if len(arrays) < 3:
         return None
-    numbers = {name: int(size) for name, size in _NUMBER.findall(call.rest)}
+    told = [*_NAMED.findall(call.op_name or call.name), *_NUMBER.findall(call.rest)]
+    numbers = {name: int(size) for name, size in told}
     kind = _kind(call, len(arrays[0].dims))
     sides = [_sides(s, numbers.get(f"{n}_layout", 1)) for n, s in zip("qkv", arrays, strict=False)]
     (queries, head_dim), (keys, _), (_, value_dim) = sides
@@ -192,7 +195,8 @@ def attention_of(
 
 
 def _kind(call: Instruction, rank: int) -> str:
-    text = f"{call.name} {call.op_name}"
+    # Behind the kind, JAX's kernels before 0.8 name the blocks of all.
+    text = " ".join(name.partition("_block_")[0] for name in (call.name, call.op_name))
     if "dkv" in text:
         # The fused kernel returns a part of dQ for each block of keys: a dim more than queries have.
         parts = any(len(shape.dims) == rank + 1 for shape in call.shape.arrays())
