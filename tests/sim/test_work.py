@@ -78,6 +78,14 @@ def test_convolutions_are_counted_as_by_hand(
     assert found.flops == 2 * met * batch * features * out_features
 
 
+def test_a_vector_streams_through_units_that_hold_its_matrix() -> None:
+    """A mixture's sum over its experts takes the time of its bytes; 8 by 1 in units of 256 would take 20 times that."""
+    timeline = simulate(recorded.module("batched_vector-tpu7x-8"), slice("tpu7x-8"))
+    moved = 2 * 65_536 * 7_168 * (8 + 1)
+    assert moved / 3690e9 < timeline.seconds < 2 * moved / 3690e9
+    assert timeline.executed_flops == 2 * 65_536 * 8 * 7_168
+
+
 def test_a_batched_product_that_a_compiler_makes_a_convolution_is_counted_once_an_item() -> None:
     """As in a mixture's gradient: output times window has 4 billion pairs, one in 65,536 of which meets an element."""
     found = work("""\

@@ -95,7 +95,7 @@ def _filled(size: int, width: int) -> float:
 
 
 def _stationary(instruction: Instruction, operands: list[Shape]) -> tuple[int, int]:
-    """Contracted elements and columns of the operand that the units hold.
+    """Contracted elements and columns of the operand that the units hold, the second one where it is no vector.
 
     A window that meets several inputs for an output is contracted too; the units are taken to be filled there.
     """
@@ -113,7 +113,9 @@ def _stationary(instruction: Instruction, operands: list[Shape]) -> tuple[int, i
     if "size" in window and "lhs_dilate" not in window and "rhs_dilate" not in window:
         return WIDTHS[-1], WIDTHS[-1]
     held = operands[1].dims
-    return held[kernel.index("i")], held[kernel.index("o")]
+    depth, columns = held[kernel.index("i")], held[kernel.index("o")]
+    # A vector streams through the units, which hold the matrix that it is multiplied with.
+    return depth, columns if columns > 1 else operands[0].dims[labels.index("b")]
 
 
 def _dims(instruction: Instruction, attribute: str) -> list[int]:
