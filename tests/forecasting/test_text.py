@@ -188,6 +188,33 @@ def test_a_dump_that_does_not_fit_says_so(tmp_path: Path) -> None:
     assert (made.rejected or {})["need_bytes"] == 3 * 2 * 131072**2
 
 
+def test_what_the_compiler_fitted_is_timed(tmp_path: Path) -> None:
+    """Two operands of 5.5 GiB fit into 15.75 GiB, and the compiler may have shared what their product takes."""
+    stem = "module_0000.jit_f"
+    path = tmp_path / f"{stem}.after_optimizations.txt"
+    path.write_text(MATMUL.format(cycles=2**39).replace("8192,8192", "54272,54272"))
+    made = forecast_text(path, slice("v5e-1"))
+    assert made.fits
+    assert made.step_seconds is not None
+    assert made.cautions[-1].startswith(
+        "the schedule's arrays are 16.46 GiB at their peak, 726.0 MiB"
+    )
+    told = "16.46 GiB by the lifetimes of its arrays, 15.75 GiB available."
+    assert (readings.verdict(made).word, readings.verdict(made).sentence) == ("may fit", told)
+    # Of a program whose report is beside it, as libtpu 0.0.42.1 writes that, and of one that it refused.
+    report = tmp_path / f"{stem}.after_optimizations-memory-usage-report.txt"
+    report.write_text("Memory Space: default (color=0)\nTotal bytes: 15051276320 (14.02GiB)\n")
+    made = forecast_text(path, slice("v5e-1"))
+    assert (made.cautions, made.memory_origin) == ((), Origin.compiled)
+    assert made.memory is not None
+    assert made.memory.peak_bytes == 15_051_276_320
+    assert "from the schedule" not in " ".join(made.notes)
+    report.write_text("Memory Space: default (color=0)\nTotal bytes: 17051276320 (15.88GiB)\n")
+    assert not forecast_text(path, slice("v5e-1")).fits
+    refused = path.rename(tmp_path / f"{stem}.oom_intermediate_module.txt")
+    assert not forecast_text(refused, slice("v5e-1")).fits
+
+
 def test_no_format_is_used_above_its_peak(tmp_path: Path) -> None:
     path = tmp_path / "int8.txt"
     path.write_text(recorded.text("int8-v5e-1"))

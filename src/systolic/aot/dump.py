@@ -124,7 +124,12 @@ def step_back() -> None:
 def peak_bytes(folder: Path) -> int | None:
     """Device memory of the schedule from the compiler's report; None without one."""
     path = _written(folder, USAGE)
-    found = _TOTAL.search(path.read_text()) if path is not None else None
+    return None if path is None else used_bytes(path.read_text())
+
+
+def used_bytes(report: str) -> int | None:
+    """Device memory that the compiler compares with the chip's, by the text of its report; None of another text."""
+    found = _TOTAL.search(report)
     return int(found[1]) if found else None
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from systolic.aot.dump import REFUSED, USAGE, used_bytes
 from systolic.aot.kernels import counted_elsewhere
 from systolic.chips import Slice, by_device_kind, chips
 from systolic.chips.slices import named_slices
@@ -21,11 +22,13 @@ from systolic.forecasting.memory import MemoryMap, memory_map
 from systolic.forecasting.run import assemble, capacity
 from systolic.hlo import Module, parse
 from systolic.hlo.check import check, platform_of
+from systolic.hlo.shape import HBM
 from systolic.sim import simulate
 from systolic.sim.incomplete import NOTHING, Given
 from systolic.sim.rates import rates_of
 from systolic.sim.work import work_of
 
+FROM_SCHEDULE = "peak memory is from the schedule, not from the compiler"
 CMEM = 3
 """Memory space of v4's common memory, which no other generation has."""
 LARGE_FLOPS = 1e10
@@ -65,7 +68,8 @@ def forecast_text(path: Path, on: Slice, given: Given = NOTHING) -> Forecast:
     _check_memory(text, path, on)
     target = _target(module, path, on)
     timeline = simulate(module, on, given=given)
-    memory = memory_map(module, None)
+    told = _reported(path)
+    memory = memory_map(module, told)
     made = assemble(
         module=module,
         timeline=timeline,
@@ -74,13 +78,13 @@ def forecast_text(path: Path, on: Slice, given: Given = NOTHING) -> Forecast:
             "notes": [
                 *target.notes,
                 "devices are taken in JAX's default order",
-                "peak memory is from the schedule, not from the compiler",
+                *(() if told else (FROM_SCHEDULE,)),
             ]
         },
         name=path.name,
         on=on,
         compiler={"seconds": round(time.perf_counter() - begin, 3), "cached": True},
-        memory_origin=Origin.simulated,
+        memory_origin=Origin.compiled if told else Origin.simulated,
     )
     made = replace(made, compiled_for=target.generation)
     if target.doubt:
@@ -92,7 +96,24 @@ def forecast_text(path: Path, on: Slice, given: Given = NOTHING) -> Forecast:
             doubt=f"scheduled for {target.names}, not {on.chip.name}: the time is assumed",
             cautions=(f"{target.doubt}: {step}", *made.cautions),
         )
-    return made if memory.peak_bytes <= capacity(on) else _refused(made, memory, capacity(on))
+    have = capacity(on)
+    if memory.peak_bytes <= have:
+        return made
+    if told or path.name.endswith(REFUSED) or _least(module) > have:
+        return _refused(made, memory, have)
+    caution = f"the schedule's arrays are {gibibytes(memory.peak_bytes)} at their peak, {gibibytes(memory.peak_bytes - have)} more than {on.chip.name} has, by their lifetimes alone; the compiler, whose {USAGE} is not beside the dump, shares memory better and may have fitted them"
+    return replace(made, cautions=(*made.cautions, caution))
+
+
+def _reported(path: Path) -> int | None:
+    """Device memory by the compiler's report beside a dump; None without one."""
+    report = path.with_name(f"{_STAGE.sub('', path.name)}.{USAGE}")
+    return used_bytes(_text_of(report))
+
+
+def _least(module: Module) -> int:
+    """Bytes that any compiler needs: the program's inputs."""
+    return sum(one.shape.bytes_in(HBM) for one in module.entry.parameters)
 
 
 def _read(path: Path, on: Slice) -> tuple[Module, str]:

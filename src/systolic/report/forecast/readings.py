@@ -59,6 +59,12 @@ def verdict(forecast: Forecast) -> Verdict:
             )
         sentence = f"Needs {gibibytes(need)}{where}, {gibibytes(have)} available ({gibibytes(need - have)} over)."
         return Verdict(word="does not fit", sentence=sentence, tone=Tone.bad)
+    if have and need > have:  # of a dump, whose compiler may have shared more
+        return Verdict(
+            word="may fit",
+            sentence=f"{gibibytes(need)} by the lifetimes of its arrays, {gibibytes(have)} available.",
+            tone=Tone.fair,
+        )
     spare = f"{gibibytes(have - need)} of {gibibytes(have)} to spare" if have else "memory unknown"
     tone = Tone.fair if have and need > CLOSE * have else Tone.good
     if forecast.doubt:
