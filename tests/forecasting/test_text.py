@@ -205,7 +205,7 @@ def test_what_the_compiler_fitted_is_timed(tmp_path: Path) -> None:
     report = tmp_path / f"{stem}.after_optimizations-memory-usage-report.txt"
     report.write_text("Memory Space: default (color=0)\nTotal bytes: 15051276320 (14.02GiB)\n")
     made = forecast_text(path, slice("v5e-1"))
-    assert (made.cautions, made.memory_origin) == ((), Origin.compiled)
+    assert (list(made.cautions), made.memory_origin) == ([], Origin.compiled)
     assert made.memory is not None
     assert made.memory.peak_bytes == 15_051_276_320
     assert "from the schedule" not in " ".join(made.notes)
