@@ -2,6 +2,7 @@
 
 import html
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import systolic
 from systolic import recipes
 from systolic.aot import StepKind
 from systolic.chips import slice
+from systolic.cli.explain_view import ExplainView, show_step
 from systolic.core.errors import NotFoundError, OptionError
 from systolic.session.explaining import ExplainProgress, ExplainStage, StepExplainer
+from systolic.session.saved import RecipeStep
 from tests.planning import fabricated
 from tests.planning.evaluators import AnsweringEvaluator
 
@@ -20,10 +23,15 @@ TINY = f"{Path(__file__).parents[1] / 'cli' / 'tiny.py'}:job"
 
 
 def test_a_step_is_explained_with_what_changes_gain(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SYSTOLIC_CACHE", str(tmp_path))  # nothing is compiled yet
     seen: list[ExplainProgress] = []
+
+    def watch(progress: ExplainProgress) -> None:
+        seen.append(progress)
+        view.see(progress)
+
     evaluator = AnsweringEvaluator(
         lambda job, one, full: fabricated.tried(one, 1e-6 * one.layout.accumulate, 1.0).forecast
     )
@@ -31,10 +39,14 @@ def test_a_step_is_explained_with_what_changes_gain(
         job=recipes.find(TINY)({}),
         on=slice("v5e-4"),
         remedies=3,
-        watch=seen.append,
+        watch=watch,
         evaluator=evaluator,
     )
-    made = explainer.explain()
+    with ExplainView("tiny", as_json=False) as view:
+        made = explainer.explain()
+    of = RecipeStep(recipe=recipes.find(TINY), options={}, on=slice("v5e-4"), flags=())
+    assert show_step(TINY, of, made, as_json=False) == 0
+    shown = capsys.readouterr().out
     assert made.forecast.fits
     assert made.forecast.step_seconds
     assert made.causes
@@ -56,6 +68,15 @@ def test_a_step_is_explained_with_what_changes_gain(
     assert sorted(told, key=lambda one: one.text) == sorted(made.remedies, key=lambda one: one.text)
     page = html.unescape(re.sub(r"<[^>]+>", "", made._repr_html_()))
     assert made.causes[0].title in page
+    assert made.causes[0].title in shown
+    for one in told:
+        changes = "" if one.same_result else "  [changes training]"
+        assert f"  {one.verdict:<59}  {one.text}{changes}" in shown.splitlines()
+    after = shown.partition("the best that keeps training the same: ")[2].splitlines()
+    assert after[0].startswith(f"{made.best.text}, {made.best.verdict}, now ")
+    assert shlex.split(after[1])[:3] == ["systolic", "forecast", TINY]
+    settings = made.best.candidate.settings(made.job)
+    assert f"--layout.fsdp {settings['layout.fsdp']}" in after[1]
     assert f"the best that keeps training the same: {made.best.text}" in " ".join(page.split())
     assert made.best.text in repr(made)
     assert len(repr(made)) < 600
