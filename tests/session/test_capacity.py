@@ -52,11 +52,10 @@ def test_a_server_on_this_machine(capsys) -> None:
     assert 0.9 * held < room <= held
     assert [one["concurrency"] for one in made["points"]] == [1, room]
     assert (made["refused"], room > 1000) == ([1_000_000_000], True)
-    assert [(one["rows"], one["tokens"], one["context"]) for one in made["steps"]] == [
-        (1, 1, 96),
-        (room, 1, 96),
-        (1, 32, 64),  # after 0 tokens and after 32: 48 on average, in pages of 32
-    ]
+    first, *tried, whole, chunk = [(s["rows"], s["tokens"], s["context"]) for s in made["steps"]]
+    assert (first, whole) == ((1, 1, 96), (room, 1, 96))
+    assert all(0.7 * room < rows < room for rows, *_ in tried)  # more fit by its temporaries
+    assert chunk == (1, 32, 64)  # after 0 tokens and after 32: 48 on average, in pages of 32
     one, steps = made["points"][0], made["steps"]
     assert one["time_to_first_token_seconds"] == pytest.approx(2 * steps[2]["seconds"])
     assert one["time_per_output_token_seconds"] == pytest.approx(steps[0]["seconds"])

@@ -4,17 +4,20 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     child = Path(__file__).with_name("operations_child.py")
-    # Without costly passes, which change only rounding.
-    env = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    # Without costly passes, which change only rounding, but for a masked gradient that jaxlib 0.12.0.1 makes NaN of.
+    few = Version(version("jaxlib")) < Version("0.12")
+    env = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": str(int(few))}
     command = [sys.executable, child]
     made = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert made.returncode == 0, made.stderr

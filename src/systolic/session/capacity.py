@@ -39,6 +39,8 @@ NEAR = 4
 """Ratio of steps that do not fit and that do, between which no other is compiled."""
 TRIES = 4
 """Steps that are compiled to find the most texts that fit."""
+SPARE = 1.1
+"""Texts that would fit by the temporaries of a text, over those of a step that fits, from which one of more is compiled."""
 FACTOR = 4
 """Of each concurrency to the one before, where none are given."""
 
@@ -275,10 +277,22 @@ class _Server:
                 return max(rows, 1)
             self.step(rows, 1)
             if (rows, 1) in self.made:
-                return rows
+                return self.grown(rows)
             each = self.memory().pages_of(self.load.tokens) * self.memory().page_bytes
             rows -= 1 + -(-self.excess_bytes // (each + self.steps.least_temporary_bytes(1)))
         return max(rows, 1)
+
+    def grown(self, rows: int) -> int:
+        """Compiles a step of more texts where one that fits leaves room, by its temporaries of a text; returns what fits."""
+        memory, key = self.memory(), (rows, 1)
+        each = memory.pages_of(self.load.tokens) * memory.page_bytes
+        each += self.steps.temporary_bytes(key, self.made[key]) / rows
+        free = memory.capacity_bytes - memory.weights_bytes - PADDING_PAGES * memory.page_bytes
+        more = int(free / each)
+        if more < SPARE * rows or (self.beyond is not None and more >= self.beyond):
+            return rows
+        self.step(more, 1)
+        return more if (more, 1) in self.made else rows
 
     def most_within(self, most: int, points: Sequence[ServingPoint]) -> ServingPoint | None:
         """The most requests at once whose latency keeps the limits; None where none do, or where more are limited by room alone."""

@@ -273,7 +273,7 @@ def test_an_output_of_something_else_is_refused_and_untouched(tmp_path: Path) ->
     source.write_text("\n".join([lines[1], lines[0], lines[2]]))
     refused(tmp_path, DataError, "answers another line [12] than")
     source.write_text(lines[0])
-    refused(tmp_path, DataError, "answers another line 2 than")
+    refused(tmp_path, DataError, "answers another line [23] than")  # the first that was ready
     source.write_text("\n".join(lines))
     out.write_text(whole + whole.splitlines()[0] + "\n")
     refused(tmp_path, DataError, "a second time")
