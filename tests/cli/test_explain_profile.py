@@ -53,22 +53,41 @@ def test_a_directory_of_runs_is_no_profile(
     assert "is no run, profile" in capsys.readouterr().err
 
 
+def on_tpus(traced: Path, run: Path, devices: int) -> Path:
+    """A copy of a run that says it was on TPUs."""
+    shutil.copytree(traced, run)
+    records = (run / "metrics.jsonl").read_text()
+    for old, new in (
+        ('"num_devices": 1', f'"num_devices": {devices}'),
+        ('"device_kind": "cpu"', '"device_kind": "TPU v5 lite"'),
+    ):
+        assert old in records
+        records = records.replace(old, new)
+    (run / "metrics.jsonl").write_text(records)
+    return run
+
+
+def test_a_step_that_its_slice_can_not_have_is_told_beside_the_causes(
+    traced: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Four rows a step on eight devices."""
+    run = on_tpus(traced, tmp_path / "run", 8)
+    assert main(["explain", str(run / "profile"), "--json"]) == 0
+    shown = capsys.readouterr()
+    told = json.loads(shown.out)
+    assert told["causes"]
+    assert told["remedies"] == []
+    assert told["problem"].startswith("batch of 4 does not divide by 8 ")
+    assert "no changes were tried: " in shown.err
+
+
 @pytest.mark.slow
 def test_a_profile_of_a_tpu_run_is_followed_by_changes_with_their_gain(
     traced: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The run was on a CPU and says it was on TPUs; its step is compiled for those."""
     pytest.importorskip("libtpu")
-    run = tmp_path / "run"
-    shutil.copytree(traced, run)
-    records = (run / "metrics.jsonl").read_text()
-    for old, new in (
-        ('"num_devices": 1', '"num_devices": 4'),
-        ('"device_kind": "cpu"', '"device_kind": "TPU v5 lite"'),
-    ):
-        assert old in records
-        records = records.replace(old, new)
-    (run / "metrics.jsonl").write_text(records)
+    run = on_tpus(traced, tmp_path / "run", 4)
     assert main(["explain", str(run / "profile"), "--remedies", "2", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["kind"] == "profile"

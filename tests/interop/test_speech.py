@@ -293,7 +293,6 @@ def silent_after(folder: Path) -> Path:
     return folder / "long.wav"
 
 
-@pytest.mark.slow
 def test_each_recording_is_written_in_the_language_that_is_asked_for(folder: Path) -> None:
     job = speech_job(many(folder), texts=True)
     job = replace(job, model=replace(speech.MODEL, vocab=105))

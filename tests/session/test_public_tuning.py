@@ -99,7 +99,6 @@ def test_the_repeats_are_seen_and_compared(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.slow
 def test_a_search_that_is_interrupted_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
