@@ -20,7 +20,8 @@ from systolic.explaining.sources import step_of_profile
 from systolic.job import Evaluation
 from systolic.profile import open_profile, read_profile
 from systolic.profile.intervals import union
-from systolic.profile.xplane import Backend, load
+from systolic.profile.trace import Backend
+from systolic.profile.xplane import load, load_all
 from systolic.report.forecast.xprof import STEPS, write_xprof
 from systolic.sim.timeline import Resource
 from systolic.training.profile import WARM_UP, SessionTrace
@@ -305,7 +306,11 @@ def test_the_newest_of_a_directory_is_read(tmp_path: Path):
             tpu(tmp_path / "plugins" / "profile" / run / f"{host}.xplane.pb", "")
     trace = load(tmp_path)
     assert trace.path.parent.name == "2026_01_02"
-    assert trace.notes == ["older traces beside 2026_01_02", "1 other hosts than a"]
+    assert trace.notes == ["older traces beside 2026_01_02"]
+    assert [one.device for one in load_all(tmp_path)] == ["a TPU:0", "b TPU:0"]
+    found = figures(open_profile(tmp_path))
+    assert found["hosts"] == ["a", "b"]
+    assert found["devices"] == 2
 
 
 def test_what_is_no_profile_is_refused(tmp_path: Path, recorded: Path):

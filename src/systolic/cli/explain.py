@@ -30,10 +30,11 @@ RUN is a directory that systolic train made, of a run that has ended or still tr
 learning (spikes, dead gradients, learning rate, batch, rounding, overfitting) and what took its time besides
 the steps (input, recompilation, evaluation, checkpoints), worst first.
 
-PROFILE is an XProf xplane.pb of a TPU, GPU or CPU or a directory with one: RUN/profile after systolic train
---profile N, or what jax.profiler.trace wrote. Where the median step's time goes: waiting for input, for the
-host and for other devices, recompilation, and the ops that are slow; of a run on TPUs also what changes of
-its settings gain, each forecast for its slice.
+PROFILE is an XProf xplane.pb or trace.json.gz of a TPU, GPU or CPU or a directory with some (those of several
+hosts are read together): RUN/profile after systolic train --profile N, or what jax.profiler.trace wrote. Where
+the median step's time goes: waiting for input, for the host, for copies from and to its memory and for other
+devices, recompilation, and the ops that are slow, each with its bytes and rate; of a run on TPUs also what
+changes of its settings gain, each forecast for its slice.
 
 Exits with 1 when a step does not fit and nothing that was tried does. Changes are tried for train steps
 only; systolic plan searches further."""
@@ -116,12 +117,14 @@ class ExplainProfileOptions:
         remedies: Changes of settings to compile and forecast, one at a time, of the profile of a run on TPUs; up to twice as many follow, combined from the best. 0 names causes only.
         workers: Compiles at once; 0 takes as many as cores and memory allow.
         trust: Execute the run's recipe.py although it is another user's, now and later: its digest is remembered.
+        chip: The devices' chip, such as tpu7x: a trace.json.gz does not name it, and rates need its peaks.
         json: Print one JSON object on stdout.
     """
 
     remedies: Annotated[int, NOT_NEGATIVE] = 4
     workers: Annotated[int, NOT_NEGATIVE] = 0
     trust: bool = False
+    chip: str = ""
     json: bool = False
 
 
@@ -166,8 +169,12 @@ def unknown(target: str) -> NotFoundError:
     from systolic.artifact.run import JOB
 
     if Path(target).exists():
+        from systolic.profile.files import other
+
+        if Path(target).is_file() and (what := other(Path(target))):
+            return NotFoundError(f"{target} is {what}")
         return NotFoundError(
-            f"{target} is no run, profile, recipe or forecast; give a directory that systolic train made, an xplane.pb, a recipe with --on SLICE, or what systolic forecast --json or systolic plan wrote"
+            f"{target} is no run, profile, recipe or forecast; give a directory that systolic train made, an xplane.pb or trace.json.gz, a recipe with --on SLICE, or what systolic forecast --json or systolic plan wrote"
         )
     from systolic.recipes.models.named import names
 
@@ -302,6 +309,7 @@ def explain_profile(target: str, args: Sequence[str]) -> int:
             remedies=options.remedies,
             workers=bounded_workers(options.workers),
             trust=options.trust,
+            chip=options.chip,
             watch=view.see,
         )
     return show_profile(target, made, as_json=options.json)

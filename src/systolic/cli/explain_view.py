@@ -20,6 +20,7 @@ from systolic.report.explain.text import (
     QUICK,
     print_causes,
     profile_remark,
+    program_remarks,
     run_remarks,
     step_remarks,
     step_title,
@@ -111,7 +112,7 @@ class ExplainView:
                 print_causes(
                     self._title,
                     made.causes,
-                    remarks=[profile_remark(made.figures)],
+                    remarks=[profile_remark(made.figures), *program_remarks(made.table)],
                     notes=made.notes,
                 )
         elif not self._json and made.forecast.fits:
@@ -382,6 +383,8 @@ def show_profile(target: str, made: ProfileExplanation, *, as_json: bool) -> int
                 "kind": ExplainedKind.profile.value,
                 "causes": [plain(cause) for cause in made.causes],
                 "figures": made.figures,
+                "programs": [row.to_json() for row in made.table.programs],
+                "ops": [row.to_json() for row in made.table.ops],
                 "notes": made.notes,
                 **more,
             }
