@@ -87,8 +87,8 @@ def test_a_step_that_waits_for_the_hosts_memory_is_explained_so(part: str):
     assert first.seconds == pytest.approx(0.760, rel=5e-3)
     assert first.work is not None
     assert first.work.unit == "host link"
-    # Four of the six copies are waited for; on one of the whole profile's devices a fifth, for a moment.
-    assert 4 * ARRAY <= first.work.amount <= 4.25 * ARRAY
+    # Four of the six copies are waited for.
+    assert first.work.amount == pytest.approx(4 * ARRAY)
     assert 26e9 < first.work.per_second < 29.5e9
     assert not any("remat" in text or "--layout" in text for text in first.advice)
     assert "pinned_host" in first.advice[0]

@@ -118,6 +118,7 @@ class ExplainProfileOptions:
         workers: Compiles at once; 0 takes as many as cores and memory allow.
         trust: Execute the run's recipe.py although it is another user's, now and later: its digest is remembered.
         chip: The devices' chip, such as tpu7x: a trace.json.gz does not name it, and rates need its peaks.
+        html: Write a page to this file: the timeline of the median step by core and unit, and a table of all ops.
         json: Print one JSON object on stdout.
     """
 
@@ -125,6 +126,7 @@ class ExplainProfileOptions:
     workers: Annotated[int, NOT_NEGATIVE] = 0
     trust: bool = False
     chip: str = ""
+    html: Path | None = None
     json: bool = False
 
 
@@ -312,4 +314,8 @@ def explain_profile(target: str, args: Sequence[str]) -> int:
             chip=options.chip,
             watch=view.see,
         )
-    return show_profile(target, made, as_json=options.json)
+    if options.html is not None:
+        from systolic.report.explain.page import write_page
+
+        write_page(target, made.profile, made.table, made.causes, options.html, made.notes)
+    return show_profile(target, made, as_json=options.json, page=options.html)

@@ -4,6 +4,7 @@ import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
@@ -365,7 +366,9 @@ def show_run(target: str, made: RunExplanation, *, as_json: bool) -> int:
     return 0
 
 
-def show_profile(target: str, made: ProfileExplanation, *, as_json: bool) -> int:
+def show_profile(
+    target: str, made: ProfileExplanation, *, as_json: bool, page: Path | None = None
+) -> int:
     """Prints what changes a measured step; returns the exit code."""
     more: dict[str, Any] = {}
     stream = sys.stderr if as_json else sys.stdout
@@ -376,6 +379,9 @@ def show_profile(target: str, made: ProfileExplanation, *, as_json: bool) -> int
         told = show_remedies(made.of, made.simulated, "train", as_json=as_json)
         seconds = made.simulated.forecast.step_seconds
         more = {"slice": made.of.on.name, "forecast_step_seconds": seconds, **told}
+    if page is not None:
+        print(f"wrote {page}", file=stream)
+        more["report"] = str(page)
     if as_json:
         print_json(
             {
@@ -383,6 +389,7 @@ def show_profile(target: str, made: ProfileExplanation, *, as_json: bool) -> int
                 "kind": ExplainedKind.profile.value,
                 "causes": [plain(cause) for cause in made.causes],
                 "figures": made.figures,
+                "devices": [row.to_json() for row in made.table.devices],
                 "programs": [row.to_json() for row in made.table.programs],
                 "ops": [row.to_json() for row in made.table.ops],
                 "notes": made.notes,

@@ -187,7 +187,7 @@ def copies(view: HostAndDevice) -> Iterable[Cause]:
         share=share,
         seconds=share * view.seconds,
         evidence=[
-            f"{plural(len(gaps), 'gap')} in {plural(len(view.profile.runs), 'run')}, the longest {duration(longest)}, in which no op waits for a copy by name"
+            f"{plural(len(gaps), 'gap')} in {plural(len(view.profile.runs), 'run')}, the longest {duration(longest)}, with no op on the device's line"
         ],
         advice=[],
     )

@@ -29,6 +29,8 @@ from systolic.sim.timeline import PricedBy, Span, Timeline
 
 __all__ = ["Profile", "ProfiledOp", "open_profile", "read_profile", "timeline"]
 
+ROUNDING = 2e-9
+"""Seconds: runs of programs are known to a nanosecond, ops to a picosecond."""
 WAITED = 1e-6
 """Seconds of waiting from which the end of an asynchronous op is known: it ended then, not before."""
 
@@ -67,13 +69,24 @@ class Profile:
     def ops(self) -> list[ProfiledOp]:
         """Ops of the median step, each with its share of it."""
         low, high = self.step
-        inside = [op for op in self.trace.ops if op.end > low and op.start < high]
+        inside = self.within(self.trace.ops, self.step)
         described = [self.describe(op) for op in inside]
         ranks = [_rank(op) for op in described]
         shares = exclusive([(max(o.start, low), min(o.end, high)) for o in inside], ranks)
         return [
             replace(op, raw=raw, seconds=seconds, flight=self.flight(raw))
             for op, raw, seconds in zip(described, inside, shares, strict=True)
+        ]
+
+    @staticmethod
+    def within(ops: Iterable[DeviceOp], step: Interval) -> list[DeviceOp]:
+        """Ops that run in an interval, without those that reach into it by rounding alone."""
+        low, high = step
+        return [
+            op
+            for op in ops
+            if min(op.end, high) - max(op.start, low) > ROUNDING
+            or (op.start >= low and op.end <= high)
         ]
 
     @cached_property
@@ -104,12 +117,21 @@ class Profile:
         From its start, or from the end of the one before it on the same link: copies to the host follow each
         other, and so do those from it.
         """
-        return _flights(self.trace.ops, self.describe)[0]
+        return _flights(self.pairs, self.describe)
 
     @cached_property
     def copying(self) -> Sequence[Interval]:
         """Intervals in which copies to or from the host are under way, from their start to the op that waits for them."""
-        return union(_flights(self.trace.ops, self.describe)[1])
+        return union(
+            (begun.start, done.end)
+            for begun, done in self.pairs
+            if self.describe(done).kind is Activity.host
+        )
+
+    @cached_property
+    def pairs(self) -> Sequence[tuple[DeviceOp, DeviceOp]]:
+        """Asynchronous ops: the one that starts, and the one that waits for it."""
+        return _pairs(self.trace.ops, self.describe)
 
     def rate(self, op: ProfiledOp) -> Rate | None:
         """Work of one run on the unit that bounds it; None where it is not known, or when it was done is not."""
@@ -190,7 +212,7 @@ def timeline(profile: Profile) -> Timeline:
     low, high = profile.step
     lines: dict[str, str] = {}
     spans = []
-    beside = [op for op in profile.trace.beside if op.end > low and op.start < high]
+    beside = profile.within(profile.trace.beside, profile.step)
     described = [replace(profile.describe(op), raw=op) for op in beside]
     for op in (*profile.ops, *described):
         name = op.raw.line
@@ -270,33 +292,37 @@ def _cut(trace: DeviceTrace) -> list[Mark]:
 # Ops
 
 
-def _flights(
-    ops: Sequence[DeviceOp], describe: Describer
-) -> tuple[Mapping[int, float], Sequence[Interval]]:
-    """As :attr:`Profile.flights`, and from when to when each copy to or from the host is under way."""
+def _pairs(ops: Sequence[DeviceOp], describe: Describer) -> Sequence[tuple[DeviceOp, DeviceOp]]:
+    """As :attr:`Profile.pairs`."""
     started: dict[str, DeviceOp] = {}
-    ended: dict[tuple[Activity, bool], float] = {}
-    found: dict[int, float] = {}
-    copying: list[Interval] = []
+    found = []
     for op in ops:
         if op.opcode.endswith("-start"):
             started[op.name] = op
-        if not op.opcode.endswith("-done"):
+        if op.opcode.endswith("-done"):
+            line = describe(op).line
+            begun = started.pop(line.inputs[0], None) if line is not None and line.inputs else None
+            if begun is not None:
+                found.append((begun, op))
+    return found
+
+
+def _flights(
+    pairs: Sequence[tuple[DeviceOp, DeviceOp]], describe: Describer
+) -> Mapping[int, float]:
+    """As :attr:`Profile.flights`."""
+    ended: dict[bool, float] = {}
+    found: dict[int, float] = {}
+    for begun, done in pairs:
+        if done.end - done.start < WAITED:
             continue
-        described = describe(op)
-        inputs = described.line.inputs if described.line is not None else ()
-        begun = started.pop(inputs[0], None) if inputs else None
-        if begun is not None and described.kind is Activity.host:
-            copying.append((begun.start, op.end))
-        if begun is None or op.end - op.start < WAITED:
-            continue
-        way = described.kind, described.traffic.to_host
-        start = begun.start
+        described, start = describe(done), begun.start
         if described.kind is Activity.host:
+            way = described.traffic.to_host
             start = max(start, ended.get(way, start))
-            ended[way] = op.end
-        found[id(op)] = op.end - start
-    return found, copying
+            ended[way] = done.end
+        found[id(done)] = done.end - start
+    return found
 
 
 def _rank(op: ProfiledOp) -> int:

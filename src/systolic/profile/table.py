@@ -3,7 +3,7 @@
 import bisect
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -95,6 +95,34 @@ class ProgramRow:
         }
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceRow:
+    """A device with its steps."""
+
+    device: str
+    steps: Sequence[float]
+    """Seconds of each."""
+    step: float
+    """Seconds of the median one."""
+    shares: Mapping[str, float]
+    """Of the median step, by kind of op, the largest first; ``idle`` is the rest."""
+
+    @property
+    def bound_by(self) -> str:
+        """What takes most of the step."""
+        return next(iter(self.shares), "")
+
+    def to_json(self) -> dict[str, Any]:
+        """The row as JSON has it."""
+        return {
+            "device": self.device,
+            "steps": list(self.steps),
+            "step_seconds": self.step,
+            "shares": dict(self.shares),
+            "bound_by": self.bound_by,
+        }
+
+
 @dataclass(frozen=True)
 class ProfileTable:
     """Rows of a profile, the most seconds first."""
@@ -136,6 +164,11 @@ class ProfileTable:
         ]
         return sorted(rows, key=lambda row: -row.seconds)
 
+    @cached_property
+    def devices(self) -> Sequence[DeviceRow]:
+        """Devices, in the order of the profile."""
+        return [_device(one) for one in self.profile.devices]
+
     def _row(self, program: str, of: Sequence[tuple[Profile, DeviceOp]]) -> OpRow:
         number = len(self.profile.devices)
         times = sorted(op.end - op.start for _, op in of)
@@ -156,6 +189,19 @@ class ProfileTable:
             flight=flight,
             rate=work if flights else None,
         )
+
+
+def _device(profile: Profile) -> DeviceRow:
+    by: dict[str, float] = defaultdict(float)
+    for op in profile.ops:
+        by[op.kind.value] += op.seconds / profile.seconds
+    by["idle"] = max(1 - sum(by.values()), 0.0)
+    return DeviceRow(
+        device=profile.trace.device,
+        steps=[end - start for start, end in profile.steps],
+        step=profile.seconds,
+        shares=dict(sorted(by.items(), key=lambda item: -item[1])),
+    )
 
 
 def _ends(op: ProfiledOp, profile: Profile, raw: DeviceOp) -> bool:
