@@ -25,7 +25,7 @@ COLOURS = 9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cell:
+class TableCell:
     """A cell of the table: its text, and what it is sorted by."""
 
     text: str
@@ -197,25 +197,25 @@ def brief(seconds: float) -> str:
     return f"{seconds * 1e9:.3g} ns"
 
 
-def cells(row: OpRow, total: float) -> list[Cell]:
+def cells(row: OpRow, total: float) -> list[TableCell]:
     """The cells of an op, as :data:`COLUMNS` names them."""
     op, rate = row.op, row.rate
     moved = op.traffic
 
-    def size(value: float, unit: str = "B") -> Cell:
-        return Cell(text=si(value, unit) if value else "", by=value)
+    def size(value: float, unit: str = "B") -> TableCell:
+        return TableCell(text=si(value, unit) if value else "", by=value)
 
-    def time(value: float) -> Cell:
-        return Cell(text=brief(value), by=value)
+    def time(value: float) -> TableCell:
+        return TableCell(text=brief(value), by=value)
 
     share, speed = row.share, row.per_second
     return [
-        Cell(text=op.raw.name, by=op.raw.name),
-        Cell(text=op.kind.value, by=op.kind.value),
-        Cell(text=row.program, by=row.program),
-        Cell(text=f"{row.calls:g}", by=row.calls),
+        TableCell(text=op.raw.name, by=op.raw.name),
+        TableCell(text=op.kind.value, by=op.kind.value),
+        TableCell(text=row.program, by=row.program),
+        TableCell(text=f"{row.calls:g}", by=row.calls),
         time(row.seconds),
-        Cell(text=figures.percent(row.seconds / total), by=row.seconds),
+        TableCell(text=figures.percent(row.seconds / total), by=row.seconds),
         time(row.median),
         time(row.late),
         size(op.flops, "FLOP"),
@@ -223,9 +223,9 @@ def cells(row: OpRow, total: float) -> list[Cell]:
         size(moved.vmem),
         size(moved.host),
         size(moved.link),
-        Cell(text=si(speed, f"{rate.measure}/s") if rate and speed else "", by=speed or 0.0),
-        Cell(text="" if share is None else figures.percent(share), by=share or 0.0),
-        Cell(text=rate.unit if rate else "", by=rate.unit if rate else ""),
-        Cell(text=moved.space, by=moved.space),
-        Cell(text=op.source or op.op_name, by=op.source or op.op_name),
+        TableCell(text=si(speed, f"{rate.measure}/s") if rate and speed else "", by=speed or 0.0),
+        TableCell(text="" if share is None else figures.percent(share), by=share or 0.0),
+        TableCell(text=rate.unit if rate else "", by=rate.unit if rate else ""),
+        TableCell(text=moved.space, by=moved.space),
+        TableCell(text=op.source or op.op_name, by=op.source or op.op_name),
     ]
