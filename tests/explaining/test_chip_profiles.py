@@ -97,6 +97,8 @@ def test_a_step_that_waits_for_the_hosts_memory_is_explained_so(part: str):
     assert "norms" not in memory.title
     assert memory.work is not None
     assert memory.work.share == pytest.approx(0.82, abs=0.01)
+    hidden = figures(opened(path))["beside"]["host transfers"]["hidden_seconds"]
+    assert hidden == pytest.approx(0.024, rel=0.01)  # while the sums run
     assert figures(opened(path))["shares"]["host transfers"] == pytest.approx(0.97, abs=0.002)
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 FORMS = """usage: systolic explain RECIPE --on SLICE [options]
        systolic explain FORECAST.json [--against OTHER.json] [options]
        systolic explain RUN [--quick] [--trust] [--json]
-       systolic explain PROFILE [--remedies N] [--workers N] [--trust] [--json]
+       systolic explain PROFILE [--against DUMP.txt] [--html PAGE] [options]
 
 RECIPE (or a model: llama-3.1-70b, a config.json) is forecast on the slice: where its step's time goes, and what changes of settings gain, each compiled
 and forecast again, then combined until none gains; for a step that does not fit, the fastest layout where it does. FORECAST.json is what
@@ -118,6 +118,7 @@ class ExplainProfileOptions:
         workers: Compiles at once; 0 takes as many as cores and memory allow.
         trust: Execute the run's recipe.py although it is another user's, now and later: its digest is remembered.
         chip: The devices' chip, such as tpu7x: a trace.json.gz does not name it, and rates need its peaks.
+        against: Also print the forecast of the program beside the measurement, op by op: its scheduled HLO text, or lines, which prices each op alone from its line in the profile.
         html: Write a page to this file: the timeline of the median step by core and unit, and a table of all ops.
         json: Print one JSON object on stdout.
     """
@@ -126,6 +127,7 @@ class ExplainProfileOptions:
     workers: Annotated[int, NOT_NEGATIVE] = 0
     trust: bool = False
     chip: str = ""
+    against: str = ""
     html: Path | None = None
     json: bool = False
 
@@ -305,6 +307,10 @@ def explain_profile(target: str, args: Sequence[str]) -> int:
     from systolic.session.profiles import explain_profile as explain
 
     options = parse(ExplainProfileOptions, args, shlex.join(["systolic", "explain", target]))
+    if options.against:
+        from systolic.session.beside import check
+
+        check(options.against)
     with ExplainView(target, as_json=options.json) as view:
         made = explain(
             Path(target),
@@ -314,8 +320,13 @@ def explain_profile(target: str, args: Sequence[str]) -> int:
             chip=options.chip,
             watch=view.see,
         )
+    compared = None
+    if options.against:
+        from systolic.session.beside import explain_beside
+
+        compared = explain_beside(made, options.against)
     if options.html is not None:
         from systolic.report.explain.page import write_page
 
         write_page(target, made.profile, made.table, made.causes, options.html, made.notes)
-    return show_profile(target, made, as_json=options.json, page=options.html)
+    return show_profile(target, made, as_json=options.json, page=options.html, compared=compared)

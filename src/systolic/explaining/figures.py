@@ -4,15 +4,19 @@ from collections import defaultdict
 from typing import Any
 
 from systolic.profile import Profile
+from systolic.profile.intervals import common, missing, total, union
 from systolic.profile.kinds import Activity
 from systolic.profile.trace import Backend
+
+MOVING = (Activity.collective, Activity.slices, Activity.host, Activity.memory)
+"""Kinds of op that can run beside the device's work."""
 
 
 def figures(profile: Profile) -> dict[str, Any]:
     """``step_seconds`` of the median of ``steps``, and ``shares`` of it by kinds of op; of several devices the mean.
 
     ``device`` is their kind, ``devices`` how many there are, ``hosts`` their names, ``slowest`` and ``fastest`` the
-    device with the longest and the shortest step with its seconds.
+    device with the longest and the shortest step with its seconds. ``beside`` is :func:`overlap`.
     """
     devices = profile.devices
     by: dict[Activity, float] = defaultdict(float)
@@ -29,9 +33,36 @@ def figures(profile: Profile) -> dict[str, Any]:
         "step_seconds": sum(one.seconds for one in devices) / len(devices),
         "slowest": {"device": steps[0][1], "step_seconds": steps[0][0]},
         "fastest": {"device": steps[-1][1], "step_seconds": steps[-1][0]},
+        "beside": overlap(profile),
         "shares": {kind.value: by[kind] for kind in Activity if kind in by}
         | {"idle": max(1 - sum(by.values()), 0.0)},
     }
+
+
+def overlap(profile: Profile) -> dict[str, dict[str, float]]:
+    """Seconds of a step in which collectives and copies are exposed, and hidden: under way while the device works.
+
+    By kind of op, of those that have some; of several devices the mean.
+    """
+    found: dict[str, dict[str, float]] = {}
+    devices = profile.devices
+    for kind in MOVING:
+        exposed = hidden = 0.0
+        for one in devices:
+            exposed += sum(op.seconds for op in one.ops if op.kind is kind)
+            waits = union((op.raw.start, op.raw.end) for op in one.ops if op.kind is kind)
+            flights = union(
+                (begun.start, done.end)
+                for begun, done in one.pairs
+                if one.describe(done).kind is kind
+            )
+            hidden += total(common(flights, missing(waits, one.step)))
+        if exposed or hidden:
+            found[kind.value] = {
+                "exposed_seconds": exposed / len(devices),
+                "hidden_seconds": hidden / len(devices),
+            }
+    return found
 
 
 def unjudged(profile: Profile) -> list[str]:

@@ -40,14 +40,18 @@ class OpLine:
         """The first group of devices that a collective joins; empty where the line has none."""
         if pairs := _PAIRS.search(self.rest):
             return tuple(int(number) for number in pairs[1].partition("}")[0].split(","))
+        return next(iter(self.groups), ())
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """All groups of devices of a collective; none where the line has none."""
         found = _GROUPS.search(self.rest)
         if found is None or found[1] == "{}":
             return ()
         try:
-            groups = parse_groups(found[1], 1).groups
+            return parse_groups(found[1], 1).groups
         except (DataError, ValueError):
             return ()
-        return groups[0] if groups else ()
 
     @property
     def updated(self) -> tuple[Shape, ...]:

@@ -20,7 +20,7 @@ LATE = 0.9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpRow:
-    """An op of one program with all its runs; of several devices those of one, in the mean."""
+    """An op of one program with all its runs; of several devices those of one, in the mean of the ones that ran it."""
 
     program: str
     op: ProfiledOp
@@ -170,7 +170,7 @@ class ProfileTable:
         return [_device(one) for one in self.profile.devices]
 
     def _row(self, program: str, of: Sequence[tuple[Profile, DeviceOp]]) -> OpRow:
-        number = len(self.profile.devices)
+        number = len({id(one) for one, _ in of})
         times = sorted(op.end - op.start for _, op in of)
         first, raw = of[0]
         described = first.describe(raw)

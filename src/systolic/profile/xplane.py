@@ -200,7 +200,7 @@ class _TpuOps:
 
     def _read(self, event: Event, long_name: str) -> dict[str, Any]:
         stats = {**self._constants.get(event.name, {}), **event.stats}
-        text = event.name if _TEXT.match(event.name) else long_name
+        text = event.name if _TEXT.match(event.name) else str(stats.get("long_name", long_name))
         found = _TEXT.match(text)
         parts = stats.get("memory_access_breakdown")
         return {

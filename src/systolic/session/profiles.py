@@ -199,6 +199,20 @@ def slice_of(run: Run) -> Slice:
         raise NotFoundError(
             f"the catalogue has no {kind}; forecast on another: systolic explain RECIPE --on v5e-16"
         )
+    return slice_with(number, name, kind)
+
+
+def slice_with(number: int, name: str, kind: str) -> Slice:
+    """The slice of so many devices of a chip.
+
+    Args:
+        number: Devices.
+        name: The chip's in the catalogue.
+        kind: The chip's for people.
+
+    Raises:
+        NotFoundError: there is none of so many.
+    """
     # Slices of some generations are named by cores, of which a chip has two.
     for text in (f"{number}x{name}", f"{name}-{number}", f"{name}-{2 * number}"):
         with contextlib.suppress(SystolicError):

@@ -12,7 +12,7 @@ from systolic.profile import Profile
 from systolic.profile.kinds import Activity
 from systolic.profile.table import DeviceRow, OpRow, ProfileTable
 from systolic.report import figures
-from systolic.report.explain.text import profile_remark, program_remarks
+from systolic.report.explain.text import overlap_remarks, profile_remark, program_remarks
 from systolic.report.explain.timeline import DEVICES, timeline
 from systolic.report.pages import Tile, fill
 from systolic.report.verdict import Tone, Verdict
@@ -84,7 +84,11 @@ def render(
         "lead": _lead(causes),
         "facts": facts(profile, table),
         "tiles": tiles(profile, table),
-        "notes": [*program_remarks(table), *(f"not judged: {note}" for note in notes)],
+        "notes": [
+            *overlap_remarks(found),
+            *program_remarks(table),
+            *(f"not judged: {note}" for note in notes),
+        ],
         "remark": profile_remark(found),
         "causes": [_cause(one) for one in causes],
         "parts": [

@@ -185,6 +185,16 @@ def profile_remark(found: Mapping[str, Any]) -> str:
     return f"a step on {on} takes {duration(found['step_seconds'])} ({steps}): {parts}"
 
 
+def overlap_remarks(found: Mapping[str, Any]) -> list[str]:
+    """What moved beside the device's work, in a line; none where nothing did."""
+    parts = [
+        f"{kind} {duration(one['hidden_seconds'])}, {duration(one['exposed_seconds'])} more exposed"
+        for kind, one in found["beside"].items()
+        if one["hidden_seconds"] > LEAST_SHARE * found["step_seconds"]
+    ]
+    return [f"under way while the device works: {'; '.join(parts)}"] if parts else []
+
+
 def program_remarks(table: ProfileTable) -> list[str]:
     """A line for each program beside the step's, with the op that takes most of it."""
     first, *others = table.programs
