@@ -20,7 +20,8 @@ from systolic.explaining.sources import step_of_profile
 from systolic.job import Evaluation
 from systolic.profile import open_profile, read_profile
 from systolic.profile.intervals import union
-from systolic.profile.xplane import Backend, load
+from systolic.profile.trace import Backend
+from systolic.profile.xplane import load, load_all
 from systolic.report.forecast.xprof import STEPS, write_xprof
 from systolic.sim.timeline import Resource
 from systolic.training.profile import WARM_UP, SessionTrace
@@ -268,6 +269,25 @@ def test_gaps_are_what_the_host_did(tmp_path: Path, doing: str, name: str):
     assert any(doing.removeprefix("$") in line for line in causes[name].evidence)
 
 
+def test_what_runs_beside_is_told_from_what_is_waited_for(tmp_path: Path):
+    """2 ms of an all-reduce's 7 are waited for; one that nothing hides takes 1."""
+    array = "f32[8]{0}"
+    ops = [
+        op(f"%all-reduce-start.1 = {array} all-reduce-start({array} %g), replica_groups={{{{0,1}}}}", 0, 0),
+        op(f"%dot.1 = {array} convolution({array} %a, {array} %b)", 0, 5, hlo_category="convolution"),
+        op(f"%all-reduce-done.1 = {array} all-reduce-done({array} %all-reduce-start.1)", 5, 2),
+        op(f"%all-gather.2 = {array} all-gather({array} %h), replica_groups={{{{0,1}}}}", 7, 1),
+    ]  # fmt: skip
+    device = Plane("/device:TPU:0", {"XLA Modules": [Event("jit_train(7)", 0, 8)], "XLA Ops": ops})
+    found = figures(open_profile(write(tmp_path / "a.xplane.pb", device)))["beside"]
+    assert found == {
+        "collectives": {
+            "exposed_seconds": pytest.approx(3e-3),
+            "hidden_seconds": pytest.approx(5e-3),
+        }
+    }
+
+
 # A GPU's
 
 
@@ -305,7 +325,11 @@ def test_the_newest_of_a_directory_is_read(tmp_path: Path):
             tpu(tmp_path / "plugins" / "profile" / run / f"{host}.xplane.pb", "")
     trace = load(tmp_path)
     assert trace.path.parent.name == "2026_01_02"
-    assert trace.notes == ["older traces beside 2026_01_02", "1 other hosts than a"]
+    assert trace.notes == ["older traces beside 2026_01_02"]
+    assert [one.device for one in load_all(tmp_path)] == ["a TPU:0", "b TPU:0"]
+    found = figures(open_profile(tmp_path))
+    assert found["hosts"] == ["a", "b"]
+    assert found["devices"] == 2
 
 
 def test_what_is_no_profile_is_refused(tmp_path: Path, recorded: Path):

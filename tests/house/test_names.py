@@ -8,7 +8,6 @@ from tests.house.names import by_luck, dead, doubles, intrusions, missing
 PUBLIC: dict[str, str] = {
     "systolic/serving/http/process.py:Process.handle_exit": "uvicorn calls it",
     "systolic/recipes/folder/bytecode.py:Unwritten.set_data": "importlib calls it",
-    "systolic/hlo/shape.py:VMEM": "one of the memory spaces that the parser tells apart",
 }
 """Names for users of the package that nothing here uses, with the reason."""
 

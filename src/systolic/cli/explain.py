@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 FORMS = """usage: systolic explain RECIPE --on SLICE [options]
        systolic explain FORECAST.json [--against OTHER.json] [options]
        systolic explain RUN [--quick] [--trust] [--json]
-       systolic explain PROFILE [--remedies N] [--workers N] [--trust] [--json]
+       systolic explain PROFILE [--against DUMP.txt] [--html PAGE] [options]
 
 RECIPE (or a model: llama-3.1-70b, a config.json) is forecast on the slice: where its step's time goes, and what changes of settings gain, each compiled
 and forecast again, then combined until none gains; for a step that does not fit, the fastest layout where it does. FORECAST.json is what
@@ -30,10 +30,11 @@ RUN is a directory that systolic train made, of a run that has ended or still tr
 learning (spikes, dead gradients, learning rate, batch, rounding, overfitting) and what took its time besides
 the steps (input, recompilation, evaluation, checkpoints), worst first.
 
-PROFILE is an XProf xplane.pb of a TPU, GPU or CPU or a directory with one: RUN/profile after systolic train
---profile N, or what jax.profiler.trace wrote. Where the median step's time goes: waiting for input, for the
-host and for other devices, recompilation, and the ops that are slow; of a run on TPUs also what changes of
-its settings gain, each forecast for its slice.
+PROFILE is an XProf xplane.pb or trace.json.gz of a TPU, GPU or CPU or a directory with some (those of several
+hosts are read together): RUN/profile after systolic train --profile N, or what jax.profiler.trace wrote. Where
+the median step's time goes: waiting for input, for the host, for copies from and to its memory and for other
+devices, recompilation, and the ops that are slow, each with its bytes and rate; of a run on TPUs also what
+changes of its settings gain, each forecast for its slice.
 
 Exits with 1 when a step does not fit and nothing that was tried does. Changes are tried for train steps
 only; systolic plan searches further."""
@@ -116,12 +117,18 @@ class ExplainProfileOptions:
         remedies: Changes of settings to compile and forecast, one at a time, of the profile of a run on TPUs; up to twice as many follow, combined from the best. 0 names causes only.
         workers: Compiles at once; 0 takes as many as cores and memory allow.
         trust: Execute the run's recipe.py although it is another user's, now and later: its digest is remembered.
+        chip: The devices' chip, such as tpu7x: a trace.json.gz does not name it, and rates need its peaks.
+        against: Also print the forecast of the program beside the measurement, op by op: its scheduled HLO text, or lines, which prices each op alone from its line in the profile.
+        html: Write a page to this file: the timeline of the median step by core and unit, and a table of all ops.
         json: Print one JSON object on stdout.
     """
 
     remedies: Annotated[int, NOT_NEGATIVE] = 4
     workers: Annotated[int, NOT_NEGATIVE] = 0
     trust: bool = False
+    chip: str = ""
+    against: str = ""
+    html: Path | None = None
     json: bool = False
 
 
@@ -166,8 +173,12 @@ def unknown(target: str) -> NotFoundError:
     from systolic.artifact.run import JOB
 
     if Path(target).exists():
+        from systolic.profile.files import other
+
+        if Path(target).is_file() and (what := other(Path(target))):
+            return NotFoundError(f"{target} is {what}")
         return NotFoundError(
-            f"{target} is no run, profile, recipe or forecast; give a directory that systolic train made, an xplane.pb, a recipe with --on SLICE, or what systolic forecast --json or systolic plan wrote"
+            f"{target} is no run, profile, recipe or forecast; give a directory that systolic train made, an xplane.pb or trace.json.gz, a recipe with --on SLICE, or what systolic forecast --json or systolic plan wrote"
         )
     from systolic.recipes.models.named import names
 
@@ -296,12 +307,26 @@ def explain_profile(target: str, args: Sequence[str]) -> int:
     from systolic.session.profiles import explain_profile as explain
 
     options = parse(ExplainProfileOptions, args, shlex.join(["systolic", "explain", target]))
+    if options.against:
+        from systolic.session.beside import check
+
+        check(options.against)
     with ExplainView(target, as_json=options.json) as view:
         made = explain(
             Path(target),
             remedies=options.remedies,
             workers=bounded_workers(options.workers),
             trust=options.trust,
+            chip=options.chip,
             watch=view.see,
         )
-    return show_profile(target, made, as_json=options.json)
+    compared = None
+    if options.against:
+        from systolic.session.beside import explain_beside
+
+        compared = explain_beside(made, options.against)
+    if options.html is not None:
+        from systolic.report.explain.page import write_page
+
+        write_page(target, made.profile, made.table, made.causes, options.html, made.notes)
+    return show_profile(target, made, as_json=options.json, page=options.html, compared=compared)

@@ -4,6 +4,7 @@ import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
@@ -11,15 +12,19 @@ from systolic.aot import StepKind
 from systolic.chips.flags import spoken
 from systolic.cli.output import print_json
 from systolic.core.units import duration, gibibytes
+from systolic.explaining.beside import Beside
 from systolic.explaining.cause import Cause
 from systolic.planning.candidate import Candidate
 from systolic.planning.ladder import difference
 from systolic.planning.plan import reason_of
 from systolic.planning.remedies import Remedy
+from systolic.report.explain.beside import beside_json, print_beside
 from systolic.report.explain.text import (
     QUICK,
+    overlap_remarks,
     print_causes,
     profile_remark,
+    program_remarks,
     run_remarks,
     step_remarks,
     step_title,
@@ -111,7 +116,11 @@ class ExplainView:
                 print_causes(
                     self._title,
                     made.causes,
-                    remarks=[profile_remark(made.figures)],
+                    remarks=[
+                        profile_remark(made.figures),
+                        *overlap_remarks(made.figures),
+                        *program_remarks(made.table),
+                    ],
                     notes=made.notes,
                 )
         elif not self._json and made.forecast.fits:
@@ -364,7 +373,14 @@ def show_run(target: str, made: RunExplanation, *, as_json: bool) -> int:
     return 0
 
 
-def show_profile(target: str, made: ProfileExplanation, *, as_json: bool) -> int:
+def show_profile(
+    target: str,
+    made: ProfileExplanation,
+    *,
+    as_json: bool,
+    page: Path | None = None,
+    compared: Beside | None = None,
+) -> int:
     """Prints what changes a measured step; returns the exit code."""
     more: dict[str, Any] = {}
     stream = sys.stderr if as_json else sys.stdout
@@ -375,6 +391,13 @@ def show_profile(target: str, made: ProfileExplanation, *, as_json: bool) -> int
         told = show_remedies(made.of, made.simulated, "train", as_json=as_json)
         seconds = made.simulated.forecast.step_seconds
         more = {"slice": made.of.on.name, "forecast_step_seconds": seconds, **told}
+    if compared is not None:
+        more["against"] = beside_json(compared)
+        if not as_json:
+            print_beside(compared)
+    if page is not None:
+        print(f"wrote {page}", file=stream)
+        more["report"] = str(page)
     if as_json:
         print_json(
             {
@@ -382,6 +405,9 @@ def show_profile(target: str, made: ProfileExplanation, *, as_json: bool) -> int
                 "kind": ExplainedKind.profile.value,
                 "causes": [plain(cause) for cause in made.causes],
                 "figures": made.figures,
+                "devices": [row.to_json() for row in made.table.devices],
+                "programs": [row.to_json() for row in made.table.programs],
+                "ops": [row.to_json() for row in made.table.ops],
                 "notes": made.notes,
                 **more,
             }

@@ -3,6 +3,31 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from systolic.core.units import si
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reached:
+    """What measured ops did on the unit that most of their time is bound by."""
+
+    unit: str
+    """``host link``, ``device memory``, ``matrix units``."""
+    measure: str
+    """``B`` or ``FLOP``."""
+    amount: float
+    """Bytes or FLOPs in a step."""
+    per_second: float
+    """While they were under way."""
+    share: float | None
+    """Of the unit's peak (0 to 1); None where no peak is known."""
+
+    @property
+    def text(self) -> str:
+        """``32.2 GB at 27.1 GB/s, 42% of the peak: host link``."""
+        size = si(self.amount, self.measure)
+        text = f"{size} at {si(self.per_second, f'{self.measure}/s')}"
+        return f"{text}, {self.unit}" + ("" if self.share is None else f" at {self.share:.0%}")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cause:
@@ -20,3 +45,5 @@ class Cause:
     """Lines with numbers: ops, layers, source lines, steps."""
     advice: Sequence[str]
     """Settings to try, as typed on the command line."""
+    work: Reached | None = None
+    """Bytes and rate of a measured step's ops; None where they are not known."""

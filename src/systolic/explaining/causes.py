@@ -38,9 +38,10 @@ def causes_of_profile(profile: Profile, mesh: Mapping[str, int] | None = None) -
 
     Args:
         profile: A profile from :func:`systolic.profile.open_profile`.
-        mesh: Axis to size, outermost first, to name the axes of collectives; None where unknown.
+        mesh: Axis to size, outermost first, to name the axes of collectives; empty where unknown, None where no
+            recipe made the program.
     """
-    step = step_of_profile(profile, mesh or {})
+    step = step_of_profile(profile, mesh)
     return _sorted([*waiting.causes(profile), *_by_rules(step)])
 
 

@@ -3,41 +3,77 @@
 from collections import defaultdict
 from typing import Any
 
-from systolic.explaining.sources import step_of_profile
 from systolic.profile import Profile
-from systolic.profile.xplane import Backend
-from systolic.sim.timeline import Resource
+from systolic.profile.intervals import common, missing, total, union
+from systolic.profile.kinds import Activity
+from systolic.profile.trace import Backend
 
-_SHARES = {
-    Resource.mxu: "matmuls",
-    Resource.hbm: "other ops",
-    Resource.ici: "collectives",
-    Resource.dcn: "other slices",
-    Resource.host: "host transfers",
-    Resource.vpu: "ops of unknown kind",
-}
+MOVING = (Activity.collective, Activity.slices, Activity.host, Activity.memory)
+"""Kinds of op that can run beside the device's work."""
 
 
 def figures(profile: Profile) -> dict[str, Any]:
-    """``step_seconds`` of the median of ``steps``, and ``shares`` of it by the device's activity."""
-    by: dict[str, float] = defaultdict(float)
-    for op in profile.ops:
-        by[_SHARES[op.resource]] += op.seconds / profile.seconds
-    idle = max(1 - sum(by.values()), 0.0)
+    """``step_seconds`` of the median of ``steps``, and ``shares`` of it by kinds of op; of several devices the mean.
+
+    ``device`` is their kind, ``devices`` how many there are, ``hosts`` their names, ``slowest`` and ``fastest`` the
+    device with the longest and the shortest step with its seconds. ``beside`` is :func:`overlap`.
+    """
+    devices = profile.devices
+    by: dict[Activity, float] = defaultdict(float)
+    for one in devices:
+        for op in one.ops:
+            by[op.kind] += op.seconds / one.seconds / len(devices)
+    steps = sorted(((one.seconds, one.trace.device) for one in devices), reverse=True)
     return {
-        "device": profile.trace.kind or profile.trace.device,
+        "device": profile.trace.kind
+        or (profile.trace.device if len(devices) == 1 else profile.trace.backend.value),
+        "devices": len(devices),
+        "hosts": list(dict.fromkeys(one.trace.host for one in devices)),
         "steps": len(profile.steps),
-        "step_seconds": profile.seconds,
-        "shares": {name: by[name] for name in _SHARES.values() if name in by} | {"idle": idle},
+        "step_seconds": sum(one.seconds for one in devices) / len(devices),
+        "slowest": {"device": steps[0][1], "step_seconds": steps[0][0]},
+        "fastest": {"device": steps[-1][1], "step_seconds": steps[-1][0]},
+        "beside": overlap(profile),
+        "shares": {kind.value: by[kind] for kind in Activity if kind in by}
+        | {"idle": max(1 - sum(by.values()), 0.0)},
     }
+
+
+def overlap(profile: Profile) -> dict[str, dict[str, float]]:
+    """Seconds of a step in which collectives and copies are exposed, and hidden: under way while the device works.
+
+    By kind of op, of those that have some; of several devices the mean.
+    """
+    found: dict[str, dict[str, float]] = {}
+    devices = profile.devices
+    for kind in MOVING:
+        exposed = hidden = 0.0
+        for one in devices:
+            exposed += sum(op.seconds for op in one.ops if op.kind is kind)
+            waits = union((op.raw.start, op.raw.end) for op in one.ops if op.kind is kind)
+            flights = union(
+                (begun.start, done.end)
+                for begun, done in one.pairs
+                if one.describe(done).kind is kind
+            )
+            hidden += total(common(flights, missing(waits, one.step)))
+        if exposed or hidden:
+            found[kind.value] = {
+                "exposed_seconds": exposed / len(devices),
+                "hidden_seconds": hidden / len(devices),
+            }
+    return found
 
 
 def unjudged(profile: Profile) -> list[str]:
     """Questions that the profile has too little data for, a sentence each."""
     trace = profile.trace
     found = list(trace.notes)
-    if step_of_profile(profile, {}).peak("bf16") is None:
-        found.append(f"matmuls against the peak: the profile has no peak of {trace.device}")
+    if profile.trace.peak("bf16") is None:
+        found.append(
+            f"matmuls against the peak: the profile has no peak of {trace.device}"
+            + ("; name its chip: --chip tpu7x" if trace.backend is Backend.tpu else "")
+        )
     if not trace.loop:
         found.append("what the host does while the device idles: no thread of it runs a program")
     if not trace.modules and trace.backend is not Backend.tpu:

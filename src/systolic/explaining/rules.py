@@ -9,6 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
+from systolic.explaining import moving
 from systolic.explaining.axes import axes_of
 from systolic.explaining.cause import Cause
 from systolic.explaining.phases import differentiates, is_outside_gradient
@@ -75,8 +76,9 @@ def collectives(step: Step) -> Iterable[Cause]:
             f"waiting for chips {where if axes else '(the mesh is not known)'}",
             ops,
             [AXIS_ADVICE[axis] for axis in axes if axis in AXIS_ADVICE]
+            or moving.of_links(ops)
             or ["fewer chips along the axis that talks most, or a larger batch per device"],
-            note=lambda op: f"{op.opcode} {op.name}{_times(op)}",
+            note=lambda op: moving.rated(op, f"{op.opcode} {op.name}{_times(op)}"),
         )
 
 
@@ -95,7 +97,10 @@ def slices(step: Step) -> Iterable[Cause]:
             "dcn",
             "waiting for other slices over the data-centre network",
             ops,
-            [advise("{} data, so that only gradients cross", "layout.slices"), "one larger slice"],
+            [
+                advise("{} data, so that only gradients cross", "layout.slices"),
+                "one larger slice",
+            ],
         )
 
 
@@ -119,8 +124,24 @@ def transfers(step: Step) -> Iterable[Cause]:
                     "offload fewer activations ({}), or {} full",
                     "layout.remat_names",
                     "layout.remat",
-                )
+                ),
+                *moving.of_host(step, ops),
             ],
+            note=lambda op: moving.rated(op, f"{op.name}{_times(op)}", moving.way(op)),
+        )
+
+
+def memories(step: Step) -> Iterable[Cause]:
+    """Waiting for copies between the memories of a device, which the compiler started ahead of their use."""
+    ops = [op for op in step.ops if op.kind is OpKind.memory and op.seconds]
+    if ops:
+        yield cause_of_ops(
+            step,
+            "memory-copies",
+            "waiting for copies between memories of the device (prefetches)",
+            ops,
+            [],
+            note=lambda op: moving.rated(op, f"{op.name}{_times(op)}"),
         )
 
 
@@ -136,7 +157,13 @@ def rematerialisation(step: Step) -> Iterable[Cause]:
             "rematerialisation",
             "computing activations again for the backward pass",
             ops,
-            [advise("{} minimal, save-names or none where it fits", "layout.remat")],
+            [
+                advise(
+                    "{} minimal, save-names or none where it fits",
+                    "layout.remat",
+                    plain="a policy of jax.checkpoint that saves more, where it fits",
+                )
+            ],
         )
 
 
@@ -189,6 +216,7 @@ def unfilled(step: Step) -> Iterable[Cause]:
                 "more tokens a pass ({} down), fewer ways of {}",
                 "layout.accumulate",
                 "layout.tensor",
+                plain="more tokens in a call, or fewer devices that share a matmul",
             ),
             "model dims that are multiples of the matrix unit's width",
         ],
@@ -218,7 +246,13 @@ def attention(step: Step) -> Iterable[Cause]:
             ops,
             [
                 *(
-                    [advise(f"{{}} {' or '.join(map(str, blocks))}", "layout.attention_block")]
+                    [
+                        advise(
+                            f"{{}} {' or '.join(map(str, blocks))}",
+                            "layout.attention_block",
+                            plain="other block sizes of the kernel",
+                        )
+                    ]
                     if blocks
                     else []
                 ),
@@ -268,7 +302,7 @@ def kernels(step: Step) -> Iterable[Cause]:
                 "other block sizes of the kernel, or XLA's own op in its place",
                 "a cost_estimate on its pallas_call, by which the compiler schedules around it",
             ],
-            note=lambda op: f"{op.name}{_times(op)}",
+            note=lambda op: moving.rated(op, f"{op.name}{_times(op)}", moving.ARRAYS),
             seconds=lambda op: op.seconds * (1 - min(step.fill(op) or 0.0, 1.0)),
         )
 
@@ -279,7 +313,7 @@ def copies(step: Step) -> Iterable[Cause]:
 
     def note(op: StepOp) -> str:
         shape = f" {str(op.place.instruction.shape)[:48]}" if op.place is not None else ""
-        return f"{op.name}{_times(op)}{shape}"
+        return moving.rated(op, f"{op.name}{_times(op)}{shape}")
 
     if ops:
         yield cause_of_ops(
@@ -287,7 +321,9 @@ def copies(step: Step) -> Iterable[Cause]:
             "layout-copies",
             "copies and transposes between layouts of the same array",
             ops,
-            ["other mesh axes: the compiler chooses layouts by them"]
+            [moving.LAYOUT]
+            if step.foreign
+            else ["other mesh axes: the compiler chooses layouts by them"]
             if not step.mesh or math.prod(step.mesh.values()) > 1
             else ["another batch or sequence: the compiler chooses layouts by their sizes"],
             note=note,
@@ -306,8 +342,8 @@ def memory_bound(step: Step) -> Iterable[Cause]:
     ]
 
     def note(op: StepOp) -> str:
-        if not op.bytes:
-            return op.name
+        if op.rate is not None or not op.bytes:
+            return moving.rated(op, f"{op.name}{_times(op)}")
         rate = op.bytes / max(op.seconds, 1e-12) / 1e9
         return f"{op.bytes / op.times / 1e6:.3g} MB{_times(op)} at {rate:.3g} GB/s, {op.name}"
 
@@ -316,12 +352,14 @@ def memory_bound(step: Step) -> Iterable[Cause]:
         yield cause_of_ops(
             step,
             "memory-bound",
-            f"ops {what}: norms, activations, narrow matmuls, the loss",
+            f"ops {what}"
+            + ("" if step.foreign else ": norms, activations, narrow matmuls, the loss"),
             ops,
             [
                 advise(
                     "another {}: what is kept for the backward pass is written and read again",
                     "layout.remat",
+                    plain=moving.of_memory(ops),
                 ),
                 advise(
                     "larger matmuls a pass ({} down), so that they weigh less", "layout.accumulate"
@@ -342,8 +380,14 @@ def update(step: Step) -> Iterable[Cause]:
             ops,
             [
                 "a larger batch",
-                advise("{} lion or adafactor: fewer moments", "optimizer.kind"),
-                advise("more {}", "layout.fsdp"),
+                advise(
+                    "{} lion or adafactor: fewer moments",
+                    "optimizer.kind",
+                    plain="an optimizer with fewer moments: lion or adafactor",
+                ),
+                advise(
+                    "more {}", "layout.fsdp", plain="moments that are sharded over more devices"
+                ),
             ],
         )
 
@@ -364,7 +408,7 @@ def wide(step: Step) -> Iterable[Cause]:
             "f32-matmuls",
             "matmuls with f32 operands: several passes of the matrix units each",
             ops,
-            [advise("{} bf16", "precision")],
+            [advise("{} bf16", "precision", plain="bf16 operands")],
         )
 
 
@@ -416,6 +460,7 @@ RULES: Sequence[Callable[[Step], Iterable[Cause]]] = (
     collectives,
     slices,
     transfers,
+    memories,
     rematerialisation,
     windowed_einsums,
     unfilled,

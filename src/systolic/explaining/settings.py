@@ -26,11 +26,13 @@ class Advice:
     text: str
     options: tuple[str, ...]
     """``layout.fsdp``, ``precision``."""
+    plain: str = ""
+    """The same for a program that no recipe made; empty where there is nothing to say then."""
 
 
-def advise(text: str, *options: str) -> Advice:
+def advise(text: str, *options: str, plain: str = "") -> Advice:
     """Advice with these options: ``advise("a smaller {} with more {}", "layout.tensor", "layout.fsdp")``."""
-    return Advice(text, options)
+    return Advice(text, options, plain)
 
 
 def settings_of(run: RunRecord) -> "Settings":
@@ -135,10 +137,12 @@ class Settings:
         return self.change("batch", value=value)
 
 
-def render(advice: Advice | str, settings: Settings | None) -> str:
-    """As :meth:`Settings.render`; without settings as if the recipe had every option."""
+def render(advice: Advice | str, settings: Settings | None, foreign: bool = False) -> str:
+    """As :meth:`Settings.render`; without settings as if the recipe had every option, of a foreign program without options."""
     if isinstance(advice, str):
         return advice
+    if foreign:
+        return advice.plain
     if settings is not None:
         return settings.render(advice)
     return advice.text.format(*map(_typed, advice.options))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from systolic.chips.catalogue import by_device_kind
 from systolic.explaining.settings import Settings
-from systolic.explaining.step import LINKS, OpKind, Place, Step, StepOp
+from systolic.explaining.step import OpKind, Place, Step, StepOp
 from systolic.forecasting import Forecast
 from systolic.forecasting.windowed import names
 from systolic.hlo import Computation, Instruction, Module
@@ -15,8 +15,9 @@ from systolic.hlo.origin import named
 from systolic.job import Axis, Model
 from systolic.profile import Profile
 from systolic.profile import ProfiledOp as Measured
-from systolic.profile.profile import CONTAINERS, COPIES
-from systolic.profile.xplane import Backend
+from systolic.profile.ceilings import Rate
+from systolic.profile.kinds import COPIES, Activity
+from systolic.profile.trace import Backend
 from systolic.sim.rates import matrix_width, rates_of
 from systolic.sim.timeline import PricedBy, Resource, Span
 from systolic.sim.work import work_of
@@ -108,53 +109,79 @@ def _simulated_kind(span: Span, instruction: Instruction) -> OpKind:
 # Measured
 
 
-def step_of_profile(profile: Profile, mesh: Mapping[str, int]) -> Step:
-    """The median step of a profile.
+_KINDS = {
+    Activity.callback: OpKind.callback,
+    Activity.kernel: OpKind.kernel,
+    Activity.loop: OpKind.loop,
+    Activity.formatting: OpKind.copy,
+    Activity.memory: OpKind.memory,
+    Activity.matmul: OpKind.matmul,
+}
+
+
+def step_of_profile(profile: Profile, mesh: Mapping[str, int] | None) -> Step:
+    """The median step of a profile: of several devices the mean of theirs.
 
     Args:
         profile: The profile.
-        mesh: Axis to size, outermost first; empty where it is not known.
+        mesh: Axis to size, outermost first; empty where it is not known, None where no recipe made the program.
     """
     trace = profile.trace
     chip = by_device_kind(trace.kind) if trace.kind else None
     windowed: Mapping[int, Set[str]] = {id(m): names(m) for m in trace.modules.values()}
+    devices = profile.devices
+    known = mesh or {}
     return Step(
-        seconds=profile.seconds,
-        ops=_together([_measured(op, windowed) for op in profile.ops]),
-        mesh={axis: mesh[axis] for axis in MESH if axis in mesh},
-        microbatches=int(mesh.get("microbatches", 0)),
+        seconds=sum(one.seconds for one in devices) / len(devices),
+        ops=_together(
+            [_measured(op, windowed, one) for one in devices for op in one.ops], len(devices)
+        ),
+        mesh={axis: known[axis] for axis in MESH if axis in known},
+        microbatches=int(known.get("microbatches", 0)),
         peak=trace.peak,
         mxu_width=matrix_width(chip),
-        memory_peak=trace.peak_bytes,
+        memory_peak=profile.ceilings.memory,
         f32_passes=trace.backend is not Backend.cpu,
+        foreign=mesh is None,
     )
 
 
-def _together(ops: Sequence[StepOp]) -> list[StepOp]:
-    """Ops with their runs summed."""
-    by: dict[tuple[str, int], list[StepOp]] = defaultdict(list)
+def _together(ops: Sequence[StepOp], devices: int) -> list[StepOp]:
+    """Ops with their runs summed, of one device in the mean."""
+    by: dict[tuple[str, str, int], list[StepOp]] = defaultdict(list)
     for op in ops:
-        by[op.name, id(op.place.module) if op.place else 0].append(op)
+        by[op.name, op.opcode, id(op.place.module) if op.place else 0].append(op)
     return [
         replace(
             of[0],
-            seconds=sum(op.seconds for op in of),
-            times=len(of),
-            flops=sum(op.flops for op in of),
-            bytes=sum(op.bytes for op in of),
+            seconds=sum(op.seconds for op in of) / devices,
+            times=len(of) / devices,
+            flops=sum(op.flops for op in of) / devices,
+            bytes=sum(op.bytes for op in of) / devices,
+            rate=_summed([op.rate for op in of if op.rate is not None], devices),
+            flight=sum(op.flight for op in of) / devices,
         )
         for of in by.values()
     ]
 
 
-def _measured(op: Measured, windowed: Mapping[int, Set[str]]) -> StepOp:
+def _summed(rates: Sequence[Rate], devices: int) -> Rate | None:
+    if not rates:
+        return None
+    return replace(rates[0], work=sum(one.work for one in rates) / devices)
+
+
+def _measured(op: Measured, windowed: Mapping[int, Set[str]], profile: Profile) -> StepOp:
     place = None
     if op.module is not None and op.computation is not None and op.instruction is not None:
         place = Place(module=op.module, computation=op.computation, instruction=op.instruction)
-    kind = _measured_kind(op)
+    kind = _KINDS.get(op.kind, OpKind.other)
+    if kind is OpKind.other and op.resource is Resource.mxu:
+        kind = OpKind.matmul
     dtype = op.dtype
     if kind is OpKind.matmul and not dtype:
         dtype = _operand_dtype(op.raw.text)
+    rate = profile.rate(op)
     return StepOp(
         name=op.raw.name,
         opcode=op.opcode,
@@ -169,26 +196,10 @@ def _measured(op: Measured, windowed: Mapping[int, Set[str]]) -> StepOp:
         source=op.source,
         windowed=place is not None and op.op_name in windowed.get(id(place.module), ()),
         place=place,
+        rate=rate,
+        flight=op.flight if rate is not None else 0.0,
+        to_host=op.traffic.to_host,
     )
-
-
-def _measured_kind(op: Measured) -> OpKind:
-    target = op.instruction.target if op.instruction is not None else ""
-    if _CALLBACK.search(f"{target} {op.raw.name}"):
-        return OpKind.callback
-    if op.opcode == "custom-call":
-        return OpKind.kernel
-    if op.opcode in CONTAINERS:
-        return OpKind.loop
-    if op.resource not in LINKS and _only_copies(op):
-        return OpKind.copy
-    return OpKind.matmul if op.dtype or op.resource is Resource.mxu else OpKind.other
-
-
-def _only_copies(op: Measured) -> bool:
-    if op.opcode in COPIES or op.raw.category == "data formatting":
-        return True
-    return op.opcode in ("fusion", "") and bool(_COPY.match(op.raw.name)) and not op.flops
 
 
 def _operand_dtype(text: str) -> str:

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from systolic.core.units import duration
-from systolic.explaining.cause import Cause
+from systolic.explaining.cause import Cause, Reached
 from systolic.explaining.settings import Advice, Settings, render
 from systolic.hlo import Computation, Instruction, Module
+from systolic.profile.ceilings import Rate
 from systolic.sim.timeline import Resource
 
 SHOWN = 4
@@ -26,6 +27,8 @@ class OpKind(enum.Enum):
     """Custom kernel (Pallas), opaque to the compiler."""
     copy = "copy"
     """Only changes an array's layout."""
+    memory = "memory"
+    """Waits for a copy between memories of the device."""
     callback = "callback"
     """Calls Python on the host."""
     loop = "loop"
@@ -67,6 +70,17 @@ class StepOp:
     windowed: bool = False
     """Whether it belongs to a windowed einsum."""
     place: Place | None = None
+    rate: Rate | None = None
+    """Measured work of all runs on the unit that bounds it; None in a forecast, or where the profile tells no work."""
+    flight: float = 0.0
+    """Seconds in which that work was done; longer than ``seconds`` where a part of it was hidden."""
+    to_host: bool = False
+    """Whether a copy writes the host's memory."""
+
+    @property
+    def reached(self) -> float | None:
+        """Share of the peak of the unit that bounds it; None where it is not known."""
+        return None if self.rate is None else self.rate.share(self.flight)
 
     @property
     def waits(self) -> bool:
@@ -89,6 +103,7 @@ class Step:
         f32_passes: Whether f32 matmuls take several passes of the matrix units.
         settings: Options of the recipe; None where it is not known.
         slots_per_token: Expert slots for each one that a token fills.
+        foreign: Whether no recipe made the program: advice then names no options.
     """
 
     seconds: float
@@ -101,6 +116,8 @@ class Step:
     f32_passes: bool
     slots_per_token: float = 1.0
     settings: Settings | None = None
+    foreign: bool = False
+    """Whether no recipe made the program, so that advice names none of its options."""
 
     def fill(self, op: StepOp) -> float | None:
         """Share of the peak that a matmul or a kernel reaches; None where it is unknown."""
@@ -144,15 +161,40 @@ def cause_of_ops(
         text += f" ({'/'.join(source.split('/')[-2:])})" if source else ""
         if len(of) > 1 and more:
             more = f"{len(of)} ops, the largest {duration(seconds(largest))}: {more}"
+        more = more.removesuffix(f", {where}")
         lines.append(f"{text}: {more}" if more and more != where else text)
-    lost = sum(seconds(op) for of in by.values() for op in of)
+    every = [op for of in by.values() for op in of]
+    lost = sum(map(seconds, every))
+    reached = _reached(every)
     return Cause(
         name=name,
         title=title,
         share=lost / step.seconds if step.seconds else 0.0,
         seconds=lost,
         evidence=lines,
-        advice=[render(one, step.settings) for one in advice],
+        advice=[text for one in advice if (text := render(one, step.settings, step.foreign))],
+        work=reached,
+    )
+
+
+def _reached(ops: Sequence[StepOp]) -> Reached | None:
+    """Bytes that ops moved over the unit that most of their time is bound by, and at which rate."""
+    by: dict[tuple[str, str], list[StepOp]] = defaultdict(list)
+    for op in ops:
+        if op.rate is not None and op.flight > 0:
+            by[op.rate.unit, op.rate.measure].append(op)
+    if not by:
+        return None
+    (unit, measure), most = max(by.items(), key=lambda item: sum(op.flight for op in item[1]))
+    done = sum(op.rate.work for op in most if op.rate is not None)
+    seconds = sum(op.flight for op in most)
+    peak = most[0].rate.peak if most[0].rate is not None else None
+    return Reached(
+        unit=unit,
+        measure=measure,
+        amount=done,
+        per_second=done / seconds,
+        share=done / seconds / peak if peak else None,
     )
 
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from systolic.core.units import duration
+from systolic.core.units import duration, plural
 from systolic.explaining.cause import Cause
 from systolic.explaining.step import LEAST, SHOWN
 from systolic.profile import Profile
 from systolic.profile.intervals import Interval, common, missing, total, union
-from systolic.profile.xplane import HostEvent
+from systolic.profile.trace import HostEvent
 
 SHORT = 2e-6
 """Shortest gap between ops that is counted."""
@@ -67,7 +67,8 @@ class HostAndDevice:
         return {
             "compile": compiling,
             "input": waiting,
-            "ops": common(rest, inside),
+            "copies": common(common(rest, inside), self.profile.copying),
+            "ops": common(common(rest, inside), missing(self.profile.copying, self.profile.span)),
             "host": common(rest, missing(inside, self.profile.span)),
         }
 
@@ -81,7 +82,7 @@ class HostAndDevice:
 def causes(profile: Profile) -> Iterable[Cause]:
     """Waiting for input, the host and the compiler, and gaps between ops, in the whole trace."""
     view = HostAndDevice(profile=profile)
-    for rule in (input_wait, host, recompilation, between):
+    for rule in (input_wait, host, recompilation, copies, between):
         yield from rule(view)
 
 
@@ -173,6 +174,25 @@ def recompilation(view: HostAndDevice) -> Iterable[Cause]:
     )
 
 
+def copies(view: HostAndDevice) -> Iterable[Cause]:
+    """Gaps between the ops of one run while copies to or from the host are under way."""
+    gaps = view.idle["copies"]
+    share = total(gaps) / view.traced
+    if share < LEAST:
+        return
+    longest = max(end - start for start, end in gaps)
+    yield Cause(
+        name="gaps-during-host-transfers",
+        title="the device idles while copies to or from the host are under way",
+        share=share,
+        seconds=share * view.seconds,
+        evidence=[
+            f"{plural(len(gaps), 'gap')} in {plural(len(view.profile.runs), 'run')}, the longest {duration(longest)}, with no op on the device's line"
+        ],
+        advice=[],
+    )
+
+
 def between(view: HostAndDevice) -> Iterable[Cause]:
     """Gaps between the ops of one run."""
     gaps = view.idle["ops"]
@@ -180,7 +200,7 @@ def between(view: HostAndDevice) -> Iterable[Cause]:
     if share < LEAST:
         return
     evidence = [
-        f"{len(gaps)} gaps in {len(view.profile.runs)} runs, {len(view.profile.ops)} ops in a step"
+        f"{plural(len(gaps), 'gap')} in {plural(len(view.profile.runs), 'run')}, {plural(len(view.profile.ops), 'op')} in a step"
     ]
     yield Cause(
         name="gaps-between-ops",

@@ -15,57 +15,43 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from systolic.core.errors import DataError
+from systolic.chips import by_device_kind
+from systolic.chips import chip as by_name
+from systolic.core.errors import DataError, OptionError
 from systolic.core.origin import Origin
-from systolic.hlo import Computation, Instruction, Module
-from systolic.hlo.collectives import COLLECTIVES
-from systolic.hlo.origin import named
+from systolic.profile.ceilings import Ceilings, Rate
 from systolic.profile.intervals import Interval, exclusive, missing, union
-from systolic.profile.xplane import Backend, DeviceOp, DeviceTrace, Mark, load
-from systolic.sim.layers import layer_of
-from systolic.sim.timeline import PricedBy, Resource, Span, Timeline
-from systolic.sim.work import work_of
+from systolic.profile.kinds import Activity
+from systolic.profile.ops import LINKS, Describer, ProfiledOp
+from systolic.profile.trace import DeviceOp, DeviceTrace, Mark
+from systolic.profile.xplane import load_all
+from systolic.sim.timeline import PricedBy, Span, Timeline
 
-CONTAINERS = ("while", "conditional", "call")
-COPIES = ("copy", "transpose", "reshape")
-KERNELS = ("nccl", "rccl")
-"""Beginnings of the names of kernels that move data between GPUs."""
-TRANSFERS = ("memcpyh2d", "memcpyd2h", "host-transfer", "infeed", "outfeed")
+__all__ = ["Profile", "ProfiledOp", "open_profile", "read_profile", "timeline"]
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProfiledOp:
-    """One run of an op in the step, with its place in the module where the profile has that."""
-
-    raw: DeviceOp
-    seconds: float
-    """Its share of the step."""
-    opcode: str
-    op_name: str
-    source: str
-    flops: float
-    bytes: float
-    dtype: str
-    """HLO dtype of a matmul's operands; empty where it is not known."""
-    resource: Resource
-    module: Module | None = None
-    computation: Computation | None = None
-    instruction: Instruction | None = None
-
-    @property
-    def layer(self) -> str:
-        """Path of names in the model."""
-        return layer_of(self.op_name)
+ROUNDING = 2e-9
+"""Seconds: runs of programs are known to a nanosecond, ops to a picosecond."""
+WAITED = 1e-6
+"""Seconds of waiting from which the end of an asynchronous op is known: it ended then, not before."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Steps and ops of one device. Times in seconds of the trace's clock."""
+    """Steps and ops of one device, with the other devices beside it. Times in seconds of the trace's clock."""
 
     trace: DeviceTrace
     steps: Sequence[Interval]
     runs: Sequence[Mark]
     """Runs of the step's program."""
+    programs: Sequence[Mark] = ()
+    """Runs of all programs, in order."""
+    others: Sequence["Profile"] = ()
+    """Profiles of the other devices."""
+
+    @property
+    def devices(self) -> Sequence["Profile"]:
+        """All devices, this one first."""
+        return (self, *self.others)
 
     @cached_property
     def step(self) -> Interval:
@@ -83,11 +69,25 @@ class Profile:
     def ops(self) -> list[ProfiledOp]:
         """Ops of the median step, each with its share of it."""
         low, high = self.step
-        inside = [op for op in self.trace.ops if op.end > low and op.start < high]
-        described = [self._described(op) for op in inside]
+        inside = self.within(self.trace.ops, self.step)
+        described = [self.describe(op) for op in inside]
         ranks = [_rank(op) for op in described]
         shares = exclusive([(max(o.start, low), min(o.end, high)) for o in inside], ranks)
-        return [replace(op, seconds=seconds) for op, seconds in zip(described, shares, strict=True)]
+        return [
+            replace(op, raw=raw, seconds=seconds, flight=self.flight(raw))
+            for op, raw, seconds in zip(described, inside, shares, strict=True)
+        ]
+
+    @staticmethod
+    def within(ops: Iterable[DeviceOp], step: Interval) -> list[DeviceOp]:
+        """Ops that run in an interval, without those that reach into it by rounding alone."""
+        low, high = step
+        return [
+            op
+            for op in ops
+            if min(op.end, high) - max(op.start, low) > ROUNDING
+            or (op.start >= low and op.end <= high)
+        ]
 
     @cached_property
     def span(self) -> Interval:
@@ -100,51 +100,89 @@ class Profile:
         """Intervals in which the device did nothing."""
         return missing(union((op.start, op.end) for op in self.trace.ops), self.span)
 
-    def _described(self, op: DeviceOp) -> ProfiledOp:
-        module = self.trace.modules.get(op.program) if op.program is not None else None
-        places = self._index.get(op.program, {}) if op.program is not None else {}
-        computation, instruction = places.get(op.name, (None, None))
-        if module is None or computation is None or instruction is None:
-            return _plain(op, self.trace)
-        source = named(module, computation, instruction)
-        line = module.source(source)
-        work = work_of(module, computation, instruction)
-        flops, moved = op.flops or work.flops, op.bytes or work.bytes
-        opcode = op.opcode or instruction.opcode
-        return ProfiledOp(
-            raw=op,
-            seconds=0.0,
-            opcode=opcode,
-            op_name=op.op_name or source.op_name,
-            source=op.source or (str(line) if line else ""),
-            flops=flops,
-            bytes=moved,
-            dtype=work.dtype if work.flops else "",
-            resource=_resource(op, opcode, (flops, moved), self.trace, work.dtype),
-            module=module,
-            computation=computation,
-            instruction=instruction,
+    @cached_property
+    def describe(self) -> Describer:
+        """Describes ops of this device."""
+        return Describer(self.trace)
+
+    @cached_property
+    def ceilings(self) -> Ceilings:
+        """Rates of the device's units."""
+        return Ceilings(self.trace)
+
+    @cached_property
+    def flights(self) -> Mapping[int, float]:
+        """Seconds of each asynchronous op that was waited for, by the ``id`` of the op that waits.
+
+        From its start, or from the end of the one before it on the same link: copies to the host follow each
+        other, and so do those from it.
+        """
+        return _flights(self.pairs, self.describe)
+
+    @cached_property
+    def copying(self) -> Sequence[Interval]:
+        """Intervals in which copies to or from the host are under way, from their start to the op that waits for them."""
+        return union(
+            (begun.start, done.end)
+            for begun, done in self.pairs
+            if self.describe(done).kind is Activity.host
         )
 
     @cached_property
-    def _index(self) -> Mapping[int, Mapping[str, tuple[Computation, Instruction]]]:
-        return {
-            program: {i.name: (c, i) for c in module.computations.values() for i in c}
-            for program, module in self.trace.modules.items()
-        }
+    def pairs(self) -> Sequence[tuple[DeviceOp, DeviceOp]]:
+        """Asynchronous ops: the one that starts, and the one that waits for it."""
+        return _pairs(self.trace.ops, self.describe)
+
+    def rate(self, op: ProfiledOp) -> Rate | None:
+        """Work of one run on the unit that bounds it; None where it is not known, or when it was done is not."""
+        if op.opcode.endswith("-start") or op.kind is Activity.loop:
+            return None
+        if op.opcode.endswith("-done") and id(op.raw) not in self.flights:
+            return None
+        return self.ceilings.rate(op.kind, op.flops, op.dtype, op.traffic, op.flight)
+
+    def flight(self, op: DeviceOp) -> float:
+        """Seconds that an op was under way."""
+        return self.flights.get(id(op), op.end - op.start)
 
 
-def open_profile(path: Path) -> Profile:
+def open_profile(path: Path, chip: str = "") -> Profile:
     """A profile with its steps found.
+
+    Args:
+        path: A file of a profile, or a directory that holds some: the newest counts.
+        chip: The devices' chip by its name in the catalogue, for a file that does not name it.
 
     Raises:
         NotFoundError: there is no profile.
         DataError: it is damaged, or holds no step.
+        OptionError: ``chip`` is another than the one that the profile names.
     """
-    trace = load(path)
+    traces = [_on(chip, trace) for trace in load_all(path)]
+    found = [one for trace in traces if (one := _profile(trace)) is not None]
+    if not found:
+        raise DataError(f"no program runs in {traces[0].path}; trace a few whole steps")
+    return replace(found[0], others=found[1:])
+
+
+def _on(chip: str, trace: DeviceTrace) -> DeviceTrace:
+    """The trace of a device of that chip."""
+    if not chip:
+        return trace
+    named = by_name(chip)
+    held = by_device_kind(trace.kind) if trace.kind else None
+    if held is not None and held.name != named.name:
+        raise OptionError(
+            f"--chip is {named.name}, and the profile is of {trace.kind} ({held.name}); leave it out"
+        )
+    return replace(trace, kind=trace.kind or named.device_kind or "")
+
+
+def _profile(trace: DeviceTrace) -> Profile | None:
+    """The profile of one device; None where no program runs on it."""
     runs = _runs(trace)
     if not runs:
-        raise DataError(f"no program runs in {trace.path}; trace a few whole steps")
+        return None
     totals: dict[str, float] = defaultdict(float)
     for run in runs:
         totals[run.name] += run.end - run.start
@@ -153,7 +191,7 @@ def open_profile(path: Path) -> Profile:
     marks = trace.marks or own
     ends = sorted(mark.end for mark in marks)
     starts = [marks[0].start, *ends[:-1]]
-    return Profile(trace=trace, steps=list(zip(starts, ends, strict=True)), runs=own)
+    return Profile(trace=trace, steps=list(zip(starts, ends, strict=True)), runs=own, programs=runs)
 
 
 def read_profile(path: Path) -> Timeline:
@@ -174,13 +212,13 @@ def timeline(profile: Profile) -> Timeline:
     low, high = profile.step
     lines: dict[str, str] = {}
     spans = []
-    beside = [op for op in profile.trace.beside if op.end > low and op.start < high]
-    described = [profile._described(op) for op in beside]
+    beside = profile.within(profile.trace.beside, profile.step)
+    described = [replace(profile.describe(op), raw=op) for op in beside]
     for op in (*profile.ops, *described):
         name = op.raw.line
         lane = lines.setdefault(name, f"core-{len(lines) + 1}" if lines else "core")
         if name == "async":
-            lane = op.resource.value if op.resource in _LINKS else "dma"
+            lane = op.resource.value if op.resource in LINKS else "dma"
         start = max(op.raw.start, low)
         spans.append(
             Span(
@@ -254,58 +292,41 @@ def _cut(trace: DeviceTrace) -> list[Mark]:
 # Ops
 
 
-_LINKS = (Resource.ici, Resource.dcn, Resource.host)
+def _pairs(ops: Sequence[DeviceOp], describe: Describer) -> Sequence[tuple[DeviceOp, DeviceOp]]:
+    """As :attr:`Profile.pairs`."""
+    started: dict[str, DeviceOp] = {}
+    found = []
+    for op in ops:
+        if op.opcode.endswith("-start"):
+            started[op.name] = op
+        if op.opcode.endswith("-done"):
+            line = describe(op).line
+            begun = started.pop(line.inputs[0], None) if line is not None and line.inputs else None
+            if begun is not None:
+                found.append((begun, op))
+    return found
 
 
-def _plain(op: DeviceOp, trace: DeviceTrace) -> ProfiledOp:
-    """An op of which only the profile's own stats are known."""
-    work = (op.flops, op.bytes)
-    return ProfiledOp(
-        raw=op,
-        seconds=0.0,
-        opcode=op.opcode,
-        op_name=op.op_name,
-        source=op.source,
-        flops=op.flops,
-        bytes=op.bytes,
-        dtype="",
-        resource=_resource(op, op.opcode, work, trace),
-    )
-
-
-def _resource(
-    op: DeviceOp, opcode: str, work: tuple[float, float], trace: DeviceTrace, dtype: str = "bf16"
-) -> Resource:
-    """Resource that bounds an op: by its kind, then by its work over the device's peaks."""
-    kind = f"{opcode} {op.category}".lower()
-    if any(one in kind for one in COLLECTIVES) or op.name.lower().startswith(KERNELS):
-        return Resource.ici
-    if opcode.startswith(("send", "recv")) and "host" not in kind:
-        return Resource.dcn
-    if any(one in f"{kind} {op.name}".lower() for one in TRANSFERS):
-        return Resource.host
-    if opcode.startswith(COPIES):
-        return Resource.hbm
-    flops, moved = work
-    if not flops and not moved:
-        return Resource.vpu
-    if trace.backend is Backend.tpu and flops and not _multiplies(op, opcode):
-        flops = 0.0  # the profile counts a vector unit's additions too
-    peak = trace.peak(dtype)
-    if peak and trace.peak_bytes and flops:
-        full = flops / peak >= moved / trace.peak_bytes
-        return Resource.mxu if full else Resource.hbm
-    return Resource.mxu if flops else Resource.hbm
-
-
-def _multiplies(op: DeviceOp, opcode: str) -> bool:
-    """Whether a TPU's op is one of its matrix units, by the kind that the profile gives it."""
-    kind = f"{opcode} {op.category}"
-    return any(word in kind for word in ("convolution", "dot", "custom-call"))
+def _flights(
+    pairs: Sequence[tuple[DeviceOp, DeviceOp]], describe: Describer
+) -> Mapping[int, float]:
+    """As :attr:`Profile.flights`."""
+    ended: dict[bool, float] = {}
+    found: dict[int, float] = {}
+    for begun, done in pairs:
+        if done.end - done.start < WAITED:
+            continue
+        described, start = describe(done), begun.start
+        if described.kind is Activity.host:
+            way = described.traffic.to_host
+            start = max(start, ended.get(way, start))
+            ended[way] = done.end
+        found[id(done)] = done.end - start
+    return found
 
 
 def _rank(op: ProfiledOp) -> int:
     """Ops of a higher rank count only while none of a lower one runs."""
-    if op.opcode in CONTAINERS or op.raw.category in CONTAINERS:
+    if op.kind is Activity.loop:
         return 2
-    return 1 if op.resource in _LINKS else 0
+    return 1 if op.resource in LINKS else 0

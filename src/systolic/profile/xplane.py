@@ -1,151 +1,34 @@
-"""Content of an XLA profile as plain values: a device's ops and runs, the host's threads, the modules.
+"""A profile's devices as plain values: ops and runs of each, the host's threads, the modules.
 
-One ``xplane.pb`` holds the planes of one host. ``jax.profiler.ProfileData`` reads lines and events,
-:mod:`systolic.profile.xspace` the metadata of events.
+One file holds the planes of one host. ``jax.profiler.ProfileData`` reads lines and events of an ``xplane.pb``,
+:mod:`systolic.profile.xspace` the metadata of events, :mod:`systolic.profile.chrome` a ``trace.json``.
 
 - TPU: ``/device:TPU:n`` with the lines Steps, XLA Modules, XLA Ops and Async XLA Ops. An op's event is
   named by its whole HLO text, with stats hlo_category, flops, bytes_accessed, tf_op and source.
+  ``/device:TPU:n SparseCore m`` has the line Sparse Core Ops.
 - GPU: ``/device:GPU:n`` with a line for each stream; kernels carry hlo_op and hlo_module.
 - CPU: thunks in lines of ``/host:CPU``, with hlo_op, program_id, run_id and device_ordinal.
 """
 
-import enum
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from systolic.chips import by_device_kind
-from systolic.core.errors import DataError, NotFoundError
+from systolic.core.errors import DataError
 from systolic.hlo import Module, parse
 from systolic.profile import xspace
-from systolic.sim.rates import number_format, peaks_of
+from systolic.profile.chrome import read_chrome
+from systolic.profile.files import CHROME, WANTED, beginning, find, host_of, other
+from systolic.profile.planes import ASYNC, DEVICE, OPS, RUNS, SPARSE, STEPS, Plane, of_jax
+from systolic.profile.trace import Backend, DeviceOp, DeviceTrace, Event, HostEvent, Mark
 
-SUFFIX = ".xplane.pb"
 HOST = "/host:CPU"
-NANOSECONDS = 1e9
 
-_DEVICE = re.compile(r"^/device:(TPU|GPU):(\d+)")
 _TEXT = re.compile(r"^%?(?P<name>\S+) = (?:.*?\s)?(?P<opcode>[a-z][\w-]*)\(", re.DOTALL)
 _DISPATCH = re.compile(r"^PjitFunction|Executable::Execute|^ExecuteReplicated")
-
-
-class Backend(enum.Enum):
-    """Backends that run a step."""
-
-    tpu = "TPU"
-    gpu = "GPU"
-    cpu = "CPU"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HostEvent:
-    """Something on the host; seconds of the trace's clock."""
-
-    name: str
-    start: float
-    end: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DeviceOp:
-    """One run of an op on the device; seconds of the trace's clock."""
-
-    name: str
-    """The HLO instruction; a kernel's or a copy's own name where it stands for none."""
-    start: float
-    end: float
-    line: str = ""
-    module: str = ""
-    program: int | None = None
-    run: int | None = None
-    """Ops of one run of a program share it, where the profile says so."""
-    opcode: str = ""
-    text: str = ""
-    """The instruction, where the profile has it."""
-    category: str = ""
-    op_name: str = ""
-    source: str = ""
-    flops: float = 0.0
-    bytes: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Mark:
-    """One run of a program, or a step."""
-
-    name: str
-    start: float
-    end: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeviceTrace:
-    """One device of a profile, and its host."""
-
-    path: Path
-    backend: Backend
-    device: str
-    kind: str = ""
-    """JAX's name of the device; empty where the profile has none."""
-    peak_flops: float | None = None
-    """FLOP/s of the matrix units in bf16, as the profile has it."""
-    peak_bytes: float | None = None
-    """Bytes/s of device memory, as the profile has it."""
-    ops: Sequence[DeviceOp]
-    beside: Sequence[DeviceOp] = ()
-    """Asynchronous ops, which run beside the others."""
-    marks: Sequence[Mark] = ()
-    """Steps on the device."""
-    runs: Sequence[Mark] = ()
-    """Runs of modules on the device, where it has a line of them."""
-    steps: Sequence[Mark] = ()
-    """``StepTraceAnnotation`` on the host."""
-    loop: Sequence[HostEvent] = ()
-    """The host's thread that runs the loop."""
-    threads: Sequence[Sequence[HostEvent]] = ()
-    """The host's other threads."""
-    modules: Mapping[int, Module] = field(default_factory=dict)
-    """Modules by program id."""
-    notes: Sequence[str] = ()
-
-    def peak(self, dtype: str = "bf16") -> float | None:
-        """FLOP/s of a matmul with operands of that HLO dtype; None where neither profile nor catalogue has a peak.
-
-        A profile has the peak in bf16 only. The catalogue says by how much another number format is faster.
-        """
-        chip = by_device_kind(self.kind) if self.kind else None
-        peaks = peaks_of(chip) if chip is not None else {}
-        known = peaks.get("bf16")
-        if chip is None or known is None:
-            return self.peak_flops
-        bf16 = self.peak_flops or known / (chip.devices_per_chip or 1)
-        return bf16 * peaks.get(number_format(dtype), known) / known
-
-
-def find(path: Path) -> tuple[Path, list[str]]:
-    """The newest profile in a directory, or the file itself, and what was left out.
-
-    Raises:
-        NotFoundError: there is none.
-    """
-    if path.is_file():
-        return path, []
-    files = list(path.rglob(f"*{SUFFIX}")) if path.is_dir() else []
-    if not files:
-        raise NotFoundError(
-            f"{path} holds no *{SUFFIX}; give what jax.profiler.trace wrote, or systolic train RECIPE --profile 5"
-        )
-    newest = max(file.parent for file in files)
-    hosts = sorted(file for file in files if file.parent == newest)
-    notes = []
-    if len({file.parent for file in files}) > 1:
-        notes.append(f"older traces beside {newest.name}")
-    if len(hosts) > 1:
-        notes.append(f"{len(hosts) - 1} other hosts than {hosts[0].name.removesuffix(SUFFIX)}")
-    return hosts[0], notes
 
 
 def load(path: Path) -> DeviceTrace:
@@ -155,82 +38,140 @@ def load(path: Path) -> DeviceTrace:
         NotFoundError: there is no such file, or no profile in the directory.
         DataError: the file is damaged, or nothing ran on a device while it was made.
     """
-    import jax.profiler
+    return load_all(path)[0]
 
-    file, notes = find(path)
-    content = file.read_bytes()
-    try:
-        planes = list(jax.profiler.ProfileData.from_serialized_xspace(content).planes)
-    except RuntimeError as error:
-        raise DataError(
-            f"{file} is no profile, or damaged ({error}); give an XProf {SUFFIX}"
-        ) from error
-    devices = sorted(
-        (int(found[2]), plane) for plane in planes if (found := _DEVICE.match(plane.name))
-    )
+
+def load_all(path: Path) -> list[DeviceTrace]:
+    """All devices of a profile: of each host in the order of their numbers; of CPU devices the first.
+
+    Raises:
+        NotFoundError: there is no such file, or no profile in the directory.
+        DataError: a file is damaged, or nothing ran on a device while it was made.
+    """
+    files, notes = find(path)
+    found: list[DeviceTrace] = []
+    problem: DataError | None = None
+    for file in files:
+        try:
+            found += _of_host(file)
+        except DataError as error:
+            if len(files) == 1:
+                raise
+            problem = error
+            notes.append(f"the host {host_of(file)}: {error}")
+    if not found:
+        assert problem is not None
+        raise problem
+    if len(files) > 1:
+        found = [replace(one, device=f"{one.host} {one.device}") for one in found]
+    first = replace(found[0], notes=[*notes, *found[0].notes])
+    return [first, *found[1:]]
+
+
+def _of_host(file: Path) -> list[DeviceTrace]:
+    """The devices in one file."""
+    planes, protos, notes = _planes(file)
+    devices = _devices(planes)
     host = next((plane for plane in planes if plane.name == HOST), None)
-    lines = [] if host is None else [(line.name, list(line.events)) for line in host.lines]
-    metadata = xspace.metadata(content)
-    if devices:
-        plane = devices[0][1]
-        trace = _of_device(file, plane, metadata.get(plane.name, {}))
-    else:
-        trace = _of_cpu(file, lines)
-    if not trace.ops:
+    lines = [] if host is None else host.lines
+    traces = [_of_device(file, *one) for one in devices] if devices else [_of_cpu(file, lines)]
+    traces = [trace for trace in traces if trace.ops]
+    if not traces:
         raise DataError(
             f"nothing runs on a device in {file}; trace a few whole steps, the program compiled before"
         )
-    if len(devices) > 1:
-        notes.append(f"{len(devices) - 1} other devices than {trace.device}")
     loop, threads, steps = _host(lines)
-    modules, missing = _modules(
-        xspace.modules(metadata), {(op.program, op.module) for op in trace.ops}
-    )
-    return replace(
-        trace,
-        steps=steps,
-        loop=loop,
-        threads=threads,
-        modules=modules,
-        notes=[*notes, *missing],
-    )
+    used = {(op.program, op.module) for trace in traces for op in trace.ops}
+    modules, missing = _modules(protos, used)
+    traces = [
+        replace(one, host=host_of(file), steps=steps, loop=loop, threads=threads, modules=modules)
+        for one in traces
+    ]
+    return [replace(traces[0], notes=[*notes, *missing]), *traces[1:]]
+
+
+def _planes(file: Path) -> tuple[list[Plane], Mapping[int, tuple[str, bytes]], list[str]]:
+    """Planes, compiled modules and notes of a file."""
+    import jax.profiler
+
+    head = beginning(file)
+    if file.name.endswith(CHROME) or head.lstrip()[:1] in (b"{", b"["):
+        planes, notes = read_chrome(file)
+        return planes, {}, notes
+    content = file.read_bytes()
+    try:
+        found = list(jax.profiler.ProfileData.from_serialized_xspace(content).planes)
+    except RuntimeError as error:
+        what = other(file)
+        raise DataError(
+            f"{file} is {what}"
+            if what
+            else f"{file} is no profile, or damaged ({error}); copy it again, or {WANTED}"
+        ) from error
+    metadata = xspace.metadata(content)
+    wanted = [p for p in found if p.name == HOST or DEVICE.match(p.name)]
+    planes = [of_jax(plane, metadata.get(plane.name, {})) for plane in wanted]
+    return planes, xspace.modules(metadata), []
+
+
+def _devices(planes: Sequence[Plane]) -> list[tuple[Plane, Sequence[Plane]]]:
+    """Planes of devices in order, each with those of its SparseCores."""
+    cores: dict[tuple[str, int], Plane] = {}
+    sparse: dict[tuple[str, int], list[Plane]] = {}
+    for plane in planes:
+        found = DEVICE.match(plane.name)
+        if found is None:
+            continue
+        key = found["kind"], int(found["number"])
+        if found["sparse"] is not None:
+            sparse.setdefault(key, []).append(plane)
+        elif found["kind"] == "GPU" or found.end() == len(plane.name):
+            cores[key] = plane
+    return [(cores[key], sparse.get(key, ())) for key in sorted(cores)]
 
 
 # Devices
 
 
-def _of_device(path: Path, plane: Any, metadata: Mapping[str, xspace.Stats]) -> DeviceTrace:
+def _of_device(path: Path, plane: Plane, sparse: Sequence[Plane]) -> DeviceTrace:
     """A TPU's or a GPU's plane."""
     backend = Backend.tpu if "TPU" in plane.name else Backend.gpu
-    stats = dict(plane.stats)
-    teraflops, gigabytes = (
-        stats.get(f"peak_{name}")
-        for name in ("teraflops_per_second", "hbm_bw_gigabytes_per_second")
-    )
+    stats = plane.stats
+
+    def rate(name: str, scale: float) -> float | None:
+        value = stats.get(f"peak_{name}")
+        return float(value) * scale if value else None
+
+    read, written = (rate(f"vmem_{way}_bw_gigabytes_per_second", 1e9) for way in ("rd", "wr"))
     trace = DeviceTrace(
         path=path,
         backend=backend,
         device=plane.name.removeprefix("/device:"),
         kind=str(stats.get("device_type_string", "")),
-        peak_flops=float(teraflops) * 1e12 if teraflops else None,
-        peak_bytes=float(gigabytes) * 1e9 if gigabytes else None,
+        peak_flops=rate("teraflops_per_second", 1e12),
+        peak_bytes=rate("hbm_bw_gigabytes_per_second", 1e9),
+        peak_vector_bytes=read + written if read and written else None,
         ops=(),
     )
-    lines = {line.name: list(line.events) for line in plane.lines}
     if backend is Backend.gpu:
-        streams = {name: events for name, events in lines.items() if "Stream" in name}
+        streams = [(name, events) for name, events in plane.lines if "Stream" in name]
         ops = [
-            _kernel(event, name, metadata) for name, events in streams.items() for event in events
+            _kernel(event, name, plane.constants) for name, events in streams for event in events
         ]
         return replace(trace, ops=_sorted(ops))
+    read_op = _TpuOps(plane.constants)
     return replace(
         trace,
-        ops=_sorted(_tpu_op(event, "XLA Ops", metadata) for event in lines.get("XLA Ops", ())),
-        beside=_sorted(
-            _tpu_op(event, "async", metadata) for event in lines.get("Async XLA Ops", ())
+        ops=_sorted(read_op(event, OPS) for event in plane.of(OPS)),
+        beside=_sorted(read_op(event, "async") for event in plane.of(ASYNC)),
+        sparse=_sorted(
+            op
+            for one in sparse
+            for read_one in [_TpuOps(one.constants)]
+            for op in (read_one(event, one.name.partition(" ")[2]) for event in one.of(SPARSE, OPS))
         ),
-        marks=_marks(lines.get("Steps", ())),
-        runs=_marks(lines.get("XLA Modules", ())),
+        marks=_marks(plane.of(STEPS)),
+        runs=_marks(plane.of(RUNS)),
     )
 
 
@@ -238,40 +179,51 @@ def _sorted(ops: Iterable[DeviceOp]) -> list[DeviceOp]:
     return sorted(ops, key=lambda op: op.start)
 
 
-def _marks(events: Iterable[Any]) -> list[Mark]:
-    found = [
-        Mark(name=e.name, start=e.start_ns / NANOSECONDS, end=e.end_ns / NANOSECONDS)
-        for e in events
-    ]
+def _marks(events: Iterable[Event]) -> list[Mark]:
+    found = [Mark(name=e.name, start=e.start, end=e.end) for e in events]
     return sorted(found, key=lambda mark: mark.start)
 
 
-def _tpu_op(event: Any, line: str, metadata: Mapping[str, xspace.Stats]) -> DeviceOp:
-    stats = {**metadata.get(event.name, {}), **dict(event.stats)}
-    found = _TEXT.match(event.name)
-    return DeviceOp(
-        name=found["name"] if found else event.name,
-        opcode=found["opcode"] if found else "",
-        text=event.name if found else "",
-        start=event.start_ns / NANOSECONDS,
-        end=event.end_ns / NANOSECONDS,
-        line=line,
-        program=_integer(stats.get("program_id")),
-        category=str(stats.get("hlo_category", "")),
-        op_name=str(stats.get("tf_op", "")).rstrip(":"),
-        source=str(stats.get("source", "")),
-        flops=float(stats.get("flops") or 0.0),
-        bytes=float(stats.get("bytes_accessed") or 0.0),
-    )
+class _TpuOps:
+    """Reads events of a TPU's ops; what all runs of an op share is read once."""
+
+    def __init__(self, constants: Mapping[str, Mapping[str, Any]]) -> None:
+        self._constants = constants
+        self._known: dict[tuple[str, str], dict[str, Any]] = {}
+
+    def __call__(self, event: Event, line: str) -> DeviceOp:
+        key = event.name, str(event.stats.get("long_name", ""))
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self._read(event, key[1])
+        return DeviceOp(start=event.start, end=event.end, line=line, **known)
+
+    def _read(self, event: Event, long_name: str) -> dict[str, Any]:
+        stats = {**self._constants.get(event.name, {}), **event.stats}
+        text = event.name if _TEXT.match(event.name) else str(stats.get("long_name", long_name))
+        found = _TEXT.match(text)
+        parts = stats.get("memory_access_breakdown")
+        return {
+            "name": found["name"] if found else event.name,
+            "opcode": found["opcode"] if found else "",
+            "text": text if found else "",
+            "program": _integer(stats.get("program_id")),
+            "category": str(stats.get("hlo_category", "")),
+            "op_name": str(stats.get("tf_op", "")).rstrip(":"),
+            "source": str(stats.get("source", "")),
+            "flops": float(stats.get("flops") or stats.get("model_flops") or 0.0),
+            "bytes": float(stats.get("bytes_accessed") or 0.0),
+            "hbm": xspace.device_memory(parts) if isinstance(parts, bytes) else None,
+        }
 
 
-def _kernel(event: Any, line: str, metadata: Mapping[str, xspace.Stats]) -> DeviceOp:
+def _kernel(event: Event, line: str, constants: Mapping[str, xspace.Stats]) -> DeviceOp:
     """A kernel or a copy on a GPU's stream."""
-    stats = {**metadata.get(event.name, {}), **dict(event.stats)}
+    stats = {**constants.get(event.name, {}), **event.stats}
     return DeviceOp(
         name=str(stats.get("hlo_op", event.name)),
-        start=event.start_ns / NANOSECONDS,
-        end=event.end_ns / NANOSECONDS,
+        start=event.start,
+        end=event.end,
         line=line,
         module=str(stats.get("hlo_module", "")),
         program=_integer(stats.get("program_id")),
@@ -280,29 +232,35 @@ def _kernel(event: Any, line: str, metadata: Mapping[str, xspace.Stats]) -> Devi
     )
 
 
-def _of_cpu(path: Path, lines: Sequence[tuple[str, Sequence[Any]]]) -> DeviceTrace:
+def _of_cpu(path: Path, lines: Sequence[tuple[str, Sequence[Event]]]) -> DeviceTrace:
     """Thunks of the first of the CPU's devices."""
     ops = []
     first: int | None = None
     for name, events in lines:
         for event in events:
-            stats = dict(event.stats)
-            if "hlo_op" not in stats:
+            if "hlo_op" not in event.stats:
                 continue
-            device = _integer(stats.get("device_ordinal")) or 0
+            device = _integer(event.stats.get("device_ordinal")) or 0
             first = device if first is None else min(first, device)
             op = DeviceOp(
-                name=str(stats["hlo_op"]),
-                start=event.start_ns / NANOSECONDS,
-                end=event.end_ns / NANOSECONDS,
+                name=str(event.stats["hlo_op"]),
+                start=event.start,
+                end=event.end,
                 line=name,
-                module=str(stats.get("hlo_module", "")),
-                program=_integer(stats.get("program_id")),
-                run=_integer(stats.get("run_id")),
+                module=str(event.stats.get("hlo_module", "")),
+                program=_integer(event.stats.get("program_id")),
+                run=_integer(event.stats.get("run_id")),
             )
             ops.append((device, op))
     mine = _sorted(op for device, op in ops if device == first)
-    return DeviceTrace(path=path, backend=Backend.cpu, device=f"CPU:{first or 0}", ops=mine)
+    others = len({device for device, _ in ops}) - 1
+    return DeviceTrace(
+        path=path,
+        backend=Backend.cpu,
+        device=f"CPU:{first or 0}",
+        ops=mine,
+        notes=[f"{others} other devices than CPU:{first}, on the same cores"] if others > 0 else [],
+    )
 
 
 def _integer(value: Any) -> int | None:
@@ -316,7 +274,7 @@ def _integer(value: Any) -> int | None:
 
 
 def _host(
-    lines: Sequence[tuple[str, Sequence[Any]]],
+    lines: Sequence[tuple[str, Sequence[Event]]],
 ) -> tuple[list[HostEvent], list[list[HostEvent]], list[Mark]]:
     """The thread that runs the loop, the others, and the annotated steps."""
     best, threads, steps = (-1, -1), [], {}
@@ -324,17 +282,14 @@ def _host(
     for _, events in lines:
         thread, marks, dispatches = [], [], 0
         for event in events:
-            if event.duration_ns <= 0:
+            if event.end <= event.start or "hlo_op" in event.stats:
                 continue
-            start, end = event.start_ns / NANOSECONDS, event.end_ns / NANOSECONDS
-            stats = dict(event.stats)
-            if "hlo_op" in stats:
-                continue
-            if "step_num" in stats:
-                marks.append(Mark(name=str(stats["step_num"]), start=start, end=end))
+            if "step_num" in event.stats:
+                number = str(event.stats["step_num"])
+                marks.append(Mark(name=number, start=event.start, end=event.end))
                 continue
             dispatches += bool(_DISPATCH.search(event.name))
-            thread.append(HostEvent(name=event.name, start=start, end=end))
+            thread.append(HostEvent(name=event.name, start=event.start, end=event.end))
         threads.append(sorted(thread, key=lambda event: (event.start, -event.end)))
         steps[len(threads) - 1] = marks
         if (len(marks), dispatches) > best:

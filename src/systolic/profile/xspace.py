@@ -24,6 +24,7 @@ KEY, VALUE = 1, 2
 STATS = 5
 STAT, DOUBLE, SIGNED, TEXT, BYTES, REFERENCE = 1, 2, 4, 5, 6, 7
 MODULE = 1
+SPACE, ACCESSED, HBM = 2, 3, 1
 
 Stats = Mapping[str, Any]
 
@@ -60,6 +61,19 @@ def modules(planes: Mapping[str, Mapping[str, Stats]]) -> dict[int, tuple[str, b
         if module is not None:
             found[int(program[1])] = (event[: program.start()], bytes(module))
     return found
+
+
+def device_memory(breakdown: bytes) -> float | None:
+    """Bytes read from and written to device memory by a MemoryAccessBreakdown; None where it lists nothing.
+
+    The message is that of xprof's op_metrics.proto: entries of operation, memory space (1 is HBM) and bytes.
+
+    Raises:
+        DataError: it ends too early.
+    """
+    entries = [dict(_fields(value)) for _, value in _fields(memoryview(breakdown))]
+    found = [entry.get(ACCESSED, 0) for entry in entries if entry.get(SPACE) == HBM]
+    return float(sum(found)) if entries else None
 
 
 def _events(plane: Any) -> dict[str, Stats]:

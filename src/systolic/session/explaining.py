@@ -332,6 +332,7 @@ def explain(  # noqa: PLR0913  the options of systolic explain
     flags: str = "",
     remedies: Annotated[int | None, NOT_NEGATIVE] = None,
     trust: bool = False,
+    chip: str = "",
     watch: ExplainWatch = lambda _: None,
     trips: Trips = (),
     costs: Costs = (),
@@ -346,6 +347,7 @@ def explain(  # noqa: PLR0913  the options of systolic explain
         flags: Compiler flags of a job, beside those that all jobs on the chip share; ``none`` leaves these out.
         remedies: Changes to try: by default 10 for a step, 4 for a run's profile; 0 finds causes only.
         trust: Execute a run's recipe although it is another user's.
+        chip: The chip of a profile whose file does not name it, as a ``trace.json.gz`` does not: ``tpu7x``.
         watch: Is given the progress.
         trips: Trips of loops that a job's program leaves open: ``{"while.5": 100}``, by name or ``file.py:line``.
         costs: Time of one call of a kernel, a custom call or a callback: ``{"my_kernel": 1.2e-3}`` in seconds, or ``"1.2ms"``.
@@ -379,12 +381,12 @@ def explain(  # noqa: PLR0913  the options of systolic explain
     explainers: Mapping[ExplainedKind, Callable[[], Any]] = {
         ExplainedKind.run: lambda: _run(path, trust, watch),
         ExplainedKind.forecast: lambda: _saved(path, remedies, watch),
-        ExplainedKind.profile: lambda: _profile(path, remedies, trust, watch),
+        ExplainedKind.profile: lambda: _profile(path, remedies, trust, chip, watch),
     }
     kind = kind_of(path)
     if kind is None:
         raise NotFoundError(
-            f"{path} is no run, profile, forecast, recipe or model; give a directory that systolic train made, an xplane.pb, what systolic forecast --json or systolic plan wrote, or a name that systolic recipes lists"
+            f"{path} is no run, profile, forecast, recipe or model; give a directory that systolic train made, an xplane.pb or trace.json.gz, what systolic forecast --json or systolic plan wrote, or a name that systolic recipes lists"
         )
     return explainers[kind]()
 
@@ -418,9 +420,9 @@ def _saved(path: Path, remedies: int | None, watch: ExplainWatch) -> StepExplana
     return replace(saved_step(path).explainer(), remedies=most, watch=watch).explain()
 
 
-def _profile(path: Path, remedies: int | None, trust: bool, watch: ExplainWatch) -> Any:
+def _profile(path: Path, remedies: int | None, trust: bool, chip: str, watch: ExplainWatch) -> Any:
     from systolic.session.profiles import REMEDIES as FEW
     from systolic.session.profiles import explain_profile
 
     most = FEW if remedies is None else remedies
-    return explain_profile(path, remedies=most, trust=trust, watch=watch)
+    return explain_profile(path, remedies=most, trust=trust, chip=chip, watch=watch)

@@ -16,7 +16,9 @@ from systolic.forecasting import Forecast
 from systolic.job import Layout
 from systolic.planning.remedies import Remedy
 from systolic.profile import open_profile
-from systolic.profile.xplane import SUFFIX
+from systolic.profile.files import SUFFIXES, is_profile_file
+from systolic.profile.profile import Profile
+from systolic.profile.table import ProfileTable
 from systolic.report.explain.text import lines, profile_remark
 from systolic.report.notebook import WIDTH, screen
 from systolic.session.explaining import (
@@ -44,6 +46,10 @@ class ProfileExplanation:
     """``device``, ``steps``, ``step_seconds`` of their median, and ``shares`` of it."""
     notes: Sequence[str]
     """What could not be judged, and why."""
+    profile: Profile
+    """The devices with their ops."""
+    table: ProfileTable
+    """Ops and programs of the whole profile."""
     of: RecipeStep | None = None
     """The step of the run that the profile lies in."""
     simulated: StepExplanation | None = None
@@ -94,29 +100,34 @@ def explain_profile(
     remedies: int = REMEDIES,
     workers: int = 0,
     trust: bool = False,
+    chip: str = "",
     watch: ExplainWatch = lambda _: None,
 ) -> ProfileExplanation:
     """Explains the median step of a profile.
 
     Args:
-        path: An ``xplane.pb`` or a directory with one.
+        path: An ``xplane.pb``, a ``trace.json.gz`` or a directory with some.
         remedies: Changes to try where the profile lies in a run on TPUs; 0 finds causes only.
         workers: Compiles at once; 0 as many as cores and memory allow.
         trust: Execute the run's recipe although it is another user's.
+        chip: The devices' chip by its name in the catalogue, for a file that does not name it.
         watch: Is given the progress.
 
     Raises:
+        OptionError: ``chip`` is another than the one that the profile names.
         DataError: the profile is damaged, or has no steps.
     """
     from systolic.explaining.causes import causes_of_profile
     from systolic.explaining.figures import figures, unjudged
 
-    profile = open_profile(path)
+    profile = open_profile(path, chip)
     folder = run_of(path)
     result = ProfileExplanation(
-        causes=causes_of_profile(profile, mesh_of(folder) if folder else {}),
+        causes=causes_of_profile(profile, mesh_of(folder) if folder else None),
         figures=figures(profile),
         notes=unjudged(profile),
+        profile=profile,
+        table=ProfileTable(profile),
     )
     watch(ExplainProgress(stage=ExplainStage.explained, explanation=result))
     if folder is None or remedies < 1:
@@ -162,10 +173,10 @@ def _forecast(explainer: StepExplainer, of: RecipeStep) -> StepExplanation:
 
 
 def is_profile(path: Path) -> bool:
-    """Whether it is an ``xplane.pb`` or a directory with one; a directory of runs has theirs, none of its own."""
+    """Whether it is a profile's file or a directory with one; a directory of runs has theirs, none of its own."""
     if not path.is_dir():
-        return path.name.endswith(SUFFIX) and path.is_file()
-    found = next(path.rglob(f"*{SUFFIX}"), None)
+        return is_profile_file(path)
+    found = next((one for one in path.rglob("*") if one.name.endswith(SUFFIXES)), None)
     if found is None or (path / JOB).is_file():
         return False
     below = [folder for folder in found.parents if path in folder.parents]
@@ -188,6 +199,20 @@ def slice_of(run: Run) -> Slice:
         raise NotFoundError(
             f"the catalogue has no {kind}; forecast on another: systolic explain RECIPE --on v5e-16"
         )
+    return slice_with(number, name, kind)
+
+
+def slice_with(number: int, name: str, kind: str) -> Slice:
+    """The slice of so many devices of a chip.
+
+    Args:
+        number: Devices.
+        name: The chip's in the catalogue.
+        kind: The chip's for people.
+
+    Raises:
+        NotFoundError: there is none of so many.
+    """
     # Slices of some generations are named by cores, of which a chip has two.
     for text in (f"{number}x{name}", f"{name}-{number}", f"{name}-{2 * number}"):
         with contextlib.suppress(SystolicError):

@@ -8,9 +8,10 @@ from typing import Any, TextIO
 from rich.text import Text
 
 from systolic.chips.flags import described
-from systolic.core.units import duration
+from systolic.core.units import duration, plural
 from systolic.explaining.cause import Cause
 from systolic.forecasting import Forecast
+from systolic.profile.table import ProfileTable
 from systolic.report import terminal
 from systolic.report.forecast import readings
 from systolic.report.printing import print_lines
@@ -18,6 +19,13 @@ from systolic.report.printing import print_lines
 HEIGHT = 23
 """Lines of a screen, less one for the prompt."""
 
+PROGRAMS = 3
+"""Programs beside the step's that are named."""
+LEAST_PROGRAM = 1e-3
+"""Share of the step's program from which another one is named."""
+LEAST_SHARE = 0.005
+SPREAD = 1.05
+"""Ratio of the slowest device's step to the fastest one's from which both are named."""
 MAX_WIDTH = 100
 COMMAND = re.compile(r"systolic (?:train --|explain )(?:'[^']*'|[^';])*")
 """A command to copy, up to the next semicolon."""
@@ -108,6 +116,8 @@ def _cause(index: int, cause: Cause, width: int, most: int) -> list[Text]:
     found = _wrapped(cause.title, width - (24 if cost else 0), f"{index + 1}. ", "bold")
     if cost:
         found[-1].append(f"  {', '.join(cost)}", "not bold yellow")
+    if cause.work is not None and most > LINES[-1] and len(cause.evidence) > 1:
+        found += _wrapped(cause.work.text, width, "    ", "")
     for text in cause.evidence[:most]:
         found += _wrapped(text, width, "    ", "")
     for number, text in enumerate(cause.advice[:most]):
@@ -161,6 +171,41 @@ def run_remarks(figures: Mapping[str, Any], unit: str) -> list[str]:
 
 def profile_remark(found: Mapping[str, Any]) -> str:
     """The figures in a line."""
-    parts = ", ".join(f"{name} {share:.0%}" for name, share in found["shares"].items() if share)
+    parts = ", ".join(
+        f"{name} {share:.0%}" for name, share in found["shares"].items() if share >= LEAST_SHARE
+    )
     steps = f"median of {found['steps']}" if found["steps"] > 1 else "the only one"
-    return f"a step on {found['device']} takes {duration(found['step_seconds'])} ({steps}): {parts}"
+    number = found["devices"]
+    on = f"{number} x {found['device']}" if number > 1 else found["device"]
+    slow, fast = found["slowest"], found["fastest"]
+    if slow["step_seconds"] > SPREAD * fast["step_seconds"]:
+        steps += f"; {slow['device']} {duration(slow['step_seconds'])}, {fast['device']} {duration(fast['step_seconds'])}"
+    if len(found["hosts"]) > 1:
+        steps += f"; hosts {', '.join(found['hosts'])}"
+    return f"a step on {on} takes {duration(found['step_seconds'])} ({steps}): {parts}"
+
+
+def overlap_remarks(found: Mapping[str, Any]) -> list[str]:
+    """What moved beside the device's work, in a line; none where nothing did."""
+    parts = [
+        f"{kind} {duration(one['hidden_seconds'])}, {duration(one['exposed_seconds'])} more exposed"
+        for kind, one in found["beside"].items()
+        if one["hidden_seconds"] > LEAST_SHARE * found["step_seconds"]
+    ]
+    return [f"under way while the device works: {'; '.join(parts)}"] if parts else []
+
+
+def program_remarks(table: ProfileTable) -> list[str]:
+    """A line for each program beside the step's, with the op that takes most of it."""
+    first, *others = table.programs
+    lines = []
+    for program in others[:PROGRAMS]:
+        if program.seconds < LEAST_PROGRAM * first.seconds:
+            break
+        row = next((one for one in table.ops if one.program == program.name), None)
+        text = f"beside the step: {program.name}, {plural(round(program.runs), 'run')} of {duration(program.median)}"
+        if row is not None:
+            work = row.rate.text(row.flight) if row.rate is not None else ""
+            text += f"; {row.op.raw.name} {duration(row.median)}" + (f", {work}" if work else "")
+        lines.append(text)
+    return lines

@@ -1,0 +1,104 @@
+"""Files of a profile: which of a path belong together, and what a file is that is none."""
+
+import gzip
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from systolic.core.errors import NotFoundError
+
+SUFFIX = ".xplane.pb"
+CHROME = (".trace.json.gz", ".trace.json")
+"""What XProf's trace viewer shows, and some tools store in place of the profile."""
+SUFFIXES = (SUFFIX, *CHROME)
+WANTED = "give an xplane.pb, a trace.json.gz of XProf or a folder plugins/profile/RUN, as jax.profiler.trace and systolic train RECIPE --profile 5 write them"
+
+_HEAD = 4096
+_OTHERS = {
+    ".nsys-rep": "a report of Nsight Systems; trace the run with jax.profiler.trace",
+    ".ncu-rep": "a report of Nsight Compute; trace the run with jax.profiler.trace",
+    ".pftrace": "a Perfetto trace in protocol buffers; give the xplane.pb that was recorded with it",
+    ".zip": "an archive; unpack it and give the folder",
+    ".tar": "an archive; unpack it and give the folder",
+    ".tgz": "an archive; unpack it and give the folder",
+    ".tar.gz": "an archive; unpack it and give the folder",
+    ".hlo.txt": "a compiler's dump, not a profile: systolic forecast FILE --on SLICE",
+    ".hlo_proto.pb": "a compiled program that XProf took from a profile; give the xplane.pb beside it",
+    ".hlo.pb": "a compiled program, not a profile; give an xplane.pb",
+    ".overview_page.pb": "a page that XProf made of a profile; give the xplane.pb beside it",
+    ".op_stats.pb": "a table that XProf made of a profile; give the xplane.pb beside it",
+    ".kernel_stats.pb": "a table that XProf made of a profile; give the xplane.pb beside it",
+    ".input_pipeline.pb": "a page that XProf made of a profile; give the xplane.pb beside it",
+    ".tensorflow_stats.pb": "a table that XProf made of a profile; give the xplane.pb beside it",
+    ".memory_profile.json.gz": "a page that XProf made of a profile; give the xplane.pb beside it",
+    ".prof": "a memory profile or one of Python's; trace the run with jax.profiler.trace",
+}
+
+
+def is_profile_file(path: Path) -> bool:
+    """Whether a file is named as a profile, or is one by its beginning."""
+    if not path.is_file():
+        return False
+    return path.name.endswith(SUFFIXES) or (not _other(path) and _is_chrome(beginning(path)))
+
+
+def other(path: Path) -> str:
+    """What a file is that is no profile, and what to give in its place; empty where it isn't known."""
+    found = _other(path)
+    if found:
+        return found
+    head = beginning(path)
+    if head.startswith(b"version https://git-lfs"):
+        return "a pointer of Git LFS and not the file itself: git lfs pull"
+    if head.startswith(b"HloModule"):
+        return "a compiler's dump, not a profile: systolic forecast FILE --on SLICE"
+    if head.startswith(b"SQLite format 3"):
+        return "a database, such as Nsight Systems exports; trace the run with jax.profiler.trace"
+    return ""
+
+
+def find(path: Path) -> tuple[Sequence[Path], list[str]]:
+    """Files of the newest profile in a directory, one a host, or the file itself, and what was left out.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    if path.is_file():
+        return [path], []
+    files = [one for one in path.rglob("*") if one.name.endswith(SUFFIXES)] if path.is_dir() else []
+    if not files:
+        raise NotFoundError(f"{path} holds no profile; {WANTED}")
+    folders = {file.parent for file in files}
+    newest = max(folders)
+    held = [file for file in files if file.parent == newest]
+    full = sorted(file for file in held if file.name.endswith(SUFFIX))
+    notes = [f"older traces beside {newest.name}"] if len(folders) > 1 else []
+    return full or sorted(held), notes
+
+
+def host_of(path: Path) -> str:
+    """Name of the host that a file is of."""
+    ending = next((end for end in SUFFIXES if path.name.endswith(end)), path.suffix)
+    return path.name.removesuffix(ending)
+
+
+def beginning(path: Path) -> bytes:
+    """The first bytes of a file, unpacked where it is packed; empty where it can't be read."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEAD)
+        if head.startswith(b"\x1f\x8b"):
+            with gzip.open(path) as packed:
+                return packed.read(_HEAD)
+    except (OSError, EOFError):
+        return b""
+    return head
+
+
+def _is_chrome(head: bytes) -> bool:
+    return head.lstrip()[:1] == b"{" and b'"traceEvents"' in head
+
+
+def _other(path: Path) -> str:
+    name = os.fspath(path.name).lower()
+    return next((text for end, text in _OTHERS.items() if name.endswith(end)), "")

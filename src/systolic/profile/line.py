@@ -1,0 +1,109 @@
+"""The HLO line that a profile has of an op: shapes, memory spaces and groups, as far as the line tells."""
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+from systolic.core.errors import DataError
+from systolic.hlo import Shape, parse_groups, parse_shape
+from systolic.hlo.shape import split
+
+_HEAD = re.compile(r"%?(?P<name>\S+) = ")
+_OPCODE = re.compile(r"\s*(?P<opcode>[a-z][\w-]*)\(")
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_GROUPS = re.compile(r"replica_groups=(\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?|\{\{.*?\}\}|\{\})")
+_ALIASED = re.compile(r"\{(\d*)\}: \((\d+),")
+_PAIRS = re.compile(r"source_target_pairs=\{\{(.*?)\}\}")
+_OPERAND = re.compile(r"%([\w.-]+)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpLine:
+    """One instruction: its result, the shapes of its operands, and the text after them."""
+
+    name: str
+    opcode: str
+    shape: Shape
+    operands: tuple[Shape, ...]
+    inputs: tuple[str, ...]
+    """Names of the operands."""
+    rest: str
+
+    @property
+    def target(self) -> str:
+        """What a custom call calls; empty for other ops."""
+        found = _TARGET.search(self.rest)
+        return found[1] if found else ""
+
+    @property
+    def group(self) -> tuple[int, ...]:
+        """The first group of devices that a collective joins; empty where the line has none."""
+        if pairs := _PAIRS.search(self.rest):
+            return tuple(int(number) for number in pairs[1].partition("}")[0].split(","))
+        return next(iter(self.groups), ())
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """All groups of devices of a collective; none where the line has none."""
+        found = _GROUPS.search(self.rest)
+        if found is None or found[1] == "{}":
+            return ()
+        try:
+            return parse_groups(found[1], 1).groups
+        except (DataError, ValueError):
+            return ()
+
+    @property
+    def updated(self) -> tuple[Shape, ...]:
+        """Operands that a custom call updates in place."""
+        _, _, text = self.rest.partition("output_to_operand_aliasing={")
+        numbers = [int(number) for _, number in _ALIASED.findall(text.partition("custom_call")[0])]
+        return tuple(self.operands[n] for n in numbers if n < len(self.operands))
+
+    def arrays(self) -> tuple[Shape, ...]:
+        """Arrays of result and operands."""
+        return tuple(a for one in (self.shape, *self.operands) for a in one.arrays())
+
+
+@lru_cache(maxsize=65536)
+def read_line(text: str) -> OpLine | None:
+    """The instruction in a line; None where it is none, or was cut."""
+    head = _HEAD.match(text)
+    if head is None:
+        return None
+    start = head.end()
+    end = _closing(text, start) + 1 if text[start : start + 1] == "(" else text.find(" ", start)
+    found = _OPCODE.match(text, end) if end > start else None
+    if found is None:
+        return None
+    close = _closing(text, found.end() - 1)
+    if close < 0:
+        return None
+    inner = text[found.end() : close]
+    operands = [part for part in split(inner) if part]
+    try:
+        shapes = [parse_shape(one.rpartition(" %")[0] or one) for one in operands if "[" in one]
+        shape = parse_shape(text[start:end])
+    except DataError:
+        return None
+    return OpLine(
+        name=head["name"],
+        opcode=found["opcode"],
+        shape=shape,
+        operands=tuple(shapes),
+        inputs=tuple(name for part in operands for name in _OPERAND.findall(part)[-1:]),
+        rest=text[close + 1 :],
+    )
+
+
+def _closing(text: str, start: int) -> int:
+    """Place of the parenthesis that closes the one at ``start``; -1 where the text was cut."""
+    depth = 0
+    for at in range(start, len(text)):
+        if text[at] == "(":
+            depth += 1
+        elif text[at] == ")":
+            depth -= 1
+            if not depth:
+                return at
+    return -1

@@ -1,0 +1,79 @@
+"""A forecast beside its measurement, as a screen and as JSON."""
+
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+from rich.text import Text
+
+from systolic.core.units import duration
+from systolic.explaining.beside import Beside, KindBeside, OpBeside
+from systolic.report import terminal
+from systolic.report.printing import print_lines
+
+MAX_WIDTH = 140
+OPS = 12
+"""Most ops on the screen; JSON has all."""
+
+
+def print_beside(found: Beside, *, stream: TextIO | None = None) -> None:
+    """Prints the screen to ``stream`` (stdout)."""
+    print_lines(lambda width: lines(found, width), MAX_WIDTH, stream=stream, usual=120)
+
+
+def lines(found: Beside, width: int) -> list[Text]:
+    """Kinds of op, then the ops that differ most."""
+    title = f"{found.program}: measured {duration(found.measured_step)} a run"
+    if found.simulated_step:
+        ratio = found.simulated_step / found.measured_step if found.measured_step else 0.0
+        title += f", simulated {duration(found.simulated_step)}, {ratio:.2f} of it"
+    shown = [Text(""), Text(title, "bold"), *(Text(f"  {note}", "dim") for note in found.notes)]
+    head = (
+        f"{'simulated':>10}  {'measured':>10}  {'ratio: p10':>10}  {'median':>6}  {'p90':>6}  kind"
+    )
+    shown += [Text(head, "dim"), *(Text(_kind(row)) for row in found.kinds)]
+    if found.measured_alone:
+        shown.append(Text(f"{'':>10}  {duration(found.measured_alone):>10}  not simulated"))
+    if found.simulated_alone:
+        shown.append(Text(f"{duration(found.simulated_alone):>10}  {'':>10}  not in the profile"))
+    groups = [of for of in found.alike[:OPS] if sum(op.difference for op in of)]
+    shown += [
+        Text(""),
+        Text(f"{'difference':>11}  {'simulated':>10}  {'measured':>10}  ops", "dim"),
+        *(Text(terminal.one_line(_ops(of), width)) for of in groups),
+    ]
+    if len(found.alike) > len(groups):
+        shown.append(Text(f"  and {len(found.alike) - len(groups):,} more (--json)", "dim"))
+    return shown
+
+
+def _kind(row: KindBeside) -> str:
+    ratios = [f"{one:.2f}" if one is not None else "" for one in (row.low, row.median, row.high)]
+    return f"{duration(row.simulated):>10}  {duration(row.measured):>10}  {ratios[0]:>10}  {ratios[1]:>6}  {ratios[2]:>6}  {row.kind}, {row.number:,}"
+
+
+def _ops(of: Sequence[OpBeside]) -> str:
+    """Ops that are alike, by the one that differs most."""
+    first = of[0]
+    lost = sum(op.difference for op in of)
+    sign = "+" if lost >= 0 else "-"
+    simulated, measured = (
+        duration(sum(seconds))
+        for seconds in zip(*((op.simulated, op.measured) for op in of), strict=True)
+    )
+    number = sum(op.times for op in of)
+    times = f" x{number:g}" if number != 1 else ""
+    return f"{sign + duration(abs(lost)):>11}  {simulated:>10}  {measured:>10}  {first.name}{times}, {first.place or first.program}"
+
+
+def beside_json(found: Beside) -> dict[str, Any]:
+    """All of it, in seconds of a step."""
+    return {
+        "program": found.program,
+        "simulated_step_seconds": found.simulated_step or None,
+        "measured_step_seconds": found.measured_step,
+        "measured_alone_seconds": found.measured_alone,
+        "simulated_alone_seconds": found.simulated_alone,
+        "kinds": [row.to_json() for row in found.kinds],
+        "ops": [op.to_json() for op in found.ops],
+        "notes": list(found.notes),
+    }

@@ -1,0 +1,235 @@
+"""One HTML file for a profile: opens without a network; causes, time line by core and unit, steps, all ops."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from systolic.core.files import write_atomically
+from systolic.core.units import duration, si
+from systolic.explaining.cause import Cause
+from systolic.explaining.figures import figures as figures_of
+from systolic.profile import Profile
+from systolic.profile.kinds import Activity
+from systolic.profile.table import DeviceRow, OpRow, ProfileTable
+from systolic.report import figures
+from systolic.report.explain.text import overlap_remarks, profile_remark, program_remarks
+from systolic.report.explain.timeline import DEVICES, timeline
+from systolic.report.pages import Tile, fill
+from systolic.report.verdict import Tone, Verdict
+
+MOST_ROWS = 1000
+"""Most ops in the table; those that take longest are kept."""
+MOST_STEPS = 200
+"""Most steps that are drawn of a device."""
+COLOURS = 9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TableCell:
+    """A cell of the table: its text, and what it is sorted by."""
+
+    text: str
+    by: float | str
+
+
+COLUMNS = (
+    *("op", "kind", "program", "calls", "time", "share", "median", "p90", "FLOPs"),
+    *("HBM", "VMEM", "host", "links", "rate", "of peak", "bound by", "memory", "source"),
+)
+"""Columns of the table of ops; FLOPs and bytes are of one run."""
+WORDS = frozenset(("op", "kind", "program", "bound by", "memory", "source"))
+"""Columns of words; those of numbers are aligned at the right."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepBar:
+    """A step as a bar: its height of the longest, in per cent."""
+
+    height: float
+    text: str
+
+
+def write_page(
+    target: str,
+    profile: Profile,
+    table: ProfileTable,
+    causes: Sequence[Cause],
+    path: Path,
+    notes: Sequence[str],
+) -> None:
+    """Writes the page.
+
+    Raises:
+        RunError: the file can't be written.
+    """
+    write_atomically(path, render(target, profile, table, causes, notes))
+
+
+def render(
+    target: str,
+    profile: Profile,
+    table: ProfileTable,
+    causes: Sequence[Cause],
+    notes: Sequence[str],
+) -> str:
+    """Renders the page of a profile."""
+    found = figures_of(profile)
+    shown = [name for name, share in found["shares"].items() if share and name != "idle"]
+    shown = sorted(shown, key=lambda name: -found["shares"][name])[:COLOURS]
+    total = sum(row.seconds for row in table.ops) or 1.0
+    rest = table.ops[MOST_ROWS:]
+    page = {
+        "heading": Path(target).name,
+        "verdict": _verdict(causes),
+        "lead": _lead(causes),
+        "facts": facts(profile, table),
+        "tiles": tiles(profile, table),
+        "notes": [
+            *overlap_remarks(found),
+            *program_remarks(table),
+            *(f"not judged: {note}" for note in notes),
+        ],
+        "remark": profile_remark(found),
+        "causes": [_cause(one) for one in causes],
+        "parts": [
+            (name, share, colour_of(name, shown), duration(share * found["step_seconds"]))
+            for name, share in sorted(found["shares"].items(), key=lambda item: -item[1])
+            if share > 0
+        ],
+        "legend": [*enumerate(shown), (len(shown), "everything else")],
+        "tree": timeline(profile, {name: number for number, name in enumerate(shown)}),
+        "hidden_devices": max(len(profile.devices) - DEVICES, 0),
+        "devices": [(row, _steps(row)) for row in table.devices],
+        "most_steps": MOST_STEPS,
+        "columns_of_ops": [(name, name in WORDS) for name in COLUMNS],
+        "rows": [cells(row, total) for row in table.ops[:MOST_ROWS]],
+        "rest": rest and f"{figures.plural(len(rest), 'more op')}: {duration(_sum(rest))}",
+        "step": found["step_seconds"],
+        "percent": figures.percent,
+        "plural": figures.plural,
+        "duration": duration,
+    }
+    return fill("profile.html", page)
+
+
+def colour_of(name: str, shown: Sequence[str]) -> str:
+    """Class of a kind's colour."""
+    if name == "idle":
+        return "free"
+    return f"c{shown.index(name)}" if name in shown else "cx"
+
+
+def _sum(rows: Sequence[OpRow]) -> float:
+    return sum(row.seconds for row in rows)
+
+
+def _verdict(causes: Sequence[Cause]) -> Verdict:
+    if not causes:
+        return Verdict(word="no problem found", sentence="", tone=Tone.good)
+    return Verdict(word=figures.plural(len(causes), "problem"), sentence="", tone=Tone.fair)
+
+
+def _lead(causes: Sequence[Cause]) -> str:
+    """The largest cause in a sentence."""
+    if not causes:
+        return ""
+    first = causes[0]
+    text = f"{first.title[0].upper()}{first.title[1:]}"
+    if first.share is not None and first.seconds is not None:
+        text += f": {first.share:.1%} of the step, {duration(first.seconds)}"
+    return f"{text}." if first.work is None else f"{text}; {first.work.text}."
+
+
+def facts(profile: Profile, table: ProfileTable) -> list[tuple[str, str]]:
+    """Devices, hosts and files."""
+    found = figures_of(profile)
+    known = [
+        ("devices", f"{found['devices']} × {found['device']}"),
+        ("hosts", ", ".join(found["hosts"])),
+        ("programs", ", ".join(row.name for row in table.programs[:4])),
+        ("file", str(profile.trace.path)),
+    ]
+    return [(name, text) for name, text in known if text]
+
+
+def tiles(profile: Profile, table: ProfileTable) -> list[Tile]:
+    """The key figures."""
+    found = figures_of(profile)
+    shares = found["shares"]
+    steps = figures.plural(found["steps"], "step")
+    result = [
+        Tile(label="step", value=duration(found["step_seconds"]), small=f"median of {steps}"),
+        Tile(
+            label="bound by",
+            value=table.devices[0].bound_by,
+            small=figures.percent(shares[table.devices[0].bound_by]),
+        ),
+    ]
+    waits = (Activity.host.value, Activity.collective.value, "idle")
+    for name in waits:
+        if shares.get(name):
+            seconds = duration(shares[name] * found["step_seconds"])
+            result.append(Tile(label=name, value=seconds, small=figures.percent(shares[name])))
+    return result
+
+
+def _cause(cause: Cause) -> dict[str, object]:
+    return {
+        "title": cause.title,
+        "share": "" if cause.share is None else figures.percent(cause.share),
+        "width": min(cause.share or 0.0, 1.0),
+        "seconds": "" if cause.seconds is None else duration(cause.seconds),
+        "work": "" if cause.work is None else cause.work.text,
+        "evidence": cause.evidence,
+        "advice": cause.advice,
+    }
+
+
+def _steps(row: DeviceRow) -> list[StepBar]:
+    longest = max(row.steps, default=0.0) or 1.0
+    return [
+        StepBar(height=round(100 * seconds / longest, 1), text=f"step {n}: {duration(seconds)}")
+        for n, seconds in enumerate(row.steps[:MOST_STEPS], 1)
+    ]
+
+
+def brief(seconds: float) -> str:
+    """Seconds as ``1.2 s``, ``3.4 ms``, ``5.6 µs`` or ``7.8 ns``: ops are shorter than steps."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns"
+
+
+def cells(row: OpRow, total: float) -> list[TableCell]:
+    """The cells of an op, as :data:`COLUMNS` names them."""
+    op, rate = row.op, row.rate
+    moved = op.traffic
+
+    def size(value: float, unit: str = "B") -> TableCell:
+        return TableCell(text=si(value, unit) if value else "", by=value)
+
+    def time(value: float) -> TableCell:
+        return TableCell(text=brief(value), by=value)
+
+    share, speed = row.share, row.per_second
+    return [
+        TableCell(text=op.raw.name, by=op.raw.name),
+        TableCell(text=op.kind.value, by=op.kind.value),
+        TableCell(text=row.program, by=row.program),
+        TableCell(text=f"{row.calls:g}", by=row.calls),
+        time(row.seconds),
+        TableCell(text=figures.percent(row.seconds / total), by=row.seconds),
+        time(row.median),
+        time(row.late),
+        size(op.flops, "FLOP"),
+        size(moved.hbm),
+        size(moved.vmem),
+        size(moved.host),
+        size(moved.link),
+        TableCell(text=si(speed, f"{rate.measure}/s") if rate and speed else "", by=speed or 0.0),
+        TableCell(text="" if share is None else figures.percent(share), by=share or 0.0),
+        TableCell(text=rate.unit if rate else "", by=rate.unit if rate else ""),
+        TableCell(text=moved.space, by=moved.space),
+        TableCell(text=op.source or op.op_name, by=op.source or op.op_name),
+    ]

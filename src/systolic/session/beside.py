@@ -1,0 +1,88 @@
+"""``systolic explain PROFILE --against DUMP.txt``: the forecast of a program beside what a chip measured of it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from systolic.chips import ChipKind, Slice
+from systolic.core.errors import NotFoundError, OptionError
+from systolic.core.units import plural
+from systolic.explaining.alone import devices_of, priced_alone
+from systolic.explaining.beside import Beside, beside, by_name
+from systolic.forecasting.text import forecast_text
+from systolic.hlo import parse
+from systolic.profile.table import ProfileTable
+from systolic.session.profiles import ProfileExplanation, slice_with
+
+LINES = "lines"
+"""In place of a dump: each op from its own line in the profile."""
+
+
+def explain_beside(made: ProfileExplanation, against: str) -> Beside:
+    """Ops of a profile beside the simulation of its program.
+
+    Args:
+        made: The profile, explained.
+        against: Path of the program's scheduled HLO, or ``lines``: then each op is priced alone, from its line.
+
+    Raises:
+        NotFoundError: there is no such file, or the catalogue has no such slice.
+        OptionError: the chip is not known, or no TPU; or the program is not in the profile.
+        DataError: the file is no scheduled HLO, or damaged.
+    """
+    table = made.table
+    if against == LINES:
+        on = _slice(made, devices_of(table))
+        seconds, left = priced_alone(table, on)
+        if not seconds:
+            raise OptionError(
+                "the profile has no op that its line prices; give the program's dump: --against DUMP.txt"
+            )
+        note = f"each op alone, from its line in the profile, on {on.name}: {plural(left, 'op')} that call computations or kernels, or were never waited for, are not priced"
+        return replace(beside(table, seconds, whole=False), notes=[note])
+    check(against)
+    path = Path(against)
+    module = parse(path.read_text(errors="replace"))
+    program = _program(table, module.name, against)
+    on = _slice(made, max(module.num_partitions, 1))
+    forecast = forecast_text(path, on)
+    if forecast.timeline is None:
+        raise OptionError(
+            f"{against} has no simulated schedule on {on.name}: {forecast.rejected or 'it does not fit'}"
+        )
+    found = beside(table, by_name(forecast.timeline, program), forecast.timeline.seconds)
+    return replace(found, notes=[f"simulated on {on.name}", *forecast.cautions])
+
+
+def check(against: str) -> None:
+    """Refuses what can't be set beside a profile, before the profile is read.
+
+    Raises:
+        NotFoundError: there is no such file.
+    """
+    if against != LINES and not Path(against).is_file():
+        raise NotFoundError(
+            f"{against} is no file; give the scheduled HLO that --xla_dump_to wrote, or --against {LINES}"
+        )
+
+
+def _program(table: ProfileTable, name: str, path: str) -> str:
+    """The program of the profile that a dump is of, by its name."""
+    names = [row.name for row in table.programs]
+    if name in names:
+        return name
+    raise OptionError(
+        f"{path} is {name}, and the profile ran {', '.join(names[:4])}; give the dump of one of these"
+    )
+
+
+def _slice(made: ProfileExplanation, number: int) -> Slice:
+    chip = made.profile.ceilings.chip
+    if chip is None:
+        raise OptionError(
+            f"the simulator needs the chip, and the profile does not name it (it says {made.figures['device']}); add --chip tpu7x"
+        )
+    if chip.kind is not ChipKind.tpu:
+        raise OptionError(
+            f"only TPUs are simulated, and the profile is of {chip.name}; give a TPU's profile"
+        )
+    return slice_with(number, chip.name, chip.device_kind or chip.name)
