@@ -118,6 +118,18 @@ def test_one_op_by_hand(sides: dict[str, Side]) -> None:
     assert rows.index(slow) == 0
 
 
+def test_an_edit_that_moves_lines_and_names_scopes_pairs_the_same_work() -> None:
+    """Two days of one recipe: no scopes on the first, lines 11 to 22 further down on the second."""
+    on = slice("v5e-4")
+    modules = [parse(hlo.text(name)) for name in ("lm-v5e-4", "lm-scoped-v5e-4")]
+    before, after = ((module, simulate(module, on)) for module in modules)
+    rows = changes_of(before, after)
+    lost = [row for row in rows if row.change in (OpFate.new, OpFate.gone)]
+    assert sum(abs(row.seconds) for row in lost) < 0.02 * seconds(after)
+    up = next(row for row in rows if row.source == "decoder/module.py:81" and row.kind == "matmul")
+    assert up.before_seconds == pytest.approx(up.after_seconds, rel=0.01)
+
+
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[Path, Path]:
     new, old = tmp_path / "new.txt", tmp_path / "old.txt"

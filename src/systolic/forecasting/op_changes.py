@@ -144,8 +144,8 @@ def changes_of(before: tuple[Module, Timeline], after: tuple[Module, Timeline]) 
     for key in _KEYS:
         ties.by_key(key)
     ties.by_parts()
-    for key, alone in _LAST_KEYS:
-        ties.by_key(key, alone=alone)
+    for key in _LAST_KEYS:
+        ties.by_key(key, in_order=True)
     rows = [_row(*members) for members in ties.components()]
     return sorted(rows, key=lambda row: (-abs(row.seconds), -row.after_seconds, row.place))
 
@@ -158,12 +158,13 @@ _KEYS: Sequence[Callable[[_Group], Hashable]] = (
 )
 """The whole key; without the line, which an edit moves; without the place, which a renamed scope or another version of
 JAX changes; without the shape, which padding changes."""
-_LAST_KEYS: Sequence[tuple[Callable[[_Group], Hashable], bool]] = (
-    (lambda one: (one.kind, one.source, one.shape), False),
-    (lambda one: (one.kind, one.phase, one.shape), True),
-    (lambda one: (one.kind, one.place, one.phase), False),
+_LAST_KEYS: Sequence[Callable[[_Group], Hashable]] = (
+    lambda one: (one.kind, one.source, one.shape),
+    lambda one: (one.kind, one.phase, one.shape, one.runs),
+    lambda one: (one.kind, one.phase, one.shape),
+    lambda one: (one.kind, one.place, one.phase),
 )
-"""Weaker keys, and whether they hold only where each side has one."""
+"""Weaker keys: of as many on both sides the lines are in the same order, as after an edit that moves them and names scopes."""
 
 
 class _Ties:
@@ -175,8 +176,8 @@ class _Ties:
         self.tied: set[int] = set()
         """Groups with a partner on the other side, by identity."""
 
-    def by_key(self, key: Callable[[_Group], Hashable], *, alone: bool = False) -> None:
-        """Ties groups without a partner that have the same key."""
+    def by_key(self, key: Callable[[_Group], Hashable], *, in_order: bool = False) -> None:
+        """Ties groups without a partner that have the same key: all of them, or one by one in the order of their lines."""
         sides: list[defaultdict[Hashable, list[_Group]]] = []
         for groups in self.sides:
             found = defaultdict[Hashable, list[_Group]](list)
@@ -186,7 +187,12 @@ class _Ties:
             sides.append(found)
         for value, ours in sides[0].items():
             theirs = sides[1].get(value, [])
-            if theirs and not (alone and (len(ours), len(theirs)) != (1, 1)):
+            if in_order and len(ours) == len(theirs):
+                for one, other in zip(
+                    sorted(ours, key=_line), sorted(theirs, key=_line), strict=True
+                ):
+                    self.tie(one, other)
+            elif theirs:
                 for other in (*ours[1:], *theirs):
                     self.tie(ours[0], other)
 
@@ -222,6 +228,11 @@ class _Ties:
             for group in groups:
                 found.setdefault(id(self.top(group)), ([], []))[side].append(group)
         return found.values()
+
+
+def _line(group: _Group) -> tuple[str, int, float]:
+    file, _, line = group.source.rpartition(":")
+    return file, int(line) if line.isdigit() else 0, group.seconds
 
 
 def _row(before: list[_Group], after: list[_Group]) -> OpChange:

@@ -62,7 +62,7 @@ def lines(rows: Sequence[OpChange], step_seconds: float) -> list[str]:
             _time(row.after_seconds, row.after_runs),
         )
         found.append(
-            f"  {row.change.value:<17}{times[0]:>9} {times[1]:>9} {signed(row.seconds):>10}  {identity(row)}"
+            f"  {row.change.value:<17} {times[0]:>10} {times[1]:>10} {signed(row.seconds):>11}  {identity(row)}"
         )
     return [*found, *([text] if (text := rest(rows, told[:ROWS])) else [])]
 
