@@ -16,6 +16,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.experimental.compute_on import compute_on
 from jax.sharding import PartitionSpec as P
 
@@ -263,6 +264,12 @@ def test_caches_managers_and_exported_programs_travel() -> None:
     found = traced(lambda x: on_host(named(x)), array(8)).traced.lower().as_text()
     assert '_xla_compute_type = "host"' in found
     assert "call_exported" in str(traced(exported.call, array(8)).traced.jaxpr)
+
+
+def test_a_module_of_nnx_under_its_own_jit_is_traced() -> None:
+    model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    made = traced(nnx.jit(lambda model, x: model(x)), model, array(2, 8))
+    assert made.traced.lower().as_text().count("dot_general") == 1
 
 
 @dataclasses.dataclass

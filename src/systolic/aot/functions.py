@@ -88,10 +88,10 @@ def _attempt(
 
 def _others(program: FunctionCall, error: Exception) -> Iterator[FunctionCall]:
     """Other ways to trace a function that failed: without the mesh in JAX's context or in it, and with numbers as constants."""
-    if program.in_context:
+    if program.in_context and not program.retried:
         # The function may have a mesh of its own, which JAX compares with that of its context.
-        yield replace(program, in_context=False)
-    elif program.own_mesh and not program.retried and "context" in str(error):
+        yield replace(program, in_context=False, retried=True)
+    elif program.own_mesh and not program.in_context and not program.retried:
         shape = shape_text(program.mesh)
         note = f"traced under jax.set_mesh of its mesh ({shape}), without which JAX refuses it"
         yield replace(program, in_context=True, retried=True, notes=(*program.notes, note))
@@ -127,7 +127,10 @@ def _with_own_mesh(
     Raises:
         OptionError: that mesh has another number of devices than the slice.
     """
-    used = meshes_used(traced.jaxpr.jaxpr)
+    inner = traced
+    while not isinstance(inner, jax.stages.Traced):  # nnx.jit has its own around JAX's
+        inner = inner.traced
+    used = meshes_used(inner.jaxpr.jaxpr)
     for mesh in used:
         if mesh.size != on.num_devices:
             axes = shape_text(dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True)))
