@@ -10,10 +10,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from systolic.aot.kernels import counted, counted_elsewhere
 from systolic.chips import slice
+from systolic.hlo import parse
 from systolic.sim import simulate
+from systolic.sim.rates import rates_of
 from systolic.sim.timeline import PricedBy
 from tests.recorded import hlo
 from tests.recorded.hlo.programs import MATMUL_ARGUMENTS, pallas_matmul
@@ -44,6 +47,7 @@ def test_a_body_is_counted_as_by_hand() -> None:
         "tanh": 0,
         # A block of a megabyte for each of 32 steps from both sides, and 16 of the result.
         "bytes": (32 + 32 + 16) * 2**20,
+        "remote": 0,
         "whole": True,
         "loops": False,
     }
@@ -55,6 +59,40 @@ def test_a_body_is_counted_as_by_hand() -> None:
             "custom_call_config": json.loads(f"{{{before[:-1]}}}")
             | json.loads(f"{{{text}}}")["custom_call_config"]
         }
+
+
+def passed_on(x: jax.Array) -> jax.Array:
+    """Each device's array, sent to the next by a kernel."""
+
+    def kernel(source: Any, target: Any, sent: Any, received: Any) -> None:
+        copy = pltpu.make_async_remote_copy(
+            source, target, sent, received, (jax.lax.axis_index("x"),), pl.DeviceIdType.MESH
+        )
+        copy.start()
+        copy.wait()
+
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    call = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        in_specs=[anywhere],
+        out_specs=anywhere,
+        scratch_shapes=[pltpu.SemaphoreType.DMA] * 2,
+    )
+    mesh, whole = jax.make_mesh((1,), ("x",)), jax.sharding.PartitionSpec()
+    return jax.shard_map(call, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)(x)
+
+
+def test_what_a_kernel_sends_to_other_devices_takes_its_link() -> None:
+    sent = jax.ShapeDtypeStruct((4096, 1024), jnp.bfloat16)
+    found = re.search(r'"counted":(\{.*?\}),"body"', counted(lowered(passed_on, (sent,))))
+    assert found is not None
+    assert json.loads(found[1])["remote"] == 8 * 2**20
+    text = hlo.text("kernel-v6e-1").replace('"counted":{', f'"counted":{{"remote":{2**27},')
+    on = slice("v6e-1")
+    (span,) = [s for s, _ in simulate(parse(text), on).leaves() if s.priced_by is PricedBy.kernel]
+    assert span.seconds == pytest.approx(2**27 / rates_of(on).link)
+    assert "sends 128.0 MiB to other devices, priced at one link" in str(simulate(parse(text), on))
 
 
 def test_a_grid_whose_bounds_are_data_has_its_windows() -> None:

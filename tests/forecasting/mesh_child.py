@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 from systolic import Spread
 from systolic.chips import slice
+from systolic.core.errors import OptionError
 from systolic.forecasting.function import function_program
 
 ON = slice("v5e-8")
@@ -173,6 +174,37 @@ def bare(x: jax.Array, w: jax.Array) -> jax.Array:
     return jax.lax.with_sharding_constraint(x @ w, P("data", None))
 
 
+def abstract(sizes: tuple[int, ...] = (4, 2), names: tuple[str, ...] = NAMES) -> AbstractMesh:
+    return AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def abstract_inside(x: jax.Array, w: jax.Array) -> jax.Array:
+    return mapped(abstract())(x, w)
+
+
+def both_orders(one: Any, other: Any) -> Callable[..., Any]:
+    def f(x: jax.Array, w: jax.Array) -> jax.Array:
+        return mapped(one)(x, w) + mapped(other)(x, w)
+
+    return f
+
+
+def by_spec(mesh: Mesh) -> tuple[Any, ...]:
+    """Explicit axes and a PartitionSpec, which JAX takes in the context of a mesh alone."""
+    typed = Mesh(mesh.devices, NAMES, axis_types=EXPLICIT)
+
+    def f(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.einsum("ij,jk->ik", x, w, out_sharding=P("data", None))
+
+    return f, placed(typed, X.shape, XS), placed(typed, W.shape, WS)
+
+
+def in_context(mesh: Mesh) -> str:
+    typed = Mesh(mesh.devices, NAMES, axis_types=EXPLICIT)
+    with jax.set_mesh(typed):
+        return oracle(*by_spec(mesh))
+
+
 def two(mesh: Mesh) -> Callable[..., Any]:
     flat = Mesh(mesh.devices.reshape(8), ("all",))
 
@@ -319,6 +351,37 @@ def of_calls() -> Cases:
     }
 
 
+def of_axes() -> Cases:
+    """Meshes whose axes are the program's in another place, order or type."""
+    plain = oracle(mapped(THERE), X, W)
+    one = Mesh(np.array(DEVICES[:1]), ("data",))
+    return {
+        "abstract, made inside": (forecast_text(abstract_inside, X, W), plain),
+        "abstract, made inside, with sizes": (
+            forecast_text(abstract_inside, X, W, spread={"data": 4, "model": 2}),
+            plain,
+        ),
+        "axes of spread in another order": (
+            forecast_text(mapped(abstract()), X, W, spread={"model": 2, "data": 4}),
+            plain,
+        ),
+        "axes in two orders": (
+            forecast_text(both_orders(abstract(), abstract((2, 4), NAMES[::-1])), X, W),
+            oracle(both_orders(THERE, Mesh(THERE.devices.reshape(2, 4), NAMES[::-1])), X, W),
+        ),
+        "one axis of two": (
+            forecast_text(
+                partial(lambda m, x, w: constrained(m)(x, w), one),
+                X,
+                W,
+                spread={"data": 4, "model": 2},
+            ),
+            oracle(constrained(THERE), X, W),
+        ),
+        "explicit axes out of context": (forecast_text(*by_spec(HERE)), in_context(THERE)),
+    }
+
+
 def of_orders() -> dict[str, tuple[Any, Any]]:
     """Numbers of the devices of meshes that their users arranged, and whether a note says so."""
     found: dict[str, tuple[Any, Any]] = {}
@@ -337,6 +400,32 @@ def of_orders() -> dict[str, tuple[Any, Any]]:
         notes = [note for note in traced.facts["notes"] if "0, 7, 3, 4, 1, 6, 2, 5" in note]
         found[name] = ((numbers, len(notes)), (wanted.ravel().tolist(), wanted is ranks))
     return found
+
+
+def refusals() -> dict[str, tuple[Any, Any]]:
+    """Reasons of meshes that are not the slice's, where only the trace shows them."""
+
+    def f(x: jax.Array, w: jax.Array) -> jax.Array:
+        return mapped(abstract((2, 2)))(x, w)
+
+    def g(x: jax.Array, w: jax.Array) -> jax.Array:
+        return mapped(Mesh(np.array(jax.devices()[:4]).reshape(2, 2), NAMES))(x, w)
+
+    told = "uses a mesh of 4 devices (data 2 x model 2) and v5e-8 has 8; make it of 8, or forecast it for a slice of 4"
+    no_axis = "bare has P('data', 'model') and no mesh with an axis data; give the sizes of its axes, such as spread={\"data\": 8}"
+    return {
+        "abstract of four inside": (refusal(f), f"f {told}"),
+        "four devices inside": (refusal(g), f"g {told}"),
+        "no mesh": (refusal(bare), no_axis),
+    }
+
+
+def refusal(function: Any) -> str:
+    try:
+        forecast_text(function, X, W)
+    except OptionError as error:
+        return str(error)
+    return "none"
 
 
 def of_contexts() -> Cases:
@@ -360,7 +449,14 @@ def program_text_of_pmap(function: Any, *args: Any) -> str:
 
 
 def main(folder: Path) -> None:
-    found = {**of_functions(folder), **of_calls(), **of_contexts(), **of_orders()}
+    found = {
+        **of_functions(folder),
+        **of_calls(),
+        **of_axes(),
+        **of_contexts(),
+        **of_orders(),
+        **refusals(),
+    }
     print(json.dumps({name: made == wanted for name, (made, wanted) in found.items()}))
 
 

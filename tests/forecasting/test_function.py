@@ -1,5 +1,8 @@
 """``systolic.forecast`` of anyone's function: arguments as they come, mistakes in one line."""
 
+import dataclasses
+import enum
+import functools
 import json
 import subprocess
 import sys
@@ -9,13 +12,17 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from jax.experimental.compute_on import compute_on
 from jax.sharding import PartitionSpec as P
 
 import systolic
 from systolic import Spread
+from systolic.aot.child import _told
 from systolic.chips import slice
 from systolic.core.errors import OptionError
 from systolic.forecasting import function as forecasting_function
@@ -131,7 +138,7 @@ def run_child(name: str, devices: int, *args: str) -> Any:
 
 def test_meshes_of_this_machine_stand_for_the_slices(tmp_path: Path) -> None:
     found = run_child("mesh_child", 16, str(tmp_path))
-    assert len(found) == 32
+    assert len(found) == 41
     assert [name for name, same in found.items() if not same] == []
 
 
@@ -195,6 +202,127 @@ def test_a_pmap_over_fewer_rows_than_devices_is_refused() -> None:
         OptionError, match=r"sin is a jax\.pmap over 3 rows and the slice has 1 dev"
     ):
         program.trace(slice("v5e-1"), jax.devices()[:1])
+
+
+ONE = slice("v5e-1")
+
+
+def traced(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """A function as the child traces it, for a slice of one device."""
+    program = function_program(function, args, kwargs, ONE, Spread())
+    return program.trace(ONE, jax.devices()[:1])
+
+
+class Mode(enum.Enum):
+    double = "double"
+
+
+def scaled(x: jax.Array, mode: Any, act: Any = None, *, times: int = 1) -> jax.Array:
+    x = x.reshape(times, -1) * (2 if mode is Mode.double else 1)
+    return x if act is None else act(x)
+
+
+def test_what_no_array_holds_is_a_constant_of_a_plain_function() -> None:
+    made = traced(scaled, array(8), Mode.double, jnp.tanh, times=1)
+    (argument,) = made.traced.jaxpr.in_avals
+    assert argument.shape == (8,)
+    assert {"mul", "tanh"} <= {one.primitive.name for one in made.traced.jaxpr.jaxpr.eqns}
+    # A number is an argument, until the function decides by it.
+    assert len(traced(lambda x, n: x * n, array(8), 3).traced.jaxpr.in_avals) == 2
+    assert "numbers of Python among the arguments are constants" in made.facts["notes"][0]
+    shape = traced(lambda x, n: x.reshape(n, -1), array(8), 2).traced.jaxpr.out_avals[0].shape
+    assert shape == (2, 4)
+
+
+def test_the_memory_of_an_argument_reaches_the_program() -> None:
+    host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    there = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=host)
+    (info,) = jax.tree.leaves(traced(jnp.sin, there).traced.in_avals)
+    assert str(info.memory_space) == "MemorySpace.Host"
+
+
+@functools.lru_cache
+def doubled(n: int) -> int:
+    return 2 * n
+
+
+def test_caches_managers_and_exported_programs_travel() -> None:
+    @functools.lru_cache(maxsize=2)
+    def cached(n: int) -> int:
+        return doubled(n)
+
+    @jax.named_scope("mine")
+    def named(x: jax.Array) -> jax.Array:
+        return x * cached(3)
+
+    @compute_on("device_host")
+    @jax.jit
+    def on_host(x: jax.Array) -> jax.Array:
+        return x + 1
+
+    exported = jax.export.export(jax.jit(jnp.sin), platforms=["cpu"])(array(8))
+    found = traced(lambda x: on_host(named(x)), array(8)).traced.lower().as_text()
+    assert '_xla_compute_type = "host"' in found
+    assert "call_exported" in str(traced(exported.call, array(8)).traced.jaxpr)
+
+
+def test_a_module_of_nnx_under_its_own_jit_is_traced() -> None:
+    model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    made = traced(nnx.jit(lambda model, x: model(x)), model, array(2, 8))
+    assert made.traced.lower().as_text().count("dot_general") == 1
+
+
+@dataclasses.dataclass
+class Unregistered:
+    w: Any
+
+
+REFUSED = [
+    ((apply, Unregistered(X), X), "an argument is a Unregistered, which holds arrays and is no py"),
+    (
+        (jnp.sin, jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 4"), jnp.float32)),
+        "an argument has the shape (b, 4), with a size that is no number; give the number",
+    ),
+    (
+        (jax.jit(jnp.sin).lower(X), X),
+        "a jax.stages.Lowered is given, which is made for the devices",
+    ),
+    ((jax.jit(jnp.sin).trace(X), X), "a jax.stages.Traced is given, which is made for the devices"),
+    (
+        (
+            jnp.sin,
+            jax.ShapeDtypeStruct(
+                (8,),
+                jnp.float32,
+                sharding=jax.sharding.NamedSharding(
+                    jax.make_mesh((1,), ("x",)), P(), memory_kind="unpinned_host"
+                ),
+            ),
+        ),
+        "an argument is in unpinned_host memory, and programs of a TPU take device or pinned_host",
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "told"), REFUSED)
+def test_what_no_program_can_be_made_of_is_one_line(given: Any, told: str) -> None:
+    function, *args = given
+    with pytest.raises(OptionError) as raised:
+        systolic.forecast(function, *args, on=ONE, quick=True)
+    assert str(raised.value).startswith(told)
+    assert "\n" not in str(raised.value)
+
+
+def test_errors_of_jax_are_told_without_addresses_and_never_empty() -> None:
+    with pytest.raises(TypeError, match=" at 0x") as raised:
+        traced(jax.jit(lambda x: x), "text")
+    assert " at 0x" not in _told(raised.value)
+    with pytest.raises(AssertionError) as empty:
+        raise AssertionError
+    assert _told(empty.value).startswith("AssertionError: raised without a text in ")
+    unknown = "MLIR translation rule for primitive 'eig' not found for platform tpu"
+    told = _told(NotImplementedError(unknown))
+    assert told == f"JAX has no implementation of eig for tpu ({unknown})"
 
 
 @pytest.fixture

@@ -21,10 +21,14 @@ FOREIGN: dict[str, str] = {
 """``path:function:attribute`` of values of other projects."""
 
 PRIVATE: dict[str, str] = {
+    "systolic/aot/child.py:jax._src.source_info_util": "that lines of this package are not the user's",
     "systolic/aot/functions.py:_jit_info": "whether a jitted function was given shardings",
     "systolic/aot/host.py:jax._src.cudnn.fused_attention_stablehlo": "cuDNN's version, which JAX asks of a GPU that is not here",
     "systolic/aot/kernels.py:jax._src.lib.mlir.ir": "parser of MLIR, for the operations of a kernel",
     "systolic/aot/kernels.py:jax._src.lib.tpu": "dialect of Mosaic, for the operations of a kernel",
+    "systolic/aot/pickled.py:_GeneratorContextManager": "what contextlib.contextmanager makes has no public class",
+    "systolic/aot/pickled.py:_lru_cache_wrapper": "what functools.lru_cache makes has no public class",
+    "systolic/aot/restored.py:_GeneratorContextManager": "what contextlib.contextmanager makes has no public class",
     "systolic/aot/restored.py:_registry": "how a class is a pytree; JAX only tells that of an object",
     "systolic/aot/restored.py:jax._src.pmap": "what jax.pmap returns has no class of its own",
     "systolic/aot/restored.py:jax._src.tree_util": "how a class is a pytree; JAX only tells that of an object",

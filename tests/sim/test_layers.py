@@ -13,6 +13,8 @@ from systolic.sim.layers import layer_of, phase_of
         ("jit(train)/jvp()/while/body/eval_jaxpr/mlp/mul", "mlp", "forward"),
         ("jit(train)/transpose(jvp())/while/body/eval_jaxpr/rematted_computation/mlp/mul", "mlp", "recomputed"),
         ("jit(train)/adam/add", "adam", "update"),
+        ("jit(train)/jit(main)/jvp(mlp)/mul", "mlp", "forward"),  # before JAX 0.7
+        ("jit(main)/main/mul", "main", "update"),
     ],
 )  # fmt: skip
 def test_layer_and_phase(op_name: str, layer: str, phase: str) -> None:

@@ -11,6 +11,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import re
 import stat
 import sys
 import threading
@@ -50,6 +51,7 @@ def main(folder: Path, desk: Path) -> int:
     import cloudpickle
 
     request: Mapping[str, Any] = cloudpickle.loads(_read_request())
+    _hide_own_lines()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         return _compile(request, folder, desk / "dump")
@@ -61,8 +63,31 @@ def main(folder: Path, desk: Path) -> int:
         else:
             # An error in a user's function, whose message is the reason.
             traceback.print_exc()
-            _fail("program", f"{type(error).__name__}: {error}", where=_place(error))
+            _fail("program", _told(error), where=_place(error))
     return 1
+
+
+_ADDRESS = re.compile(r"<(?:function|bound method) (\S+)(?: of .*?)? at 0x[0-9a-f]+>+")
+_NO_RULE = re.compile(r"MLIR translation rule for primitive '([^']+)' not found for platform (\w+)")
+
+
+def _told(error: Exception) -> str:
+    """An error's text without addresses; one that has no text says where it was raised."""
+    text = _ADDRESS.sub(r"\1", str(error)).strip()
+    if (unknown := _NO_RULE.search(text)) is not None:
+        return f"JAX has no implementation of {unknown[1]} for {unknown[2]} ({text})"
+    if not text:
+        *_, last = traceback.extract_tb(error.__traceback__)
+        file = "/".join(Path(last.filename).parts[-3:])
+        text = f"raised without a text in {file}:{last.lineno}, {last.line}"
+    return f"{type(error).__name__}: {text}"
+
+
+def _hide_own_lines() -> None:
+    """Has the source lines of ops be the user's: a function of a library alone has none, rather than ours."""
+    from jax._src import source_info_util
+
+    source_info_util.register_exclusion(str(Path(__file__).parent))
 
 
 def _place(error: Exception) -> str:

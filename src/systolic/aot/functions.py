@@ -1,16 +1,19 @@
 """User functions, traced on a mesh of a described slice."""
 
 import contextlib
+import functools
 import itertools
 import math
+import re
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import (
     AbstractMesh,
     AxisType,
@@ -20,29 +23,35 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
-from systolic.aot.restored import is_pmapped, key_of, standing, trace_pmapped
+from systolic.aot.restored import is_pmapped, key_of, shape_text, standing, trace_pmapped
 from systolic.aot.traced import CalledFunction, FunctionCall, Traced, is_filtered, name_of
 from systolic.chips import Slice
-from systolic.core.errors import OptionError
+from systolic.core.errors import OptionError, SystolicError
 from systolic.steps.mesh import place, slices_of
 
 
 def trace_function(program: FunctionCall, on: Slice, devices: Sequence[Any]) -> Traced:
-    """See :class:`FunctionCall`."""
-    mesh = _mesh(program, devices)
-    with standing(mesh, program.devices) as there:
-        try:
-            traced = _traced(program, mesh, on)
-        except Exception:
-            if program.own_mesh:
+    """See :class:`FunctionCall`.
+
+    Raises:
+        OptionError: the function has a mesh of another number of devices than the slice, or is jitted for one device.
+    """
+    try:
+        traced, mesh, made = _attempt(program, on, devices)
+    except SystolicError:
+        raise
+    except Exception as first:
+        told = first
+        for other in _others(program, first):
+            try:
+                return trace_function(other, on, devices)
+            except SystolicError:
                 raise
-            traced = None
-    if not program.own_mesh and (there.made or traced is None):
-        # The function may have made a mesh, in whose order the devices are then, and which is no mesh of JAX's context.
-        own = replace(program, own_mesh=True, in_context=False)
-        if there.made:
-            made = there.made[0]
-            own = replace(own, mesh=dict(made.shape), axis_types=made.axis_types)
+            except Exception as second:
+                if _OF_CONTEXT in str(told):  # which is none of the user's
+                    told = second
+        raise _explained(told, program, on) from first
+    if (own := _with_own_mesh(program, traced, made, on)) is not None:
         return trace_function(own, on, devices)
     unit, units = program.units or ("calls", 1)
     return Traced(
@@ -59,6 +68,103 @@ def trace_function(program: FunctionCall, on: Slice, devices: Sequence[Any]) -> 
             "notes": [*program.notes, *_order_notes(program, devices)],
         },
     )
+
+
+def _attempt(
+    program: FunctionCall, on: Slice, devices: Sequence[Any]
+) -> tuple[Any, Mesh, Sequence[Mesh]]:
+    """The trace, the program's mesh, and the meshes that the function made. Its error where it made one is that under it."""
+    mesh = _mesh(program, devices)
+    with standing(mesh, program.devices) as there:
+        try:
+            return _traced(program, mesh, on), mesh, there.made
+        except Exception:
+            if program.own_mesh or not there.made:
+                raise
+    made = there.made[0]
+    own = replace(program, mesh=dict(made.shape), axis_types=made.axis_types)
+    return _attempt(replace(own, own_mesh=True, in_context=False), on, devices)
+
+
+def _others(program: FunctionCall, error: Exception) -> Iterator[FunctionCall]:
+    """Other ways to trace a function that failed: without the mesh in JAX's context or in it, and with numbers as constants."""
+    if program.in_context and not program.retried:
+        # The function may have a mesh of its own, which JAX compares with that of its context.
+        yield replace(program, in_context=False, retried=True)
+    elif program.own_mesh and not program.in_context and not program.retried:
+        shape = shape_text(program.mesh)
+        note = f"traced under jax.set_mesh of its mesh ({shape}), without which JAX refuses it"
+        yield replace(program, in_context=True, retried=True, notes=(*program.notes, note))
+    decided = isinstance(error, jax.errors.JAXTypeError) or "concrete values" in str(error)
+    if decided and not program.numbers_constant:
+        note = "numbers of Python among the arguments are constants of the program, as static_argnums of jit has them"
+        yield replace(program, numbers_constant=True, notes=(*program.notes, note))
+
+
+_OF_CONTEXT = "should match the mesh passed to shard_map"
+_INCOMPATIBLE = "Received incompatible devices for jitted computation"
+_NO_AXIS = re.compile(r"Resource axis: (\w+) of (.+?) is not found in mesh")
+
+
+def _explained(error: Exception, program: FunctionCall, on: Slice) -> Exception:
+    """An error of JAX whose cause is the mesh, in the terms of a forecast; others as they are."""
+    if not program.own_mesh and (axis := _NO_AXIS.search(str(error))) is not None:
+        return OptionError(
+            f'{program.name} has {axis[2]} and no mesh with an axis {axis[1]}; give the sizes of its axes, such as spread={{"{axis[1]}": {on.num_devices}}}'
+        )
+    if _INCOMPATIBLE in str(error):
+        return OptionError(
+            f"{program.name} uses {on.num_devices} devices in one place and others elsewhere; make its meshes of all {on.num_devices} devices of {on.name}, or forecast it for a slice of the size of its mesh ({' '.join(str(error).split())[:300]})"
+        )
+    return error
+
+
+def _with_own_mesh(
+    program: FunctionCall, traced: Any, made: Sequence[Mesh], on: Slice
+) -> FunctionCall | None:
+    """The program over a mesh that the function makes while it is traced; None where it makes none, or the user gave one.
+
+    Raises:
+        OptionError: that mesh has another number of devices than the slice.
+    """
+    inner = traced
+    while not isinstance(inner, jax.stages.Traced):  # nnx.jit has its own around JAX's
+        inner = inner.traced
+    used = meshes_used(inner.jaxpr.jaxpr)
+    for mesh in used:
+        if mesh.size != on.num_devices:
+            axes = shape_text(dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True)))
+            raise OptionError(
+                f"{program.name} uses a mesh of {mesh.size} device{'s' * (mesh.size > 1)} ({axes}) and {on.name} has {on.num_devices}; make it of {on.num_devices}, or forecast it for a slice of {mesh.size}"
+            )
+    own = [*made, *(mesh for mesh in used if isinstance(mesh, AbstractMesh))]
+    if program.own_mesh or not own:
+        return None
+    axes = dict(own[0].shape)
+    if not made and axes == dict(program.mesh):
+        return None
+    # The devices are in the order of that mesh then, and it is no mesh of JAX's context.
+    return replace(
+        program, own_mesh=True, in_context=False, mesh=axes, axis_types=own[0].axis_types
+    )
+
+
+def meshes_used(jaxpr: Any) -> list[Any]:
+    """Meshes of the ``shard_map`` calls and sharding constraints of a jaxpr, each once, in their order."""
+    found: dict[Any, None] = {}
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "shard_map":
+            found[equation.params["mesh"]] = None
+            continue  # those inside are parts of it
+        where = equation.params.get("sharding")
+        if isinstance(where, NamedSharding) and not where.mesh.empty:
+            found[where.mesh] = None
+        for value in equation.params.values():
+            for inner in value if isinstance(value, (tuple, list)) else (value,):
+                part = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
+                if isinstance(part, Jaxpr):
+                    found |= dict.fromkeys(meshes_used(part))
+    return list(found)
 
 
 def _traced(program: FunctionCall, mesh: Mesh, on: Slice) -> Any:
@@ -80,6 +186,7 @@ def _traced(program: FunctionCall, mesh: Mesh, on: Slice) -> Any:
         if is_filtered(function):
             return _filtered(function, args, kwargs)
         if not isinstance(function, jax.stages.Wrapped):
+            args, kwargs = _with_constants((args, kwargs), numbers=program.numbers_constant)
             function = _jitted(program, function, mesh)
         return function.trace(*args, **kwargs)
 
@@ -89,7 +196,9 @@ def _context(program: FunctionCall, call: CalledFunction, mesh: Mesh) -> Any:
     if call.context is None:
         return jax.set_mesh(mesh) if program.in_context else contextlib.nullcontext()
     if isinstance(call.context, AbstractMesh):
-        return jax.sharding.use_abstract_mesh(call.context)
+        # What it stands for where the program runs: PartitionSpecs in a jit's shardings need its devices.
+        same = mesh.abstract_mesh == call.context
+        return jax.set_mesh(mesh) if same else jax.sharding.use_abstract_mesh(call.context)
     if not call.entered:
         return jax.set_mesh(call.context)
     with warnings.catch_warnings():
@@ -123,11 +232,57 @@ def _jitted(program: FunctionCall, function: Any, mesh: Mesh) -> Any:
             is_leaf=lambda x: isinstance(x, PartitionSpec),
         )
     return jax.jit(
-        _hashable(function),
+        _filled(_hashable(function)),
         static_argnums=program.static_argnums or None,
         donate_argnums=program.donate_argnums or None,
         **out,
     )
+
+
+@jax.tree_util.register_pytree_node_class
+class _Constant:
+    """A value of a call that is no argument of the program; a pytree without leaves."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def tree_flatten(self) -> tuple[tuple[()], "_Constant"]:
+        return (), self
+
+    @classmethod
+    def tree_unflatten(cls, same: "_Constant", _: Any) -> "_Constant":
+        return same
+
+
+def _is_constant(leaf: Any) -> bool:
+    return isinstance(leaf, _Constant)
+
+
+def _with_constants(values: Any, *, numbers: bool) -> Any:
+    """Arguments of a plain function, of which those that no array can hold are constants, and ``numbers`` of Python too."""
+
+    def constant(leaf: Any) -> Any:
+        if isinstance(leaf, bool | int | float | complex) and not isinstance(leaf, np.generic):
+            return _Constant(leaf) if numbers else leaf
+        arrays = (jax.ShapeDtypeStruct, jax.Array, np.ndarray, np.generic)
+        return leaf if isinstance(leaf, arrays) else _Constant(leaf)
+
+    return jax.tree.map(constant, values)
+
+
+def _filled(function: Any) -> Any:
+    """A function that is called with what :func:`_with_constants` made of its arguments."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = jax.tree.map(
+            lambda leaf: leaf.value if _is_constant(leaf) else leaf,
+            (args, kwargs),
+            is_leaf=_is_constant,
+        )
+        return function(*args, **kwargs)
+
+    return call
 
 
 def _hashable(function: Any) -> Any:
@@ -243,6 +398,8 @@ def _placed(leaf: Any, spec: Any, whole: Mesh | None, mesh: Mesh) -> Any:
     if not hasattr(leaf, "shape"):
         return leaf
     where = leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None
+    if isinstance(where, SingleDeviceSharding):
+        spec = PartitionSpec() if spec is None else spec
     if spec is not None:
         where = NamedSharding(mesh, spec, memory_kind=where.memory_kind if where else None)
     elif where is None and whole is not None:

@@ -42,6 +42,8 @@ _WEIGHTS = {
 _FREE = frozenset(("constant", "index_cast", "bitcast"))
 _BOUNDS = re.compile(r"window_bounds = array<i64: ([\d, ]+)>")
 _HBM = ("#tpu.memory_space<any>", "#tpu.memory_space<hbm>")
+_DEVICE = 4
+"""Place of the device among the operands of ``tpu.enqueue_dma``: source, its semaphore, target, its semaphore, device, core."""
 _SPACE = re.compile(r"#tpu\.memory_space<(\w+)>")
 
 
@@ -50,7 +52,7 @@ def counted(text: str) -> str:
 
     The object has ``grid`` and ``steps``, and ``parallel``, the dims of the grid that cores may share; over the whole call ``flops`` by the dtype of the matmuls' operands
     (``f32x6`` for f32 at full precision), ``vector`` operations, elements of ``tanh``, ``bytes`` of device memory that its windows and
-    transfers move, and ``whole``: false where a loop or a branch depends on data; a branch counts as taken, and with ``loops`` a loop counts once. For a grid
+    transfers move, ``remote`` bytes that go to other devices, and ``whole``: false where a loop or a branch depends on data; a branch counts as taken, and with ``loops`` a loop counts once. For a grid
     with dynamic bounds it has only ``windows``, the block sizes of each operand and result.
     """
     known: dict[str, str | None] = {}
@@ -110,6 +112,8 @@ class _Totals:
     vector: float = 0.0
     tanh: float = 0.0
     bytes: float = 0.0
+    remote: float = 0.0
+    """Bytes that go to other devices."""
 
 
 @dataclass
@@ -184,6 +188,7 @@ class _Kernel:
             "vector": totals.vector,
             "tanh": totals.tanh,
             "bytes": totals.bytes,
+            "remote": totals.remote,
             "whole": self.whole,
             "loops": self.loops,
         }
@@ -205,6 +210,7 @@ class _Kernel:
                 self.product(operation, times, totals)
             elif name == "enqueue_dma":
                 totals.bytes += times * _transferred(operation)
+                totals.remote += times * _sent(operation)
             else:
                 operations = _vector(operation)
                 totals.vector += times * operations
@@ -382,13 +388,25 @@ def _integer(attribute: Any) -> int:
     return int(found[0]) if found else 0
 
 
-def _transferred(operation: Any) -> float:
-    """Bytes of a transfer that begins or ends in device memory."""
-    arrays = [
+def _arrays(operation: Any) -> list[Any]:
+    """Types of the two ends of a transfer."""
+    return [
         operand.type
         for operand in operation.operands
         if str(operand.type).startswith("memref") and "semaphore" not in str(operand.type)
     ]
+
+
+def _sent(operation: Any) -> float:
+    """Bytes of a transfer to another device, which has an operand that says to which one."""
+    segments = list(operation.attributes["operandSegmentSizes"])
+    to_device = len(segments) > _DEVICE and segments[_DEVICE]
+    return min(map(_bytes, _arrays(operation)), default=0.0) if to_device else 0.0
+
+
+def _transferred(operation: Any) -> float:
+    """Bytes of a transfer that begins or ends in device memory."""
+    arrays = _arrays(operation)
     if not any(space in str(array) for array in arrays for space in _HBM):
         return 0.0
     return min(map(_bytes, arrays), default=0.0)

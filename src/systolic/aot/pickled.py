@@ -5,6 +5,7 @@ A user's function refers to more than cloudpickle can send: devices and meshes o
 their description here, and :mod:`systolic.aot.restored` makes them again in the child, on the devices of the slice.
 """
 
+import contextlib
 import functools
 import io
 import sys
@@ -150,6 +151,8 @@ def _pickler() -> Any:
             if isinstance(obj, type):
                 self.found.check_module(obj.__module__)
                 return _with_registration(obj, super().reducer_override(obj))
+            if (made := _of_standard(obj)) is not None:
+                return made
             if isinstance(obj, types.CodeType):
                 # cloudpickle leaves out the file, by which costs and errors name their source.
                 return restored.code, (*self.dispatch_table[types.CodeType](obj), obj.co_filename)
@@ -160,6 +163,20 @@ def _pickler() -> Any:
             return super().reducer_override(obj)
 
     return Pickler
+
+
+def _of_standard(obj: Any) -> tuple[Any, ...] | None:
+    """Maker and arguments of what ``functools.lru_cache`` and ``contextlib.contextmanager`` made; None for others."""
+    if isinstance(obj, functools._lru_cache_wrapper):
+        return (
+            None
+            if _importable(obj)
+            else (restored.cached, (obj.__wrapped__, obj.cache_parameters()))
+        )
+    if isinstance(obj, contextlib._GeneratorContextManager):
+        # As a decorator it makes itself anew at each call, from these.
+        return restored.context, (obj.func, obj.args, obj.kwds)
+    return None
 
 
 def _of_jax(obj: Any, found: _References) -> tuple[Any, ...] | None:
@@ -193,10 +210,14 @@ def _of_jax(obj: Any, found: _References) -> tuple[Any, ...] | None:
         case types.FunctionType() if restored.is_pmapped(obj):
             found.maps_devices = True
             made = restored.pmapped, (obj.__wrapped__, restored.pmap_options(obj))
+        case jax.stages.Lowered() | jax.stages.Compiled() | jax.stages.Traced():
+            raise restored.made_here(obj)
         case jax.stages.Wrapped():
             info = vars(obj).get("_jit_info")
             if info is not None:
                 made = restored.jitted, (obj.__wrapped__, _options(info))
+        case _ if type(obj).__name__ == "Exported" and type(obj).__module__.startswith("jax."):
+            made = restored.exported, (bytes(obj.serialize()),)
         case jax.Array():
             found.array_bytes += obj.size * obj.dtype.itemsize
         case _ if type(obj).__module__ == "numpy" and type(obj).__name__ == "ndarray":

@@ -97,6 +97,7 @@ def mesh(axes: Mapping[str, int], axis_types: tuple[Any, ...], keys: Sequence[Ke
     from jax.sharding import Mesh
 
     there = _there()
+    axis_types = _types_there(axes, axis_types, there)
     axes = _axes_there(axes, there.axes)
     if size_of(axes.values()) == len(keys):
         placed = _array([device(key) for key in keys])
@@ -112,6 +113,7 @@ def abstract_mesh(axes: Mapping[str, int], axis_types: tuple[Any, ...]) -> Any:
     from jax.sharding import AbstractMesh
 
     there = _there()
+    axis_types = _types_there(axes, axis_types, there)
     axes = _axes_there(axes, there.axes)
     whole = there.mesh.abstract_mesh
     if tuple(axes.items()) == tuple(there.axes.items()) and axis_types == whole.axis_types:
@@ -126,6 +128,13 @@ def _axes_there(axes: Mapping[str, int], there: Mapping[str, int]) -> dict[str, 
     if set(axes) < set(there) and size_of(axes.values()) < size_of(there.values()):
         return dict(there)
     return dict(axes)
+
+
+def _types_there(axes: Mapping[str, int], types: Sequence[Any], there: Standing) -> tuple[Any, ...]:
+    """Types of the axes that :func:`_axes_there` gives; those that the mesh lacks are as in the program's."""
+    own = dict(zip(axes, types, strict=True))
+    whole = dict(zip(there.axes, there.mesh.axis_types, strict=True))
+    return tuple(own.get(name, whole.get(name)) for name in _axes_there(axes, there.axes))
 
 
 def named_sharding(mesh: Any, spec: Any, memory_kind: str | None) -> Any:
@@ -152,6 +161,30 @@ def jitted(function: Callable[..., Any], options: Mapping[str, Any]) -> Any:
 def bare(kind: type) -> Any:
     """An object whose constructor takes more than its state, such as a ``jax.custom_vjp``."""
     return object.__new__(kind)
+
+
+def made_here(stage: Any) -> OptionError:
+    """The error of a function that is lowered or compiled already."""
+    return OptionError(
+        f"a jax.stages.{type(stage).__name__} is given, which is made for the devices of this machine; give the function that it was made of, and its arguments"
+    )
+
+
+def exported(content: bytes) -> Any:
+    """A ``jax.export.Exported``."""
+    from jax import export
+
+    return export.deserialize(bytearray(content))
+
+
+def cached(function: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+    """A function of ``functools.lru_cache``, empty."""
+    return functools.lru_cache(**options)(function)
+
+
+def context(maker: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+    """A manager of ``contextlib.contextmanager``, not entered."""
+    return contextlib._GeneratorContextManager(maker, args, dict(options))
 
 
 def code(maker: Callable[..., Any], arguments: tuple[Any, ...], file: str) -> types.CodeType:

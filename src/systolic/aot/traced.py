@@ -49,6 +49,10 @@ class FunctionCall:
     """Whether ``mesh`` is JAX's mesh while the function is traced."""
     own_mesh: bool = True
     """Whether ``mesh`` is the user's; a default one gives way to a mesh that the function makes."""
+    retried: bool = False
+    """Whether it is traced in the context of its mesh after it failed without, or the other way round."""
+    numbers_constant: bool = False
+    """Whether numbers of Python among the arguments of a plain function are constants."""
     out_specs: Any = None
     static_argnums: tuple[int, ...] = ()
     donate_argnums: tuple[int, ...] = ()

@@ -21,8 +21,10 @@ from systolic.session.command_line import option_words
 if TYPE_CHECKING:
     from systolic.chips import Slice
     from systolic.forecasting import Forecast
+    from systolic.forecasting.op_changes import OpChange
     from systolic.forecasting.table import ForecastRow
     from systolic.job import Job
+    from systolic.report.forecast.op_table import Against
 
 FORMS = """usage: systolic forecast RECIPE --on SLICE [options]
        systolic forecast MODEL --on SLICE [options]
@@ -37,6 +39,7 @@ assumed. MODEL is a published model that systolic recipes lists (llama-3.1-70b),
 or a Bundle; weights are not needed. It takes the options of the recipe lm, with the model's sizes as defaults.
 dump.txt is scheduled HLO that another program wrote: compiled.as_text(), or XLA's dump
 after optimizations; it takes --on, --html, --perfetto, --xprof, --against, --trips, --cost and --json.
+--against old.txt, another dump of the program (before an upgrade of JAX or libtpu, or a flag), lists the ops that changed.
 --serve forecasts a server of the model with continuous batching: tokens per second, time to the first
 and to each further token, the requests that fit and dollars per million tokens, at several concurrencies.
 SLICE is one of systolic chips: v5e-16, v5p-128, tpu7x-8, 2xv5e-256, 8xh100, cpu. Several with commas, and
@@ -93,7 +96,7 @@ class DumpOptions:
         html: Write a report of one page to this file.
         perfetto: Write a trace for Perfetto or Chrome to this file; .gz compresses it.
         xprof: Write a profile into this folder, for xprof --logdir.
-        against: Print what changed since the forecast in this JSON file.
+        against: Print what changed since the forecast in this JSON file, or since another dump of the program and which ops changed.
         csv: Write the table to this file as CSV.
         trips: Trips of a loop that the program leaves open, NAME=NUMBER, such as while.5=100 or train.py:42=100; may be repeated.
         cost: Time of one call of a kernel, custom call or callback, NAME=TIME, such as my_kernel=1.2ms or EighTpu=350us; may be repeated.
@@ -137,12 +140,17 @@ def run(args: Sequence[str]) -> int:
 def forecast_dump(path: Path, options: ForecastOptions) -> int:
     """Forecasts scheduled HLO text; returns the exit code."""
     from systolic.chips import slice
-    from systolic.forecasting import forecast_text
+    from systolic.forecasting import compare_texts, forecast_text
     from systolic.sim.incomplete import given
 
+    supplied, on = given(options.trips, options.cost), slice(options.on)
+    if options.against is not None and _is_dump(options.against):
+        _check_files(options)
+        made, before, changed = compare_texts(path, options.against, on, supplied)
+        # The same program twice: the rows of ops say more of it than a recipe's name.
+        return show(made, options, before.to_json(), changed=changed)
     before = _before(options)
-    made = forecast_text(path, slice(options.on), given(options.trips, options.cost))
-    return show(made, options, before)
+    return show(forecast_text(path, on, supplied), options, before)
 
 
 def forecast_recipe(asked: Request[ForecastOptions]) -> int:
@@ -318,16 +326,24 @@ def show(
     options: ForecastOptions,
     before: Mapping[str, Any] | None,
     asked: Mapping[str, Any] | None = None,
+    changed: "Sequence[OpChange]" = (),
 ) -> int:
-    """Prints and writes what was asked for; returns the exit code."""
-    from systolic.report.forecast import comparison
+    """Prints and writes what was asked for; returns the exit code. ``changed`` has the ops of two dumps."""
+    from systolic.report.forecast import comparison, op_table
 
-    written = write(made, options)
     now = made.to_json() if options.json or before else {}
     changes = [] if before is None else comparison.compare(before, now)
+    step = made.step_seconds or 0.0
+    against = None
+    if before is not None:
+        named = f"{before['recipe']} on {before['slice']}"
+        against = op_table.for_page(named, changes, changed, step)
+    written = write(made, options, against)
     if options.json:
         if before is not None:
             now["against"] = [change.to_json() for change in changes]
+        if changed:
+            now["against_ops"] = op_table.to_json(changed, step)
         print_json({**now, **(asked or {}), "written": written})
         return 0 if made.fits else 1
     from systolic.report.forecast.text import print_forecast
@@ -336,6 +352,8 @@ def show(
     if before is not None:
         named = [f"{one['recipe']} on {one['slice']}" for one in (before, now)]
         print("\n" + "\n".join(comparison.lines(changes, *named)))
+        if changed:
+            print("\n".join(op_table.lines(changed, step)))
         if text := comparison.depths(before, asked or {}):
             print(text)
     for what, path in written.items():
@@ -345,7 +363,9 @@ def show(
     return 0 if made.fits else 1
 
 
-def write(made: "Forecast", options: ForecastOptions) -> dict[str, str]:
+def write(
+    made: "Forecast", options: ForecastOptions, against: "Against | None" = None
+) -> dict[str, str]:
     """Writes the files that were asked for; returns kind to path."""
     written: dict[str, str] = {}
     if options.save is not None and made.fits:
@@ -353,7 +373,7 @@ def write(made: "Forecast", options: ForecastOptions) -> dict[str, str]:
     if options.html is not None:
         from systolic.report.forecast.page import write_page
 
-        write_page(made, options.html)
+        write_page(made, options.html, against)
         written["report"] = str(options.html)
     if made.timeline is None:
         return written
@@ -372,11 +392,28 @@ def write(made: "Forecast", options: ForecastOptions) -> dict[str, str]:
 
 def _before(options: ForecastOptions) -> dict[str, Any] | None:
     """The forecast of ``--against``. Checks first that the files to write can be written."""
-    for path in (options.html, options.perfetto, options.save):
-        if path is not None:
-            check_writable(path)
+    _check_files(options)
     if options.against is None:
         return None
+    if _is_dump(options.against):
+        raise OptionError(
+            f"--against {options.against} is a dump, which another dump is compared with: systolic forecast new.txt --against {options.against}; here it takes the JSON of a forecast"
+        )
     from systolic.report.forecast import comparison
 
     return comparison.read(options.against)
+
+
+def _is_dump(path: Path) -> bool:
+    """Whether a file is HLO and not the JSON of a forecast."""
+    try:
+        with path.open("rb") as file:
+            return file.read(64).lstrip().startswith(b"HloModule")
+    except OSError:
+        return False
+
+
+def _check_files(options: ForecastOptions) -> None:
+    for path in (options.html, options.perfetto, options.save):
+        if path is not None:
+            check_writable(path)

@@ -54,7 +54,7 @@ def forecast_function(  # noqa: PLR0913
     function: Callable[..., Any],
     *args: Any,
     on: str | Slice,
-    spread: Spread | Mapping[str, int] | None = None,
+    spread: Any = None,
     model_flops: float | None = None,
     units: tuple[str, float] | None = None,
     flags: Annotated[str | Sequence[str], Wording(FLAGS)] = (),
@@ -92,6 +92,9 @@ def forecast_function(  # noqa: PLR0913
     ``jax.make_mesh`` does there; where its devices are in an order of their own, they are the slice's devices in that order.
     A mesh of another size is taken with the sizes that ``spread`` has for its axes. While the function is traced,
     ``jax.devices()``, ``jax.device_count()``, ``jax.default_backend()`` and ``jax.make_mesh()`` answer for the slice.
+
+    Of a plain function, arguments that no array holds (text, enums, functions, None) are constants. Numbers are arguments,
+    and constants where the function can't be traced otherwise, such as one that it reshapes by.
 
     Raises:
         OptionError: the mesh does not fit the slice, ``in_specs`` not the arguments or the mesh, a
@@ -152,6 +155,7 @@ def function_program(
     _check_arrays(content.array_bytes, name)
     place = _place(spread, content, name, on, in_context=context is not None)
     leaves = jax.tree.leaves((abstract, named))
+    _check_memory(leaves, on)
     specs = [_spec_of(leaf) for leaf in leaves]
     if spread.in_specs is not None:
         given = _leaf_specs(spread.in_specs, args, place.axes)
@@ -197,23 +201,75 @@ def _unbound(
 
 
 def _abstract(leaf: Any) -> Any:
-    """Shape, dtype and sharding over a mesh of an array; other values as they are."""
+    """Shape, dtype and sharding of an array; other values as they are.
+
+    Raises:
+        OptionError: its shape or its sharding says nothing of a slice, or it holds arrays and is no pytree.
+    """
     import jax
-    from jax.sharding import NamedSharding
 
     if isinstance(leaf, np.ndarray):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     if not isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
+        _check_no_arrays(leaf)
         return leaf
-    where = leaf.sharding if isinstance(leaf.sharding, NamedSharding) else None
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+    if not all(isinstance(size, int | np.integer) for size in leaf.shape):
+        shape = ", ".join(map(str, leaf.shape))
+        raise OptionError(
+            f"an argument has the shape ({shape}), with a size that is no number; give the number that the forecast is of"
+        )
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_abstract_sharding(leaf))
+
+
+def _abstract_sharding(leaf: Any) -> Any:
+    """A sharding over a mesh, or a single device's where its memory is another than the device's own; None for whole on every device."""
+    from jax.sharding import NamedSharding, SingleDeviceSharding
+
+    where = leaf.sharding
+    if where is None or isinstance(where, NamedSharding):
+        return where
+    if isinstance(where, SingleDeviceSharding):
+        (device,) = where.device_set
+        own = where.memory_kind in (None, device.default_memory().kind)
+        return None if own else where
+    if where.is_fully_replicated:
+        return None
+    raise OptionError(
+        f"an argument {leaf.dtype}{list(leaf.shape)} has a {type(where).__name__}, which has no mesh that the slice could have; give it a NamedSharding"
+    )
+
+
+def _check_no_arrays(leaf: Any) -> None:
+    """Raises OptionError for an object that holds ShapeDtypeStructs and that JAX does not take apart."""
+    import jax
+
+    if isinstance(leaf, type) or not type(leaf).__dictoffset__:
+        return
+    inside = jax.tree.leaves(list(vars(leaf).values()))
+    if any(isinstance(one, jax.ShapeDtypeStruct) for one in inside):
+        kind = type(leaf).__name__
+        raise OptionError(
+            f"an argument is a {kind}, which holds arrays and is no pytree of JAX; register {kind} with jax.tree_util.register_dataclass or register_pytree_node"
+        )
+
+
+def _check_memory(leaves: Sequence[Any], on: Slice) -> None:
+    """Raises OptionError for arguments in a memory that programs of TPUs do not read."""
+    import jax
+
+    placed = [one.sharding for one in leaves if isinstance(one, jax.ShapeDtypeStruct)]
+    if on.platform == "tpu" and "unpinned_host" in {one.memory_kind for one in placed if one}:
+        raise OptionError(
+            "an argument is in unpinned_host memory, and programs of a TPU take device or pinned_host; give it memory_kind='pinned_host'"
+        )
 
 
 def _spec_of(leaf: Any) -> Any:
     import jax
+    from jax.sharding import NamedSharding
 
     where = leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None
-    return None if where is None else where.spec
+    return where.spec if isinstance(where, NamedSharding) else None
 
 
 def _context() -> tuple[Any, bool]:
@@ -265,6 +321,8 @@ def _place(
                 f"the mesh ({shape_text(axes)}) has {math.prod(axes.values())} devices but {on.name} has {on.num_devices}; change an axis"
             )
         same = [one for one in found if set(one.axes) == set(axes)]
+        if same and not _devices_of(spread.mesh):
+            axes = {axis: axes[axis] for axis in same[0].axes}
     else:
         same = [one for one in found if one.size == on.num_devices]
         if not in_context:
@@ -276,7 +334,7 @@ def _place(
     if odd:
         sizes = ", ".join(f'"{axis}": …' for axis in odd[0].axes)
         raise OptionError(
-            f"{name} has a mesh of {odd[0].size} device{'s' * (odd[0].size > 1)} ({odd[0]}) but {on.name} has {on.num_devices}; make it of {on.num_devices} virtual devices (jax.config.update('jax_num_cpu_devices', {on.num_devices}) before JAX starts), or give its sizes there as spread={{{sizes}}}"
+            f"{name} has a mesh of {odd[0].size} device{'s' * (odd[0].size > 1)} ({odd[0]}) but {on.name} has {on.num_devices}; {_remade(odd[0], on)}, or give its sizes there as spread={{{sizes}}}"
         )
     like = [one for one in same if one.axes == axes]
     ordered = _devices_of(spread.mesh)
@@ -290,9 +348,18 @@ def _place(
         devices=ordered[0] if ordered and len(ordered[0]) == on.num_devices else (),
         in_context=plain
         and not content.maps_devices
-        and all(set(one.axes) == set(axes) for one in found),
+        and all(tuple(one.axes) == tuple(axes) for one in found),
         own_mesh=given or bool(found),
     )
+
+
+def _remade(mesh: MeshFound, on: Slice) -> str:
+    """How to make a mesh of the size of a slice."""
+    if mesh.devices is None:
+        return f"make the AbstractMesh of {on.num_devices}"
+    if mesh.devices[0][0] == "tpu":
+        return f"describe the topology of {on.name}"
+    return f"make it of {on.num_devices} virtual devices (jax.config.update('jax_num_cpu_devices', {on.num_devices}) before JAX starts)"
 
 
 def _devices_of(mesh: Any) -> list[tuple[Key, ...]]:

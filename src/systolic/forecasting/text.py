@@ -6,7 +6,7 @@ take. XLA's own dump leaves cycles out and writes the topology into files beside
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from systolic.core.origin import Origin
 from systolic.core.units import gibibytes
 from systolic.forecasting.forecast import LARGEST, Forecast
 from systolic.forecasting.memory import MemoryMap, memory_map
+from systolic.forecasting.op_changes import OpChange, changes_of
 from systolic.forecasting.run import assemble, capacity
 from systolic.hlo import Module, parse
 from systolic.hlo.check import check, platform_of
@@ -63,6 +64,31 @@ def forecast_text(path: Path, on: Slice, given: Given = NOTHING) -> Forecast:
         OptionError: the slice is no TPU, or ``given`` has a name that the program has not.
         DataError: the file is no scheduled HLO of a TPU, is damaged, or is for another chip or number of devices.
     """
+    return _forecast(path, on, given)[0]
+
+
+def compare_texts(
+    path: Path, against: Path, on: Slice, given: Given = NOTHING
+) -> tuple[Forecast, Forecast, Sequence[OpChange]]:
+    """Two dumps of one program: the forecasts of ``path`` and of ``against``, and the ops that changed between them.
+
+    Args:
+        path: Of the text after a change of the compiler, of a flag or of the program.
+        against: Of the text before.
+        on: The slice that both were compiled for.
+        given: Trips and costs that the programs leave open.
+
+    Raises:
+        As :func:`forecast_text`.
+    """
+    before, old = _forecast(against, on, given)
+    after, new = _forecast(path, on, given)
+    if before.timeline is None or after.timeline is None:
+        return after, before, ()
+    return after, before, changes_of((old, before.timeline), (new, after.timeline))
+
+
+def _forecast(path: Path, on: Slice, given: Given) -> tuple[Forecast, Module]:
     begin = time.perf_counter()
     module, text = _read(path, on)
     _check_memory(text, path, on)
@@ -98,11 +124,11 @@ def forecast_text(path: Path, on: Slice, given: Given = NOTHING) -> Forecast:
         )
     have = capacity(on)
     if memory.peak_bytes <= have:
-        return made
+        return made, module
     if told or path.name.endswith(REFUSED) or _least(module) > have:
-        return _refused(made, memory, have)
+        return _refused(made, memory, have), module
     caution = f"the schedule's arrays are {gibibytes(memory.peak_bytes)} at their peak, {gibibytes(memory.peak_bytes - have)} more than {on.chip.name} has, by their lifetimes alone; the compiler, whose {USAGE} is not beside the dump, shares memory better and may have fitted them"
-    return replace(made, cautions=(*made.cautions, caution))
+    return replace(made, cautions=(*made.cautions, caution)), module
 
 
 def _reported(path: Path) -> int | None:

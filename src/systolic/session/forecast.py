@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, overload
 
 from systolic.aot import Compiler, StepKind, executable
+from systolic.aot.restored import made_here
 from systolic.aot.traced import name_of
 from systolic.chips import SLICE, SLICES, Slice, slice
 from systolic.chips.flags import resolved
@@ -104,6 +105,8 @@ def forecast(
         own = {name: options.pop(name) for name in STEP_OPTIONS if name in options}
         job = what if isinstance(what, Job) and not options else source_of(what, options).job
         return forecast_step(job, on=on, **own)
+    if type(what).__module__ == "jax._src.stages" and type(what).__name__ == "Lowered":
+        raise made_here(what)
     if not callable(what):
         raise OptionError(
             f"forecast takes a Job, the name of a recipe or a model, or a function, and was given {what!r}; give one"

@@ -97,6 +97,10 @@ def _counted(
         )  # the first blocks come before any work
     missing = DATA if counted.get("loops", not counted["whole"]) else ""
     note = "" if counted["whole"] or missing else f"kernel {call.name}: branches on data are taken"
+    if remote := float(counted.get("remote", 0.0)):
+        # Which links the transfers take, and whether the body waits for each, is in its control flow.
+        seconds = max(seconds, remote / rates.link)
+        note = f"kernel {call.name}: sends {remote / 2**20:.1f} MiB to other devices, priced at one link beside its other work"
     most = max(flops, key=lambda name: flops[name], default="bf16")
     return KernelCost(
         seconds,

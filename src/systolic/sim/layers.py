@@ -6,6 +6,8 @@ from functools import lru_cache
 _WRAPPED = re.compile(
     r"^(?:jit|pjit|jvp|transpose|vmap|remat|checkpoint|custom_vjp|shard_map)\((.*)\)$"
 )
+_MAIN = "jit(main)"
+"""What versions of JAX before 0.7 put behind the function's own name."""
 _DROPPED = frozenset(
     (
         "",
@@ -36,7 +38,8 @@ _DROPPED = frozenset(
 @lru_cache(maxsize=65536)
 def layer_of(op_name: str) -> str:
     """``jit(train)/transpose(jvp(attention))/while/body/dot_general`` is ``attention``."""
-    parts = [_bare(part) for part in op_name.split("/")]
+    first, *others = op_name.split("/")
+    parts = [first, *(_bare(part) for part in others if part != _MAIN)]
     named = [part for part in parts[1:-1] if part not in _DROPPED and "->" not in part]
     return "/".join(named)
 

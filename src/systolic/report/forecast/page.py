@@ -22,6 +22,7 @@ from systolic.forecasting.costs import (
 from systolic.forecasting.memory import LiveBuffer
 from systolic.report import figures
 from systolic.report.forecast import readings
+from systolic.report.forecast.op_table import Against
 from systolic.report.forecast.roofline import roofline
 from systolic.report.forecast.tree import tree
 from systolic.report.forecast.treemap import Rectangle, treemap
@@ -70,16 +71,16 @@ class CostRow:
     priced_by: str
 
 
-def write_page(forecast: Forecast, path: Path) -> None:
-    """Writes the page.
+def write_page(forecast: Forecast, path: Path, against: Against | None = None) -> None:
+    """Writes the page, with what changed since another forecast where there is one.
 
     Raises:
         RunError: the file can't be written.
     """
-    write_atomically(path, render(forecast))
+    write_atomically(path, render(forecast, against))
 
 
-def render(forecast: Forecast) -> str:
+def render(forecast: Forecast, against: Against | None = None) -> str:
     """Renders the page of a forecast."""
     timeline = forecast.timeline
     groups: Mapping[str, str] = {}
@@ -91,6 +92,7 @@ def render(forecast: Forecast) -> str:
     colours = {place: _colour(group, shown) for place, group in groups.items()}
     page = {
         "forecast": forecast,
+        "against": against,
         "heading": f"{forecast.recipe} on {forecast.on.name}",
         "verdict": readings.verdict(forecast),
         "lead": _lead(forecast),
