@@ -206,7 +206,8 @@ def test_settings_that_do_not_fit_end_one_text_alone(small, engine):
     stream = engine.submit(TextRequest(tokens=[9, 8], max_tokens=20, choice=GREEDY))
     last = ask(engine, [1, 2], 3, TokenChoice(logit_bias={1 << 40: 1.0}))[-1]
     assert last.finish is Finish.error
-    assert "OverflowError" in last.message
+    # NumPy before 2.4 warns, which is an error in tests.
+    assert "OverflowError" in last.message or "out-of-bound" in last.message
     with pytest.raises(RefusedError, match="301 tokens and at most 300") as found:
         ask(engine, [1, 2], 3, TokenChoice(logit_bias=dict.fromkeys(range(301), 1.0)))
     assert found.value.parameter == "logit_bias"
