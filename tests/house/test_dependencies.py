@@ -97,6 +97,8 @@ def imported(folder: str) -> frozenset[str]:
                         modules.add(module.partition(".")[0])
     own = {"systolic", *(path.name for path in ROOT.iterdir() if path.is_dir())}
     own |= {path.stem for path in (ROOT / "benchmarks").rglob("*.py")}  # by name, beside each other
+    # What runs in the environment of a program under capture is found on a path of its own.
+    own |= {path.stem for path in (ROOT / "src/systolic/capture/hook").iterdir()}
     outside = modules - set(sys.stdlib_module_names) - own
     home = packages_distributions() | {module: [name] for module, name in NAMED.items()}
     return frozenset(canonicalize_name(name) for module in outside for name in home[module])

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from systolic.aot import StepKind
+from systolic.cli.forecast_capture import END, CaptureOptions, forecast_program
 from systolic.cli.forecast_serving import SERVE, ServingOptions, forecast_server
 from systolic.cli.output import print_json
 from systolic.cli.parse import Repeated, Required, parse, print_verb_help
@@ -28,6 +29,7 @@ FORMS = """usage: systolic forecast RECIPE --on SLICE [options]
        systolic forecast MODEL --on SLICE [options]
        systolic forecast --serve MODEL --on SLICE [options]
        systolic forecast dump.txt --on SLICE [options]
+       systolic forecast --on SLICE [options] -- python train.py [its options]
 
 RECIPE is a name that systolic recipes lists, or path/to/file.py:function. Its step is compiled for
 the slice by the slice's own compiler and the schedule is simulated; no such hardware is needed.
@@ -37,6 +39,8 @@ assumed. MODEL is a published model that systolic recipes lists (llama-3.1-70b),
 or a Bundle; weights are not needed. It takes the options of the recipe lm, with the model's sizes as defaults.
 dump.txt is scheduled HLO that another program wrote: compiled.as_text(), or XLA's dump
 after optimizations; it takes --on, --html, --perfetto, --xprof, --against, --trips, --cost and --json.
+-- runs a JAX program of your own, unchanged and in its own environment, on a slice that is not there, until its step
+is known: that step is compiled by that environment's libtpu and simulated, and the program ends before it trains.
 --serve forecasts a server of the model with continuous batching: tokens per second, time to the first
 and to each further token, the requests that fit and dollars per million tokens, at several concurrencies.
 SLICE is one of systolic chips: v5e-16, v5p-128, tpu7x-8, 2xv5e-256, 8xh100, cpu. Several with commas, and
@@ -111,7 +115,7 @@ class DumpOptions:
     json: bool = False
 
 
-OPTIONS = (ForecastOptions, ServingOptions)
+OPTIONS = (ForecastOptions, CaptureOptions, ServingOptions)
 """Classes of which ``systolic forecast --help`` lists the options."""
 
 
@@ -119,6 +123,8 @@ def run(args: Sequence[str]) -> int:
     """The verb."""
     if not args or args[0] in ("-h", "--help"):
         return print_verb_help(FORMS, *OPTIONS)
+    if END in args:
+        return forecast_program(args)
     if SERVE in args:
         return forecast_server([word for word in args if word != SERVE])
     target, rest = first(args, "forecast", "a recipe or a model")
@@ -140,7 +146,7 @@ def forecast_dump(path: Path, options: ForecastOptions) -> int:
     from systolic.forecasting import forecast_text
     from systolic.sim.incomplete import given
 
-    before = _before(options)
+    before = before_of(options)
     made = forecast_text(path, slice(options.on), given(options.trips, options.cost))
     return show(made, options, before)
 
@@ -150,7 +156,7 @@ def forecast_recipe(asked: Request[ForecastOptions]) -> int:
     from systolic.chips import slice
 
     options = asked.verb
-    on, before = slice(options.on), _before(options)
+    on, before = slice(options.on), before_of(options)
     made = _with_remedy(compiled(asked.job, on, options), asked)
     return show(made, options, before, _asked_for(asked))
 
@@ -370,7 +376,7 @@ def write(made: "Forecast", options: ForecastOptions) -> dict[str, str]:
     return written
 
 
-def _before(options: ForecastOptions) -> dict[str, Any] | None:
+def before_of(options: ForecastOptions) -> dict[str, Any] | None:
     """The forecast of ``--against``. Checks first that the files to write can be written."""
     for path in (options.html, options.perfetto, options.save):
         if path is not None:
