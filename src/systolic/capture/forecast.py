@@ -77,7 +77,10 @@ def forecast_captured(captured: Captured, on: Slice, given: Given = NOTHING) -> 
         memory_origin=Origin.compiled if largest.told else Origin.simulated,
     )
     made = replace(
-        made, compiled_for=on.chip.name, cautions=(*_cautions(parts, on), *made.cautions)
+        made,
+        compiled_for=on.chip.name,
+        cautions=(*_cautions(parts, on), *made.cautions),
+        **_flops(parts, on),
     )
     if refusals:
         worst = max(refusals, key=lambda part: part.memory.peak_bytes)

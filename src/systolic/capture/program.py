@@ -88,6 +88,7 @@ def capture(
             else on.chip_config_name,
             "num_slices": on.num_slices if on.num_slices > 1 else None,
         },
+        "device_bytes": on.program_bytes,
         "step": step,
         "quick": quick,
         "limit_seconds": limit_seconds,

@@ -3,6 +3,8 @@
 import importlib
 from typing import Any
 
+LARGE_BYTES = 1 << 16
+
 _class: list[Any] = []
 
 
@@ -18,6 +20,12 @@ def array_class():
 def is_slice_array(value):
     """Whether a value stands for an array on the slice."""
     return bool(_class) and isinstance(value, _class[0])
+
+
+def serials(values):
+    """Numbers and bytes of the large arrays among some values: another array has another number."""
+    large = (one for one in values if is_slice_array(one) and one.nbytes > LARGE_BYTES)
+    return [(one.serial, one.nbytes) for one in large]
 
 
 def register():

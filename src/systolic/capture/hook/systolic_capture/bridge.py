@@ -2,12 +2,13 @@
 
 import contextlib
 import functools
+import threading
 from typing import Any
 
 from systolic_capture import report
 
 TPU = (None, "tpu")
-_thread = {}
+_known = {}
 
 
 @functools.cache
@@ -27,18 +28,34 @@ def slice_devices():
         report.refuse(
             f"libtpu {libtpu} of this environment does not know {asked['topology_name']}: {reason}"
         )
-    _thread["ids"] = frozenset(map(id, found))
+    _known["ids"] = frozenset(map(id, found))
+    _answer_memory(type(found[0]))
     return found
+
+
+def _answer_memory(kind):
+    """``device.memory_stats()`` of the slice's devices: nothing is in use."""
+    real: Any = kind.memory_stats
+
+    def memory_stats(self):
+        if not is_slice_device(self):
+            return real(self)
+        return dict.fromkeys(("bytes_in_use", "peak_bytes_in_use", "bytes_limit"), 0) | {
+            "bytes_limit": report.request().get("device_bytes", 0)
+        }
+
+    with contextlib.suppress(AttributeError, TypeError):
+        kind.memory_stats = memory_stats
 
 
 def is_slice_device(device):
     """Whether an object is a device of the slice."""
-    return "ids" in _thread and id(device) in _thread["ids"]
+    return "ids" in _known and id(device) in _known["ids"]
 
 
 def on_slice(sharding):
     """Whether a sharding's devices are those of the slice."""
-    if "ids" not in _thread or sharding is None:
+    if "ids" not in _known or sharding is None:
         return False
     mesh = getattr(sharding, "mesh", None)
     if mesh is not None:
@@ -52,7 +69,7 @@ def on_slice(sharding):
 
 def mesh_on_slice(mesh):
     """Whether a mesh is one of devices of the slice."""
-    if "ids" not in _thread or not is_concrete(mesh):
+    if "ids" not in _known or not is_concrete(mesh):
         return False
     return mesh.devices.size > 0 and is_slice_device(mesh.devices.flat[0])
 
@@ -108,16 +125,16 @@ def patch_bridge(bridge):
     bridge.host_id, bridge.host_count = bridge.process_index, bridge.process_count
     bridge.host_ids = bridge.process_indices
     bridge.default_backend = lambda: "tpu"
-    _thread["local"] = real_local
+    _known["local"] = real_local
 
 
 def cpu_device():
     """The device on which values are computed that are not on the slice."""
-    return _thread["local"](backend="cpu")[0]
+    return _known["local"](backend="cpu")[0]
 
 
 def patch_default_device(pxla):
-    """What no sharding places is on the CPU, except while a call is lowered for the slice."""
+    """What no sharding places is on the slice, except while values are computed on the CPU."""
 
     def get_default_device():
         from jax._src import config
@@ -125,19 +142,22 @@ def patch_default_device(pxla):
         asked = config.default_device.value
         if asked is not None and not isinstance(asked, str):
             return asked
-        return slice_devices()[0] if _thread.get("aims") else cpu_device()
+        return cpu_device() if getattr(_here, "computes", 0) else slice_devices()[0]
 
     pxla.get_default_device = get_default_device
 
 
-class Aim:
-    """A context in which what no sharding places is on the slice's first device."""
+_here = threading.local()
+
+
+class Cpu:
+    """A context in which what no sharding places is on the CPU."""
 
     def __enter__(self):
-        _thread["aims"] = _thread.get("aims", 0) + 1
+        _here.computes = getattr(_here, "computes", 0) + 1
 
     def __exit__(self, *_):
-        _thread["aims"] -= 1
+        _here.computes -= 1
 
 
 def patch_shardings(module):

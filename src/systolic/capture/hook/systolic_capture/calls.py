@@ -2,9 +2,11 @@
 
 import atexit
 import functools
+import os
 import sys
 import threading
 import time
+from typing import Any
 
 from systolic_capture import arrays, bridge, flops, report, shardings
 
@@ -16,11 +18,17 @@ UNCHANGED_CALLS, UNCHANGED_SECONDS = 600, 20.0
 """The same where one function is called again and again with the same large arguments: a step may gather gradients of
 several batches before it changes the weights."""
 
+SAME = 0.3
+"""Share of the bytes of a call's arguments: above it they are taken for the same."""
+LONGEST = 300
+"""Most calls of a step."""
+
 _lock = threading.RLock()
 _known = {}
 _sequence = []
 _operations = {}
-_state = {"ended": False, "error": ""}
+_last: dict[Any, Any] = {}
+_state: dict[str, Any] = {"ended": False, "error": "", "ours": False}
 notes = []
 """What the answer says beside."""
 
@@ -39,7 +47,7 @@ class Call:
         self.mesh = dispatch.context_mesh()
         self.args = [self._kept(one) for one in args]
         self._hoist(body)
-        self.ids = [id(one) for one in args if arrays.is_slice_array(one) and one.nbytes > 1 << 16]
+        self.ids = arrays.serials(args)
         self.key = (
             self.name,
             self.source,
@@ -117,14 +125,13 @@ class Call:
 
         convert = getattr(pjit, "convert_to_metaty", lambda one: one)
         args = [convert(one) for one in self.args]
-        with bridge.Aim():
-            return pjit._resolve_and_lower(
-                args,
-                **self.params,
-                lowering_platforms=("tpu",),
-                lowering_parameters=mlir.LoweringParameters(),
-                pgle_profiler=None,
-            )
+        return pjit._resolve_and_lower(
+            args,
+            **self.params,
+            lowering_platforms=("tpu",),
+            lowering_parameters=mlir.LoweringParameters(),
+            pgle_profiler=None,
+        )
 
 
 def _unspecified():
@@ -193,7 +200,8 @@ def start():
     real = sys.excepthook
 
     def hook(kind, error, trace):
-        _state["error"] = f"{kind.__name__}: {error}".strip()[:600]
+        _state["error"] = " ".join(f"{kind.__name__}: {error}".split())[:600]
+        _state["ours"] = _is_ours(trace)
         real(kind, error, trace)
 
     sys.excepthook = hook
@@ -201,6 +209,20 @@ def start():
     timer = threading.Timer(limit, _at_limit, (limit,))
     timer.daemon = True
     timer.start()
+
+
+def _is_ours(trace):
+    """Whether an error comes from a line of the capture, rather than of the program or of jax."""
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    return os.path.dirname(trace.tb_frame.f_code.co_filename) == os.path.dirname(__file__)
+
+
+def _is_alike(before, now):
+    """Whether a call has, by bytes, most of the large arrays that the last call of the function had."""
+    known = {serial for serial, _ in before}
+    same = sum(size for serial, size in now if serial in known)
+    return same > SAME * sum(size for _, size in now)
 
 
 def record(call):
@@ -215,9 +237,9 @@ def record(call):
         now = time.monotonic()
         if not _sequence:
             report.say(stage="running until a step repeats")
-        unchanged = bool(known.ids) and known.ids == call.ids and known is not call
+        unchanged = _is_alike(_last.get(call.key, ()), call.ids)
         _sequence.append((known, now, unchanged, sum(_operations.values())))
-        known.ids = call.ids
+        _last[call.key] = call.ids
         if (found := _settled(now)) is not None:
             _state["ended"] = True
     if found is not None:
@@ -247,9 +269,9 @@ def _settled(now):
 
 def _period():
     """Length of the shortest sequence of calls that the last ones repeat; None without one."""
-    keys = [entry[0].key for entry in _sequence[-2000:]]
+    keys = [entry[0].key for entry in _sequence[-2 * LONGEST :]]
     for length in range(1, len(keys) // 2 + 1):
-        if length == 1 and len(keys) < 3:
+        if (length == 1 and len(keys) < 3) or keys[-1] is not keys[-1 - length]:
             continue
         if keys[-length:] == keys[-2 * length : -length]:
             return length
@@ -306,7 +328,7 @@ def _finish(ended):
         error = _state["error"]
         step = [] if error and _period() is None else _best()
         if error and not step:
-            report.say(program_failed=error)
+            report.say(program_failed=error, ours=_state["ours"])
             return
         if error:
             note(

@@ -26,9 +26,7 @@ class CapturedCompiled:
         made, tree = jax.tree.flatten(self._lowered.out_info)
         if self._call.places is None:
             self._call.places = self._places(list(filter(arrays.is_slice_array, leaves)), made)
-        self._call.ids = [
-            id(one) for one in leaves if arrays.is_slice_array(one) and one.nbytes > 1 << 16
-        ]
+        self._call.ids = arrays.serials(leaves)
         calls.record(self._call)
         outs = [
             dispatch.stand_in(core.ShapedArray(info.shape, info.dtype), where)

@@ -76,7 +76,8 @@ def patch_core(core):
             return _operation(primitive, args, params)
         if primitive.name not in CALLS and _is_large(primitive, args, params):
             return _operation(primitive, args, params)
-        return real(self, primitive, args, params)
+        with bridge.Cpu():
+            return real(self, primitive, args, params)
 
     core.EvalTrace.process_primitive = process_primitive
 
@@ -91,7 +92,7 @@ def _names_slice(params):
 
 def _is_large(primitive, args, params):
     """Whether a result is too large to be computed."""
-    if "ids" not in bridge._thread:
+    if "ids" not in bridge._known:
         return False
     try:
         made = _results(primitive, _avals(args), params)
@@ -128,31 +129,23 @@ def _operation(primitive, args, params):
 
 
 def put(value, where):
-    """``jax.device_put`` of one value."""
+    """``jax.device_put`` of one value, to the slice or from it."""
     import jax
     import numpy as np
 
-    target = where
-    if hasattr(where, "sharding"):  # a Format
-        target = where.sharding
-    if bridge.is_slice_device(target):
-        target = jax.sharding.SingleDeviceSharding(target)
+    target = getattr(where, "sharding", where)  # of a Format
     aval = aval_of(value)
+    if target is None:
+        return value
+    if isinstance(target, jax.Device):
+        target = jax.sharding.SingleDeviceSharding(target)
     if not bridge.is_sharding(target):
+        named = getattr(target, "name", None) or getattr(target, "memory_kind", None)
+        kind = {"Host": "pinned_host", "Device": "device"}.get(named, named)
         old = value.sharding if arrays.is_slice_array(value) else first_device()
-        kind = getattr(target, "name", None) if target is not None else None
-        if kind is None:
-            kind = getattr(target, "memory_kind", None)
-        if target is None or bridge.is_slice_device(target) or kind is None:
-            if target is not None and kind is None:  # a device of the CPU
-                return jax.numpy.asarray(np.zeros(value.shape, value.dtype))
-            return value
-        kind = {"Host": "pinned_host", "Device": "device"}.get(kind, kind)
-        return stand_in(aval, old.with_memory_kind(kind))
-    if not bridge.on_slice(target):
-        if arrays.is_slice_array(value):
-            return stand_in(aval, target)
-        return jax.device_put(value, target)
+        return stand_in(aval, old if kind is None else old.with_memory_kind(kind))
+    if not bridge.on_slice(target) and _bytes(aval) <= MOST_BYTES:
+        return jax.device_put(np.asarray(value), target)
     return stand_in(shardings.placed(aval, target), target)
 
 
@@ -168,7 +161,8 @@ def patch_put(dispatch):
             for value, where in zip(values, devices, strict=True)
         ]
         if not any(wanted):
-            return real(*values, devices=devices, **kwargs)
+            with bridge.Cpu():
+                return real(*values, devices=devices, **kwargs)
         made = []
         for index, (value, where) in enumerate(zip(values, devices, strict=True)):
             if wanted[index]:
@@ -178,7 +172,8 @@ def patch_put(dispatch):
                     name: [given[index]] if isinstance(given, (list, tuple)) else given
                     for name, given in kwargs.items()
                 }
-                made.extend(real(value, devices=[where], **one))
+                with bridge.Cpu():
+                    made.extend(real(value, devices=[where], **one))
         return made
 
     dispatch._batched_device_put_impl = impl
@@ -261,7 +256,8 @@ def patch_jit(pjit):
 
     def call(*args, **params):
         if not _belongs_to_slice(args, params):
-            return real(*args, **params)
+            with bridge.Cpu():
+                return real(*args, **params)
         outs = jit_call(args, params)
         more = _extras(real)
         return (outs, *more)
@@ -329,10 +325,9 @@ def patch_stages(stages):
 
     @functools.wraps(real_lower)
     def lower(self, *args, **kwargs):
-        with bridge.Aim():
-            if kwargs.get("lowering_platforms") is None:
-                kwargs["lowering_platforms"] = ("tpu",)
-            return real_lower(self, *args, **kwargs)
+        if kwargs.get("lowering_platforms") is None:
+            kwargs["lowering_platforms"] = ("tpu",)
+        return real_lower(self, *args, **kwargs)
 
     @functools.wraps(real_compile)
     def compile(self, *args, **kwargs):
@@ -357,7 +352,14 @@ def patch_jax(jax):
     calls.start()
 
 
-def _pmap(*args, **kwargs):
-    report.refuse(
-        "the program calls jax.pmap, which is not captured; use jax.jit with shardings, which replaces it"
-    )
+def _pmap(function=None, *args, **kwargs):
+    """A function of ``jax.pmap``, which some packages make and never call."""
+
+    def call(*args, **kwargs):
+        report.refuse(
+            "the program calls a function of jax.pmap, which is not captured; use jax.jit with shardings, which replaces it"
+        )
+
+    if function is None:
+        return functools.partial(_pmap, *args, **kwargs)
+    return functools.wraps(function, updated=())(call)

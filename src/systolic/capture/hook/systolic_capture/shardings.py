@@ -154,7 +154,19 @@ def of_results(args, params, mesh, first_device, compiled):
     if any(where is None and _is_large(aval) for where, aval in zip(answer, avals, strict=True)):
         chosen = compiled() or [None] * len(avals)
         answer = [where or other for where, other in zip(answer, chosen, strict=True)]
-    return [(where or replicated(mesh), True) for where in answer]
+    return [
+        (where if where is not None and _divides(where, aval) else replicated(mesh), True)
+        for where, aval in zip(answer, avals, strict=True)
+    ]
+
+
+def _divides(sharding, aval):
+    """Whether a sharding splits an array evenly, as that of a result of jit does."""
+    try:
+        sharding.shard_shape(aval.shape)
+    except Exception:
+        return False
+    return True
 
 
 def _is_large(aval):
@@ -242,6 +254,9 @@ def _through(eqn, ins):
         made = flow(params["jaxpr"], ins)
         return [one or other for one, other in zip(given, made, strict=False)]
     if name == "scan":
+        if "ft_in" in params:  # since jax 0.12
+            consts, carry, _ = params["ft_in"].unpack()
+            return ins[len(consts) : len(consts) + len(carry)]
         first = params["num_consts"]
         return ins[first : first + params["num_carry"]]
     if name == "while":

@@ -1,5 +1,6 @@
 """The class of arrays on the slice; imported once jax is there."""
 
+import itertools
 import math
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 from jax._src import basearray, core, dtypes
 
 _Array: Any = basearray.Array
+_serials = itertools.count()
 
 
 class SliceArray(_Array):
@@ -15,6 +17,7 @@ class SliceArray(_Array):
 
     def __init__(self, aval, sharding, committed=True):
         self.aval = aval
+        self.serial = next(_serials)
         self._sharding = sharding
         self._committed = committed
 
