@@ -12,6 +12,7 @@ from packaging.utils import canonicalize_name
 
 from systolic.exporting.packages import SETS
 from tests.house.budget import ROOT
+from tests.house.names import GUESTS
 from tests.house.trees import nodes, statements, tree
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -82,6 +83,8 @@ def imported(folder: str) -> frozenset[str]:
     """Distributions that the files of a folder import or find, at any depth of a function."""
     modules = set()
     for path in (ROOT / folder).rglob("*.py"):
+        if path.is_relative_to(ROOT / "src" / GUESTS):
+            continue  # runs with what the environment of a program has
         by_name = any(name in path.read_text() for name in BY_NAME)
         for node in nodes(path) if by_name else statements(tree(path)):
             if isinstance(node, ast.Import):
@@ -97,8 +100,6 @@ def imported(folder: str) -> frozenset[str]:
                         modules.add(module.partition(".")[0])
     own = {"systolic", *(path.name for path in ROOT.iterdir() if path.is_dir())}
     own |= {path.stem for path in (ROOT / "benchmarks").rglob("*.py")}  # by name, beside each other
-    # What runs in the environment of a program under capture is found on a path of its own.
-    own |= {path.stem for path in (ROOT / "src/systolic/capture/hook").iterdir()}
     outside = modules - set(sys.stdlib_module_names) - own
     home = packages_distributions() | {module: [name] for module, name in NAMED.items()}
     return frozenset(canonicalize_name(name) for module in outside for name in home[module])
