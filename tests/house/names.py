@@ -14,6 +14,10 @@ USERS = ("src", "benchmarks", "examples", "docs", "README.md")
 DOCUMENTED = {"_exit", "_getframe", "_replace"}
 """Names of Python's library that are public in spite of their underscore."""
 
+GUESTS = "systolic/capture/hook/"
+"""What runs in a program's own environment: it changes the inner functions of several versions of jax, asks what a version has,
+and its array has the methods of jax's. Exempt from what is said of the package's own names."""
+
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _DOTTED = re.compile(r"[a-z]\w*(\.\w+)+")
 _PRIVATE = re.compile(r"_(?!_)")
@@ -44,7 +48,7 @@ def dead(root: Path) -> list[str]:
         loose.update(_loose(path))
         if path.name != "__init__.py":
             imported.update(_imported(tree(path)))
-        if path.is_relative_to(package):
+        if path.is_relative_to(package) and not path.is_relative_to(package / GUESTS):
             for qualified, node in _public(tree(path)):
                 defined.append((path, qualified, qualified.rpartition(".")[2], node))
     return sorted(
@@ -70,7 +74,7 @@ def by_luck(root: Path) -> list[str]:
     """Calls of ``hasattr``, and of ``getattr`` with a default, in the package: ``path:function:attribute``."""
     found = []
     package = root / "src"
-    for path in sorted(package.rglob("*.py")):
+    for path in _own_files(package):
         text = path.read_text()
         if "hasattr" not in text and "getattr" not in text:
             continue
@@ -95,7 +99,7 @@ def intrusions(root: Path) -> list[str]:
     """
     found: set[str] = set()
     package = root / "src"
-    for path in sorted(package.rglob("*.py")):
+    for path in _own_files(package):
         named = [node for node in nodes(path) if isinstance(node, NAMING)]
         foreign = {
             name
@@ -108,6 +112,11 @@ def intrusions(root: Path) -> list[str]:
             where = path.relative_to(package).as_posix()
             found |= {f"{where}:{name}" for name in foreign - own}
     return sorted(found)
+
+
+def _own_files(package: Path) -> list[Path]:
+    """Files of the package that run in its own environment."""
+    return sorted(p for p in package.rglob("*.py") if not p.is_relative_to(package / GUESTS))
 
 
 NAMING = (

@@ -188,7 +188,9 @@ def _spec(folder: BucketFolder) -> dict[str, Any]:
 def _told(folder: BucketFolder, reason: str) -> RunError | NotFoundError:
     """One-line error for a failure of the store."""
     first = reason.splitlines()[0].partition(" [")[0][:200] if reason else "no reason"
-    if "NoSuchBucket" in reason or ("NOT_FOUND" in reason and "bucket" in reason.lower()):
+    # TensorStore before 0.1.85 does not look for an error in S3's answer to a list.
+    nothing = "NoSuchBucket" in reason or "missing <ListBucketResult>" in reason
+    if nothing or ("NOT_FOUND" in reason and "bucket" in reason.lower()):
         return NotFoundError(
             f"bucket {folder.bucket} does not exist or is not accessible; create it, or check the name"
         )

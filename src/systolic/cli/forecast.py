@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from systolic.aot import StepKind
+from systolic.cli.forecast_capture import END, CaptureOptions, forecast_program
 from systolic.cli.forecast_serving import SERVE, ServingOptions, forecast_server
 from systolic.cli.output import print_json
 from systolic.cli.parse import Repeated, Required, parse, print_verb_help
@@ -30,6 +31,7 @@ FORMS = """usage: systolic forecast RECIPE --on SLICE [options]
        systolic forecast MODEL --on SLICE [options]
        systolic forecast --serve MODEL --on SLICE [options]
        systolic forecast dump.txt --on SLICE [options]
+       systolic forecast --on SLICE [options] -- python train.py [its options]
 
 RECIPE is a name that systolic recipes lists, or path/to/file.py:function. Its step is compiled for
 the slice by the slice's own compiler and the schedule is simulated; no such hardware is needed.
@@ -40,6 +42,8 @@ or a Bundle; weights are not needed. It takes the options of the recipe lm, with
 dump.txt is scheduled HLO that another program wrote: compiled.as_text(), or XLA's dump
 after optimizations; it takes --on, --html, --perfetto, --xprof, --against, --trips, --cost and --json.
 --against old.txt, another dump of the program (before an upgrade of JAX or libtpu, or a flag), lists the ops that changed.
+-- runs a JAX program of your own, unchanged and in its own environment, on a slice that is not there, until its step
+is known: that step is compiled by that environment's libtpu and simulated, and the program ends before it trains.
 --serve forecasts a server of the model with continuous batching: tokens per second, time to the first
 and to each further token, the requests that fit and dollars per million tokens, at several concurrencies.
 SLICE is one of systolic chips: v5e-16, v5p-128, tpu7x-8, 2xv5e-256, 8xh100, cpu. Several with commas, and
@@ -114,7 +118,7 @@ class DumpOptions:
     json: bool = False
 
 
-OPTIONS = (ForecastOptions, ServingOptions)
+OPTIONS = (ForecastOptions, CaptureOptions, ServingOptions)
 """Classes of which ``systolic forecast --help`` lists the options."""
 
 
@@ -122,6 +126,8 @@ def run(args: Sequence[str]) -> int:
     """The verb."""
     if not args or args[0] in ("-h", "--help"):
         return print_verb_help(FORMS, *OPTIONS)
+    if END in args:
+        return forecast_program(args)
     if SERVE in args:
         return forecast_server([word for word in args if word != SERVE])
     target, rest = first(args, "forecast", "a recipe or a model")
@@ -149,7 +155,7 @@ def forecast_dump(path: Path, options: ForecastOptions) -> int:
         made, before, changed = compare_texts(path, options.against, on, supplied)
         # The same program twice: the rows of ops say more of it than a recipe's name.
         return show(made, options, before.to_json(), changed=changed)
-    before = _before(options)
+    before = before_of(options)
     return show(forecast_text(path, on, supplied), options, before)
 
 
@@ -158,7 +164,7 @@ def forecast_recipe(asked: Request[ForecastOptions]) -> int:
     from systolic.chips import slice
 
     options = asked.verb
-    on, before = slice(options.on), _before(options)
+    on, before = slice(options.on), before_of(options)
     made = _with_remedy(compiled(asked.job, on, options), asked)
     return show(made, options, before, _asked_for(asked))
 
@@ -390,7 +396,7 @@ def write(
     return written
 
 
-def _before(options: ForecastOptions) -> dict[str, Any] | None:
+def before_of(options: ForecastOptions) -> dict[str, Any] | None:
     """The forecast of ``--against``. Checks first that the files to write can be written."""
     _check_files(options)
     if options.against is None:

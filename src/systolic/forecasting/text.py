@@ -126,7 +126,7 @@ def _forecast(path: Path, on: Slice, given: Given) -> tuple[Forecast, Module]:
     if memory.peak_bytes <= have:
         return made, module
     if told or path.name.endswith(REFUSED) or _least(module) > have:
-        return _refused(made, memory, have), module
+        return refused(made, memory, have), module
     caution = f"the schedule's arrays are {gibibytes(memory.peak_bytes)} at their peak, {gibibytes(memory.peak_bytes - have)} more than {on.chip.name} has, by their lifetimes alone; the compiler, whose {USAGE} is not beside the dump, shares memory better and may have fitted them"
     return replace(made, cautions=(*made.cautions, caution)), module
 
@@ -172,8 +172,9 @@ def _read(path: Path, on: Slice) -> tuple[Module, str]:
     return module, text
 
 
-def _refused(made: Forecast, memory: MemoryMap, have: int) -> Forecast:
-    """A forecast of what needs more memory than there is."""
+def refused(made: Forecast, memory: MemoryMap, have: int, remedy: str = "") -> Forecast:
+    """A forecast of what needs more memory than there is; ``remedy`` is the next step, by default of a dump."""
+    remedy = remedy or "compile it for more devices or a smaller batch, and dump that"
     return replace(
         made,
         fits=False,
@@ -189,9 +190,7 @@ def _refused(made: Forecast, memory: MemoryMap, have: int) -> Forecast:
                 {"bytes": b.bytes, "op": b.op, "shape": b.shape, "source": b.source, "kind": b.kind}
                 for b in memory.buffers[:LARGEST]
             ],
-            "remedies": [
-                f"{gibibytes(memory.peak_bytes - have)} less: compile it for more devices or a smaller batch, and dump that"
-            ],
+            "remedies": [f"{gibibytes(memory.peak_bytes - have)} less: {remedy}"],
         },
     )
 

@@ -1,0 +1,68 @@
+"""Captures a JAX program: it sees the devices of a slice, its calls are recorded, and its step is compiled for the slice.
+
+``arrays``: what stands for an array on the slice. ``bridge``: the devices. ``dispatch``: what the program does with
+arrays. ``shardings``: where the results of a call are. ``calls``: the calls, and which of them are a step.
+``compiling``: the schedule, and the answer in the folder that ``SYSTOLIC_CAPTURE`` names.
+"""
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+
+PATCHES = {
+    "jax._src.xla_bridge": ("bridge", "patch_bridge"),
+    "jax._src.distributed": ("bridge", "patch_distributed"),
+    "jax.experimental.multihost_utils": ("bridge", "patch_hosts"),
+    "jax._src.interpreters.pxla": ("bridge", "patch_default_device"),
+    "jax._src.sharding_impls": ("bridge", "patch_shardings"),
+    "jax._src.core": ("dispatch", "patch_core"),
+    "jax._src.dispatch": ("dispatch", "patch_put"),
+    "jax._src.array": ("dispatch", "patch_array"),
+    "jax._src.pjit": ("dispatch", "patch_jit"),
+    "jax._src.stages": ("dispatch", "patch_stages"),
+    "jax": ("dispatch", "patch_jax"),
+}
+"""Modules of jax that are changed as soon as they are imported, before others take names from them."""
+
+
+class _Loader(importlib.abc.Loader):
+    def __init__(self, loader, patch):
+        self._loader, self._patch = loader, patch
+
+    def create_module(self, spec):
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module):
+        self._loader.exec_module(module)
+        self._patch(module)
+
+    def __getattr__(self, name):
+        return getattr(self._loader, name)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name not in PATCHES:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is None or spec.loader is None:
+            return None
+        if name == "jax":
+            from systolic_capture import report
+
+            report.say(stage="importing")
+            report.check_environment()
+            os.environ["JAX_PLATFORMS"] = (
+                "cpu"  # whatever the program says: what is computed is on the CPU
+            )
+        module, function = PATCHES[name]
+        patch = getattr(importlib.import_module(f"systolic_capture.{module}"), function)
+        spec.loader = _Loader(spec.loader, patch)
+        return spec
+
+
+def install():
+    """Waits for jax to be imported."""
+    sys.meta_path.insert(0, _Finder())

@@ -1,0 +1,198 @@
+"""The devices that the program sees: one process that holds all devices of the slice."""
+
+import contextlib
+import functools
+import threading
+from typing import Any
+
+from systolic_capture import report
+
+TPU = (None, "tpu")
+_known = {}
+
+
+@functools.cache
+def slice_devices():
+    """Devices of the slice as the environment's libtpu describes them."""
+    from jax.experimental import topologies
+
+    report.say(stage="loading libtpu")
+    asked = report.request()["topology"]
+    kwargs = {name: value for name, value in asked.items() if value is not None}
+    kwargs["chips_per_host_bounds"] = tuple(kwargs["chips_per_host_bounds"])
+    try:
+        found = list(topologies.get_topology_desc(platform="tpu", **kwargs).devices)
+    except Exception as error:
+        libtpu = report.version_of("libtpu")
+        reason = " ".join(str(error).split())[:300]
+        report.refuse(
+            f"libtpu {libtpu} of this environment does not know {asked['topology_name']}: {reason}"
+        )
+    _known["ids"] = frozenset(map(id, found))
+    _answer_memory(type(found[0]))
+    return found
+
+
+def _answer_memory(kind):
+    """``device.memory_stats()`` of the slice's devices: nothing is in use."""
+    real: Any = kind.memory_stats
+
+    def memory_stats(self):
+        if not is_slice_device(self):
+            return real(self)
+        return dict.fromkeys(("bytes_in_use", "peak_bytes_in_use", "bytes_limit"), 0) | {
+            "bytes_limit": report.request().get("device_bytes", 0)
+        }
+
+    with contextlib.suppress(AttributeError, TypeError):
+        kind.memory_stats = memory_stats
+
+
+def is_slice_device(device):
+    """Whether an object is a device of the slice."""
+    return "ids" in _known and id(device) in _known["ids"]
+
+
+def on_slice(sharding):
+    """Whether a sharding's devices are those of the slice."""
+    if "ids" not in _known or sharding is None:
+        return False
+    mesh = getattr(sharding, "mesh", None)
+    if mesh is not None:
+        return mesh_on_slice(mesh)
+    try:
+        devices = sharding.device_set
+    except Exception:
+        return False
+    return any(is_slice_device(device) for device in devices)
+
+
+def mesh_on_slice(mesh):
+    """Whether a mesh is one of devices of the slice."""
+    if "ids" not in _known or not is_concrete(mesh):
+        return False
+    return mesh.devices.size > 0 and is_slice_device(mesh.devices.flat[0])
+
+
+def is_sharding(value):
+    """Whether a value is a sharding, rather than what jax has where none is given."""
+    from jax.sharding import Sharding
+
+    return isinstance(value, Sharding)
+
+
+def is_concrete(mesh):
+    """Whether a mesh has devices, rather than axes alone."""
+    from jax.sharding import Mesh
+
+    return isinstance(mesh, Mesh)
+
+
+def patch_bridge(bridge):
+    """``jax.devices()`` and its kin answer for the slice."""
+    real_devices, real_local = bridge.devices, bridge.local_devices
+
+    def named(backend):
+        return (
+            backend
+            if backend is None or isinstance(backend, str)
+            else getattr(backend, "platform", None)
+        )
+
+    def devices(backend=None):
+        return list(slice_devices()) if named(backend) in TPU else real_devices(backend)
+
+    def local_devices(process_index=None, backend=None, host_id=None):
+        if named(backend) in TPU:
+            return list(slice_devices())
+        return real_local(backend=backend)
+
+    def count(real):
+        def number(backend=None):
+            return len(slice_devices()) if named(backend) in TPU else real(backend)
+
+        return number
+
+    bridge.devices = functools.wraps(real_devices)(devices)
+    bridge.local_devices = functools.wraps(real_local)(local_devices)
+    bridge.device_count = functools.wraps(bridge.device_count)(count(bridge.device_count))
+    bridge.local_device_count = functools.wraps(bridge.local_device_count)(
+        count(bridge.local_device_count)
+    )
+    bridge.process_index = lambda backend=None: 0
+    bridge.process_count = lambda backend=None: 1
+    bridge.process_indices = lambda backend=None: [0]
+    bridge.host_id, bridge.host_count = bridge.process_index, bridge.process_count
+    bridge.host_ids = bridge.process_indices
+    bridge.default_backend = lambda: "tpu"
+    _known["local"] = real_local
+
+
+def cpu_device():
+    """The device on which values are computed that are not on the slice."""
+    return _known["local"](backend="cpu")[0]
+
+
+def patch_default_device(pxla):
+    """What no sharding places is on the slice, except while values are computed on the CPU."""
+
+    def get_default_device():
+        from jax._src import config
+
+        asked = config.default_device.value
+        if asked is not None and not isinstance(asked, str):
+            return asked
+        return cpu_device() if getattr(_here, "computes", 0) else slice_devices()[0]
+
+    pxla.get_default_device = get_default_device
+
+
+_here = threading.local()
+
+
+class Cpu:
+    """A context in which what no sharding places is on the CPU."""
+
+    def __enter__(self):
+        _here.computes = getattr(_here, "computes", 0) + 1
+
+    def __exit__(self, *_):
+        _here.computes -= 1
+
+
+def patch_shardings(module):
+    """All devices of the slice are addressable."""
+    for name in ("NamedSharding", "SingleDeviceSharding", "GSPMDSharding", "PositionalSharding"):
+        kind = getattr(module, name, None)
+        if kind is None:
+            continue
+        for attribute, answer in (
+            ("is_fully_addressable", lambda self: True),
+            ("addressable_devices", lambda self: set(self.device_set)),
+        ):
+            real: Any = getattr(kind, attribute)
+
+            def get(self, real=real, answer=answer):
+                if on_slice(self):
+                    return answer(self)
+                return real.fget(self) if isinstance(real, property) else real.__get__(self)
+
+            with contextlib.suppress(AttributeError, TypeError):
+                setattr(kind, attribute, property(get))
+
+
+def patch_distributed(module):
+    """There is one process: nothing to connect."""
+
+    def initialize(*args, **kwargs):
+        report.say(note="jax.distributed.initialize was left out: the program is one process here")
+
+    module.initialize = initialize
+    module.shutdown = lambda *args, **kwargs: None
+
+
+def patch_hosts(module):
+    """Barriers and broadcasts of one process."""
+    module.sync_global_devices = lambda name: None
+    module.broadcast_one_to_all = lambda tree, is_source=None: tree
+    module.assert_equal = lambda tree, message="": None

@@ -1,0 +1,355 @@
+"""The calls of jitted functions on the slice, and which of them are a step."""
+
+import atexit
+import functools
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+from systolic_capture import arrays, bridge, flops, report, shardings
+
+SURE_CALLS = 40
+"""Calls after which a repeated sequence is taken for the step, whatever the time."""
+SURE_SECONDS = 4.0
+"""Seconds after which it is taken."""
+UNCHANGED_CALLS, UNCHANGED_SECONDS = 600, 20.0
+"""The same where one function is called again and again with the same large arguments: a step may gather gradients of
+several batches before it changes the weights."""
+
+SAME = 0.3
+"""Share of the bytes of a call's arguments: above it they are taken for the same."""
+LONGEST = 300
+"""Most calls of a step."""
+
+_lock = threading.RLock()
+_known = {}
+_sequence = []
+_operations = {}
+_last: dict[Any, Any] = {}
+_state: dict[str, Any] = {"ended": False, "error": "", "ours": False}
+notes = []
+"""What the answer says beside."""
+
+
+class Call:
+    """One call of a jitted function: what is needed to lower it, and the shapes of its results."""
+
+    def __init__(self, args, params, own):
+        from systolic_capture import dispatch
+
+        body = shardings.inner(params["jaxpr"])
+        self.name = str(params.get("name") or "jit")
+        self.source = body.source
+        self.own = own
+        self.params = dict(params)
+        self.mesh = dispatch.context_mesh()
+        self.args = [self._kept(one) for one in args]
+        self._hoist(body)
+        self.ids = arrays.serials(args)
+        self.key = (
+            self.name,
+            self.source,
+            tuple((str(one.aval), one.sharding if one._committed else None) for one in self.args),
+            tuple(params.get("donated_invars", ())),
+            len(body.jaxpr.eqns),
+        )
+        self.eqns = len(body.jaxpr.eqns)
+
+    def _kept(self, value):
+        """An argument without its data."""
+        from systolic_capture import dispatch
+
+        if arrays.is_slice_array(value):
+            return value
+        return arrays.array_class()(dispatch.aval_of(value), dispatch.first_device(), False)
+
+    def _hoist(self, body):
+        """Makes arguments of arrays on the slice that the function refers to."""
+        if not any(map(arrays.is_slice_array, body.consts)):
+            return
+        from jax._src.interpreters import partial_eval
+
+        count = len(body.consts)
+        self.params["jaxpr"] = partial_eval.close_jaxpr(
+            partial_eval.convert_constvars_jaxpr(body.jaxpr)
+        )
+        self.args = [self._kept(one) for one in body.consts] + self.args
+        unspecified = _unspecified()
+        for name, filler in (
+            ("in_shardings", unspecified),
+            ("in_layouts", None),
+            ("donated_invars", False),
+        ):
+            if name in self.params:
+                self.params[name] = (filler,) * count + tuple(self.params[name])
+
+    @functools.cached_property
+    def flops(self):
+        """FLOPs of the matmuls and convolutions of the body, over all devices."""
+        return flops.of_jaxpr(shardings.inner(self.params["jaxpr"]).jaxpr)
+
+    def results(self):
+        """The results in shape alone."""
+        from systolic_capture import dispatch
+
+        avals = shardings.inner(self.params["jaxpr"]).outvars_avals()
+        known = _known.get(self.key)
+        if known is not None:
+            places = known.places
+        else:
+            places = shardings.of_results(
+                self.args, self.params, self.mesh, dispatch.first_device, self._chosen
+            )
+        self.places = places
+        return [dispatch.stand_in(aval, *where) for aval, where in zip(avals, places, strict=True)]
+
+    def _chosen(self):
+        """Shardings of the results that the compiler chooses; None where it fails."""
+        report.say(stage=f"compiling {self.name} for the shardings of its results")
+        try:
+            made = self.lower().compile(compiler_options={"exec_time_optimization_effort": -1.0})
+            return list(made._out_shardings)
+        except Exception as error:
+            reason = " ".join(str(error).split())[:160]
+            note(
+                f"the shardings of the results of {self.name} are taken as whole on every device: compiling it failed ({reason})"
+            )
+            return None
+
+    def lower(self):
+        """The call lowered for TPUs."""
+        from jax._src import pjit
+        from jax._src.interpreters import mlir
+
+        convert = getattr(pjit, "convert_to_metaty", lambda one: one)
+        args = [convert(one) for one in self.args]
+        return pjit._resolve_and_lower(
+            args,
+            **self.params,
+            lowering_platforms=("tpu",),
+            lowering_parameters=mlir.LoweringParameters(),
+            pgle_profiler=None,
+        )
+
+
+def _unspecified():
+    from jax._src import sharding_impls
+
+    return sharding_impls.UNSPECIFIED
+
+
+class Lowered:
+    """A program that the program under capture lowered and compiled itself."""
+
+    own = False
+
+    def __init__(self, lowered, options):
+        lowering = lowered._lowering
+        self.name = str(getattr(lowering, "_name", "program"))
+        self.source, self.options = "", dict(options or {})
+        self._lowering, self.args, self.ids = lowering, [], []
+        self.key = ("lowered", id(lowering))
+        self.flops, self.eqns = 0.0, 0
+        self.places = None
+
+    def lower(self):
+        """As it is."""
+        return self._lowering
+
+
+def note(text):
+    """Adds a note to the answer, once."""
+    if text not in notes:
+        notes.append(text)
+
+
+def count_operation(name):
+    """Counts an operation outside of jit on arrays of the slice."""
+    with _lock:
+        _operations[name] = _operations.get(name, 0) + 1
+
+
+def is_for_slice(lowering):
+    """Whether a lowered program is for the slice."""
+    devices = device_assignment(lowering)
+    return bool(devices) and bridge.is_slice_device(devices[0])
+
+
+def device_assignment(lowering):
+    """Devices of a lowered program in its order."""
+    found = getattr(lowering, "_device_list", None)
+    if found is None:
+        found = lowering.compile_args.get("device_assignment")
+    return tuple(found or ())
+
+
+def know(call):
+    """Keeps a program that may never be called."""
+    with _lock:
+        _known.setdefault(call.key, call)
+
+
+def start():
+    """Begins to wait for calls; the program's own end is an end of the capture too."""
+    from systolic_capture import compiling
+
+    compiling.start()
+    atexit.register(_at_exit)
+    real = sys.excepthook
+
+    def hook(kind, error, trace):
+        _state["error"] = " ".join(f"{kind.__name__}: {error}".split())[:600]
+        _state["ours"] = _is_ours(trace)
+        real(kind, error, trace)
+
+    sys.excepthook = hook
+    limit = report.request().get("limit_seconds", 1200)
+    timer = threading.Timer(limit, _at_limit, (limit,))
+    timer.daemon = True
+    timer.start()
+
+
+def _is_ours(trace):
+    """Whether an error comes from a line of the capture, rather than of the program or of jax."""
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    return os.path.dirname(trace.tb_frame.f_code.co_filename) == os.path.dirname(__file__)
+
+
+def _is_alike(before, now):
+    """Whether a call has, by bytes, most of the large arrays that the last call of the function had."""
+    known = {serial for serial, _ in before}
+    same = sum(size for serial, size in now if serial in known)
+    return same > SAME * sum(size for _, size in now)
+
+
+def record(call):
+    """Adds a call to the sequence, and ends the program when its step is known."""
+    if call.own:
+        count_operation(call.name)
+        return
+    with _lock:
+        if _state["ended"]:
+            return
+        known = _known.setdefault(call.key, call)
+        now = time.monotonic()
+        if not _sequence:
+            report.say(stage="running until a step repeats")
+        unchanged = _is_alike(_last.get(call.key, ()), call.ids)
+        _sequence.append((known, now, unchanged, sum(_operations.values())))
+        _last[call.key] = call.ids
+        if (found := _settled(now)) is not None:
+            _state["ended"] = True
+    if found is not None:
+        from systolic_capture import compiling
+
+        compiling.answer(found, "stopped when its step had repeated")
+
+
+def _settled(now):
+    """The calls of a step once they have repeated for long enough; None before."""
+    period = _period()
+    if period is None:
+        return None
+    chosen = report.request().get("step")
+    step = [entry[0] for entry in _sequence[-period:]]
+    if chosen and not any(one.name == chosen for one in step):
+        return None
+    repeats = _sequence[-min(len(_sequence), _repeats(period) * period) :]
+    waited = now - repeats[0][1]
+    unchanged = period == 1 and repeats[-1][2]
+    most_calls = UNCHANGED_CALLS if unchanged else SURE_CALLS
+    most_seconds = UNCHANGED_SECONDS if unchanged else SURE_SECONDS
+    if len(repeats) >= 3 and (len(repeats) >= most_calls or waited >= most_seconds):
+        return step
+    return None
+
+
+def _period():
+    """Length of the shortest sequence of calls that the last ones repeat; None without one."""
+    keys = [entry[0].key for entry in _sequence[-2 * LONGEST :]]
+    for length in range(1, len(keys) // 2 + 1):
+        if (length == 1 and len(keys) < 3) or keys[-1] is not keys[-1 - length]:
+            continue
+        if keys[-length:] == keys[-2 * length : -length]:
+            return length
+    return None
+
+
+def _repeats(length):
+    keys = [entry[0].key for entry in _sequence]
+    times = 1
+    while keys[-(times + 1) * length : -times * length or None] == keys[-length:]:
+        times += 1
+    return times
+
+
+def operations_in(step):
+    """Operations outside of jit between two steps."""
+    length = len(step)
+    if len(_sequence) <= length:
+        return 0
+    return _sequence[-1][3] - _sequence[-1 - length][3]
+
+
+def counts():
+    """Calls by program, in the order of their first."""
+    found = {}
+    for entry in _sequence:
+        found[entry[0].key] = found.get(entry[0].key, 0) + 1
+    return {key: (_known[key], found.get(key, 0)) for key in _known}
+
+
+def _best():
+    """The step of a program that ended, or was stopped, before one was sure."""
+    chosen = report.request().get("step")
+    tallied = list(counts().values())
+    if chosen:
+        tallied = [one for one in tallied if one[0].name == chosen]
+        return [tallied[0][0]] if tallied else []
+    if (period := _period()) is not None:
+        return [entry[0] for entry in _sequence[-period:]]
+    repeated = [one for one in tallied if one[1] > 1]
+    if repeated:
+        return [max(repeated, key=lambda one: (one[1] * one[0].flops, one[1]))[0]]
+    if not tallied:
+        return []
+    note("no jitted call was made twice: the one with the most FLOPs is taken for the step")
+    return [max(tallied, key=lambda one: (one[0].flops, one[0].eqns))[0]]
+
+
+def _finish(ended):
+    with _lock:
+        if _state["ended"]:
+            return
+        _state["ended"] = True
+        error = _state["error"]
+        step = [] if error and _period() is None else _best()
+        if error and not step:
+            report.say(program_failed=error, ours=_state["ours"])
+            return
+        if error:
+            note(
+                f"the program failed after {len(_sequence)} calls ({error}); the step is what repeated before"
+            )
+        names = sorted({one.name for one, _ in counts().values()})
+    from systolic_capture import compiling
+
+    chosen = report.request().get("step")
+    if not step and chosen and names:
+        report.refuse(f"the program calls no jitted function {chosen}; it calls {', '.join(names)}")
+    if not step:
+        report.say(without_calls=ended)
+        return
+    compiling.answer(step, ended)
+
+
+def _at_exit():
+    _finish("ended by itself")
+
+
+def _at_limit(seconds):
+    note(f"no step had repeated for sure after {seconds / 60:.0f} minutes")
+    _finish(f"stopped after {seconds / 60:.0f} minutes")

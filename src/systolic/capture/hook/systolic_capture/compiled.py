@@ -1,0 +1,75 @@
+"""What ``jitted.lower(...).compile()`` gives the program; imported once jax is there."""
+
+import jax
+from jax._src import core
+
+from systolic_capture import arrays, bridge, calls, dispatch, report, shardings
+
+
+class CapturedCompiled:
+    """Stands for ``jax.stages.Compiled``: nothing is compiled yet, and its calls are recorded."""
+
+    def __init__(self, lowered, options):
+        self._lowered = lowered
+        self._call = calls.Lowered(lowered, options)
+        report.say(stage=f"running with {self._call.name} lowered")
+        calls.know(self._call)
+
+    def __getattr__(self, name):
+        return getattr(self._lowered, name)
+
+    def __call__(self, *args, **kwargs):
+        """The results in shape alone."""
+        leaves = [
+            one for one in jax.tree.leaves((args, kwargs)) if isinstance(one, (jax.Array, float))
+        ]
+        made, tree = jax.tree.flatten(self._lowered.out_info)
+        if self._call.places is None:
+            self._call.places = self._places(list(filter(arrays.is_slice_array, leaves)), made)
+        self._call.ids = arrays.serials(leaves)
+        calls.record(self._call)
+        outs = [
+            dispatch.stand_in(core.ShapedArray(info.shape, info.dtype), where)
+            for info, where in zip(made, self._call.places, strict=True)
+        ]
+        return jax.tree.unflatten(tree, outs)
+
+    def _places(self, given, made):
+        """Shardings of the results: as lowered, or like an argument."""
+        lowering = self._lowered._lowering
+        told = lowering.compile_args.get("out_shardings") or [None] * len(made)
+        alike = shardings.alike(given, [one.sharding for one in given])
+        mesh = shardings.mesh_of(given) or dispatch.context_mesh()
+        other = dispatch.first_device() if mesh is None else shardings.replicated(mesh)
+        return [
+            where if bridge.on_slice(where) else shardings.next_alike(alike, info) or other
+            for where, info in zip(told, made, strict=True)
+        ]
+
+    def cost_analysis(self):
+        """Nothing: it is not compiled yet."""
+        return {}
+
+    def memory_analysis(self):
+        """Nothing: it is not compiled yet."""
+        return None
+
+    def as_text(self):
+        """The program as it was lowered."""
+        return self._lowered.as_text()
+
+    @property
+    def input_shardings(self):
+        """Shardings of the arguments as lowered."""
+        lowering = self._lowered._lowering
+        leaves = tuple(lowering.compile_args.get("in_shardings", ()))
+        tree = getattr(self._lowered, "in_tree", None)
+        if tree is not None and tree.num_leaves == len(leaves):
+            return jax.tree.unflatten(tree, leaves)
+        return (leaves, {})
+
+    @property
+    def output_shardings(self):
+        """Shardings of the results as lowered."""
+        made, tree = jax.tree.flatten(self._lowered.out_info)
+        return jax.tree.unflatten(tree, self._call.places or self._places([], made))

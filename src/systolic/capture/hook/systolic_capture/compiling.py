@@ -1,0 +1,163 @@
+"""The calls of a step compiled for the slice, and the answer in the parent's folder."""
+
+import glob
+import json
+import os
+import queue
+import sys
+import threading
+import time
+
+from systolic_capture import calls, report
+
+SCHEDULED = "after_optimizations.txt"
+LAST = "after_optimizations-memory-usage-report.pb"
+USAGE = "after_optimizations-memory-usage-report.txt"
+REFUSED = "oom_intermediate_module.txt"
+POLL_SECONDS = 0.1
+
+
+_tasks = queue.Queue()
+
+
+def _work():
+    while True:
+        task, over = _tasks.get()
+        task()
+        over.set()
+
+
+def start():
+    """Begins the thread that compiles: since Python 3.12 none begins once the program has ended."""
+    threading.Thread(target=_work, daemon=True).start()
+
+
+def background(task):
+    """Runs a function in that thread; returns an event that is set when it is over."""
+    over = threading.Event()
+    _tasks.put((task, over))
+    return over
+
+
+def answer(step, ended):
+    """Compiles the calls of a step, writes the answer and ends the process."""
+    try:
+        made = _answer(step, ended)
+        with open(os.path.join(report.FOLDER, "answer.json"), "w") as file:
+            json.dump(made, file)
+        report.say(done=True)
+        code = 0
+    except BaseException as error:
+        import traceback
+
+        traceback.print_exc()
+        reason = " ".join(str(error).split())[:600]
+        report.say(failed=f"{type(error).__name__}: {reason}")
+        code = 1
+    report.leave(code)
+
+
+def _answer(step, ended):
+    counted = {}
+    for one in step:
+        counted[one.key] = counted.get(one.key, 0) + 1
+    programs = []
+    distinct = {one.key: one for one in step}
+    for number, (key, one) in enumerate(distinct.items()):
+        programs.append({**_program(one, number), "calls_per_step": counted[key]})
+    others = [
+        {"name": one.name, "source": one.source, "calls": count, "flops": one.flops}
+        for key, (one, count) in calls.counts().items()
+        if key not in counted
+    ]
+    return {
+        "programs": programs,
+        "others": others,
+        "operations_per_step": calls.operations_in(step),
+        "ended": ended,
+        "notes": calls.notes,
+        "versions": {name: report.version_of(name) for name in ("jax", "jaxlib", "libtpu")},
+        "python": sys.executable,
+        "flags": os.environ.get("LIBTPU_INIT_ARGS", ""),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+    }
+
+
+def _program(call, number):
+    report.say(stage=f"lowering {call.name}")
+    began = time.monotonic()
+    lowered = call.lower()
+    lowering = time.monotonic() - began
+    devices = calls.device_assignment(lowered)
+    folder = os.path.join(report.FOLDER, f"dump{number}")
+    os.makedirs(folder)
+    report.say(stage=f"compiling {call.name}")
+    began = time.monotonic()
+    text, refused = _compiled(lowered, getattr(call, "options", {}), folder)
+    path = os.path.join(report.FOLDER, f"program{number}.txt")
+    with open(path, "w") as file:
+        file.write(text)
+    usage = _written(folder, USAGE)
+    if usage is not None:
+        with open(usage) as source, open(f"{path}.{USAGE}", "w") as file:
+            file.write(source.read())
+    return {
+        "name": call.name,
+        "source": call.source,
+        "text": os.path.basename(path),
+        "memory": bool(usage),
+        "refused": refused,
+        "flops": call.flops,
+        "places": [
+            [
+                *(*device.coords, 0, 0)[:3],
+                device.core_on_chip,
+                getattr(device, "slice_index", 0) or 0,
+            ]
+            for device in devices
+        ],
+        "seconds": {"lower": round(lowering, 3), "compile": round(time.monotonic() - began, 3)},
+    }
+
+
+def _compiled(lowered, options, folder):
+    """The scheduled module, and the compiler's words where it did not fit."""
+    options = {
+        **options,
+        "xla_dump_to": folder,
+        "xla_dump_hlo_as_text": True,
+        "xla_dump_hlo_as_proto": True,
+    }
+    quick = report.request().get("quick")
+    failed, made = [], []
+
+    def run():
+        try:
+            made.append(lowered.compile(compiler_options=options))
+        except BaseException as error:
+            failed.append(error)
+
+    over = background(run)
+    size = -1
+    while not over.wait(POLL_SECONDS):
+        path = _written(folder, SCHEDULED) if quick and _written(folder, LAST) else None
+        if path is not None:
+            now = os.path.getsize(path)
+            with open(path) as file:
+                if now == size and (text := file.read()).rstrip().endswith("}"):
+                    return text, ""
+            size = now
+    if made:
+        return made[0].as_text(), ""
+    reason = f"{type(failed[0]).__name__}: {failed[0]}"
+    path = _written(folder, REFUSED)
+    if path is None:
+        raise failed[0]
+    with open(path) as file:
+        return file.read(), reason[:4000]
+
+
+def _written(folder, ending):
+    """The largest dump with an ending, which is the program's."""
+    found = sorted(glob.glob(os.path.join(folder, f"*{ending}")), key=os.path.getsize)
+    return found[-1] if found else None

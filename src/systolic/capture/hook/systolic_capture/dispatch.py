@@ -1,0 +1,365 @@
+"""What the program does with arrays: calls of jit are recorded, other operations give the shapes of their results.
+
+Values that are not on the slice are computed, on the CPU, while they are small and jax's own functions make them: keys
+of random numbers, counters, small tables. What the program's own jitted functions give has shapes alone.
+"""
+
+import functools
+import os
+
+from systolic_capture import arrays, bridge, calls, report, shardings
+
+MOST_BYTES = 1 << 20
+"""Largest result that is computed."""
+
+
+def aval_of(value):
+    """Shape and dtype of a value, as jax has them."""
+    if hasattr(value, "aval"):
+        return value.aval
+    from jax._src import core
+
+    return core.typeof(value) if hasattr(core, "typeof") else core.get_aval(value)
+
+
+def _avals(values):
+    return [aval_of(value) for value in values]
+
+
+def _bytes(aval):
+    size = 1
+    for dim in getattr(aval, "shape", ()):
+        size *= dim
+    return size * getattr(getattr(aval, "dtype", None), "itemsize", 4)
+
+
+def stand_in(aval, sharding, committed=True):
+    """An array of the slice; one that is not an array, such as a token, as it is."""
+    if not hasattr(aval, "shape"):
+        return aval
+    return arrays.array_class()(aval, sharding, committed)
+
+
+def first_device():
+    """Sharding of what nothing places."""
+    import jax
+
+    return jax.sharding.SingleDeviceSharding(bridge.slice_devices()[0])
+
+
+def context_mesh():
+    """The mesh that the program has set, on the slice; None without one."""
+    from jax._src import mesh
+
+    for found in (getattr(mesh, "get_concrete_mesh", lambda: None)(),):
+        if found is not None and bridge.mesh_on_slice(found):
+            return found
+    return None
+
+
+def _asked_device():
+    """The device that the program has made its default; None without one."""
+    from jax._src import config
+
+    return config.default_device.value
+
+
+# core: operations outside of jit
+
+
+def patch_core(core):
+    """Operations outside of jit, on arrays of the slice."""
+    real = core.EvalTrace.process_primitive
+
+    def process_primitive(self, primitive, args, params, /):
+        if any(map(arrays.is_slice_array, args)) or _names_slice(params):
+            return _operation(primitive, args, params)
+        if primitive.name not in CALLS and _is_large(primitive, args, params):
+            return _operation(primitive, args, params)
+        with bridge.Cpu():
+            return real(self, primitive, args, params)
+
+    core.EvalTrace.process_primitive = process_primitive
+
+
+CALLS = ("pjit", "jit")
+
+
+def _names_slice(params):
+    found = params.get("devices") or (params.get("sharding"),)
+    return any(bridge.is_slice_device(one) or bridge.on_slice(one) for one in found)
+
+
+def _is_large(primitive, args, params):
+    """Whether a result is too large to be computed."""
+    if "ids" not in bridge._known:
+        return False
+    try:
+        made = _results(primitive, _avals(args), params)
+    except Exception:
+        return False
+    return any(_bytes(aval) > MOST_BYTES for aval in made)
+
+
+def _results(primitive, avals, params):
+    made = primitive.abstract_eval(*avals, **params)[0]
+    return list(made) if primitive.multiple_results else [made]
+
+
+def _operation(primitive, args, params):
+    if primitive.name in CALLS:
+        return jit_call(args, params)
+    if primitive.name == "device_put":
+        return [put(value, where) for value, where in zip(args, params["devices"], strict=True)]
+    if primitive.name in ("debug_callback", "debug_print"):
+        return []
+    if primitive.name == "sharding_constraint":
+        return put(args[0], params["sharding"])
+    avals = _avals(args)
+    mesh = context_mesh()
+    made = _results(primitive, avals, params)
+    calls.count_operation(primitive.name)
+    outs = [
+        stand_in(aval, *shardings.of_operation(aval, args, mesh, first_device)) for aval in made
+    ]
+    return outs if primitive.multiple_results else outs[0]
+
+
+# dispatch: placing values
+
+
+def put(value, where):
+    """``jax.device_put`` of one value, to the slice or from it."""
+    import jax
+    import numpy as np
+
+    target = getattr(where, "sharding", where)  # of a Format
+    aval = aval_of(value)
+    if target is None:
+        return value
+    if isinstance(target, jax.Device):
+        target = jax.sharding.SingleDeviceSharding(target)
+    if not bridge.is_sharding(target):
+        named = getattr(target, "name", None) or getattr(target, "memory_kind", None)
+        kind = {"Host": "pinned_host", "Device": "device"}.get(named, named)
+        old = value.sharding if arrays.is_slice_array(value) else first_device()
+        return stand_in(aval, old if kind is None else old.with_memory_kind(kind))
+    if not bridge.on_slice(target) and _bytes(aval) <= MOST_BYTES:
+        return jax.device_put(np.asarray(value), target)
+    return stand_in(shardings.placed(aval, target), target)
+
+
+def patch_put(dispatch):
+    """``jax.device_put``."""
+    real = dispatch._batched_device_put_impl
+
+    def impl(*values, devices, **kwargs):
+        wanted = [
+            arrays.is_slice_array(value)
+            or _names_slice({"devices": (where,)})
+            or bridge.on_slice(getattr(where, "sharding", None))
+            for value, where in zip(values, devices, strict=True)
+        ]
+        if not any(wanted):
+            with bridge.Cpu():
+                return real(*values, devices=devices, **kwargs)
+        made = []
+        for index, (value, where) in enumerate(zip(values, devices, strict=True)):
+            if wanted[index]:
+                made.append(put(value, where))
+            else:
+                one = {
+                    name: [given[index]] if isinstance(given, (list, tuple)) else given
+                    for name, given in kwargs.items()
+                }
+                with bridge.Cpu():
+                    made.extend(real(value, devices=[where], **one))
+        return made
+
+    dispatch._batched_device_put_impl = impl
+
+
+def patch_array(module):
+    """Functions that make an array of parts."""
+    import jax
+
+    real_callback = module.make_array_from_callback
+    real_local = module.make_array_from_process_local_data
+    real_single = module.make_array_from_single_device_arrays
+
+    def make_array_from_callback(shape, sharding, data_callback, *args, dtype=None, **kwargs):
+        where = getattr(sharding, "sharding", sharding)
+        if not bridge.on_slice(where):
+            return real_callback(shape, sharding, data_callback, *args, dtype=dtype, **kwargs)
+        shape = tuple(shape)
+        if dtype is None:
+            index = next(iter(where.devices_indices_map(shape).values()))
+            part = data_callback(index)
+            dtype = part.dtype if hasattr(part, "dtype") else jax.numpy.asarray(part).dtype
+        return _made(shape, dtype, where)
+
+    def make_array_from_process_local_data(
+        sharding, local_data, global_shape=None, *args, **kwargs
+    ):
+        from jax._src import tree_util
+
+        parts = tree_util.tree_leaves(sharding)
+        if not any(map(bridge.on_slice, parts)):
+            return real_local(sharding, local_data, global_shape, *args, **kwargs)
+        leaves, tree = tree_util.tree_flatten(local_data)
+        places = parts * len(leaves) if len(parts) == 1 else parts
+        one_shape = global_shape is not None and all(
+            isinstance(dim, int) or dim is None for dim in global_shape
+        )
+        shapes = (
+            [global_shape] * len(leaves)
+            if global_shape is None or one_shape
+            else tree.flatten_up_to(global_shape)
+        )
+        made = []
+        for leaf, place, shape in zip(leaves, places, shapes, strict=True):
+            own = tuple(leaf.shape)
+            full = (
+                own
+                if shape is None
+                else tuple(own[axis] if dim is None else dim for axis, dim in enumerate(shape))
+            )
+            made.append(_made(full, leaf.dtype, place))
+        return tree_util.tree_unflatten(tree, made)
+
+    def make_array_from_single_device_arrays(shape, sharding, parts, **kwargs):
+        if not bridge.on_slice(sharding):
+            return real_single(shape, sharding, parts, **kwargs)
+        dtype = parts[0].dtype if len(parts) else kwargs["dtype"]
+        return _made(tuple(shape), dtype, sharding)
+
+    module.make_array_from_callback = make_array_from_callback
+    module.make_array_from_process_local_data = make_array_from_process_local_data
+    module.make_array_from_single_device_arrays = make_array_from_single_device_arrays
+
+
+def _made(shape, dtype, sharding):
+    from jax._src import core, dtypes
+
+    if hasattr(dtypes, "canonicalize_dtype"):
+        dtype = dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
+    aval = core.ShapedArray(tuple(shape), dtype)
+    return stand_in(shardings.placed(aval, sharding), sharding)
+
+
+# pjit: calls
+
+
+def patch_jit(pjit):
+    """Calls of jitted functions."""
+    real = pjit._pjit_call_impl_python
+
+    def call(*args, **params):
+        if not _belongs_to_slice(args, params):
+            with bridge.Cpu():
+                return real(*args, **params)
+        outs = jit_call(args, params)
+        more = _extras(real)
+        return (outs, *more)
+
+    pjit._pjit_call_impl_python = call
+
+
+@functools.cache
+def _extras(real):
+    """What ``_pjit_call_impl_python`` gives beside the results: an executable, a profiler, and constants in some versions."""
+    import inspect
+
+    constants = "const_args" in inspect.getsource(real)
+    return (None, None, []) if constants else (None, None)
+
+
+def _belongs_to_slice(args, params):
+    if any(map(arrays.is_slice_array, args)):
+        return True
+    jaxpr = params["jaxpr"]
+    for one in (*params["in_shardings"], *params["out_shardings"]):
+        if bridge.is_sharding(one) and bridge.on_slice(one):
+            return True
+    if bridge.mesh_on_slice(params.get("ctx_mesh")):
+        return True
+    asked = _asked_device()
+    if asked is not None and not isinstance(asked, str):
+        return bridge.is_slice_device(asked)
+    if any(getattr(one, "_committed", False) for one in args):
+        return False
+    if not is_own(jaxpr):
+        return True
+    if any(_bytes(aval) > MOST_BYTES for aval in shardings.inner(jaxpr).outvars_avals()):
+        bridge.slice_devices()
+        return True
+    return shardings.names_slice(jaxpr)
+
+
+_ROOT = []
+
+
+def is_own(jaxpr):
+    """Whether a function of jax itself is called, rather than one of the program."""
+    import jax
+
+    if not _ROOT:
+        _ROOT.append(os.path.dirname(os.path.abspath(jax.__file__)) + os.sep)
+    return _ROOT[0] in shardings.inner(jaxpr).source
+
+
+def jit_call(args, params):
+    """A call on the slice: recorded, and its results in shape alone."""
+    call = calls.Call(args, params, is_own(params["jaxpr"]))
+    outs = call.results()
+    calls.record(call)
+    return outs
+
+
+# stages: programs that the program compiles itself
+
+
+def patch_stages(stages):
+    """``jitted.lower(...).compile()``."""
+    real_lower, real_compile = stages.Traced.lower, stages.Lowered.compile
+
+    @functools.wraps(real_lower)
+    def lower(self, *args, **kwargs):
+        if kwargs.get("lowering_platforms") is None:
+            kwargs["lowering_platforms"] = ("tpu",)
+        return real_lower(self, *args, **kwargs)
+
+    @functools.wraps(real_compile)
+    def compile(self, *args, **kwargs):
+        if not calls.is_for_slice(self._lowering):
+            return real_compile(self, *args, **kwargs)
+        from systolic_capture import compiled
+
+        options = args[0] if args else kwargs.get("compiler_options")
+        return compiled.CapturedCompiled(self, options)
+
+    stages.Traced.lower, stages.Lowered.compile = lower, compile
+
+
+def patch_jax(jax):
+    """The last of jax has been imported."""
+    from jax._src import tree_util  # noqa: F401
+
+    arrays.register()
+    if hasattr(jax, "pmap"):
+        jax.pmap = _pmap
+    report.say(stage="running until the first call", jax=jax.__version__)
+    calls.start()
+
+
+def _pmap(function=None, *args, **kwargs):
+    """A function of ``jax.pmap``, which some packages make and never call."""
+
+    def call(*args, **kwargs):
+        report.refuse(
+            "the program calls a function of jax.pmap, which is not captured; use jax.jit with shardings, which replaces it"
+        )
+
+    if function is None:
+        return functools.partial(_pmap, *args, **kwargs)
+    return functools.wraps(function, updated=())(call)

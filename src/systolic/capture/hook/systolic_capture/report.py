@@ -1,0 +1,62 @@
+"""What the parent asked for, and what it is told: JSON lines in ``events.jsonl``."""
+
+import contextlib
+import functools
+import importlib.metadata
+import importlib.util
+import json
+import os
+import sys
+import threading
+
+FOLDER = os.environ.get("SYSTOLIC_CAPTURE", "")
+LEAST_JAX = (0, 5, 0)
+"""Oldest jax whose inner functions are those that are changed here."""
+_lock = threading.Lock()
+
+
+@functools.cache
+def request():
+    """The parent's request: the topology, and which step."""
+    with open(os.path.join(FOLDER, "request.json")) as file:
+        return json.load(file)
+
+
+def say(**record):
+    """Appends an event."""
+    with _lock, open(os.path.join(FOLDER, "events.jsonl"), "a") as file:
+        file.write(json.dumps({"pid": os.getpid(), **record}) + "\n")
+
+
+def version_of(name):
+    """Version of an installed package; None without it."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def check_environment():
+    """Ends the process, with a reason, in an environment that can't compile for a TPU."""
+    jax = version_of("jax")
+    numbers = tuple(int(part) for part in (jax or "0").split(".")[:3] if part.isdigit())
+    if numbers < LEAST_JAX:
+        least = ".".join(map(str, LEAST_JAX))
+        refuse(f"{sys.executable} has jax {jax} and a capture needs {least} or later", "jax[tpu]")
+    elif importlib.util.find_spec("libtpu") is None:
+        refuse(f"{sys.executable} has no libtpu, the compiler of TPUs", f"'jax[tpu]=={jax}'")
+
+
+def refuse(reason, package=""):
+    """Tells the parent why there is no answer, and ends the process."""
+    step = f"{sys.executable} -m pip install {package}" if package else ""
+    say(refused=reason, next=step)
+    leave(3)
+
+
+def leave(code):
+    """Ends the process: no handler of the program's runs."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code)

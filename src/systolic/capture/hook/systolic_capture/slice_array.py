@@ -1,0 +1,186 @@
+"""The class of arrays on the slice; imported once jax is there."""
+
+import itertools
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import basearray, core, dtypes
+
+_Array: Any = basearray.Array
+_serials = itertools.count()
+
+
+class SliceArray(_Array):
+    """Stands for an array on the slice: who reads it gets zeros."""
+
+    def __init__(self, aval, sharding, committed=True):
+        self.aval = aval
+        self.serial = next(_serials)
+        self._sharding = sharding
+        self._committed = committed
+
+    shape = property(lambda self: self.aval.shape)
+    dtype = property(lambda self: self.aval.dtype)
+    ndim = property(lambda self: len(self.aval.shape))
+    size = property(lambda self: math.prod(self.aval.shape))
+    weak_type = property(lambda self: getattr(self.aval, "weak_type", False))
+    itemsize = property(lambda self: self.dtype.itemsize)
+    nbytes = property(lambda self: self.size * self.dtype.itemsize)
+    sharding = property(lambda self: self._sharding)
+    committed = property(lambda self: self._committed)
+    is_fully_addressable = property(lambda self: True)
+    is_fully_replicated = property(lambda self: self._sharding.is_fully_replicated)
+    global_shards = property(lambda self: self.addressable_shards)
+    format = property(lambda self: _format(self._sharding))
+    layout = property(lambda self: _format(self._sharding))
+    traceback = property(lambda self: None)
+
+    @property
+    def device(self):
+        """Its device, or its sharding where it has several."""
+        devices = self._sharding.device_set
+        return next(iter(devices)) if len(devices) == 1 else self._sharding
+
+    def devices(self):
+        """Its devices."""
+        return set(self._sharding.device_set)
+
+    @property
+    def addressable_shards(self):
+        """Parts of all devices."""
+        indices = self._sharding.devices_indices_map(self.shape)
+        return [_Shard(self, device, index) for device, index in indices.items()]
+
+    def addressable_data(self, index):
+        """A device's part."""
+        return self.addressable_shards[index].data
+
+    @property
+    def _value(self):
+        if dtypes.issubdtype(self.dtype, dtypes.extended):
+            base = core.physical_aval(self.aval)
+            return np.zeros(base.shape, base.dtype)
+        return np.zeros(self.shape, self.dtype)
+
+    def __array__(self, dtype=None, context=None, copy=None):
+        value = self._value
+        return value if dtype is None else value.astype(dtype)
+
+    def _scalar(self):
+        if self.size != 1:
+            raise TypeError("Only scalar arrays can be converted to Python scalars")
+        return self._value.reshape(()).item()
+
+    def __bool__(self):
+        return bool(self._scalar())
+
+    def __int__(self):
+        return int(self._scalar())
+
+    def __index__(self):
+        return int(self._scalar())
+
+    def __float__(self):
+        return float(self._scalar())
+
+    def __complex__(self):
+        return complex(self._scalar())
+
+    def item(self, *args):
+        """Zero."""
+        return self._value.item(*args)
+
+    def tolist(self):
+        """Zeros."""
+        return self._value.tolist()
+
+    def tobytes(self, order="C"):
+        """Bytes of zeros."""
+        return self._value.tobytes(order)
+
+    def __len__(self):
+        if not self.shape:
+            raise TypeError("len() of unsized object")
+        return self.shape[0]
+
+    def __iter__(self):
+        return (self[index] for index in range(len(self)))
+
+    def __reversed__(self):
+        return (self[index] for index in reversed(range(len(self))))
+
+    def __format__(self, spec):
+        return format(self._value[()] if self.ndim == 0 else self._value, spec)
+
+    def __repr__(self):
+        return f"Array(shape={self.shape}, dtype={self.dtype}, on the slice)"
+
+    __str__ = __repr__
+
+    def __copy__(self):
+        return type(self)(self.aval, self._sharding, self._committed)
+
+    def __deepcopy__(self, memo):
+        return self.__copy__()
+
+    def copy(self):
+        """Another like it."""
+        return self.__copy__()
+
+    def __reduce__(self):
+        return (np.asarray, (self._value,))
+
+    def block_until_ready(self):
+        """Itself: nothing is computed."""
+        return self
+
+    def copy_to_host_async(self):
+        """Nothing to copy."""
+        return None
+
+    def is_deleted(self):
+        """Donated arrays are not told apart."""
+        return False
+
+    def delete(self):
+        """Nothing to free."""
+        return None
+
+    def is_ready(self):
+        """Nothing is computed."""
+        return True
+
+    def on_device_size_in_bytes(self):
+        """Bytes over all devices."""
+        return self.nbytes
+
+    def unsafe_buffer_pointer(self):
+        """Any number."""
+        return id(self)
+
+
+class _Shard:
+    """A device's part of an array."""
+
+    def __init__(self, whole, device, index):
+        self.device, self.index, self._whole = device, index, whole
+        self.replica_id = 0
+
+    @property
+    def data(self):
+        """The part, as an array of one device."""
+        whole = self._whole
+        shape = whole.sharding.shard_shape(whole.shape)
+        return SliceArray(
+            core.ShapedArray(shape, whole.dtype),
+            jax.sharding.SingleDeviceSharding(self.device),
+        )
+
+
+def _format(sharding):
+    from jax.experimental import layout
+
+    kind: Any = getattr(layout, "Format", None) or layout.Layout
+    return kind(None, sharding)

@@ -1,0 +1,177 @@
+"""The program under capture: its process, its stages and its answer."""
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from systolic.aot.environment import QUIET
+from systolic.chips import Slice
+from systolic.core.errors import NotFoundError, OptionError, RunError
+
+HOOK = Path(__file__).parent / "hook"
+"""Folder that Python finds its ``sitecustomize`` in."""
+VARIABLE = "SYSTOLIC_CAPTURE"
+LIMIT_SECONDS = 1200.0
+"""Seconds that a program may take to its step by default."""
+GRACE_SECONDS = 3600.0
+"""Seconds for the compiler beside it."""
+POLL_SECONDS = 0.1
+STDERR = 2
+"""Descriptor, which is there where ``sys.stderr`` is replaced, as in a notebook."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Captured:
+    """What a program's step compiled to."""
+
+    command: str
+    """The program as it was started."""
+    folder: Path
+    """Folder of the texts and of ``answer.json``."""
+    answer: Mapping[str, Any]
+    """Programs of a step with their texts, device order and calls; the other calls; versions, flags and notes."""
+
+    @property
+    def programs(self) -> Sequence[Mapping[str, Any]]:
+        """Programs that a step calls, in the order of their first call."""
+        return self.answer["programs"]
+
+
+def capture(
+    command: Sequence[str],
+    on: Slice,
+    folder: Path,
+    *,
+    step: str = "",
+    quick: bool = False,
+    limit_seconds: float = LIMIT_SECONDS,
+    watch: Say = lambda _: None,
+) -> Captured:
+    """Runs a program until its step is known, and compiles that for a slice.
+
+    Args:
+        command: The program and its arguments, as a shell would start it. Its output goes to stderr.
+        on: A slice of TPUs.
+        folder: Existing and empty; for the answer.
+        step: Name of the jitted function that is the step; by default what repeats.
+        quick: Stop at the compiler's schedule.
+        limit_seconds: Seconds after which what has been called is all there is.
+        watch: Called with each stage.
+
+    Raises:
+        OptionError: the slice is no TPU, or the command is none.
+        NotFoundError: there is no such command.
+        RunError: the program failed, called nothing, or its environment can't compile for the slice.
+    """
+    if on.platform != "tpu":
+        raise OptionError(
+            f"{on.name} is a {on.platform} slice; programs are captured for TPU slices only; give a recipe or a function instead"
+        )
+    if not command:
+        raise OptionError("there is no command after --; add one, such as -- python train.py")
+    request = {
+        "topology": {
+            "topology_name": on.topology_name,
+            "chips_per_host_bounds": on.chips_per_host_bounds,
+            "chip_config_name": None
+            if on.chip_config_name in (None, "default")
+            else on.chip_config_name,
+            "num_slices": on.num_slices if on.num_slices > 1 else None,
+        },
+        "device_bytes": on.program_bytes,
+        "step": step,
+        "quick": quick,
+        "limit_seconds": limit_seconds,
+    }
+    (folder / "request.json").write_text(json.dumps(request))
+    events = folder / "events.jsonl"
+    events.touch()
+    text = shlex.join(command)
+    code = _run(command, folder, limit_seconds, watch)
+    path = folder / "answer.json"
+    if path.exists():
+        return Captured(command=text, folder=folder, answer=json.loads(path.read_text()))
+    raise RunError(_reason(_events(events), text, code, on))
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    made = {**os.environ, **QUIET, VARIABLE: str(folder.resolve())}
+    made["PYTHONUNBUFFERED"] = "1"  # its lines come in their order, beside ours
+    paths = [str(HOOK), *filter(None, [os.environ.get("PYTHONPATH")])]
+    made["PYTHONPATH"] = os.pathsep.join(paths)
+    return made
+
+
+def _run(command: Sequence[str], folder: Path, limit_seconds: float, watch: Say) -> int:
+    """Runs the program to its end and reports stages; returns its exit code."""
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=STDERR,
+            env=_environment(folder),
+            start_new_session=True,  # its own children end with it
+        )
+    except FileNotFoundError as error:
+        raise NotFoundError(
+            f"there is no command {command[0]!r}; give the program as the shell would start it, such as -- python train.py"
+        ) from error
+    except OSError as error:
+        raise OptionError(
+            f"{command[0]!r} could not be started ({error.strerror}); give the program as the shell would start it, such as -- python train.py"
+        ) from error
+    watch("starting the program")
+    last = time.monotonic() + limit_seconds + GRACE_SECONDS
+    shown = 0
+    try:
+        while process.poll() is None and time.monotonic() < last:
+            found = _events(folder / "events.jsonl")
+            for event in found[shown:]:
+                if "stage" in event:
+                    watch(event["stage"])
+            shown = len(found)
+            time.sleep(POLL_SECONDS)
+        return process.poll() or 0
+    finally:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _events(path: Path) -> list[dict[str, Any]]:
+    """Events so far; a line that is being written is left for later."""
+    lines = path.read_text().split("\n")[:-1]
+    return [json.loads(line) for line in lines]
+
+
+def _reason(events: Sequence[Mapping[str, Any]], text: str, code: int, on: Slice) -> str:
+    """Why there is no answer, on one line."""
+    told: dict[str, Any] = {}
+    for event in events:
+        told.update(event)
+    if "refused" in told:
+        step = f"; run {told['next']}" if told.get("next") else ""
+        return f"{told['refused']}{step}"
+    if "failed" in told:
+        return f"compiling the step of {text} for {on.name} failed: {told['failed']}"
+    if "program_failed" in told:
+        where = "of the program, above" if not told.get("ours") else "in the capture, above"
+        kind = "" if not told.get("ours") else " (a fault of the capture, not of the program)"
+        return f"{text} failed before its step was known{kind}: {told['program_failed']}; the traceback is that {where}"
+    if "without_calls" in told:
+        return f"{text} {told['without_calls']} and called no jitted function on the slice; give a command that trains, and check that it uses jax.jit"
+    if not events:
+        return f"{text} ended with exit code {code} and imported no jax in a Python that reads PYTHONPATH; start it without -I or -E, and check that it gets as far as importing jax"
+    stage = told.get("stage", "starting")
+    how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+    return f"{text} {how} while {stage}, before its step was known; its own output is above"

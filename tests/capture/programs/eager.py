@@ -1,0 +1,5 @@
+"""Uses no jit."""
+
+import jax.numpy as jnp
+
+print(jnp.sum(jnp.ones((8, 8))))

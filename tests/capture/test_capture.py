@@ -1,0 +1,192 @@
+"""Programs that know nothing of Systolic, each in a process of its own, with the real compiler."""
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from systolic.capture import capture, forecast_captured
+from systolic.chips import slice
+from systolic.cli.main import main
+from systolic.core.errors import NotFoundError, OptionError, RunError
+from systolic.forecasting import forecast_text
+from systolic.sim.network import default_places
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = Path(__file__).parent / "programs"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "answer"
+    made.mkdir()
+    return made
+
+
+def command_of(program: str, tmp_path: Path) -> list[str]:
+    """A program outside of the tests: those inside are forked from a process that has jax already."""
+    return [sys.executable, str(shutil.copy(PROGRAMS / program, tmp_path / program))]
+
+
+def told(capsys, monkeypatch, *words: str) -> dict:
+    """JSON of ``systolic forecast``."""
+    monkeypatch.chdir(ROOT)
+    assert main(["forecast", *words]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_command_of_the_page_and_the_example(capsys, monkeypatch, tmp_path: Path) -> None:
+    page = (ROOT / "docs/your-own-program.md").read_text()
+    (line,) = re.findall(r"^systolic (forecast .*plain_trainer.*)$", page, re.MULTILINE)
+    assert line in (ROOT / "examples/plain_trainer.py").read_text()
+    words = [sys.executable if word == "python" else word for word in shlex.split(line)[1:]]
+    kept = tmp_path / "kept"
+    began = time.perf_counter()
+    made = told(capsys, monkeypatch, "--json", "--quick", "--keep", str(kept), *words)
+    assert time.perf_counter() - began < 120
+    assert made["recipe"] == "train_step"
+    assert made["hbm"]["origin"] == "compiled"
+    assert made["compiler"]["libtpu"]
+    # Weights in float32 on every device, twelve matrices of width x width a layer and an embedding of bytes.
+    weights = 4 * 512 * (4 * 12 * 512 + 256)
+    assert made["hbm"]["by_kind"]["inputs"] == pytest.approx(weights, rel=0.01)
+    assert made["hbm"]["peak_bytes"] > weights
+    # By hand: six FLOPs a weight and token, and attention's two matmuls, forward and twice backward.
+    matmuls = 6 * weights / 4 * 32 * 512 + 3 * 4 * 4 * 32 * 512 * 512 * 512
+    flops = 197e12 * made["hfu"] * made["step_seconds"] * 8
+    assert flops == pytest.approx(matmuls, rel=0.35)
+    assert made["step_seconds"] > flops / (8 * 197e12)
+    # The kept text says the same when it is forecast as any dump, whose device order is JAX's: as this mesh has it.
+    again = forecast_text(kept / "program0.txt", slice("v5e-8")).to_json()
+    assert again["step_seconds"] == pytest.approx(made["step_seconds"])
+    assert again["hbm"]["peak_bytes"] == made["hbm"]["peak_bytes"]
+
+
+def test_gradients_that_are_gathered_outside_of_jit(tmp_path: Path, folder: Path) -> None:
+    on = slice("v5e-8")
+    captured = capture(command_of("accumulating.py", tmp_path), on, folder, quick=True)
+    assert [(one["name"], one["calls_per_step"]) for one in captured.programs] == [
+        ("gradient", 4),
+        ("jit(move)", 1),
+    ]
+    made = forecast_captured(captured, on)
+    one, other = (forecast_text(folder / f"program{n}.txt", on) for n in (0, 1))
+    # jax.make_mesh walks the torus in a ring, and the program's device order is not JAX's default.
+    places = [tuple(place) for place in captured.programs[0]["places"]]
+    assert sorted(places) == sorted(default_places(on))
+    assert places != default_places(on)
+    assert made.step_seconds is not None
+    assert one.step_seconds is not None
+    assert other.step_seconds is not None
+    assert 0.5 * (4 * one.step_seconds) < made.step_seconds < 2 * (4 * one.step_seconds)
+    assert made.step_seconds > other.step_seconds
+    assert sum(made.time_by_resource.values()) == pytest.approx(made.step_seconds)
+    assert made.hardware_flops == pytest.approx(4 * 2 * 2 * 64 * 1024 * 1024, rel=0.01)
+    # Three additions for each four batches, and the mean of every tenth step.
+    assert 3 <= captured.answer["operations_per_step"] <= 6
+
+
+def test_a_program_on_one_device_that_catches_all_errors(tmp_path: Path, folder: Path) -> None:
+    on = slice("v5e-8")
+    captured = capture(command_of("single.py", tmp_path), on, folder, quick=True)
+    made = forecast_captured(captured, on)
+    assert made.recipe == "step"
+    assert "runs on one of the 8 devices" in made.cautions[0]
+    # Eight weight matmuls less the first one's gradient of its input, of which one device does all.
+    by_hand = (3 * 4 - 1) * 2 * 256 * 2048 * 2048
+    assert 8 * made.hardware_flops == pytest.approx(by_hand, rel=0.01)
+    assert captured.answer["ended"] == "stopped when its step had repeated"
+
+
+def test_a_step_that_is_named_and_one_that_is_not_there(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "examples/plain_trainer.py"), "--steps", "2"]
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    found = capture(command, slice("v5e-8"), first, step="init", quick=True)
+    assert [one["name"] for one in found.programs] == ["init"]
+    assert [one["name"] for one in found.answer["others"]] == ["train_step"]
+    with pytest.raises(RunError, match="no jitted function fit; it calls init, train_step"):
+        capture(command, slice("v5e-8"), second, step="fit")
+
+
+@pytest.mark.parametrize(
+    ("program", "says"),
+    [
+        ("failing.py", "failed before its step was known: KeyError: 'no such data set'"),
+        ("eager.py", "called no jitted function on the slice"),
+    ],
+)
+def test_programs_without_a_step(
+    program: str, says: str, capfd, tmp_path: Path, folder: Path
+) -> None:
+    with pytest.raises(RunError, match=says):
+        capture(command_of(program, tmp_path), slice("v5e-8"), folder)
+    if program == "failing.py":
+        shown = capfd.readouterr().err
+        assert "8 tpu" in shown  # the slice's devices, on a machine without a TPU
+        assert "Traceback" in shown
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ([sys.executable, "-c", "pass"], "imported no jax in a Python that reads PYTHONPATH"),
+        ([sys.executable, "-c", "import os; os._exit(7)"], "ended with exit code 7"),
+    ],
+)
+def test_programs_that_never_come_to_jax(command: list[str], says: str, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=says):
+        capture(command, slice("v5e-8"), tmp_path)
+
+
+def test_lines_that_ask_for_the_impossible(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="captured for TPU slices only"):
+        capture(["python", "x.py"], slice("h100"), tmp_path)
+    with pytest.raises(OptionError, match="no command after --"):
+        capture([], slice("v5e-8"), tmp_path)
+    with pytest.raises(NotFoundError, match="there is no command 'no-such-python'"):
+        capture(["no-such-python", "x.py"], slice("v5e-8"), tmp_path)
+
+
+def test_an_environment_without_libtpu_is_told_what_to_install(tmp_path: Path) -> None:
+    hidden = "import importlib.util as u; f = u.find_spec; u.find_spec = lambda n, *a: None if n == 'libtpu' else f(n, *a); import jax"
+    with pytest.raises(RunError, match=r"has no libtpu.*-m pip install 'jax\[tpu\]=="):
+        capture([sys.executable, "-c", hidden], slice("v5e-8"), tmp_path)
+
+
+def test_another_sitecustomize_still_runs(tmp_path: Path, monkeypatch, capfd) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('the own one')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    folder = tmp_path / "answer"
+    folder.mkdir()
+    with pytest.raises(RunError):
+        capture([sys.executable, "-c", "pass"], slice("v5e-8"), folder)
+    assert "the own one" in capfd.readouterr().err
+
+
+def test_an_interrupt_ends_the_program(tmp_path: Path) -> None:
+    marker = tmp_path / "running"
+    program = f"import pathlib, time; pathlib.Path({str(marker)!r}).touch(); time.sleep(60)"
+    words = ["forecast", "--on", "v5e-8", "--", sys.executable, "-c", program]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "systolic", *words],
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    began = time.monotonic()
+    while not marker.exists():
+        assert time.monotonic() - began < 60
+        time.sleep(0.05)
+    process.send_signal(2)
+    assert process.wait(timeout=30) != 0
+    listed = subprocess.run(
+        ["ps", "-eo", "args"], capture_output=True, text=True, check=True
+    ).stdout
+    assert str(marker) not in listed
