@@ -441,7 +441,8 @@ def test_processes_of_a_machine_copy_once(machine: Machines, tmp_path: Path) -> 
     told: list[str] = []
     copies = f"import sys; from systolic.artifact.buckets import pull; print(pull({folder.url!r}, print))"
     with room.alone(folder.copy, told.append):
-        other = subprocess.Popen([sys.executable, "-c", copies], stdout=subprocess.PIPE, text=True)
+        command = [sys.executable, "-u", "-c", copies]  # each line as it is printed
+        other = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert other.stdout is not None
         assert other.stdout.readline().startswith("waiting for another process, which copies to")
         buckets.bring(Objects(folder))
