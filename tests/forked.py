@@ -127,6 +127,7 @@ class Forked(Popen):
             "cwd": os.fspath(cwd or Path.cwd()),
             "new_session": bool(new_session),
             "numbers": [0, 1, 2, *pass_fds],
+            "interrupts": signal.getsignal(signal.SIGINT) is not signal.SIG_IGN,
             "mask": _mask(),
             "nice": os.getpriority(os.PRIO_PROCESS, 0),
             "cores": list(os.sched_getaffinity(0)),
@@ -239,7 +240,8 @@ def _become(asked: Mapping[str, Any], files: Sequence[int]) -> None:
         os.dup2(file, number)
         os.close(file)
     os.chdir(asked["cwd"])
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if asked["interrupts"]:  # a shell's job in the background does not
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     os.umask(asked["mask"])
     os.setpriority(os.PRIO_PROCESS, 0, asked["nice"])
     os.sched_setaffinity(0, asked["cores"])

@@ -360,7 +360,7 @@ def test_a_launch_is_not_stopped_while_nobody_knows(
     assert launches() == []
     (folder / "states").write_text("ABSENT WAITING_FOR_RESOURCES")
     run(line)
-    wait_for(lambda: "\ncreate" in (folder / "calls").read_text())
+    wait_for(lambda: (folder / "states").read_text() == "WAITING_FOR_RESOURCES")  # is created
     (folder / "states").write_text("EXPIRED")
     told = run("stop digits-v5e-16", 1)
     assert ANSWERS["EXPIRED"] in told
