@@ -54,7 +54,8 @@ def test_a_server_on_this_machine(capsys) -> None:
     assert (made["refused"], room > 1000) == ([1_000_000_000], True)
     first, *tried, whole, chunk = [(s["rows"], s["tokens"], s["context"]) for s in made["steps"]]
     assert (first, whole) == ((1, 1, 96), (room, 1, 96))
-    assert all(0.7 * room < rows < room for rows, *_ in tried)  # more fit by its temporaries
+    assert len(tried) <= 1  # a step by whose temporaries more fit
+    assert all(0.7 * room < rows < room for rows, *_ in tried)
     assert chunk == (1, 32, 64)  # after 0 tokens and after 32: 48 on average, in pages of 32
     one, steps = made["points"][0], made["steps"]
     assert one["time_to_first_token_seconds"] == pytest.approx(2 * steps[-1]["seconds"])
