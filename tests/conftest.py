@@ -49,7 +49,7 @@ OWN_PROGRAMS = "own_programs"
 compiled it, and can't be saved again (jaxlib 0.10.2)."""
 REPEATED = 20
 """Failures that the command to repeat them names; beyond, it takes those of the last run."""
-MORE_BYTES = 1 << 29
+MORE_BYTES = 1 << 30
 """Resident memory that a worker takes up, since it last did, before it gives back what it compiled, between files.
 
 To look through all objects takes a second, and programs that the next file uses are traced again.

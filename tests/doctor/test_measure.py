@@ -25,7 +25,7 @@ def test_a_child_that_hangs_is_killed_with_its_children() -> None:
     code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'], stdin=None)"
     hang = "import time; time.sleep(600)"
     for text in (hang, code.replace("input()", hang)):
-        found = _child(text, limit_seconds=1)
+        found = _child(text, limit_seconds=0.5)
         assert isinstance(found, Unmeasured)
         assert found.death is Death.timed_out
 

@@ -162,7 +162,7 @@ def test_a_step_that_hangs_is_not_ready_and_comes_back(
 ) -> None:
     engine, _ = alone
     served = ServedText(name="m", engine=engine, tokenizer=engine.tokenizer)
-    limits = HttpLimits(heartbeat_seconds=0.3)
+    limits = HttpLimits(heartbeat_seconds=0.1)
     desk = Desk(shelf=Shelf([served]), limits=limits, metrics=Metrics(), opened=True)
     go_on, collect = threading.Event(), engine.runner.collect
     monkeypatch.setattr(engine.runner, "collect", lambda flight: go_on.wait(60) and collect(flight))
