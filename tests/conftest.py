@@ -1,5 +1,6 @@
 """Tests run on the CPU unless the environment names another platform, one process a core, and compile quickly and once."""
 
+import atexit
 import gc
 import os
 import shlex
@@ -67,6 +68,17 @@ def pytest_configure(config: pytest.Config) -> None:
         # A worker a core: threads of PyTorch and NumPy would wait for one another, spinning.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    if hasattr(config, "workerinput"):
+        import jax  # noqa: F401
+
+        # What is registered after JAX's own runs before this: a worker has told all by then, and JAX would take four
+        # seconds to free each program by itself.
+        atexit.register(_leave, os.getpid())
+
+
+def _leave(worker: int) -> None:
+    if os.getpid() == worker:  # no child that was forked
+        os._exit(0)
 
 
 @pytest.hookimpl(tryfirst=True)
