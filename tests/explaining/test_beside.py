@@ -14,6 +14,7 @@ from systolic.profile import open_profile
 from systolic.profile.table import ProfileTable
 from systolic.report.forecast.xprof import write_xprof
 from systolic.sim import simulate
+from systolic.sim.rates import rates_of
 from tests.profile.real import BF16, EXCERPTS, HOST_OFFLOAD, KERNEL, whole
 from tests.report.forecast.recorded import small
 
@@ -49,6 +50,29 @@ def test_ops_are_priced_alone_where_their_line_is_enough():
     done = f"%copy-done = {array} copy-done(({array}, {host}, u32[]) %copy-start)"
     made = simulate(parse(waiting_module(begun, done, 1)), slice("v6e-1"))
     assert made.seconds > 8 * 128 * 4 / 64e9
+
+
+GATED = "%fusion.3 = bf16[1024,5120]{1,0:T(8,128)(2,1)} fusion(bf16[5120,13824]{1,0:T(16,128)(2,1)} %param.34, bf16[1024,1,27648]{2,0,1:T(16,128)(2,1)} %convolution_bitcast_fusion.63), kind=kOutput, calls=%fused_computation.134"
+WIDE = "%convolution_bitcast_fusion.63 = bf16[1024,1,27648]{2,0,1:T(16,128)(2,1)} fusion(bf16[27648,5120]{1,0:T(16,128)(2,1)} %param.33, bf16[1024,5120]{1,0:T(8,128)(2,1)S(1)} %all-reduce.2, f32[1024]{0:T(1024)S(1)} %add_rsqrt_fusion.127, bf16[5120]{0:T(1024)(128)(2,1)S(1)} %copy-done.214), kind=kOutput, calls=%fused_computation.9"
+
+
+@pytest.mark.parametrize(
+    ("text", "counted", "flops", "measured"),
+    [
+        (WIDE, 289946992640.0, 2 * 1024 * 5120 * 27648, 394.0e-6),
+        (GATED, 145025925120.0, 2 * 1024 * 13824 * 5120, 222.0e-6),
+    ],
+)
+def test_a_fusion_of_one_matmul_is_priced_by_its_shapes(
+    text: str, counted: float, flops: float, measured: float
+):
+    """Lines and FLOPs are those of a TPU7x's profile, two of the three layers of a gated MLP."""
+    on = slice("tpu7x-2")
+    seconds = simulate(parse(module_of(text, 2, counted)), on).seconds
+    assert seconds > flops / rates_of(on).peaks["bf16"]
+    assert seconds == pytest.approx(measured, rel=0.25)
+    for other in (0.0, counted / 2, counted * 1.1):
+        assert module_of(text, 2, other) == ""
 
 
 def test_copies_and_all_reduces_of_a_chip_beside_the_simulator():
