@@ -68,7 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
         # A worker a core: threads of PyTorch and NumPy would wait for one another, spinning.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    if hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput") and "coverage" not in sys.modules:
         import jax  # noqa: F401
 
         # What is registered after JAX's own runs before this: a worker has told all by then, and JAX would take four
