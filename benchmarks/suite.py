@@ -109,12 +109,16 @@ def file_seconds(words: Sequence[str]) -> tuple[dict[str, float], dict[str, floa
     files: dict[str, float] = defaultdict(float)
     functions: dict[str, float] = defaultdict(float)
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run(
+        # Options of the environment would choose among the tests.
+        env = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
+        done = subprocess.run(
             [sys.executable, "-m", "pytest", "-p", "benchmarks.suite", *words],
             cwd=ROOT,
-            env={**os.environ, TIMES: folder},
+            env={**env, TIMES: folder},
             check=False,
         )
+        if done.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            sys.exit(f"pytest ended with {done.returncode}: nothing is recorded")
         for line in (line for one in Path(folder).iterdir() for line in one.open()):
             file, test, seconds = json.loads(line)
             files[file] += seconds

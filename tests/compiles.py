@@ -186,9 +186,11 @@ def _processor() -> str:
 
 
 def _names(folder: Path) -> set[str]:
-    """Names of the entries of a folder, without those being written."""
-    found: Iterable[os.DirEntry[str]] = os.scandir(folder)
-    return {one.name for one in found if one.name.endswith("-cache")}
+    """Names of the entries of a folder, without those being written; none of one that another run has cleared."""
+    with suppress(FileNotFoundError):
+        found: Iterable[os.DirEntry[str]] = os.scandir(folder)
+        return {one.name for one in found if one.name.endswith("-cache")}
+    return set()
 
 
 def _link(source: Path, target: Path) -> None:

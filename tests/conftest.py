@@ -126,13 +126,20 @@ def pytest_terminal_summary(
     reports = [*terminalreporter.stats.get("failed", ()), *terminalreporter.stats.get("error", ())]
     failed = list(dict.fromkeys(report.nodeid for report in reports))
     if failed:
-        named = failed if len(failed) <= REPEATED else ["--last-failed"]
-        usual, tier = config.getini("addopts")[-1], config.option.markexpr
-        mark = [] if tier == usual else ["-m", tier]
+        kept = config.pluginmanager.hasplugin("cacheprovider")
+        named = ["--last-failed"] if kept and len(failed) > REPEATED else failed
+        given = set(config.getoption("override_ini") or ()) - {"strict_markers=true"}
+        options = [word for one in sorted(given) for word in ("-o", one)]
+        usual, tier = [*config.getini("addopts"), ""][-1], config.option.markexpr
+        if tier != usual:
+            options += ["-m", tier]
         terminalreporter.section("to repeat what failed", blue=True)
+        if any(name.startswith("::") for name in failed):
+            # Files outside of this tree have no path in their names.
+            named = [one for one in config.args if _are_given(config)]
         if config.invocation_params.dir != config.rootpath:
             terminalreporter.line(shlex.join(["cd", str(config.rootpath)]))
-        terminalreporter.line(shlex.join(["python", "-m", "pytest", "-n0", *mark, *named]))
+        terminalreporter.line(shlex.join(["python", "-m", "pytest", "-n0", *options, *named]))
 
 
 @pytest.fixture(scope="session")

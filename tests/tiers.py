@@ -4,8 +4,9 @@ import json
 import re
 import subprocess
 import sys
+import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import pytest
 TESTS = Path(__file__).parent
 SECONDS = TESTS / "seconds.json"
 """CPU seconds of each file of default tests, written by ``python benchmarks/suite.py files --record``."""
-SOURCES = TESTS.parent / "src" / "systolic"
-IMPORTED = re.compile(r"^\s*(?:from|import) systolic\.(\w+)", re.MULTILINE)
+ROOT = TESTS.parent
+SOURCES = ROOT / "src" / "systolic"
+NAMED = re.compile(r"\b(?:systolic|tests)(?:\.\w+)+")
+IMPORTED = re.compile(r"\bfrom ((?:systolic|tests)[\w.]*) import (\([^)]*\)|[^\n]*)")
 UNKNOWN_SECONDS = 5.0
 """Seconds of a file that was not recorded."""
 WORKER_BYTES = 4 << 30
@@ -76,23 +79,33 @@ def workers(targets: Sequence[str]) -> int:
 def due(files: Iterable[Path], changed: Iterable[str], turn: int) -> dict[Path, str]:
     """Files in the order in which CI runs them, each with why: its turn, a path of the change that calls for it, or nothing.
 
-    Every tenth has its turn and is first, so that ten runs see all; another one of it begins in the next ten, as time
-    may end before the last. ``tests/a/b/test_c.py`` tests ``src/systolic/a`` and what :func:`beneath` finds for ``a``;
-    a change of one of :data:`EVERYTHING` calls for all.
+    A tenth has its turn and is first, so that ten runs see all; another one of it begins in the next ten, as time
+    may end before the last. Then come files beside what changed: ``tests/a/b/test_c.py`` is beside ``src/systolic/a``, and what either
+    imports; then those that a change reaches through more imports. A change of one of :data:`EVERYTHING` calls for all.
     """
     changed, files = list(changed), sorted(files)
-    first = dict.fromkeys(_begun_at(files[turn % TURNS :: TURNS], turn // TURNS), "its turn")
-    called, rest = {}, {}
+    has_turn = [file for file in files if turn_of(file) == turn % TURNS]
+    first = dict.fromkeys(_begun_at(has_turn, turn // TURNS), "its turn")
+    beside, reached, rest = {}, {}, {}
     for file in _begun_at(files, turn):
+        if file in first:
+            continue
         folder = file.relative_to(TESTS).parts[0]
         under = [f"src/systolic/{one}/" for one in sorted({folder, *beneath(folder)})]
         calls = (f"tests/{folder}/", *under, *EVERYTHING)
         path = next((path for path in changed if path.startswith(calls)), None)
         if path is not None:
-            called[file] = path
+            beside[file] = path
+        elif path := next((path for path in changed if reaches(path, file)), None):
+            reached[file] = path
         else:
             rest[file] = ""
-    return {**first, **{file: why for file, why in {**called, **rest}.items() if file not in first}}
+    return {**first, **beside, **reached, **rest}
+
+
+def turn_of(file: Path) -> int:
+    """The one of ten runs that sees a file, whatever files come and go beside it."""
+    return zlib.crc32(file.relative_to(TESTS).as_posix().encode()) % TURNS
 
 
 def _begun_at(files: list[Path], turn: int) -> list[Path]:
@@ -102,10 +115,72 @@ def _begun_at(files: list[Path], turn: int) -> list[Path]:
 
 @lru_cache
 def beneath(folder: str) -> frozenset[str]:
-    """Packages whose changes a folder's tests see: what these and the package of that name import."""
+    """Packages whose changes a folder's tests see first: what these and the package of that name import."""
     places = (TESTS / folder, SOURCES / folder)
-    text = "\n".join(file.read_text() for place in places for file in place.rglob("*.py"))
-    return frozenset(IMPORTED.findall(text))
+    names = [name for place in places for file in place.rglob("*.py") for name in named(file)]
+    return frozenset(
+        name.split(".")[1] for name in names if name.startswith("systolic.") and name.count(".")
+    )
+
+
+def reaches(path: str, file: Path) -> bool:
+    """Whether a test may see a change: it imports or names the module, through others too, or something beside that file of data."""
+    changed, modules = ROOT / path, closure(file)
+    if changed.suffix == ".py":
+        return changed in modules
+    recorded = TESTS / "recorded"
+    if changed.is_relative_to(recorded):
+        kept = re.compile(rf"recorded\W+{changed.relative_to(recorded).parts[0]}\b")
+        return any(
+            changed.parent == module.parent or kept.search(_text(module))
+            for module in modules
+            if TESTS in module.parents
+        )
+    beside = changed.parent
+    return beside not in (ROOT, TESTS) and any(module.parent == beside for module in modules)
+
+
+@cache
+def closure(file: Path) -> frozenset[Path]:
+    """Modules of ours that a file names, through others too."""
+    found, left = {file}, [file]
+    while left:
+        for one in modules_of(left.pop()) - found:
+            found.add(one)
+            left.append(one)
+    return frozenset(found)
+
+
+@cache
+def modules_of(file: Path) -> frozenset[Path]:
+    """Modules of ours that a file names, with the packages above them."""
+    found: set[Path] = set()
+    for name in named(file):
+        place = ROOT if name.startswith("tests") else ROOT / "src"
+        for part in name.split("."):
+            place /= part
+            found |= {place / "__init__.py", place.with_suffix(".py")} & _sources()
+    return frozenset(found)
+
+
+@cache
+def named(file: Path) -> frozenset[str]:
+    """Dotted names of ours in a file, in what it imports and in strings that children run."""
+    text = _text(file)
+    found = set(NAMED.findall(text))
+    for base, names in IMPORTED.findall(text):
+        found |= {f"{base}.{name}" for name in re.findall(r"\w+", names)} | {base}
+    return frozenset(found)
+
+
+@cache
+def _text(file: Path) -> str:
+    return file.read_text() if file.is_file() else ""
+
+
+@lru_cache
+def _sources() -> frozenset[Path]:
+    return frozenset(file for place in (SOURCES, TESTS) for file in place.rglob("*.py"))
 
 
 def in_tier(tier: str) -> list[Path]:
@@ -120,8 +195,8 @@ def in_tier(tier: str) -> list[Path]:
 
 def changed_since(base: str) -> list[str]:
     """Paths that differ from a commit, in the working tree too."""
-    command = ["git", "diff", "--name-only", base]
-    return subprocess.check_output(command, cwd=TESTS.parent, text=True).splitlines()
+    command = ["git", "diff", "--name-only", "--no-renames", base]
+    return subprocess.check_output(command, cwd=ROOT, text=True).splitlines()
 
 
 def main() -> None:
@@ -131,7 +206,7 @@ def main() -> None:
     """
     tier, base, turn = sys.argv[1:]
     for file, why in due(in_tier(tier), changed_since(base), int(turn)).items():
-        name = file.relative_to(TESTS.parent)
+        name = file.relative_to(ROOT)
         left = "left out" if tier == "parity" else "runs if time is left"
         told = f"runs: {why}" if why else f"{left}: nothing that it tests changed"
         print(f"{name} {told}", file=sys.stderr)

@@ -66,7 +66,7 @@ def passed_on(x: jax.Array) -> jax.Array:
 
     def kernel(source: Any, target: Any, sent: Any, received: Any) -> None:
         copy = pltpu.make_async_remote_copy(
-            source, target, sent, received, (jax.lax.axis_index("x"),), pl.DeviceIdType.MESH
+            source, target, sent, received, (jax.lax.axis_index("x"),)
         )
         copy.start()
         copy.wait()
