@@ -18,6 +18,7 @@ from systolic.forecasting.cost import bill_of
 from systolic.forecasting.forecast import LARGEST, Forecast
 from systolic.forecasting.memory import MemoryMap, memory_map
 from systolic.hlo import Module, parse
+from systolic.sim.cost_kinds import check_chip
 from systolic.sim.incomplete import NOTHING, Given
 from systolic.sim.roofline import ModuleSource, Peaks, gpu_peaks, roofline
 from systolic.sim.timeline import Timeline
@@ -39,6 +40,8 @@ def forecast_host(
     outcome: Compiled, name: str, on: Slice, seconds: float, given: Given = NOTHING
 ) -> Forecast:
     """The forecast of a program for a CPU or GPU slice, with the trips and costs that it leaves open."""
+    if given.calibration is not None:
+        check_chip(given.calibration, on)
     report = outcome.report
     built = Built(report["built"])
     module = parse(outcome.hlo)
