@@ -50,7 +50,7 @@ A factor of one matmul made 257 others of the same chip 16 % too slow that were 
 
 
 Work = tuple[str, tuple[tuple[str, tuple[int, ...]], ...]]
-"""Opcode, and dtype and dims of each array."""
+"""Opcode, and dtype and dims of each array; FLOPs and bytes where the profile has no line of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -280,7 +280,9 @@ def _ratio(
 
 def _work(row: OpRow) -> Work:
     line = row.op.line
-    arrays = line.arrays() if line is not None else ()
+    if line is None:
+        return row.op.opcode, (("", (int(row.op.flops), int(row.op.bytes))),)
+    arrays = line.arrays()
     return row.op.opcode, tuple((one.dtype, tuple(one.dims)) for one in arrays)
 
 

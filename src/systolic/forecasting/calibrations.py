@@ -236,7 +236,7 @@ def _missing(name: str, path: Path) -> str:
 
 
 def _record(value: Mapping[str, Any]) -> CalibrationRecord:
-    sources = [
+    sources = tuple(
         ProfileSource(
             file=str(one["file"]),
             devices=int(one["devices"]),
@@ -247,7 +247,7 @@ def _record(value: Mapping[str, Any]) -> CalibrationRecord:
             not_matched={str(k): float(v) for k, v in one["not_matched_seconds"].items()},
         )
         for one in value["sources"]
-    ]
+    )
     factors = {
         CostKind(name): _factor(CostKind(name), entry) for name, entry in value["kinds"].items()
     }
@@ -263,7 +263,7 @@ def _record(value: Mapping[str, Any]) -> CalibrationRecord:
         sources=sources,
         compiler=str(value["compiler"] or ""),
         systolic=str(value["systolic"]),
-        left_out=[str(text) for text in value["left_out"]],
+        left_out=tuple(str(text) for text in value["left_out"]),
     )
 
 
