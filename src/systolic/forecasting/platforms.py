@@ -112,14 +112,14 @@ def _timeline(
     built, report = how
     program = ModuleSource.stand_in if built is Built.stand_in else ModuleSource.compiled
     try:
-        peaks = _cpu_peaks(report["rates"]) if on.platform == "cpu" else gpu_peaks(on)
+        peaks = cpu_peaks(report["rates"]) if on.platform == "cpu" else gpu_peaks(on)
         return roofline(module, peaks, on.num_devices, program, given), ""
     except NotFoundError as error:
         return None, f"no step time: {error}"
 
 
-def _cpu_peaks(rates: Mapping[str, float]) -> Peaks:
-    """Peaks of this CPU, as the compiling process measured them."""
+def cpu_peaks(rates: Mapping[str, float]) -> Peaks:
+    """Peaks of this CPU by its rates, as :func:`systolic.aot.host.measured_rates` has them."""
     return Peaks(
         matmul={"f32": rates["matmul_flops_per_second"]},
         memory=rates["memory_bytes_per_second"],

@@ -80,8 +80,7 @@ def plan(  # noqa: PLR0913  the options of systolic plan
         flags: Of the compiler, beside those that all jobs on a chip share; ``none`` leaves these out.
         max_chips: Of a slice that ``any`` or the name of a chip stands for.
         limits: When the search ends.
-        calibration: Corrections of the simulator from profiles of the slices' chip: a name that ``systolic calibrations``
-            lists, or the path of a calibration's file.
+        calibration: Name or file of corrections that ``systolic calibrate`` made of profiles of the slices' chip.
         watch: Is given the progress; Ctrl-C ends the search with the best so far.
         evaluator: Tells what a candidate does; by default the compiler.
         options: Of the recipe that ``job`` names.
@@ -121,9 +120,7 @@ def plan(  # noqa: PLR0913  the options of systolic plan
         chip_usd=chip_usd,
     )
     slices = all_slices(on, max_chips, None if chip_usd is not None else term)
-    known = calibration_for(calibration, slices)
-    if known is not None and evaluator is CompilingEvaluator:
-        evaluator = partial(CompilingEvaluator, given=Given(calibration=known))
+    evaluator = _corrected(evaluator, calibration_for(calibration, slices))
     facts = facts_of(job)
     search = Search(
         facts=facts,
@@ -139,6 +136,21 @@ def plan(  # noqa: PLR0913  the options of systolic plan
     if source is None:
         return made
     return replace(made, target=source.recipe.target, options=recipes.plain(source.options))
+
+
+def _corrected(evaluator: OpenEvaluator, calibration: Calibration | None) -> OpenEvaluator:
+    """The compiler's evaluator with corrections.
+
+    Raises:
+        OptionError: the evaluator is another, which tells times of its own.
+    """
+    if calibration is None:
+        return evaluator
+    if evaluator is not CompilingEvaluator:
+        raise OptionError(
+            f"calibration is {calibration.name}, and the evaluator is not the compiler's but another with times of its own; give one of them"
+        )
+    return partial(CompilingEvaluator, given=Given(calibration=calibration))
 
 
 def _searched(search: Search, wanted: "Wanted", conditions: Conditions) -> Plan:

@@ -21,6 +21,37 @@ _Row = TypeVar("_Row")
 FOLDER = Path(__file__).parent
 
 
+@cache
+def fitted(name: str, kind: type[_Row], generation: str) -> _Row:
+    """Row of a generation in the table ``name``; what the table or the row lacks is that of ``[all]``."""
+    table = _table(name)
+    return kind(**{**table["all"], **table.get(generation, {})})
+
+
+def constant(name: str, folder: Path = FOLDER) -> Any:
+    """Value of a constant of ``constants.toml``, named ``table.constant``: a number, or tables and tuples of numbers."""
+    table, _, key = name.partition(".")
+    return _plain(_table("constants", folder)[table][key]["value"])
+
+
+@cache
+def _table(name: str, folder: Path = FOLDER) -> dict[str, Any]:
+    return tomllib.loads((folder / f"{name}.toml").read_text())
+
+
+def _plain(value: Any) -> Any:
+    return tuple(map(_plain, value)) if isinstance(value, list) else value
+
+
+# Corrections
+
+
+FEW_WORKS: int = constant("calibration.few_works")
+"""Ops of different arrays below which their spread says nothing of other ops."""
+BOUNDS: tuple[float, float] = constant("calibration.bounds")
+"""Least and most measured over simulated seconds that count as a correction: beyond, the simulator does not know the op."""
+
+
 class CostKind(enum.Enum):
     """Kinds of op that are corrected apart, as files and screens name them."""
 
@@ -41,12 +72,6 @@ class CostKind(enum.Enum):
     permute = "collective-permute"
     dies = "collectives between dies"
     """Of any kind, over the devices of one chip alone."""
-
-
-FEW_WORKS = 5
-"""Ops of different arrays below which their spread says nothing of other ops."""
-BOUNDS = (0.25, 8.0)
-"""Least and most measured over simulated seconds that count as a correction: beyond, the simulator does not know the op."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,25 +150,3 @@ def factors_json(of: Calibration) -> dict[str, Any]:
         }
         for kind, factor in of.factors.items()
     }
-
-
-@cache
-def fitted(name: str, kind: type[_Row], generation: str) -> _Row:
-    """Row of a generation in the table ``name``; what the table or the row lacks is that of ``[all]``."""
-    table = _table(name)
-    return kind(**{**table["all"], **table.get(generation, {})})
-
-
-def constant(name: str, folder: Path = FOLDER) -> Any:
-    """Value of a constant of ``constants.toml``, named ``table.constant``: a number, or tables and tuples of numbers."""
-    table, _, key = name.partition(".")
-    return _plain(_table("constants", folder)[table][key]["value"])
-
-
-@cache
-def _table(name: str, folder: Path = FOLDER) -> dict[str, Any]:
-    return tomllib.loads((folder / f"{name}.toml").read_text())
-
-
-def _plain(value: Any) -> Any:
-    return tuple(map(_plain, value)) if isinstance(value, list) else value
