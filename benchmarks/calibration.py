@@ -20,7 +20,9 @@ from systolic.explaining.correcting import MeasuredOps, OpRatio, fit, measured_o
 from systolic.explaining.programs import programs_of
 from systolic.profile import Profile, open_profile
 from systolic.profile.table import ProfileTable
+from systolic.sim import simulate
 from systolic.sim.calibration import Calibration, CostKind
+from systolic.sim.incomplete import Given
 from systolic.sim.rates import rates_of
 
 BF16 = "tpu7x-1chip-tp2-qwen2.5-32b-bf16-1024tokens.trace.json.gz"
@@ -60,6 +62,7 @@ def main() -> None:
             for keep in (chosen, lambda n, total, by=chosen: not by(n, total))
         ]
         compare(f"v6e-8, {title}", "v6e-8", halves[:1], halves[1])
+        whole_step(profile, halves[0], lambda n, total, by=chosen: not by(n, total))
     operations(steps["bf16"])
 
 
@@ -138,6 +141,23 @@ def compare(title: str, on: str, fitted_on: Sequence[MeasuredOps], judged: Measu
     print(f"\n{share:.0%} of the judged ops' time has a price; without: {rest or 'nothing'}.")
     for text in fitted.left_out:
         print(f"Left out of the fit: {text}.")
+
+
+def whole_step(
+    profile: Profile, fitted_on: MeasuredOps, judged: Callable[[int, int], bool]
+) -> None:
+    """The simulated step of the judged half with and without the factors of the other."""
+    on, table = slice("v6e-8"), ProfileTable(part(profile, judged))
+    name = table.programs[0].name
+    module = programs_of(table)[name]
+    factors = fit([fitted_on], rates_of(on).host).factors
+    calibration = Calibration(name="", chip="v6e", factors=factors)
+    measured = table.programs[0].median
+    plain = simulate(module, on).seconds
+    corrected = simulate(module, on, given=Given(calibration=calibration)).seconds
+    print(
+        f"\nThe step {name}: measured {measured * 1e3:.1f} ms, simulated {plain * 1e3:.1f} ms ({plain / measured - 1:+.1%}), with the factors {corrected * 1e3:.1f} ms ({corrected / measured - 1:+.1%})."
+    )
 
 
 def seconds_of(one: OpRatio, on: str) -> tuple[float, float]:
