@@ -27,6 +27,7 @@ from systolic.sim.calibration import Calibration, CostKind, Factor
 from systolic.sim.incomplete import Given
 from systolic.sim.rates import rates_of
 from tests.profile.real import BF16, EXCERPTS, HOST_OFFLOAD, KERNEL, QUANTIZED, whole
+from tests.profile.traces import Event, Plane, write
 from tests.recorded import hlo as recorded
 from tests.report.forecast.recorded import fitting
 
@@ -230,3 +231,47 @@ def test_kernels_are_counted_and_other_modules_stay() -> None:
 def test_collectives_have_kinds_of_their_own() -> None:
     assert CostKind.dies in COLLECTIVES
     assert {kind.value for kind in COLLECTIVES} >= {"all-reduce", "all-gather", "reduce-scatter"}
+
+
+# Asynchronous collectives
+
+GATHER = "%all-gather-start.{n} = (bf16[1024,8192]{{1,0:T(8,128)(2,1)}}, bf16[4096,8192]{{1,0:T(8,128)(2,1)}}) all-gather-start(bf16[1024,8192]{{1,0:T(8,128)(2,1)}} %p.{n}), channel_id={n}, replica_groups={{{{0,1,2,3}}}}, dimensions={{0}}, use_global_device_ids=true"
+DONE = "%all-gather-done.{n} = bf16[4096,8192]{{1,0:T(8,128)(2,1)}} all-gather-done((bf16[1024,8192]{{1,0:T(8,128)(2,1)}}, bf16[4096,8192]{{1,0:T(8,128)(2,1)}}) %all-gather-start.{n})"
+SUM = "%all-reduce.9 = bf16[4096,8192]{1,0:T(8,128)(2,1)} all-reduce(bf16[4096,8192]{1,0:T(8,128)(2,1)} %x), channel_id=9, replica_groups={{0,1,2,3}}, use_global_device_ids=true, to_apply=%add"
+
+
+def test_only_a_collective_that_has_the_links_for_itself_counts(tmp_path: Path) -> None:
+    """Of four, two overlap and one has a sum beside it; the last is waited for 2 ms after its start."""
+    at = {1: (0.0, 1.0, 2.0), 2: (1.5, 3.0, 3.5), 3: (4.0, 4.6, 5.0), 4: (6.0, 6.5, 8.0)}
+    events = [
+        event
+        for n, (start, waited, end) in at.items()
+        for event in (
+            Event(GATHER.format(n=n), start, 0.001),
+            Event(DONE.format(n=n), waited, end - waited),
+        )
+    ]
+    events.append(Event(SUM, 4.1, 0.4))
+    device = Plane(
+        "/device:TPU:0",
+        {"XLA Modules": [Event("jit_step(7)", 0.0, 8.0)], "XLA Ops": events},
+        stats={"device_type_string": "TPU v5 lite"},
+    )
+    table = opened(write(tmp_path / "host.xplane.pb", device))
+    parts = "".join(
+        f"  %p.{n} = bf16[1024,8192]{{1,0:T(8,128)(2,1)}} parameter({n - 1})\n  {GATHER.format(n=n)}\n"
+        for n in at
+    )
+    ends = "".join(f"  {'ROOT ' * (n == 4)}{DONE.format(n=n)}\n" for n in at)
+    text = f"HloModule jit_step, is_scheduled=true, num_partitions=4\n\nENTRY %main () -> bf16[4096,8192] {{\n{parts}{ends}}}\n"
+    ops = measured_ops(table, slice("v5e-4"), {"jit_step": parse(text)})
+    (gather,) = ops.ratios
+    assert gather.kind is CostKind.all_gather
+    assert gather.name == "all-gather-done.4"
+    assert gather.call_seconds == pytest.approx(2e-3, rel=1e-3)
+    (span,) = (
+        span
+        for span, _ in simulate(parse(text), slice("v5e-4")).leaves()
+        if span.name == "all-gather-start.4" and span.lane == "ici"
+    )
+    assert gather.value == pytest.approx(2e-3 / span.seconds, rel=1e-3)

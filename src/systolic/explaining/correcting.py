@@ -9,6 +9,9 @@ time needs: a median would be that of the largest op. Trimmed so that an op whos
 than a tenth of the kind's time, does not move it.
 """
 
+import bisect
+import math
+import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +23,7 @@ from systolic.core.units import duration, plural, si
 from systolic.explaining.alone import module_of
 from systolic.explaining.beside import LEAST, begun_by
 from systolic.hlo import Module, parse
+from systolic.profile import Profile
 from systolic.profile.ceilings import HOST_LINK
 from systolic.profile.kinds import Activity
 from systolic.profile.line import OpLine
@@ -262,8 +266,8 @@ def _ratio(
     if waits != (priced.lane != "core"):
         return None  # a fusion that begins a collective holds compute, too
     seconds = row.flight if waits else row.median
-    if not waits and priced.kind in COLLECTIVES:
-        seconds = together.seconds(row) or seconds
+    if priced.kind in COLLECTIVES:
+        seconds = together.flight(row) if waits else together.seconds(row) or seconds
     if seconds < LEAST or priced.seconds < LEAST_SIMULATED:
         return None
     return OpRatio(
@@ -288,26 +292,60 @@ def _work(row: OpRow) -> Work:
 
 @dataclass
 class _Together:
-    """Runs of collectives over the devices of a profile: the last device to come waits for no other."""
+    """Runs of collectives over the devices of a profile."""
 
     table: ProfileTable
 
     def __post_init__(self) -> None:
         self._by: dict[str, list[list[DeviceOp]]] = defaultdict(list)
+        self._flights: dict[str, list[float]] = defaultdict(list)
         for one in self.table.profile.devices:
             own: dict[str, list[DeviceOp]] = defaultdict(list)
             for op in one.trace.ops:
                 own[op.text].append(op)
             for text, ops in own.items():
                 self._by[text].append(ops)
+            for begun, done in _apart(one):
+                self._flights[done.text].append(done.end - begun.start)
 
     def seconds(self, row: OpRow) -> float | None:
-        """Median over the runs of the least time of any device; None where the devices' runs can't be set beside each other."""
+        """Median over the runs of the least time of any device, since the last to come waits for no other; None where the devices' runs can't be set beside each other."""
         of = self._by.get(row.op.raw.text, [])
         if len(of) < 2 or len({len(ops) for ops in of}) != 1:
             return None
         least = [min(op.end - op.start for op in ops) for ops in zip(*of, strict=True)]
-        return quantile([(seconds, 1.0) for seconds in least], 0.5)
+        return statistics.median(least)
+
+    def flight(self, row: OpRow) -> float:
+        """Median time from start to end of an asynchronous one while no other was under way; 0 where there was always one."""
+        return statistics.median(self._flights.get(row.op.raw.text, [0.0]))
+
+
+def _apart(profile: Profile) -> list[tuple[DeviceOp, DeviceOp]]:
+    """Asynchronous collectives that were waited for, and beside which no other collective took a part of the links."""
+    pairs = [pair for pair in profile.pairs if _is_collective(profile, pair[1])]
+    busy = [
+        *((begun.start, done.end) for begun, done in pairs),
+        *(
+            (op.start, op.end)
+            for op in profile.trace.ops
+            if not op.opcode.endswith(("-start", "-done")) and _is_collective(profile, op)
+        ),
+    ]
+    busy.sort()
+    ends = list(accumulate((end for _, end in busy), max))
+    found = []
+    for begun, done in pairs:
+        at = bisect.bisect_left(busy, (begun.start, done.end))
+        before = ends[at - 1] if at else -math.inf
+        after = busy[at + 1][0] if at + 1 < len(busy) else math.inf
+        if before <= begun.start and done.end <= after and id(done) in profile.flights:
+            found.append((begun, done))
+    return found
+
+
+def _is_collective(profile: Profile, op: DeviceOp) -> bool:
+    return profile.describe(op).kind is Activity.collective
 
 
 def _ambiguous(table: ProfileTable) -> frozenset[str]:
