@@ -1,14 +1,18 @@
 """``systolic calibrate`` on recorded profiles of chips, and what forecast and plan do with it."""
 
 import json
+import lzma
+import shutil
 from pathlib import Path
 
 import pytest
 
+from systolic.artifact.run import ENVIRONMENT, JOB
 from systolic.cli.main import main
 from tests.profile.real import BF16, EXCERPTS, HOST_OFFLOAD
 from tests.recorded import hlo as recorded
 
+CPU = Path(__file__).parents[1] / "recorded" / "profile"
 V6E = str(EXCERPTS / HOST_OFFLOAD)
 TPU7X = str(EXCERPTS / BF16)
 
@@ -98,6 +102,28 @@ def test_what_gives_no_calibration_is_one_line(
 ) -> None:
     assert line in said(capsys, "calibrate", *words)
     assert not own_folder.exists()
+
+
+def test_a_profile_of_a_cpu_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, own_folder: Path
+) -> None:
+    path = tmp_path / "host.xplane.pb"
+    path.write_bytes(lzma.decompress((CPU / "digits.xplane.pb.xz").read_bytes()))
+    line = said(capsys, "calibrate", str(path), "--name", "a", "--chip", "v5e")
+    assert line.endswith("is of a CPU, and only TPUs are simulated; give a TPU's profile")
+    assert not own_folder.exists()
+
+
+def test_the_compilers_version_is_that_of_the_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    (run / "profile").mkdir(parents=True)
+    shutil.copy(V6E, run / "profile" / "host.xplane.pb")
+    (run / JOB).write_text("{}")
+    (run / ENVIRONMENT).write_text(json.dumps({"packages": {"libtpu": "0.0.42.1"}}))
+    assert main(["calibrate", str(run / "profile"), "--name", "mine", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["compiler"] == "libtpu 0.0.42.1"
 
 
 def test_a_dump_of_another_program_is_refused(

@@ -9,7 +9,7 @@ from pathlib import Path
 from systolic import __version__
 from systolic.aot.kernels import counted_elsewhere
 from systolic.artifact.run import ENVIRONMENT
-from systolic.chips import Chip, ChipKind, Slice, slice
+from systolic.chips import Chip, Slice, slice
 from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.explaining.alone import devices_of
 from systolic.explaining.correcting import MeasuredOps, fit, measured_ops
@@ -18,6 +18,7 @@ from systolic.forecasting.calibrations import CalibrationRecord, ProfileSource, 
 from systolic.hlo import Module, parse
 from systolic.profile import open_profile
 from systolic.profile.table import ProfileTable
+from systolic.profile.trace import Backend
 from systolic.session.profiles import run_of, slice_with
 from systolic.sim.calibration import Calibration
 from systolic.sim.rates import rates_of
@@ -111,15 +112,15 @@ def _chip_of(paths: Sequence[Path], tables: Sequence[ProfileTable]) -> Chip:
     """The one generation of all profiles."""
     chips: dict[str, tuple[Path, Chip]] = {}
     for path, table in zip(paths, tables, strict=True):
-        chip = table.profile.ceilings.chip
+        chip, backend = table.profile.ceilings.chip, table.profile.trace.backend
+        if backend is not Backend.tpu:
+            raise OptionError(
+                f"{path} is of a {backend.value.upper()}, and only TPUs are simulated; give a TPU's profile"
+            )
         if chip is None:
             what = table.profile.trace.kind or "nothing"
             raise OptionError(
                 f"{path} does not name its chip (it says {what}), and factors are of one generation; add --chip tpu7x"
-            )
-        if chip.kind is not ChipKind.tpu:
-            raise OptionError(
-                f"{path} is of {chip.name}, and only TPUs are simulated; give a TPU's profile"
             )
         chips.setdefault(chip.name, (path, chip))
     if len(chips) > 1:
