@@ -157,6 +157,8 @@ def test_another_chip_and_an_unknown_name_are_refused(
     ):
         line = said(capsys, *words, "--calibration", "my-v6e")
         assert "the calibration my-v6e is of v6e and " in line
+    captured = ["--on", "v5e-4", "--calibration", "my-v6e", "--", "python", "nowhere.py"]
+    assert "is of v6e and v5e-4 is v5e" in said(capsys, "forecast", *captured)
     line = said(capsys, "forecast", "lm", "--on", "v6e-4", "--calibration", "my-v6")
     assert "there is no calibration my-v6; did you mean my-v6e?" in line
     assert "did you mean my-v6e?" in said(capsys, "calibrations", "my-v6")

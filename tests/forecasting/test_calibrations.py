@@ -1,12 +1,17 @@
 """Calibrations as files, and what they change in a forecast."""
 
 import json
+import shutil
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import systolic
+from systolic.aot import Compiled, Outcome
+from systolic.aot.compile import Pool
+from systolic.aot.outcome import HLO, REPORT
 from systolic.chips import slice
 from systolic.core import files
 from systolic.core.errors import DataError, NotFoundError, OptionError, RunError
@@ -23,12 +28,16 @@ from systolic.forecasting.interval import detail_of, interval_of
 from systolic.forecasting.memory import memory_map
 from systolic.forecasting.run import assemble
 from systolic.hlo import parse
+from systolic.planning import evaluator
+from systolic.planning.search import Limits
+from systolic.report.plan.notes import notes
 from systolic.sim import simulate
 from systolic.sim.calibration import Calibration, CostKind, Factor
 from systolic.sim.cost_kinds import kind_of_span
 from systolic.sim.incomplete import Given
 from systolic.sim.timeline import Timeline
 from tests.recorded import hlo as recorded
+from tests.report.forecast.recorded import FOLDER
 
 LM = "lm-v5e-4"
 
@@ -285,3 +294,43 @@ def test_python_refuses_before_anything_is_compiled() -> None:
         systolic.plan("lm", on="v5e-4", calibration="mine")
     with pytest.raises(NotFoundError, match="did you mean mine"):
         systolic.forecast(lambda x: x, 1.0, on="v6e-4", calibration="mien")
+
+
+def test_a_plan_corrects_what_it_compiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every compile is answered with what the compiler once said of a language model on v5e-4."""
+    shutil.copy(FOLDER / "lm-scoped-v5e-4.hlo.gz", tmp_path / HLO)
+    shutil.copy(FOLDER / "lm-scoped-v5e-4.json", tmp_path / REPORT)
+
+    class RecordedPool(Pool):
+        def submit(self, *_: object) -> "Future[Outcome]":
+            answer: Future[Outcome] = Future()
+            answer.set_result(Compiled(tmp_path, "recorded", True))
+            return answer
+
+    monkeypatch.setattr(evaluator, "Pool", RecordedPool)
+    save(record(calibration("v5e", matmul=factor(1.5, 1.4, 1.6))))
+    sizes = {"model.layers": 2, "model.d-model": 256, "batch": 8, "sequence": 256, "steps": 10}
+    limits = Limits(programs=1, finalists=0, workers=1)
+    plain, slower = (
+        systolic.plan("lm", on="v5e-4", limits=limits, calibration=name, **sizes)
+        for name in (None, "mine")
+    )
+    assert plain.best is not None
+    assert slower.best is not None
+    assert plain.best.forecast.calibration is None
+    assert slower.best.forecast.calibration.name == "mine"
+    assert slower.best.forecast.step_seconds > plain.best.forecast.step_seconds
+    told = [line for line in notes(slower) if "corrected by the calibration mine" in line]
+    assert len(told) == 1
+    assert "estimates before a compile are not" in told[0]
+    assert not any("calibration" in line for line in notes(plain))
+
+
+def test_another_evaluator_has_times_of_its_own() -> None:
+    with pytest.raises(OptionError, match="not the compiler's"):
+        systolic.plan(
+            "lm",
+            on="v5e-4",
+            calibration=calibration(matmul=factor(1.1)),
+            evaluator=lambda _: None,  # type: ignore[arg-type, return-value]
+        )
