@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from systolic.artifact.access import Access
 from systolic.artifact.run import JOB, Run
 from systolic.cli.main import main
 from systolic.core.errors import NotFoundError
@@ -16,6 +17,7 @@ from systolic.report.explain.beside import print_beside
 from systolic.session import traced as session_traced
 from systolic.session.profiles import is_profile, slice_of
 from systolic.session.traced import traced_beside
+from systolic.session.training import Audience, SessionOptions, TrainResult, _finished
 
 SIZES = {"layers": 1, "d-model": 64, "d-ff": 128, "heads": 2, "kv-heads": 2, "head-dim": 32}
 JOB_OPTIONS = [word for name, size in SIZES.items() for word in (f"--model.{name}", str(size))]
@@ -208,3 +210,19 @@ def test_devices_that_are_not_in_the_catalogue_are_one_line(traced: Path, tmp_pa
     )
     with Run.open(other) as run, pytest.raises(NotFoundError, match="the catalogue has no TPU v99"):
         traced_beside(run, other / "profile")
+
+
+def test_a_comparison_that_fails_does_not_hide_the_end_of_a_run(
+    traced: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("fusion.7")
+
+    monkeypatch.setattr(session_traced, "traced_beside", fail)
+    told: list[str] = []
+    result = TrainResult(run=traced, summary={"interrupted": None})
+    with Run.open(traced, access=Access.write) as run:
+        made = _finished(result, run, SessionOptions(profile=2), Audience(tell=told.append))
+    assert made.beside is None
+    assert told == ["the profile is not set beside a forecast: KeyError: 'fusion.7'"]
+    assert made.warnings == tuple(told)

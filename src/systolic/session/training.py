@@ -360,16 +360,18 @@ def _finished(
     made: TrainResult, directory: Run, options: SessionOptions, audience: Audience
 ) -> TrainResult:
     """The result with its warnings and, of a traced session, the steps beside their forecast where they can be compared."""
-    from systolic.session.traced import traced_beside
     from systolic.training.profile import FOLDER
 
     folder = directory.path / FOLDER
     traced = options.profile and directory.access is Access.write and made.interrupted is None
     if traced and folder.is_dir():  # else its profiler failed and said so
+        from systolic.session.traced import traced_beside
+
         try:
             made = replace(made, beside=traced_beside(directory, folder))
-        except (SystolicError, OSError) as error:
-            audience.warn(f"the profile is not set beside a forecast: {error}")
+        except Exception as error:  # whatever it is, it must not hide how the run ended
+            named = "" if isinstance(error, SystolicError) else f"{type(error).__name__}: "
+            audience.warn(f"the profile is not set beside a forecast: {named}{error}")
     return replace(made, warnings=tuple(audience.warnings))
 
 
