@@ -6,11 +6,14 @@ before and after, and whether the measured time lies in the range that the sprea
 
 - TPU7x: fitted on a serving step in bf16, judged on two of a model with quantized weights, and the other way round.
 - v6e: fitted on the odd steps of a run on eight chips, judged on the even ones, and on the first and second half.
+- Train steps of Qwen3 8B on v6e-8 by XProf category (benchmarks/results/2026-11-22-buckets-quick.md): factors of the step of four rows of 2,048
+  tokens a chip on the others.
 - Factors of the TPU7x steps on single operations that others measured (benchmarks/results/2026-11-22-operations.jsonl).
 """
 
 import argparse
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +34,11 @@ SECOND = "tpu7x-1chip-tp2-qwen3-32b-quantized-b.trace.json.gz"
 """vllm-project/tpu-inference @93aca414a, profiles/plugins/profile/2026_01_12_01_08_50; left out where it is not there."""
 STEPS = "v6e-8-allreduce-host-offload.xplane.pb"
 OPERATIONS = Path(__file__).parent / "results" / "2026-11-22-operations.jsonl"
+BUCKETS = Path(__file__).parent / "results" / "2026-11-22-buckets-quick.md"
+"""Published categories of train steps, with what was forecast of them that day."""
+PARTS = ("matmul", "attention", "loops", "formatting", "collective")
+"""Those of them that a calibration has a kind for; ``loops`` are elementwise fusions."""
+_CELL = re.compile(r"(\w+) ([\d.]+) s, ([\d.]+) s, [+-]\d+%")
 ROWS = {"matmul": CostKind.matmul, "all-reduce": CostKind.all_reduce}
 """Kinds of the published operations that a factor of the steps is of."""
 
@@ -63,6 +71,7 @@ def main() -> None:
         ]
         compare(f"v6e-8, {title}", "v6e-8", halves[:1], halves[1])
         whole_step(profile, halves[0], lambda n, total, by=chosen: not by(n, total))
+    train_steps()
     operations(steps["bf16"])
 
 
@@ -182,6 +191,39 @@ def errors(rows: Sequence[tuple[float, float]], scale: float) -> tuple[float, fl
     total = sum(scale * simulated for _, simulated in rows)
     apart = sum(abs(scale * simulated - seconds) for seconds, simulated in rows)
     return total / measured - 1, apart / measured
+
+
+def train_steps() -> None:
+    """Factors by category of one train step, on the steps of other batches and lengths of the same model."""
+    rows = {
+        cells[0]: {name: (float(chip), float(ours)) for name, chip, ours in _CELL.findall(line)}
+        for line in BUCKETS.read_text().splitlines()
+        if line.startswith("| qwen3") and (cells := line.strip("| ").split(" | "))
+    }
+    first = next(iter(rows))
+    factors = {name: rows[first][name][0] / rows[first][name][1] for name in PARTS}
+    print(f"\n### v6e-8, train steps by category: {first} -> the others\n")
+    print("| kind | factor | steps | mean abs. error before | after |")
+    print("|---|---|---|---|---|")
+    others = {name: row for name, row in rows.items() if name != first}
+    for name, factor in factors.items():
+        found = [row[name] for row in others.values() if name in row]
+        was, now = (
+            sum(abs(ours * scale / chip - 1) for chip, ours in found) / len(found)
+            for scale in (1.0, factor)
+        )
+        print(f"| {name} | {factor:.3f} | {len(found)} | {was:.1%} | {now:.1%} |")
+    steps = []
+    for row in others.values():
+        if all(name in row for name in PARTS):
+            chip, ours = row["step"]
+            corrected = ours + sum((factors[name] - 1) * row[name][1] for name in PARTS)
+            steps.append((ours / chip - 1, corrected / chip - 1))
+    was, now = (sum(abs(pair[at]) for pair in steps) / len(steps) for at in (0, 1))
+    listed = ", ".join(f"{one:+.1%} to {other:+.1%}" for one, other in steps)
+    print(
+        f"| step | | {len(steps)} | {was:.1%} | {now:.1%} |\n\nSteps with all categories: {listed}."
+    )
 
 
 def operations(ops: MeasuredOps) -> None:
