@@ -24,6 +24,8 @@ from systolic.profile.table import ProfileTable
 from systolic.report.forecast.xprof import write_xprof
 from systolic.sim import simulate
 from systolic.sim.calibration import Calibration, CostKind, Factor
+from systolic.sim.cost_kinds import kind_of_span
+from systolic.sim.estimate import Parts, estimated_seconds, slowdown_of
 from systolic.sim.incomplete import Given
 from systolic.sim.rates import rates_of
 from tests.profile.real import BF16, EXCERPTS, HOST_OFFLOAD, KERNEL, QUANTIZED, whole
@@ -202,6 +204,21 @@ def test_a_step_of_a_chip_forecasts_another_of_it() -> None:
         simulated = sum(one.weight for one in of)
         assert abs(simulated / seconds - 1) > before, kind
         assert abs(simulated * fitted[kind].value / seconds - 1) < after, kind
+
+
+@pytest.mark.parametrize("name", ["lm-v5e-4", "upgrade_old-v6e-4", "upgrade_new-v6e-4"])
+def test_a_matmul_alone_costs_what_it_does_in_its_program(name: str) -> None:
+    on = slice(name.partition("-")[2])
+    rates, slow = rates_of(on), slowdown_of(on.chip.name)
+    alone = together = 0.0
+    for span, times in simulate(recorded.module(name), on).leaves():
+        if kind_of_span(span) is CostKind.matmul:
+            peak = rates.peaks[span.number_format]
+            parts = Parts(matrix=span.flops / peak, memory=span.bytes / rates.hbm, vector=0.0)
+            alone += times * estimated_seconds(parts, slow)
+            together += times * span.seconds
+    assert together > 0
+    assert alone == pytest.approx(together, rel=0.015)
 
 
 # Programs
