@@ -33,9 +33,11 @@ from systolic.planning.search import Limits
 from systolic.report.plan.notes import notes
 from systolic.sim import simulate
 from systolic.sim.calibration import Calibration, CostKind, Factor
-from systolic.sim.cost_kinds import kind_of_span
+from systolic.sim.cost_kinds import kind_of_span, least_seconds
 from systolic.sim.incomplete import Given
-from systolic.sim.timeline import Timeline
+from systolic.sim.price import OpPrice
+from systolic.sim.rates import rates_of
+from systolic.sim.timeline import PricedBy, Resource, Timeline
 from tests.recorded import hlo as recorded
 from tests.report.forecast.recorded import FOLDER
 
@@ -198,6 +200,18 @@ def test_a_matmul_takes_no_less_than_its_work_at_the_peak() -> None:
     seconds = by_kind(faster)[CostKind.matmul]
     assert seconds >= least
     assert seconds < by_kind(plain)[CostKind.matmul]
+
+
+def test_a_kernel_may_take_less_than_its_arrays_would() -> None:
+    """A kernel over pages of a cache has the whole cache among its operands."""
+    rates = rates_of(slice("v5e-1"))
+    large = OpPrice(1e-3, Resource.mxu, PricedBy.kernel, flops=1e9, bytes=10 * rates.hbm)
+    assert least_seconds(large, rates) == pytest.approx(1e9 / rates.peaks["bf16"])
+    fusion = replace(large, by=PricedBy.bytes, flops=0.0, bytes=1e-3 * rates.hbm)
+    assert least_seconds(fusion, rates) == pytest.approx(1e-3)
+    slower = calibration(kernel=factor(0.5), elementwise=factor(0.5))
+    assert slower.seconds(CostKind.kernel, 1e-3, least_seconds(large, rates)) == 5e-4
+    assert slower.seconds(CostKind.elementwise, 1e-3, least_seconds(fusion, rates)) == 1e-3
 
 
 def test_the_host_link_takes_the_measured_rate() -> None:

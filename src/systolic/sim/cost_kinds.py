@@ -76,9 +76,12 @@ def kind_of_span(span: Span) -> CostKind | None:
 
 
 def least_seconds(paid: OpPrice, rates: Rates) -> float:
-    """Seconds of an op's work at the published peaks of the matrix units and of device memory."""
-    peak = rates.peaks.get(paid.number_format, rates.peaks["bf16"])
-    return max(paid.flops / peak, paid.bytes / rates.hbm)
+    """Seconds of an op's work at the published peaks of the matrix units and of device memory.
+
+    Of a kernel only the matrix work: it may touch any part of its arrays.
+    """
+    matrix = paid.flops / rates.peaks.get(paid.number_format, rates.peaks["bf16"])
+    return matrix if paid.by is PricedBy.kernel else max(matrix, paid.bytes / rates.hbm)
 
 
 def corrected(
