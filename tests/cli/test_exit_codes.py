@@ -21,6 +21,14 @@ forecast --serve lm --on cpu --prompt-tokens 0
 forecast --serve lm --on cpu --concurrency 4 0
 plan lm --on v9
 plan lm --on v5e-4 --deadline x
+plan lm --on v5e-4 --calibration nowhere
+forecast lm --on v5e-4 --calibration nowhere
+calibrate nowhere --name a
+calibrate empty --name a
+calibrate text.txt
+calibrate text.txt --name a/b
+calibrations nowhere
+calibrations nowhere/a.json
 explain nowhere
 explain empty
 train nowhere
@@ -83,6 +91,9 @@ logs
 stop nowhere
 """
 FAILED = """
+calibrate text.txt --name a
+calibrations foreign/config.json
+forecast lm --on v5e-4 --calibration foreign/config.json
 forecast nameless --on v5e-1
 forecast bundle --on v5e-1
 explain run

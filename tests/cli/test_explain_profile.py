@@ -1,18 +1,28 @@
 """``systolic explain RUN/profile``: what was measured, and what changes of the run's settings would gain."""
 
+import contextlib
+import io
 import json
 import shutil
 from pathlib import Path
 
 import pytest
 
+from systolic.artifact.access import Access
 from systolic.artifact.run import JOB, Run
 from systolic.cli.main import main
 from systolic.core.errors import NotFoundError
+from systolic.explaining.beside import Beside
+from systolic.report.explain.beside import print_beside
+from systolic.session import traced as session_traced
 from systolic.session.profiles import is_profile, slice_of
+from systolic.session.traced import traced_beside
+from systolic.session.training import Audience, SessionOptions, TrainResult, _finished
 
 SIZES = {"layers": 1, "d-model": 64, "d-ff": 128, "heads": 2, "kv-heads": 2, "head-dim": 32}
 JOB_OPTIONS = [word for name, size in SIZES.items() for word in (f"--model.{name}", str(size))]
+TOLD = "told.json"
+"""What the command printed, beside the run."""
 SMALL = ["lm", *JOB_OPTIONS, "--batch", "4", "--sequence", "128", "--steps", "7"]
 
 
@@ -27,8 +37,10 @@ def made(path: Path, devices: str, **more: object) -> Run:
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = tmp_path_factory.mktemp("traced") / "run"
-    assert main(["train", *SMALL, "--profile", "2", "--run", str(run)]) == 0
+    run, out = tmp_path_factory.mktemp("traced") / "run", io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert main(["train", *SMALL, "--profile", "2", "--run", str(run), "--json"]) == 0
+    (run.parent / TOLD).write_text(out.getvalue())
     return run
 
 
@@ -131,3 +143,86 @@ def test_the_devices_of_a_run_name_its_slice(tmp_path: Path, devices: str, name:
 def test_devices_that_are_no_slice_are_named(tmp_path: Path, devices: str) -> None:
     with pytest.raises(NotFoundError, match=devices.split(" x ")[1]):
         slice_of(made(tmp_path / "run", devices))
+
+
+# Beside the forecast
+
+
+def test_the_end_of_a_run_has_its_ops_beside_the_forecast(traced: Path) -> None:
+    found = json.loads((traced.parent / TOLD).read_text())["profile"]
+    assert found["program"].startswith("jit_")
+    assert found["measured_step_seconds"] > 0
+    assert found["simulated_step_seconds"] > 0
+    assert "roofline" in found["notes"][0]
+    kinds = {row["kind"]: row for row in found["kinds"]}
+    assert kinds["matmuls"]["ops"] > 3
+    # Nearly all of what ran has a forecast, and the other way round.
+    assert found["measured_alone_seconds"] < 0.1 * sum(
+        k["measured_seconds"] for k in kinds.values()
+    )
+    assert found["simulated_alone_seconds"] < 0.2 * found["simulated_step_seconds"]
+    lost = [abs(op["difference_seconds"]) for op in found["ops"]]
+    assert lost == sorted(lost, reverse=True)
+    assert sum(op["simulated_seconds"] for op in found["ops"]) == pytest.approx(
+        found["simulated_step_seconds"] - found["simulated_alone_seconds"], rel=0.05
+    )
+
+
+def test_a_screen_shows_where_the_difference_lies(
+    traced: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rates = {
+        "matmul_flops_per_second": 5e10,
+        "memory_bytes_per_second": 1e10,
+        "vector_operations_per_second": 5e9,
+    }
+    monkeypatch.setattr(session_traced, "measured_rates", lambda _: rates)
+    with Run.open(traced) as run:
+        found = traced_beside(run, traced / "profile")
+    assert isinstance(found, Beside)
+    print_beside(found)
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[1].startswith(f"{found.program}: measured ")
+    head = next(line for line in shown if "difference" in line)
+    rows = shown[shown.index(head) + 1 :]
+    assert len(rows) > 5
+    ends = head.index("simulated") + len("simulated")
+    assert all(row[ends - 1] != " " and row[ends] == " " for row in rows[:3])
+
+
+def test_a_profile_that_does_not_hold_its_program_is_one_line(traced: Path, tmp_path: Path) -> None:
+    with (
+        Run.open(traced) as run,
+        pytest.raises(NotFoundError, match="holds no profile; give an xplane"),
+    ):
+        traced_beside(run, tmp_path)
+
+
+def test_devices_that_are_not_in_the_catalogue_are_one_line(traced: Path, tmp_path: Path) -> None:
+    other = tmp_path / "run"
+    shutil.copytree(traced, other)
+    records = other / "metrics.jsonl"
+    records.write_text(
+        records.read_text().replace('"device_kind":"cpu"', '"device_kind":"TPU v99"')
+    )
+    records.write_text(
+        records.read_text().replace('"device_kind": "cpu"', '"device_kind": "TPU v99"')
+    )
+    with Run.open(other) as run, pytest.raises(NotFoundError, match="the catalogue has no TPU v99"):
+        traced_beside(run, other / "profile")
+
+
+def test_a_comparison_that_fails_does_not_hide_the_end_of_a_run(
+    traced: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("fusion.7")
+
+    monkeypatch.setattr(session_traced, "traced_beside", fail)
+    told: list[str] = []
+    result = TrainResult(run=traced, summary={"interrupted": None})
+    with Run.open(traced, access=Access.write) as run:
+        made = _finished(result, run, SessionOptions(profile=2), Audience(tell=told.append))
+    assert made.beside is None
+    assert told == ["the profile is not set beside a forecast: KeyError: 'fusion.7'"]
+    assert made.warnings == tuple(told)

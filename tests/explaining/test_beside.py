@@ -108,6 +108,27 @@ def test_a_kernel_beside_its_dump(capsys: pytest.CaptureFixture[str]):
     assert 0.5 < op["simulated_seconds"] / op["measured_seconds"] < 2
 
 
+def test_the_programs_that_a_profile_holds(capsys: pytest.CaptureFixture[str]):
+    path = str(whole(HOST_OFFLOAD))
+    assert main(["explain", path, "--against", "program", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["against"]
+    assert told["program"] == "jit_f"
+    assert told["measured_step_seconds"] == pytest.approx(0.784, rel=1e-3)
+    by = {(op["program"], op["name"]): op for op in told["ops"]}
+    added = by["jit_f", "broadcast_add_fusion.2"]
+    assert added["simulated_seconds"] == pytest.approx(7.904e-3, rel=1e-3)
+    summed = by["jit__psum", "all-reduce"]
+    # In pairs, as its line has it: 1.2 times what was measured.
+    assert summed["simulated_seconds"] == pytest.approx(0.1455, rel=1e-2)
+    assert summed["measured_seconds"] == pytest.approx(0.1217, rel=1e-3)
+
+
+def test_a_profile_without_its_program_says_so(capsys: pytest.CaptureFixture[str]):
+    assert main(["explain", str(EXCERPTS / HOST_OFFLOAD), "--against", "program"]) != 0
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "does not hold its programs; give the program's dump" in line
+
+
 def test_the_command_prints_kinds_and_what_differs_most(capsys: pytest.CaptureFixture[str]):
     assert main(["explain", str(EXCERPTS / HOST_OFFLOAD), "--against", "lines"]) == 0
     shown = capsys.readouterr().out

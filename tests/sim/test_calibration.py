@@ -4,7 +4,6 @@ import tomllib
 
 import pytest
 
-from systolic.sim import calibration
 from systolic.sim.attention import AttentionPace
 from systolic.sim.calibration import constant, fitted
 from tests.house.budget import ROOT
@@ -38,4 +37,3 @@ def test_a_generation_takes_the_rest_from_all() -> None:
     v5e, other = (fitted("attention", AttentionPace, name) for name in ("v5e", "v99"))
     assert (v5e.forward, other.forward) == (0.1, 0.3)
     assert v5e.step_seconds == other.step_seconds == 3e-7
-    assert calibration.calibration_of("v5e").factor("matmul") == 1.0

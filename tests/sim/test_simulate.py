@@ -9,7 +9,6 @@ from systolic.hlo import Module, parse
 from systolic.hlo.devices import counts_of
 from systolic.sim import Resource, Span, Timeline, simulate
 from systolic.sim.asynchronous import COLLECTIVES
-from systolic.sim.calibration import Calibration
 from systolic.sim.estimate import F32_OPERANDS, slowdown_of
 from systolic.sim.incomplete import BYTES
 from systolic.sim.rates import rates_of
@@ -17,14 +16,13 @@ from systolic.sim.simulate import TURN_SECONDS, _Order
 from systolic.sim.timeline import PricedBy
 from tests.recorded import hlo as recorded
 
-PLAIN = Calibration("none")
 BIG = "f32[1024,1024]{1,0:T(8,128)}"
 PART = "f32[512,1024]{1,0:T(8,128)}"
 
 
 def run(body: str, before: str = "", on: str = "v5e-4") -> Timeline:
     text = f"HloModule m, is_scheduled=true, num_partitions=4\n\n{before}ENTRY %main () -> f32[] {{\n{body}\n}}\n"
-    return simulate(parse(text), slice(on), calibration=PLAIN)
+    return simulate(parse(text), slice(on))
 
 
 def of(timeline: Timeline, name: str, lane: str = "core") -> Span:
@@ -261,7 +259,7 @@ CARRIED = "context-v5e-16"
 def simulated(name: str) -> Timeline:
     report = recorded.report(name)
     places = [tuple(place) for place in report["places"]]
-    return simulate(recorded.module(name), slice(report["slice"]), places, calibration=PLAIN)
+    return simulate(recorded.module(name), slice(report["slice"]), places)
 
 
 def levels(spans: Sequence[Span], seconds: float) -> Iterator[tuple[Sequence[Span], float]]:

@@ -7,7 +7,6 @@ import pytest
 from systolic.chips import slice
 from systolic.hlo import Crossing, Instruction, Module, crossing_of, parse
 from systolic.sim import Resource, Timeline, simulate
-from systolic.sim.calibration import Calibration
 from systolic.sim.network import crossings
 from systolic.sim.rates import rates_of
 from tests.recorded import hlo as recorded
@@ -32,7 +31,7 @@ def between(num_slices: int) -> Module:
 
 
 def simulated(module: Module, on: str) -> Timeline:
-    return simulate(module, slice(on), calibration=Calibration("none"))
+    return simulate(module, slice(on))
 
 
 @pytest.mark.parametrize("num_slices", COUNTS)
@@ -137,5 +136,5 @@ def test_the_slowest_slice_is_waited_for(num_slices: int) -> None:
 
 def test_slices_that_exchange_nothing_do_not_wait() -> None:
     module = recorded.module("between-2xv5e-16")
-    alone = simulate(module, slice("v5e-16"), calibration=Calibration("none"))
+    alone = simulate(module, slice("v5e-16"))
     assert not [span for span in alone.spans if span.name == "slowest-slice"]

@@ -148,6 +148,7 @@ def _sum(parts: Sequence[_Part]) -> Timeline:
         spans=tuple(spans),
         notes=tuple(notes),
         incomplete=tuple(gap for one in timelines for gap in one.incomplete),
+        calibration=timelines[0].calibration if timelines else None,
         given=tuple(line for one in timelines for line in one.given),
         turn_seconds=max((one.turn_seconds for one in timelines), default=0.0),
     )

@@ -118,7 +118,7 @@ class ExplainProfileOptions:
         workers: Compiles at once; 0 takes as many as cores and memory allow.
         trust: Execute the run's recipe.py although it is another user's, now and later: its digest is remembered.
         chip: The devices' chip, such as tpu7x: a trace.json.gz does not name it, and rates need its peaks.
-        against: Also print the forecast of the program beside the measurement, op by op: its scheduled HLO text, or lines, which prices each op alone from its line in the profile.
+        against: Also print the forecast of the program beside the measurement, op by op: its scheduled HLO text; program, for what an xplane.pb holds of it; or lines, which prices each op alone from its line in the profile.
         html: Write a page to this file: the timeline of the median step by core and unit, and a table of all ops.
         json: Print one JSON object on stdout.
     """

@@ -40,7 +40,7 @@ machine doesn't have (h100, 8xh100, 2xh200 …) gets a roofline of the partition
 assumed. MODEL is a published model that systolic recipes lists (llama-3.1-70b), a config.json, a Hugging Face folder
 or a Bundle; weights are not needed. It takes the options of the recipe lm, with the model's sizes as defaults.
 dump.txt is scheduled HLO that another program wrote: compiled.as_text(), or XLA's dump
-after optimizations; it takes --on, --html, --perfetto, --xprof, --against, --trips, --cost and --json.
+after optimizations; it takes --on, --html, --perfetto, --xprof, --against, --trips, --cost, --calibration and --json.
 --against old.txt, another dump of the program (before an upgrade of JAX or libtpu, or a flag), lists the ops that changed.
 -- runs a JAX program of your own, unchanged and in its own environment, on a slice that is not there, until its step
 is known: that step is compiled by that environment's libtpu and simulated, and the program ends before it trains.
@@ -72,6 +72,7 @@ class ForecastOptions:
         csv: Write the table to this file as CSV.
         trips: Trips of a loop that the program leaves open, NAME=NUMBER, such as while.5=100 or train.py:42=100; may be repeated.
         cost: Time of one call of a kernel, custom call or callback, NAME=TIME, such as my_kernel=1.2ms or EighTpu=350us; may be repeated.
+        calibration: Corrects the simulator by profiles of this chip: a name that systolic calibrations lists, or a calibration's file.
         json: Print one JSON object on stdout.
     """
 
@@ -88,6 +89,7 @@ class ForecastOptions:
     csv: Path | None = None
     trips: Repeated = ()
     cost: Repeated = ()
+    calibration: str = ""
     json: bool = False
 
 
@@ -104,6 +106,7 @@ class DumpOptions:
         csv: Write the table to this file as CSV.
         trips: Trips of a loop that the program leaves open, NAME=NUMBER, such as while.5=100 or train.py:42=100; may be repeated.
         cost: Time of one call of a kernel, custom call or callback, NAME=TIME, such as my_kernel=1.2ms or EighTpu=350us; may be repeated.
+        calibration: Corrects the simulator by profiles of this chip: a name that systolic calibrations lists, or a calibration's file.
         json: Print one JSON object on stdout.
     """
 
@@ -115,6 +118,7 @@ class DumpOptions:
     csv: Path | None = None
     trips: Repeated = ()
     cost: Repeated = ()
+    calibration: str = ""
     json: bool = False
 
 
@@ -147,9 +151,10 @@ def forecast_dump(path: Path, options: ForecastOptions) -> int:
     """Forecasts scheduled HLO text; returns the exit code."""
     from systolic.chips import slice
     from systolic.forecasting import compare_texts, forecast_text
-    from systolic.sim.incomplete import given
+    from systolic.forecasting.calibrations import given_with
 
-    supplied, on = given(options.trips, options.cost), slice(options.on)
+    on = slice(options.on)
+    supplied = given_with(options.trips, options.cost, options.calibration, on)
     if options.against is not None and _is_dump(options.against):
         _check_files(options)
         made, before, changed = compare_texts(path, options.against, on, supplied)
@@ -176,6 +181,7 @@ def forecast_table(asked: Request[ForecastOptions], args: Sequence[str]) -> int:
         asked: The request without the options that vary.
         args: The words after the target, which each combination is read from again.
     """
+    from systolic.forecasting.calibrations import calibration_for
     from systolic.session.forecast import combinations, row_of, slices_of, values_of
 
     options, target = asked.verb, asked.recipe.target
@@ -185,6 +191,7 @@ def forecast_table(asked: Request[ForecastOptions], args: Sequence[str]) -> int:
         if asked.gives(name):
             raise OptionError(f"--{name} and --vary {name}=… are both given; leave one of them out")
     places = slices_of(options.on)
+    calibration_for(options.calibration, places)
     # All lines are read before the first compile: a wrong value costs no time.
     requests = [
         (place, settings, _narrowed(target, args, place, settings))
@@ -209,16 +216,19 @@ def forecast_table(asked: Request[ForecastOptions], args: Sequence[str]) -> int:
 def forecast_dumps(path: Path, options: ForecastOptions) -> int:
     """Forecasts scheduled HLO text on several slices; returns the exit code."""
     from systolic.forecasting import forecast_text
+    from systolic.forecasting.calibrations import calibration_for
     from systolic.session.forecast import row_of, slices_of
     from systolic.sim.incomplete import given
 
     _check_table(options)
-    supplied = given(options.trips, options.cost)
+    places = slices_of(options.on)
+    found = calibration_for(options.calibration, places)
+    supplied = replace(given(options.trips, options.cost), calibration=found)
 
     def row(on: "Slice") -> "ForecastRow":
         return row_of(on, {}, lambda: forecast_text(path, on, supplied))
 
-    return show_table(path.name, list(map(row, slices_of(options.on))), options)
+    return show_table(path.name, list(map(row, places)), options)
 
 
 def show_table(name: str, rows: "Sequence[ForecastRow]", options: ForecastOptions) -> int:
@@ -294,6 +304,7 @@ def arguments_of(asked: Request[ForecastOptions]) -> list[str]:
         **dict.fromkeys(("trips", "cost"), ()),
         json=False,
         quick=False,
+        calibration="",
     )
     words = option_words(asked.recipe.function, asked.options)
     open_parts = [
@@ -324,6 +335,7 @@ def compiled(job: "Job", on: "Slice", options: ForecastOptions, title: str = "")
             watch=progress.say,
             trips=options.trips,
             costs=options.cost,
+            calibration=options.calibration,
         )
 
 

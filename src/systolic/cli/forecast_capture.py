@@ -32,6 +32,7 @@ class CaptureOptions:
         against: Print what changed since the forecast in this JSON file.
         trips: Trips of a loop that the program leaves open, NAME=NUMBER, such as while.5=100 or train.py:42=100; may be repeated.
         cost: Time of one call of a kernel, custom call or callback, NAME=TIME, such as my_kernel=1.2ms or EighTpu=350us; may be repeated.
+        calibration: Corrects the simulator by profiles of this chip: a name that systolic calibrations lists, or a calibration's file.
         json: Print one JSON object on stdout.
     """
 
@@ -46,6 +47,7 @@ class CaptureOptions:
     against: Path | None = None
     trips: Repeated = ()
     cost: Repeated = ()
+    calibration: str = ""
     json: bool = False
 
 
@@ -54,8 +56,8 @@ def forecast_program(args: Sequence[str]) -> int:
     from systolic.capture import capture, forecast_captured
     from systolic.chips import slice
     from systolic.cli.forecast import ForecastOptions, before_of, show
+    from systolic.forecasting.calibrations import given_with
     from systolic.report.progress import ProgressLine
-    from systolic.sim.incomplete import given
 
     end = list(args).index(END)
     options = parse(CaptureOptions, list(args[:end]), "systolic forecast")
@@ -72,6 +74,7 @@ def forecast_program(args: Sequence[str]) -> int:
         }
     )
     before = before_of(shown)
+    known = given_with(options.trips, options.cost, options.calibration, on)
     with ExitStack() as stack:
         folder = options.keep
         if folder is None:
@@ -90,7 +93,7 @@ def forecast_program(args: Sequence[str]) -> int:
                 watch=progress.say,
             )
             progress.say("simulating")
-            made = forecast_captured(captured, on, given(options.trips, options.cost))
+            made = forecast_captured(captured, on, known)
         return show(made, shown, before, {"command": command})
 
 

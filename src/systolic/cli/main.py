@@ -31,6 +31,10 @@ VERBS = {
         "forecast", "memory, time, MFU and cost of a step on a slice that you don't have"
     ),
     "plan": Verb("plan", "finds the slice and layout that train a recipe soonest or cheapest"),
+    "calibrate": Verb(
+        "calibrate", "corrects the simulator by profiles of your own chips, for forecast and plan"
+    ),
+    "calibrations": Verb("calibrations", "lists calibrations, or one with what it rests on"),
     "explain": Verb(
         "explain", "why a run, a step or a profile is slow or fails to learn, and what to change"
     ),

@@ -59,6 +59,7 @@ class PlanOptions:
         finalists: How many of the best get a full compile.
         workers: Compiles at once; 0 takes as many as cores and memory allow.
         time_limit: When to answer with the best until then: 20m, 2h.
+        calibration: Corrects the simulator by profiles of the slices' chip: a name that systolic calibrations lists, or a calibration's file.
         out: Where the plan is written, from the first answer on.
         html: Write a page to this file: time against cost, the ranking, memory, the mesh on the torus.
         json: Print the plan as one JSON object on stdout.
@@ -82,6 +83,7 @@ class PlanOptions:
     finalists: Annotated[int, NOT_NEGATIVE] = 2
     workers: Annotated[int, NOT_NEGATIVE] = 0
     time_limit: str | None = None
+    calibration: str = ""
     out: Path = Path("plan.json")
     html: Path | None = None
     json: bool = False
@@ -140,6 +142,7 @@ def search(asked: Request[PlanOptions], watch: Watch) -> "Plan":
         flags=options.flags,
         max_chips=options.max_chips,
         limits=options.limits,
+        calibration=options.calibration,
         watch=watch,
     )
 

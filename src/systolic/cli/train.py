@@ -51,7 +51,7 @@ class TrainOptions:
         flags: Compiler flags on top of the set that jobs on these devices share (systolic chips v5e lists it): --flags="--xla_tpu_scoped_vmem_limit_kib=65536"; none leaves that set out.
         workers: Processes that read and transform data; 0 uses threads.
         diagnose: Steps between gradient probes by layer, for systolic explain; 0 never probes, by default as often as 1 % of the time allows.
-        profile: Steps to trace with XLA's profiler after warm-up, into RUN/profile, for systolic explain RUN/profile.
+        profile: Steps to trace with XLA's profiler after warm-up, into RUN/profile, for systolic explain RUN/profile; at the end their ops are set beside the forecast of the program.
         log_every: Steps between records, each the mean of its steps; by default a 400th of the job.
         for_devices: Devices that layout and batch are for: on fewer, each step has the same batch in more passes.
         coordinator: HOST:PORT of the first of several processes, where Cloud TPU, GKE, Slurm or MPI don't tell it.
@@ -89,7 +89,7 @@ class ResumeOptions:
         flags: Compiler flags in place of those that the run was started with; none for XLA's defaults.
         workers: Processes that read and transform data; 0 uses threads.
         diagnose: Steps between gradient probes by layer, for systolic explain; 0 never probes, by default as the run was started.
-        profile: Steps to trace with XLA's profiler after warm-up, into RUN/profile, for systolic explain RUN/profile.
+        profile: Steps to trace with XLA's profiler after warm-up, into RUN/profile, for systolic explain RUN/profile; at the end their ops are set beside the forecast of the program.
         log_every: Steps between records, each the mean of its steps; by default as the run was started.
         trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
         for_devices: Devices that layout and batch are for: on fewer, each step has the same batch in more passes.
@@ -314,14 +314,18 @@ def join(options: TrainOptions | ResumeOptions) -> None:
 
 def show(result: "TrainResult", *, json: bool) -> int:
     """Prints the summary in the first process; returns the exit code: after a signal 128 and its number, as a shell has it."""
+    from systolic.report.explain.beside import beside_json, print_beside
     from systolic.report.run.summary import print_summary
     from systolic.training import hosts
 
     first = hosts.is_first()
     if json and (first or not result.trained):
-        print_json(result.summary)
+        more = {} if result.beside is None else {"profile": beside_json(result.beside)}
+        print_json({**result.summary, **more})
     elif first and result.trained:
         print_summary(result.run)
+        if result.beside is not None:
+            print_beside(result.beside)
     name = result.interrupted
     if name is None:
         return 0

@@ -13,6 +13,8 @@ from systolic.core.units import duration
 from systolic.forecasting.cost import Bill
 from systolic.forecasting.costs import by_op, seconds_by_place
 from systolic.forecasting.memory import MemoryMap
+from systolic.sim.calibration import Calibration, factors_json
+from systolic.sim.cost_kinds import corrected_seconds
 from systolic.sim.incomplete import Incomplete
 from systolic.sim.rates import peaks_of
 from systolic.sim.timeline import PricedBy, Resource, Timeline
@@ -204,6 +206,11 @@ class Forecast:
         return () if self.timeline is None else self.timeline.given
 
     @property
+    def calibration(self) -> Calibration | None:
+        """Corrections of the simulator's prices that the time has, from profiles."""
+        return None if self.timeline is None else self.timeline.calibration
+
+    @property
     def units_per_second(self) -> float | None:
         """Tokens, examples or calls a second, all chips together."""
         return self.units / self.step_seconds if self.step_seconds else None
@@ -241,6 +248,7 @@ class Forecast:
             "priced_fraction": self.priced_fraction,
             "unpriced": self._unpriced(),
             "given": list(self.given),
+            "calibration": self._calibration(),
             "usd_per_hour": self.bill.usd_per_hour,
             f"usd_per_{per}": self.bill.usd_per(scale, self.units, seconds) if seconds else None,
             f"kwh_per_{per}": self.bill.kwh_per(scale, self.units, seconds) if seconds else None,
@@ -259,6 +267,21 @@ class Forecast:
         found = [part.to_json() for part in self.incomplete]
         named = {part["op"] for part in found}
         return [*found, *({"op": op, "seconds": s} for op, s in self.unpriced if op not in named)]
+
+    def _calibration(self) -> dict[str, Any] | None:
+        """The corrections, and the seconds of the step in each kind of op that they change."""
+        of = self.calibration
+        if of is None or self.timeline is None:
+            return None
+        seconds = corrected_seconds(self.timeline)
+        return {
+            "name": of.name,
+            "chip": of.chip,
+            "made": of.made,
+            "profiles": of.num_profiles,
+            "kinds": factors_json(of),
+            "corrected_seconds": {kind.value: found for kind, found in seconds.items()},
+        }
 
     def _hbm(self) -> dict[str, Any]:
         memory = self.memory

@@ -6,6 +6,7 @@ import shlex
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -19,9 +20,11 @@ from systolic.chips import slice as slice_named
 from systolic.core.arguments import Wording, with_types
 from systolic.core.errors import OptionError
 from systolic.core.units import gibibytes
+from systolic.forecasting.calibrations import given_with
 from systolic.forecasting.forecast import Forecast
 from systolic.forecasting.run import forecast_program
-from systolic.sim.incomplete import Costs, Trips, given
+from systolic.sim.calibration import Calibration
+from systolic.sim.incomplete import Costs, Trips
 
 MANY_CONSTANT_BYTES = 2**24
 """Arrays that a function refers to, above which a note says so."""
@@ -62,6 +65,7 @@ def forecast_function(  # noqa: PLR0913
     watch: Callable[[str], None] = lambda _: None,
     trips: Trips = (),
     costs: Costs = (),
+    calibration: Calibration | Path | str | None = None,
     **kwargs: Any,
 ) -> Forecast:
     """Forecasts ``function(*args, **kwargs)`` on a slice that need not be there.
@@ -85,6 +89,8 @@ def forecast_function(  # noqa: PLR0913
         trips: Trips of loops that depend on data: ``{"while.5": 100}``, by the loop's name in the forecast's notes or
             by ``file.py:line``.
         costs: Time of one call of a kernel, a custom call or a callback: ``{"my_kernel": 1.2e-3}`` in seconds, or ``"1.2ms"``.
+        calibration: Corrections of the simulator from profiles of this chip: a name that ``systolic calibrations`` lists, or
+            the path of a calibration's file.
         **kwargs: As ``args``.
 
     Meshes, devices and shardings of this process, wherever the function has them (closures, globals, attributes,
@@ -99,10 +105,12 @@ def forecast_function(  # noqa: PLR0913
     Raises:
         OptionError: the mesh does not fit the slice, ``in_specs`` not the arguments or the mesh, a
             flag is none, ``spread`` asks of a jitted function what only jit can say, or the program has nothing of a
-            name in ``trips`` or ``costs``.
+            name in ``trips`` or ``costs``; or the calibration is of another chip.
+        NotFoundError: there is no such calibration.
         RunError: the compiler failed.
     """
     target = slice_named(on) if isinstance(on, str) else on
+    known = given_with(trips, costs, calibration, target)
     how = spread if isinstance(spread, Spread) else Spread(mesh=spread)
     program = function_program(function, args, kwargs, target, how)
     program = replace(
@@ -117,7 +125,7 @@ def forecast_function(  # noqa: PLR0913
         target,
         compiler=compiler.quick() if quick else compiler,
         say=watch,
-        given=given(trips, costs),
+        given=known,
     )
 
 

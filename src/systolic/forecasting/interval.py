@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from systolic.hlo import Module
+from systolic.sim.cost_kinds import corrected_seconds
 from systolic.sim.timeline import Timeline
 
 ALL = "all"
@@ -68,15 +69,29 @@ def interval_of(
     return seconds / (1 + row["high"]), seconds / (1 + row["low"]), text
 
 
+def measured_range(timeline: Timeline) -> tuple[float, float, float]:
+    """Seconds of the core in kinds of op whose spread a calibration measured, and the least and most that they may be."""
+    found = [0.0, 0.0, 0.0]
+    for kind, seconds in corrected_seconds(timeline).items():
+        assert timeline.calibration is not None
+        ends = timeline.calibration.ends(kind)
+        if ends is not None:
+            for at, times in enumerate((1.0, *ends)):
+                found[at] += seconds * times
+    return found[0], found[1], found[2]
+
+
 def range_of(
     generation: str, timeline: Timeline, facts: Mapping[str, Any], schedule: ScheduleDetail
 ) -> tuple[float, float, str]:
-    """:func:`interval_of` a timeline; ops that rules estimate have the rules' own range in place of it."""
+    """:func:`interval_of` a timeline; ops that rules estimate have the rules' own range in place of it, and those of kinds that a calibration measured its spread."""
     by_rule, least, most = timeline.by_rule
-    low, high, text = interval_of(generation, timeline.seconds - by_rule, facts, schedule)
-    if not by_rule:
-        return low, high, text
+    own, own_least, own_most = measured_range(timeline)
+    rest = max(timeline.seconds - by_rule - own, 0.0)
+    low, high, text = interval_of(generation, rest, facts, schedule)
+    if own and timeline.calibration is not None:
+        text = f"{own / timeline.seconds:.0%} of the step from the 10th to the 90th percentile of the ops of the calibration {timeline.calibration.name}, all kinds at once; the rest by {text}"
     share = by_rule / timeline.seconds if timeline.seconds else 0.0
     if share >= 5e-4:
         text += f"; {share:.1%} of it estimated by rules with a range of their own"
-    return low + least, high + most, text
+    return low + own_least + least, high + own_most + most, text

@@ -18,6 +18,7 @@ from systolic.forecasting.cost import bill_of
 from systolic.forecasting.forecast import LARGEST, Forecast
 from systolic.forecasting.memory import MemoryMap, memory_map
 from systolic.hlo import Module, parse
+from systolic.sim.cost_kinds import check_chip
 from systolic.sim.incomplete import NOTHING, Given
 from systolic.sim.roofline import ModuleSource, Peaks, gpu_peaks, roofline
 from systolic.sim.timeline import Timeline
@@ -39,6 +40,8 @@ def forecast_host(
     outcome: Compiled, name: str, on: Slice, seconds: float, given: Given = NOTHING
 ) -> Forecast:
     """The forecast of a program for a CPU or GPU slice, with the trips and costs that it leaves open."""
+    if given.calibration is not None:
+        check_chip(given.calibration, on)
     report = outcome.report
     built = Built(report["built"])
     module = parse(outcome.hlo)
@@ -109,14 +112,14 @@ def _timeline(
     built, report = how
     program = ModuleSource.stand_in if built is Built.stand_in else ModuleSource.compiled
     try:
-        peaks = _cpu_peaks(report["rates"]) if on.platform == "cpu" else gpu_peaks(on)
+        peaks = cpu_peaks(report["rates"]) if on.platform == "cpu" else gpu_peaks(on)
         return roofline(module, peaks, on.num_devices, program, given), ""
     except NotFoundError as error:
         return None, f"no step time: {error}"
 
 
-def _cpu_peaks(rates: Mapping[str, float]) -> Peaks:
-    """Peaks of this CPU, as the compiling process measured them."""
+def cpu_peaks(rates: Mapping[str, float]) -> Peaks:
+    """Peaks of this CPU by its rates, as :func:`systolic.aot.host.measured_rates` has them."""
     return Peaks(
         matmul={"f32": rates["matmul_flops_per_second"]},
         memory=rates["memory_bytes_per_second"],

@@ -20,6 +20,7 @@ from systolic.chips import Slice
 from systolic.chips.flags import resolved
 from systolic.core.errors import RunError
 from systolic.core.origin import Origin
+from systolic.forecasting.calibrations import told
 from systolic.forecasting.cautions import cautions_of, ended
 from systolic.forecasting.cost import bill_of
 from systolic.forecasting.forecast import LARGEST, Forecast
@@ -164,7 +165,7 @@ def assemble(
         bill=bill_of(on),
         compiler=compiler,
         layout=facts.get("layout", {}),
-        cautions=cautions_of(timeline),
+        cautions=[*told(timeline, low, high), *cautions_of(timeline)],
         warnings=_warnings(module, timeline),
         notes=(*facts.get("notes", ()), *timeline.notes),
     )

@@ -11,6 +11,8 @@ from systolic.planning.margin import Margin
 from systolic.planning.objective import Objective, PriceTerm
 from systolic.planning.plan import CompileDepth, Plan, full_over_schedule
 from systolic.planning.space import Freedom, global_batch
+from systolic.sim.calibration import Calibration
+from systolic.sim.cost_kinds import corrected_seconds
 
 OFF = 0.03
 """Relative difference between full compiles and their schedules from which a note is given."""
@@ -67,6 +69,15 @@ class BaseFlags:
 
     chip: str
     flags: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CorrectedTimes:
+    """Step times of what was compiled are corrected by a calibration; estimates before the compile are not."""
+
+    calibration: Calibration
+    share: float
+    """Share of the best candidate's step that it corrects."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,6 +146,7 @@ PlanNote = (
     | ScheduleOnly
     | FullCompileRatio
     | BaseFlags
+    | CorrectedTimes
     | ChipsNotCompiled
     | GpusByRoofline
     | PricesUnknown
@@ -200,6 +212,10 @@ def after_search(
             found.append(FullCompileRatio(chip=chip, ratio=ratio))
     if best.candidate.base:
         found.append(BaseFlags(chip=best.candidate.on.chip.name, flags=best.candidate.base))
+    timeline = None if best.forecast is None else best.forecast.timeline
+    if timeline is not None and timeline.calibration is not None and timeline.seconds:
+        share = sum(corrected_seconds(timeline).values()) / timeline.seconds
+        found.append(CorrectedTimes(calibration=timeline.calibration, share=share))
     compiled = {one.candidate.on.chip.name for one in plan.tried}
     if left := sorted({on.chip.name for on in slices} - compiled):
         found.append(ChipsNotCompiled(chips=tuple(left)))

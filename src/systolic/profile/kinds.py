@@ -6,9 +6,10 @@ import re
 from systolic.hlo.collectives import COLLECTIVES
 from systolic.profile.line import OpLine
 from systolic.profile.traffic import OpTraffic
+from systolic.sim.cost_kinds import FORMATTING
 
 CONTAINERS = ("while", "conditional", "call")
-COPIES = ("copy", "transpose", "reshape")
+COPIES = FORMATTING
 GPU_COLLECTIVES = ("nccl", "rccl")
 """Beginnings of the names of kernels that move data between GPUs."""
 TRANSFERS = ("memcpyh2d", "memcpyd2h", "host-transfer", "infeed", "outfeed")

@@ -96,6 +96,12 @@ def read_line(text: str) -> OpLine | None:
     )
 
 
+def replica_groups(text: str) -> str:
+    """``replica_groups=…`` as a line writes it; empty where it has none."""
+    found = _GROUPS.search(text)
+    return found[0] if found is not None else ""
+
+
 def _closing(text: str, start: int) -> int:
     """Place of the parenthesis that closes the one at ``start``; -1 where the text was cut."""
     depth = 0

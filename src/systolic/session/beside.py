@@ -1,4 +1,4 @@
-"""``systolic explain PROFILE --against DUMP.txt``: the forecast of a program beside what a chip measured of it."""
+"""``systolic explain PROFILE --against DUMP.txt|program|lines``: the forecast of a program beside what a chip measured of it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,14 +7,18 @@ from systolic.chips import ChipKind, Slice
 from systolic.core.errors import NotFoundError, OptionError
 from systolic.core.units import plural
 from systolic.explaining.alone import devices_of, priced_alone
-from systolic.explaining.beside import Beside, beside, by_name
+from systolic.explaining.beside import Beside, Key, beside, by_name
+from systolic.explaining.programs import programs_of
 from systolic.forecasting.text import forecast_text
 from systolic.hlo import parse
 from systolic.profile.table import ProfileTable
 from systolic.session.profiles import ProfileExplanation, slice_with
+from systolic.sim import simulate
 
 LINES = "lines"
 """In place of a dump: each op from its own line in the profile."""
+PROGRAM = "program"
+"""In place of a dump: the programs that the profile holds."""
 
 
 def explain_beside(made: ProfileExplanation, against: str) -> Beside:
@@ -22,7 +26,8 @@ def explain_beside(made: ProfileExplanation, against: str) -> Beside:
 
     Args:
         made: The profile, explained.
-        against: Path of the program's scheduled HLO, or ``lines``: then each op is priced alone, from its line.
+        against: Path of the program's scheduled HLO; ``program``, for those that the profile holds; or ``lines``: then each
+            op is priced alone, from its line.
 
     Raises:
         NotFoundError: there is no such file, or the catalogue has no such slice.
@@ -39,6 +44,8 @@ def explain_beside(made: ProfileExplanation, against: str) -> Beside:
             )
         note = f"each op alone, from its line in the profile, on {on.name}: {plural(left, 'op')} that are kernels, call more than one matmul, or were never waited for, are not priced"
         return replace(beside(table, seconds, whole=False), notes=[note])
+    if against == PROGRAM:
+        return _beside_own(made)
     check(against)
     path = Path(against)
     module = parse(path.read_text(errors="replace"))
@@ -53,15 +60,32 @@ def explain_beside(made: ProfileExplanation, against: str) -> Beside:
     return replace(found, notes=[f"simulated on {on.name}", *forecast.cautions])
 
 
+def _beside_own(made: ProfileExplanation) -> Beside:
+    """Ops beside the simulation of the programs that the profile holds."""
+    table, programs = made.table, programs_of(made.table)
+    if not programs:
+        raise OptionError(
+            f"the profile does not hold its programs; give the program's dump, --against DUMP.txt, or --against {LINES}"
+        )
+    on = _slice(made, max(devices_of(table), *(one.num_partitions for one in programs.values())))
+    timelines = {name: simulate(module, on) for name, module in programs.items()}
+    seconds: dict[Key, float] = {}
+    for name, timeline in timelines.items():
+        seconds |= by_name(timeline, name)
+    main = next(row.name for row in table.programs if row.name in timelines)
+    note = f"the programs that the profile holds, simulated on {on.name}: {', '.join(timelines)}"
+    return replace(beside(table, seconds, timelines[main].seconds), notes=[note])
+
+
 def check(against: str) -> None:
     """Refuses what can't be set beside a profile, before the profile is read.
 
     Raises:
         NotFoundError: there is no such file.
     """
-    if against != LINES and not Path(against).is_file():
+    if against not in (LINES, PROGRAM) and not Path(against).is_file():
         raise NotFoundError(
-            f"{against} is no file; give the scheduled HLO that --xla_dump_to wrote, or --against {LINES}"
+            f"{against} is no file; give the scheduled HLO that --xla_dump_to wrote, --against {PROGRAM} or --against {LINES}"
         )
 
 

@@ -16,12 +16,14 @@ from systolic.core.arguments import Wording, with_types
 from systolic.core.errors import DataError, LayoutError, OptionError, RunError, nearest
 from systolic.core.ranges import dashed
 from systolic.forecasting import Forecast, forecast_function, forecast_job
+from systolic.forecasting.calibrations import calibration_for, given_with
 from systolic.forecasting.table import ForecastRow, ForecastTable
 from systolic.job import Job
 from systolic.session.job_source import source_of
-from systolic.sim.incomplete import Costs, Trips, given
+from systolic.sim.calibration import Calibration
+from systolic.sim.incomplete import Costs, Trips
 
-STEP_OPTIONS = ("step", "flags", "quick", "save", "watch", "trips", "costs")
+STEP_OPTIONS = ("step", "flags", "quick", "save", "watch", "trips", "costs", "calibration")
 """Options of a forecast; others are those of the recipe."""
 VARY = Wording("options with their values, such as {'layout.fsdp': [4, 8]} or 'layout.fsdp=4,8'")
 
@@ -39,6 +41,7 @@ def forecast(
     watch: Callable[[str], None] | None = ...,
     trips: Trips = (),
     costs: Costs = (),
+    calibration: Calibration | Path | str | None = None,
 ) -> Forecast: ...
 
 
@@ -55,6 +58,7 @@ def forecast(
     watch: Callable[[str], None] | None = ...,
     trips: Trips = (),
     costs: Costs = (),
+    calibration: Calibration | Path | str | None = None,
     **options: Any,
 ) -> Forecast: ...
 
@@ -141,6 +145,7 @@ def forecast_step(  # noqa: PLR0913
     watch: Callable[[str], None] | None = None,
     trips: Trips = (),
     costs: Costs = (),
+    calibration: Calibration | Path | str | None = None,
 ) -> Forecast:
     """One of a job's steps on a slice.
 
@@ -155,10 +160,13 @@ def forecast_step(  # noqa: PLR0913
             written to stderr once it takes more than ten seconds.
         trips: Trips of loops that the program leaves open: ``{"while.5": 100}``, by the loop's name or ``file.py:line``.
         costs: Time of one call of a kernel, a custom call or a callback: ``{"my_kernel": 1.2e-3}`` in seconds, or ``"1.2ms"``.
+        calibration: Corrections of the simulator from profiles of this chip: a name that ``systolic calibrations`` lists, or
+            the path of a calibration's file.
 
     Raises:
         OptionError: an option has no such value, ``quick`` is asked for with ``save``, or the program has nothing of a
-            name in ``trips`` or ``costs``.
+            name in ``trips`` or ``costs``; or the calibration is of another chip.
+        NotFoundError: there is no such calibration.
         LayoutError: the layout does not divide the slice, the model or the batch.
         RunError: the compiler failed, or ``save`` can't be written.
     """
@@ -167,6 +175,7 @@ def forecast_step(  # noqa: PLR0913
             "--save keeps what runs on the slice and --quick stops before there is such a thing; leave one of them out"
         )
     target = slice(on) if isinstance(on, str) else on
+    known = given_with(trips, costs, calibration, target)
     compiler = Compiler(flags=resolved(flags, target.chip), save=save is not None)
     verb = step if isinstance(step, StepKind) else _kind(step)
     with patient(watch, f"{job.name} for {target.name}") as say:
@@ -176,7 +185,7 @@ def forecast_step(  # noqa: PLR0913
             verb=verb,
             compiler=compiler.quick() if quick else compiler,
             say=say,
-            given=given(trips, costs),
+            given=known,
         )
     if save is not None:
         save_executable(made, Path(save))
@@ -207,7 +216,9 @@ def forecast_table(
 
         return row_of(place, settings, one)
 
-    combined = list(itertools.product(slices_of(on), combinations(vary)))
+    places = slices_of(on)
+    calibration_for(options.get("calibration"), places)  # refused before the first compile
+    combined = list(itertools.product(places, combinations(vary)))
     rows = [case(place, settings) for place, settings in combined]
     return ForecastTable(name=_name(what), rows=rows)
 

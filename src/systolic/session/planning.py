@@ -3,6 +3,8 @@
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from systolic import recipes
@@ -12,6 +14,7 @@ from systolic.core.arguments import Wording, with_types
 from systolic.core.errors import OptionError, nearest
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, check_arguments, dashed
 from systolic.core.units import GB
+from systolic.forecasting.calibrations import calibration_for
 from systolic.job import Job
 from systolic.planning.evaluator import CompilingEvaluator, OpenEvaluator
 from systolic.planning.facts import Facts, facts_of
@@ -24,6 +27,8 @@ from systolic.planning.search import Limits, Search, SearchProgress
 from systolic.planning.space import Freedom, global_batch
 from systolic.planning.wall import Conditions, wall_of
 from systolic.session.job_source import source_of
+from systolic.sim.calibration import Calibration
+from systolic.sim.incomplete import Given
 
 ANY = "any"
 FREE = ("batch", "precision")
@@ -50,6 +55,7 @@ def plan(  # noqa: PLR0913  the options of systolic plan
     flags: str = "",
     max_chips: Annotated[int, COUNT] = MAX_CHIPS,
     limits: Limits | None = None,
+    calibration: Calibration | Path | str | None = None,
     watch: Callable[[SearchProgress], None] = lambda _: None,
     evaluator: OpenEvaluator = CompilingEvaluator,
     **options: Any,
@@ -74,13 +80,14 @@ def plan(  # noqa: PLR0913  the options of systolic plan
         flags: Of the compiler, beside those that all jobs on a chip share; ``none`` leaves these out.
         max_chips: Of a slice that ``any`` or the name of a chip stands for.
         limits: When the search ends.
+        calibration: Name or file of corrections that ``systolic calibrate`` made of profiles of the slices' chip.
         watch: Is given the progress; Ctrl-C ends the search with the best so far.
         evaluator: Tells what a candidate does; by default the compiler.
         options: Of the recipe that ``job`` names.
 
     Raises:
         OptionError: options that contradict each other or do not parse.
-        NotFoundError: a name that is neither a slice nor a chip.
+        NotFoundError: a name that is neither a slice nor a chip, or that is no calibration.
     """
     source = source_of(job, options) if isinstance(job, str) else None
     if source is not None:
@@ -113,6 +120,7 @@ def plan(  # noqa: PLR0913  the options of systolic plan
         chip_usd=chip_usd,
     )
     slices = all_slices(on, max_chips, None if chip_usd is not None else term)
+    evaluator = _corrected(evaluator, calibration_for(calibration, slices))
     facts = facts_of(job)
     search = Search(
         facts=facts,
@@ -128,6 +136,21 @@ def plan(  # noqa: PLR0913  the options of systolic plan
     if source is None:
         return made
     return replace(made, target=source.recipe.target, options=recipes.plain(source.options))
+
+
+def _corrected(evaluator: OpenEvaluator, calibration: Calibration | None) -> OpenEvaluator:
+    """The compiler's evaluator with corrections.
+
+    Raises:
+        OptionError: the evaluator is another, which tells times of its own.
+    """
+    if calibration is None:
+        return evaluator
+    if evaluator is not CompilingEvaluator:
+        raise OptionError(
+            f"calibration is {calibration.name}, and the evaluator is not the compiler's but another with times of its own; give one of them"
+        )
+    return partial(CompilingEvaluator, given=Given(calibration=calibration))
 
 
 def _searched(search: Search, wanted: "Wanted", conditions: Conditions) -> Plan:

@@ -27,6 +27,7 @@ from systolic.training.watch import Watcher
 
 if TYPE_CHECKING:
     from systolic.aot.executable import Loaded
+    from systolic.explaining.beside import Beside
     from systolic.training.setup import Setup
 
 Warn = Callable[[str], None]
@@ -72,6 +73,8 @@ class TrainResult:
     trained: bool = True
     """False where the run was finished before, so that nothing was done."""
     warnings: tuple[str, ...] = ()
+    beside: "Beside | None" = None
+    """Ops of the traced steps, measured and forecast; None without a profile, or where it can't be compared."""
 
     @property
     def interrupted(self) -> str | None:
@@ -240,7 +243,7 @@ def run_session(
                 accept()
             directory.write_environment([*map(str, setup.machine.devices)], setup.flags)
 
-    tensorboard = [TensorBoard(directory.tensorboard)] if writes else []
+    tensorboard = (TensorBoard(directory.tensorboard),) if writes else ()
     watchers: list[Watcher] = [*audience.watchers, *tensorboard]
     trainer = Trainer(
         setup=setup,
@@ -262,7 +265,7 @@ def run_session(
             watcher.close()
         if writes and accepted:
             _report(directory, audience)
-    return TrainResult(run=directory.path, summary=summary, warnings=tuple(audience.warnings))
+    return _finished(TrainResult(run=directory.path, summary=summary), directory, options, audience)
 
 
 def describe(
@@ -351,6 +354,25 @@ def _workers(asked: int, audience: Audience) -> int:
             f"workers is {asked}, more than the {given} cores of this machine; {given} work at once"
         )
     return given
+
+
+def _finished(
+    made: TrainResult, directory: Run, options: SessionOptions, audience: Audience
+) -> TrainResult:
+    """The result with its warnings and, of a traced session, the steps beside their forecast where they can be compared."""
+    from systolic.training.profile import FOLDER
+
+    folder = directory.path / FOLDER
+    traced = options.profile and directory.access is Access.write and made.interrupted is None
+    if traced and folder.is_dir():  # else its profiler failed and said so
+        from systolic.session.traced import traced_beside
+
+        try:
+            made = replace(made, beside=traced_beside(directory, folder))
+        except Exception as error:  # whatever it is, it must not hide how the run ended
+            named = "" if isinstance(error, SystolicError) else f"{type(error).__name__}: "
+            audience.warn(f"the profile is not set beside a forecast: {named}{error}")
+    return replace(made, warnings=tuple(audience.warnings))
 
 
 def _report(directory: Run, audience: Audience) -> None:

@@ -20,7 +20,7 @@ from systolic.hlo import Computation, Instruction, Module
 from systolic.hlo.devices import counts_of
 from systolic.hlo.loops import ENDLESS, NO_END, LoopCounts, LoopTrips, Shares
 from systolic.hlo.origin import named
-from systolic.sim.calibration import constant
+from systolic.sim.calibration import Calibration, constant
 
 PALLAS = "tpu_custom_call"
 """Target of Pallas kernels."""
@@ -149,12 +149,14 @@ Costs = Mapping[str, float | str] | Iterable[str]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Given:
-    """What the user says of a program."""
+    """What the user says of a program, and of the chips that it runs on."""
 
     trips: Mapping[str, float] = field(default_factory=dict)
     """Loop to its trips in one run of the computation that holds it."""
     costs: Mapping[str, float] = field(default_factory=dict)
     """Kernel, custom call or callback to the seconds of one call."""
+    calibration: Calibration | None = None
+    """Corrections of the simulator's prices, from profiles."""
     strict: bool = True
     """Whether a program must have all of the names; of variants of a program each may have some."""
 

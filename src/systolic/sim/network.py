@@ -22,6 +22,9 @@ ALL_REDUCE_OVER_RINGS: float = constant("network.all_reduce_over_rings")
 REDUCE_SCATTER: float = constant("network.reduce_scatter")
 DIE_LINKS: float = constant("network.die_links")
 
+DIES = "die"
+"""Lane of collectives between the devices of one chip."""
+
 Place = tuple[int, ...]
 """(x, y, z, core, slice) of a device."""
 
@@ -201,7 +204,7 @@ class Network:
             part, moved = self._within(kind, extent, here)
             seconds += part
         names = tuple(f"{span.name}{way}" for span in extent.spans for way in "+-")
-        lanes = names or (("die",) if extent.cores > 1 else ())
+        lanes = names or ((DIES,) if extent.cores > 1 else ())
         if extent.slices > 1:
             share = whole / max(within, 1) if kind != "all-to-all" else whole
             rounds = {"all-reduce": 2.0}.get(kind, 1.0)
@@ -268,7 +271,7 @@ class Network:
         if crossing:
             seconds = max(seconds, bytes_ / self.rates.dcn)
             names = (*names, "dcn")
-        return CollectiveCost(seconds, names or ("die",), bytes_)
+        return CollectiveCost(seconds, names or (DIES,), bytes_)
 
 
 def _summed(kind: str, extent: Extent) -> float:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from systolic.hlo import Computation, Instruction, Module
-from systolic.sim.calibration import Calibration, constant
+from systolic.sim.calibration import constant
 from systolic.sim.estimate import (
     estimated_seconds,
     matrix_seconds,
@@ -102,7 +102,6 @@ def price(
     computation: Computation,
     instruction: Instruction,
     rates: Rates,
-    calibration: Calibration,
     sparse: bool = False,
 ) -> OpPrice | None:
     """Prices an op, on a SparseCore where ``sparse``; None where it takes no time."""
@@ -114,7 +113,7 @@ def price(
         if root.target in FREE_TARGETS:
             return None
     work = work_of(module, computation, instruction)
-    paid = _price(module, computation, instruction, work, (rates, calibration, sparse))
+    paid = _price(module, computation, instruction, work, (rates, sparse))
     if not (work.flops or work.vector_flops or work.padding_flops):
         return paid
     return replace(
@@ -130,13 +129,13 @@ def _price(
     computation: Computation,
     instruction: Instruction,
     work: Work,
-    on: tuple[Rates, Calibration, bool],
+    on: tuple[Rates, bool],
 ) -> OpPrice:
-    opcode, (rates, calibration, sparse) = instruction.opcode, on
+    opcode, (rates, sparse) = instruction.opcode, on
     matrix = matrix_seconds(work, rates)
     memory = work.bytes / rates.hbm
     if instruction.target == PALLAS:
-        return _kernel(module, computation, instruction, work, (rates, calibration))
+        return _kernel(module, computation, instruction, work, rates)
     masked = masked_seconds(instruction, rates)
     if masked is not None:
         flops = work.flops * (masked_share(instruction) or 1.0)
@@ -146,7 +145,7 @@ def _price(
     in_order = streams(module, instruction)
     rule = None if in_order else ruled(module, computation, instruction, work, rates, sparse)
     if cycles is not None and not in_order:
-        seconds = cycles / rates.clock_hz * calibration.factor("cycles" if work.flops else "vector")
+        seconds = cycles / rates.clock_hz
         if (
             rule is not None
         ):  # the compiler's cycles of such an op can leave out its addresses and bytes
@@ -175,7 +174,6 @@ def _price(
     else:
         seconds = seconds_by_cycles(cycles / rates.clock_hz, parts, slow)
         by = PricedBy.cycles if work.flops else PricedBy.bytes
-    seconds *= calibration.factor(by.value if work.flops else "memory")
     return OpPrice(seconds, _bound(seconds, matrix, memory), by, work.flops, work.bytes)
 
 
@@ -202,16 +200,14 @@ def _kernel(
     computation: Computation,
     call: Instruction,
     work: Work,
-    on: tuple[Rates, Calibration],
+    rates: Rates,
 ) -> OpPrice:
     """Price of a Pallas call; of one that nothing describes that of its bytes."""
-    rates, calibration = on
     cost = grouped_cost(computation, call, rates) or kernel_cost(module, computation, call, rates)
     memory = work.bytes / rates.hbm
     if cost is not None:
-        seconds = cost.seconds * calibration.factor("kernel")
         return OpPrice(
-            seconds,
+            cost.seconds,
             Resource.mxu,
             PricedBy.kernel,
             cost.flops,

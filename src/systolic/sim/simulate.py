@@ -9,6 +9,7 @@ transfer may be under way beside a whole loop, and one that begins in a turn end
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from systolic.chips import Slice
 from systolic.core.origin import Origin
@@ -25,7 +26,8 @@ from systolic.sim.asynchronous import (
     kind_of,
     role_of,
 )
-from systolic.sim.calibration import Calibration, calibration_of, constant
+from systolic.sim.calibration import Calibration, constant
+from systolic.sim.cost_kinds import check_chip, corrected, cost_kind
 from systolic.sim.incomplete import (
     BYTES,
     HOST_WORK,
@@ -44,7 +46,7 @@ from systolic.sim.incomplete import (
     measured,
 )
 from systolic.sim.layers import layer_of
-from systolic.sim.network import REDUCE_SCATTER, Network, Place, crossings, default_places
+from systolic.sim.network import DIES, REDUCE_SCATTER, Network, Place, crossings, default_places
 from systolic.sim.notes import merged
 from systolic.sim.price import SMALL_SECONDS, price
 from systolic.sim.rates import Rates, rates_of
@@ -67,7 +69,6 @@ def simulate(
     module: Module,
     on: Slice,
     places: Sequence[Place] | None = None,
-    calibration: Calibration | None = None,
     power_state: int | None = None,
     flags: Sequence[str] = (),
     given: Given = NOTHING,
@@ -79,15 +80,18 @@ def simulate(
         on: The slice; its chip and links.
         places: (x, y, z, core, slice) of the devices in the order of the mesh; JAX's default order
             otherwise.
-        calibration: Corrections; by default those of the chip's generation.
         power_state: Of chips that have some (TPU7x); the default one otherwise.
         flags: Of the compiler, which the module does not name.
-        given: Trips and costs that the module leaves open.
+        given: Trips and costs that the module leaves open, and corrections from profiles.
 
     Raises:
-        OptionError: the module has nothing of a name that is given, or contradicts a number of trips.
+        OptionError: the module has nothing of a name that is given, or contradicts a number of trips; or the corrections
+            are of another generation.
     """
-    rates = rates_of(on, power_state, flags)
+    rates, calibration = rates_of(on, power_state, flags), given.calibration
+    if calibration is not None:
+        check_chip(calibration, on)
+        rates = replace(rates, host=calibration.host_bytes_per_second or rates.host)
     places = list(places) if places else default_places(on)
     if on.num_slices > 1 and module.num_partitions * on.num_slices == on.num_devices:
         # Such a module numbers the devices of its own slice; what crosses slices is sent and received.
@@ -97,7 +101,7 @@ def simulate(
         module=module,
         rates=rates,
         network=Network(on, rates, places),
-        calibration=calibration or calibration_of(on.chip.name),
+        calibration=calibration,
         num_devices=len(places),
         gaps=gaps,
     )
@@ -133,6 +137,7 @@ def _simulated(run: "_Run", on: Slice) -> Timeline:
         spans=spans,
         notes=merged(run.notes),
         turn_seconds=TURN_SECONDS,
+        calibration=run.calibration,
     )
     if (over := memory_seconds(made, rates) - seconds) > 0:
         run.notes[
@@ -227,13 +232,18 @@ class _Run:
     module: Module
     rates: Rates
     network: Network
-    calibration: Calibration
+    calibration: Calibration | None
     num_devices: int
     gaps: Gaps
     notes: dict[str, None] = field(default_factory=dict)
     known: dict[str, _Ran] = field(default_factory=dict)
     one_way: set[str] = field(default_factory=set)
     """Reduce-scatters that run one ring, one way."""
+
+    @cached_property
+    def aside(self) -> "_Run":
+        """The same without corrections, which are of ops on the core: for what runs beside it."""
+        return self if self.calibration is None else replace(self, calibration=None, known={})
 
     def computation(self, computation: Computation) -> _Ran:
         """One run of it, simulated once."""
@@ -294,12 +304,12 @@ class _Order:
 
     def op(self, instruction: Instruction) -> None:
         on = self.on
-        paid = price(
-            on.module, self.computation, instruction, on.rates, on.calibration, self.sparse
-        )
+        paid = price(on.module, self.computation, instruction, on.rates, self.sparse)
         if paid is None:
             return
-        told = self.on.gaps.cost(self.computation, instruction)
+        told = on.gaps.cost(self.computation, instruction)
+        if told is None and on.calibration is not None:
+            paid = corrected(paid, instruction, on.rates, on.calibration)
         if told is not None:
             paid = replace(paid, seconds=told, by=PricedBy.given, note="", missing="")
         if paid.note:
@@ -436,7 +446,8 @@ class _Order:
             self.collective(instruction, *found, beside=True)
             return
         sparse = 'async_execution_thread="sparsecore"' in instruction.rest
-        inner = _Order(self.on, held, sparse=True).run() if sparse else self.on.computation(held)
+        on = self.on.aside
+        inner = _Order(on, held, sparse=True).run() if sparse else on.computation(held)
         seconds = inner.seconds
         if sparse:
             span = self.span(instruction, seconds, Resource.vpu, SPARSE, priced_by=PricedBy.bytes)
@@ -557,8 +568,13 @@ class _Order:
         cost = self.on.network.collective(kind, groups, float(result.bytes), float(operands))
         if kind == "reduce-scatter" and cost.share <= REDUCE_SCATTER:
             self.on.one_way.add(instruction.name)
-        seconds = cost.seconds * self.on.calibration.factor("collective")
+        seconds, calibration = cost.seconds, self.on.calibration
         resource = Resource.dcn if "dcn" in cost.lanes else Resource.ici
+        within = cost.lanes == (DIES,)
+        if calibration is not None:
+            paid = PricedBy.network
+            of = cost_kind("", kind, paid, resource, "ici", within_chip=within)
+            seconds = calibration.seconds(of, seconds)
         lane = "dcn" if resource is Resource.dcn else "ici"
         span = self.span(
             instruction,
@@ -570,7 +586,7 @@ class _Order:
         )
         if not span.layer:
             span = replace(span, layer=layer_of(inner.op_name))
-        span = replace(span, opcode=kind)
+        span = replace(span, opcode=kind, within_chip=within)
         if beside:
             transfer = self.put(instruction, span, cost.lanes)
             if carried:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from systolic.core.origin import Origin
-from systolic.sim.calibration import constant
+from systolic.sim.calibration import Calibration, constant
 from systolic.sim.incomplete import Incomplete
 
 ASSUMED_SPREAD: float = constant("timeline.assumed_spread")
@@ -109,6 +109,8 @@ class Span:
     """Iterations of a loop; ``seconds`` is of all of them. A mean, with a fraction, where runs of it differ."""
     inside: "tuple[Span, ...]" = ()
     """One iteration of a loop, from its start."""
+    within_chip: bool = False
+    """Whether a collective is over the devices of one chip alone."""
     low: float | None = None
     """Least seconds, of a rule that no measurement holds; None elsewhere."""
     high: float | None = None
@@ -139,6 +141,8 @@ class Timeline:
     """Trips and costs that the user gave, a line each."""
     turn_seconds: float = 0.0
     """Seconds that are assumed for each turn of a loop beside its ops."""
+    calibration: Calibration | None = None
+    """Corrections that its prices have, from profiles."""
 
     @property
     def executed_flops(self) -> float:

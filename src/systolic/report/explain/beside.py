@@ -39,7 +39,7 @@ def lines(found: Beside, width: int) -> list[Text]:
     shown += [
         Text(""),
         Text(f"{'difference':>11}  {'simulated':>10}  {'measured':>10}  ops", "dim"),
-        *(Text(terminal.one_line(_ops(of), width)) for of in groups),
+        *(Text(_ops(of, width)) for of in groups),
     ]
     if len(found.alike) > len(groups):
         shown.append(Text(f"  and {len(found.alike) - len(groups):,} more (--json)", "dim"))
@@ -51,8 +51,8 @@ def _kind(row: KindBeside) -> str:
     return f"{duration(row.simulated):>10}  {duration(row.measured):>10}  {ratios[0]:>10}  {ratios[1]:>6}  {ratios[2]:>6}  {row.kind}, {row.number:,}"
 
 
-def _ops(of: Sequence[OpBeside]) -> str:
-    """Ops that are alike, by the one that differs most."""
+def _ops(of: Sequence[OpBeside], width: int) -> str:
+    """Ops that are alike, by the one that differs most; the place is cut to the width."""
     first = of[0]
     lost = sum(op.difference for op in of)
     sign = "+" if lost >= 0 else "-"
@@ -62,7 +62,9 @@ def _ops(of: Sequence[OpBeside]) -> str:
     )
     number = sum(op.times for op in of)
     times = f" x{number:g}" if number != 1 else ""
-    return f"{sign + duration(abs(lost)):>11}  {simulated:>10}  {measured:>10}  {first.name}{times}, {first.place or first.program}"
+    figures = f"{sign + duration(abs(lost)):>11}  {simulated:>10}  {measured:>10}  "
+    name = f"{first.name}{times}, {first.place or first.program}"
+    return figures + terminal.one_line(name, max(width - len(figures), len(first.name)))
 
 
 def beside_json(found: Beside) -> dict[str, Any]:

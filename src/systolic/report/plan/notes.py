@@ -10,6 +10,7 @@ from systolic.planning.notes import (
     BaseFlags,
     BatchDiffers,
     ChipsNotCompiled,
+    CorrectedTimes,
     FirstFit,
     FullCompileRatio,
     GpusByRoofline,
@@ -55,6 +56,8 @@ def text(note: PlanNote) -> str:
     match note:
         case OwnWork():
             return f"the goal of {si(note.units)} {note.unit} is the job's own {plural(note.steps, 'step')} of {plural(note.batch, 'example')}; --{note.unit} sets another"
+        case CorrectedTimes(calibration=of):
+            return f"step times of compiled layouts are corrected by the calibration {of.name} ({of.chip}, {plural(of.num_profiles, 'profile')}, {of.made}), {note.share:.0%} of the best one's; estimates before a compile are not"
         case BatchDiffers():
             return f"the job's batch is per device, so the global batch differs by slice ({note.smallest:,} to {plural(note.largest, 'example')} a step), which changes training; --batch sets one for all"
         case FirstFit():

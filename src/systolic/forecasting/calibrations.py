@@ -1,0 +1,285 @@
+"""Calibrations as files: one readable JSON each under the user's configuration, whole or absent.
+
+``~/.config/systolic/calibrations/NAME.json``, or under ``$XDG_CONFIG_HOME`` where that is set. A path to such a file
+stands for a name, so that a file of a colleague can be used where it lies.
+"""
+
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from systolic.chips import Slice
+from systolic.core.errors import DataError, NotFoundError, OptionError, nearest
+from systolic.core.files import read_given, write_json
+from systolic.core.units import duration, plural
+from systolic.sim.calibration import (
+    BOUNDS,
+    Calibration,
+    CostKind,
+    Factor,
+    factors_json,
+    value_name,
+)
+from systolic.sim.cost_kinds import check_chip, corrected_seconds
+from systolic.sim.incomplete import Costs, Given, Trips, given
+from systolic.sim.timeline import Timeline
+
+FORMAT, VERSION = "systolic calibration", 1
+SUFFIX = ".json"
+AGAIN = "make it again: systolic calibrate PROFILE --name NAME"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProfileSource:
+    """A profile that a calibration was made of."""
+
+    file: str
+    devices: int
+    programs: Mapping[str, float]
+    """Program to its runs on one device."""
+    priced_by: str
+    """How its ops were priced: by the programs, by their lines, or both."""
+    matched_seconds: float
+    """Measured seconds of ops with a price, in one run of each program."""
+    total_seconds: float
+    """Of all ops."""
+    not_matched: Mapping[str, float]
+    """Measured seconds of the others by kind of op, as ``systolic explain`` names it."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The source as JSON has it."""
+        return {
+            "file": self.file,
+            "devices": self.devices,
+            "programs": dict(self.programs),
+            "priced_by": self.priced_by,
+            "matched_seconds": self.matched_seconds,
+            "total_seconds": self.total_seconds,
+            "not_matched_seconds": dict(self.not_matched),
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CalibrationRecord:
+    """A calibration with what it was made of."""
+
+    calibration: Calibration
+    sources: Sequence[ProfileSource]
+    compiler: str = ""
+    """Version of the compiler that made the programs; empty where no source says it."""
+    systolic: str = ""
+    left_out: Sequence[str] = ()
+    """Kinds of op whose factor is out of bounds, and programs that could not be used."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The file."""
+        of = self.calibration
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "name": of.name,
+            "chip": of.chip,
+            "made": of.made,
+            "systolic": self.systolic,
+            "compiler": self.compiler or None,
+            "kinds": factors_json(of),
+            "left_out": list(self.left_out),
+            "sources": [source.to_json() for source in self.sources],
+        }
+
+
+def folder() -> Path:
+    """Folder of the user's calibrations, which need not exist."""
+    home = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(home) if home else Path("~/.config").expanduser()) / "systolic" / "calibrations"
+
+
+def names() -> list[str]:
+    """Names of the user's calibrations, in order."""
+    found = folder()
+    return sorted(path.stem for path in found.glob(f"*{SUFFIX}")) if found.is_dir() else []
+
+
+def check_name(name: str) -> None:
+    """Refuses what is no name of a file.
+
+    Raises:
+        OptionError: it has other characters than letters, digits, ``.``, ``_`` and ``-``, or is too long.
+    """
+    if not _NAME.fullmatch(name) or name.endswith(SUFFIX):
+        raise OptionError(
+            f"--name is {name!r}; it takes up to 100 letters, digits, '.', '_' and '-', without {SUFFIX}: --name my-v5e"
+        )
+
+
+def path_of(name: str) -> Path:
+    """File of a calibration: of a name in the user's folder, or the path itself."""
+    if os.sep in name or name.endswith(SUFFIX):
+        return Path(name)
+    return folder() / f"{name}{SUFFIX}"
+
+
+def save(record: CalibrationRecord) -> Path:
+    """Writes a calibration into the user's folder, in place of one of that name; returns the file.
+
+    Raises:
+        OptionError: the name is none of a file.
+        RunError: it can't be written; an earlier one of that name is untouched.
+    """
+    check_name(record.calibration.name)
+    path = path_of(record.calibration.name)
+    write_json(path, record.to_json())
+    return path
+
+
+def load(name: str | Path) -> CalibrationRecord:
+    """A calibration by its name, or by the path of its file.
+
+    Raises:
+        NotFoundError: there is none; the message lists those that there are.
+        DataError: the file is damaged, of another kind, or of a later version.
+    """
+    path = path_of(str(name))
+    if not path.is_file():
+        raise NotFoundError(_missing(str(name), path))
+    value = read_given(path, AGAIN)
+    if not isinstance(value, dict) or value.get("format") != FORMAT:
+        raise DataError(f"{path} is no calibration; {AGAIN}")
+    if value.get("version") != VERSION:
+        raise DataError(
+            f"{path} is of version {value.get('version')} and this Systolic reads {VERSION}; {AGAIN}"
+        )
+    try:
+        return _record(value)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"{path} is damaged ({type(error).__name__}: {error}); {AGAIN}") from error
+
+
+def calibration_for(
+    given: "Calibration | str | Path | None", on: Sequence[Slice]
+) -> Calibration | None:
+    """The calibration that a user names, for slices of its generation.
+
+    Raises:
+        NotFoundError: there is none of that name.
+        DataError: its file is damaged.
+        OptionError: it is of another generation than a slice.
+    """
+    if given is None or given == "":
+        return None
+    found = given if isinstance(given, Calibration) else load(given).calibration
+    for one in on:
+        check_chip(found, one)
+    return found
+
+
+def given_with(
+    trips: Trips, costs: Costs, calibration: "Calibration | str | Path | None", on: Slice
+) -> Given:
+    """What the user says of a program and of the chips of a slice.
+
+    Raises:
+        As :func:`~systolic.sim.incomplete.given` and :func:`calibration_for`.
+    """
+    return replace(given(trips, costs), calibration=calibration_for(calibration, [on]))
+
+
+def told(timeline: Timeline, low: float, high: float | None) -> list[str]:
+    """A line on a step's calibration: of which chip and date, what it corrects, and the range that this gives; none without one.
+
+    Args:
+        timeline: Of the step.
+        low: Least seconds of the step.
+        high: Most; None without a bound.
+    """
+    of = timeline.calibration
+    if of is None:
+        return []
+    seconds, step = corrected_seconds(timeline), timeline.seconds
+    parts = [
+        _factor_text(kind, of.factors[kind])
+        for kind in sorted(seconds, key=lambda kind: -seconds[kind])
+        if seconds[kind] >= 5e-4 * step
+    ]
+    made = f"the calibration {of.name} ({of.chip}, {plural(of.num_profiles, 'profile')}, {of.made})"
+    if not parts:
+        return [f"{made} has no kind of op that this step spends time in: nothing is corrected"]
+    share = sum(seconds.values()) / step if step else 0.0
+    most = "no upper end" if high is None else duration(high)
+    return [
+        f"{share:.0%} of the step is corrected by {made}: {', '.join(parts)}; the step takes {duration(low)} to {most}"
+    ]
+
+
+def _factor_text(kind: CostKind, factor: Factor) -> str:
+    if kind is CostKind.host:
+        low, value, high = (f"{one / 1e9:.3g}" for one in (factor.low, factor.value, factor.high))
+        return f"{kind.value} at {value} GB/s ({low} to {high})"
+    spread = f" ({factor.low:.2f} to {factor.high:.2f})" if factor.has_spread else ""
+    few = "" if factor.has_spread else f" by {plural(factor.works, 'shape')} only"
+    return f"{kind.value} x {factor.value:.2f}{spread}{few}"
+
+
+def _missing(name: str, path: Path) -> str:
+    make = "make one: systolic calibrate PROFILE --name NAME"
+    if path.parent != folder():
+        return f"{path} is no file; give a calibration's file or name, or {make}"
+    known = names()
+    if not known:
+        return f"there is no calibration {name}, and none yet in {folder()}; {make}"
+    return f"there is no calibration {name}{nearest(name, known)}; {folder()} has {', '.join(known)}; {make}"
+
+
+def _record(value: Mapping[str, Any]) -> CalibrationRecord:
+    sources = tuple(
+        ProfileSource(
+            file=str(one["file"]),
+            devices=int(one["devices"]),
+            programs={str(name): float(runs) for name, runs in one["programs"].items()},
+            priced_by=str(one["priced_by"]),
+            matched_seconds=float(one["matched_seconds"]),
+            total_seconds=float(one["total_seconds"]),
+            not_matched={str(k): float(v) for k, v in one["not_matched_seconds"].items()},
+        )
+        for one in value["sources"]
+    )
+    factors = {
+        CostKind(name): _factor(CostKind(name), entry) for name, entry in value["kinds"].items()
+    }
+    calibration = Calibration(
+        name=str(value["name"]),
+        chip=str(value["chip"]),
+        factors=factors,
+        made=str(value["made"]),
+        num_profiles=len(sources),
+    )
+    return CalibrationRecord(
+        calibration=calibration,
+        sources=sources,
+        compiler=str(value["compiler"] or ""),
+        systolic=str(value["systolic"]),
+        left_out=tuple(str(text) for text in value["left_out"]),
+    )
+
+
+def _factor(kind: CostKind, entry: Mapping[str, Any]) -> Factor:
+    made = Factor(
+        value=float(entry[value_name(kind)]),
+        low=float(entry["p10"]),
+        high=float(entry["p90"]),
+        ops=int(entry["ops"]),
+        works=int(entry["shapes"]),
+        seconds=float(entry["seconds"]),
+    )
+    numbers = (made.value, made.low, made.high)
+    if not all(math.isfinite(one) and one > 0 for one in numbers) or made.low > made.high:
+        raise ValueError(f"{kind.value} is {entry}; its numbers are above 0, p10 below p90")
+    least, most = BOUNDS
+    if kind is not CostKind.host and not least <= made.value <= most:
+        raise ValueError(f"{kind.value} is {made.value:g}, outside of {least:g} to {most:g}")
+    return made

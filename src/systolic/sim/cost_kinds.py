@@ -1,0 +1,118 @@
+"""The kind of a priced op, by which profiles correct its price, and the correction."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+
+from systolic.chips import Slice
+from systolic.core.errors import OptionError
+from systolic.hlo import Instruction
+from systolic.sim.calibration import Calibration, CostKind
+from systolic.sim.price import OpPrice
+from systolic.sim.rates import Rates
+from systolic.sim.timeline import PricedBy, Resource, Span, Timeline
+
+FORMATTING = ("copy", "transpose", "reshape")
+"""Opcodes of ops on the core that give an array another layout, and beginnings of the names of such fusions."""
+LANES = ("core", "ici", "host")
+_BETWEEN_CHIPS = {
+    kind.value: kind
+    for kind in (
+        CostKind.all_reduce,
+        CostKind.all_gather,
+        CostKind.reduce_scatter,
+        CostKind.all_to_all,
+        CostKind.permute,
+    )
+}
+COLLECTIVES = frozenset((*_BETWEEN_CHIPS.values(), CostKind.dies))
+_MATRIX = (PricedBy.cycles, PricedBy.estimate)
+
+
+def cost_kind(
+    name: str,
+    opcode: str,
+    priced_by: PricedBy | None,
+    resource: Resource,
+    lane: str,
+    *,
+    has_matmul: bool = False,
+    within_chip: bool = False,
+) -> CostKind | None:
+    """The kind of an op; None of one that no kind of measured op stands for.
+
+    Those are gathers, sorts and other ops that a rule prices with a range of its own, copies between memories that run
+    beside compute, what crosses slices, what the user gave, and bookkeeping.
+    """
+    opcode = opcode.removeprefix("wait ")
+    if lane not in LANES:
+        return None
+    if resource is Resource.host:
+        return CostKind.host if priced_by in (PricedBy.bytes, PricedBy.network) else None
+    if priced_by is PricedBy.network:
+        kind = _BETWEEN_CHIPS.get(opcode) if resource is Resource.ici else None
+        return CostKind.dies if kind is not None and within_chip else kind
+    if priced_by is PricedBy.kernel:
+        return CostKind.kernel
+    if has_matmul:
+        return CostKind.matmul if priced_by in _MATRIX else None
+    if priced_by is not PricedBy.bytes or opcode.endswith("-start"):
+        return None
+    shown = name if opcode == "fusion" else opcode
+    return CostKind.formatting if shown.startswith(FORMATTING) else CostKind.elementwise
+
+
+def kind_of_span(span: Span) -> CostKind | None:
+    """:func:`cost_kind` of a span."""
+    return cost_kind(
+        span.name,
+        span.opcode,
+        span.priced_by,
+        span.resource,
+        span.lane,
+        has_matmul=bool(span.flops or span.vector_flops),
+        within_chip=span.within_chip,
+    )
+
+
+def least_seconds(paid: OpPrice, rates: Rates) -> float:
+    """Seconds of an op's work at the published peaks of the matrix units and of device memory.
+
+    Of a kernel only the matrix work: it may touch any part of its arrays.
+    """
+    matrix = paid.flops / rates.peaks.get(paid.number_format, rates.peaks["bf16"])
+    return matrix if paid.by is PricedBy.kernel else max(matrix, paid.bytes / rates.hbm)
+
+
+def corrected(
+    paid: OpPrice, instruction: Instruction, rates: Rates, calibration: Calibration
+) -> OpPrice:
+    """The price of an op on the core as the calibration of its kind has it."""
+    matmul = bool(paid.flops or paid.vector_flops)
+    name, opcode = instruction.name, instruction.opcode
+    kind = cost_kind(name, opcode, paid.by, paid.resource, "core", has_matmul=matmul)
+    seconds = calibration.seconds(kind, paid.seconds, least_seconds(paid, rates))
+    return replace(paid, seconds=seconds)
+
+
+def check_chip(calibration: Calibration, on: Slice) -> None:
+    """Refuses corrections of another generation of chips.
+
+    Raises:
+        OptionError: the slice's chip is another.
+    """
+    if on.chip.name != calibration.chip:
+        raise OptionError(
+            f"the calibration {calibration.name} is of {calibration.chip} and {on.name} is {on.chip.name}; leave it out, or make one of a profile of {on.chip.name}: systolic calibrate PROFILE --name NAME"
+        )
+
+
+def corrected_seconds(timeline: Timeline) -> Mapping[CostKind, float]:
+    """Seconds of the core in each kind of op that the timeline's calibration corrects."""
+    found: dict[CostKind, float] = defaultdict(float)
+    factors = timeline.calibration.factors if timeline.calibration is not None else {}
+    for span, times in timeline.leaves():
+        kind = kind_of_span(span) if span.lane == "core" else None
+        if kind is not None and kind in factors:
+            found[kind] += span.seconds * times
+    return found

@@ -1,0 +1,178 @@
+"""``systolic calibrate`` on recorded profiles of chips, and what forecast and plan do with it."""
+
+import json
+import lzma
+import shutil
+from pathlib import Path
+
+import pytest
+
+from systolic.artifact.run import ENVIRONMENT, JOB
+from systolic.cli.main import main
+from tests.profile.real import BF16, EXCERPTS, HOST_OFFLOAD
+from tests.recorded import hlo as recorded
+
+CPU = Path(__file__).parents[1] / "recorded" / "profile"
+V6E = str(EXCERPTS / HOST_OFFLOAD)
+TPU7X = str(EXCERPTS / BF16)
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    return tmp_path / "config" / "systolic" / "calibrations"
+
+
+@pytest.fixture
+def dump(tmp_path: Path) -> Path:
+    path = tmp_path / "dump.txt"
+    path.write_text(recorded.text("upgrade_old-v6e-4"))
+    return path
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The one line of a command that refuses."""
+    assert main([*words]) != 0
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    return line
+
+
+def test_a_profile_becomes_a_calibration_that_a_forecast_takes(
+    capsys: pytest.CaptureFixture[str], own_folder: Path, dump: Path
+) -> None:
+    assert main(["calibrate", V6E, "--name", "my-v6e"]) == 0
+    shown = capsys.readouterr().out
+    assert "my-v6e: v6e, " in shown
+    assert "host copies, too few for a range" in shown
+    assert "B/s" in shown
+    assert f"wrote {own_folder / 'my-v6e.json'}\n" in shown
+    assert main(["calibrations"]) == 0
+    assert capsys.readouterr().out.startswith("my-v6e  v6e  ")
+    assert main(["calibrations", "my-v6e"]) == 0
+    assert capsys.readouterr().out.strip() in shown
+    assert main(["calibrations", "my-v6e", "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    factor = made["kinds"]["all-reduce"]["factor"]
+    assert factor == pytest.approx(0.836, abs=0.01)
+
+    def forecast(*words: str) -> dict[str, float]:
+        assert main(["forecast", str(dump), "--on", "v6e-4", "--json", *words]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    plain, corrected = forecast(), forecast("--calibration", "my-v6e")
+    assert plain["calibration"] is None
+    assert corrected["calibration"]["name"] == "my-v6e"
+    reduced = corrected["calibration"]["corrected_seconds"]["all-reduce"]
+    # All-reduces take less, so that more of them are hidden.
+    assert plain["step_seconds"] - corrected["step_seconds"] >= reduced * (1 / factor - 1) * 0.99
+    assert corrected["step_seconds_low"] < corrected["step_seconds"]
+    assert corrected["notes"][0].startswith(f"{reduced / corrected['step_seconds']:.0%} of the")
+    by_path = forecast("--calibration", str(own_folder / "my-v6e.json"))
+    assert by_path["step_seconds"] == corrected["step_seconds"]
+
+
+def test_a_calibration_is_replaced_and_says_so(
+    capsys: pytest.CaptureFixture[str], own_folder: Path
+) -> None:
+    words = ["calibrate", TPU7X, "--chip", "tpu7x", "--name", "mine", "--json"]
+    for replaced in (False, True):
+        assert main(words) == 0
+        made = json.loads(capsys.readouterr().out)
+        assert made["replaced"] is replaced
+        assert made["chip"] == "tpu7x"
+        assert made["file"] == str(own_folder / "mine.json")
+    assert made["sources"][0]["file"] == str(Path(TPU7X).absolute())
+    assert made["kinds"]["matmul"]["shapes"] >= 3
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ([V6E], "systolic calibrate needs a name; add --name my-v5e"),
+        ([V6E, "--name", "a/b"], "--name is 'a/b'"),
+        (["nowhere.pb", "--name", "a"], "nowhere.pb"),
+        ([TPU7X, "--name", "a"], "does not name its chip (it says nothing)"),
+        ([V6E, "--name", "a", "--chip", "v5e"], "the profile is of TPU v6 Lite"),
+        ([V6E, "--name", "a", "--on", "v5e-8"], "the profile is of TPU v6 Lite"),
+        ([V6E, "--name", "a", "--against", "no.txt"], "no.txt is no file; give the scheduled HLO"),
+    ],
+)
+def test_what_gives_no_calibration_is_one_line(
+    capsys: pytest.CaptureFixture[str], own_folder: Path, words: list[str], line: str
+) -> None:
+    assert line in said(capsys, "calibrate", *words)
+    assert not own_folder.exists()
+
+
+def test_a_profile_of_a_cpu_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, own_folder: Path
+) -> None:
+    path = tmp_path / "host.xplane.pb"
+    path.write_bytes(lzma.decompress((CPU / "digits.xplane.pb.xz").read_bytes()))
+    line = said(capsys, "calibrate", str(path), "--name", "a", "--chip", "v5e")
+    assert line.endswith("is of a CPU, and only TPUs are simulated; give a TPU's profile")
+    assert not own_folder.exists()
+
+
+def test_the_compilers_version_is_that_of_the_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    (run / "profile").mkdir(parents=True)
+    shutil.copy(V6E, run / "profile" / "host.xplane.pb")
+    (run / JOB).write_text("{}")
+    (run / ENVIRONMENT).write_text(json.dumps({"packages": {"libtpu": "0.0.42.1"}}))
+    assert main(["calibrate", str(run / "profile"), "--name", "mine", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["compiler"] == "libtpu 0.0.42.1"
+
+
+def test_a_dump_of_another_program_is_refused(
+    capsys: pytest.CaptureFixture[str], dump: Path
+) -> None:
+    words = ["calibrate", V6E, "--name", "a", "--against", str(dump)]
+    assert "and the profiles ran jit_f, " in said(capsys, *words)
+
+
+def test_profiles_of_two_generations_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    line = said(capsys, "calibrate", V6E, TPU7X, "--name", "a")
+    assert "does not name its chip" in line
+
+
+def test_another_chip_and_an_unknown_name_are_refused(
+    capsys: pytest.CaptureFixture[str], dump: Path
+) -> None:
+    assert "none yet in" in said(
+        capsys, "forecast", str(dump), "--on", "v6e-4", "--calibration", "x"
+    )
+    assert main(["calibrate", V6E, "--name", "my-v6e"]) == 0
+    capsys.readouterr()
+    for words in (
+        ["forecast", str(dump), "--on", "v5e-4"],
+        ["forecast", str(dump), "--on", "v6e-4,v5e-4"],
+        ["forecast", "lm", "--on", "v5e-4"],
+        ["forecast", "lm", "--on", "v6e-4,v5e-4"],
+        ["forecast", "lm", "--on", "cpu"],
+        ["plan", "lm", "--on", "v5e-4"],
+        ["plan", "lm", "--on", "v6e-4,v5e-4"],
+    ):
+        line = said(capsys, *words, "--calibration", "my-v6e")
+        assert "the calibration my-v6e is of v6e and " in line
+    captured = ["--on", "v5e-4", "--calibration", "my-v6e", "--", "python", "nowhere.py"]
+    assert "is of v6e and v5e-4 is v5e" in said(capsys, "forecast", *captured)
+    line = said(capsys, "forecast", "lm", "--on", "v6e-4", "--calibration", "my-v6")
+    assert "there is no calibration my-v6; did you mean my-v6e?" in line
+    assert "did you mean my-v6e?" in said(capsys, "calibrations", "my-v6")
+
+
+def test_a_damaged_one_is_listed_as_such(
+    capsys: pytest.CaptureFixture[str], own_folder: Path
+) -> None:
+    assert main(["calibrations"]) == 0
+    assert "make one: systolic calibrate PROFILE --name" in capsys.readouterr().out
+    assert main(["calibrate", V6E, "--name", "whole"]) == 0
+    (own_folder / "half.json").write_text('{"format": "systolic cal')
+    capsys.readouterr()
+    assert main(["calibrations", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert [one["name"] for one in json.loads(out)["calibrations"]] == ["whole"]
+    assert "half.json is not JSON" in err
