@@ -19,6 +19,8 @@ from systolic.session.profiles import is_profile, slice_of
 from systolic.session.traced import traced_beside
 from systolic.session.training import Audience, SessionOptions, TrainResult, _finished
 
+pytestmark = pytest.mark.own_programs
+
 SIZES = {"layers": 1, "d-model": 64, "d-ff": 128, "heads": 2, "kv-heads": 2, "head-dim": 32}
 JOB_OPTIONS = [word for name, size in SIZES.items() for word in (f"--model.{name}", str(size))]
 TOLD = "told.json"

@@ -42,7 +42,7 @@ def explain_beside(made: ProfileExplanation, against: str) -> Beside:
             raise OptionError(
                 "the profile has no op that its line prices; give the program's dump: --against DUMP.txt"
             )
-        note = f"each op alone, from its line in the profile, on {on.name}: {plural(left, 'op')} that are kernels, call more than one matmul, or were never waited for, are not priced"
+        note = f"each op alone, from its line in the profile, on {on.name}: {plural(left, 'op')} that are kernels or fusions without a matmul, or were never waited for, are not priced"
         return replace(beside(table, seconds, whole=False), notes=[note])
     if against == PROGRAM:
         return _beside_own(made)
