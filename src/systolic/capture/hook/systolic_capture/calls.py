@@ -196,6 +196,7 @@ def start():
     from systolic_capture import compiling
 
     compiling.start()
+    report.end_with_parent()
     atexit.register(_at_exit)
     real = sys.excepthook
 

@@ -196,7 +196,7 @@ def patch_array(module):
             index = next(iter(where.devices_indices_map(shape).values()))
             part = data_callback(index)
             dtype = part.dtype if hasattr(part, "dtype") else jax.numpy.asarray(part).dtype
-        return _made(shape, dtype, where)
+        return array_of(shape, dtype, where)
 
     def make_array_from_process_local_data(
         sharding, local_data, global_shape=None, *args, **kwargs
@@ -218,27 +218,34 @@ def patch_array(module):
         )
         made = []
         for leaf, place, shape in zip(leaves, places, shapes, strict=True):
-            own = tuple(leaf.shape)
-            full = (
-                own
-                if shape is None
-                else tuple(own[axis] if dim is None else dim for axis, dim in enumerate(shape))
-            )
-            made.append(_made(full, leaf.dtype, place))
+            made.append(array_of(whole_shape(leaf.shape, place, shape), leaf.dtype, place))
         return tree_util.tree_unflatten(tree, made)
 
     def make_array_from_single_device_arrays(shape, sharding, parts, **kwargs):
         if not bridge.on_slice(sharding):
             return real_single(shape, sharding, parts, **kwargs)
         dtype = parts[0].dtype if len(parts) else kwargs["dtype"]
-        return _made(tuple(shape), dtype, sharding)
+        return array_of(tuple(shape), dtype, sharding)
 
     module.make_array_from_callback = make_array_from_callback
     module.make_array_from_process_local_data = make_array_from_process_local_data
     module.make_array_from_single_device_arrays = make_array_from_single_device_arrays
 
 
-def _made(shape, dtype, sharding):
+def whole_shape(own, sharding, given):
+    """Shape of an array of which each process has a part: as given, else as many parts as its sharding has processes."""
+    from jax._src import sharding_impls
+
+    own = tuple(own)
+    if given is None:
+        if bridge.num_processes() == 1:
+            return own
+        given = sharding_impls.local_to_global_shape(sharding, own)
+    return tuple(own[axis] if dim is None else dim for axis, dim in enumerate(given))
+
+
+def array_of(shape, dtype, sharding):
+    """An array on the slice."""
     from jax._src import core, dtypes
 
     if hasattr(dtypes, "canonicalize_dtype"):
@@ -343,23 +350,9 @@ def patch_stages(stages):
 
 def patch_jax(jax):
     """The last of jax has been imported."""
-    from jax._src import tree_util  # noqa: F401
+    from systolic_capture import pmap
 
     arrays.register()
-    if hasattr(jax, "pmap"):
-        jax.pmap = _pmap
+    pmap.patch(jax)
     report.say(stage="running until the first call", jax=jax.__version__)
     calls.start()
-
-
-def _pmap(function=None, *args, **kwargs):
-    """A function of ``jax.pmap``, which some packages make and never call."""
-
-    def call(*args, **kwargs):
-        report.refuse(
-            "the program calls a function of jax.pmap, which is not captured; use jax.jit with shardings, which replaces it"
-        )
-
-    if function is None:
-        return functools.partial(_pmap, *args, **kwargs)
-    return functools.wraps(function, updated=())(call)

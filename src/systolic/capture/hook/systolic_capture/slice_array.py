@@ -8,6 +8,8 @@ import jax
 import numpy as np
 from jax._src import basearray, core, dtypes
 
+from systolic_capture import bridge
+
 _Array: Any = basearray.Array
 _serials = itertools.count()
 
@@ -30,9 +32,8 @@ class SliceArray(_Array):
     nbytes = property(lambda self: self.size * self.dtype.itemsize)
     sharding = property(lambda self: self._sharding)
     committed = property(lambda self: self._committed)
-    is_fully_addressable = property(lambda self: True)
+    is_fully_addressable = property(lambda self: self._sharding.is_fully_addressable)
     is_fully_replicated = property(lambda self: self._sharding.is_fully_replicated)
-    global_shards = property(lambda self: self.addressable_shards)
     format = property(lambda self: _format(self._sharding))
     layout = property(lambda self: _format(self._sharding))
     traceback = property(lambda self: None)
@@ -49,6 +50,11 @@ class SliceArray(_Array):
 
     @property
     def addressable_shards(self):
+        """Parts of this process's devices."""
+        return [one for one in self.global_shards if bridge.is_local(one.device)]
+
+    @property
+    def global_shards(self):
         """Parts of all devices."""
         indices = self._sharding.devices_indices_map(self.shape)
         return [_Shard(self, device, index) for device, index in indices.items()]
