@@ -220,6 +220,7 @@ def test_without_any_libtpu_the_program_is_told_what_to_install(
     tmp_path: Path, monkeypatch
 ) -> None:
     monkeypatch.setattr("systolic.capture.program.own_libtpu", lambda: None)
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)  # which libtpu sets on import
     with pytest.raises(RunError, match=r"has no libtpu.*-m pip install 'jax\[tpu\]=="):
         capture([sys.executable, "-c", HIDDEN + "import jax"], slice("v5e-8"), tmp_path)
 
