@@ -142,6 +142,18 @@ def test_a_program_of_pmap(name: str, tmp_path: Path, folder: Path, capfd) -> No
     assert made.exposed_collective_seconds > weights / 200e9
 
 
+def test_functions_that_initialize_one_array_after_the_other_are_no_step(
+    tmp_path: Path, folder: Path
+) -> None:
+    captured = capture(command_of("initializing.py", tmp_path), slice("v5e-8"), folder, quick=True)
+    assert [one["name"] for one in captured.programs] == ["gradient"]
+    assert {one["name"]: one["calls"] for one in captured.answer["others"]} == {
+        "make": 60,
+        "cast": 60,
+    }
+    assert not captured.answer["lent_libtpu"]
+
+
 def test_a_step_that_is_named_and_one_that_is_not_there(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "examples/plain_trainer.py"), "--steps", "2"]
     first, second = tmp_path / "first", tmp_path / "second"

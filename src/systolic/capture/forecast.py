@@ -210,7 +210,7 @@ def _notes(captured: Captured, parts: Sequence[StepPart], on: Slice) -> list[str
         notes.append(
             f"the program ran as the first of {on.num_hosts} processes, one a host with {on.num_devices // on.num_hosts} of the {on.num_devices} devices; it was the only one: what others would have told it, it was told of itself"
         )
-    if not all(part.told for part in parts):
+    if not max(parts, key=lambda part: part.memory.peak_bytes).told:
         notes.append(FROM_SCHEDULE)
     return [*notes, ZEROS]
 

@@ -197,7 +197,7 @@ def _reason(events: Sequence[Mapping[str, Any]], text: str, code: int, on: Slice
     if "program_failed" in told:
         where = "of the program, above" if not told.get("ours") else "in the capture, above"
         kind = "" if not told.get("ours") else " (a fault of the capture, not of the program)"
-        return f"{text} failed before its step was known{kind}: {told['program_failed']}; the traceback is that {where}"
+        return f"{text} failed before its step was known{kind}: {told['program_failed']}; the traceback is that {where}{_called(told)}"
     if "without_calls" in told:
         return f"{text} {told['without_calls']} and called no jitted function on the slice; give a command that trains, and check that it uses jax.jit"
     if not any("stage" in event for event in events):
@@ -205,6 +205,14 @@ def _reason(events: Sequence[Mapping[str, Any]], text: str, code: int, on: Slice
     stage = told.get("stage", "starting")
     how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
     return f"{text} {how} while {stage}, before its step was known; its own output is above"
+
+
+def _called(told: Mapping[str, Any]) -> str:
+    """What a program that failed had called, any of which may be its step."""
+    names = told.get("called")
+    if not names or told.get("ours"):
+        return ""
+    return f"; arrays on the slice read as zeros, which it may have refused; of {', '.join(names[:6])}, which it called, --step takes one for the step"
 
 
 def _before_jax(text: str, code: int, *, hooked: bool) -> str:

@@ -12,7 +12,8 @@ print(f"process {jax.process_index()} of {jax.process_count()}, {devices} of {ja
 
 
 def loss_of(weights, batch):
-    return jnp.mean(jnp.square(jnp.tanh(batch @ weights["in"]) @ weights["out"]))
+    hidden = jnp.tanh(batch @ weights["in"] + weights["bias"]) * weights["scale"]
+    return jnp.mean(jnp.square(hidden @ weights["out"]))
 
 
 @functools.partial(
@@ -26,6 +27,7 @@ def train_step(weights, batch, rate):
 
 
 one = {name: np.zeros((WIDTH, WIDTH), np.float32) for name in ("in", "out")}
+one |= {name: np.zeros((WIDTH,), np.float32) for name in ("bias", "scale")}
 weights = jax.pmap(lambda _: one)(np.arange(devices))
 assert weights["in"].shape == (devices, WIDTH, WIDTH), weights["in"].shape
 for step in range(1000):

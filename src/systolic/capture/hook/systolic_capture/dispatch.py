@@ -33,11 +33,11 @@ def _bytes(aval):
     return size * getattr(getattr(aval, "dtype", None), "itemsize", 4)
 
 
-def stand_in(aval, sharding, committed=True):
+def stand_in(aval, sharding, committed=True, born=-1):
     """An array of the slice; one that is not an array, such as a token, as it is."""
     if not hasattr(aval, "shape"):
         return aval
-    return arrays.array_class()(aval, sharding, committed)
+    return arrays.array_class()(aval, sharding, committed, born)
 
 
 def first_device():
@@ -119,8 +119,10 @@ def _operation(primitive, args, params):
     mesh = context_mesh()
     made = _results(primitive, avals, params)
     calls.count_operation(primitive.name)
+    born = arrays.latest(args)
     outs = [
-        stand_in(aval, *shardings.of_operation(aval, args, mesh, first_device)) for aval in made
+        stand_in(aval, *shardings.of_operation(aval, args, mesh, first_device), born)
+        for aval in made
     ]
     return outs if primitive.multiple_results else outs[0]
 
@@ -143,10 +145,11 @@ def put(value, where):
         named = getattr(target, "name", None) or getattr(target, "memory_kind", None)
         kind = {"Host": "pinned_host", "Device": "device"}.get(named, named)
         old = value.sharding if arrays.is_slice_array(value) else first_device()
-        return stand_in(aval, old if kind is None else old.with_memory_kind(kind))
+        place = old if kind is None else old.with_memory_kind(kind)
+        return stand_in(aval, place, born=arrays.latest([value]))
     if not bridge.on_slice(target) and _bytes(aval) <= MOST_BYTES:
         return jax.device_put(np.asarray(value), target)
-    return stand_in(shardings.placed(aval, target), target)
+    return stand_in(shardings.placed(aval, target), target, born=arrays.latest([value]))
 
 
 def patch_put(dispatch):
@@ -319,7 +322,10 @@ def jit_call(args, params):
     """A call on the slice: recorded, and its results in shape alone."""
     call = calls.Call(args, params, is_own(params["jaxpr"]))
     outs = call.results()
-    calls.record(call)
+    born = calls.record(call)
+    born = arrays.latest(args) if born is None else born
+    for one in filter(arrays.is_slice_array, outs):
+        one.born = born
     return outs
 
 

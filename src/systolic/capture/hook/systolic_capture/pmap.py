@@ -166,6 +166,10 @@ class _Given:
         def call(*leaves):
             return on_all(*leaves)
 
+        # jit checks donated arguments by the signature, which would be the function's own.
+        call.__signature__ = inspect.Signature(
+            [inspect.Parameter("leaves", inspect.Parameter.VAR_POSITIONAL)]
+        )
         if not hasattr(of._function, "__name__"):
             call.__name__ = "pmapped"
         self.jitted = jax.jit(call, donate_argnums=donated)
@@ -205,7 +209,7 @@ def _over(value, axis, sharding, size):
         shape[axis] = size
     made = dispatch.stand_in(core.ShapedArray(tuple(shape), aval.dtype), sharding)
     if arrays.is_slice_array(value):
-        made.serial = value.serial
+        made.serial, made.born = value.serial, value.born
     return made
 
 

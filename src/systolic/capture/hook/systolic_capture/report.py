@@ -14,6 +14,8 @@ import threading
 FOLDER = os.environ.get("SYSTOLIC_CAPTURE", "")
 PARENT = "parent.lock"
 """File that the parent has locked while it lives."""
+LENT = "SYSTOLIC_CAPTURE_LENT"
+"""Variable that is set where the libtpu is the parent's: libtpu sets its path itself when it is imported."""
 LEAST_JAX = (0, 5, 0)
 """Oldest jax whose inner functions are those that are changed here."""
 _lock = threading.Lock()
@@ -54,13 +56,13 @@ def check_environment():
         if lent is None:
             refuse(f"{sys.executable} has no libtpu, the compiler of TPUs", f"'jax[tpu]=={jax}'")
         os.environ["TPU_LIBRARY_PATH"] = lent["path"]
+        os.environ[LENT] = "1"
 
 
 def libtpu():
     """Version of the compiler, and whether it is the parent's: the environment has none then."""
-    lent = request().get("libtpu")
-    if lent is not None and os.environ.get("TPU_LIBRARY_PATH") == lent["path"]:
-        return lent["version"], True
+    if os.environ.get(LENT):
+        return request()["libtpu"]["version"], True
     return version_of("libtpu"), False
 
 

@@ -17,8 +17,10 @@ _serials = itertools.count()
 class SliceArray(_Array):
     """Stands for an array on the slice: who reads it gets zeros."""
 
-    def __init__(self, aval, sharding, committed=True):
+    def __init__(self, aval, sharding, committed=True, born=-1):
         self.aval = aval
+        self.born = born
+        """Number of the latest recorded call that it comes from; -1 of one from none."""
         self.serial = next(_serials)
         self._sharding = sharding
         self._committed = committed
@@ -64,11 +66,15 @@ class SliceArray(_Array):
         return self.addressable_shards[index].data
 
     @property
-    def _value(self):
+    def physical(self):
+        """Shape and dtype in memory, which those of keys of random numbers are not."""
         if dtypes.issubdtype(self.dtype, dtypes.extended):
-            base = core.physical_aval(self.aval)
-            return np.zeros(base.shape, base.dtype)
-        return np.zeros(self.shape, self.dtype)
+            return core.physical_aval(self.aval)
+        return self.aval
+
+    @property
+    def _value(self):
+        return np.zeros(self.physical.shape, self.physical.dtype)
 
     def __array__(self, dtype=None, context=None, copy=None):
         value = self._value
@@ -126,7 +132,7 @@ class SliceArray(_Array):
     __str__ = __repr__
 
     def __copy__(self):
-        return type(self)(self.aval, self._sharding, self._committed)
+        return type(self)(self.aval, self._sharding, self._committed, self.born)
 
     def __deepcopy__(self, memo):
         return self.__copy__()
@@ -182,6 +188,7 @@ class _Shard:
         return SliceArray(
             core.ShapedArray(shape, whole.dtype),
             jax.sharding.SingleDeviceSharding(self.device),
+            born=whole.born,
         )
 
 
