@@ -15,6 +15,7 @@ from systolic.capture import capture, forecast_captured
 from systolic.chips import slice
 from systolic.cli.main import main
 from systolic.core.errors import NotFoundError, OptionError, RunError
+from systolic.core.origin import Origin
 from systolic.forecasting import forecast_text
 from systolic.sim.network import default_places
 
@@ -104,6 +105,55 @@ def test_a_program_on_one_device_that_catches_all_errors(tmp_path: Path, folder:
     assert captured.answer["ended"] == "stopped when its step had repeated"
 
 
+@pytest.mark.parametrize(
+    ("name", "processes", "slices"), [("v5e-8", 1, 1), ("v5e-16", 4, 1), ("2xv5e-8", 2, 2)]
+)
+def test_a_program_of_several_processes(
+    name: str, processes: int, slices: int, tmp_path: Path, folder: Path, capfd
+) -> None:
+    on = slice(name)
+    captured = capture(command_of("processes.py", tmp_path), on, folder, quick=True)
+    made = forecast_captured(captured, on)
+    assert f"{processes} processes, batch ({32 * on.num_devices}, 2048)" in capfd.readouterr().err
+    (program,) = captured.programs
+    assert program["mesh"] == {"slice": slices, "data": on.num_devices // slices}
+    assert len({place[4] for place in program["places"]}) == slices
+    # By hand: a matmul forward and one for the weights' gradient, of 32 examples on each device.
+    assert made.hardware_flops == pytest.approx(2 * 2 * 32 * 2048 * 2048, rel=0.01)
+    assert (made.time_by_resource["dcn"] > 0) == (slices > 1)
+    assert any(f"first of {processes} processes" in note for note in made.notes) == (processes > 1)
+
+
+@pytest.mark.parametrize("name", ["v5e-8", "2xv5e-16"])
+def test_a_program_of_pmap(name: str, tmp_path: Path, folder: Path, capfd) -> None:
+    on = slice(name)
+    captured = capture(command_of("pmapped.py", tmp_path), on, folder, quick=True)
+    made = forecast_captured(captured, on)
+    own = on.num_devices // on.num_hosts
+    assert f"process 0 of {on.num_hosts}, {own} of {on.num_devices}" in capfd.readouterr().err
+    (program,) = captured.programs
+    assert (program["name"], program["mesh"]) == ("train_step", {"batch": on.num_devices})
+    # By hand: two matmuls, forward and twice backward less the gradient of the batch, of 32 examples on each device.
+    assert made.hardware_flops == pytest.approx((3 * 2 - 1) * 2 * 32 * 1024 * 1024, rel=0.01)
+    assert made.memory is not None
+    weights = 2 * 4 * 1024 * 1024
+    assert weights < made.memory.by_kind["inputs"] < 1.05 * weights
+    # The gradients are summed over all devices: each takes in all but its own part of them.
+    assert made.exposed_collective_seconds > weights / 200e9
+
+
+def test_functions_that_initialize_one_array_after_the_other_are_no_step(
+    tmp_path: Path, folder: Path
+) -> None:
+    captured = capture(command_of("initializing.py", tmp_path), slice("v5e-8"), folder, quick=True)
+    assert [one["name"] for one in captured.programs] == ["gradient"]
+    assert {one["name"]: one["calls"] for one in captured.answer["others"]} == {
+        "make": 60,
+        "cast": 60,
+    }
+    assert not captured.answer["lent_libtpu"]
+
+
 def test_a_step_that_is_named_and_one_that_is_not_there(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "examples/plain_trainer.py"), "--steps", "2"]
     first, second = tmp_path / "first", tmp_path / "second"
@@ -137,8 +187,10 @@ def test_programs_without_a_step(
 @pytest.mark.parametrize(
     ("command", "says"),
     [
-        ([sys.executable, "-c", "pass"], "imported no jax in a Python that reads PYTHONPATH"),
-        ([sys.executable, "-c", "import os; os._exit(7)"], "ended with exit code 7"),
+        ([sys.executable, "-c", "pass"], "ended with exit code 0 and imported no jax"),
+        ([sys.executable, "-I", "-c", "pass"], "started no Python that reads PYTHONPATH; start Py"),
+        ([sys.executable, "no-such.py"], "exit code 2 before it imported jax; its own error is ab"),
+        (["false"], "exit code 1 and started no Python .* its own error is above"),
     ],
 )
 def test_programs_that_never_come_to_jax(command: list[str], says: str, tmp_path: Path) -> None:
@@ -155,10 +207,34 @@ def test_lines_that_ask_for_the_impossible(tmp_path: Path) -> None:
         capture(["no-such-python", "x.py"], slice("v5e-8"), tmp_path)
 
 
-def test_an_environment_without_libtpu_is_told_what_to_install(tmp_path: Path) -> None:
-    hidden = "import importlib.util as u; f = u.find_spec; u.find_spec = lambda n, *a: None if n == 'libtpu' else f(n, *a); import jax"
+HIDDEN = """
+import importlib.util, sys
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "libtpu" else find(name, *rest)
+sys.modules["libtpu"] = None
+"""
+"""Hides an environment's libtpu from the program that follows."""
+
+
+def test_an_environment_without_libtpu_is_lent_ours(tmp_path: Path, folder: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(HIDDEN + (PROGRAMS / "single.py").read_text())
+    on = slice("v5e-8")
+    captured = capture([sys.executable, str(program)], on, folder, quick=True)
+    made = forecast_captured(captured, on)
+    assert captured.answer["lent_libtpu"]
+    assert "has no libtpu, and libtpu 0." in made.notes[0]
+    assert made.memory_origin is Origin.compiled
+    assert 8 * made.hardware_flops == pytest.approx(11 * 2 * 256 * 2048 * 2048, rel=0.01)
+
+
+def test_without_any_libtpu_the_program_is_told_what_to_install(
+    tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr("systolic.capture.program.own_libtpu", lambda: None)
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)  # which libtpu sets on import
     with pytest.raises(RunError, match=r"has no libtpu.*-m pip install 'jax\[tpu\]=="):
-        capture([sys.executable, "-c", hidden], slice("v5e-8"), tmp_path)
+        capture([sys.executable, "-c", HIDDEN + "import jax"], slice("v5e-8"), tmp_path)
 
 
 def test_another_sitecustomize_still_runs(tmp_path: Path, monkeypatch, capfd) -> None:
@@ -169,6 +245,34 @@ def test_another_sitecustomize_still_runs(tmp_path: Path, monkeypatch, capfd) ->
     with pytest.raises(RunError):
         capture([sys.executable, "-c", "pass"], slice("v5e-8"), folder)
     assert "the own one" in capfd.readouterr().err
+
+
+def test_a_program_ends_with_a_killed_parent(tmp_path: Path) -> None:
+    marker = tmp_path / "running"
+    program = f"import jax, pathlib, time; pathlib.Path({str(marker)!r}).touch(); time.sleep(60)"
+    words = ["forecast", "--on", "v5e-8", "--", sys.executable, "-c", program]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "systolic", *words],
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    began = time.monotonic()
+    while not marker.exists():
+        assert time.monotonic() - began < 60
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    while is_running(str(marker)):
+        assert time.monotonic() - began < 60
+        time.sleep(0.05)
+
+
+def is_running(word: str) -> bool:
+    """Whether a process has a word in its command line."""
+    listed = subprocess.run(
+        ["ps", "-eo", "args"], capture_output=True, text=True, check=True
+    ).stdout
+    return word in listed
 
 
 def test_an_interrupt_ends_the_program(tmp_path: Path) -> None:
@@ -186,7 +290,4 @@ def test_an_interrupt_ends_the_program(tmp_path: Path) -> None:
         time.sleep(0.05)
     process.send_signal(2)
     assert process.wait(timeout=30) != 0
-    listed = subprocess.run(
-        ["ps", "-eo", "args"], capture_output=True, text=True, check=True
-    ).stdout
-    assert str(marker) not in listed
+    assert not is_running(str(marker))

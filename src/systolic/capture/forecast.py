@@ -27,7 +27,7 @@ ZEROS = "arrays on the slice read as zeros while the program was captured: where
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Part:
+class StepPart:
     """A program of the step."""
 
     facts: Mapping[str, Any]
@@ -43,6 +43,11 @@ class _Part:
         """Calls a step."""
         return self.facts["calls_per_step"]
 
+    @property
+    def mesh(self) -> Mapping[str, int]:
+        """Axis to size of the program's mesh, outermost first; empty where its device order is another."""
+        return self.facts.get("mesh", {})
+
 
 def forecast_captured(captured: Captured, on: Slice, given: Given = NOTHING) -> Forecast:
     """The forecast of a captured program's step.
@@ -56,7 +61,16 @@ def forecast_captured(captured: Captured, on: Slice, given: Given = NOTHING) -> 
         OptionError: the program spreads its step over another number of devices than the slice has, or ``given`` has a name
             that the step lacks.
     """
-    parts = [_part(captured, facts, on, given) for facts in captured.programs]
+    return forecast_parts(captured, parts_of(captured, on, given), on)
+
+
+def parts_of(captured: Captured, on: Slice, given: Given = NOTHING) -> list[StepPart]:
+    """The programs of a captured step, each simulated; raises as :func:`forecast_captured`."""
+    return [_part(captured, facts, on, given) for facts in captured.programs]
+
+
+def forecast_parts(captured: Captured, parts: Sequence[StepPart], on: Slice) -> Forecast:
+    """The forecast of a captured step whose programs are simulated."""
     answer = captured.answer
     largest = max(parts, key=lambda part: part.memory.peak_bytes)
     refusals = [part for part in parts if part.timeline is None]
@@ -89,7 +103,7 @@ def forecast_captured(captured: Captured, on: Slice, given: Given = NOTHING) -> 
     return made
 
 
-def _part(captured: Captured, facts: Mapping[str, Any], on: Slice, given: Given) -> _Part:
+def _part(captured: Captured, facts: Mapping[str, Any], on: Slice, given: Given) -> StepPart:
     path = captured.folder / facts["text"]
     module = parse(counted_elsewhere(path.read_text()))
     check(module)
@@ -109,7 +123,7 @@ def _part(captured: Captured, facts: Mapping[str, Any], on: Slice, given: Given)
             flags=captured.answer["flags"].split(),
             given=given,
         )
-    return _Part(
+    return StepPart(
         facts=facts,
         module=module,
         timeline=timeline,
@@ -118,7 +132,7 @@ def _part(captured: Captured, facts: Mapping[str, Any], on: Slice, given: Given)
     )
 
 
-def _sum(parts: Sequence[_Part]) -> Timeline:
+def _sum(parts: Sequence[StepPart]) -> Timeline:
     """The programs one after the other, as often as a step calls them."""
     timelines = [part.timeline for part in parts if part.timeline is not None]
     if len(parts) == 1 and parts[0].calls == 1 and timelines:
@@ -154,7 +168,7 @@ def _sum(parts: Sequence[_Part]) -> Timeline:
     )
 
 
-def _flops(parts: Sequence[_Part], on: Slice) -> dict[str, Any]:
+def _flops(parts: Sequence[StepPart], on: Slice) -> dict[str, Any]:
     """FLOPs of a device, the mean over all of the slice: a program may run on one alone."""
     found: dict[str, float] = {}
     for part in parts:
@@ -166,14 +180,17 @@ def _flops(parts: Sequence[_Part], on: Slice) -> dict[str, Any]:
     return {"hardware_flops": sum(found.values()), "flops_by_format": found}
 
 
-def _notes(captured: Captured, parts: Sequence[_Part], on: Slice) -> list[str]:
+def _notes(captured: Captured, parts: Sequence[StepPart], on: Slice) -> list[str]:
     answer = captured.answer
-    versions = " and ".join(f"{name} {answer['versions'][name]}" for name in ("jax", "libtpu"))
+    jax, libtpu = (f"{name} {answer['versions'][name]}" for name in ("jax", "libtpu"))
+    versions = f"{jax} and {libtpu} of its own environment"
+    if answer.get("lent_libtpu"):
+        versions = f"{jax} of its own environment, which has no libtpu, and {libtpu} of Systolic's"
     step = ", ".join(
         f"{part.facts['name']}{f' {part.calls} times' if part.calls > 1 else ''}" for part in parts
     )
     notes = [
-        f"a step of {captured.command} calls {step}; compiled by {versions} of its own environment; the program {answer['ended']}",
+        f"a step of {captured.command} calls {step}; compiled by {versions}; the program {answer['ended']}",
         *answer["notes"],
     ]
     if len(parts) > 1:
@@ -192,14 +209,14 @@ def _notes(captured: Captured, parts: Sequence[_Part], on: Slice) -> list[str]:
         )
     if on.num_hosts > 1:
         notes.append(
-            f"the program was shown one process with all {on.num_devices} devices, where {on.num_hosts} hosts run one each: a batch that is given for each process is that of one host here"
+            f"the program ran as the first of {on.num_hosts} processes, one a host with {on.num_devices // on.num_hosts} of the {on.num_devices} devices; it was the only one: what others would have told it, it was told of itself"
         )
-    if not all(part.told for part in parts):
+    if not max(parts, key=lambda part: part.memory.peak_bytes).told:
         notes.append(FROM_SCHEDULE)
     return [*notes, ZEROS]
 
 
-def _cautions(parts: Sequence[_Part], on: Slice) -> list[str]:
+def _cautions(parts: Sequence[StepPart], on: Slice) -> list[str]:
     single = [part.facts["name"] for part in parts if part.module.num_partitions == 1]
     if on.num_devices == 1 or not single:
         return []

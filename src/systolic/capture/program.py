@@ -1,6 +1,8 @@
 """The program under capture: its process, its stages and its answer."""
 
 import contextlib
+import fcntl
+import importlib.metadata
 import json
 import os
 import shlex
@@ -19,6 +21,8 @@ from systolic.core.errors import NotFoundError, OptionError, RunError
 HOOK = Path(__file__).parent / "hook"
 """Folder that Python finds its ``sitecustomize`` in."""
 VARIABLE = "SYSTOLIC_CAPTURE"
+PARENT = "parent.lock"
+"""File in the folder that is locked while this process lives."""
 LIMIT_SECONDS = 1200.0
 """Seconds that a program may take to its step by default."""
 GRACE_SECONDS = 3600.0
@@ -82,13 +86,15 @@ def capture(
     request = {
         "topology": {
             "topology_name": on.topology_name,
-            "chips_per_host_bounds": on.chips_per_host_bounds,
+            "chips_per_host_bounds": _host_bounds(on),
             "chip_config_name": None
             if on.chip_config_name in (None, "default")
             else on.chip_config_name,
             "num_slices": on.num_slices if on.num_slices > 1 else None,
         },
+        "num_hosts": on.num_hosts,
         "device_bytes": on.program_bytes,
+        "libtpu": own_libtpu(),
         "step": step,
         "quick": quick,
         "limit_seconds": limit_seconds,
@@ -97,15 +103,39 @@ def capture(
     events = folder / "events.jsonl"
     events.touch()
     text = shlex.join(command)
-    code = _run(command, folder, limit_seconds, watch)
+    with (folder / PARENT).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the program ends when it is free
+        code = _run(command, folder, limit_seconds, watch)
+    (folder / PARENT).unlink()
     path = folder / "answer.json"
     if path.exists():
         return Captured(command=text, folder=folder, answer=json.loads(path.read_text()))
     raise RunError(_reason(_events(events), text, code, on))
 
 
+def _host_bounds(on: Slice) -> tuple[int, ...]:
+    """Chips of a host along each axis, by which libtpu numbers processes; a machine of eight chips is one of them."""
+    if on.num_hosts == on.num_slices:
+        return (*on.topology, 1, 1, 1)[:3]
+    assert on.chips_per_host_bounds is not None
+    return on.chips_per_host_bounds
+
+
+def own_libtpu() -> dict[str, str] | None:
+    """Path and version of this environment's libtpu, for programs of environments without one; None without it."""
+    try:
+        found = importlib.metadata.distribution("libtpu")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    path = Path(str(found.locate_file("libtpu/libtpu.so")))
+    return {"path": str(path), "version": found.version} if path.is_file() else None
+
+
 def _environment(folder: Path) -> dict[str, str]:
     made = {**os.environ, **QUIET, VARIABLE: str(folder.resolve())}
+    ours = own_libtpu()
+    if ours is not None and Path(made.get("TPU_LIBRARY_PATH", "")) == Path(ours["path"]):
+        del made["TPU_LIBRARY_PATH"]  # libtpu sets it on import, in a process that has jax
     made["PYTHONUNBUFFERED"] = "1"  # its lines come in their order, beside ours
     paths = [str(HOOK), *filter(None, [os.environ.get("PYTHONPATH")])]
     made["PYTHONPATH"] = os.pathsep.join(paths)
@@ -167,11 +197,30 @@ def _reason(events: Sequence[Mapping[str, Any]], text: str, code: int, on: Slice
     if "program_failed" in told:
         where = "of the program, above" if not told.get("ours") else "in the capture, above"
         kind = "" if not told.get("ours") else " (a fault of the capture, not of the program)"
-        return f"{text} failed before its step was known{kind}: {told['program_failed']}; the traceback is that {where}"
+        return f"{text} failed before its step was known{kind}: {told['program_failed']}; the traceback is that {where}{_called(told)}"
     if "without_calls" in told:
         return f"{text} {told['without_calls']} and called no jitted function on the slice; give a command that trains, and check that it uses jax.jit"
-    if not events:
-        return f"{text} ended with exit code {code} and imported no jax in a Python that reads PYTHONPATH; start it without -I or -E, and check that it gets as far as importing jax"
+    if not any("stage" in event for event in events):
+        return _before_jax(text, code, hooked=bool(events))
     stage = told.get("stage", "starting")
     how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
     return f"{text} {how} while {stage}, before its step was known; its own output is above"
+
+
+def _called(told: Mapping[str, Any]) -> str:
+    """What a program that failed had called, any of which may be its step."""
+    names = told.get("called")
+    if not names or told.get("ours"):
+        return ""
+    return f"; arrays on the slice read as zeros, which it may have refused; of {', '.join(names[:6])}, which it called, --step takes one for the step"
+
+
+def _before_jax(text: str, code: int, *, hooked: bool) -> str:
+    """Why a command came to no jax, on one line; ``hooked`` where a Python that reads PYTHONPATH was started."""
+    how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+    if not hooked:
+        why = " its own error is above;" if code else ""
+        return f"{text} {how} and started no Python that reads PYTHONPATH;{why} start Python without -I or -E, and check the command"
+    if code:
+        return f"{text} {how} before it imported jax; its own error is above"
+    return f"{text} {how} and imported no jax; give a command that trains, and check that it gets as far as importing jax"

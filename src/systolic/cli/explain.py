@@ -7,6 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from systolic.aot import StepKind
+from systolic.cli.explain_program import (
+    END,
+    ExplainDumpOptions,
+    ExplainProgramOptions,
+    explain_dump,
+    explain_program,
+)
 from systolic.cli.output import bounded_workers
 from systolic.cli.parse import Repeated, Required, parse, print_verb_help
 from systolic.cli.target import Request, first, renamed, request, request_for
@@ -20,6 +27,8 @@ FORMS = """usage: systolic explain RECIPE --on SLICE [options]
        systolic explain FORECAST.json [--against OTHER.json] [options]
        systolic explain RUN [--quick] [--trust] [--json]
        systolic explain PROFILE [--against DUMP.txt] [--html PAGE] [options]
+       systolic explain DUMP.txt --on SLICE [options]
+       systolic explain --on SLICE [options] -- python train.py [its options]
 
 RECIPE (or a model: llama-3.1-70b, a config.json) is forecast on the slice: where its step's time goes, and what changes of settings gain, each compiled
 and forecast again, then combined until none gains; for a step that does not fit, the fastest layout where it does. FORECAST.json is what
@@ -35,6 +44,10 @@ hosts are read together): RUN/profile after systolic train --profile N, or what 
 the median step's time goes: waiting for input, for the host, for copies from and to its memory and for other
 devices, recompilation, and the ops that are slow, each with its bytes and rate; of a run on TPUs also what
 changes of its settings gain, each forecast for its slice.
+
+DUMP.txt is scheduled HLO that another program wrote (compiled.as_text(), or XLA's dump after optimizations), and what
+follows -- is a JAX program of your own, which runs unchanged until its step is known, as for systolic forecast: where
+the step's time goes, by the same causes. No settings are tried: systolic knows no options of it.
 
 Exits with 1 when a step does not fit and nothing that was tried does. Changes are tried for train steps
 only; systolic plan searches further."""
@@ -132,14 +145,25 @@ class ExplainProfileOptions:
     json: bool = False
 
 
-OPTIONS = (ExplainOptions, ExplainSavedOptions, ExplainRunOptions, ExplainProfileOptions)
+OPTIONS = (
+    ExplainOptions,
+    ExplainSavedOptions,
+    ExplainRunOptions,
+    ExplainProfileOptions,
+    ExplainProgramOptions,
+    ExplainDumpOptions,
+)
 
 
 def run(args: Sequence[str]) -> int:
     """The verb."""
     if not args or args[0] in ("-h", "--help"):
         return print_verb_help(FORMS, *OPTIONS)
-    target, rest = first(args, "explain", "a run, a recipe, a profile or a saved forecast")
+    if END in args:
+        return explain_program(args)
+    target, rest = first(
+        args, "explain", "a run, a recipe, a profile, a saved forecast, or -- and a command"
+    )
     if not Path(target).exists():
         # A mistake in it is refused before the session is imported.
         if not is_recipe(target):
@@ -157,7 +181,16 @@ def run(args: Sequence[str]) -> int:
         return explainers[kind](target, rest)
     if is_recipe(target):
         return explain_recipe(target, rest)
+    if is_hlo(Path(target)):
+        return explain_dump(Path(target), rest)
     raise unknown(target)
+
+
+def is_hlo(path: Path) -> bool:
+    """Whether a path is a file of HLO text."""
+    from systolic.profile.files import beginning
+
+    return path.is_file() and beginning(path).lstrip().startswith(b"HloModule")
 
 
 def is_recipe(target: str) -> bool:

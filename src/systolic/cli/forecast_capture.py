@@ -64,7 +64,7 @@ def forecast_program(args: Sequence[str]) -> int:
     command = list(args[end + 1 :])
     if "," in options.on:
         raise OptionError(
-            f"--on {options.on} names several slices, and a program is captured for one at a time; run the command once for each"
+            f"--on {options.on} names several slices, and a program is forecast for one at a time; systolic plan --on {options.on} -- … compares them"
         )
     on = slice(options.on)
     shown = ForecastOptions(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from systolic.cli.output import bounded_workers, print_json
 from systolic.cli.parse import Required, print_verb_help
+from systolic.cli.plan_program import END, PlanProgramOptions, plan_program
 from systolic.cli.plan_serving import SERVE, plan_server
 from systolic.cli.target import Request, first, request
 from systolic.core.files import check_writable, write_json
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 FORMS = """usage: systolic plan RECIPE --on SLICES [options]
        systolic plan serve MODEL --on SLICES --requests-per-second N [options]
+       systolic plan --on SLICES [options] -- python train.py [its options]
 
 RECIPE is a name that systolic recipes lists, path/to/file.py:function, or a model: llama-3.1-70b, a config.json,
 a Hugging Face folder or a Bundle; weights are not needed. Every layout of every slice is
@@ -27,6 +29,8 @@ analysed; the most promising are compiled by the real compiler, best first, unti
 are kept: rerun to continue where Ctrl-C or --time-limit ended the search.
 SLICES is a list: v5e-16,v5p-8; v5e stands for all slices of that chip, any for all of TPUs that have a
 price. 8xh100 stands beside them by a roofline, which knows the GPU's rates and not its compiler.
+What follows -- is a JAX program of your own: it is started once for each slice, unchanged, until its step is known, and
+the slices are ranked as they are; its mesh and batch are its own affair. One where it fails is listed with the reason.
 It plans train steps; systolic forecast and systolic explain have --step for others. plan serve plans a server of a
 model for a demand: systolic plan serve --help shows its options.
 
@@ -113,7 +117,9 @@ Planner = Callable[[Request[PlanOptions], Watch], "Plan"]
 def run(args: Sequence[str]) -> int:
     """The verb."""
     if not args or args[0] in ("-h", "--help"):
-        return print_verb_help(FORMS, PlanOptions)
+        return print_verb_help(FORMS, PlanOptions, PlanProgramOptions)
+    if END in args:
+        return plan_program(args)
     if args[0] == SERVE:
         return plan_server(args[1:])
     target, rest = first(args, "plan", "a recipe or a model")

@@ -1,12 +1,17 @@
 """Causes of a step's time, largest share first, by the same rules for a forecast and a profile."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from systolic.explaining import waiting
 from systolic.explaining.cause import Cause
 from systolic.explaining.rules import RULES
 from systolic.explaining.settings import Settings
-from systolic.explaining.sources import step_of_forecast, step_of_profile
+from systolic.explaining.sources import (
+    StepProgram,
+    step_of_forecast,
+    step_of_profile,
+    step_of_programs,
+)
 from systolic.explaining.step import LEAST, Step
 from systolic.forecasting import Forecast
 from systolic.hlo import Module
@@ -31,6 +36,18 @@ def causes_of_forecast(
     if forecast.timeline is None or not forecast.step_seconds:
         return []
     return _sorted(_by_rules(step_of_forecast(forecast, module, model, settings)))
+
+
+def causes_of_programs(forecast: Forecast, programs: Sequence[StepProgram]) -> list[Cause]:
+    """Causes of the simulated step of programs that no recipe made; none where the forecast has no step time.
+
+    Args:
+        forecast: Forecast of the step, which fits.
+        programs: What it runs, one after the other.
+    """
+    if not forecast.step_seconds:
+        return []
+    return _sorted(_by_rules(step_of_programs(forecast, programs)))
 
 
 def causes_of_profile(profile: Profile, mesh: Mapping[str, int] | None = None) -> list[Cause]:

@@ -35,14 +35,29 @@ AXIS_ADVICE = {
         "layout.remat",
         "layout.fsdp",
         "layout.data",
+        plain="fewer, larger passes, or weights sharded over fewer devices with more data parallelism",
     ),
     "data": "a larger batch per device, so that gradients are summed less often",
-    "tensor": advise("a smaller {} with more {}", "layout.tensor", "layout.fsdp"),
-    "context": advise(
-        "a smaller {} with more {} or {}", "layout.context", "layout.fsdp", "layout.data"
+    "tensor": advise(
+        "a smaller {} with more {}",
+        "layout.tensor",
+        "layout.fsdp",
+        plain="a smaller tensor axis, with the weights sharded along the batch's axis",
     ),
-    "expert": advise("a smaller {}, or a lower {}", "layout.expert", "model.capacity_factor"),
-    "pipeline": advise("fewer stages: a smaller {}", "layout.pipeline"),
+    "context": advise(
+        "a smaller {} with more {} or {}",
+        "layout.context",
+        "layout.fsdp",
+        "layout.data",
+        plain="a smaller axis of the sequence, with more devices along the batch",
+    ),
+    "expert": advise(
+        "a smaller {}, or a lower {}",
+        "layout.expert",
+        "model.capacity_factor",
+        plain="a smaller axis of experts, or a lower capacity factor",
+    ),
+    "pipeline": advise("fewer stages: a smaller {}", "layout.pipeline", plain="fewer stages"),
 }
 
 
@@ -98,7 +113,11 @@ def slices(step: Step) -> Iterable[Cause]:
             "waiting for other slices over the data-centre network",
             ops,
             [
-                advise("{} data, so that only gradients cross", "layout.slices"),
+                advise(
+                    "{} data, so that only gradients cross",
+                    "layout.slices",
+                    plain="the batch split over slices and the model within each, so that only gradients cross",
+                ),
                 "one larger slice",
             ],
         )

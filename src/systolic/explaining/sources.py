@@ -3,7 +3,7 @@
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from systolic.chips.catalogue import by_device_kind
 from systolic.explaining.settings import Settings
@@ -19,13 +19,25 @@ from systolic.profile.ceilings import Rate
 from systolic.profile.kinds import COPIES, Activity
 from systolic.profile.trace import Backend
 from systolic.sim.rates import matrix_width, rates_of
-from systolic.sim.timeline import PricedBy, Resource, Span
+from systolic.sim.timeline import PricedBy, Resource, Span, Timeline
 from systolic.sim.work import work_of
 
 _CALLBACK = re.compile(r"callback", re.I)
 _COPY = re.compile(r"(copy|transpose)")
 _NARROW = re.compile(r"\b(s8|u8|s4|u4|f8\w+)\[")
 _F32 = re.compile(r"\bf32\[")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepProgram:
+    """One of the programs that a step runs."""
+
+    module: Module
+    timeline: Timeline
+    calls: int = 1
+    """Runs in a step."""
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    """Axis to size, outermost first, in the order of its devices; empty where it is not known."""
 
 
 # Simulated
@@ -64,6 +76,33 @@ def step_of_forecast(
         # Prefill and decode size their slots to their tokens.
         slots_per_token=model.slots_per_token() if model is not None and trains else 1.0,
         settings=settings,
+    )
+
+
+def step_of_programs(forecast: Forecast, programs: Sequence[StepProgram]) -> Step:
+    """The step of programs that no recipe made, run one after the other: captured, or the one of a dump."""
+    rates = rates_of(forecast.on)
+    ops: list[StepOp] = []
+    for program in programs:
+        index: dict[str, tuple[Computation, Instruction]] = {}
+        for computation in program.module.computations.values():
+            for instruction in computation:
+                index.setdefault(instruction.name, (computation, instruction))
+        windowed = names(program.module)
+        for span, times in program.timeline.leaves():
+            if span.lane == "core" and (at := index.get(span.name)) is not None:
+                place = Place(module=program.module, computation=at[0], instruction=at[1])
+                ops.append(_simulated(span, times * program.calls, place, windowed))
+    meshes = {tuple(program.mesh.items()) for program in programs}
+    return Step(
+        seconds=forecast.step_seconds or 0.0,
+        ops=ops,
+        mesh=dict(meshes.pop()) if len(meshes) == 1 else {},
+        peak=rates.peak,
+        mxu_width=matrix_width(rates.chip),
+        memory_peak=rates.hbm,
+        f32_passes=True,
+        foreign=True,
     )
 
 

@@ -64,7 +64,7 @@ def forecast_text(path: Path, on: Slice, given: Given = NOTHING) -> Forecast:
         OptionError: the slice is no TPU, or ``given`` has a name that the program has not.
         DataError: the file is no scheduled HLO of a TPU, is damaged, or is for another chip or number of devices.
     """
-    return _forecast(path, on, given)[0]
+    return forecast_module(path, on, given)[0]
 
 
 def compare_texts(
@@ -81,14 +81,15 @@ def compare_texts(
     Raises:
         As :func:`forecast_text`.
     """
-    before, old = _forecast(against, on, given)
-    after, new = _forecast(path, on, given)
+    before, old = forecast_module(against, on, given)
+    after, new = forecast_module(path, on, given)
     if before.timeline is None or after.timeline is None:
         return after, before, ()
     return after, before, changes_of((old, before.timeline), (new, after.timeline))
 
 
-def _forecast(path: Path, on: Slice, given: Given) -> tuple[Forecast, Module]:
+def forecast_module(path: Path, on: Slice, given: Given = NOTHING) -> tuple[Forecast, Module]:
+    """The forecast of scheduled HLO text, and the module that was simulated; raises as :func:`forecast_text`."""
     begin = time.perf_counter()
     module, text = _read(path, on)
     _check_memory(text, path, on)

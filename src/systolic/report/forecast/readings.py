@@ -11,7 +11,11 @@ from systolic.forecasting.forecast import TimeBound
 from systolic.report import figures
 from systolic.report.verdict import Tone, Verdict
 
-SCALES = {"tokens": ("billion tokens", 1e9), "examples": ("million examples", 1e6)}
+SCALES = {
+    "tokens": ("billion tokens", 1e9),
+    "examples": ("million examples", 1e6),
+    "steps": ("million steps", 1e6),
+}
 CLOSE = 0.9
 """Share of the memory above which little is left for allocations that the compiler does not count."""
 

@@ -20,12 +20,14 @@ _LESS = ("range", "waiting", "chips", "$/h", "bound by", "MFU")
 """Columns that a narrow terminal goes without, the first of them first."""
 
 
-def print_table(table: ForecastTable, *, stream: TextIO | None = None) -> None:
-    """Prints the screen to ``stream`` (stdout), in colour on a terminal."""
-    print_lines(lambda width: lines(table, width), MAX_WIDTH, stream=stream, usual=120)
+def print_table(
+    table: ForecastTable, *, notes: Sequence[str] = (), stream: TextIO | None = None
+) -> None:
+    """Prints the screen to ``stream`` (stdout), in colour on a terminal, ``notes`` at its end."""
+    print_lines(lambda width: lines(table, width, notes), MAX_WIDTH, stream=stream, usual=120)
 
 
-def lines(table: ForecastTable, width: int) -> list[Text]:
+def lines(table: ForecastTable, width: int, notes: Sequence[str] = ()) -> list[Text]:
     """The table in ``width`` columns, what differs in each row first; reasons of rows without a time below theirs."""
     cells = [_cells(row) for row in table.rows]
     names = list(dict.fromkeys(name for cell in cells for name in cell))
@@ -50,7 +52,8 @@ def lines(table: ForecastTable, width: int) -> list[Text]:
         shown.append(text)
         shown += [Text(f"  {part}", "dim") for part in textwrap.wrap(_reason(row), width - 2)]
     foot = _foot(table.rows, "waiting" in names)
-    shown += [Text(text, "dim") for text in textwrap.wrap(foot, width)]
+    for note in (foot, *notes):
+        shown += [Text(text, "dim") for text in textwrap.wrap(note, width)]
     for text in shown:
         text.truncate(width, overflow="ellipsis")
     return shown

@@ -1,7 +1,8 @@
 """Captures a JAX program: it sees the devices of a slice, its calls are recorded, and its step is compiled for the slice.
 
 ``arrays``: what stands for an array on the slice. ``bridge``: the devices. ``dispatch``: what the program does with
-arrays. ``shardings``: where the results of a call are. ``calls``: the calls, and which of them are a step.
+arrays. ``shardings``: where the results of a call are. ``hosts``: what several processes say to each other. ``pmap``:
+its functions as jitted ones. ``calls``: the calls, and which of them are a step.
 ``compiling``: the schedule, and the answer in the folder that ``SYSTOLIC_CAPTURE`` names.
 """
 
@@ -13,8 +14,9 @@ import sys
 
 PATCHES = {
     "jax._src.xla_bridge": ("bridge", "patch_bridge"),
-    "jax._src.distributed": ("bridge", "patch_distributed"),
-    "jax.experimental.multihost_utils": ("bridge", "patch_hosts"),
+    "jax._src.distributed": ("hosts", "patch_distributed"),
+    "jax.experimental.multihost_utils": ("hosts", "patch_utils"),
+    "jax._src.mesh": ("bridge", "patch_mesh"),
     "jax._src.interpreters.pxla": ("bridge", "patch_default_device"),
     "jax._src.sharding_impls": ("bridge", "patch_shardings"),
     "jax._src.core": ("dispatch", "patch_core"),
@@ -65,4 +67,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 def install():
     """Waits for jax to be imported."""
+    from systolic_capture import report
+
+    report.say(python=sys.executable)
     sys.meta_path.insert(0, _Finder())

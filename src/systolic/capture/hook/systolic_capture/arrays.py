@@ -28,10 +28,31 @@ def serials(values):
     return [(one.serial, one.nbytes) for one in large]
 
 
+def links(values):
+    """What ties a call to those before it: numbers of the arrays that it takes, and of the calls that they come from.
+
+    Keys of random numbers and counters don't: what makes one array after the other shares them.
+    """
+    taken = [one for one in values if is_slice_array(one) and one.size > 1 and _is_inexact(one)]
+    return frozenset(one.serial for one in taken), frozenset(one.born for one in taken)
+
+
+def _is_inexact(array):
+    import numpy as np
+    from jax._src import dtypes
+
+    return dtypes.issubdtype(array.dtype, np.inexact)
+
+
+def latest(values):
+    """Number of the latest recorded call that some values come from; -1 where they come from none."""
+    return max((one.born for one in values if is_slice_array(one)), default=-1)
+
+
 def register():
     """Makes jax take the class for an array."""
     from jax._src import api_util, core, dtypes
-    from jax._src.interpreters import pxla
+    from jax._src.interpreters import mlir, pxla
     from jax._src.numpy import array_methods
 
     try:
@@ -64,7 +85,21 @@ def register():
     if hasattr(core, "shaped_abstractify_handlers"):
         core.shaped_abstractify_handlers[kind] = lambda array: array.aval
 
+    mlir.register_constant_handler(kind, _constant)
+
     def shard(arrays, *_):
         raise RuntimeError("an array on the slice was given to a program on the CPU")
 
     pxla.shard_arg_handlers[kind] = shard
+
+
+def _constant(array, *rest):
+    """Zeros, in a program that the program under capture lowers itself."""
+    import numpy as np
+    from jax._src.interpreters import mlir
+
+    base = array.physical
+    zeros = np.broadcast_to(
+        np.zeros((), base.dtype), base.shape
+    )  # one number in the text, however large
+    return mlir.get_constant_handler(np.ndarray)(zeros, *rest)

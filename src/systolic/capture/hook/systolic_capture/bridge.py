@@ -1,4 +1,4 @@
-"""The devices that the program sees: one process that holds all devices of the slice."""
+"""The devices that the program sees: those of the slice, of which this process, the first of the slice's, has its own."""
 
 import contextlib
 import functools
@@ -23,14 +23,37 @@ def slice_devices():
     try:
         found = list(topologies.get_topology_desc(platform="tpu", **kwargs).devices)
     except Exception as error:
-        libtpu = report.version_of("libtpu")
+        libtpu, lent = report.libtpu()
+        whose = "lent to an environment without one" if lent else "of this environment"
         reason = " ".join(str(error).split())[:300]
-        report.refuse(
-            f"libtpu {libtpu} of this environment does not know {asked['topology_name']}: {reason}"
-        )
+        report.refuse(f"libtpu {libtpu} {whose} does not know {asked['topology_name']}: {reason}")
     _known["ids"] = frozenset(map(id, found))
     _answer_memory(type(found[0]))
+    if not asked["num_slices"]:
+        _answer_slice(type(found[0]))
     return found
+
+
+def _answer_slice(kind):
+    """``device.slice_index`` where there is one slice, which a description leaves out and a device has."""
+
+    def slice_index(self):
+        if not is_slice_device(self):
+            raise AttributeError("slice_index")
+        return 0
+
+    with contextlib.suppress(AttributeError, TypeError):
+        kind.slice_index = property(slice_index)
+
+
+def num_processes():
+    """Processes that a program on the slice has, one a host."""
+    return report.request().get("num_hosts", 1)
+
+
+def is_local(device):
+    """Whether this process has a device."""
+    return device.process_index == 0
 
 
 def _answer_memory(kind):
@@ -104,24 +127,30 @@ def patch_bridge(bridge):
 
     def local_devices(process_index=None, backend=None, host_id=None):
         if named(backend) in TPU:
-            return list(slice_devices())
+            wanted = process_index if process_index is not None else host_id or 0
+            return [one for one in slice_devices() if one.process_index == wanted]
         return real_local(backend=backend)
 
-    def count(real):
+    def count(real, found):
         def number(backend=None):
-            return len(slice_devices()) if named(backend) in TPU else real(backend)
+            return len(found()) if named(backend) in TPU else real(backend)
 
         return number
 
+    def process_count(backend=None):
+        return num_processes() if named(backend) in TPU else 1
+
     bridge.devices = functools.wraps(real_devices)(devices)
     bridge.local_devices = functools.wraps(real_local)(local_devices)
-    bridge.device_count = functools.wraps(bridge.device_count)(count(bridge.device_count))
+    bridge.device_count = functools.wraps(bridge.device_count)(
+        count(bridge.device_count, slice_devices)
+    )
     bridge.local_device_count = functools.wraps(bridge.local_device_count)(
-        count(bridge.local_device_count)
+        count(bridge.local_device_count, lambda: local_devices())
     )
     bridge.process_index = lambda backend=None: 0
-    bridge.process_count = lambda backend=None: 1
-    bridge.process_indices = lambda backend=None: [0]
+    bridge.process_count = process_count
+    bridge.process_indices = lambda backend=None: list(range(process_count(backend)))
     bridge.host_id, bridge.host_count = bridge.process_index, bridge.process_count
     bridge.host_ids = bridge.process_indices
     bridge.default_backend = lambda: "tpu"
@@ -161,14 +190,14 @@ class Cpu:
 
 
 def patch_shardings(module):
-    """All devices of the slice are addressable."""
+    """This process's devices of the slice are addressable."""
     for name in ("NamedSharding", "SingleDeviceSharding", "GSPMDSharding", "PositionalSharding"):
         kind = getattr(module, name, None)
         if kind is None:
             continue
         for attribute, answer in (
-            ("is_fully_addressable", lambda self: True),
-            ("addressable_devices", lambda self: set(self.device_set)),
+            ("is_fully_addressable", lambda self: all(map(is_local, self.device_set))),
+            ("addressable_devices", lambda self: set(filter(is_local, self.device_set))),
         ):
             real: Any = getattr(kind, attribute)
 
@@ -181,18 +210,25 @@ def patch_shardings(module):
                 setattr(kind, attribute, property(get))
 
 
-def patch_distributed(module):
-    """There is one process: nothing to connect."""
+def patch_mesh(module):
+    """Devices of a mesh that this process has."""
+    kind: Any = module.Mesh
 
-    def initialize(*args, **kwargs):
-        report.say(note="jax.distributed.initialize was left out: the program is one process here")
+    def answer(name, of_slice):
+        real: Any = vars(kind).get(name)
+        get_real: Any = getattr(real, "fget", None) or getattr(real, "func", None)
+        if get_real is None:
+            return
 
-    module.initialize = initialize
-    module.shutdown = lambda *args, **kwargs: None
+        def get(self):
+            return of_slice(self) if mesh_on_slice(self) else get_real(self)
 
+        setattr(kind, name, property(get))
 
-def patch_hosts(module):
-    """Barriers and broadcasts of one process."""
-    module.sync_global_devices = lambda name: None
-    module.broadcast_one_to_all = lambda tree, is_source=None: tree
-    module.assert_equal = lambda tree, message="": None
+    def own(self):
+        return [one for one in self.devices.flat if is_local(one)]
+
+    answer("local_devices", own)
+    answer("_local_devices_set", lambda self: set(own(self)))
+    answer("is_multi_process", lambda self: self.devices.size != len(own(self)))
+    answer("_process_indices", lambda self: {one.process_index for one in self.devices.flat})

@@ -8,7 +8,7 @@ import threading
 import time
 from typing import Any
 
-from systolic_capture import arrays, bridge, flops, report, shardings
+from systolic_capture import arrays, bridge, dispatch, flops, report, shardings
 
 SURE_CALLS = 40
 """Calls after which a repeated sequence is taken for the step, whatever the time."""
@@ -37,8 +37,6 @@ class Call:
     """One call of a jitted function: what is needed to lower it, and the shapes of its results."""
 
     def __init__(self, args, params, own):
-        from systolic_capture import dispatch
-
         body = shardings.inner(params["jaxpr"])
         self.name = str(params.get("name") or "jit")
         self.source = body.source
@@ -47,7 +45,7 @@ class Call:
         self.mesh = dispatch.context_mesh()
         self.args = [self._kept(one) for one in args]
         self._hoist(body)
-        self.ids = arrays.serials(args)
+        self.ids, self.links = arrays.serials(args), arrays.links(args)
         self.key = (
             self.name,
             self.source,
@@ -59,9 +57,13 @@ class Call:
 
     def _kept(self, value):
         """An argument without its data."""
-        from systolic_capture import dispatch
-
         if arrays.is_slice_array(value):
+            return value
+        return arrays.array_class()(dispatch.aval_of(value), dispatch.first_device(), False)
+
+    def _constant(self, value):
+        """An array that the function refers to: on one device it goes wherever the call does."""
+        if arrays.is_slice_array(value) and len(value.sharding.device_set) > 1:
             return value
         return arrays.array_class()(dispatch.aval_of(value), dispatch.first_device(), False)
 
@@ -75,7 +77,7 @@ class Call:
         self.params["jaxpr"] = partial_eval.close_jaxpr(
             partial_eval.convert_constvars_jaxpr(body.jaxpr)
         )
-        self.args = [self._kept(one) for one in body.consts] + self.args
+        self.args = [self._constant(one) for one in body.consts] + self.args
         unspecified = _unspecified()
         for name, filler in (
             ("in_shardings", unspecified),
@@ -92,8 +94,6 @@ class Call:
 
     def results(self):
         """The results in shape alone."""
-        from systolic_capture import dispatch
-
         avals = shardings.inner(self.params["jaxpr"]).outvars_avals()
         known = _known.get(self.key)
         if known is not None:
@@ -109,7 +109,7 @@ class Call:
         """Shardings of the results that the compiler chooses; None where it fails."""
         report.say(stage=f"compiling {self.name} for the shardings of its results")
         try:
-            made = self.lower().compile(compiler_options={"exec_time_optimization_effort": -1.0})
+            made = self.lower().compile(compiler_options=_least_effort())
             return list(made._out_shardings)
         except Exception as error:
             reason = " ".join(str(error).split())[:160]
@@ -134,6 +134,15 @@ class Call:
         )
 
 
+def _least_effort():
+    """Options of the quickest compile; jax 0.11 took the finer one away."""
+    from jax._src import config
+
+    if hasattr(config, "exec_time_optimization_effort"):
+        return {"exec_time_optimization_effort": -1.0}
+    return {"optimization_level": 1}
+
+
 def _unspecified():
     from jax._src import sharding_impls
 
@@ -150,6 +159,7 @@ class Lowered:
         self.name = str(getattr(lowering, "_name", "program"))
         self.source, self.options = "", dict(options or {})
         self._lowering, self.args, self.ids = lowering, [], []
+        self.links = arrays.links([])
         self.key = ("lowered", id(lowering))
         self.flops, self.eqns = 0.0, 0
         self.places = None
@@ -196,6 +206,7 @@ def start():
     from systolic_capture import compiling
 
     compiling.start()
+    report.end_with_parent()
     atexit.register(_at_exit)
     real = sys.excepthook
 
@@ -226,19 +237,20 @@ def _is_alike(before, now):
 
 
 def record(call):
-    """Adds a call to the sequence, and ends the program when its step is known."""
+    """Adds a call to the sequence, and ends the program when its step is known; returns its number, None of jax's own."""
     if call.own:
         count_operation(call.name)
-        return
+        return None
     with _lock:
+        number = len(_sequence)
         if _state["ended"]:
-            return
+            return number
         known = _known.setdefault(call.key, call)
         now = time.monotonic()
         if not _sequence:
             report.say(stage="running until a step repeats")
         unchanged = _is_alike(_last.get(call.key, ()), call.ids)
-        _sequence.append((known, now, unchanged, sum(_operations.values())))
+        _sequence.append((known, now, unchanged, sum(_operations.values()), call.links))
         _last[call.key] = call.ids
         if (found := _settled(now)) is not None:
             _state["ended"] = True
@@ -246,6 +258,7 @@ def record(call):
         from systolic_capture import compiling
 
         compiling.answer(found, "stopped when its step had repeated")
+    return number
 
 
 def _settled(now):
@@ -255,7 +268,7 @@ def _settled(now):
         return None
     chosen = report.request().get("step")
     step = [entry[0] for entry in _sequence[-period:]]
-    if chosen and not any(one.name == chosen for one in step):
+    if not any(one.name == chosen for one in step) if chosen else not _is_linked(period):
         return None
     repeats = _sequence[-min(len(_sequence), _repeats(period) * period) :]
     waited = now - repeats[0][1]
@@ -276,6 +289,17 @@ def _period():
         if keys[-length:] == keys[-2 * length : -length]:
             return length
     return None
+
+
+def _is_linked(length):
+    """Whether the last of the repeated sequences takes what the one before made or took: not so where the same function
+    initializes one array after the other."""
+    now, before = _sequence[-length:], _sequence[-2 * length : -length]
+    start = len(_sequence) - 2 * length
+    if any(start <= born < start + length for entry in now for born in entry[4][1]):
+        return True
+    taken = frozenset().union(*(entry[4][0] for entry in before))
+    return any(taken & entry[4][0] for entry in now)
 
 
 def _repeats(length):
@@ -309,7 +333,7 @@ def _best():
     if chosen:
         tallied = [one for one in tallied if one[0].name == chosen]
         return [tallied[0][0]] if tallied else []
-    if (period := _period()) is not None:
+    if (period := _period()) is not None and _is_linked(period):
         return [entry[0] for entry in _sequence[-period:]]
     repeated = [one for one in tallied if one[1] > 1]
     if repeated:
@@ -326,15 +350,16 @@ def _finish(ended):
             return
         _state["ended"] = True
         error = _state["error"]
-        step = [] if error and _period() is None else _best()
+        known = _period() is not None or report.request().get("step")
+        step = _best() if known or not error else []
+        names = sorted({one.name for one, _ in counts().values()})
         if error and not step:
-            report.say(program_failed=error, ours=_state["ours"])
+            report.say(program_failed=error, ours=_state["ours"], called=names)
             return
         if error:
             note(
-                f"the program failed after {len(_sequence)} calls ({error}); the step is what repeated before"
+                f"the program failed after {len(_sequence)} calls ({error}); the step is of what it called before"
             )
-        names = sorted({one.name for one, _ in counts().values()})
     from systolic_capture import compiling
 
     chosen = report.request().get("step")

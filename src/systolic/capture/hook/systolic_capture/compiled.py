@@ -26,10 +26,10 @@ class CapturedCompiled:
         made, tree = jax.tree.flatten(self._lowered.out_info)
         if self._call.places is None:
             self._call.places = self._places(list(filter(arrays.is_slice_array, leaves)), made)
-        self._call.ids = arrays.serials(leaves)
-        calls.record(self._call)
+        self._call.ids, self._call.links = arrays.serials(leaves), arrays.links(leaves)
+        born = calls.record(self._call)
         outs = [
-            dispatch.stand_in(core.ShapedArray(info.shape, info.dtype), where)
+            dispatch.stand_in(core.ShapedArray(info.shape, info.dtype), where, born=born)
             for info, where in zip(made, self._call.places, strict=True)
         ]
         return jax.tree.unflatten(tree, outs)

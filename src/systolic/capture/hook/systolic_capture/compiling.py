@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 
-from systolic_capture import calls, report
+from systolic_capture import bridge, calls, report, shardings
 
 SCHEDULED = "after_optimizations.txt"
 LAST = "after_optimizations-memory-usage-report.pb"
@@ -76,7 +76,11 @@ def _answer(step, ended):
         "operations_per_step": calls.operations_in(step),
         "ended": ended,
         "notes": calls.notes,
-        "versions": {name: report.version_of(name) for name in ("jax", "jaxlib", "libtpu")},
+        "versions": {
+            **{name: report.version_of(name) for name in ("jax", "jaxlib")},
+            "libtpu": report.libtpu()[0],
+        },
+        "lent_libtpu": report.libtpu()[1],
         "python": sys.executable,
         "flags": os.environ.get("LIBTPU_INIT_ARGS", ""),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
@@ -116,8 +120,18 @@ def _program(call, number):
             ]
             for device in devices
         ],
+        "mesh": _mesh(call, devices),
         "seconds": {"lower": round(lowering, 3), "compile": round(time.monotonic() - began, 3)},
     }
+
+
+def _mesh(call, devices):
+    """Axes of the mesh whose devices the program has in their order; empty without one."""
+    found = [getattr(call, "mesh", None), shardings.mesh_of(call.args)]
+    for one in filter(bridge.is_concrete, found):
+        if tuple(one.devices.flat) == tuple(devices):
+            return {str(name): int(size) for name, size in one.shape.items()}
+    return {}
 
 
 def _compiled(lowered, options, folder):

@@ -33,11 +33,11 @@ def _bytes(aval):
     return size * getattr(getattr(aval, "dtype", None), "itemsize", 4)
 
 
-def stand_in(aval, sharding, committed=True):
+def stand_in(aval, sharding, committed=True, born=-1):
     """An array of the slice; one that is not an array, such as a token, as it is."""
     if not hasattr(aval, "shape"):
         return aval
-    return arrays.array_class()(aval, sharding, committed)
+    return arrays.array_class()(aval, sharding, committed, born)
 
 
 def first_device():
@@ -119,8 +119,10 @@ def _operation(primitive, args, params):
     mesh = context_mesh()
     made = _results(primitive, avals, params)
     calls.count_operation(primitive.name)
+    born = arrays.latest(args)
     outs = [
-        stand_in(aval, *shardings.of_operation(aval, args, mesh, first_device)) for aval in made
+        stand_in(aval, *shardings.of_operation(aval, args, mesh, first_device), born)
+        for aval in made
     ]
     return outs if primitive.multiple_results else outs[0]
 
@@ -143,10 +145,11 @@ def put(value, where):
         named = getattr(target, "name", None) or getattr(target, "memory_kind", None)
         kind = {"Host": "pinned_host", "Device": "device"}.get(named, named)
         old = value.sharding if arrays.is_slice_array(value) else first_device()
-        return stand_in(aval, old if kind is None else old.with_memory_kind(kind))
+        place = old if kind is None else old.with_memory_kind(kind)
+        return stand_in(aval, place, born=arrays.latest([value]))
     if not bridge.on_slice(target) and _bytes(aval) <= MOST_BYTES:
         return jax.device_put(np.asarray(value), target)
-    return stand_in(shardings.placed(aval, target), target)
+    return stand_in(shardings.placed(aval, target), target, born=arrays.latest([value]))
 
 
 def patch_put(dispatch):
@@ -196,7 +199,7 @@ def patch_array(module):
             index = next(iter(where.devices_indices_map(shape).values()))
             part = data_callback(index)
             dtype = part.dtype if hasattr(part, "dtype") else jax.numpy.asarray(part).dtype
-        return _made(shape, dtype, where)
+        return array_of(shape, dtype, where)
 
     def make_array_from_process_local_data(
         sharding, local_data, global_shape=None, *args, **kwargs
@@ -218,27 +221,34 @@ def patch_array(module):
         )
         made = []
         for leaf, place, shape in zip(leaves, places, shapes, strict=True):
-            own = tuple(leaf.shape)
-            full = (
-                own
-                if shape is None
-                else tuple(own[axis] if dim is None else dim for axis, dim in enumerate(shape))
-            )
-            made.append(_made(full, leaf.dtype, place))
+            made.append(array_of(whole_shape(leaf.shape, place, shape), leaf.dtype, place))
         return tree_util.tree_unflatten(tree, made)
 
     def make_array_from_single_device_arrays(shape, sharding, parts, **kwargs):
         if not bridge.on_slice(sharding):
             return real_single(shape, sharding, parts, **kwargs)
         dtype = parts[0].dtype if len(parts) else kwargs["dtype"]
-        return _made(tuple(shape), dtype, sharding)
+        return array_of(tuple(shape), dtype, sharding)
 
     module.make_array_from_callback = make_array_from_callback
     module.make_array_from_process_local_data = make_array_from_process_local_data
     module.make_array_from_single_device_arrays = make_array_from_single_device_arrays
 
 
-def _made(shape, dtype, sharding):
+def whole_shape(own, sharding, given):
+    """Shape of an array of which each process has a part: as given, else as many parts as its sharding has processes."""
+    from jax._src import sharding_impls
+
+    own = tuple(own)
+    if given is None:
+        if bridge.num_processes() == 1:
+            return own
+        given = sharding_impls.local_to_global_shape(sharding, own)
+    return tuple(own[axis] if dim is None else dim for axis, dim in enumerate(given))
+
+
+def array_of(shape, dtype, sharding):
+    """An array on the slice."""
     from jax._src import core, dtypes
 
     if hasattr(dtypes, "canonicalize_dtype"):
@@ -312,7 +322,10 @@ def jit_call(args, params):
     """A call on the slice: recorded, and its results in shape alone."""
     call = calls.Call(args, params, is_own(params["jaxpr"]))
     outs = call.results()
-    calls.record(call)
+    born = calls.record(call)
+    born = arrays.latest(args) if born is None else born
+    for one in filter(arrays.is_slice_array, outs):
+        one.born = born
     return outs
 
 
@@ -343,23 +356,9 @@ def patch_stages(stages):
 
 def patch_jax(jax):
     """The last of jax has been imported."""
-    from jax._src import tree_util  # noqa: F401
+    from systolic_capture import pmap
 
     arrays.register()
-    if hasattr(jax, "pmap"):
-        jax.pmap = _pmap
+    pmap.patch(jax)
     report.say(stage="running until the first call", jax=jax.__version__)
     calls.start()
-
-
-def _pmap(function=None, *args, **kwargs):
-    """A function of ``jax.pmap``, which some packages make and never call."""
-
-    def call(*args, **kwargs):
-        report.refuse(
-            "the program calls a function of jax.pmap, which is not captured; use jax.jit with shardings, which replaces it"
-        )
-
-    if function is None:
-        return functools.partial(_pmap, *args, **kwargs)
-    return functools.wraps(function, updated=())(call)

@@ -1,15 +1,21 @@
 """What the parent asked for, and what it is told: JSON lines in ``events.jsonl``."""
 
 import contextlib
+import fcntl
 import functools
 import importlib.metadata
 import importlib.util
 import json
 import os
+import signal
 import sys
 import threading
 
 FOLDER = os.environ.get("SYSTOLIC_CAPTURE", "")
+PARENT = "parent.lock"
+"""File that the parent has locked while it lives."""
+LENT = "SYSTOLIC_CAPTURE_LENT"
+"""Variable that is set where the libtpu is the parent's: libtpu sets its path itself when it is imported."""
 LEAST_JAX = (0, 5, 0)
 """Oldest jax whose inner functions are those that are changed here."""
 _lock = threading.Lock()
@@ -43,8 +49,21 @@ def check_environment():
     if numbers < LEAST_JAX:
         least = ".".join(map(str, LEAST_JAX))
         refuse(f"{sys.executable} has jax {jax} and a capture needs {least} or later", "jax[tpu]")
+    elif os.path.isfile(os.environ.get("TPU_LIBRARY_PATH", "")):
+        pass
     elif importlib.util.find_spec("libtpu") is None:
-        refuse(f"{sys.executable} has no libtpu, the compiler of TPUs", f"'jax[tpu]=={jax}'")
+        lent = request().get("libtpu")
+        if lent is None:
+            refuse(f"{sys.executable} has no libtpu, the compiler of TPUs", f"'jax[tpu]=={jax}'")
+        os.environ["TPU_LIBRARY_PATH"] = lent["path"]
+        os.environ[LENT] = "1"
+
+
+def libtpu():
+    """Version of the compiler, and whether it is the parent's: the environment has none then."""
+    if os.environ.get(LENT):
+        return request()["libtpu"]["version"], True
+    return version_of("libtpu"), False
 
 
 def refuse(reason, package=""):
@@ -52,6 +71,20 @@ def refuse(reason, package=""):
     step = f"{sys.executable} -m pip install {package}" if package else ""
     say(refused=reason, next=step)
     leave(3)
+
+
+def end_with_parent():
+    """Begins to wait for the parent's death, which frees its lock: the process group ends with it, however it died."""
+
+    def wait():
+        try:
+            with open(os.path.join(FOLDER, PARENT)) as file:
+                fcntl.flock(file, fcntl.LOCK_SH)
+        except OSError:
+            return
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def leave(code):

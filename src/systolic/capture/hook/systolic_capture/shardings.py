@@ -263,16 +263,29 @@ def _through(eqn, ins):
         return ins[params["cond_nconsts"] + params["body_nconsts"] :]
     if name == "cond":
         return flow(params["branches"][0], ins[1:])
+    if name == "shard_map":
+        return [_of_shards(params, index) for index in range(len(eqn.outvars))]
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        if (
-            key in params
-            and hasattr(params[key], "eqns" if key == "jaxpr" else "jaxpr")
-            and name != "shard_map"
-        ):
+        if key in params and hasattr(params[key], "eqns" if key == "jaxpr" else "jaxpr"):
             return flow(params[key], ins)
     if name in ELEMENTWISE:
         return [_same_shape(eqn, ins, var) for var in eqn.outvars]
     return [None] * len(eqn.outvars)
+
+
+def _of_shards(params, index):
+    """The sharding of a result of ``shard_map``; None where its mesh is not of the slice."""
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    mesh = params["mesh"] if bridge.is_concrete(params["mesh"]) else _context()
+    if mesh is None or not bridge.mesh_on_slice(mesh):
+        return None
+    if "out_specs" in params:
+        return NamedSharding(mesh, params["out_specs"][index])
+    named = params["out_names"][index]  # dim to axes, before jax 0.7
+    return NamedSharding(
+        mesh, PartitionSpec(*(named.get(dim) for dim in range(max(named, default=-1) + 1)))
+    )
 
 
 def _context():

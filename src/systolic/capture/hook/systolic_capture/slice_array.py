@@ -8,6 +8,8 @@ import jax
 import numpy as np
 from jax._src import basearray, core, dtypes
 
+from systolic_capture import bridge
+
 _Array: Any = basearray.Array
 _serials = itertools.count()
 
@@ -15,8 +17,10 @@ _serials = itertools.count()
 class SliceArray(_Array):
     """Stands for an array on the slice: who reads it gets zeros."""
 
-    def __init__(self, aval, sharding, committed=True):
+    def __init__(self, aval, sharding, committed=True, born=-1):
         self.aval = aval
+        self.born = born
+        """Number of the latest recorded call that it comes from; -1 of one from none."""
         self.serial = next(_serials)
         self._sharding = sharding
         self._committed = committed
@@ -30,9 +34,8 @@ class SliceArray(_Array):
     nbytes = property(lambda self: self.size * self.dtype.itemsize)
     sharding = property(lambda self: self._sharding)
     committed = property(lambda self: self._committed)
-    is_fully_addressable = property(lambda self: True)
+    is_fully_addressable = property(lambda self: self._sharding.is_fully_addressable)
     is_fully_replicated = property(lambda self: self._sharding.is_fully_replicated)
-    global_shards = property(lambda self: self.addressable_shards)
     format = property(lambda self: _format(self._sharding))
     layout = property(lambda self: _format(self._sharding))
     traceback = property(lambda self: None)
@@ -49,6 +52,11 @@ class SliceArray(_Array):
 
     @property
     def addressable_shards(self):
+        """Parts of this process's devices."""
+        return [one for one in self.global_shards if bridge.is_local(one.device)]
+
+    @property
+    def global_shards(self):
         """Parts of all devices."""
         indices = self._sharding.devices_indices_map(self.shape)
         return [_Shard(self, device, index) for device, index in indices.items()]
@@ -58,11 +66,15 @@ class SliceArray(_Array):
         return self.addressable_shards[index].data
 
     @property
-    def _value(self):
+    def physical(self):
+        """Shape and dtype in memory, which those of keys of random numbers are not."""
         if dtypes.issubdtype(self.dtype, dtypes.extended):
-            base = core.physical_aval(self.aval)
-            return np.zeros(base.shape, base.dtype)
-        return np.zeros(self.shape, self.dtype)
+            return core.physical_aval(self.aval)
+        return self.aval
+
+    @property
+    def _value(self):
+        return np.zeros(self.physical.shape, self.physical.dtype)
 
     def __array__(self, dtype=None, context=None, copy=None):
         value = self._value
@@ -120,7 +132,7 @@ class SliceArray(_Array):
     __str__ = __repr__
 
     def __copy__(self):
-        return type(self)(self.aval, self._sharding, self._committed)
+        return type(self)(self.aval, self._sharding, self._committed, self.born)
 
     def __deepcopy__(self, memo):
         return self.__copy__()
@@ -176,6 +188,7 @@ class _Shard:
         return SliceArray(
             core.ShapedArray(shape, whole.dtype),
             jax.sharding.SingleDeviceSharding(self.device),
+            born=whole.born,
         )
 
 
