@@ -93,12 +93,12 @@ def register():
     pxla.shard_arg_handlers[kind] = shard
 
 
-def _constant(array, *rest):
+def _constant(val, *rest):
     """Zeros, in a program that the program under capture lowers itself."""
     import numpy as np
     from jax._src.interpreters import mlir
 
-    base = array.physical
+    base = val.physical
     zeros = np.broadcast_to(
         np.zeros((), base.dtype), base.shape
     )  # one number in the text, however large

@@ -167,9 +167,8 @@ class _Given:
             return on_all(*leaves)
 
         # jit checks donated arguments by the signature, which would be the function's own.
-        call.__signature__ = inspect.Signature(
-            [inspect.Parameter("leaves", inspect.Parameter.VAR_POSITIONAL)]
-        )
+        leaves = inspect.Parameter("leaves", inspect.Parameter.VAR_POSITIONAL)
+        call.__dict__["__signature__"] = inspect.Signature([leaves])
         if not hasattr(of._function, "__name__"):
             call.__name__ = "pmapped"
         self.jitted = jax.jit(call, donate_argnums=donated)
