@@ -85,7 +85,7 @@ def register():
     if hasattr(core, "shaped_abstractify_handlers"):
         core.shaped_abstractify_handlers[kind] = lambda array: array.aval
 
-    mlir.register_constant_handler(kind, _constant)
+    mlir.register_constant_handler(kind, _constant)  # ty: ignore[invalid-argument-type]
 
     def shard(arrays, *_):
         raise RuntimeError("an array on the slice was given to a program on the CPU")
