@@ -1,0 +1,148 @@
+"""Trainers' own programs against their published step times: each row's command, captured, compiled and simulated.
+
+``python benchmarks/reach/run.py --python maxtext=ENV/bin/python --out rows.jsonl`` runs the rows of ``rows.jsonl`` one after
+the other through ``systolic forecast --on SLICE --json -- COMMAND`` and appends a line for each; run again, it goes on.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE.parent), str(HERE.parent / "accuracy")]
+from records import check_out, lines, none_chosen, refuse
+
+ROWS = HERE / "rows.jsonl"
+PROGRAMS = {"maxtext": ("-m", "maxtext.trainers.pre_train.train")}
+"""What is run of a trainer, by its name in ``rows.jsonl``."""
+RUN = ("run_name=reach", "steps=100", "tokenizer_path=", "log_config=False")
+"""Arguments of every row, that the step does not depend on: tokens are synthetic."""
+UNKNOWN = re.compile(r"Unknown command line flag '([\w-]+)'")
+"""What libtpu prints before it ends the process."""
+OF_THE_MACHINE = ("a step of ", "other jitted functions")
+"""Beginnings of notes that name paths of the machine that the program ran on."""
+LARGEST = 12
+"""Ops that are kept."""
+LAST_LINES = 12
+"""Lines of a failed program that are kept."""
+
+
+def command(row: Mapping[str, Any], python: str, folder: str) -> list[str]:
+    """The trainer's command line of a row."""
+    own = [f"base_output_directory={folder}", *RUN]
+    return [python, *PROGRAMS[row["program"]], *row["arguments"], *own]
+
+
+def answer(
+    row: Mapping[str, Any], python: str, options: Sequence[str], keep: Path | None = None
+) -> dict[str, Any]:
+    """The line of a row: the answer's figures, or ``problem``. ``keep`` is a folder for the compiled text."""
+    flags, dropped = row["flags"].split(), []
+    began = time.monotonic()
+    if keep is not None:
+        options = [*options, "--keep", str(keep)]
+    while True:
+        if keep is not None:
+            shutil.rmtree(keep, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix="reach-") as folder:
+            words = command(row, python, folder)
+            ran = subprocess.run(
+                [sys.executable, "-m", "systolic", "forecast", "--on", row["on"], "--json"]
+                + [*options, "--", *words],
+                env={**os.environ, "LIBTPU_INIT_ARGS": " ".join(flags)},
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+        unknown = [name for name in UNKNOWN.findall(ran.stderr) if _without(flags, name) != flags]
+        if not unknown:
+            break
+        flags = _without(flags, unknown[0])
+        dropped.append(unknown[0])
+    made = {"id": row["id"], "on": row["on"], "dropped": dropped}
+    made["seconds"] = round(time.monotonic() - began, 1)
+    try:
+        told = json.loads(ran.stdout)
+    except ValueError:
+        return made | {"problem": _reason(ran.stderr), "tail": ran.stderr.splitlines()[-LAST_LINES:]}
+    return made | _figures(told)
+
+
+def _without(flags: Sequence[str], name: str) -> list[str]:
+    return [flag for flag in flags if flag.lstrip("-").split("=")[0] != name]
+
+
+def _reason(text: str) -> str:
+    """The message of ``systolic forecast``, its last line."""
+    found = [line for line in text.splitlines() if line.strip()]
+    return found[-1][:600] if found else "nothing was printed"
+
+
+def _figures(told: Mapping[str, Any]) -> dict[str, Any]:
+    compiler, hbm = told["compiler"], told["hbm"]
+    return {
+        "forecast_seconds": told["step_seconds"],
+        "fits": told["fits"],
+        "peak_bytes": hbm.get("peak_bytes"),
+        "capacity_bytes": hbm.get("capacity_bytes"),
+        "memory_origin": hbm.get("origin"),
+        "program": told["recipe"],
+        "versions": {name: compiler.get(name) for name in ("jax", "libtpu")},
+        "compile_seconds": compiler.get("seconds"),
+        "bound": told["bound"],
+        "time_by_resource": told["time_by_resource"],
+        "executed_flops": told["executed_flops_by_format"],
+        "rejected": (told.get("rejected") or {}).get("need_bytes"),
+        "notes": [note for note in told["notes"] if not note.startswith(OF_THE_MACHINE)],
+        "top_ops": [
+            {name: op.get(name) for name in ("op", "seconds", "runs", "bound_by", "flops", "bytes")}
+            for op in told.get("top_ops", [])[:LARGEST]
+        ],
+    }
+
+
+def main() -> int:
+    """Runs the rows that a file lacks."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("row", nargs="*", help="parts of names ($ is the end of a name); all rows by default")
+    parser.add_argument("--python", action="append", default=[], metavar="TRAINER=PYTHON")
+    parser.add_argument("--out", type=Path, required=True, help="file that lines are appended to")
+    parser.add_argument("--full", action="store_true", help="full compiles rather than schedules")
+    parser.add_argument("--keep", type=Path, help="folder for the compiled text of each row")
+    args = parser.parse_args()
+    pythons = dict(one.partition("=")[::2] for one in args.python)
+    rows = [row for row in lines(ROWS, "id", "on") if _chosen(row["id"], args.row)]
+    if not rows:
+        refuse(none_chosen(ROWS, args.row, None))
+    if missing := sorted({row["program"] for row in rows} - set(pythons)):
+        refuse(f"no Python for {' and '.join(missing)}; add --python {missing[0]}=ENV/bin/python")
+    check_out(args.out)
+    done = {one["id"] for one in lines(args.out, "id")} if args.out.exists() else set()
+    for row in rows:
+        if row["id"] in done:
+            continue
+        options = [] if args.full else ["--quick"]
+        keep = None if args.keep is None else args.keep / row["id"]
+        made = answer(row, pythons[row["program"]], options, keep)
+        with args.out.open("a") as file:
+            file.write(json.dumps(made) + "\n")
+        shown = made.get("forecast_seconds") or made.get("problem") or "does not fit"
+        print(f"{row['id']}: {shown} ({made['seconds']} s)", flush=True)
+    return 0
+
+
+def _chosen(name: str, parts: Sequence[str]) -> bool:
+    return not parts or any(part in f"{name}$" for part in parts)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
