@@ -2,6 +2,7 @@
 
 ``python benchmarks/reach/run.py --python maxtext=ENV/bin/python --out rows.jsonl`` runs the rows of ``rows.jsonl`` one after
 the other through ``systolic forecast --on SLICE --json -- COMMAND`` and appends a line for each; run again, it goes on.
+``--keep FOLDER`` keeps what was compiled, and ``--again FOLDER`` prices that anew, without the trainers.
 """
 
 import argparse
@@ -20,6 +21,9 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent / "accuracy")]
 from records import check_out, lines, none_chosen, refuse
+
+from systolic.capture import Captured, forecast_captured
+from systolic.chips import slice
 
 ROWS = HERE / "rows.jsonl"
 PROGRAMS = {"maxtext": ("-m", "maxtext.trainers.pre_train.train")}
@@ -77,6 +81,18 @@ def answer(
     return made | _figures(told)
 
 
+def priced_again(row: Mapping[str, Any], kept: Path, before: Mapping[str, Any]) -> dict[str, Any]:
+    """The line of a row whose compiled text an earlier run kept, at today's prices."""
+    folder = kept / row["id"]
+    if not (folder / "answer.json").exists():
+        return dict(before)
+    told = json.loads((folder / "answer.json").read_text())
+    captured = Captured(command=row["program"], folder=folder, answer=told)
+    made = forecast_captured(captured, slice(row["on"])).to_json()
+    same = ("id", "on", "dropped", "seconds")
+    return {name: before[name] for name in same if name in before} | _figures(made)
+
+
 def _without(flags: Sequence[str], name: str) -> list[str]:
     return [flag for flag in flags if flag.lstrip("-").split("=")[0] != name]
 
@@ -118,11 +134,17 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="file that lines are appended to")
     parser.add_argument("--full", action="store_true", help="full compiles rather than schedules")
     parser.add_argument("--keep", type=Path, help="folder for the compiled text of each row")
+    parser.add_argument("--again", type=Path, help="folder of an earlier run's --keep")
+    parser.add_argument("--before", type=Path, help="with --again: the lines of that run")
     args = parser.parse_args()
+    if (args.again is None) != (args.before is None):
+        refuse("--again takes the lines of the run that kept the folder; add --before ROWS.jsonl")
     pythons = dict(one.partition("=")[::2] for one in args.python)
     rows = [row for row in lines(ROWS, "id", "on") if _chosen(row["id"], args.row)]
     if not rows:
         refuse(none_chosen(ROWS, args.row, None))
+    if args.again is not None:
+        return _again(rows, args)
     if missing := sorted({row["program"] for row in rows} - set(pythons)):
         refuse(f"no Python for {' and '.join(missing)}; add --python {missing[0]}=ENV/bin/python")
     check_out(args.out)
@@ -137,6 +159,13 @@ def main() -> int:
             file.write(json.dumps(made) + "\n")
         shown = made.get("forecast_seconds") or made.get("problem") or "does not fit"
         print(f"{row['id']}: {shown} ({made['seconds']} s)", flush=True)
+    return 0
+
+
+def _again(rows: Sequence[Mapping[str, Any]], args: argparse.Namespace) -> int:
+    before = {one["id"]: one for one in lines(args.before, "id", "on")}
+    made = [priced_again(row, args.again, before[row["id"]]) for row in rows if row["id"] in before]
+    args.out.write_text("".join(json.dumps(one) + "\n" for one in made))
     return 0
 
 
