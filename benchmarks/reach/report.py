@@ -13,11 +13,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE.parent), str(HERE.parent / "accuracy")]
+sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "accuracy"))
 import rows as published
 from records import lines, tabled
 
+HERE = Path(__file__).parent
 REBUILT = HERE.parent / "results" / "2026-11-22-accuracy-quick.jsonl"
 CAUSES = HERE / "causes.json"
 """Why a row is off, by the beginning of its name."""
@@ -72,7 +73,9 @@ def _percent(error: float | None) -> str:
 
 def _memory(row: Row) -> str:
     need, have = row["peak_bytes"], row["capacity_bytes"]
-    return f"{'fits' if row['fits'] else 'does not fit'}, {need / 2**30:.1f} of {have / 2**30:.1f} GiB"
+    return (
+        f"{'fits' if row['fits'] else 'does not fit'}, {need / 2**30:.1f} of {have / 2**30:.1f} GiB"
+    )
 
 
 def _summary(found: Sequence[Row]) -> Iterable[str]:

@@ -18,18 +18,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE.parent), str(HERE.parent / "accuracy")]
+sys.path.insert(0, str(Path(__file__).parent.parent))
 from records import check_out, lines, none_chosen, refuse
 
 from systolic.capture import Captured, forecast_captured
 from systolic.chips import slice
 
+HERE = Path(__file__).parent
 ROWS = HERE / "rows.jsonl"
 PROGRAMS = {"maxtext": ("-m", "maxtext.trainers.pre_train.train")}
 """What is run of a trainer, by its name in ``rows.jsonl``."""
 RUN = ("run_name=reach", "steps=100", "tokenizer_path=", "log_config=False")
 """Arguments of every row, that the step does not depend on: tokens are synthetic."""
+SYSTOLIC = (sys.executable, "-m", "systolic", "forecast")
 UNKNOWN = re.compile(r"Unknown command line flag '([\w-]+)'")
 """What libtpu prints before it ends the process."""
 OF_THE_MACHINE = ("a step of ", "other jitted functions")
@@ -60,8 +61,7 @@ def answer(
         with tempfile.TemporaryDirectory(prefix="reach-") as folder:
             words = command(row, python, folder)
             ran = subprocess.run(
-                [sys.executable, "-m", "systolic", "forecast", "--on", row["on"], "--json"]
-                + [*options, "--", *words],
+                [*SYSTOLIC, "--on", row["on"], "--json", *options, "--", *words],
                 env={**os.environ, "LIBTPU_INIT_ARGS": " ".join(flags)},
                 capture_output=True,
                 text=True,
@@ -77,7 +77,10 @@ def answer(
     try:
         told = json.loads(ran.stdout)
     except ValueError:
-        return made | {"problem": _reason(ran.stderr), "tail": ran.stderr.splitlines()[-LAST_LINES:]}
+        return made | {
+            "problem": _reason(ran.stderr),
+            "tail": ran.stderr.splitlines()[-LAST_LINES:],
+        }
     return made | _figures(told)
 
 
@@ -129,7 +132,9 @@ def _figures(told: Mapping[str, Any]) -> dict[str, Any]:
 def main() -> int:
     """Runs the rows that a file lacks."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("row", nargs="*", help="parts of names ($ is the end of a name); all rows by default")
+    parser.add_argument(
+        "row", nargs="*", help="parts of names ($ is the end of a name); all rows by default"
+    )
     parser.add_argument("--python", action="append", default=[], metavar="TRAINER=PYTHON")
     parser.add_argument("--out", type=Path, required=True, help="file that lines are appended to")
     parser.add_argument("--full", action="store_true", help="full compiles rather than schedules")

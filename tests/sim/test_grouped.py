@@ -103,7 +103,10 @@ def test_cores_share_the_columns_of_megablox_whatever_it_calls_its_tiles() -> No
     rates = rates_of(slice("v5p-8"))
     computation, call = kernels(hlo.module("grouped-v5e-1"))[0]
     told = counted(call)
-    named = replace(call, rest=call.rest + ', metadata="{\\"tile_m\\": 512, \\"tile_k\\": 1024, \\"tile_n\\": 1024}"')
+    named = replace(
+        call,
+        rest=call.rest + ', metadata="{\\"tile_m\\": 512, \\"tile_k\\": 1024, \\"tile_n\\": 1024}"',
+    )
     without = grouped_of(computation, named, told)
     assert without is not None
     across = without.passes[1]

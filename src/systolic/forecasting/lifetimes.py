@@ -18,7 +18,9 @@ from systolic.sim.traffic import UPDATES, buffers_of, kept_operand
 
 _PASSED_ON = frozenset(("bitcast", "opt-barrier", "while"))
 """Results that lie, part by part, in the memory of the only operand."""
-_WITHOUT = frozenset(("parameter", "tuple", "get-tuple-element", "call", "conditional", "after-all"))
+_WITHOUT = frozenset(
+    ("parameter", "tuple", "get-tuple-element", "call", "conditional", "after-all")
+)
 """Other ops whose results allocate nothing."""
 
 Key = tuple[str, int]
@@ -135,9 +137,7 @@ def _given_by_carry(module: Module, body: Computation) -> dict[Key, int]:
     parts = _parts(body.root.shape)
     owners = owners_of(module, body)[body.root.name]
     return {
-        key: shape.bytes_in(HBM)
-        for shape, keys in zip(parts, owners, strict=False)
-        for key in keys
+        key: shape.bytes_in(HBM) for shape, keys in zip(parts, owners, strict=False) for key in keys
     }
 
 
@@ -188,9 +188,7 @@ def _owners(
     return tuple(made)
 
 
-def _of_done(
-    computation: Computation, done: Instruction, given: Sequence[Owners]
-) -> Owners:
+def _of_done(computation: Computation, done: Instruction, given: Sequence[Owners]) -> Owners:
     """The result of an asynchronous op: the part of its start that is new."""
     start = computation.index.get(done.operands[0]) if done.operands else None
     if start is None or not start.opcode.endswith("-start") or not given[0]:

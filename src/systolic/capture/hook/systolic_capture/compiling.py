@@ -11,8 +11,9 @@ import time
 from systolic_capture import calls, report
 
 SCHEDULED = "after_optimizations.txt"
-LAST = "after_optimizations-memory-usage-report.pb"
 USAGE = "after_optimizations-memory-usage-report.txt"
+LAST = ("after_optimizations-memory-usage-report.pb", USAGE)
+"""What is written behind the schedule; libtpu 0.0.10 writes the text alone."""
 REFUSED = "oom_intermediate_module.txt"
 POLL_SECONDS = 0.1
 
@@ -137,10 +138,13 @@ def _compiled(lowered, options, folder):
         except BaseException as error:
             failed.append(error)
 
+    def written(ending):
+        return _written(folder, ending)
+
     over = background(run)
     size = -1
     while not over.wait(POLL_SECONDS):
-        path = _written(folder, SCHEDULED) if quick and _written(folder, LAST) else None
+        path = _written(folder, SCHEDULED) if quick and any(map(written, LAST)) else None
         if path is not None:
             now = os.path.getsize(path)
             with open(path) as file:
