@@ -26,10 +26,20 @@ from systolic.chips import slice
 
 HERE = Path(__file__).parent
 ROWS = HERE / "rows.jsonl"
-PROGRAMS = {"maxtext": ("-m", "maxtext.trainers.pre_train.train")}
+PROGRAMS = {
+    "maxtext": ("-m", "maxtext.trainers.pre_train.train"),
+    "maxtext-v0.1.3": ("-m", "MaxText.train", "MaxText/configs/base.yml"),
+}
 """What is run of a trainer, by its name in ``rows.jsonl``."""
-RUN = ("run_name=reach", "steps=100", "tokenizer_path=", "log_config=False")
-"""Arguments of every row, that the step does not depend on: tokens are synthetic."""
+RUN = {
+    "maxtext": ("tokenizer_path=", "log_config=False"),
+    "maxtext-v0.1.3": (
+        "tokenizer_path=assets/tokenizer.llama2",
+        "enable_goodput_recording=False",
+        "monitor_goodput=False",
+    ),
+}
+"""Arguments of every row that the step does not depend on: tokens are synthetic."""
 SYSTOLIC = (sys.executable, "-m", "systolic", "forecast")
 UNKNOWN = re.compile(r"Unknown command line flag '([\w-]+)'")
 """What libtpu prints before it ends the process."""
@@ -41,16 +51,34 @@ LAST_LINES = 12
 """Lines of a failed program that are kept."""
 
 
+def key(row: Mapping[str, Any]) -> tuple[str, str]:
+    """The name and the trainer of a row, or of a line of it."""
+    return row["id"], row.get("trainer") or row["program"]
+
+
+def name_of(row: Mapping[str, Any]) -> str:
+    """Folder of a row's compiled text."""
+    return row["id"] if row["program"] == "maxtext" else f"{row['id']}-{row['program']}"
+
+
 def command(row: Mapping[str, Any], python: str, folder: str) -> list[str]:
     """The trainer's command line of a row."""
-    own = [f"base_output_directory={folder}", *RUN]
-    return [python, *PROGRAMS[row["program"]], *row["arguments"], *own]
+    program = row["program"]
+    own = [f"base_output_directory={folder}", "run_name=reach", "steps=100", *RUN[program]]
+    return [python, *PROGRAMS[program], *row["arguments"], *own]
 
 
 def answer(
-    row: Mapping[str, Any], python: str, options: Sequence[str], keep: Path | None = None
+    row: Mapping[str, Any],
+    python: str,
+    options: Sequence[str],
+    keep: Path | None = None,
+    root: str | None = None,
 ) -> dict[str, Any]:
-    """The line of a row: the answer's figures, or ``problem``. ``keep`` is a folder for the compiled text."""
+    """The line of a row: the answer's figures, or ``problem``.
+
+    ``keep`` is a folder for the compiled text, ``root`` the folder that the program runs in.
+    """
     flags, dropped = row["flags"].split(), []
     began = time.monotonic()
     if keep is not None:
@@ -63,6 +91,7 @@ def answer(
             ran = subprocess.run(
                 [*SYSTOLIC, "--on", row["on"], "--json", *options, "--", *words],
                 env={**os.environ, "LIBTPU_INIT_ARGS": " ".join(flags)},
+                cwd=root,
                 capture_output=True,
                 text=True,
                 check=False,
@@ -72,7 +101,7 @@ def answer(
             break
         flags = _without(flags, unknown[0])
         dropped.append(unknown[0])
-    made = {"id": row["id"], "on": row["on"], "dropped": dropped}
+    made = {"id": row["id"], "trainer": row["program"], "on": row["on"], "dropped": dropped}
     made["seconds"] = round(time.monotonic() - began, 1)
     try:
         told = json.loads(ran.stdout)
@@ -86,13 +115,13 @@ def answer(
 
 def priced_again(row: Mapping[str, Any], kept: Path, before: Mapping[str, Any]) -> dict[str, Any]:
     """The line of a row whose compiled text an earlier run kept, at today's prices."""
-    folder = kept / row["id"]
+    folder = kept / name_of(row)
     if not (folder / "answer.json").exists():
         return dict(before)
     told = json.loads((folder / "answer.json").read_text())
     captured = Captured(command=row["program"], folder=folder, answer=told)
     made = forecast_captured(captured, slice(row["on"])).to_json()
-    same = ("id", "on", "dropped", "seconds")
+    same = ("id", "trainer", "on", "dropped", "seconds")
     return {name: before[name] for name in same if name in before} | _figures(made)
 
 
@@ -114,7 +143,7 @@ def _figures(told: Mapping[str, Any]) -> dict[str, Any]:
         "peak_bytes": hbm.get("peak_bytes"),
         "capacity_bytes": hbm.get("capacity_bytes"),
         "memory_origin": hbm.get("origin"),
-        "program": told["recipe"],
+        "calls": told["recipe"],
         "versions": {name: compiler.get(name) for name in ("jax", "libtpu")},
         "compile_seconds": compiler.get("seconds"),
         "bound": told["bound"],
@@ -136,6 +165,9 @@ def main() -> int:
         "row", nargs="*", help="parts of names ($ is the end of a name); all rows by default"
     )
     parser.add_argument("--python", action="append", default=[], metavar="TRAINER=PYTHON")
+    parser.add_argument(
+        "--root", action="append", default=[], metavar="TRAINER=FOLDER", help="where it is run"
+    )
     parser.add_argument("--out", type=Path, required=True, help="file that lines are appended to")
     parser.add_argument("--full", action="store_true", help="full compiles rather than schedules")
     parser.add_argument("--keep", type=Path, help="folder for the compiled text of each row")
@@ -144,22 +176,25 @@ def main() -> int:
     args = parser.parse_args()
     if (args.again is None) != (args.before is None):
         refuse("--again takes the lines of the run that kept the folder; add --before ROWS.jsonl")
-    pythons = dict(one.partition("=")[::2] for one in args.python)
+    pythons, roots = (
+        dict(one.partition("=")[::2] for one in given) for given in (args.python, args.root)
+    )
     rows = [row for row in lines(ROWS, "id", "on") if _chosen(row["id"], args.row)]
     if not rows:
         refuse(none_chosen(ROWS, args.row, None))
     if args.again is not None:
         return _again(rows, args)
+    rows = [row for row in rows if row["program"] in pythons] if pythons else rows
     if missing := sorted({row["program"] for row in rows} - set(pythons)):
         refuse(f"no Python for {' and '.join(missing)}; add --python {missing[0]}=ENV/bin/python")
     check_out(args.out)
-    done = {one["id"] for one in lines(args.out, "id")} if args.out.exists() else set()
+    done = {key(one) for one in lines(args.out, "id")} if args.out.exists() else set()
     for row in rows:
-        if row["id"] in done:
+        if key(row) in done:
             continue
         options = [] if args.full else ["--quick"]
-        keep = None if args.keep is None else args.keep / row["id"]
-        made = answer(row, pythons[row["program"]], options, keep)
+        keep = None if args.keep is None else args.keep.resolve() / name_of(row)
+        made = answer(row, pythons[row["program"]], options, keep, roots.get(row["program"]))
         with args.out.open("a") as file:
             file.write(json.dumps(made) + "\n")
         shown = made.get("forecast_seconds") or made.get("problem") or "does not fit"
@@ -168,8 +203,8 @@ def main() -> int:
 
 
 def _again(rows: Sequence[Mapping[str, Any]], args: argparse.Namespace) -> int:
-    before = {one["id"]: one for one in lines(args.before, "id", "on")}
-    made = [priced_again(row, args.again, before[row["id"]]) for row in rows if row["id"] in before]
+    before = {key(one): one for one in lines(args.before, "id", "on")}
+    made = [priced_again(row, args.again, before[key(row)]) for row in rows if key(row) in before]
     args.out.write_text("".join(json.dumps(one) + "\n" for one in made))
     return 0
 

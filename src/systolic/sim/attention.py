@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from systolic.hlo import Computation, Instruction, Module, Shape
 from systolic.sim.calibration import fitted
@@ -180,6 +181,9 @@ def attention_of(
     else:
         found = block_share(module, computation, call, grid)
         share, assumed = found.value, found.assumed
+        told = _listed(module).get((queries, keys)) if assumed and kind != FORWARD else None
+        if told is not None:  # a mask that is data, of which the forward kernel lists the blocks
+            share, assumed = told, ""
     made = counted.get("grid")
     whole = list(made) if isinstance(made, list) else []
     blocks = copies * grid.rows * grid.columns * share
@@ -207,6 +211,27 @@ def attention_of(
         staged=staged,
         assumed=assumed,
     )
+
+
+@lru_cache(maxsize=2)
+def _listed(module: Module) -> Mapping[tuple[int, int], float]:
+    """Largest share of blocks that a forward kernel lists, by the lengths of its queries and keys.
+
+    Lists are as long as the device with most blocks needs, for which the others wait: in a ring without balance the last one computes whole blocks in
+    each turn.
+    """
+    shares: dict[tuple[int, int], float] = {}
+    for computation in module.computations.values():
+        for call in computation:
+            if call.target != "tpu_custom_call" or not call.name.startswith("splash_mha_fwd"):
+                continue
+            if listed_blocks(computation, call) is None:
+                continue
+            made = attention_of(module, computation, call, {})
+            if made is not None:
+                lengths = (made.grid.rows * made.block_q, made.grid.columns * made.block_kv)
+                shares[lengths] = max(shares.get(lengths, 0.0), made.share)
+    return shares
 
 
 def _kind(call: Instruction, rank: int) -> str:

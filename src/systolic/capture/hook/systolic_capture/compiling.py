@@ -148,7 +148,8 @@ def _compiled(lowered, options, folder):
         if path is not None:
             now = os.path.getsize(path)
             with open(path) as file:
-                if now == size and (text := file.read()).rstrip().endswith("}"):
+                # libtpu 0.0.10 names the module behind the last brace.
+                if now == size and (text := file.read()).rstrip().rpartition("\n")[2][:1] == "}":
                     return text, ""
             size = now
     if made:
