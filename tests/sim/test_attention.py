@@ -50,6 +50,16 @@ def test_tokamax_compares_positions_only_where_the_mask_cuts_a_block() -> None:
     assert taken.vector_ops == forward.vector_ops + 1
 
 
+def test_a_backward_kernel_whose_mask_is_data_computes_what_the_forward_one_lists() -> None:
+    # A ring over 64 devices without balance: in its turns the last device computes all 64 blocks, and the others wait for it.
+    text = hlo.text("splash_ring-v5p-128")
+    forward, backward = (attention(text, name) for name in ("splash_mha_fwd", "splash_mha_dkv"))
+    assert (forward.share, backward.share, backward.assumed) == (1.0, 1.0, "")
+    alone = attention(text.replace("splash_mha_fwd", "another"), "splash_mha_dkv")
+    assert alone.share == 36 / 64
+    assert alone.assumed == "attention taken as causal"
+
+
 def test_blocks_that_a_mask_cuts() -> None:
     square, wide = Grid(rows=4, columns=4), Grid(rows=8, columns=4)
     assert cut_share(square, 10 / 16, 2048, 2048) == 4 / 10
