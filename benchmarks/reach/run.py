@@ -40,6 +40,7 @@ RUN = {
     ),
 }
 """Arguments of every row that the step does not depend on: tokens are synthetic."""
+_COMMAND = re.compile(r"^systolic: .*? failed before its step was known: ")
 SYSTOLIC = (sys.executable, "-m", "systolic", "forecast")
 UNKNOWN = re.compile(r"Unknown command line flag '([\w-]+)'")
 """What libtpu prints before it ends the process."""
@@ -47,8 +48,6 @@ OF_THE_MACHINE = ("a step of ", "other jitted functions")
 """Beginnings of notes that name paths of the machine that the program ran on."""
 LARGEST = 12
 """Ops that are kept."""
-LAST_LINES = 12
-"""Lines of a failed program that are kept."""
 
 
 def key(row: Mapping[str, Any]) -> tuple[str, str]:
@@ -106,10 +105,7 @@ def answer(
     try:
         told = json.loads(ran.stdout)
     except ValueError:
-        return made | {
-            "problem": _reason(ran.stderr),
-            "tail": ran.stderr.splitlines()[-LAST_LINES:],
-        }
+        return made | {"problem": _reason(ran.stderr)}
     return made | _figures(told)
 
 
@@ -130,9 +126,9 @@ def _without(flags: Sequence[str], name: str) -> list[str]:
 
 
 def _reason(text: str) -> str:
-    """The message of ``systolic forecast``, its last line."""
+    """The message of ``systolic forecast``, its last line, without the command that it repeats."""
     found = [line for line in text.splitlines() if line.strip()]
-    return found[-1][:600] if found else "nothing was printed"
+    return _COMMAND.sub("", found[-1])[-600:] if found else "nothing was printed"
 
 
 def _figures(told: Mapping[str, Any]) -> dict[str, Any]:
