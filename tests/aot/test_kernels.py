@@ -106,7 +106,10 @@ def test_a_grid_whose_bounds_are_data_has_its_windows() -> None:
     text = counted(lowered(product, (x, matrices, of((8,), jnp.int32))))
     found = re.search(r'"counted":(\{.*?\}),"body"', text)
     assert found is not None
-    assert json.loads(found[1]) == {"windows": [[256, 512], [1, 512, 1024], [256, 1024]]}
+    assert json.loads(found[1]) == {
+        "windows": [[256, 512], [1, 512, 1024], [256, 1024]],
+        "parallel": [2],
+    }
 
 
 def test_what_is_no_kernel_or_can_t_be_read_stays() -> None:

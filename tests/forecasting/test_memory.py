@@ -58,6 +58,75 @@ def test_updates_in_place_tuples_and_loops_are_no_new_memory() -> None:
     assert 2 * BYTES <= found.peak_bytes < 2 * BYTES + 8192
 
 
+def test_parts_of_a_tuple_live_by_themselves() -> None:
+    # One part of the fusion is read at once, the other while c and d are alive: never four arrays.
+    before = f"""\
+%two (p: f32[1024,1024]) -> (f32[1024,1024], f32[1024,1024]) {{
+  %p = {BIG} parameter(0)
+  %m = {BIG} negate(%p)
+  %n = {BIG} abs(%p)
+  ROOT %t = ({BIG}, {BIG}) tuple(%m, %n)
+}}
+
+"""
+    found = held(
+        f"""\
+  %x = f32[]{{:T(128)}} parameter(0)
+  %a = {BIG} broadcast(%x), dimensions={{}}
+  %f = ({BIG}, {BIG}) fusion(%a), kind=kLoop, calls=%two
+  %b = {BIG} get-tuple-element(%f), index=0
+  %c = {BIG} negate(%b)
+  %e = {BIG} get-tuple-element(%f), index=1
+  %d = {BIG} add(%c, %e)
+  ROOT %s = f32[]{{:T(128)}} custom-call(%d), custom_call_target="Sum\"""",
+        before=before,
+    )
+    assert found.peak_bytes == 3 * BYTES + 4
+    assert {(b.name, b.bytes) for b in found.buffers} >= {("f", BYTES), ("a", BYTES)}
+
+
+def test_a_part_that_nothing_reads_is_there_while_it_is_written() -> None:
+    found = held(f"""\
+  %x = f32[]{{:T(128)}} parameter(0)
+  %k = ({BIG}, {BIG}) custom-call(%x), custom_call_target="Kernel"
+  %a = {BIG} get-tuple-element(%k), index=0
+  %b = {BIG} negate(%a)
+  ROOT %s = f32[]{{:T(128)}} custom-call(%b), custom_call_target="Sum\"""")
+    assert found.peak_bytes == 2 * BYTES + 4
+    assert [b.bytes for b in found.buffers] == [BYTES, BYTES, 4]
+
+
+def test_what_a_loop_makes_for_its_next_turn_takes_the_place_of_the_last() -> None:
+    before = f"""\
+%body (s: (s32[], f32[1024,1024])) -> (s32[], f32[1024,1024]) {{
+  %s = (s32[]{{:T(128)}}, {BIG}) parameter(0)
+  %i = s32[]{{:T(128)}} get-tuple-element(%s), index=0
+  %v = {BIG} get-tuple-element(%s), index=1
+  %t = {BIG} negate(%v)
+  %u = {BIG} abs(%t)
+  ROOT %o = (s32[]{{:T(128)}}, {BIG}) tuple(%i, %u)
+}}
+
+%condition (c: (s32[], f32[1024,1024])) -> pred[] {{
+  %c = (s32[]{{:T(128)}}, {BIG}) parameter(0)
+  ROOT %p = pred[]{{:T(512)}} constant(false)
+}}
+
+"""
+    found = held(
+        f"""\
+  %x = f32[]{{:T(128)}} parameter(0)
+  %n = {BIG} broadcast(%x), dimensions={{}}
+  %zero = s32[]{{:T(128)}} constant(0)
+  %t = (s32[]{{:T(128)}}, {BIG}) tuple(%zero, %n)
+  %w = (s32[]{{:T(128)}}, {BIG}) while(%t), condition=%condition, body=%body
+  %r = {BIG} get-tuple-element(%w), index=1
+  ROOT %e = f32[]{{:T(128)}} custom-call(%r), custom_call_target="Sum\"""",
+        before=before,
+    )
+    assert 2 * BYTES <= found.peak_bytes < 2 * BYTES + 8192  # carried, and t
+
+
 def test_an_asynchronous_start_counts_its_result_alone() -> None:
     found = held(f"""\
   %x = f32[512,1024]{{1,0:T(8,128)}} parameter(0)
@@ -135,7 +204,14 @@ def test_the_schedule_alone_is_near_the_compilers_figure(name: str, figure: str)
     said = recorded.report(name)["memory"][figure]
     found = memory_map(recorded.module(name), None)
     assert found.peak_bytes == found.estimated_bytes
-    assert said / 1.25 < found.estimated_bytes < said * 1.25
+    assert said / 1.4 < found.estimated_bytes < said * 1.05
+
+
+def test_lifetimes_of_a_published_recipe_are_the_compilers_figure() -> None:
+    # 24.3 GB. With tuples as one array and loops that make their carry anew it was 28.8 GB.
+    said = recorded.report("maxtext-v6e-8")["memory"]["used_in_bytes"]
+    found = memory_map(recorded.module("maxtext-v6e-8"), None)
+    assert said < found.estimated_bytes < said * 1.025
 
 
 @pytest.mark.parametrize("name", recorded.NAMES)

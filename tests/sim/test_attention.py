@@ -7,6 +7,8 @@ import pytest
 from systolic.chips import slice
 from systolic.hlo import parse
 from systolic.sim import simulate
+from systolic.sim.attention import Attention, attention_of
+from systolic.sim.masks import Grid, cut_share
 from tests.recorded import hlo
 
 MEASURED = {"fwd": 9.41e-3, "dkv": 13.87e-3}
@@ -31,6 +33,49 @@ def test_a_layer_s_attention_takes_what_a_chip_took() -> None:
         # Arrays are 256 wide: a head dim of 128 fills half of them.
         assert seconds > 2 * flops / 918e12
         assert seconds == pytest.approx(MEASURED[name], rel=0.06)
+
+
+def test_tokamax_compares_positions_only_where_the_mask_cuts_a_block() -> None:
+    # 131,072 keys and 16,384 queries a device, in balanced order: 8 of 260 blocks of 2,048 lie on the diagonal of their row.
+    text = hlo.text("splash_tokamax-tpu7x-512")
+    forward, backward = (attention(text, name) for name in ("splash_mha_fwd", "splash_mha_dkv"))
+    assert (forward.block_q, forward.block_kv, forward.staged) == (2048, 2048, True)
+    # The maximum is given (max_logit_const): JAX's 6.5 operations less one, and one for the segments.
+    assert forward.vector_ops == pytest.approx(6.5 - 1 + 1 + 8 / 260)
+    # Of 278 listed blocks of 1,024 x 4,096 each row of queries has one that is cut.
+    assert backward.vector_ops == pytest.approx(6.0 + 1 + 16 / 278)
+    taken = attention(
+        text.replace('max_logit_const\\": 30', 'max_logit_const\\": null'), "splash_mha_fwd"
+    )
+    assert taken.vector_ops == forward.vector_ops + 1
+
+
+def test_a_backward_kernel_whose_mask_is_data_computes_what_the_forward_one_lists() -> None:
+    # A ring over 64 devices without balance: in its turns the last device computes all 64 blocks, and the others wait for it.
+    text = hlo.text("splash_ring-v5p-128")
+    forward, backward = (attention(text, name) for name in ("splash_mha_fwd", "splash_mha_dkv"))
+    assert (forward.share, backward.share, backward.assumed) == (1.0, 1.0, "")
+    alone = attention(text.replace("splash_mha_fwd", "another"), "splash_mha_dkv")
+    assert alone.share == 36 / 64
+    assert alone.assumed == "attention taken as causal"
+
+
+def test_blocks_that_a_mask_cuts() -> None:
+    square, wide = Grid(rows=4, columns=4), Grid(rows=8, columns=4)
+    assert cut_share(square, 10 / 16, 2048, 2048) == 4 / 10
+    assert cut_share(wide, 20 / 32, 1024, 2048) == 8 / 20
+    assert cut_share(Grid(rows=4, columns=8), 20 / 32, 2048, 1024) == 8 / 20  # two a row
+    assert cut_share(square, 7 / 16, 2048, 2048) == 1.0  # a window
+    assert cut_share(Grid(rows=1, columns=1), 1.0, 512, 512) == 1.0
+
+
+def attention(text: str, name: str) -> Attention:
+    """What the call of a kernel says."""
+    module = parse(text)
+    (call,) = [one for one in module.entry if one.name.startswith(name)]
+    found = attention_of(module, module.entry, call, {})
+    assert found is not None
+    return found
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,29 @@ def test_megablox_tiles_come_from_the_kernel_s_windows() -> None:
         assert 0.4 < seconds_of(grouped, both) / seconds_of(grouped, rates) < 0.55
 
 
+def test_cores_share_the_columns_of_megablox_whatever_it_calls_its_tiles() -> None:
+    # MaxText's copy of the kernel (August 2026) names its tiles beside the call, as tokamax does, whose kernels stay on one core.
+    rates = rates_of(slice("v5p-8"))
+    computation, call = kernels(hlo.module("grouped-v5e-1"))[0]
+    told = counted(call)
+    named = replace(
+        call,
+        rest=call.rest + ', metadata="{\\"tile_m\\": 512, \\"tile_k\\": 1024, \\"tile_n\\": 1024}"',
+    )
+    without = grouped_of(computation, named, told)
+    assert without is not None
+    across = without.passes[1]
+    assert without.parallel == (across,)
+    one = grouped_of(computation, named, {**told, "parallel": []})
+    two = grouped_of(computation, named, {**told, "parallel": [2]})
+    assert one is not None
+    assert two is not None
+    assert seconds_of(one, rates) > 1.7 * seconds_of(two, rates)
+    tokamax = grouped_of(computation, named, {})
+    assert tokamax is not None
+    assert tokamax.parallel == ()
+
+
 def test_sizes_of_groups_that_the_program_holds() -> None:
     """One of eight groups has all 4,096 rows: its weights alone are fetched, and no tile is visited twice."""
     ((computation, call),) = kernels(operations.module("known-v5p", "quick"))

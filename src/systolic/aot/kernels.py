@@ -53,7 +53,7 @@ def counted(text: str) -> str:
     The object has ``grid`` and ``steps``, and ``parallel``, the dims of the grid that cores may share; over the whole call ``flops`` by the dtype of the matmuls' operands
     (``f32x6`` for f32 at full precision), ``vector`` operations, elements of ``tanh``, ``bytes`` of device memory that its windows and
     transfers move, ``remote`` bytes that go to other devices, and ``whole``: false where a loop or a branch depends on data; a branch counts as taken, and with ``loops`` a loop counts once. For a grid
-    with dynamic bounds it has only ``windows``, the block sizes of each operand and result.
+    with dynamic bounds it has only ``windows``, the block sizes of each operand and result, and ``parallel``.
     """
     known: dict[str, str | None] = {}
 
@@ -95,7 +95,10 @@ def _count(body: str) -> str | None:
             kernel = _Kernel.of(module)
             if kernel is None:
                 return None
-            made = {"windows": kernel.blocks()} if kernel.dynamic else kernel.count()
+            if kernel.dynamic:
+                made = {"windows": kernel.blocks(), "parallel": kernel.parallel}
+            else:
+                made = kernel.count()
             return json.dumps(made, separators=(",", ":"))
     except (ir.MLIRError, ValueError):
         return None  # written by a version whose code this one can't read

@@ -10,12 +10,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from systolic.forecasting.lifetimes import Alive, peak_of
 from systolic.hlo import Computation, Instruction, Module
-from systolic.hlo.aliases import aliased_operand
 from systolic.hlo.origin import named
 from systolic.hlo.shape import HBM
 from systolic.sim.layers import layer_of, phase_of
-from systolic.sim.traffic import UPDATES, buffers_of, kept_operand
 
 KINDS = (
     "parameters",
@@ -33,19 +32,6 @@ _PARAMETERS = re.compile(r"(^|\.)(params|model_state)\b|^weights\.(ends|layers)\
 _OPTIMIZER = re.compile(r"\.(optimizer|ema|mu|nu)\b|\bopt_state\b")
 _CACHE = re.compile(r"(^|[._'\[])(kv_?)?caches?($|[._'\]\[])|^pages\[", re.IGNORECASE)
 _COLLECTIVE = ("all-gather", "all-reduce", "reduce-scatter", "collective", "all-to-all")
-_ALIASES = frozenset(
-    (
-        "bitcast",
-        "tuple",
-        "get-tuple-element",
-        "opt-barrier",
-        "while",
-        "call",
-        "conditional",
-        "copy-done",
-        "after-all",
-    )
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,12 +61,6 @@ class MemoryMap:
     """Largest first."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Peak:
-    bytes: int
-    held: tuple[LiveBuffer, ...]
-
-
 def memory_map(module: Module, peak_bytes: int | None) -> MemoryMap:
     """Memory map at the peak.
 
@@ -91,8 +71,8 @@ def memory_map(module: Module, peak_bytes: int | None) -> MemoryMap:
     entry = module.entry
     arguments = [_argument(i) for i in entry.parameters]
     inputs = tuple(held for held in arguments if held.bytes)
-    peak = _peak(module, entry, {})
-    held = sorted((*inputs, *peak.held), key=lambda h: -h.bytes)
+    made = [_held(module, alive) for alive in peak_of(module).held]
+    held = sorted((*inputs, *made), key=lambda h: -h.bytes)
     estimated = sum(h.bytes for h in held)
     total = peak_bytes or estimated
     by_kind: Counter[str] = Counter()
@@ -157,133 +137,6 @@ def _leaf(path: str) -> str:
     return inside.partition("']")[0] if inside else path
 
 
-def _peak(module: Module, computation: Computation, known: dict[str, _Peak]) -> _Peak:
-    """The most that is alive in a computation beyond its parameters, and what it is."""
-    if computation.name in known:
-        return known[computation.name]
-    order = computation.instructions
-    owners = _owners(module, computation)
-    given = _donated(module) if computation.entry else {}
-    last: dict[str, int] = {}
-    for index, instruction in enumerate(order):
-        for name in instruction.operands:
-            for owner in owners.get(name, ()):
-                last[owner] = index
-    for owner in owners.get(computation.root.name, ()):
-        last[owner] = len(order)
-    ends: dict[int, list[str]] = {}
-    for name, index in last.items():
-        ends.setdefault(index, []).append(name)
-    alive: dict[str, int] = {}
-    now = best = 0
-    at: tuple[dict[str, int], Instruction | None, _Peak | None] = ({}, None, None)
-    for index, instruction in enumerate(order):
-        size = max(_own_bytes(module, instruction) - given.get(instruction.name, 0), 0)
-        inner = None
-        if instruction.opcode in ("while", "call", "conditional"):
-            inners = [_peak(module, module.computations[n], known) for n in _bodies(instruction)]
-            inner = max(inners, key=lambda p: p.bytes, default=None)
-        if size and instruction.name in last:
-            alive[instruction.name] = size
-            now += size
-        here = now + (inner.bytes if inner else 0) + (size if instruction.name not in last else 0)
-        if here > best:
-            best, at = here, (dict(alive), instruction, inner)
-        for name in ends.get(index, ()):
-            now -= alive.pop(name, 0)
-    held = [_held(module, computation, computation[name], size) for name, size in at[0].items()]
-    if at[2] is not None:
-        held += at[2].held
-    known[computation.name] = _Peak(best, tuple(held))
-    return known[computation.name]
-
-
-def _donated(module: Module) -> dict[str, int]:
-    """Bytes of each instruction's result that lie in the memory of a donated argument."""
-    entry, given = module.entry, Counter[str]()
-    parts = entry.root.operands if entry.root.opcode == "tuple" else (entry.root.name,)
-    parameters = entry.parameters
-    for output, argument in module.donations.items():
-        if output >= len(parts) or argument >= len(parameters):
-            continue
-        made = entry.index.get(parts[output])
-        while made is not None and made.opcode in ("bitcast", "get-tuple-element"):
-            made = entry.index.get(made.operands[0])
-        if made is not None and made.opcode != "parameter":
-            given[made.name] += parameters[argument].shape.bytes_in(HBM)
-    return given
-
-
-def _bodies(instruction: Instruction) -> list[str]:
-    if instruction.opcode == "while":
-        return [instruction.called("body") or ""]
-    return instruction.called_computations
-
-
-def _owners(module: Module, computation: Computation) -> dict[str, tuple[str, ...]]:
-    """Instructions whose memory each name's value lies in."""
-    owners: dict[str, tuple[str, ...]] = {}
-    for instruction in computation:
-        opcode = instruction.opcode
-        if opcode == "tuple":
-            owners[instruction.name] = tuple(
-                {o for name in instruction.operands for o in owners.get(name, ())}
-            )
-        elif opcode == "get-tuple-element":
-            source = computation.index.get(instruction.operands[0])
-            if source is not None and source.opcode == "tuple":
-                owners[instruction.name] = owners.get(source.operands[instruction.tuple_index], ())
-            else:
-                owners[instruction.name] = owners.get(instruction.operands[0], ())
-        elif opcode == "fusion" or opcode in UPDATES:
-            kept = _kept(module, instruction)
-            lies = {o for number in kept for o in owners.get(instruction.operands[number], ())}
-            own = (instruction.name,) if not kept or _own_bytes(module, instruction) else ()
-            owners[instruction.name] = (*lies, *own)
-        elif opcode in _ALIASES or opcode.endswith("-done"):
-            owners[instruction.name] = tuple(
-                {o for name in instruction.operands for o in owners.get(name, ())}
-            ) or ((instruction.name,) if _own_bytes(module, instruction) else ())
-        else:
-            owners[instruction.name] = (instruction.name,)
-    return owners
-
-
-def _kept(module: Module, instruction: Instruction) -> list[int]:
-    """Numbers of the operands whose memory parts of the result keep."""
-    if instruction.opcode in UPDATES:
-        return list(range(len(buffers_of(instruction))))
-    parts = len(instruction.shape.parts) if instruction.shape.parts is not None else 1
-    found = (kept_operand(module, instruction, part) for part in range(parts))
-    return [number for number in found if number is not None]
-
-
-def _own_bytes(module: Module, instruction: Instruction) -> int:
-    """HBM that an instruction allocates."""
-    opcode = instruction.opcode
-    if opcode in ("parameter", *_ALIASES) or opcode.endswith("-done"):
-        return 0
-    if opcode in UPDATES:
-        return 0
-    shape = instruction.shape
-    if opcode.endswith("-start") and shape.parts is not None:
-        # (operand, result, context) or ((operands), result, context): only the result is new.
-        return (
-            shape.parts[1].bytes_in(HBM)
-            if len(shape.parts) > 1 and "copy" not in opcode
-            else (shape.parts[0].bytes_in(HBM) if "copy" in opcode else 0)
-        )
-    if opcode == "fusion":
-        parts = shape.parts if shape.parts is not None else (shape,)
-        return sum(
-            part.bytes_in(HBM)
-            for number, part in enumerate(parts)
-            if aliased_operand(instruction, number) is None
-            and kept_operand(module, instruction, number) is None
-        )
-    return shape.bytes_in(HBM)
-
-
 def _filled_by(
     module: Module, computation: Computation, instruction: Instruction
 ) -> Instruction | None:
@@ -304,9 +157,8 @@ def _filled_by(
     return None
 
 
-def _held(
-    module: Module, computation: Computation, instruction: Instruction, size: int
-) -> LiveBuffer:
+def _held(module: Module, alive: Alive) -> LiveBuffer:
+    computation, instruction = alive.computation, alive.instruction
     origin = named(module, computation, instruction)
     filled = _filled_by(module, computation, instruction)
     if filled is not None:
@@ -317,8 +169,8 @@ def _held(
     return LiveBuffer(
         name=instruction.name,
         kind=kind,
-        bytes=size,
-        shape=str(instruction.shape),
+        bytes=alive.bytes,
+        shape=str(alive.shape),
         layer=layer_of(origin.op_name),
         source=str(source) if source else "",
         op=origin.op_name,

@@ -13,10 +13,17 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from systolic.hlo import Computation, Instruction, Module, Shape
 from systolic.sim.calibration import fitted
-from systolic.sim.masks import Grid, block_share, compares_positions, listed_blocks
+from systolic.sim.masks import (
+    Grid,
+    block_share,
+    compares_positions,
+    cut_share,
+    listed_blocks,
+)
 from systolic.sim.rates import Rates, cores, cores_used, f32_passes, matrix_width, vector_rate
 
 _NUMBER = re.compile(r'\\?"((?:block|[qkv])_\w+)\\?":\s*(\d+)')
@@ -34,6 +41,10 @@ _CAUSAL, _SEGMENTS, _SOFT_CAP = 1.0, 1.0, 3.0
 """Further operations: comparing positions, comparing segments, scaling into and out of tanh."""
 _SEQUENCE_MINOR = 2
 """Layout of an operand whose last dim is the sequence, as the kernels number it."""
+_ESTIMATED = re.compile(r'\\?"max_logit_const\\?":\s*-?[\d.]')
+"""tokamax's setting of a maximum that is given, rather than taken of each row's scores."""
+_MAXIMUM = 1.0
+"""Operation that it saves."""
 _FLOATS = ("bf16", "f16", "f32")
 
 
@@ -170,11 +181,19 @@ def attention_of(
     else:
         found = block_share(module, computation, call, grid)
         share, assumed = found.value, found.assumed
+        told = _listed(module).get((queries, keys)) if assumed and kind != FORWARD else None
+        if told is not None:  # a mask that is data, of which the forward kernel lists the blocks
+            share, assumed = told, ""
     made = counted.get("grid")
     whole = list(made) if isinstance(made, list) else []
     blocks = copies * grid.rows * grid.columns * share
+    staged = "use_base2_exp" in call.rest or "use_experimental_scheduler" in call.rest
     operations = _VECTOR_OPS[kind]
-    operations += _CAUSAL * compares_positions(computation, call)
+    if compares_positions(computation, call):
+        # JAX's kernel compares in every block and tokamax's only in those that the mask cuts.
+        cut = cut_share(grid, share, block_q, block_kv) if staged else 1.0
+        operations += _CAUSAL * cut
+    operations -= _MAXIMUM * (kind == FORWARD and bool(_ESTIMATED.search(call.rest)))
     operations += _SEGMENTS * ("_segmented" in call.name)
     operations += _SOFT_CAP * (bool(_CAP.search(call.rest)) or bool(counted.get("tanh")))
     return Attention(
@@ -189,9 +208,30 @@ def attention_of(
         vector_ops=operations,
         parallel=_parallel(kind, arrays[0], whole, counted.get("parallel")),
         dtype=arrays[0].dtype,
-        staged="use_base2_exp" in call.rest or "use_experimental_scheduler" in call.rest,
+        staged=staged,
         assumed=assumed,
     )
+
+
+@lru_cache(maxsize=2)
+def _listed(module: Module) -> Mapping[tuple[int, int], float]:
+    """Largest share of blocks that a forward kernel lists, by the lengths of its queries and keys.
+
+    Lists are as long as the device with most blocks needs, for which the others wait: in a ring without balance the last one computes whole blocks in
+    each turn.
+    """
+    shares: dict[tuple[int, int], float] = {}
+    for computation in module.computations.values():
+        for call in computation:
+            if call.target != "tpu_custom_call" or not call.name.startswith("splash_mha_fwd"):
+                continue
+            if listed_blocks(computation, call) is None:
+                continue
+            made = attention_of(module, computation, call, {})
+            if made is not None:
+                lengths = (made.grid.rows * made.block_q, made.grid.columns * made.block_kv)
+                shares[lengths] = max(shares.get(lengths, 0.0), made.share)
+    return shares
 
 
 def _kind(call: Instruction, rank: int) -> str:

@@ -192,8 +192,7 @@ def grouped_of(
         transposed=transposed,
         dtypes=(left.dtype, right.dtype, result.dtype),
         item_bytes=(left.bits / 8, right.bits / 8, result.bits / 8),
-        # tokamax's kernels run their grid in a pipeline within one step, on one core.
-        parallel=() if _TOKAMAX.search(call.rest) else (across,),
+        parallel=_parallel(call, across, counted),
     )
 
 
@@ -207,6 +206,18 @@ def _filled(sizes: Sequence[int], rows: float, groups: int) -> int:
     if sizes:
         return sum(size > 0 for size in sizes)
     return max(round(chosen(rows, groups)), 1)
+
+
+def _parallel(call: Instruction, across: int, counted: Mapping[str, object]) -> tuple[int, ...]:
+    """Dims of the grid that cores may share: as the body says, or the tiles of the columns.
+
+    tokamax's kernels have no windows: they run their grid in a pipeline within one step, on one core. MaxText's megablox
+    names its tiles as those do.
+    """
+    if not counted.get("windows"):
+        return () if _TOKAMAX.search(call.rest) else (across,)
+    told = counted.get("parallel")
+    return tuple(told) if isinstance(told, list) else (across,)
 
 
 def _tiles(

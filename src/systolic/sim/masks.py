@@ -89,6 +89,24 @@ def compares_positions(computation: Computation, call: Instruction) -> bool:
     return any(shape.dtype in _INTEGERS and len(shape.dims) == 2 for shape in shapes)
 
 
+def cut_share(grid: Grid, share: float, block_q: int, block_kv: int) -> float:
+    """Share of the computed blocks that a mask cuts.
+
+    The diagonal of a causal mask runs through as many blocks of a row as its queries are long. Under a mask that leaves less
+    than half of the blocks, which a causal one does not, such as a window, all count as cut.
+
+    Args:
+        grid: The whole grid.
+        share: Share of its blocks that are computed.
+        block_q: Queries of a block.
+        block_kv: Keys of a block.
+    """
+    if share < 0.5:
+        return 1.0
+    through = grid.rows * max(block_q / block_kv, 1.0)
+    return min(through / max(grid.rows * grid.columns * share, 1.0), 1.0)
+
+
 def _integers(computation: Computation, call: Instruction) -> list[Shape]:
     """Operands before the first one of floats."""
     shapes = computation.operand_shapes(call)

@@ -11,8 +11,9 @@ import time
 from systolic_capture import bridge, calls, report, shardings
 
 SCHEDULED = "after_optimizations.txt"
-LAST = "after_optimizations-memory-usage-report.pb"
 USAGE = "after_optimizations-memory-usage-report.txt"
+LAST = ("after_optimizations-memory-usage-report.pb", USAGE)
+"""What is written behind the schedule; libtpu 0.0.10 writes the text alone."""
 REFUSED = "oom_intermediate_module.txt"
 POLL_SECONDS = 0.1
 
@@ -151,14 +152,18 @@ def _compiled(lowered, options, folder):
         except BaseException as error:
             failed.append(error)
 
+    def written(ending):
+        return _written(folder, ending)
+
     over = background(run)
     size = -1
     while not over.wait(POLL_SECONDS):
-        path = _written(folder, SCHEDULED) if quick and _written(folder, LAST) else None
+        path = _written(folder, SCHEDULED) if quick and any(map(written, LAST)) else None
         if path is not None:
             now = os.path.getsize(path)
             with open(path) as file:
-                if now == size and (text := file.read()).rstrip().endswith("}"):
+                # libtpu 0.0.10 names the module behind the last brace.
+                if now == size and (text := file.read()).rstrip().rpartition("\n")[2][:1] == "}":
                     return text, ""
             size = now
     if made:
