@@ -1,6 +1,8 @@
 """``systolic explain`` and ``systolic plan`` of a program that is started, with the real compiler."""
 
 import json
+import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -44,6 +46,20 @@ def test_explain_of_a_dump_says_what_it_says_of_the_program(capsys, tmp_path: Pa
     assert seconds[0] == pytest.approx(seconds[1])
     assert main(["explain", str(kept / "program0.txt"), "--on", "v5e-8"]) == 0
     assert "problems found" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_page_explains_and_plans_its_example(capsys, monkeypatch) -> None:
+    page = (ROOT / "docs/your-own-program.md").read_text()
+    lines = re.findall(r"^systolic ((?:explain|plan) .*plain_trainer.*)$", page, re.MULTILINE)
+    assert len(lines) == 2
+    monkeypatch.chdir(ROOT)
+    for line in lines:
+        words = [sys.executable if word == "python" else word for word in shlex.split(line)]
+        assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "problems found" in shown
+    assert all(name in shown for name in ("2xv5e-8", "cheapest", "fastest"))
 
 
 def test_plan_ranks_slices_by_the_same_work(capsys, tmp_path: Path) -> None:
