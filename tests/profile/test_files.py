@@ -67,8 +67,8 @@ def test_a_trace_is_told_by_its_content(tmp_path: Path):
     [
         ("run.nsys-rep", b"x", "Nsight Systems"),
         ("host.op_stats.pb", b"x", "give the xplane.pb beside it"),
-        ("module.hlo.txt", b"HloModule a", "systolic forecast FILE --on SLICE"),
-        ("dump.txt", b"HloModule a, is_scheduled=true", "systolic forecast FILE --on SLICE"),
+        ("module.hlo.txt", b"HloModule a", "--on"),
+        ("dump.txt", b"HloModule a, is_scheduled=true", "--on"),
         ("a.xplane.pb", b"version https://git-lfs.github.com/spec/v1\noid", "git lfs pull"),
         ("a.xplane.pb", b"\x0a\xff\xff", "no profile, or damaged"),
         ("a.xplane.pb", b"", "nothing runs on a device"),
@@ -87,6 +87,16 @@ def test_what_is_no_profile_is_named(
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert said in line
     assert name in line
+
+
+def test_a_dump_of_any_path_needs_a_slice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / ("a name that is longer than a screen is wide " * 3) / "dump.txt"
+    path.parent.mkdir()
+    path.write_text("HloModule a, is_scheduled=true\n")
+    assert main(["explain", str(path)]) == 2
+    assert f"explain {path} needs a slice; add --on v5e-8" in capsys.readouterr().err
 
 
 def test_an_empty_folder_is_none(tmp_path: Path):

@@ -28,6 +28,8 @@ CONFIG = (tyro.conf.AvoidSubcommands, tyro.conf.EnumChoicesFromValues)
 Repeated = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
 """Values of an option that is given once for each."""
 
+STAND_IN = "systolic-verb"
+"""For the words before the options, which may have a path: tyro would break it over lines."""
 _NUMBER = {"INT": "a whole number", "FLOAT": "a number"}
 _REWORDED: Sequence[tuple[re.Pattern[str], Callable[[re.Match[str]], str]]] = (
     (
@@ -43,7 +45,7 @@ _REWORDED: Sequence[tuple[re.Pattern[str], Callable[[re.Match[str]], str]]] = (
         lambda m: f"{m[1]} is {m[2]!r}; it takes {_NUMBER['FLOAT']}",
     ),
     (
-        re.compile(r"Missing from (systolic .*?): (.*)"),
+        re.compile(rf"Missing from ({STAND_IN}): (.*)"),
         lambda m: f"{m[1]} needs {_needed(m[2])}",
     ),
     (
@@ -91,13 +93,13 @@ def known(
             _, unknown = tyro.cli(
                 capture,
                 args=list(args),
-                prog=prog,
+                prog=STAND_IN,
                 config=CONFIG,
                 return_unknown_args=True,
                 add_help=False,
             )
     except SystemExit as stop:
-        message = _one_line(complaint.getvalue())
+        message = _one_line(complaint.getvalue()).replace(STAND_IN, prog)
         for name, needs in _required(function).items():
             if message.startswith(f"{prog} needs {name} "):
                 raise OptionError(f"{prog} needs {needs.text}") from stop
