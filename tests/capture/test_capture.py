@@ -69,6 +69,20 @@ def test_the_command_of_the_page_and_the_example(capsys, monkeypatch, tmp_path: 
     assert again["hbm"]["peak_bytes"] == made["hbm"]["peak_bytes"]
 
 
+@pytest.mark.parametrize(
+    ("program", "calls"),
+    [
+        ("many_batches.py", {"gradient": 24, "add": 23, "update": 1}),
+        ("logging_norms.py", {"train_step": 1}),
+    ],
+)
+def test_a_step_is_what_changes_the_weights(
+    tmp_path: Path, folder: Path, program: str, calls: dict[str, int]
+) -> None:
+    captured = capture(command_of(program, tmp_path), slice("v5e-1"), folder, quick=True)
+    assert {one["name"]: one["calls_per_step"] for one in captured.programs} == calls
+
+
 def test_gradients_that_are_gathered_outside_of_jit(tmp_path: Path, folder: Path) -> None:
     on = slice("v5e-8")
     captured = capture(command_of("accumulating.py", tmp_path), on, folder, quick=True)

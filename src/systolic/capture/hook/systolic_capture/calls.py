@@ -15,11 +15,13 @@ SURE_CALLS = 40
 SURE_SECONDS = 4.0
 """Seconds after which it is taken."""
 UNCHANGED_CALLS, UNCHANGED_SECONDS = 600, 20.0
-"""The same where one function is called again and again with the same large arguments: a step may gather gradients of
-several batches before it changes the weights."""
+"""The same where calls have large arguments that stay the same: a step may gather gradients of several batches before it
+changes the weights."""
 
-SAME = 0.3
-"""Share of the bytes of a call's arguments: above it they are taken for the same."""
+SAME = 0.05
+"""Share of the bytes of a call's arguments that the call before had too: above it they are taken for weights that stayed."""
+BESIDE = 0.1
+"""Share of a repeated sequence's FLOPs: below it, what is beside steps within the sequence is no part of them."""
 LONGEST = 300
 """Most calls of a step."""
 
@@ -27,7 +29,6 @@ _lock = threading.RLock()
 _known = {}
 _sequence = []
 _operations = {}
-_last: dict[Any, Any] = {}
 _state: dict[str, Any] = {"ended": False, "error": "", "ours": False}
 notes = []
 """What the answer says beside."""
@@ -229,11 +230,17 @@ def _is_ours(trace):
     return os.path.dirname(trace.tb_frame.f_code.co_filename) == os.path.dirname(__file__)
 
 
-def _is_alike(before, now):
-    """Whether a call has, by bytes, most of the large arrays that the last call of the function had."""
-    known = {serial for serial, _ in before}
+def _is_alike(before, now, constant):
+    """Whether a call has, by bytes, large arrays that the call before had and that are not constant."""
+    known = {serial for serial, _ in before} - constant
     same = sum(size for serial, size in now if serial in known)
     return same > SAME * sum(size for _, size in now)
+
+
+def _is_unchanged(length, end, constant=frozenset()):
+    """Whether a call of the repeated sequence that ends there has large arguments of the one before it."""
+    now, before = _sequence[end - length : end], _sequence[end - 2 * length : end - length]
+    return any(_is_alike(b[2], a[2], constant) for a, b in zip(now, before, strict=True))
 
 
 def record(call):
@@ -249,9 +256,7 @@ def record(call):
         now = time.monotonic()
         if not _sequence:
             report.say(stage="running until a step repeats")
-        unchanged = _is_alike(_last.get(call.key, ()), call.ids)
-        _sequence.append((known, now, unchanged, sum(_operations.values()), call.links))
-        _last[call.key] = call.ids
+        _sequence.append((known, now, call.ids, sum(_operations.values()), call.links))
         if (found := _settled(now)) is not None:
             _state["ended"] = True
     if found is not None:
@@ -272,12 +277,41 @@ def _settled(now):
         return None
     repeats = _sequence[-min(len(_sequence), _repeats(period) * period) :]
     waited = now - repeats[0][1]
-    unchanged = period == 1 and repeats[-1][2]
+    unchanged = _is_unchanged(period, len(_sequence))
     most_calls = UNCHANGED_CALLS if unchanged else SURE_CALLS
     most_seconds = UNCHANGED_SECONDS if unchanged else SURE_SECONDS
-    if len(repeats) >= 3 and (len(repeats) >= most_calls or waited >= most_seconds):
-        return step
-    return None
+    if len(repeats) < 3 or (len(repeats) < most_calls and waited < most_seconds):
+        return None
+    if unchanged and not chosen:
+        note(
+            "the large arguments of the step stayed the same from one to the next: of a program that gathers gradients of many batches, "
+            "this is one of them; --step takes another function"
+        )
+    return step if chosen else _within(step)
+
+
+def _within(step):
+    """The steps inside of a repeated sequence that has little beside them, as of a log after each ten; else the sequence."""
+    total, end = sum(one.flops for one in step), len(_sequence)
+    # What the sequence before had too does not change with a step: a batch that is used again.
+    before = _sequence[end - 2 * len(step) : end - len(step)]
+    constant = {serial for entry in before for serial, _ in entry[2]}
+    for length in range(1, len(step) // 3 + 1):
+        for last in range(end, end - len(step) + 3 * length - 1, -1):
+            inner = [entry[0] for entry in _sequence[last - length : last]]
+            times = _repeats(length, last)
+            beside = total - min(times, len(step) // length) * sum(one.flops for one in inner)
+            if (
+                times < 3
+                or not total
+                or beside > BESIDE * total
+                or _is_unchanged(length, last, constant)
+            ):
+                continue
+            skipped = len(step) - min(times, len(step) // length) * length
+            note(f"{skipped} calls beside each {times} steps are not counted")
+            return inner
+    return step
 
 
 def _period():
@@ -302,8 +336,9 @@ def _is_linked(length):
     return any(taken & entry[4][0] for entry in now)
 
 
-def _repeats(length):
-    keys = [entry[0].key for entry in _sequence]
+def _repeats(length, end=None):
+    """How often the last calls before ``end`` repeat."""
+    keys = [entry[0].key for entry in _sequence[:end]]
     times = 1
     while keys[-(times + 1) * length : -times * length or None] == keys[-length:]:
         times += 1
@@ -334,7 +369,7 @@ def _best():
         tallied = [one for one in tallied if one[0].name == chosen]
         return [tallied[0][0]] if tallied else []
     if (period := _period()) is not None and _is_linked(period):
-        return [entry[0] for entry in _sequence[-period:]]
+        return _within([entry[0] for entry in _sequence[-period:]])
     repeated = [one for one in tallied if one[1] > 1]
     if repeated:
         return [max(repeated, key=lambda one: (one[1] * one[0].flops, one[1]))[0]]
