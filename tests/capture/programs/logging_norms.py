@@ -15,8 +15,8 @@ def norm(weights):
     return jnp.sqrt(jnp.sum(weights**2))
 
 
-weights = jax.device_put(np.ones((256, 256), np.float32))
-batch = jax.device_put(np.ones((1024, 256), np.float32))
+weights = jax.device_put(np.ones((1024, 1024), np.float32))
+batch = jax.device_put(np.ones((2048, 1024), np.float32))
 for step in range(200):
     weights = train_step(weights, batch)
     if step % 10 == 9:

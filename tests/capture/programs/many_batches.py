@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-WIDTH, BATCHES = 256, 24
+WIDTH, BATCHES = 1024, 24
 
 
 @jax.jit
@@ -26,6 +26,6 @@ weights = jax.device_put(np.ones((WIDTH, WIDTH), np.float32))
 for _ in range(200):
     total = None
     for _ in range(BATCHES):
-        more = gradient(weights, jax.device_put(np.ones((4 * WIDTH, WIDTH), np.float32)))
+        more = gradient(weights, jax.device_put(np.ones((WIDTH, WIDTH), np.float32)))
         total = more if total is None else add(total, more)
     weights = update(weights, total)

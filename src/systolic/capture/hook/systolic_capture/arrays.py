@@ -1,11 +1,15 @@
 """An array on the slice: shape, dtype and sharding, and no data. Who reads it gets zeros."""
 
 import importlib
+import itertools
+import weakref
 from typing import Any
 
 LARGE_BYTES = 1 << 16
 
 _class: list[Any] = []
+_on_host: dict[int, tuple[Any, str]] = {}
+_count = itertools.count()
 
 
 def array_class():
@@ -24,8 +28,21 @@ def is_slice_array(value):
 
 def serials(values):
     """Numbers and bytes of the large arrays among some values: another array has another number."""
-    large = (one for one in values if is_slice_array(one) and one.nbytes > LARGE_BYTES)
-    return [(one.serial, one.nbytes) for one in large]
+    import jax
+
+    placed = (one for one in values if is_slice_array(one) or isinstance(one, jax.Array))
+    large = (one for one in placed if one.nbytes > LARGE_BYTES)
+    return [
+        (one.serial if is_slice_array(one) else _serial_on_host(one), one.nbytes) for one in large
+    ]
+
+
+def _serial_on_host(array):
+    """The number of an array that was never placed, such as weights that are given to jit from the host."""
+    known = _on_host.get(id(array))
+    if known is None or known[0]() is not array:
+        known = _on_host[id(array)] = (weakref.ref(array), f"host {next(_count)}")
+    return known[1]
 
 
 def links(values):
