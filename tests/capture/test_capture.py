@@ -69,6 +69,17 @@ def test_the_command_of_the_page_and_the_example(capsys, monkeypatch, tmp_path: 
     assert again["hbm"]["peak_bytes"] == made["hbm"]["peak_bytes"]
 
 
+def test_a_batch_of_a_mesh_with_explicit_axes_stays_split(tmp_path: Path, folder: Path) -> None:
+    on = slice("v5e-8")
+    captured = capture(command_of("explicit_mesh.py", tmp_path), on, folder, quick=True)
+    forecast = forecast_captured(captured, on)
+    assert forecast.memory is not None
+    assert forecast.memory.peak_bytes < 8 * 4096 * 1024 * 4  # no device has the whole batch
+    # Three matmuls of its own rows at the peak, and an all-reduce of the gradient.
+    matmuls = 3 * 2 * 4096 * 1024 * 1024 / 197e12
+    assert matmuls < (forecast.step_seconds or 0) < 3 * matmuls
+
+
 @pytest.mark.parametrize(
     ("program", "calls"),
     [

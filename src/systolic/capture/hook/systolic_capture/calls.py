@@ -104,7 +104,10 @@ class Call:
                 self.args, self.params, self.mesh, dispatch.first_device, self._chosen
             )
         self.places = places
-        return [dispatch.stand_in(aval, *where) for aval, where in zip(avals, places, strict=True)]
+        return [
+            dispatch.stand_in(shardings.placed(aval, where[0]), *where)
+            for aval, where in zip(avals, places, strict=True)
+        ]
 
     def _chosen(self):
         """Shardings of the results that the compiler chooses; None where it fails."""
