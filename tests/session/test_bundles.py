@@ -68,6 +68,15 @@ def test_a_bundle_answers_as_its_run_and_needs_it_no_more(
         told.append((evaluated["metrics"], predicted["predictions"]))
     assert told[0] == told[1]
     assert set(told[0][0]) == {"validation", "test"}
+    # A picture that can't be read does not keep the others from their answers.
+    (tmp_path / "cut.png").write_bytes((tmp_path / "three.png").read_bytes()[:40])
+    (tmp_path / "loop.png").symlink_to(tmp_path / "loop.png")
+    files = [str(tmp_path / name) for name in ("loop.png", "cut.png", "three.png")]
+    assert main(["predict", str(moved), *files, "--json"]) == 1
+    loop, cut, whole = json.loads(capsys.readouterr().out)["predictions"]
+    assert "loop.png" in loop["error"]
+    assert "cut.png" in cut["error"]
+    assert "error" not in whole
 
 
 @pytest.mark.slow
