@@ -213,7 +213,7 @@ def test_programs_without_a_step(
     ("command", "says"),
     [
         ([sys.executable, "-c", "pass"], "ended with exit code 0 and imported no jax"),
-        ([sys.executable, "-I", "-c", "pass"], "started no Python that reads PYTHONPATH; start Py"),
+        (["env", sys.executable, "-I", "-c", "pass"], "no Python that reads PYTHONPATH; start Py"),
         ([sys.executable, "no-such.py"], "exit code 2 before it imported jax; its own error is ab"),
         (["false"], "exit code 1 and started no Python .* its own error is above"),
     ],
@@ -316,3 +316,16 @@ def test_an_interrupt_ends_the_program(tmp_path: Path) -> None:
     process.send_signal(2)
     assert process.wait(timeout=30) != 0
     assert not is_running(str(marker))
+
+
+def test_a_program_that_calls_nothing_is_stopped_at_its_limit(tmp_path: Path, folder: Path) -> None:
+    script = tmp_path / "waits.py"
+    script.write_text("import time\nimport jax\ntime.sleep(600)\n")
+    with pytest.raises(RunError, match=r"was stopped after 0\.0167 minutes and called no jitted"):
+        capture([sys.executable, str(script)], slice("v5e-1"), folder, limit_seconds=1)
+
+
+@pytest.mark.parametrize("flag", ["-I", "-OE", "-S"])
+def test_a_python_without_the_hook_is_refused(folder: Path, flag: str) -> None:
+    with pytest.raises(OptionError, match=f"leave out {flag}"):
+        capture(["python3", "-X", "dev", flag, "train.py"], slice("v5e-1"), folder)

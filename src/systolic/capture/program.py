@@ -83,6 +83,7 @@ def capture(
         )
     if not command:
         raise OptionError("there is no command after --; add one, such as -- python train.py")
+    _check_hooked(command)
     request = {
         "topology": {
             "topology_name": on.topology_name,
@@ -111,6 +112,24 @@ def capture(
     if path.exists():
         return Captured(command=text, folder=folder, answer=json.loads(path.read_text()))
     raise RunError(_reason(_events(events), text, code, on))
+
+
+def _check_hooked(command: Sequence[str]) -> None:
+    """Refuses a Python that is told to leave out what PYTHONPATH names, as the hook would be."""
+    name, *words = command
+    if not Path(name).name.startswith("python"):
+        return
+    rest = iter(words)
+    for word in rest:
+        if word in ("-X", "-W"):
+            next(rest, "")  # what they take
+            continue
+        if not word.startswith("-") or word.startswith(("--", "-m", "-c")):
+            return
+        if set("IES") & set(word[1:]) and not word.startswith(("-X", "-W")):
+            raise OptionError(
+                f"{name} {word} leaves out the modules by which a program is captured; leave out {word}"
+            )
 
 
 def _host_bounds(on: Slice) -> tuple[int, ...]:

@@ -414,5 +414,10 @@ def _at_exit():
 
 
 def _at_limit(seconds):
-    note(f"no step had repeated for sure after {seconds / 60:.0f} minutes")
-    _finish(f"stopped after {seconds / 60:.0f} minutes")
+    with _lock:
+        if _state["ended"]:
+            return  # it is compiling
+    minutes = f"{seconds / 60:.3g} minutes"
+    note(f"no step had repeated for sure after {minutes}")
+    _finish(f"was stopped after {minutes}")
+    os._exit(1)
