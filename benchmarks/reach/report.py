@@ -18,6 +18,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "accuracy"))
 import rows as published
 from records import lines, tabled
 
+from systolic.core.origin import Origin
+
 HERE = Path(__file__).parent
 REBUILT = HERE.parent / "results" / "2026-11-22-accuracy-quick.jsonl"
 CAUSES = HERE / "causes.json"
@@ -89,10 +91,10 @@ def _percent(error: float | None) -> str:
 
 
 def _memory(row: Row) -> str:
+    """Whether it fits, by what where that is not the compiler's own figure, and of how much."""
     need, have = row["peak_bytes"], row["capacity_bytes"]
-    return (
-        f"{'fits' if row['fits'] else 'does not fit'}, {need / 2**30:.1f} of {have / 2**30:.1f} GiB"
-    )
+    by = "" if row["memory_origin"] == Origin.compiled.value else " by lifetimes"
+    return f"{'fits' if row['fits'] else 'does not fit'}{by}, {need / 2**30:.1f} of {have / 2**30:.1f} GiB"
 
 
 def _summary(found: Sequence[Row]) -> Iterable[str]:

@@ -1,5 +1,6 @@
 """``systolic explain`` and ``systolic plan`` of a program that is started, with the real compiler."""
 
+import importlib.util
 import json
 import re
 import shlex
@@ -85,6 +86,157 @@ def test_plan_ranks_slices_by_the_same_work(capsys, tmp_path: Path) -> None:
     assert made["best"] == made["cheapest"] == made["candidates"][0]["slice"]
     assert made["fastest"] == "v5e-16"
     assert table.read_text().startswith("slice,chips,")
+
+
+SAME_BATCH = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+n, width, rows = jax.device_count(), 2048, 1024
+mesh, turns = Mesh(np.array(jax.devices()), ("d",)), 32 // jax.device_count()
+def local(w, x):
+    def body(carry):
+        i, g = carry
+        xi = jax.lax.dynamic_slice_in_dim(x, i * rows, rows, 0)
+        return i + 1, g + jax.grad(lambda w: jnp.sum(jnp.tanh(xi @ w).astype(jnp.float32)))(w)
+    g = jax.lax.while_loop(lambda carry: carry[0] < turns, body, (0, jnp.zeros_like(w)))[1]
+    return w - jax.lax.psum(g, "d") * jnp.bfloat16(0.1)
+step = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(P(), P("d")), out_specs=P(), check_vma=False))
+w = jax.device_put(jnp.ones((width, width), jnp.bfloat16), NamedSharding(mesh, P()))
+x = jax.device_put(jnp.ones((32 * rows, width), jnp.bfloat16), NamedSharding(mesh, P("d")))
+for _ in range(60):
+    w = step(w, x)
+"""
+"""A fixed global batch: each device loops over its micro-batches, fewer of them on a larger slice."""
+
+TWO_PROGRAMS = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+n, width = jax.device_count(), 1024
+mesh = Mesh(np.array(jax.devices()), ("d",))
+@jax.jit
+def grad(w, x):
+    return jax.grad(lambda w: jnp.sum(jnp.tanh(PRODUCT).astype(jnp.float32)))(w)
+@jax.jit
+def update(w, g):
+    return w - g * jnp.bfloat16(0.1)
+w = jax.device_put(jnp.ones((width, width), jnp.bfloat16), NamedSharding(mesh, P()))
+x = jax.device_put(jnp.ones((n * 4096, width), jnp.bfloat16), NamedSharding(mesh, P("d")))
+for _ in range(60):
+    w = update(w, grad(w, x))
+"""
+"""A batch that follows the devices, and an update without matmuls that is a program of its own."""
+
+
+AHEAD = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+n, width = jax.device_count(), 1024
+mesh = Mesh(np.array(jax.devices()), ("d",))
+def step(w, x):
+    return w - jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w).astype(jnp.float32)))(w)
+w = jax.device_put(jnp.ones((width, width), jnp.bfloat16), NamedSharding(mesh, P()))
+x = jax.device_put(jnp.ones((n * 4096, width), jnp.bfloat16), NamedSharding(mesh, P("d")))
+compiled = jax.jit(step).lower(w, x).compile()
+for _ in range(60):
+    w = compiled(w, x)
+"""
+"""A batch that follows the devices, and a step that the program lowers and compiles itself."""
+
+
+def planned(text: str, on: str, folder: Path, capsys) -> dict:
+    """JSON of ``systolic plan`` of a program."""
+    program = folder / "train.py"
+    program.write_text(text)
+    assert main(["plan", "--on", on, "--json", "--", sys.executable, str(program)]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_plan_counts_the_trips_of_loops(capsys, tmp_path: Path) -> None:
+    made = planned(SAME_BATCH, "v5e-1,v5e-8", tmp_path, capsys)
+    by_slice = {one["slice"]: one for one in made["candidates"]}
+    assert made["notes"] == []  # the same work on both
+    for name, one in by_slice.items():
+        hourly = slice(name).usd_per_hour.on_demand
+        assert hourly is not None
+        assert one["steps_per_second"] == pytest.approx(1 / one["step_seconds"])
+        usd = hourly * 1e6 * one["step_seconds"] / 3600
+        assert one["usd_per_million_steps"] == pytest.approx(usd)
+    # Two matmuls of 32 x 1024 rows at v5e's 197 TFLOP/s are the least that one device takes.
+    least = 2 * 2 * 32 * 1024 * 2048**2 / 197e12
+    assert least < by_slice["v5e-1"]["step_seconds"] < 1.5 * least
+    assert (made["best"], made["cheapest"], made["fastest"]) == ("v5e-1", "v5e-1", "v5e-8")
+
+
+def test_plan_sums_the_work_of_programs_with_and_without_matmuls(capsys, tmp_path: Path) -> None:
+    text = TWO_PROGRAMS.replace("PRODUCT", "x @ w")
+    made = planned(text, "v5e-1,v5e-8", tmp_path, capsys)
+    assert len(made["notes"]) == 1
+    assert "by FLOPs, it is 8 on v5e-8" in made["notes"][0]
+    large = next(one for one in made["candidates"] if one["slice"] == "v5e-8")
+    assert large["steps_per_second"] == pytest.approx(8 / large["step_seconds"])
+    assert made["fastest"] == "v5e-8"
+
+
+def test_plan_knows_the_work_of_a_program_that_is_compiled_ahead(capsys, tmp_path: Path) -> None:
+    made = planned(AHEAD, "v5e-1,v5e-8", tmp_path, capsys)
+    assert "execute" in made["notes"][0]
+    assert "it is 8 on v5e-8" in made["notes"][0]
+    assert made["fastest"] == "v5e-8"
+
+
+def test_work_of_loops_and_kernels_by_hand() -> None:
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental import pallas as pl
+
+    where = ROOT / "src/systolic/capture/hook/systolic_capture/flops.py"
+    spec = importlib.util.spec_from_file_location("flops", where)
+    assert spec is not None
+    assert spec.loader is not None
+    flops = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(flops)
+
+    def kernel(a, b, c) -> None:
+        c[...] = a[...] @ b[...]
+
+    def product(x, rows=4):
+        return pl.pallas_call(
+            kernel,
+            grid=(rows, 2),
+            in_specs=[
+                pl.BlockSpec((64, 256), lambda i, j: (i, 0)),
+                pl.BlockSpec((256, 128), lambda i, j: (0, j)),
+            ],
+            out_specs=pl.BlockSpec((64, 128), lambda i, j: (i, j)),
+            out_shape=jax.ShapeDtypeStruct((256, 256), x.dtype),
+        )(x, x)
+
+    def open_loop(x):
+        return jax.lax.while_loop(lambda y: y[0, 0] < 1, lambda y: y @ y, x)
+
+    one = 2 * 256**3
+    x = jnp.ones((256, 256))
+    for function, times, is_least in (
+        (lambda x: x @ x, 1, False),
+        (product, 1, False),  # eight blocks
+        (lambda x: product(x, x[0, 0].astype(int)), 1 / 4, True),  # rows of blocks by data
+        (lambda x: jax.lax.fori_loop(0, 5, lambda _, y: y @ y, x), 5, False),
+        (open_loop, 1, True),
+        (jax.jit(open_loop), 1, True),
+        (lambda x: jax.lax.while_loop(lambda y: y[0, 0] < 1, lambda y: y + 1, x) @ x, 1, False),
+    ):
+        jaxpr = jax.make_jaxpr(function)(x).jaxpr
+        assert flops.of_jaxpr(jaxpr) == times * one
+        assert flops.in_open_loops(jaxpr) == is_least
+
+
+def test_plan_ranks_none_where_no_work_is_known(capsys, tmp_path: Path) -> None:
+    text = TWO_PROGRAMS.replace("PRODUCT", "x * jnp.sum(w, 0)")
+    made = planned(text, "v5e-8,v5e-1", tmp_path, capsys)
+    assert [one["slice"] for one in made["candidates"]] == ["v5e-8", "v5e-1"]  # as given
+    assert (made["best"], made["cheapest"], made["fastest"]) == (None, None, None)
+    assert "not known on v5e-8, v5e-1" in made["notes"][0]
+    assert "can't be compared" in made["notes"][0]
 
 
 def test_plan_lists_slices_where_the_program_fails(capsys, tmp_path: Path) -> None:

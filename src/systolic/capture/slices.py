@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from systolic.capture.forecast import forecast_captured
+from systolic.capture.forecast import StepPart, forecast_parts, parts_of
 from systolic.capture.program import Captured
 from systolic.chips import Slice
 from systolic.core.errors import DataError, LayoutError, OptionError, RunError
@@ -14,6 +14,22 @@ from systolic.sim.incomplete import NOTHING, Given
 SAME = 0.02
 """Difference of two steps' FLOPs below which they do the same work."""
 UNIT = "steps"
+WRITTEN = "by FLOPs"
+EXECUTED = (
+    "by FLOPs that its devices execute, loops with their trips and what is computed twice counted"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFlops:
+    """FLOPs of a step's matmuls over all devices; programs without any, and those of unknown work, have 0."""
+
+    written: float = 0.0
+    """As the program wrote them."""
+    executed: float = 0.0
+    """As the compiled programs execute them, loops with their trips: recomputed and replicated ones count."""
+    is_least: bool = False
+    """Whether ``written`` leaves some out: a loop of unknown trips counts once, and a program that came lowered not at all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +47,7 @@ class Ranking:
         named = {"fastest": self.table.fastest, "cheapest": self.table.cheapest}
         return {
             "recipe": self.table.name,
-            "best": good[0].on.name if good else None,
+            "best": good[0].on.name if good and self.table.of_same_work else None,
             **{word: None if row is None else row.on.name for word, row in named.items()},
             "candidates": [row.to_json() for row in good],
             "rejected": [{"slice": row.on.name, "reason": reason(row)} for row in bad],
@@ -72,58 +88,70 @@ def rank(
     for on in slices:
         try:
             captured = captured_for(on)
-            rows.append(ForecastRow(on=on, forecast=forecast_captured(captured, on, given)))
-            works.append(_work(captured))
+            parts = parts_of(captured, on, given)
+            rows.append(ForecastRow(on=on, forecast=forecast_parts(captured, parts, on)))
+            works.append(_work(parts))
         except (DataError, LayoutError, OptionError, RunError) as error:
             rows.append(ForecastRow(on=on, problem=str(error)))
-            works.append(0.0)
-    scaled, notes = _scaled(rows, works)
-    table = ForecastTable(name=name, rows=scaled)
+            works.append(StepFlops())
+    scaled, notes, same = _scaled(rows, works)
+    table = ForecastTable(name=name, rows=scaled, of_same_work=same)
     priced = all(row.usd_per_unit is not None for row in table if row.fits)
 
     def key(row: ForecastRow) -> tuple[bool, float]:
         made = row.forecast
+        if not same:  # in their order
+            return not row.fits, 0.0
         if made is None or not row.is_comparable:
             return True, 0.0
         if by_time or not priced:
             return False, -(made.units_per_second or 0.0)
         return False, row.usd_per_unit or 0.0
 
-    if not by_time and not priced:
+    if same and not by_time and not priced:
         notes.append("a slice has no price, so that they are ranked by time")
     return Ranking(table=replace(table, rows=sorted(scaled, key=key)), notes=notes)
 
 
-def _work(captured: Captured) -> float:
-    """FLOPs of a step's matmuls as the program wrote them, over all devices; 0 where one is not known."""
-    found = [one["calls_per_step"] * one["flops"] for one in captured.programs]
-    return sum(found) if all(found) else 0.0
+def _work(parts: Sequence[StepPart]) -> StepFlops:
+    return StepFlops(
+        written=sum(part.calls * part.facts["flops"] for part in parts),
+        executed=sum(
+            part.calls * len(part.facts["places"]) * sum(part.timeline.flops_by_format.values())
+            for part in parts
+            if part.timeline is not None
+        ),
+        is_least=any(part.facts["flops_are_least"] for part in parts),
+    )
 
 
 def _scaled(
-    rows: Sequence[ForecastRow], works: Sequence[float]
-) -> tuple[list[ForecastRow], list[str]]:
-    """Rows whose steps count by their work: where the batch follows the devices, a larger slice does more in one."""
-    made = [work for row, work in zip(rows, works, strict=True) if row.forecast is not None]
-    if not made:
-        return list(rows), []
-    if not all(made):
-        notes = ["the FLOPs of the step are not known on each slice: steps count the same on all"]
-        return [_counted(row, 1.0) for row in rows], notes if len(made) > 1 else []
-    first = next(row for row in rows if row.forecast is not None)
-    base = made[0]
-    if all(abs(work - base) <= SAME * base for work in made):
-        return [_counted(row, 1.0) for row in rows], []
-    texts = [
-        f"{work / base:.3g} on {row.on.name}"
-        for row, work in zip(rows, works, strict=True)
-        if work and row is not first
-    ]
-    note = f"a step's work follows the slice: of that of a step on {first.on.name}, by FLOPs, it is {', '.join(texts)}; steps/s and $ are of steps as on {first.on.name}"
+    rows: Sequence[ForecastRow], works: Sequence[StepFlops]
+) -> tuple[list[ForecastRow], list[str], bool]:
+    """Rows whose steps count by their work: where the batch follows the devices, a larger slice does more in one.
+
+    Also notes, and whether the steps are of known work on each slice that the program fits.
+    """
+    ran = [work for row, work in zip(rows, works, strict=True) if row.fits]
+    by_executed = any(work.is_least or not work.written for work in ran)
+    flops = [work.executed if by_executed else work.written for work in works]
+    fit = [(row, count) for row, count in zip(rows, flops, strict=True) if row.fits]
+    alone = [_counted(row, 1.0) for row in rows]
+    if len(fit) < 2:
+        return alone, [], True
+    if missing := [row.on.name for row, count in fit if not count]:
+        note = f"the FLOPs of the step are not known on {', '.join(missing)} (no matmul is found in it), so that a step may be another work on each slice: the slices can't be compared, and none is named fastest or cheapest"
+        return alone, [note], False
+    first, base = fit[0]
+    if all(abs(count - base) <= SAME * base for _, count in fit):
+        return alone, [], True
+    texts = [f"{count / base:.3g} on {row.on.name}" for row, count in fit[1:]]
+    note = f"a step's work follows the slice: of that of a step on {first.on.name}, {EXECUTED if by_executed else WRITTEN}, it is {', '.join(texts)}; steps/s and $ are of steps as on {first.on.name}"
     counted = [
-        _counted(row, work / base if work else 1.0) for row, work in zip(rows, works, strict=True)
+        _counted(row, count / base if row.fits else 1.0)
+        for row, count in zip(rows, flops, strict=True)
     ]
-    return counted, [note]
+    return counted, [note], True
 
 
 def _counted(row: ForecastRow, units: float) -> ForecastRow:

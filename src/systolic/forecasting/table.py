@@ -65,6 +65,8 @@ class ForecastTable(Sequence[ForecastRow]):
     name: str
     """Name of the program."""
     rows: Sequence[ForecastRow]
+    of_same_work: bool = True
+    """Whether a unit is the same work in each row; where that is not known, none is the fastest or the cheapest."""
 
     @overload
     def __getitem__(self, index: int) -> ForecastRow: ...
@@ -104,6 +106,8 @@ class ForecastTable(Sequence[ForecastRow]):
         return self._least(lambda row: row.usd_per_unit)
 
     def _least(self, of: Callable[[ForecastRow], float | None]) -> ForecastRow | None:
+        if not self.of_same_work:
+            return None
         scored = [(of(row), row) for row in self.rows if row.is_comparable]
         known = [(score, row) for score, row in scored if score is not None]
         return min(known, key=lambda pair: pair[0], default=(None, None))[1]

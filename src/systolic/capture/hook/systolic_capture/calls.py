@@ -93,6 +93,11 @@ class Call:
         """FLOPs of the matmuls and convolutions of the body, over all devices."""
         return flops.of_jaxpr(shardings.inner(self.params["jaxpr"]).jaxpr)
 
+    @property
+    def flops_are_least(self):
+        """Whether some of them are in loops of unknown length, counted once."""
+        return flops.in_open_loops(shardings.inner(self.params["jaxpr"]).jaxpr)
+
     def results(self):
         """The results in shape alone."""
         avals = shardings.inner(self.params["jaxpr"]).outvars_avals()
@@ -157,6 +162,7 @@ class Lowered:
     """A program that the program under capture lowered and compiled itself."""
 
     own = False
+    flops_are_least = True  # its body is gone
 
     def __init__(self, lowered, options):
         lowering = lowered._lowering

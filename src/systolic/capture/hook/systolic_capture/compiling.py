@@ -113,6 +113,7 @@ def _program(call, number):
         "memory": bool(usage),
         "refused": refused,
         "flops": call.flops,
+        "flops_are_least": call.flops_are_least,
         "places": [
             [
                 *(*device.coords, 0, 0)[:3],

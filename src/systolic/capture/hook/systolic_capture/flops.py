@@ -6,6 +6,20 @@ def of_jaxpr(jaxpr):
     return sum(_of(eqn) for eqn in jaxpr.eqns)
 
 
+def in_open_loops(jaxpr):
+    """Whether a body has matmuls in loops, or kernels' grids, whose length it does not say: they are counted once."""
+    return any(
+        (_is_open(eqn) and _of(eqn) > 0) or any(in_open_loops(body) for body in _bodies(eqn.params))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _is_open(eqn):
+    if eqn.primitive.name == "pallas_call":
+        return not all(isinstance(dim, int) for dim in eqn.params["grid_mapping"].grid)
+    return eqn.primitive.name == "while"
+
+
 def _size(dims):
     size = 1
     for dim in dims:
@@ -27,6 +41,8 @@ def _of(eqn):
         times = params.get("length", 1) if name == "scan" else 1
         if name == "shard_map":
             times = getattr(params["mesh"], "size", 1)
+        if name == "pallas_call":
+            times = _size(dim for dim in params["grid_mapping"].grid if isinstance(dim, int))
         if name == "cond":
             return max(of_jaxpr(_body(one)) for one in params["branches"])
     except Exception:
