@@ -81,9 +81,7 @@ def capture(
         raise OptionError(
             f"{on.name} is a {on.platform} slice; programs are captured for TPU slices only; give a recipe or a function instead"
         )
-    if not command:
-        raise OptionError("there is no command after --; add one, such as -- python train.py")
-    _check_hooked(command)
+    _check(command)
     request = {
         "topology": {
             "topology_name": on.topology_name,
@@ -114,8 +112,10 @@ def capture(
     raise RunError(_reason(_events(events), text, code, on))
 
 
-def _check_hooked(command: Sequence[str]) -> None:
-    """Refuses a Python that is told to leave out what PYTHONPATH names, as the hook would be."""
+def _check(command: Sequence[str]) -> None:
+    """Refuses no command, and a Python that is told to leave out what PYTHONPATH names, as the hook would be."""
+    if not command:
+        raise OptionError("there is no command after --; add one, such as -- python train.py")
     name, *words = command
     if not Path(name).name.startswith("python"):
         return
