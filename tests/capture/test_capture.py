@@ -131,7 +131,12 @@ def test_a_program_on_one_device_that_catches_all_errors(tmp_path: Path, folder:
 
 
 @pytest.mark.parametrize(
-    ("name", "processes", "slices"), [("v5e-8", 1, 1), ("v5e-16", 4, 1), ("2xv5e-8", 2, 2)]
+    ("name", "processes", "slices"),
+    [
+        pytest.param("v5e-8", 1, 1, marks=pytest.mark.slow),
+        pytest.param("v5e-16", 4, 1, marks=pytest.mark.slow),
+        ("2xv5e-8", 2, 2),
+    ],
 )
 def test_a_program_of_several_processes(
     name: str, processes: int, slices: int, tmp_path: Path, folder: Path, capfd
@@ -149,7 +154,7 @@ def test_a_program_of_several_processes(
     assert any(f"first of {processes} processes" in note for note in made.notes) == (processes > 1)
 
 
-@pytest.mark.parametrize("name", ["v5e-8", "2xv5e-16"])
+@pytest.mark.parametrize("name", ["v5e-8", pytest.param("2xv5e-16", marks=pytest.mark.slow)])
 def test_a_program_of_pmap(name: str, tmp_path: Path, folder: Path, capfd) -> None:
     on = slice(name)
     captured = capture(command_of("pmapped.py", tmp_path), on, folder, quick=True)

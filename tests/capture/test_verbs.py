@@ -31,6 +31,7 @@ def test_explain_names_causes_by_the_mesh_of_the_program(capsys, tmp_path: Path)
     assert "plain_trainer.py" in text
 
 
+@pytest.mark.slow
 def test_explain_of_a_dump_says_what_it_says_of_the_program(capsys, tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     words = ["--on", "v5e-8", "--json"]
@@ -167,6 +168,7 @@ def test_plan_counts_the_trips_of_loops(capsys, tmp_path: Path) -> None:
     assert (made["best"], made["cheapest"], made["fastest"]) == ("v5e-1", "v5e-1", "v5e-8")
 
 
+@pytest.mark.slow
 def test_plan_sums_the_work_of_programs_with_and_without_matmuls(capsys, tmp_path: Path) -> None:
     text = TWO_PROGRAMS.replace("PRODUCT", "x @ w")
     made = planned(text, "v5e-1,v5e-8", tmp_path, capsys)
@@ -177,6 +179,7 @@ def test_plan_sums_the_work_of_programs_with_and_without_matmuls(capsys, tmp_pat
     assert made["fastest"] == "v5e-8"
 
 
+@pytest.mark.slow
 def test_plan_knows_the_work_of_a_program_that_is_compiled_ahead(capsys, tmp_path: Path) -> None:
     made = planned(AHEAD, "v5e-1,v5e-8", tmp_path, capsys)
     assert "execute" in made["notes"][0]
@@ -230,6 +233,7 @@ def test_work_of_loops_and_kernels_by_hand() -> None:
         assert flops.in_open_loops(jaxpr) == is_least
 
 
+@pytest.mark.slow
 def test_plan_ranks_none_where_no_work_is_known(capsys, tmp_path: Path) -> None:
     text = TWO_PROGRAMS.replace("PRODUCT", "x * jnp.sum(w, 0)")
     made = planned(text, "v5e-8,v5e-1", tmp_path, capsys)
@@ -239,6 +243,7 @@ def test_plan_ranks_none_where_no_work_is_known(capsys, tmp_path: Path) -> None:
     assert "can't be compared" in made["notes"][0]
 
 
+@pytest.mark.slow
 def test_plan_lists_slices_where_the_program_fails(capsys, tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     text = (ROOT / "examples/plain_trainer.py").read_text()
