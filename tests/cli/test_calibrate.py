@@ -9,7 +9,7 @@ import pytest
 
 from systolic.artifact.run import ENVIRONMENT, JOB
 from systolic.cli.main import main
-from tests.profile.real import BF16, EXCERPTS, HOST_OFFLOAD
+from tests.profile.real import BF16, EXCERPTS, HOST_OFFLOAD, KERNEL, whole
 from tests.recorded import hlo as recorded
 
 CPU = Path(__file__).parents[1] / "recorded" / "profile"
@@ -131,6 +131,31 @@ def test_a_dump_of_another_program_is_refused(
 ) -> None:
     words = ["calibrate", V6E, "--name", "a", "--against", str(dump)]
     assert "and the profiles ran jit_f, " in said(capsys, *words)
+
+
+def test_another_build_of_the_program_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    text = whole("v6e-1-pallas-matmul.hlo.txt").read_text()
+    other = tmp_path / "other.txt"
+    other.write_text(text.replace("f32[2048,2048]", "f32[2048,1024]"))
+    words = ["calibrate", str(whole(KERNEL)), "--name", "a", "--against", str(other)]
+    line = said(capsys, *words)
+    assert f"{other} is another build of jit_" in line
+    assert "have no such result in it" in line
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ([V6E, "--on", "v6e-256"], "v6e-256 has 256 devices, and the collectives of "),
+        ([V6E, V6E], "is given twice"),
+    ],
+)
+def test_a_wrong_slice_and_a_profile_twice_are_refused(
+    capsys: pytest.CaptureFixture[str], given: list[str], says: str
+) -> None:
+    assert says in said(capsys, "calibrate", *given, "--name", "a")
 
 
 def test_profiles_of_two_generations_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,6 +50,7 @@ def test_the_table_has_errors_by_hand_and_what_failed(tmp_path: Path) -> None:
         "forecast_seconds": 1.2 * RECORDS[name]["step_time_best_s"],
         "fits": True,
         "peak_bytes": 2**34,
+        "memory_origin": "compiled",
         "capacity_bytes": 2**35,
     }
     failed = {"id": lost, "trainer": "maxtext", "on": "v5p-8", "seconds": 1.0}

@@ -89,9 +89,15 @@ def _format(line: OpLine) -> str:
 
 def devices_of(table: ProfileTable) -> int:
     """Devices that the programs run on: those of their collectives' groups, or of the profile where it has more."""
+    return max(len(table.profile.devices), devices_named(table))
+
+
+def devices_named(table: ProfileTable) -> int:
+    """Devices that the groups of collectives name; 0 where no op has groups."""
     lines = [row.op.line for row in table.ops if row.op.line is not None]
-    named = [max(max(group) for group in line.groups) + 1 for line in lines if line.groups]
-    return max([len(table.profile.devices), *named])
+    return max(
+        (max(max(group) for group in line.groups) + 1 for line in lines if line.groups), default=0
+    )
 
 
 def waiting_module(begun: str, done: str, devices: int) -> str:

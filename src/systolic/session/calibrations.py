@@ -1,6 +1,7 @@
 """From profiles to a calibration: what ``systolic calibrate`` calls."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -11,11 +12,12 @@ from systolic.aot.kernels import counted_elsewhere
 from systolic.artifact.run import ENVIRONMENT
 from systolic.chips import Chip, Slice, slice
 from systolic.core.errors import DataError, NotFoundError, OptionError
-from systolic.explaining.alone import devices_of
+from systolic.core.units import plural
+from systolic.explaining.alone import devices_named, devices_of
 from systolic.explaining.correcting import MeasuredOps, fit, measured_ops
 from systolic.explaining.programs import programs_of
 from systolic.forecasting.calibrations import CalibrationRecord, ProfileSource, check_name
-from systolic.hlo import Module, parse
+from systolic.hlo import Module, Shape, parse
 from systolic.profile import open_profile
 from systolic.profile.table import ProfileTable
 from systolic.profile.trace import Backend
@@ -52,16 +54,22 @@ def calibrate(asked: CalibrationRequest) -> CalibrationRecord:
     check_name(asked.name)
     if not asked.profiles:
         raise OptionError("there is no profile to calibrate by; give an xplane.pb or a folder")
+    twice = [
+        path for path, times in Counter(map(Path.resolve, asked.profiles)).items() if times > 1
+    ]
+    if twice:
+        raise OptionError(f"{twice[0]} is given twice, and would count twice; give it once")
     on_given = slice(asked.on) if asked.on else None
     dumps = _dumps(asked.against)
     tables = [_table(path, asked.chip, on_given) for path in asked.profiles]
-    for name, (path, _) in dumps.items():
-        _check_dump(name, path, tables)
+    for path, module in dumps.values():
+        _check_dump(module, path, tables)
     chip = _chip_of(asked.profiles, tables)
     modules = {name: module for name, (_, module) in dumps.items()}
     sources, found = [], []
     for path, table in zip(asked.profiles, tables, strict=True):
         on = on_given or _slice(table, modules, chip)
+        _check_devices(on, path, table)
         ops = measured_ops(table, on, {**programs_of(table), **modules})
         found.append(ops)
         sources.append(_source(path, table, ops))
@@ -100,12 +108,34 @@ def _table(path: Path, chip: str, on: Slice | None) -> ProfileTable:
     return ProfileTable(open_profile(path, chip or (on.chip.name if on is not None else "")))
 
 
-def _check_dump(name: str, path: Path, tables: Sequence[ProfileTable]) -> None:
+def _check_dump(module: Module, path: Path, tables: Sequence[ProfileTable]) -> None:
+    """Refuses a dump of a program that the profiles did not run, or of another build of it."""
     ran = list(dict.fromkeys(row.name for table in tables for row in table.programs))
-    if name not in ran:
+    if module.name not in ran:
         raise OptionError(
-            f"{path} is {name}, and the profiles ran {', '.join(ran[:4])}; give the dump of one of these"
+            f"{path} is {module.name}, and the profiles ran {', '.join(ran[:4])}; give the dump of one of these"
         )
+    held = {one.name: one.shape for of in module.computations.values() for one in of}
+    measured = {
+        row.op.raw.name: row.op.line.shape
+        for table in tables
+        for row in table.ops
+        if row.program == module.name and row.op.line is not None
+    }
+    other = [name for name, shape in measured.items() if not _is_alike(held.get(name), shape)]
+    if other:
+        raise OptionError(
+            f"{path} is another build of {module.name}: {plural(len(other), 'op')} of {len(measured)} in the profiles have no such result in it, "
+            f"{other[0]} first; give the dump of the program that ran"
+        )
+
+
+def _is_alike(held: Shape | None, measured: Shape) -> bool:
+    """Whether a dump's result has the arrays of a measured one."""
+    if held is None:
+        return False
+    of, other = list(held.arrays()), list(measured.arrays())
+    return [(one.dtype, one.dims) for one in of] == [(one.dtype, one.dims) for one in other]
 
 
 def _chip_of(paths: Sequence[Path], tables: Sequence[ProfileTable]) -> Chip:
@@ -139,6 +169,15 @@ def _slice(table: ProfileTable, dumps: Mapping[str, Module], chip: Chip) -> Slic
         return slice_with(number, chip.name, chip.device_kind or chip.name)
     except NotFoundError as error:
         raise NotFoundError(f"{error}; or name the slice: --on {chip.name}-8") from error
+
+
+def _check_devices(on: Slice, path: Path, table: ProfileTable) -> None:
+    """Refuses a slice of another size than the collectives of a profile are made for."""
+    named = devices_named(table)
+    if named not in (0, on.num_devices):
+        raise OptionError(
+            f"{on.name} has {plural(on.num_devices, 'device')}, and the collectives of {path} are of {named}; leave out --on"
+        )
 
 
 def _source(path: Path, table: ProfileTable, ops: MeasuredOps) -> ProfileSource:
