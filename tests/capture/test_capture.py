@@ -30,6 +30,9 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
+EXAMPLE = ROOT / "examples/plain_trainer.py"
+
+
 def command_of(program: str, tmp_path: Path) -> list[str]:
     """A program outside of the tests: those inside are forked from a process that has jax already."""
     return [sys.executable, str(shutil.copy(PROGRAMS / program, tmp_path / program))]
@@ -220,6 +223,7 @@ def test_programs_without_a_step(
         ([sys.executable, "-c", "pass"], "ended with exit code 0 and imported no jax"),
         (["env", sys.executable, "-I", "-c", "pass"], "no Python that reads PYTHONPATH; start Py"),
         ([sys.executable, "no-such.py"], "exit code 2 before it imported jax; its own error is ab"),
+        ([sys.executable, str(EXAMPLE), "--layerz", "3"], "exit code 2 before it called a jitted"),
         (["false"], "exit code 1 and started no Python .* its own error is above"),
     ],
 )

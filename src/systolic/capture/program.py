@@ -217,6 +217,8 @@ def _reason(events: Sequence[Mapping[str, Any]], text: str, code: int, on: Slice
         where = "of the program, above" if not told.get("ours") else "in the capture, above"
         kind = "" if not told.get("ours") else " (a fault of the capture, not of the program)"
         return f"{text} failed before its step was known{kind}: {told['program_failed']}; the traceback is that {where}{_called(told)}"
+    if code > 0 and told.get("without_calls") == "ended by itself":
+        return f"{text} ended with exit code {code} before it called a jitted function on the slice; its own error is above"
     if "without_calls" in told:
         return f"{text} {told['without_calls']} and called no jitted function on the slice; give a command that trains, and check that it uses jax.jit"
     if not any("stage" in event for event in events):
