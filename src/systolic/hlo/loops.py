@@ -25,7 +25,8 @@ MOST_STEPS = 20_000
 """Steps that are run one by one before a loop's trip count is given up."""
 ENDLESS = 2**31 - 1
 """Most trips from which a bound is none: programs write the largest s32 for "no limit"."""
-MOST_STRIDES = 64
+MOST_STRIDES = 1024
+"""Runs of equal steps, such as those between two wraps of a counter; single steps beside them count too."""
 MOST_TURNS = 10_000
 """Trips of an outer loop up to which the loops and branches in it are counted for each of them."""
 MOST_SAME = 512
