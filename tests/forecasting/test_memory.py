@@ -197,14 +197,20 @@ def test_the_state_is_exactly_what_its_shapes_say(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "figure"),
-    [("lm-v5e-4", "peak_memory_in_bytes"), ("moe-2xv6e-4", "used_in_bytes")],
+    ("name", "figure", "low"),
+    [
+        ("lm-v5e-4", "peak_memory_in_bytes", 1.05),
+        # Of a program of 15 MB a quarter is not found in the schedule (0.86 of it before tuples were taken apart).
+        ("moe-2xv6e-4", "used_in_bytes", 1.4),
+    ],
 )
-def test_the_schedule_alone_is_near_the_compilers_figure(name: str, figure: str) -> None:
+def test_the_schedule_alone_is_near_the_compilers_figure(
+    name: str, figure: str, low: float
+) -> None:
     said = recorded.report(name)["memory"][figure]
     found = memory_map(recorded.module(name), None)
     assert found.peak_bytes == found.estimated_bytes
-    assert said / 1.4 < found.estimated_bytes < said * 1.05
+    assert said / low < found.estimated_bytes < said * 1.05
 
 
 def test_lifetimes_of_a_published_recipe_are_the_compilers_figure() -> None:
