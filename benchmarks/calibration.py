@@ -23,10 +23,10 @@ from systolic.explaining.correcting import MeasuredOps, OpRatio, fit, measured_o
 from systolic.explaining.programs import programs_of
 from systolic.profile import Profile, open_profile
 from systolic.profile.table import ProfileTable
-from systolic.sim import simulate
 from systolic.sim.calibration import Calibration, CostKind
 from systolic.sim.incomplete import Given
 from systolic.sim.rates import rates_of
+from systolic.sim.simulate import simulate
 
 BF16 = "tpu7x-1chip-tp2-qwen2.5-32b-bf16-1024tokens.trace.json.gz"
 QUANTIZED = "tpu7x-1chip-tp2-qwen3-32b-quantized-a.trace.json.gz"

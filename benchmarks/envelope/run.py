@@ -36,7 +36,8 @@ from systolic.core.errors import SystolicError
 from systolic.core.store import Store
 from systolic.forecasting import forecast_job
 from systolic.hlo import parse
-from systolic.sim import Timeline, simulate
+from systolic.sim.simulate import simulate
+from systolic.sim.timeline import Timeline
 
 _METADATA = re.compile(r", metadata=\{[^{}]*\}")
 

@@ -22,7 +22,7 @@ from records import check_out, count, lines, none_chosen, refuse
 from systolic.chips import slice
 from systolic.core.errors import SystolicError
 from systolic.hlo import Module, parse
-from systolic.sim import simulate
+from systolic.sim.simulate import simulate
 from systolic.sim.timeline import Timeline
 
 SHOWN = 3

@@ -17,8 +17,8 @@ from systolic.chips.flags import resolved
 from systolic.forecasting import Forecast, forecast_program
 from systolic.forecasting.serving import Load
 from systolic.job import Job, ServedWeights
+from systolic.recipes.jobs.source import source_of
 from systolic.session.capacity import floor_seconds
-from systolic.session.job_source import source_of
 from systolic.session.server_layout import engine_layout
 from systolic.session.server_steps import server_steps, with_formats
 

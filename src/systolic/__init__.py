@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from systolic.forecasting import Forecast, Spread
     from systolic.forecasting.table import ForecastTable
     from systolic.job import MatrixFormat, Sampling, WeightFormat
+    from systolic.planning.command import plan
     from systolic.planning.serving import ServingPlan
     from systolic.session.answering import AnswerOptions
     from systolic.session.comparing import Comparison, ComparisonOptions, compare_models
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from systolic.session.exporting import Exported, export_model
     from systolic.session.forecast import forecast
     from systolic.session.importing import Imported, import_model
-    from systolic.session.planning import plan
     from systolic.session.program_exports import export_program
     from systolic.session.public import resume, train
     from systolic.session.public_tuning import tune
@@ -69,7 +69,7 @@ _HOME = {
     "forecast": "systolic.session.forecast",
     "import_model": "systolic.session.importing",
     "open": "systolic.session.trained",
-    "plan": "systolic.session.planning",
+    "plan": "systolic.planning.command",
     "plan_serving": "systolic.session.serving_plan",
     "ServingPlan": "systolic.planning.serving",
     "quantize_model": "systolic.session.quantizing",

@@ -15,8 +15,8 @@ from jax.experimental.pallas import tpu as pltpu
 from systolic.aot.kernels import counted, counted_elsewhere
 from systolic.chips import slice
 from systolic.hlo import parse
-from systolic.sim import simulate
 from systolic.sim.rates import rates_of
+from systolic.sim.simulate import simulate
 from systolic.sim.timeline import PricedBy
 from tests.recorded import hlo
 from tests.recorded.hlo.programs import MATMUL_ARGUMENTS, pallas_matmul

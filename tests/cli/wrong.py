@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 from systolic import recipes
 from systolic.cli import chips as chips_verb
-from systolic.cli import data, doctor, explain, forecast, generate, plan, predict, train
+from systolic.cli import data, doctor, explain, forecast, generate, predict, train
 from systolic.cli import eval as evaluation
 from systolic.cli import recipes as recipes_verb
+from systolic.cli.main import VERBS
 from systolic.core.ranges import LARGEST_INT, Range
 
 
@@ -77,7 +78,9 @@ def commands(run: Path, text: Path) -> Iterator[Command]:
         yield Command(("train", name, *given, *small), (*own, *_options(train.TrainOptions)))
         on = ("--on", "v5e-4", "--quick")
         yield Command(("forecast", name, *given, *on), (*own, *_options(forecast.ForecastOptions)))
-    yield Command(("plan", "lm", "--on", "v5e-4"), tuple(_options(plan.PlanOptions)))
+    yield Command(
+        ("plan", "lm", "--on", "v5e-4"), tuple(_options(VERBS["plan"].forms[0].options.read))
+    )
     yield Command(("explain", "lm", "--on", "v5e-4"), tuple(_options(explain.ExplainOptions)))
     yield Command(("train", "--resume", str(run)), tuple(_options(train.ResumeOptions)))
     yield Command(("eval", str(run)), tuple(_options(evaluation.EvalOptions)))

@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from systolic.cli.output import bounded_workers
 from systolic.core.machine import bounded, num_cores, set_up_xla, sound_flags
 from systolic.planning.search import Limits
+from systolic.report.output import bounded_workers
 
 ROOT = Path(__file__).parents[2]
 

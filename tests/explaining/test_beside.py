@@ -13,8 +13,8 @@ from systolic.hlo import parse
 from systolic.profile import open_profile
 from systolic.profile.table import ProfileTable
 from systolic.report.forecast.xprof import write_xprof
-from systolic.sim import simulate
 from systolic.sim.rates import rates_of
+from systolic.sim.simulate import simulate
 from tests.profile.real import BF16, EXCERPTS, HOST_OFFLOAD, KERNEL, whole
 from tests.report.forecast.recorded import small
 

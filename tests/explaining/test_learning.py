@@ -28,8 +28,8 @@ from systolic.explaining.learning import learning, unknown, vitals
 from systolic.explaining.settings import Settings, advise, render
 from systolic.explaining.speed import checkpoints, evaluation, speed
 from systolic.job import Evaluation, GuardRule, Job, Layout, Optimizer, OptimizerKind
+from systolic.recipes.jobs.source import source_of
 from systolic.report.explain.text import HEIGHT, lines
-from systolic.session.job_source import source_of
 from systolic.session.resuming import finished
 from systolic.training.feed import training
 from systolic.training.ledger import Ledger

@@ -29,14 +29,13 @@ from systolic.forecasting.memory import memory_map
 from systolic.forecasting.run import assemble
 from systolic.hlo import parse
 from systolic.planning import evaluator
-from systolic.planning.search import Limits
 from systolic.report.plan.notes import notes
-from systolic.sim import simulate
 from systolic.sim.calibration import Calibration, CostKind, Factor
 from systolic.sim.cost_kinds import kind_of_span, least_seconds
 from systolic.sim.incomplete import Given
 from systolic.sim.price import OpPrice
 from systolic.sim.rates import rates_of
+from systolic.sim.simulate import simulate
 from systolic.sim.timeline import PricedBy, Resource, Timeline
 from tests.recorded import hlo as recorded
 from tests.report.forecast.recorded import FOLDER
@@ -324,9 +323,9 @@ def test_a_plan_corrects_what_it_compiles(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(evaluator, "Pool", RecordedPool)
     save(record(calibration("v5e", matmul=factor(1.5, 1.4, 1.6))))
     sizes = {"model.layers": 2, "model.d-model": 256, "batch": 8, "sequence": 256, "steps": 10}
-    limits = Limits(programs=1, finalists=0, workers=1)
+    limits = {"programs": 1, "finalists": 0, "workers": 1}
     plain, slower = (
-        systolic.plan("lm", on="v5e-4", limits=limits, calibration=name, **sizes)
+        systolic.plan("lm", on="v5e-4", calibration=name, **limits, **sizes)
         for name in (None, "mine")
     )
     assert plain.best is not None

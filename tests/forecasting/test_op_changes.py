@@ -14,7 +14,7 @@ from systolic.forecasting.costs import core
 from systolic.forecasting.op_changes import OpChange, OpFate, changes_of
 from systolic.hlo import Module, parse
 from systolic.report.forecast import op_table
-from systolic.sim import simulate
+from systolic.sim.simulate import simulate
 from systolic.sim.timeline import Timeline
 from tests.recorded import hlo
 

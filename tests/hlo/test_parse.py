@@ -8,7 +8,7 @@ from systolic.hlo import parse
 from systolic.hlo.aliases import aliased_operand, aliases_of
 from systolic.hlo.devices import counts_of
 from systolic.hlo.module import Module
-from systolic.sim import simulate
+from systolic.sim.simulate import simulate
 from tests.recorded import hlo as recorded
 
 OLD = """\

@@ -30,8 +30,8 @@ from systolic.planning.margin import margin_of
 from systolic.planning.plan import Trial
 from systolic.planning.remedies import base_of
 from systolic.planning.search import Search
+from systolic.recipes.jobs.source import source_of
 from systolic.session.explaining import StepExplainer
-from systolic.session.job_source import source_of
 from tests.planning import fabricated
 from tests.planning.evaluators import AnsweringEvaluator
 

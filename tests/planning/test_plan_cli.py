@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,11 @@ from typing import Any
 import pytest
 
 from systolic.artifact.chosen import read
-from systolic.cli import plan as cli
 from systolic.cli.main import main
-from systolic.cli.target import request
 from systolic.job import Layout
+from systolic.planning import answer
 from systolic.planning.plan import Plan, SearchStop
-from systolic.planning.search import SearchProgress, SearchStage
+from systolic.planning.search import Search, SearchProgress, SearchStage
 from tests.planning import fabricated
 
 TINY = f"{Path(__file__).parents[1] / 'cli' / 'tiny.py'}:job"
@@ -41,38 +41,47 @@ def test_mistakes_are_one_line(
     assert said in line
 
 
-def test_tokens_of_a_job_without_any(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tokens_of_a_job_without_any(
+    planned: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", "digits", "--on", "v5e-4", "--tokens", "1e9"]) == 2
     assert "digits has no tokens; give --examples" in capsys.readouterr().err
 
 
-def planned(words: list[str], stopped: SearchStop | None = None, **goal: Any) -> int:
-    """The command with a planner that answers the fabricated plan, result by result."""
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """The command with a search that answers the fabricated plan, result by result."""
 
-    def planner(asked: Any, watch: Any) -> Plan:
-        made = fabricated.plan(replace(fabricated.GOAL, **goal), stopped)
-        for number, one in enumerate(made.tried, 1):
-            so_far = replace(made, tried=made.tried[:number])
-            watch(
-                SearchProgress(
-                    stage=SearchStage.compiling,
-                    compiled=number,
-                    of=24,
-                    running=["v5e-64 fsdp 64 remat full"],
-                    best=so_far.best,
-                    seconds=10.0 * number,
-                    latest=one,
-                    answer=lambda so_far=so_far: so_far,
+    def run(words: list[str], stopped: SearchStop | None = None, **goal: Any) -> int:
+        def searched(search: Search, *_: Any) -> Plan:
+            made = fabricated.plan(replace(fabricated.GOAL, **goal), stopped)
+            for number, one in enumerate(made.tried, 1):
+                so_far = replace(made, tried=made.tried[:number])
+                search.watch(
+                    SearchProgress(
+                        stage=SearchStage.compiling,
+                        compiled=number,
+                        of=24,
+                        running=["v5e-64 fsdp 64 remat full"],
+                        best=so_far.best,
+                        seconds=10.0 * number,
+                        latest=one,
+                        answer=lambda so_far=so_far: so_far,
+                    )
                 )
-            )
-        return made
+            return made
 
-    asked = request("lm", [*words, "--tokens", "20e9"], "plan", cli.PlanOptions)
-    return cli.answer(asked, planner)
+        monkeypatch.setattr(answer, "searched", searched)
+        return main(["plan", "lm", *words, "--tokens", "20e9"])
+
+    return run
 
 
 def test_an_answer(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    planned: Callable[..., int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert planned(["--on", "v5e-64,v6e-16", "--html", "page.html"]) == 0
@@ -92,7 +101,7 @@ def test_an_answer(
 
 
 def test_a_killed_search_leaves_the_best_so_far(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    planned: Callable[..., int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     seen = []
@@ -102,7 +111,7 @@ def test_a_killed_search_leaves_the_best_so_far(
         if len(seen) == 2:
             raise SystemExit("killed")
 
-    monkeypatch.setattr(cli, "write_json", write)
+    monkeypatch.setattr(answer, "write_json", write)
     with pytest.raises(SystemExit):
         planned(["--on", "v5e-64", "--goal", "pareto"])
     # The first result is the first best, the fifth the next.
@@ -114,7 +123,10 @@ def test_a_killed_search_leaves_the_best_so_far(
 
 
 def test_ctrl_c_answers_with_the_best_so_far(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    planned: Callable[..., int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert planned(["--on", "v5e-64", "--json"], SearchStop.interrupted) == 130
@@ -126,7 +138,10 @@ def test_ctrl_c_answers_with_the_best_so_far(
 
 
 def test_no_answer_says_what_came_nearest(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    planned: Callable[..., int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert planned(["--on", "v5e-64", "--budget", "100"], budget_usd=100.0) == 1

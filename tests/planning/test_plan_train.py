@@ -20,8 +20,8 @@ from systolic.cli.train import requested
 from systolic.core.errors import DataError, NotFoundError, OptionError, SystolicError
 from systolic.core.files import write_json
 from systolic.job import Axis, Layout, Precision, Remat
+from systolic.recipes.jobs.plan import candidate_of, resumed
 from systolic.report.plan.readings import command
-from systolic.session.planned import candidate_of, resumed
 from systolic.session.run_files import rebuild
 from systolic.session.run_flags import new_flags
 from tests.planning import fabricated

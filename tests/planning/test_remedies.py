@@ -8,6 +8,7 @@ from systolic import recipes
 from systolic.chips import slice
 from systolic.chips.flags import merged, name_of, resolved
 from systolic.core.errors import RunError
+from systolic.core.option_words import option_words
 from systolic.job import Layout, Remat
 from systolic.planning.change import Change, ChangedPart, compatible, layout_change, together
 from systolic.planning.facts import facts_of
@@ -15,7 +16,6 @@ from systolic.planning.flags import SETS, joined
 from systolic.planning.ladder import difference
 from systolic.planning.remedies import Remedy, base_of, changes, training_changes, try_all
 from systolic.planning.space import check
-from systolic.session.command_line import option_words
 from tests.planning import fabricated
 from tests.planning.evaluators import AnsweringEvaluator
 from tests.planning.jobs import decoder_job

@@ -13,14 +13,15 @@ from systolic.planning.goal import Goal
 from systolic.planning.notes import WallAssumed, WallLate, after_search
 from systolic.planning.objective import Objective, PriceTerm
 from systolic.planning.plan import Plan, Trial
+from systolic.planning.slices import slices_of
 from systolic.planning.space import Freedom
 from systolic.planning.wall import Conditions, Wall, wall_of
+from systolic.planning.wanted import price_of
 from systolic.report.plan import readings
 from systolic.report.plan.notes import text
 from systolic.report.plan.page import render
 from systolic.report.plan.text import lines
 from systolic.report.printing import plain
-from systolic.session.planning import price_of, slices_of
 from tests.planning import fabricated
 
 STEP = 2.0

@@ -29,9 +29,9 @@ from systolic.models.decoder.config import Decoder
 from systolic.models.published import published
 from systolic.planning.facts import facts_of
 from systolic.recipes.image import CLASSES, image
+from systolic.recipes.jobs.source import source_of
 from systolic.recipes.lm import lm
 from systolic.recipes.sft import sft
-from systolic.session.job_source import source_of
 
 CONFIG = {
     **{"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},

@@ -13,9 +13,9 @@ from systolic.core.errors import SystolicError
 from systolic.job import Job, Layout, Optimizer, OptimizerChange
 from systolic.recipes.digits import digits
 from systolic.recipes.image import image
+from systolic.recipes.jobs.source import source_of
 from systolic.recipes.lm import lm
 from systolic.recipes.sft import sft
-from systolic.session.job_source import source_of
 
 WRONG = ("x", 3, -1, None, True, [3], {"x": 1}, object())
 NEEDED = {"sft": {"from_": "smollm2-135m"}}

@@ -15,9 +15,9 @@ from systolic.forecasting import forecast_program
 from systolic.forecasting.serving import LatencyLimits, Load, ServingForecast, latency
 from systolic.interop.quantizing import whole
 from systolic.job import Layout, WeightFormat
+from systolic.recipes.jobs.source import source_of
 from systolic.report.forecast.serving import lines
 from systolic.session.capacity import floor_seconds, forecast_serving, ladder
-from systolic.session.job_source import source_of
 from systolic.session.server_layout import engine_layout, layout_of_requests, serving_layout
 from tests.compiles import cheap
 

@@ -8,8 +8,8 @@ import pytest
 from systolic import recipes
 from systolic.cli.forecast import ForecastOptions
 from systolic.cli.target import request
+from systolic.core.option_words import option_words
 from systolic.job import Layout
-from systolic.session.command_line import option_words
 
 LM = recipes.find("lm")
 

@@ -25,8 +25,8 @@ from systolic.data.text.bytes import StandardLibrary
 from systolic.job import Job, Layout, Mode, Precision, Schedule
 from systolic.job.optimizer import Shortened
 from systolic.recipes.digits import MODELS, DigitsModel
-from systolic.session.job_source import source_of, with_plan
-from systolic.session.planned import candidate_of
+from systolic.recipes.jobs.plan import candidate_of
+from systolic.recipes.jobs.source import source_of, with_plan
 from systolic.session.training import Audience
 from systolic.training.setup import set_up
 from tests.interop.outlines import outline

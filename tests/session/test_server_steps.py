@@ -13,7 +13,7 @@ from systolic.core.errors import OptionError
 from systolic.forecasting.serving import Load
 from systolic.job import ExpertAxis, Layout, Served, ServedCache, ServedWeights
 from systolic.models.decoder.config import Decoder
-from systolic.session.job_source import source_of
+from systolic.recipes.jobs.source import source_of
 from systolic.session.server_steps import (
     CHOICE_LOGITS,
     BatchSteps,

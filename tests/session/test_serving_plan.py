@@ -29,10 +29,10 @@ from systolic.job import Job, Layout
 from systolic.planning.goal import hourly
 from systolic.planning.objective import PriceTerm
 from systolic.planning.serving import ServingPlan
+from systolic.recipes.jobs.source import source_of
 from systolic.report.plan.serving import lines
 from systolic.session import serving_plan
 from systolic.session.capacity import ServerTimes
-from systolic.session.job_source import source_of
 from systolic.session.serving_floor import LeastServer
 
 LOAD = Load(prompt_tokens=1000, output_tokens=1000, chunk=256)

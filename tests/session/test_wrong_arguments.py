@@ -10,8 +10,8 @@ import systolic
 from systolic.core.errors import SystolicError
 from systolic.job import Job, Layout
 from systolic.models.decoder.rotary import RopeScaling, Stretching
+from systolic.recipes.jobs.source import source_of
 from systolic.recipes.lm import lm
-from systolic.session.job_source import source_of
 
 WRONG = (None, 3, -1, True, [3], {"x": 1}, object(), "x")
 FUNCTIONS = [name for name in systolic.__all__ if inspect.isfunction(getattr(systolic, name, None))]

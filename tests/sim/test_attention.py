@@ -6,9 +6,9 @@ import pytest
 
 from systolic.chips import slice
 from systolic.hlo import parse
-from systolic.sim import simulate
 from systolic.sim.attention import Attention, attention_of
 from systolic.sim.masks import Grid, cut_share
+from systolic.sim.simulate import simulate
 from tests.recorded import hlo
 
 MEASURED = {"fwd": 9.41e-3, "dkv": 13.87e-3}

@@ -6,9 +6,9 @@ import pytest
 
 from systolic.chips import slice
 from systolic.hlo import parse
-from systolic.sim import simulate
 from systolic.sim.estimate import slowdown_of, vector_operations
 from systolic.sim.rates import rates_of
+from systolic.sim.simulate import simulate
 from systolic.sim.timeline import PricedBy
 from tests.recorded import hlo
 

@@ -6,11 +6,11 @@ import pytest
 
 from systolic.chips import slice
 from systolic.hlo import Computation, Instruction, Module
-from systolic.sim import simulate
 from systolic.sim.grouped import chosen, grouped_cost, grouped_of, pace_of, seconds_of
 from systolic.sim.kernels import computation_bytes
 from systolic.sim.masked import VISITED, masked_seconds, masked_share
 from systolic.sim.rates import Rates, f32_passes, rates_of
+from systolic.sim.simulate import simulate
 from tests.recorded import hlo, operations
 
 SLICES = {"ragged-v5p": "v5p-8", "grouped-tpu7x": "tpu7x-2", "weights-v5p": "v5p-8"}

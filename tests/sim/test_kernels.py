@@ -4,7 +4,7 @@ import pytest
 
 from systolic.chips import slice
 from systolic.hlo import parse
-from systolic.sim import simulate
+from systolic.sim.simulate import simulate
 from tests.recorded import hlo
 
 

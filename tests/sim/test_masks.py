@@ -3,7 +3,7 @@
 import pytest
 
 from systolic.chips import slice
-from systolic.sim import simulate
+from systolic.sim.simulate import simulate
 from tests.recorded import hlo
 
 BLOCKS = 16

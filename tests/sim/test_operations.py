@@ -6,10 +6,10 @@ import pytest
 
 from systolic.chips import slice
 from systolic.hlo import parse
-from systolic.sim import simulate
 from systolic.sim.estimate import lane_registers, slowdown_of
 from systolic.sim.price import streams
 from systolic.sim.rates import rates_of
+from systolic.sim.simulate import simulate
 from systolic.sim.work import work_of
 from tests.recorded import operations
 

@@ -6,9 +6,9 @@ import pytest
 
 from systolic.chips import slice
 from systolic.forecasting.interval import ScheduleDetail, interval_of, range_of
-from systolic.sim import simulate
 from systolic.sim.rates import rates_of
 from systolic.sim.rules import network_stages, top_k_stages
+from systolic.sim.simulate import simulate
 from systolic.sim.timeline import PricedBy, Span, Timeline
 from tests.recorded.rules import PROGRAMS, module
 

@@ -7,13 +7,12 @@ from systolic.chips import slice
 from systolic.core.origin import Origin
 from systolic.hlo import Module, parse
 from systolic.hlo.devices import counts_of
-from systolic.sim import Resource, Span, Timeline, simulate
 from systolic.sim.asynchronous import COLLECTIVES
 from systolic.sim.estimate import F32_OPERANDS, slowdown_of
 from systolic.sim.incomplete import BYTES
 from systolic.sim.rates import rates_of
-from systolic.sim.simulate import TURN_SECONDS, _Order
-from systolic.sim.timeline import PricedBy
+from systolic.sim.simulate import TURN_SECONDS, _Order, simulate
+from systolic.sim.timeline import PricedBy, Resource, Span, Timeline
 from tests.recorded import hlo as recorded
 
 BIG = "f32[1024,1024]{1,0:T(8,128)}"

@@ -6,9 +6,10 @@ import pytest
 
 from systolic.chips import slice
 from systolic.hlo import Crossing, Instruction, Module, crossing_of, parse
-from systolic.sim import Resource, Timeline, simulate
 from systolic.sim.network import crossings
 from systolic.sim.rates import rates_of
+from systolic.sim.simulate import simulate
+from systolic.sim.timeline import Resource, Timeline
 from tests.recorded import hlo as recorded
 
 COUNTS = (2, 4, 8)

@@ -4,8 +4,8 @@ import pytest
 
 from systolic.chips import slice
 from systolic.hlo import parse
-from systolic.sim import simulate
 from systolic.sim.estimate import vector_operations
+from systolic.sim.simulate import simulate
 from systolic.sim.work import work_of
 from tests.recorded import hlo
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from systolic.chips import slice
 from systolic.hlo import parse
-from systolic.sim import simulate
+from systolic.sim.simulate import simulate
 from systolic.sim.work import Work, work_of
 from tests.recorded import hlo as recorded
 

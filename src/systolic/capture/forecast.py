@@ -17,8 +17,8 @@ from systolic.forecasting.run import assemble, capacity
 from systolic.forecasting.text import FROM_SCHEDULE, refused
 from systolic.hlo import Module, parse
 from systolic.hlo.check import check
-from systolic.sim import simulate
 from systolic.sim.incomplete import NOTHING, Given
+from systolic.sim.simulate import simulate
 from systolic.sim.timeline import Resource, Span, Timeline
 
 MOST_OTHERS = 6

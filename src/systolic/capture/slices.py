@@ -39,6 +39,12 @@ class Ranking:
     table: ForecastTable
     notes: Sequence[str]
     """What the comparison rests on."""
+    goal: str = ""
+    """``cost`` or ``time``."""
+    quick: bool = True
+    """Whether compiles stopped at the schedule."""
+    seconds: float = 0.0
+    """That the ranking took."""
 
     def to_json(self) -> dict[str, Any]:
         """``candidates`` in their order, ``rejected`` with reasons, ``best``, ``fastest`` and ``cheapest`` slices."""
@@ -46,12 +52,15 @@ class Ranking:
         bad = [row for row in self.table if not row.fits]
         named = {"fastest": self.table.fastest, "cheapest": self.table.cheapest}
         return {
+            "goal": self.goal,
             "recipe": self.table.name,
             "best": good[0].on.name if good and self.table.of_same_work else None,
             **{word: None if row is None else row.on.name for word, row in named.items()},
             "candidates": [row.to_json() for row in good],
             "rejected": [{"slice": row.on.name, "reason": reason(row)} for row in bad],
             "notes": list(self.notes),
+            "quick": self.quick,
+            "seconds": self.seconds,
         }
 
 

@@ -8,11 +8,11 @@ from typing import Annotated, Literal
 
 import tyro
 
-from systolic.cli.output import print_json, warn
 from systolic.cli.parse import parse
 from systolic.core.errors import MissingExtraError
 from systolic.core.ranges import CONTEXT, COUNT, NOT_NEGATIVE
 from systolic.job import ServedCache
+from systolic.report.output import print_json, warn
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import tyro
 
-from systolic.cli.output import print_json
-from systolic.cli.parse import Required, parse, print_verb_help
+from systolic.cli.parse import parse, print_verb_help
+from systolic.core.arguments import Required
+from systolic.report.output import print_json
 
 FORMS = """usage: systolic calibrate PROFILE [PROFILE ...] --name NAME [options]
 

@@ -6,9 +6,9 @@ from typing import Annotated
 
 import tyro
 
-from systolic.cli.output import print_json, warn
 from systolic.cli.parse import parse
 from systolic.core.errors import DataError
+from systolic.report.output import print_json, warn
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import tyro
 
-from systolic.cli.output import print_json, warn
 from systolic.cli.parse import parse
 from systolic.core.ranges import COUNT, NOT_NEGATIVE
+from systolic.report.output import print_json, warn
 from systolic.report.progress import ProgressLine
 
 

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import tyro
 
-from systolic.cli.output import print_json, warn
 from systolic.cli.parse import parse, print_verb_help
 from systolic.core.errors import DataError, NotFoundError, OptionError, nearest
 from systolic.core.files import nearest_file
@@ -19,6 +18,7 @@ from systolic.core.units import gibibytes
 from systolic.data.text.tokenizer import SMALLEST_VOCAB
 from systolic.job import Data, Split
 from systolic.report.figures import plural
+from systolic.report.output import print_json, warn
 
 BAD_KINDS = 50
 """Kinds of faults of lines that can't be learned, at most, that are named."""

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import tyro
 
-from systolic.cli.output import print_json, warn
 from systolic.cli.parse import parse
 from systolic.core.ranges import NOT_NEGATIVE
 from systolic.job import Split
+from systolic.report.output import print_json, warn
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,10 +14,11 @@ from systolic.cli.explain_program import (
     explain_dump,
     explain_program,
 )
-from systolic.cli.output import bounded_workers
-from systolic.cli.parse import Repeated, Required, parse, print_verb_help
+from systolic.cli.parse import Repeated, parse, print_verb_help
 from systolic.cli.target import Request, first, renamed, request, request_for
+from systolic.core.arguments import Required
 from systolic.core.errors import NotFoundError, OptionError, nearest
+from systolic.core.machine import bounded_workers
 from systolic.core.ranges import NOT_NEGATIVE
 
 if TYPE_CHECKING:

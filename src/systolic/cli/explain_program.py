@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from systolic.cli.output import print_json
-from systolic.cli.parse import Repeated, Required, parse
+from systolic.cli.parse import Repeated, parse
+from systolic.core.arguments import Required
 from systolic.core.errors import OptionError
 from systolic.core.ranges import POSITIVE
+from systolic.report.output import print_json
 
 if TYPE_CHECKING:
     from systolic.chips import Slice

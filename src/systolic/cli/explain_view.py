@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 from systolic.aot import StepKind
 from systolic.chips.flags import spoken
-from systolic.cli.output import print_json
+from systolic.core.option_words import option_words
 from systolic.core.units import duration, gibibytes
 from systolic.explaining.beside import Beside
 from systolic.explaining.cause import Cause
@@ -30,10 +30,10 @@ from systolic.report.explain.text import (
     step_title,
 )
 from systolic.report.forecast.text import print_forecast
+from systolic.report.output import print_json
 from systolic.report.plan.progress import stage
 from systolic.report.plan.readings import step
 from systolic.report.progress import ProgressLine
-from systolic.session.command_line import option_words
 from systolic.session.explaining import (
     ExplainedKind,
     ExplainProgress,

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from systolic.cli.output import print_json
 from systolic.cli.parse import parse
 from systolic.core.errors import OptionError
 from systolic.core.leave import ends_cleanly
@@ -17,6 +16,7 @@ from systolic.core.ranges import COUNT, NOT_NEGATIVE
 from systolic.core.units import duration, si
 from systolic.exporting.settings import ROWS, ExportSettings, LiteQuantization
 from systolic.job import Precision
+from systolic.report.output import print_json
 from systolic.report.progress import ProgressLine
 
 TFLITE = ".tflite"

@@ -12,12 +12,13 @@ import tyro
 from systolic.aot import StepKind
 from systolic.cli.forecast_capture import END, CaptureOptions, forecast_program
 from systolic.cli.forecast_serving import SERVE, ServingOptions, forecast_server
-from systolic.cli.output import print_json
-from systolic.cli.parse import Repeated, Required, parse, print_verb_help
+from systolic.cli.parse import Repeated, parse, print_verb_help
 from systolic.cli.target import Request, first, request
+from systolic.core.arguments import Required
 from systolic.core.errors import OptionError
 from systolic.core.files import check_writable, write_atomically
-from systolic.session.command_line import option_words
+from systolic.core.option_words import option_words
+from systolic.report.output import print_json
 
 if TYPE_CHECKING:
     from systolic.chips import Slice

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from systolic.cli.parse import Repeated, Required, parse
+from systolic.cli.parse import Repeated, parse
+from systolic.core.arguments import Required
 from systolic.core.errors import OptionError, TakenError
 from systolic.core.ranges import POSITIVE
 

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from systolic.cli.output import print_json
-from systolic.cli.parse import Required
 from systolic.cli.target import first, request
+from systolic.core.arguments import Required
 from systolic.core.ranges import COUNT, NOT_NEGATIVE
 from systolic.job import ExpertAxis, Served, ServedCache, ServedWeights
+from systolic.report.output import print_json
 
 SERVE = "--serve"
 

@@ -10,11 +10,11 @@ from typing import Annotated, Any
 
 import tyro
 
-from systolic.cli.output import print_json, warn
 from systolic.cli.parse import parse
 from systolic.core.errors import DataError, NotFoundError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE
 from systolic.job import Sampling
+from systolic.report.output import print_json, warn
 
 SAMPLING = Sampling()
 

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from systolic.cli.output import print_json, warn
-from systolic.cli.parse import Required, print_verb_help
+from systolic.cli.parse import print_verb_help
 from systolic.cli.target import Request, first, planned_request
+from systolic.core.arguments import Required
 from systolic.core.errors import OptionError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE
+from systolic.report.output import print_json, warn
 
 if TYPE_CHECKING:
     from systolic.job import Job

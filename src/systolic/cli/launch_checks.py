@@ -102,7 +102,7 @@ def under_plan(
     Raises:
         OptionError: an option in ``--train`` contradicts the plan.
     """
-    from systolic.session.planned import kept_choice
+    from systolic.recipes.jobs.plan import kept_choice
 
     chosen = request.chosen
     if chosen is None or not request.train:

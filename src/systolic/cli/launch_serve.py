@@ -8,12 +8,13 @@ from typing import Annotated, Literal
 import tyro
 
 from systolic.cli.launch import finish, folder_of, output, without_steps, words
-from systolic.cli.output import print_json
-from systolic.cli.parse import Required, asks_help, parse
+from systolic.cli.parse import asks_help, parse
 from systolic.cli.serve import ServeOptions
 from systolic.cli.target import first
+from systolic.core.arguments import Required
 from systolic.core.errors import OptionError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE
+from systolic.report.output import print_json
 
 TAKEN = ("--host", "--port", "--keys", "--new-key", "--grace-seconds", "--log", "--json")
 """Options of ``systolic serve`` that the launch sets."""

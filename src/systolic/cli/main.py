@@ -5,16 +5,20 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import NamedTuple, NoReturn
 
+from systolic.cli.forms import TargetKind, VerbForm, run_forms
 from systolic.core.errors import OptionError, SystolicError, nearest
 from systolic.core.leave import TerminatedError, leave, remember_interrupts
 from systolic.core.machine import set_up_xla
+from systolic.core.reporter import reporting
+from systolic.report.stderr import StderrReporter
 
 
 class Verb(NamedTuple):
-    """One command: the module of that name in this package holds its ``run(args) -> exit code``."""
+    """One command: forms, each with its public function, or a module of this package with ``run(args) -> exit code``."""
 
     module: str
     summary: str
+    forms: tuple[VerbForm, ...] = ()
 
 
 VERBS = {
@@ -30,7 +34,32 @@ VERBS = {
     "forecast": Verb(
         "forecast", "memory, time, MFU and cost of a step on a slice that you don't have"
     ),
-    "plan": Verb("plan", "finds the slice and layout that train a recipe soonest or cheapest"),
+    "plan": Verb(
+        "systolic.planning.command:USAGE",
+        "finds the slice and layout that train a recipe soonest or cheapest",
+        (
+            VerbForm(
+                function="systolic.planning.command:plan",
+                view="systolic.report.plan.view:show",
+                reporter="systolic.report.plan.progress:SearchReporter",
+                takes=TargetKind.recipe,
+                needs="a recipe or a model",
+            ),
+            VerbForm(
+                function="systolic.planning.command:plan_program",
+                view="systolic.report.plan.view:show_ranking",
+                takes=TargetKind.program,
+            ),
+            VerbForm(
+                function="systolic.session.serving_plan:plan_serving",
+                view="systolic.report.plan.view:show_serving",
+                takes=TargetKind.recipe,
+                needs="a model",
+                word="serve",
+                usage="systolic.session.serving_plan:USAGE",
+            ),
+        ),
+    ),
     "calibrate": Verb(
         "calibrate", "corrects the simulator by profiles of your own chips, for forecast and plan"
     ),
@@ -146,7 +175,11 @@ def _verb(args: list[str]) -> int | None:
             f"there is no verb {args[0]!r}{nearest(args[0], VERBS)}; systolic --help lists them"
         )
     rest = args[1:] if args[0] in OWN_BUCKETS else _copied(args[1:])
-    return import_module(f"systolic.cli.{VERBS[args[0]].module}").run(rest)
+    verb = VERBS[args[0]]
+    with reporting(StderrReporter()):
+        if verb.forms:
+            return run_forms(args[0], verb.module, verb.forms, rest)
+        return import_module(f"systolic.cli.{verb.module}").run(rest)
 
 
 def _copied(args: list[str]) -> list[str]:

@@ -11,11 +11,12 @@ import io
 import re
 import typing
 from collections.abc import Callable, Collection, Container, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import is_dataclass
 from typing import Annotated, Any, NoReturn, TypeVar
 
 import tyro
 
+from systolic.core.arguments import Required
 from systolic.core.errors import OptionError
 from systolic.core.ranges import check_arguments, dashed
 from systolic.core.spelling import nearest_option
@@ -168,7 +169,7 @@ def print_help(function: Callable[..., Any], prog: str) -> NoReturn:
     raise SystemExit(0)
 
 
-def print_verb_help(forms: str, *kinds: type) -> int:
+def print_verb_help(forms: str, *kinds: Callable[..., Any]) -> int:
     """Prints what ``systolic VERB --help`` shows: the forms of the command, then the options of each form.
 
     Args:
@@ -188,13 +189,6 @@ def print_verb_help(forms: str, *kinds: type) -> int:
 
 
 _HELP = ("  -h, --help", "│ -h, --help")
-
-
-@dataclass(frozen=True, slots=True)
-class Required:
-    """What a command needs, beside a field without a default: ``Annotated[str, Required("a slice; add --on v5e-16")]``."""
-
-    text: str
 
 
 def option_names(function: Callable[..., Any]) -> set[str]:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from systolic.cli.output import print_json, warn
 from systolic.cli.parse import parse
 from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.core.files import check_writable, nearest_file, write_atomically
 from systolic.report.figures import plural
+from systolic.report.output import print_json, warn
 
 if TYPE_CHECKING:
     from systolic.session.trained import TrainedModel

@@ -10,13 +10,13 @@ from typing import Annotated
 
 import tyro
 
-from systolic.cli.output import print_json, warn
 from systolic.cli.parse import parse
 from systolic.core.errors import OptionError, SystolicError
 from systolic.core.leave import ends_cleanly
 from systolic.core.ranges import COUNT, NOT_NEGATIVE
 from systolic.core.units import duration
 from systolic.job import MatrixFormat, WeightFormat
+from systolic.report.output import print_json, warn
 from systolic.report.progress import ProgressLine
 
 GROUPS = 32, 64, 128

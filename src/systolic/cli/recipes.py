@@ -12,12 +12,12 @@ from rich.table import Table
 
 from systolic import recipes
 from systolic.cli import train
-from systolic.cli.output import print_json
 from systolic.cli.parse import known, parse
 from systolic.cli.target import request
 from systolic.core.ranges import dashed
 from systolic.models.published import published
 from systolic.recipes import Recipe
+from systolic.report.output import print_json
 
 WIDTH = 100
 

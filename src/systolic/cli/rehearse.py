@@ -4,12 +4,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from systolic.cli.output import bounded_workers, print_json
 from systolic.core.errors import OptionError
+from systolic.core.machine import bounded_workers
 from systolic.core.units import duration, si
+from systolic.recipes.jobs.source import JobSource
+from systolic.report.output import print_json
 from systolic.report.progress import ProgressLine
 from systolic.session import rehearsal
-from systolic.session.job_source import JobSource
 
 if TYPE_CHECKING:
     from systolic.cli.train import TrainOptions

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from systolic.cli.output import print_json, warn
 from systolic.cli.parse import parse
+from systolic.report.output import print_json, warn
 
 if TYPE_CHECKING:
     from systolic.session.launched import Launched

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from systolic.cli.output import print_json
 from systolic.cli.parse import parse
 from systolic.core.errors import MissingExtraError, OptionError
 from systolic.core.ranges import CONTEXT, COUNT, NOT_NEGATIVE, POSITIVE, Range
 from systolic.job import ServedCache
+from systolic.report.output import print_json
 from systolic.serving.layout import ServingLayout
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import tyro
 
-from systolic.cli.output import print_json
 from systolic.cli.parse import parse
 from systolic.cli.runs import now_of
+from systolic.report.output import print_json
 
 REFUSED = 2
 """Exit code of a training that rejects its command line."""

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import tyro
 
-from systolic.cli.output import print_json
 from systolic.cli.parse import parse
+from systolic.report.output import print_json
 
 
 @dataclass(frozen=True, kw_only=True)

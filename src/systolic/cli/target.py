@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from systolic.artifact.chosen import Chosen
     from systolic.job import Job
     from systolic.recipes import Recipe
+    from systolic.recipes.jobs.source import JobSource
 
 Options = TypeVar("Options")
 """A verb's own options, a dataclass."""
@@ -45,9 +46,18 @@ class Request(Generic[Options]):
     @property
     def job(self) -> "Job":
         """The job these options make, with the plan's settings."""
-        from systolic.session.planned import under_plan
+        from systolic.recipes.jobs.plan import under_plan
 
         return under_plan(self.recipe(self.options), self.chosen)
+
+    @property
+    def source(self) -> "JobSource":
+        """The recipe with these options; no path depends on the working directory."""
+        from systolic.artifact import paths
+        from systolic.recipes.jobs.source import JobSource
+
+        options = paths.absolute(dict(self.options))
+        return JobSource(recipe=self.recipe, options=options, given=self.names, chosen=self.chosen)
 
     @property
     def names(self) -> frozenset[str]:
@@ -72,7 +82,7 @@ def first(args: Sequence[str], verb: str, what: str) -> tuple[str, list[str]]:
 
 
 def request(
-    target: str, args: Sequence[str], verb: str, options: type[Options]
+    target: str, args: Sequence[str], verb: str, options: Callable[..., Options]
 ) -> Request[Options]:
     """Reads a recipe's options and the verb's from one command line.
 
@@ -99,7 +109,7 @@ def request_for(
     recipe: "Recipe | str",
     args: Sequence[str],
     verb: str,
-    options: type[Options],
+    options: Callable[..., Options],
     saved: Saved,
     *,
     target: str = "",
@@ -183,10 +193,10 @@ def planned_request(
     """A recipe's options and the verb's; under a plan, the options that were planned where they are not given.
 
     Raises: as :func:`request`, and what :func:`systolic.artifact.chosen.read` and
-        :func:`systolic.session.planned.kept_choice` raise of the plan.
+        :func:`systolic.recipes.jobs.plan.kept_choice` raise of the plan.
     """
     from systolic.artifact.chosen import read
-    from systolic.session.planned import kept_choice, planned_options
+    from systolic.recipes.jobs.plan import kept_choice, planned_options
 
     chosen: Chosen | None = None
     planned: Mapping[str, Any] = {}

@@ -9,14 +9,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from systolic.cli.output import print_json
 from systolic.cli.parse import known, parse, print_verb_help
 from systolic.cli.target import Request, first, planned_request, request_for
 from systolic.core.errors import OptionError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, dashed
+from systolic.report.output import print_json
 
 if TYPE_CHECKING:
-    from systolic.session.job_source import JobSource
+    from systolic.recipes.jobs.source import JobSource
     from systolic.session.training import Audience, SessionOptions, TrainResult
     from systolic.training.ledger import Ledger
 
@@ -271,7 +271,7 @@ def replay(options: ReplayOptions) -> int:
 def source_of(asked: Request[TrainOptions]) -> "JobSource":
     """What the job is made from; no path depends on the working directory."""
     from systolic.artifact import paths
-    from systolic.session.job_source import JobSource
+    from systolic.recipes.jobs.source import JobSource
 
     options = paths.absolute(dict(asked.options))
     return JobSource(recipe=asked.recipe, options=options, chosen=asked.chosen)

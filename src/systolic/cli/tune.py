@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from systolic.cli.output import bounded_workers, print_json
-from systolic.cli.parse import Required, print_verb_help
+from systolic.cli.parse import print_verb_help
 from systolic.cli.target import Request, first, request
+from systolic.core.arguments import Required
 from systolic.core.errors import OptionError
+from systolic.core.machine import bounded_workers
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, Range
 from systolic.planning.objective import PriceTerm
+from systolic.report.output import print_json
 from systolic.tuning.sampling import Pruner, Sampler
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import tyro
 
-from systolic.cli.output import print_json
 from systolic.cli.parse import parse
 from systolic.core.units import si
+from systolic.report.output import print_json
 from systolic.report.progress import ProgressLine
 
 

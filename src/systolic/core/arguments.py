@@ -19,11 +19,12 @@ from pathlib import Path
 from types import NoneType, SimpleNamespace, UnionType
 from typing import Any, ParamSpec, TypeVar
 
-from systolic.core.errors import OptionError, nearest
-from systolic.core.ranges import dashed
+from systolic.core.errors import OptionError, OutOfRangeError, nearest
+from systolic.core.ranges import complaint, dashed, ranged
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Member = TypeVar("Member", bound=enum.Enum)
 
 _SCALARS = {
     bool: "True or False",
@@ -34,7 +35,7 @@ _SCALARS = {
     NoneType: "None",
 }
 """Types of plain values, and what messages call them."""
-_NO_VALUE = object()
+NO_VALUE = object()
 _LISTS = (Sequence, Iterable)
 
 
@@ -53,6 +54,37 @@ class Wording:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class OptionWords:
+    """Beside a parameter's type: what the command line reads for it, where that is not what the type says."""
+
+    kind: Any
+    """The type of the option; None leaves the parameter to Python."""
+    default: Any = NO_VALUE
+    """Default of the option, where it is another than Python's."""
+    repeated: bool = False
+    """Whether the option is given once for each of its values."""
+    name: str = ""
+    """Name of the option, where it is another than the parameter's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Required:
+    """Beside a parameter without a default: what messages say it needs, as ``a slice; add --on v5e-16``."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class OutputPath:
+    """Beside a parameter's type: the path is written, which the command line tries before the work begins."""
+
+
+PYTHON = OptionWords(None)
+"""A parameter that no word of a command line can give."""
+WRITTEN = OutputPath()
+
+
 def with_types(function: Callable[P, R]) -> Callable[P, R]:
     """A function whose arguments are converted and checked by :func:`arguments`.
 
@@ -69,6 +101,20 @@ def with_types(function: Callable[P, R]) -> Callable[P, R]:
     return called
 
 
+def command_of(function: Callable[P, R]) -> Callable[P, R]:
+    """As :func:`with_types`, for the public function of a verb: messages about text write its parameter as the option, ``--on``."""
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        bound = inspect.signature(function).bind(*args, **kwargs)
+        texts = [name for name, value in bound.arguments.items() if isinstance(value, str)]
+        spell = {name: f"--{dashed(name)}" for name in texts}
+        bound.arguments.update(arguments(function, bound.arguments, lambda n: spell.get(n, n)))
+        return function(*bound.args, **bound.kwargs)
+
+    return called
+
+
 def arguments(
     function: Callable[..., Any], values: Mapping[str, Any], spell: Callable[[str], str] = dashed
 ) -> dict[str, Any]:
@@ -76,12 +122,18 @@ def arguments(
 
     Raises:
         OptionError: a value that is none of its parameter's types.
+        OutOfRangeError: a number out of the range beside its type.
     """
     hints, defaults = _signature(function)
-    return {
+    converted = {
         name: argument(spell(name), value, hints.get(name, Any), defaults.get(name))
         for name, value in values.items()
     }
+    for name, value in converted.items():
+        limit = ranged(hints.get(name, Any))
+        if limit is not None and (problem := complaint(f"--{dashed(name)}", limit, value)):
+            raise OutOfRangeError(problem)
+    return converted
 
 
 @functools.lru_cache(maxsize=64)
@@ -120,9 +172,9 @@ def argument(name: str, value: Any, hint: Any, default: Any = None) -> Any:
     told = next((one.text for one in extras if isinstance(one, Wording)), "")
     for kind in kinds:
         with contextlib.suppress(OptionError) if told else contextlib.nullcontext():
-            if (made := _made(name, value, kind)) is not _NO_VALUE:
+            if (made := _made(name, value, kind)) is not NO_VALUE:
                 return made
-        if (made := _record(name, value, kind, default)) is not _NO_VALUE:
+        if (made := _record(name, value, kind, default)) is not NO_VALUE:
             return made
     near = ""
     if isinstance(value, str):
@@ -182,7 +234,7 @@ def _is(value: Any, kind: Any) -> bool:
 
 
 def _made(name: str, value: Any, kind: Any) -> Any:
-    """The value that a type makes of another; ``_NO_VALUE`` where it takes none such."""
+    """The value that a type makes of another; ``NO_VALUE`` where it takes none such."""
     if typing.get_origin(kind) is tuple and isinstance(value, str | list | tuple):
         words = shlex.split(value.replace(",", " ")) if isinstance(value, str) else value
         return tuple(argument(name, one, typing.get_args(kind)[0]) for one in words)
@@ -192,38 +244,38 @@ def _made(name: str, value: Any, kind: Any) -> Any:
     if kind is Path and isinstance(value, str | os.PathLike):
         return Path(value)
     if isinstance(value, bool) or not isinstance(value, str | numbers.Real | enum.Enum):
-        return _NO_VALUE
+        return NO_VALUE
     if kind is int and isinstance(value, numbers.Real) and value == value // 1:
         return int(value)
     if kind is float and isinstance(value, numbers.Real):
         return float(value)
     if kind is bool and isinstance(value, str):
-        return {"true": True, "false": False}.get(value.lower(), _NO_VALUE)
+        return {"true": True, "false": False}.get(value.lower(), NO_VALUE)
     if kind in (int, float) and isinstance(value, str):
         try:
             return kind(value)
         except ValueError:
-            return _NO_VALUE
+            return NO_VALUE
     if known := _members(kind):
         plain = str(value.value if isinstance(value, enum.Enum) else value)
-        return known.get(plain) or known.get(plain.lower().replace("_", "-"), _NO_VALUE)
-    return _NO_VALUE
+        return known.get(plain) or known.get(plain.lower().replace("_", "-"), NO_VALUE)
+    return NO_VALUE
 
 
 def _record(name: str, value: Any, kind: Any, default: Any) -> Any:
-    """The record with the fields of a dict, or of the kind that text names; ``_NO_VALUE`` where a type takes neither."""
+    """The record with the fields of a dict, or of the kind that text names; ``NO_VALUE`` where a type takes neither."""
     if not isinstance(kind, type) or not is_dataclass(kind):
-        return _NO_VALUE
+        return NO_VALUE
     hints = typing.get_type_hints(kind, include_extras=True)
     known = [one.name for one in fields(kind) if one.init]
     if isinstance(value, str) and any(map(_members, _kinds(hints.get("kind"))[0])):
         value = {"kind": value}
     if not isinstance(value, Mapping):
-        return _NO_VALUE
+        return NO_VALUE
     try:
         base = default if isinstance(default, kind) else kind()
     except TypeError:  # it has fields without a default
-        return _NO_VALUE
+        return NO_VALUE
     made = {}
     for given, one in value.items():
         field = str(given).replace("-", "_")
@@ -276,3 +328,17 @@ def _takes(kind: Any) -> str:
 
 def _listed(words: Iterable[str]) -> str:
     return ", ".join(words)
+
+
+def member(kind: type[Member], value: Member | str, option: str) -> Member:
+    """The member of an enum, or of its value.
+
+    Raises:
+        OptionError: a word that is none of its values.
+    """
+    names = [one.value for one in kind]
+    if isinstance(value, str) and value not in names:
+        raise OptionError(
+            f"{option} is {value!r}{nearest(value, names)}; it takes {', '.join(names)}"
+        )
+    return kind(value)

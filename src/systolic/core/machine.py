@@ -6,6 +6,8 @@ import sys
 import threading
 import time
 
+from systolic.core.reporter import reporter
+
 POLL_SECONDS = 0.5
 _FUSIONS = "--xla_cpu_experimental_ynn_fusion_type"
 _UNSOUND = ((0, 11, 2), (0, 12, 0, 1))
@@ -22,6 +24,16 @@ def num_cores() -> int:
 def bounded(workers: int) -> int:
     """Number of worker processes, at most one a core: more would only take memory."""
     return min(workers, num_cores())
+
+
+def bounded_workers(workers: int) -> int:
+    """The worker processes that ``--workers`` names, at most one a core; a bound is a warning."""
+    most = bounded(workers)
+    if most < workers:
+        reporter().warn(
+            f"--workers {workers} is more than the {most} cores of this machine; {most} work at once"
+        )
+    return most
 
 
 def end_with(parent: int) -> None:

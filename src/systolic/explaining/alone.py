@@ -14,9 +14,9 @@ from systolic.hlo import parse
 from systolic.profile.kinds import Activity
 from systolic.profile.line import OpLine, read_line
 from systolic.profile.table import OpRow, ProfileTable
-from systolic.sim import simulate
 from systolic.sim.estimate import Parts, estimated_seconds, slowdown_of
 from systolic.sim.rates import Rates, number_format, rates_of
+from systolic.sim.simulate import simulate
 
 _OPERAND = re.compile(r"%[\w.-]+")
 _CALLED = re.compile(r"\b(?:calls|to_apply|body|condition)=%")

@@ -28,10 +28,10 @@ from systolic.profile.ceilings import HOST_LINK
 from systolic.profile.kinds import Activity
 from systolic.profile.table import OpRow, ProfileTable
 from systolic.profile.trace import DeviceOp
-from systolic.sim import simulate
 from systolic.sim.calibration import BOUNDS, CostKind, Factor
 from systolic.sim.cost_kinds import COLLECTIVES, kind_of_span
 from systolic.sim.rates import Rates, rates_of
+from systolic.sim.simulate import simulate
 from systolic.sim.timeline import Span
 
 LEAST_SIMULATED = 2.5e-7

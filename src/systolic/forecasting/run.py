@@ -30,9 +30,9 @@ from systolic.forecasting.platforms import forecast_host
 from systolic.forecasting.windowed import note_of, windowed
 from systolic.hlo import Module, parse
 from systolic.job import Job
-from systolic.sim import simulate
 from systolic.sim.incomplete import NOTHING, Given
 from systolic.sim.layers import layer_of
+from systolic.sim.simulate import simulate
 from systolic.sim.timeline import Timeline
 
 Say = Callable[[str], None]

@@ -24,9 +24,9 @@ from systolic.forecasting.run import assemble, capacity
 from systolic.hlo import Module, parse
 from systolic.hlo.check import check, platform_of
 from systolic.hlo.shape import HBM
-from systolic.sim import simulate
 from systolic.sim.incomplete import NOTHING, Given
 from systolic.sim.rates import rates_of
+from systolic.sim.simulate import simulate
 from systolic.sim.work import work_of
 
 FROM_SCHEDULE = "peak memory is from the schedule, not from the compiler"

@@ -21,3 +21,7 @@ class PriceTerm(enum.Enum):
     on_demand = "on-demand"
     spot = "spot"
     committed = "committed"
+
+
+MAX_CHIPS = 256
+"""Chips of a slice that ``any`` or the name of a chip stands for, at most."""

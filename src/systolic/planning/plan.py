@@ -5,6 +5,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from systolic.artifact.chosen import FORMAT
@@ -94,6 +95,8 @@ class Plan:
     arguments: Sequence[str] = ()
     """The recipe's options as typed."""
     notes: "Sequence[PlanNote]" = ()
+    saved: Path | None = None
+    """The file that was written with it."""
 
     def __repr__(self) -> str:
         """The best candidate on one line; the plan itself has hundreds."""

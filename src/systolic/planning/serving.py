@@ -185,4 +185,5 @@ class ServingPlan:
             "rejected": [{"name": one.name, "reason": one.reason} for one in self.rejected],
             "commands": self.commands,
             "notes": list(self.notes),
+            "target": self.name,
         }

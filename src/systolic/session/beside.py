@@ -13,7 +13,7 @@ from systolic.forecasting.text import forecast_text
 from systolic.hlo import parse
 from systolic.profile.table import ProfileTable
 from systolic.session.profiles import ProfileExplanation, slice_with
-from systolic.sim import simulate
+from systolic.sim.simulate import simulate
 
 LINES = "lines"
 """In place of a dump: each op from its own line in the profile."""

@@ -14,7 +14,7 @@ from systolic.aot import compile as compile_program
 from systolic.artifact.run import JOB
 from systolic.chips import SLICE, Slice, slice
 from systolic.chips.flags import resolved
-from systolic.core.arguments import Wording, with_types
+from systolic.core.arguments import Wording, member, with_types
 from systolic.core.errors import NotFoundError, OptionError
 from systolic.core.ranges import NOT_NEGATIVE, check_arguments
 from systolic.explaining.cause import Cause
@@ -38,8 +38,7 @@ from systolic.planning.remedies import (
     try_all,
 )
 from systolic.planning.search import Limits, SearchProgress
-from systolic.session.job_source import source_of
-from systolic.session.planning import member
+from systolic.recipes.jobs.source import source_of
 from systolic.sim.incomplete import NOTHING, Costs, Given, Trips, given
 
 REMEDIES = 10

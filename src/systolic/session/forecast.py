@@ -19,7 +19,7 @@ from systolic.forecasting import Forecast, forecast_function, forecast_job
 from systolic.forecasting.calibrations import calibration_for, given_with
 from systolic.forecasting.table import ForecastRow, ForecastTable
 from systolic.job import Job
-from systolic.session.job_source import source_of
+from systolic.recipes.jobs.source import source_of
 from systolic.sim.calibration import Calibration
 from systolic.sim.incomplete import Costs, Trips
 

@@ -11,8 +11,8 @@ from systolic.core.arguments import Wording, with_types
 from systolic.core.errors import OptionError
 from systolic.job import Job
 from systolic.recipes import expanded
-from systolic.session.job_source import JobSource, source_of, with_plan
-from systolic.session.planned import candidate_of
+from systolic.recipes.jobs.plan import candidate_of
+from systolic.recipes.jobs.source import JobSource, source_of, with_plan
 from systolic.session.resuming import continue_run, opened
 from systolic.session.training import Audience, SessionOptions, TrainResult, Warn, start
 from systolic.training.watch import Watcher

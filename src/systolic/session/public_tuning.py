@@ -8,10 +8,10 @@ from typing import Annotated, Any, TypeVar
 from systolic import recipes
 from systolic.core.arguments import Wording, with_types
 from systolic.core.errors import OptionError, nearest
+from systolic.core.option_words import option_words, plain_words
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, Range, check_arguments, dashed
 from systolic.planning.objective import PriceTerm
-from systolic.session.command_line import option_words, plain_words
-from systolic.session.job_source import arguments_of
+from systolic.recipes.jobs.source import arguments_of
 from systolic.session.trials import TrialWorker
 from systolic.session.tuned import TrialsEnded, TunedSearch, beyond, study_result, wall_time
 from systolic.session.tuning import Tuning

@@ -17,8 +17,9 @@ from systolic.artifact.chosen import Chosen
 from systolic.chips import Slice, slice
 from systolic.core.errors import OptionError, RunError, SystolicError
 from systolic.core.machine import end_with
-from systolic.session.job_source import JobSource
-from systolic.session.planned import check_rehearsal, under_plan
+from systolic.recipes.jobs.plan import under_plan
+from systolic.recipes.jobs.source import JobSource
+from systolic.session.expected_devices import check_rehearsal
 from systolic.session.training import check_data
 
 MANY_DEVICES = 64

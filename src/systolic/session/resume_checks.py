@@ -12,12 +12,12 @@ from systolic.artifact.chosen import Chosen
 from systolic.artifact.job_record import JobRecord
 from systolic.artifact.run import Run
 from systolic.core.errors import DataError, OptionError, SystolicError
+from systolic.core.option_words import plain_words, typed
 from systolic.core.ranges import dashed
 from systolic.data.fingerprint import contents_of, difference
 from systolic.job import Job, Split
 from systolic.job.data import Contents
 from systolic.recipes import Recipe
-from systolic.session.command_line import plain_words, typed
 
 Result = TypeVar("Result")
 

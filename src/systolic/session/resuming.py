@@ -17,12 +17,13 @@ from systolic.artifact.saved_job import types_of
 from systolic.chips import Slice
 from systolic.chips.flags import resolved
 from systolic.core.errors import NotFoundError, RunError
+from systolic.core.option_words import plain_words, typed
 from systolic.job import Batch, Job
 from systolic.recipes import Recipe
+from systolic.recipes.jobs.plan import resumed
+from systolic.recipes.jobs.source import JobSource
 from systolic.session import run_files
-from systolic.session.command_line import plain_words, typed
-from systolic.session.job_source import JobSource
-from systolic.session.planned import check_slice, expected, resumed
+from systolic.session.expected_devices import check_slice, expected
 from systolic.session.resume_checks import agreed, check_resume, flat
 from systolic.session.run_flags import kept_flags
 from systolic.session.starting import with_start
@@ -54,7 +55,7 @@ class OpenedRun:
     saved: Mapping[str, Any]
     """The recipe's options of the run's last session."""
     types: Mapping[str, str] | None = None
-    """Types of a Job without a recipe; see :class:`systolic.session.job_source.JobSource`."""
+    """Types of a Job without a recipe; see :class:`systolic.recipes.jobs.source.JobSource`."""
     gives_job: bool = False
     """Whether the caller gave the Job, which may then differ from the run's."""
 

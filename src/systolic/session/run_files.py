@@ -20,8 +20,8 @@ from systolic.interop.outline import kept_files
 from systolic.job import Data, Job
 from systolic.models.families import CONFIG
 from systolic.recipes import Recipe
-from systolic.session.job_source import JobSource, recipe_of
-from systolic.session.planned import under_plan
+from systolic.recipes.jobs.plan import under_plan
+from systolic.recipes.jobs.source import JobSource, recipe_of
 
 
 class Rebuilt(NamedTuple):

@@ -1,15 +1,16 @@
 """Slices, layouts and replicas that serve a demand at the least cost: what ``systolic plan serve`` and :func:`systolic.plan_serving` call."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from systolic.aot import Compiler
 from systolic.chips import SLICES, Slice
 from systolic.chips.flags import resolved
-from systolic.core.arguments import Wording, with_types
+from systolic.core.arguments import PYTHON, Required, Wording, command_of
 from systolic.core.errors import LayoutError, OptionError, SystolicError
-from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, check_arguments
+from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE
+from systolic.core.reporter import reporter, working
 from systolic.core.units import duration, gibibytes, plural
 from systolic.forecasting.demand import Demand, Fleet, fleet
 from systolic.forecasting.serving import LatencyLimits, Load, StepTimes, latency
@@ -17,13 +18,24 @@ from systolic.job import Job, Layout, Served, ServedCache, ServedWeights
 from systolic.models.decoder.checks import check_served
 from systolic.models.decoder.config import Decoder
 from systolic.planning.goal import hourly
-from systolic.planning.objective import PriceTerm
+from systolic.planning.objective import MAX_CHIPS, PriceTerm
 from systolic.planning.serving import ServingCandidate, ServingPlan, ServingRejection
+from systolic.planning.slices import all_slices, slices_of
+from systolic.recipes.jobs.source import JobSource, source_of
 from systolic.session.capacity import ServerTimes, check_context, server_times
-from systolic.session.job_source import source_of
-from systolic.session.planning import MAX_CHIPS, all_slices, member, slices_of
 from systolic.session.server_steps import with_formats
 from systolic.session.serving_floor import LeastServer
+
+USAGE = """usage: systolic plan serve MODEL --on SLICES --requests-per-second N [options]
+
+MODEL is a published model that systolic recipes lists (llama-3.1-8b), a config.json, a Hugging Face folder or a
+Bundle; weights are not needed. For each slice: engines and how the devices of each are split, the requests that an
+engine takes within --ttft and --tpot, replicas, dollars an hour and per million tokens, headroom. Layouts are ranked
+by the floors of their steps, and compiled best first until no floor is below the cheapest. Compiles are kept.
+SLICES is a list: v6e-8,v5e-8; v6e stands for the slices of that chip that are one machine, as systolic serve needs
+them, or for larger ones where no machine holds the model; any for those of all TPUs.
+
+Exits with 1 when nothing takes the demand."""
 
 CANDIDATES = 6
 """Layouts that are compiled, those of the least floors."""
@@ -40,72 +52,70 @@ MOST_CHIPS = 100_000
 HOSTS = "{}, and systolic serve takes the devices of one machine"
 
 
-@with_types
+@command_of
 def plan_serving(  # noqa: PLR0913  the options of systolic plan serve
-    job: Annotated[Job | str, Wording("a Job or the name of a model or a recipe")],
+    job: Annotated[Job | JobSource | str, Wording("a Job or the name of a model or a recipe")],
     *,
-    on: Annotated[str | Slice | Sequence[str | Slice], SLICES],
-    requests_per_second: Annotated[float, POSITIVE],
+    on: Annotated[
+        str | Slice | Sequence[str | Slice],
+        SLICES,
+        Required("slices; add --on v6e-8,v5e-8, --on v6e, or --on any"),
+    ],
+    requests_per_second: Annotated[
+        float, POSITIVE, Required("the demand; add --requests-per-second 100")
+    ],
     prompt_tokens: Annotated[int, COUNT] = 1024,
     output_tokens: Annotated[int, COUNT] = 256,
     ttft: str | float | None = None,
     tpot: str | float | None = None,
-    price: PriceTerm | str = PriceTerm.on_demand,
-    weights: ServedWeights | str = ServedWeights.plain,
-    kv_dtype: ServedCache | str = ServedCache.plain,
+    price: PriceTerm = PriceTerm.on_demand,
+    weights: ServedWeights = ServedWeights.plain,
+    kv_dtype: ServedCache = ServedCache.plain,
     chunk: Annotated[int, COUNT] = 256,
     host_ms: Annotated[float, NOT_NEGATIVE] = 0.0,
     max_chips: Annotated[int, COUNT] = MAX_CHIPS,
     candidates: Annotated[int, COUNT] = CANDIDATES,
     finalists: Annotated[int, NOT_NEGATIVE] = 1,
     flags: str = "",
-    compiler: Compiler | None = None,
-    target: str = "",
-    watch: Callable[[str], None] = lambda _: None,
+    compiler: Annotated[Compiler | None, PYTHON] = None,
+    target: Annotated[str, PYTHON] = "",
     **options: Any,
 ) -> ServingPlan:
-    """Slices, layouts and replicas that serve a demand, cheapest first; nothing of the slices need be there.
+    """Plans slices, layouts and replicas that serve a demand, cheapest first; nothing of the slices need be there.
 
     Args:
         job: A language model: a Job, the name of a published model, or the path of a config.json, a Hugging Face folder or a Bundle.
-        on: Slices, or names with commas: ``v6e-8,v5e-8``; ``v6e`` for the slices of a chip of one machine, ``any`` for all of TPUs.
+        on: Slices, chips (their slices of one machine) or any, with commas: v6e-8,v5e.
         requests_per_second: Requests that come, by chance.
-        prompt_tokens: Of each request.
+        prompt_tokens: Tokens of each prompt.
         output_tokens: New tokens of each request.
-        ttft: Time to the first token that 99 % of the requests keep: ``1s``, or seconds; None for no limit.
-        tpot: Mean time of each further token: ``50ms``, or seconds; None for no limit.
-        price: ``on-demand``, ``spot`` or ``committed``.
-        weights: Format of the matrices, as ``systolic quantize`` makes them.
-        kv_dtype: Format of keys and values: ``plain``, ``int8`` or ``fp8``.
+        ttft: Time to the first token that 99 % of the requests keep, the wait for other prompts included: 500ms, 1s.
+        tpot: Mean time of each further token: 50ms.
+        price: Which price of the catalogue: on-demand, spot or committed.
+        weights: Format of a decoder's matrices: plain, or quantized as systolic quantize does; a quantized Bundle has its own.
+        kv_dtype: Format of keys and values: plain, int8 with a scale for each position and head, or fp8 (e4m3) without scales.
         chunk: Prompt tokens that a step reads.
         host_ms: Milliseconds of the host's work for each step, an assumption.
-        max_chips: Of a slice that ``any`` or the name of a chip stands for.
+        max_chips: Chips at most of a slice that any or the name of a chip stands for.
         candidates: Layouts that are compiled up to the schedule, those of the least floors.
         finalists: How many of the best get a full compile.
-        flags: Of the compiler, beside those that all jobs on a chip share; ``none`` leaves these out.
+        flags: Compiler flags on top of the set that all jobs on a chip share; none leaves that set out.
         compiler: Where compiles are kept; its flags are those of each slice.
         target: What a Job was made of: a quantized Bundle has formats of its own.
-        watch: Called with each stage, a few words.
         options: Of the recipe that ``job`` names.
 
     Raises:
         OptionError: an option that does not parse or is out of its range, or the model is no language model.
         NotFoundError: a name that is neither a slice nor a chip.
     """
-    numbers: dict[str, float] = {"requests_per_second": requests_per_second, "host_ms": host_ms}
-    numbers |= {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens, "chunk": chunk}
-    numbers |= {"max_chips": max_chips, "candidates": candidates, "finalists": finalists}
-    check_arguments(plan_serving, numbers, lambda name: f"--{name.replace('_', '-')}")
-    name = job if isinstance(job, str) else target or job.name
-    made = source_of(job, options).job if isinstance(job, str) else job
+    source = source_of(job, options)
+    made = source.job
+    name = target or (made.name if source.recipe.of_job else source.recipe.target)
     if not isinstance(made.model, Decoder):
         raise OptionError(
             f"{name} is no language model; plan serve takes a decoder such as llama-3.1-8b"
         )
     resolved(flags, None)  # its words, before anything takes time
-    served = member(ServedWeights, weights, "--weights")
-    cache = member(ServedCache, kv_dtype, "--kv-dtype")
-    term = member(PriceTerm, price, "--price")
     load = Load(
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
@@ -118,19 +128,16 @@ def plan_serving(  # noqa: PLR0913  the options of systolic plan serve
     )
     search = _Search(
         name=name,
-        job=with_formats(made, name, served),
+        job=with_formats(made, name, weights),
         demand=Demand(requests_per_second=requests_per_second, load=load, limits=limits),
-        price=term,
-        cache=cache,
+        price=price,
+        cache=kv_dtype,
         flags=flags,
         compiler=compiler or Compiler(),
-        watch=watch,
     )
-    return replace(
-        search.run(*_slices(on, max_chips, term), candidates, finalists),
-        weights=served.value,
-        cache=cache.value,
-    )
+    with working(made.name):
+        found = search.run(*_slices(on, max_chips, price), candidates, finalists)
+    return replace(found, weights=weights.value, cache=kv_dtype.value)
 
 
 def _slices(
@@ -176,7 +183,6 @@ class _Search:
     cache: ServedCache
     flags: str
     compiler: Compiler
-    watch: Callable[[str], None]
     rejected: list[ServingRejection] = field(default_factory=list)
 
     def run(
@@ -196,7 +202,7 @@ class _Search:
             if len(tried) >= candidates or (best is not None and one.order >= best):
                 break
             tried.append(one)
-            self.watch(f"{len(tried)}/{min(candidates, len(kept))} {one.name}")
+            reporter().stage(f"{len(tried)}/{min(candidates, len(kept))} {one.name}")
             if (made := self.compiled(one, quick=True)) is not None:
                 done.append(made)
         done.sort(key=lambda one: one.order)
@@ -218,7 +224,7 @@ class _Search:
             first = next((one for one in done[:finalists] if one.quick), None)
             if first is None:
                 break
-            self.watch(f"full compile of {first.name}")
+            reporter().stage(f"full compile of {first.name}")
             full = self.compiled(first, quick=False)
             done = [one for one in done if one is not first] + ([full] if full else [])
             done.sort(key=lambda one: one.order)
@@ -354,7 +360,7 @@ class _Search:
                 rows,
                 served=None if plain else Served(cache=self.cache),
                 compiler=compiler.quick() if quick else compiler,
-                watch=lambda stage: self.watch(f"{one.name}, {stage}"),
+                watch=lambda stage: reporter().stage(f"{one.name}, {stage}"),
             )
         except SystolicError as error:
             self.reject(one.name, str(error))

@@ -16,8 +16,8 @@ from systolic.profile import open_profile
 from systolic.profile.table import ProfileTable
 from systolic.session.profiles import slice_of
 from systolic.session.run_flags import compiled_with
-from systolic.sim import simulate
 from systolic.sim.roofline import ModuleSource, gpu_peaks, roofline
+from systolic.sim.simulate import simulate
 from systolic.sim.timeline import Timeline
 
 

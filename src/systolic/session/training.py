@@ -16,9 +16,9 @@ from systolic.core.ranges import COUNT, NOT_NEGATIVE, check_arguments
 from systolic.core.store import cache_home
 from systolic.data.fingerprint import contents_of
 from systolic.job import Fewer, Job, on_fewer
+from systolic.recipes.jobs.source import JobSource
 from systolic.session import run_files
-from systolic.session.job_source import JobSource
-from systolic.session.planned import check_machine, check_slice, expected
+from systolic.session.expected_devices import check_machine, check_slice, expected
 from systolic.session.run_flags import kept_flags, new_flags
 from systolic.session.starting import with_start
 from systolic.session.together import open_together

@@ -26,8 +26,8 @@ from systolic.core.leave import remembered
 from systolic.core.units import dollars, gibibytes
 from systolic.job import Job, Precision, Split
 from systolic.planning.goal import HOUR, hourly
+from systolic.recipes.jobs.source import JobSource
 from systolic.session.forecast import forecast_step
-from systolic.session.job_source import JobSource
 from systolic.session.resuming import continue_run, opened
 from systolic.session.training import Audience, SessionOptions, TrainResult, start
 from systolic.session.tuning import Tuning

@@ -13,14 +13,14 @@ from systolic.artifact import paths
 from systolic.artifact.run import JOB, job_fields
 from systolic.core.digest import digest
 from systolic.core.errors import OptionError, OutOfRangeError, SystolicError
+from systolic.core.option_words import typed
 from systolic.core.ranges import dashed
 from systolic.data.fingerprint import contents_of
 from systolic.job import Job, Split
 from systolic.job.optimizer import Shortened
 from systolic.planning.objective import PriceTerm
 from systolic.recipes import Recipe
-from systolic.session.command_line import typed
-from systolic.session.job_source import JobSource
+from systolic.recipes.jobs.source import JobSource
 from systolic.session.resume_checks import flat
 from systolic.tuning import sampling
 from systolic.tuning.edges import Edge, edge

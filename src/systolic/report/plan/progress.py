@@ -1,7 +1,8 @@
 """Progress of a search on stderr: a few redrawn lines on a terminal, otherwise a line per result."""
 
+import sys
 from collections.abc import Mapping
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Group
 from rich.progress_bar import ProgressBar
@@ -15,6 +16,7 @@ from systolic.planning.search import SearchProgress, SearchStage
 from systolic.report import figures, terminal
 from systolic.report.area import LiveArea
 from systolic.report.plan import readings
+from systolic.report.stderr import StderrReporter
 
 RUNNING = 4
 """Most running compiles that are named."""
@@ -41,6 +43,25 @@ class SearchDisplay(LiveArea):
         elif progress.stage is SearchStage.settling and stage(progress) != self._said:
             terminal.say(self._stream, f"{_place(progress)} {stage(progress)}")
         self._said = stage(progress)
+
+
+class SearchReporter(StderrReporter):
+    """The reporter of a search."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        super().__init__(quiet=quiet)
+        self._display: SearchDisplay | None = None
+
+    def begin(self, title: str) -> None:
+        """Opens the display with the first piece of work."""
+        super().begin(title)
+        if not self._quiet and self._display is None:
+            self._display = self._open[-1].enter_context(SearchDisplay(sys.stderr))
+
+    def update(self, state: Any) -> None:
+        """Shows the progress of a search."""
+        if self._display is not None and isinstance(state, SearchProgress):
+            self._display.see(state)
 
 
 def stage(progress: SearchProgress) -> str:

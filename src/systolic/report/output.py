@@ -5,8 +5,6 @@ import math
 import sys
 from typing import Any
 
-from systolic.core.machine import bounded
-
 
 def print_json(value: Any) -> None:
     """One JSON object on stdout; numbers that JSON has no form for become null."""
@@ -17,16 +15,6 @@ def print_json(value: Any) -> None:
 def warn(text: str) -> None:
     """One line on stderr."""
     print(f"systolic: {text}", file=sys.stderr)
-
-
-def bounded_workers(asked: int) -> int:
-    """The worker processes that ``--workers`` asks for, at most one a core; a bound is reported on stderr."""
-    given = bounded(asked)
-    if given < asked:
-        warn(
-            f"--workers {asked} is more than the {given} cores of this machine; {given} work at once"
-        )
-    return given
 
 
 def _finite(value: Any) -> Any:

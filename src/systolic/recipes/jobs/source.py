@@ -10,9 +10,11 @@ from systolic.artifact import paths
 from systolic.artifact.chosen import Chosen
 from systolic.artifact.saved_job import types_of
 from systolic.core.errors import OptionError
+from systolic.core.option_words import option_words
+from systolic.core.ranges import dashed
 from systolic.job import Job, Layout
 from systolic.recipes import Recipe
-from systolic.session.planned import kept_choice, planned_options, under_plan
+from systolic.recipes.jobs.plan import kept_choice, planned_options, under_plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +26,8 @@ class JobSource:
     """Of the recipe, by parameter; no path depends on the working directory."""
     chosen: Chosen | None = None
     """What a plan decided of the job."""
+    given: frozenset[str] = frozenset()
+    """Options that were given, as typed without the dashes before them: ``layout.fsdp``; the others are defaults."""
     types: Mapping[str, str] | None = None
     """Model, task and data to the full names of their classes, where a Job was given in place of a recipe."""
 
@@ -32,20 +36,32 @@ class JobSource:
         """The job that these options make, with the plan's settings."""
         return under_plan(self.recipe(self.options), self.chosen)
 
+    @property
+    def words(self) -> list[str]:
+        """The options that were given, as words of a command line."""
+        return option_words(self.recipe.function, self.options, typed=self.given)
 
-def source_of(job: Job | str, options: Mapping[str, Any]) -> JobSource:
-    """What a Python user names: a Job, or a recipe with its options.
+
+def source_of(job: Job | JobSource | str, options: Mapping[str, Any]) -> JobSource:
+    """What a user names: a Job, a recipe with its options, or a source that is made already.
 
     Raises:
         NotFoundError: there is no such recipe.
         OptionError: an option is missing, unknown, of another type, out of its range or without effect.
     """
+    if isinstance(job, JobSource):
+        return job
     if isinstance(job, str):
         recipe, types = recipes.find(job), None
     else:
         recipe, types = recipe_of(job), types_of(job)
     arguments = arguments_of(recipe, options)
-    source = JobSource(recipe=recipe, options=paths.absolute(arguments), types=types)
+    source = JobSource(
+        recipe=recipe,
+        options=paths.absolute(arguments),
+        given=frozenset(map(dashed, options)),
+        types=types,
+    )
     source.job.check_effects()
     return source
 

@@ -10,10 +10,11 @@ import pytest
 import systolic
 from systolic.chips import slice
 from systolic.core.errors import NotFoundError, OptionError
+from systolic.core.reporter import Reporter, reporting
 from systolic.core.units import duration
 from systolic.forecasting import Forecast
 from systolic.job import Batch, Job
-from systolic.planning import ladder
+from systolic.planning import ladder, slices, wanted
 from systolic.planning.analytic import analyse
 from systolic.planning.candidate import Candidate
 from systolic.planning.goal import Goal
@@ -27,11 +28,10 @@ from systolic.planning.notes import (
     before_search,
 )
 from systolic.planning.objective import Objective, PriceTerm
-from systolic.planning.search import Limits, SearchProgress, SearchStage
+from systolic.planning.search import SearchStage
 from systolic.planning.space import Freedom, RefusalRule
 from systolic.report.plan import readings
 from systolic.report.plan.notes import text
-from systolic.session import planning
 from tests.planning import fabricated
 from tests.planning.evaluators import AnsweringEvaluator
 
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.own_programs
 
 
 def named(text: str, max_chips: int = 256) -> list[str]:
-    return [on.name for on in planning.slices_of(text, max_chips, PriceTerm.on_demand)]
+    return [on.name for on in slices.slices_of(text, max_chips, PriceTerm.on_demand)]
 
 
 def test_slices_by_name_by_chip_and_all() -> None:
@@ -72,8 +72,8 @@ def test_slices_that_are_none(text: str, max_chips: int, error: Any, said: str) 
 SLICES = (slice("v5e-4"), slice("v5e-16"))
 
 
-def goal(**wanted: Any) -> Goal:
-    return planning.goal_of(fabricated.facts(), SLICES, planning.Wanted(**wanted))
+def goal(**given: Any) -> Goal:
+    return wanted.goal_of(fabricated.facts(), SLICES, wanted.Wanted(**given))
 
 
 def test_the_goal_is_the_jobs_own_work_unless_told() -> None:
@@ -104,8 +104,8 @@ def test_a_batch_per_device_is_said_to_differ() -> None:
 
 
 def test_freedom() -> None:
-    assert planning.freed("") == Freedom()
-    assert planning.freed("batch, precision") == Freedom(batch=True, precision=True)
+    assert wanted.freed("") == Freedom()
+    assert wanted.freed("batch, precision") == Freedom(batch=True, precision=True)
 
 
 def estimate(job: Job, one: Candidate, full: bool) -> Forecast | None:
@@ -118,18 +118,21 @@ def estimate(job: Job, one: Candidate, full: bool) -> Forecast | None:
 def test_a_plan_from_python_is_a_value_and_tells_its_progress() -> None:
     stages = []
 
-    def watch(progress: SearchProgress) -> None:
-        stages.append(progress.stage)
-        assert len(progress.answer().tried) == progress.compiled
+    class Watch(Reporter):
+        def update(self, state: Any) -> None:
+            stages.append(state.stage)
+            assert len(state.answer().tried) == state.compiled
 
-    made = systolic.plan(
-        fabricated.facts().job,
-        on="v6e-8",
-        budget=1e9,
-        limits=Limits(programs=3, finalists=0, workers=1),
-        watch=watch,
-        evaluator=AnsweringEvaluator(estimate),
-    )
+    with reporting(Watch()):
+        made = systolic.plan(
+            fabricated.facts().job,
+            on="v6e-8",
+            budget=1e9,
+            programs=3,
+            finalists=0,
+            workers=1,
+            evaluator=AnsweringEvaluator(estimate),
+        )
     assert made.goal.objective is Objective.time
     assert made.best is not None
     assert made.best.candidate.on == slice("v6e-8")
@@ -180,7 +183,9 @@ def test_the_smallest_slice_that_fits_is_the_answer() -> None:
         fabricated.facts().job,
         on="v5e,v6e",
         goal="fit",
-        limits=Limits(programs=8, finalists=0, workers=1),
+        programs=8,
+        finalists=0,
+        workers=1,
         evaluator=asked,
     )
     assert made.best is not None
@@ -194,7 +199,7 @@ def test_the_smallest_slice_that_fits_is_the_answer() -> None:
     assert ended in map(text, made.notes)
     larger = {one.on.name: one.reason for one in made.refused if one.rule is RefusalRule.larger}
     assert larger["v5e-4"] == "has 4 chips, and v6e-1 with 1 fits"
-    assert len(larger) == len(planning.slices_of("v5e,v6e", 256, None)) - 2
+    assert len(larger) == len(slices.slices_of("v5e,v6e", 256, None)) - 2
     dearer = ladder._larger_than(slice("v5e-1"), slice("v6e-1"), made.goal)
     assert dearer.endswith("fits; v6e-1 has $2.70 an hour, v5e-1 $1.20 an hour")
     assert made.to_json()["goal"]["objective"] == "fit"
@@ -207,7 +212,9 @@ def test_a_deadline_makes_the_smallest_slice_larger() -> None:
             fabricated.facts().job,
             on="v6e",
             goal="fit",
-            limits=Limits(programs=8, finalists=0, workers=1),
+            programs=8,
+            finalists=0,
+            workers=1,
             evaluator=AnsweringEvaluator(estimate),
             **more,
         )

@@ -1,0 +1,169 @@
+"""Options of a verb from its public function and from the view that shows the result.
+
+The function's signature says what can be asked for, its docstring what that means; the view's keyword
+parameters say how the answer is shown and where it is written (``--json``, ``--html``). A parameter whose
+types no word can give, such as a callback, is Python's alone. A parameter that both have is declared by the function.
+"""
+
+import enum
+import inspect
+import re
+import typing
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import is_dataclass
+from functools import lru_cache
+from pathlib import Path
+from types import NoneType, SimpleNamespace, UnionType
+from typing import Annotated, Any, Literal, NamedTuple
+
+import tyro
+
+from systolic.core.arguments import NO_VALUE, OptionWords, OutputPath
+
+QUIET = inspect.Parameter("quiet", inspect.Parameter.KEYWORD_ONLY, annotation=bool, default=False)
+"""The option that every verb has beside those of its function and view."""
+QUIET_LINE = "    quiet: Show no progress on stderr, only warnings and errors."
+_SCALARS = (bool, int, float, str, Path)
+_MARKUP = re.compile(r"``|:\w+:`~?|`")
+
+
+class Options(NamedTuple):
+    """Options of one form of a verb."""
+
+    read: Callable[..., SimpleNamespace]
+    """A function with a keyword parameter for each option."""
+    of_function: Mapping[str, str]
+    """Option to the function's parameter."""
+    of_view: Mapping[str, str]
+    """Option to the view's parameter."""
+    written: frozenset[str]
+    """Options whose path is written."""
+
+    def given_to_function(self, values: SimpleNamespace) -> dict[str, Any]:
+        """Arguments of the function."""
+        return {parameter: getattr(values, name) for name, parameter in self.of_function.items()}
+
+    def given_to_view(self, values: SimpleNamespace) -> dict[str, Any]:
+        """Arguments of the view."""
+        return {parameter: getattr(values, name) for name, parameter in self.of_view.items()}
+
+
+@lru_cache
+def options_of(function: Callable[..., Any], view: Callable[..., Any]) -> Options:
+    """Options of a verb's function and of its view, as keyword parameters with types that words can give."""
+    mine, shown = _parameters(function), _parameters(view)
+    merged = {one.name: one for one in (*mine.values(), *shown.values())}
+    merged |= {one.name: one for one in (*mine.values(), QUIET)}
+
+    def read(**values: Any) -> SimpleNamespace:
+        return SimpleNamespace(**values)
+
+    read.__signature__ = inspect.Signature(list(merged.values()))  # ty: ignore[missing-attribute]
+    read.__annotations__ = {name: one.annotation for name, one in merged.items()}
+    read.__doc__ = _documented(function, view)
+    return Options(
+        read=read,
+        of_function={one.name: parameter for parameter, one in mine.items()},
+        of_view={one.name: parameter for parameter, one in shown.items()},
+        written=frozenset(
+            name
+            for name, one in merged.items()
+            if any(isinstance(extra, OutputPath) for extra in _extras(one.annotation)[1])
+        ),
+    )
+
+
+def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Parameter to the option that gives it: of those by keyword that words can give."""
+    plain = inspect.unwrap(function)
+    typed: dict[str, inspect.Parameter] = {}
+    for name, parameter in inspect.signature(plain).parameters.items():
+        if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
+            continue
+        kind, extras = _extras(_resolved(parameter.annotation, plain.__globals__))
+        words = next(
+            (extra for extra in extras if isinstance(extra, OptionWords)),
+            OptionWords(_narrowed(kind)),
+        )
+        if words.kind is None:
+            continue
+        default = parameter.default if words.default is NO_VALUE else words.default
+        if isinstance(default, enum.Enum) and words.kind is str:
+            default = default.value
+        if words.repeated:
+            extras = [*extras, tyro.conf.UseAppendAction]
+        typed[name] = parameter.replace(
+            name=words.name or name,
+            annotation=Annotated[words.kind, *extras] if extras else words.kind,
+            default=default,
+        )
+    return typed
+
+
+def _resolved(annotation: Any, names: Mapping[str, Any]) -> Any:
+    """An annotation that is text as a type; Any where only a type checker knows its names."""
+    if not isinstance(annotation, str):
+        return annotation
+    try:
+        return eval(annotation, dict(names))
+    except NameError:
+        return Any
+
+
+def _extras(hint: Any) -> tuple[Any, list[Any]]:
+    """A hint's type, and what it is annotated with."""
+    if typing.get_origin(hint) is Annotated:
+        kind, *extras = typing.get_args(hint)
+        return kind, extras
+    return hint, []
+
+
+def _narrowed(kind: Any) -> Any:
+    """The part of a type that words can give; None for a type that none can.
+
+    Of a path and text a word is a path, of a choice and text a choice; of a choice and a number it is text,
+    which the function reads.
+    """
+    if typing.get_origin(kind) not in (typing.Union, UnionType):
+        return kind if _is_words(kind) or (isinstance(kind, type) and is_dataclass(kind)) else None
+    kinds = [part for part in typing.get_args(kind) if _is_words(part)]
+    choices = [part for part in kinds if _is_choice(part)]
+    numbers = [part for part in kinds if part in (int, float)]
+    if Path in kinds or (choices and not numbers):
+        kinds = [part for part in kinds if part is not str]
+    elif str in kinds:
+        kinds = [part for part in kinds if part in (str, NoneType)]
+    if not [part for part in kinds if part is not NoneType]:
+        return None
+    return typing.Union[tuple(kinds)]  # noqa: UP007  of a list
+
+
+def _is_words(kind: Any) -> bool:
+    if typing.get_origin(kind) is tuple:
+        return all(part is ... or _is_words(part) for part in typing.get_args(kind))
+    return kind in (*_SCALARS, NoneType) or _is_choice(kind)
+
+
+def _is_choice(kind: Any) -> bool:
+    is_enum = isinstance(kind, type) and issubclass(kind, enum.Enum)
+    return is_enum or typing.get_origin(kind) is Literal
+
+
+def _documented(function: Callable[..., Any], view: Callable[..., Any]) -> str:
+    """The function's docstring as plain text, with the arguments of both."""
+    summary = (inspect.getdoc(function) or "").partition("\n\n")[0]
+    shown = _arguments(view, without=_parameters(function))
+    return _MARKUP.sub(
+        "", "\n".join([summary, "", "Args:", *_arguments(function), *shown, QUIET_LINE])
+    )
+
+
+def _arguments(function: Callable[..., Any], without: Collection[str] = ()) -> Sequence[str]:
+    """Lines of the docstring's section of arguments, by the names of their options."""
+    _, _, section = (inspect.getdoc(function) or "").partition("Args:\n")
+    names = {parameter: one.name for parameter, one in _parameters(function).items()}
+    names |= {parameter: f"{parameter}-of-both" for parameter in without}
+    return [
+        re.sub(r"^    (\w+):", lambda m: f"    {names.get(m[1], m[1])}:", line)
+        for line in section.partition("\n\n")[0].splitlines()
+    ]

@@ -1,0 +1,246 @@
+"""``systolic plan`` and :func:`systolic.plan`: the slice and the layout that reach a goal best."""
+
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from systolic.chips import SLICES, Slice
+from systolic.chips.flags import resolved
+from systolic.core.arguments import PYTHON, WRITTEN, OptionWords, Required, Wording, command_of
+from systolic.core.errors import OptionError
+from systolic.core.machine import bounded_workers
+from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE
+from systolic.core.reporter import working
+from systolic.core.units import GB
+from systolic.job import Job
+from systolic.planning.objective import MAX_CHIPS, Objective, PriceTerm
+from systolic.recipes.jobs.source import JobSource, source_of
+from systolic.sim.calibration import Calibration
+
+if TYPE_CHECKING:
+    from systolic.capture import Captured
+    from systolic.capture.slices import Ranking
+    from systolic.planning.evaluator import OpenEvaluator
+    from systolic.planning.plan import Plan
+
+JOB = Wording("a Job or the name of a recipe or a model")
+SPAN = Wording("a time such as '90m', '36h' or '3d'")
+ON = Required("slices; add --on v5e-16,v5p-8, --on v5e, or --on any")
+
+USAGE = """usage: systolic plan RECIPE --on SLICES [options]
+       systolic plan serve MODEL --on SLICES --requests-per-second N [options]
+       systolic plan --on SLICES [options] -- python train.py [its options]
+
+RECIPE is a name that systolic recipes lists, path/to/file.py:function, or a model: llama-3.1-70b, a config.json,
+a Hugging Face folder or a Bundle; weights are not needed. Every layout of every slice is
+analysed; the most promising are compiled by the real compiler, best first, until one is settled. Compiles
+are kept: rerun to continue where Ctrl-C or --time-limit ended the search.
+SLICES is a list: v5e-16,v5p-8; v5e stands for all slices of that chip, any for all of TPUs that have a
+price. 8xh100 stands beside them by a roofline, which knows the GPU's rates and not its compiler.
+What follows -- is a JAX program of your own: it is started once for each slice, unchanged, until its step is known, and
+the slices are ranked as they are; its mesh and batch are its own affair. One where it fails is listed with the reason.
+It plans train steps; systolic forecast and systolic explain have --step for others. plan serve plans a server of a
+model for a demand: systolic plan serve --help shows its options.
+
+Exits with 1 when nothing fits and keeps the goal. systolic train RECIPE --plan plan.json runs it.
+systolic plan RECIPE --help shows the recipe's options."""
+
+
+@command_of
+def plan(  # noqa: PLR0913  the options of systolic plan
+    job: Annotated[Job | JobSource | str, JOB],
+    *,
+    on: Annotated[str | Slice | Sequence[str | Slice], SLICES, ON],
+    tokens: Annotated[float | None, POSITIVE] = None,
+    examples: Annotated[float | None, POSITIVE] = None,
+    goal: Objective | None = None,
+    deadline: Annotated[str | None, SPAN] = None,
+    budget: Annotated[float | None, POSITIVE] = None,
+    price: PriceTerm | str | float = PriceTerm.on_demand,
+    start_up: Annotated[str | None, SPAN] = None,
+    storage_rate: Annotated[float | None, POSITIVE] = None,
+    preemptions_per_day: Annotated[float | None, NOT_NEGATIVE] = None,
+    grid_intensity: Annotated[float | None, NOT_NEGATIVE] = None,
+    free: str = "",
+    flags: str = "",
+    max_chips: Annotated[int, COUNT] = MAX_CHIPS,
+    programs: Annotated[int, COUNT] = 24,
+    finalists: Annotated[int, NOT_NEGATIVE] = 2,
+    workers: Annotated[int, NOT_NEGATIVE] = 0,
+    time_limit: Annotated[str | None, SPAN] = None,
+    calibration: Annotated[Calibration | Path | str | None, OptionWords(str, default="")] = None,
+    out: Annotated[Path | str | None, OptionWords(Path, default=Path("plan.json")), WRITTEN] = None,
+    evaluator: Annotated["OpenEvaluator | None", PYTHON] = None,
+    **options: Any,
+) -> "Plan":
+    """Finds the slice and the layout that reach a goal best; nothing of the slices need be there.
+
+    Ctrl-C ends the search with the best so far.
+
+    Args:
+        job: What to train; its layout is what is searched. A name is that of a recipe or of a published
+            model, or the path of a config.json, a Hugging Face folder or a Bundle.
+        on: Slices, chips (all slices of them) or any, with commas: v5e-16,v5p.
+        tokens: Tokens to train on; by default the job's own steps times its batch.
+        examples: Examples to train on, instead of tokens.
+        goal: What is made small: time, cost, energy, pareto for time and cost, or fit for the fewest chips that it fits on, with passes and rematerialisation free. By default cost under a deadline, time under a budget or on one slice, else pareto.
+        deadline: For all the training: 90m, 36h, 3d or 1w.
+        budget: Dollars for all the training.
+        price: Which price of the catalogue: on-demand, spot or committed; or dollars of a chip and hour, 0 for chips that cost nothing.
+        start_up: Start of the job with its compile: 5m. By default the compile on this machine and 2 minutes, an assumption.
+        storage_rate: GB/s that a host reads from and writes to storage, for checkpoints and data; by default 1, an assumption.
+        preemptions_per_day: Preemptions of the slice; by default 0, and with spot prices 1, an assumption.
+        grid_intensity: Grams of CO2 per kWh where the slice runs; the plan then tells kilograms.
+        free: What may change beside the layout: batch, precision or batch,precision.
+        flags: Compiler flags on top of the set that all jobs on a chip share (systolic chips v5e lists it); none leaves that set out.
+        max_chips: Chips at most of a slice that any or the name of a chip stands for.
+        programs: Compiles up to the compiler's schedule, those kept from before among them.
+        finalists: How many of the best get a full compile.
+        workers: Compiles at once; 0 takes as many as cores and memory allow.
+        time_limit: When to answer with the best until then: 20m, 2h.
+        calibration: Corrects the simulator by profiles of the slices' chip: a name that systolic calibrations lists, or a calibration's file.
+        out: Where the plan is written, from the first answer on; an earlier plan's file stays without an answer.
+        evaluator: Tells what a candidate does; by default the compiler.
+        options: Of the recipe that ``job`` names.
+
+    Raises:
+        OptionError: options that contradict each other or do not parse.
+        NotFoundError: a name that is neither a slice nor a chip, or that is no calibration.
+    """
+    from systolic.forecasting.calibrations import calibration_for
+    from systolic.planning.answer import PlanFile, corrected, searched
+    from systolic.planning.facts import facts_of
+    from systolic.planning.goal import span
+    from systolic.planning.search import Limits, Search
+    from systolic.planning.slices import all_slices
+    from systolic.planning.wall import Conditions
+    from systolic.planning.wanted import Wanted, freed, goal_of, price_of
+
+    source = source_of(job, options)
+    if tokens is not None and examples is not None:
+        raise OptionError("--tokens and --examples say the same in two ways; give one of them")
+    resolved(flags, None)  # its words, before anything takes time
+    conditions = Conditions(
+        start_seconds=None if start_up is None else span(start_up),
+        storage_bytes_per_second=None if storage_rate is None else storage_rate * GB,
+        preemptions_per_day=preemptions_per_day,
+        grid_g_per_kwh=grid_intensity,
+    )
+    seconds = None if time_limit is None else span(time_limit)
+    freedom, (term, chip_usd) = freed(free), price_of(price)
+    wanted = Wanted(
+        tokens=tokens,
+        examples=examples,
+        objective=goal,
+        deadline_seconds=None if deadline is None else span(deadline),
+        budget_usd=budget,
+        price=term,
+        chip_usd=chip_usd,
+    )
+    slices = all_slices(on, max_chips, None if chip_usd is not None else term)
+    evaluator = corrected(evaluator, calibration_for(calibration, slices))
+    facts = facts_of(source.job)
+    file = PlanFile(source, None if out is None else Path(out))
+    search = Search(
+        facts=facts,
+        slices=slices,
+        goal=goal_of(facts, slices, wanted),
+        freedom=freedom,
+        flags=lambda on: resolved(flags, on.chip),
+        limits=Limits(
+            programs=programs,
+            finalists=finalists,
+            workers=bounded_workers(workers),
+            seconds=seconds,
+        ),
+        watch=file.see,
+        evaluator=evaluator,
+    )
+    with working(source.job.name):
+        return file.kept(searched(search, wanted, conditions))
+
+
+GOALS = (Objective.cost, Objective.time)
+"""Goals that rank slices for a program."""
+
+
+@command_of
+def plan_program(  # noqa: PLR0913  the options of systolic plan -- COMMAND
+    command: Annotated[
+        Sequence[str], Wording("the words of a command, such as ['python', 'train.py']")
+    ],
+    *,
+    on: Annotated[
+        str | Slice | Sequence[str | Slice],
+        SLICES,
+        Required("slices; add --on v5e-8,v5e-16 before the --"),
+    ],
+    goal: Objective = Objective.cost,
+    step: str = "",
+    full: bool = False,
+    minutes: Annotated[float, POSITIVE] = 20.0,
+    max_chips: Annotated[int, COUNT] = MAX_CHIPS,
+    trips: Annotated[
+        Mapping[str, float | str] | Sequence[str], OptionWords(tuple[str, ...], repeated=True)
+    ] = (),
+    costs: Annotated[
+        Mapping[str, float | str] | Sequence[str],
+        OptionWords(tuple[str, ...], repeated=True, name="cost"),
+    ] = (),
+) -> "Ranking":
+    """Ranks slices for a program of your own (-- python train.py).
+
+    Args:
+        command: The program with its options; it runs in its own environment, unchanged.
+        on: Slices of TPUs, chips (all slices of them) or any, with commas: v5e-8,v5e-16,v6e-8. The program is started once for each.
+        goal: What ranks them: cost or time, for the same work.
+        step: Name of the jitted function that is the step; by default what the program calls again and again.
+        full: Compile in full, with the compiler's cycles, rather than up to its schedule.
+        minutes: Minutes that the program may take to its step on each slice.
+        max_chips: Chips at most of a slice that any or the name of a chip stands for.
+        trips: Trips of a loop that the program leaves open, NAME=NUMBER, such as while.5=100; may be repeated.
+        costs: Time of one call of a kernel, custom call or callback, NAME=TIME, such as my_kernel=1.2ms; may be repeated.
+
+    Raises:
+        OptionError: an option that does not parse, or a goal that ranks no slices.
+        NotFoundError: there is no such command, slice or chip.
+    """
+    from systolic.capture import capture
+    from systolic.capture.slices import rank
+    from systolic.planning.slices import all_slices
+    from systolic.sim.incomplete import given
+
+    if goal not in GOALS:
+        names = " or ".join(one.value for one in GOALS)
+        raise OptionError(f"--goal is {goal.value}; slices of a program rank by {names}")
+    slices = all_slices(on, max_chips, None)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="systolic-") as root:
+
+        def captured_for(place: Slice) -> "Captured":
+            folder = Path(root) / f"{slices.index(place)}"
+            folder.mkdir()
+            number = f"[{slices.index(place) + 1}/{len(slices)}]"
+            with working(f"{number} {' '.join(command[:3])} for {place.name}") as progress:
+                return capture(
+                    command,
+                    place,
+                    folder,
+                    step=step,
+                    quick=not full,
+                    limit_seconds=60 * minutes,
+                    watch=progress.stage,
+                )
+
+        ranking = rank(
+            " ".join(command),
+            slices,
+            captured_for,
+            by_time=goal is Objective.time,
+            given=given(trips, costs),
+        )
+    seconds = round(time.monotonic() - began, 1)
+    return replace(ranking, goal=goal.value, quick=not full, seconds=seconds)

@@ -1,0 +1,54 @@
+"""The command line's reporter: progress and warnings on stderr."""
+
+import sys
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from systolic.core.reporter import Reporter
+
+if TYPE_CHECKING:
+    from systolic.report.progress import ProgressLine
+
+
+class StderrReporter(Reporter):
+    """A line of progress for each piece of work, and warnings.
+
+    Pieces of work within another keep the outer line.
+    """
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._quiet = quiet
+        self._open: list[ExitStack] = []
+        self._line: ProgressLine | None = None
+
+    def begin(self, title: str) -> None:
+        """Opens a line of progress, unless there is one."""
+        stack = ExitStack()
+        self._open.append(stack)
+        if self._line is None and not self._quiet:
+            from systolic.report.progress import ProgressLine
+
+            stack.callback(self._clear)
+            self._line = stack.enter_context(ProgressLine(sys.stderr, title))
+
+    def end(self) -> None:
+        """Closes what the piece of work opened."""
+        self._open.pop().close()
+
+    def stage(self, text: str) -> None:
+        """Shows it on the line of progress."""
+        if self._line is not None:
+            self._line.say(text)
+
+    def update(self, state: Any) -> None:
+        """Shown by the reporters of verbs that have such a state."""
+
+    def warn(self, text: str) -> None:
+        """Prints it, above the line of progress."""
+        if self._line is not None:
+            self._line.told(f"systolic: {text}", sys.stderr, "")
+        else:
+            print(f"systolic: {text}", file=sys.stderr)
+
+    def _clear(self) -> None:
+        self._line = None
