@@ -61,7 +61,7 @@ def test_slices_by_name_by_chip_and_all() -> None:
         ("v5e-17", 256, NotFoundError, "did you mean v5e-16"),
         (",", 256, OptionError, "--on names no slice"),
         ("8xcpu", 256, OptionError, "plan is for TPU and GPU slices"),
-        ("v5p", 1, OptionError, "no slice of v5p has 1 chips or fewer"),
+        ("v5p", 1, OptionError, "no slice of v5p has 1 chip or fewer"),
     ],
 )
 def test_slices_that_are_none(text: str, max_chips: int, error: Any, said: str) -> None:
