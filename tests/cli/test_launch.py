@@ -140,10 +140,12 @@ def test_what_the_launch_runs_is_what_train_reads() -> None:
     words = ["--plan", "plan.json", "--via", "local", "--sequence", "128"]
     asked = planned_request("lm", words, "launch", LaunchOptions, print)
     made = launching.describe(request_of(asked, ["lm", *words]))
-    from systolic.cli.train import TrainOptions
+    from systolic.cli.main import VERBS
 
     command = made.command()
-    again = planned_request(command[2], command[3:], "train", TrainOptions, pytest.fail)
+    again = planned_request(
+        command[2], command[3:], "train", VERBS["train"].forms[0].options.read, pytest.fail
+    )
     assert again.verb.continue_
     assert str(again.verb.run) == made.run
     assert again.job == asked.job

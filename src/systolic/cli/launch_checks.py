@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from systolic.cli.main import VERBS
 from systolic.cli.parse import asks_help
 from systolic.cli.target import Request, request_for
-from systolic.cli.train import TrainOptions
 from systolic.core.errors import OptionError
 from systolic.core.ranges import dashed
 from systolic.session.training import check_data
@@ -80,7 +80,9 @@ def trained(request: "LaunchRequest", made: "Launch") -> "Job":
         option = dashed(word.partition("=")[0])
         if (instead := {**INSTEAD, **fewer}.get(option)) is not None:
             raise OptionError(f"--train has {option}, which the launch sets; {instead}")
-    asked = request_for(request.recipe, made.options, "train", TrainOptions, {})
+    asked = request_for(
+        request.recipe, made.options, "train", VERBS["train"].forms[0].options.read, {}
+    )
     job = asked.job
     check_data(job)
     job.check_effects()
@@ -108,9 +110,11 @@ def under_plan(
     if chosen is None or not request.train:
         return request
     words = made.options[: len(made.options) - len(request.train)]
-    before = request_for(request.recipe, words, "train", TrainOptions, {})
+    before = request_for(request.recipe, words, "train", VERBS["train"].forms[0].options.read, {})
     kept = kept_choice(chosen, before.job, job, steps_given=True, warn=warn)
-    flags = request_for(request.recipe, made.options, "train", TrainOptions, {}).verb.flags
+    flags = request_for(
+        request.recipe, made.options, "train", VERBS["train"].forms[0].options.read, {}
+    ).verb.flags
     if flags != before.verb.flags:
         if chosen.flags:
             raise OptionError(
@@ -121,7 +125,7 @@ def under_plan(
     return replace(request, chosen=kept)
 
 
-def check_sizes(request: "LaunchRequest", asked: Request[TrainOptions], job: "Job") -> None:
+def check_sizes(request: "LaunchRequest", asked: Request[Any], job: "Job") -> None:
     """Checks that the layout divides the slice, the model and the batch, also on fewer slices down to ``--min-slices``.
 
     Raises:

@@ -49,18 +49,33 @@ class Options(NamedTuple):
 
 
 @lru_cache
-def options_of(function: Callable[..., Any], view: Callable[..., Any]) -> Options:
-    """Options of a verb's function and of its view, as keyword parameters with types that words can give."""
+def options_of(
+    function: Callable[..., Any],
+    view: Callable[..., Any],
+    target: str = "",
+    beside: Callable[..., Any] | None = None,
+) -> Options:
+    """Options of a verb's function and of its view, as keyword parameters with types that words can give.
+
+    Args:
+        function: The verb's function.
+        view: What shows its result.
+        target: Option that gives the function's first parameter; empty where a word without one does.
+        beside: A function whose options are read, too, and given to nothing.
+    """
     mine, shown = _parameters(function), _parameters(view)
-    merged = {one.name: one for one in (*mine.values(), *shown.values())}
-    merged |= {one.name: one for one in (*mine.values(), QUIET)}
+    first = _first(function, target) if target else []
+    others = [] if beside is None else list(_parameters(beside).values())
+    merged = {one.name: one for one in (*first, *mine.values())}
+    for one in (*others, *shown.values(), QUIET):
+        merged.setdefault(one.name, one)
 
     def read(**values: Any) -> SimpleNamespace:
         return SimpleNamespace(**values)
 
     read.__signature__ = inspect.Signature(list(merged.values()))  # ty: ignore[missing-attribute]
     read.__annotations__ = {name: one.annotation for name, one in merged.items()}
-    read.__doc__ = _documented(function, view)
+    read.__doc__ = _documented(function, view, target, beside)
     return Options(
         read=read,
         of_function={one.name: parameter for parameter, one in mine.items()},
@@ -98,6 +113,15 @@ def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
             default=default,
         )
     return typed
+
+
+def _first(function: Callable[..., Any], option: str) -> list[inspect.Parameter]:
+    """The function's first parameter as an option."""
+    plain = inspect.unwrap(function)
+    parameter = next(iter(inspect.signature(plain).parameters.values()))
+    kind, _ = _extras(_resolved(parameter.annotation, plain.__globals__))
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    return [parameter.replace(name=option, kind=keyword, annotation=_narrowed(kind))]
 
 
 def _resolved(annotation: Any, names: Mapping[str, Any]) -> Any:
@@ -149,13 +173,21 @@ def _is_choice(kind: Any) -> bool:
     return is_enum or typing.get_origin(kind) is Literal
 
 
-def _documented(function: Callable[..., Any], view: Callable[..., Any]) -> str:
+def _documented(
+    function: Callable[..., Any],
+    view: Callable[..., Any],
+    target: str,
+    beside: Callable[..., Any] | None,
+) -> str:
     """The function's docstring as plain text, with the arguments of both."""
     summary = (inspect.getdoc(function) or "").partition("\n\n")[0]
-    shown = _arguments(view, without=_parameters(function))
-    return _MARKUP.sub(
-        "", "\n".join([summary, "", "Args:", *_arguments(function), *shown, QUIET_LINE])
-    )
+    mine = _arguments(function)
+    if target:
+        first = next(iter(inspect.signature(function).parameters))
+        mine = [re.sub(rf"^    {first}:", f"    {target}:", line) for line in mine]
+    others = () if beside is None else _arguments(beside, without=_parameters(function))
+    shown = _arguments(view, without=[*_parameters(function), target])
+    return _MARKUP.sub("", "\n".join([summary, "", "Args:", *mine, *others, *shown, QUIET_LINE]))
 
 
 def _arguments(function: Callable[..., Any], without: Collection[str] = ()) -> Sequence[str]:

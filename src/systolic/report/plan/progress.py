@@ -48,8 +48,8 @@ class SearchDisplay(LiveArea):
 class SearchReporter(StderrReporter):
     """The reporter of a search."""
 
-    def __init__(self, *, quiet: bool = False) -> None:
-        super().__init__(quiet=quiet)
+    def __init__(self, *, quiet: bool = False, json: bool = False) -> None:
+        super().__init__(quiet=quiet, json=json)
         self._display: SearchDisplay | None = None
 
     def begin(self, title: str) -> None:
