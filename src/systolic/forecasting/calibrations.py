@@ -28,7 +28,11 @@ from systolic.sim.cost_kinds import check_chip, corrected_seconds
 from systolic.sim.incomplete import Costs, Given, Trips, given
 from systolic.sim.timeline import Timeline
 
-FORMAT, VERSION = "systolic calibration", 1
+FORMAT, VERSION = "systolic calibration", 2
+FIRST = 1
+"""Version whose kinds do not tell memories apart."""
+MIXED = (CostKind.elementwise, CostKind.formatting)
+"""Kinds that had ops of vector memory among those of device memory in version :data:`FIRST`."""
 SUFFIX = ".json"
 AGAIN = "make it again: systolic calibrate PROFILE --name NAME"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -150,9 +154,9 @@ def load(name: str | Path) -> CalibrationRecord:
     value = read_given(path, AGAIN)
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise DataError(f"{path} is no calibration; {AGAIN}")
-    if value.get("version") != VERSION:
+    if value.get("version") not in (FIRST, VERSION):
         raise DataError(
-            f"{path} is of version {value.get('version')} and this Systolic reads {VERSION}; {AGAIN}"
+            f"{path} is of version {value.get('version')} and this Systolic reads {FIRST} and {VERSION}; {AGAIN}"
         )
     try:
         return _record(value)
@@ -251,6 +255,13 @@ def _record(value: Mapping[str, Any]) -> CalibrationRecord:
     factors = {
         CostKind(name): _factor(CostKind(name), entry) for name, entry in value["kinds"].items()
     }
+    left_out = [str(text) for text in value["left_out"]]
+    if value["version"] == FIRST:
+        for kind in MIXED:
+            if factors.pop(kind, None) is not None:
+                left_out.append(
+                    f"{kind.value}: the file is of version {FIRST}, which does not say whether its ops were of device or of vector memory; {AGAIN}"
+                )
     calibration = Calibration(
         name=str(value["name"]),
         chip=str(value["chip"]),
@@ -263,7 +274,7 @@ def _record(value: Mapping[str, Any]) -> CalibrationRecord:
         sources=sources,
         compiler=str(value["compiler"] or ""),
         systolic=str(value["systolic"]),
-        left_out=tuple(str(text) for text in value["left_out"]),
+        left_out=tuple(left_out),
     )
 
 
