@@ -4,7 +4,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -38,6 +38,7 @@ class PlanProgramOptions:
         csv: Write the table to this file as CSV.
         trips: Trips of a loop that the program leaves open, NAME=NUMBER, such as while.5=100; may be repeated.
         cost: Time of one call of a kernel, custom call or callback, NAME=TIME, such as my_kernel=1.2ms; may be repeated.
+        calibration: Corrects the simulator by profiles of the slices' chip: a name that systolic calibrations lists, or a calibration's file.
         json: Print one JSON object on stdout.
     """
 
@@ -50,6 +51,7 @@ class PlanProgramOptions:
     csv: Path | None = None
     trips: Repeated = ()
     cost: Repeated = ()
+    calibration: str = ""
     json: bool = False
 
 
@@ -57,6 +59,7 @@ def plan_program(args: Sequence[str]) -> int:
     """Ranks slices for the program behind ``--``; returns the exit code, 1 where none fits."""
     from systolic.capture import capture
     from systolic.capture.slices import rank
+    from systolic.forecasting.calibrations import calibration_for, told_of_steps
     from systolic.report.progress import ProgressLine
     from systolic.session.planning import slices_of
     from systolic.sim.incomplete import given
@@ -70,6 +73,9 @@ def plan_program(args: Sequence[str]) -> int:
     if options.csv is not None:
         check_writable(options.csv)
     slices = slices_of(options.on, options.max_chips, None)
+    known = replace(
+        given(options.trips, options.cost), calibration=calibration_for(options.calibration, slices)
+    )
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="systolic-") as root:
 
@@ -93,8 +99,11 @@ def plan_program(args: Sequence[str]) -> int:
             slices,
             captured_for,
             by_time=options.goal is Objective.time,
-            given=given(options.trips, options.cost),
+            given=known,
         )
+    forecasts = [row.forecast for row in made.table if row.forecast is not None]
+    corrected = told_of_steps([one.timeline for one in forecasts if one.timeline is not None])
+    made = replace(made, notes=[*corrected, *made.notes])
     if options.csv is not None:
         write_atomically(options.csv, made.table.to_csv())
     if options.json:

@@ -210,7 +210,7 @@ def told(timeline: Timeline, low: float, high: float | None) -> list[str]:
         for kind in sorted(seconds, key=lambda kind: -seconds[kind])
         if seconds[kind] >= 5e-4 * step
     ]
-    made = f"the calibration {of.name} ({of.chip}, {plural(of.num_profiles, 'profile')}, {of.made})"
+    made = _name(of)
     if not parts:
         return [f"{made} has no kind of op that this step spends time in: nothing is corrected"]
     share = sum(seconds.values()) / step if step else 0.0
@@ -218,6 +218,29 @@ def told(timeline: Timeline, low: float, high: float | None) -> list[str]:
     return [
         f"{share:.0%} of the step is corrected by {made}: {', '.join(parts)}; the step takes {duration(low)} to {most}"
     ]
+
+
+def told_of_steps(timelines: Sequence[Timeline]) -> list[str]:
+    """A line on the calibration of several steps, in place of :func:`told` of each; none without one."""
+    shares = [
+        sum(corrected_seconds(one).values()) / one.seconds
+        for one in timelines
+        if one.calibration is not None and one.seconds
+    ]
+    of = next((one.calibration for one in timelines if one.calibration is not None), None)
+    if of is None or not shares:
+        return []
+    if max(shares) < 5e-4:
+        return [
+            f"{_name(of)} has no kind of op that the steps spend time in: nothing is corrected"
+        ]
+    least, most = f"{min(shares):.0%}", f"{max(shares):.0%}"
+    share = most if least == most else f"{least} to {most}"
+    return [f"{share} of the steps' time is corrected by {_name(of)}"]
+
+
+def _name(of: Calibration) -> str:
+    return f"the calibration {of.name} ({of.chip}, {plural(of.num_profiles, 'profile')}, {of.made})"
 
 
 def _factor_text(kind: CostKind, factor: Factor) -> str:

@@ -99,7 +99,9 @@ def _recorded(files: Sequence[Path]) -> datetime:
     named = _TIME.match(files[0].parent.name)
     if named is not None:
         try:
-            return datetime(*map(int, named[0].split("_")))
+            year, month, day, *rest = map(int, named[0].split("_"))
+            hour, minute, second = [*rest, 0, 0, 0][:3]
+            return datetime(year, month, day, hour, minute, second)
         except ValueError:
             pass
     return datetime.fromtimestamp(max(file.stat().st_mtime for file in files))
