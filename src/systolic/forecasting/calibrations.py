@@ -231,9 +231,7 @@ def told_of_steps(timelines: Sequence[Timeline]) -> list[str]:
     if of is None or not shares:
         return []
     if max(shares) < 5e-4:
-        return [
-            f"{_name(of)} has no kind of op that the steps spend time in: nothing is corrected"
-        ]
+        return [f"{_name(of)} has no kind of op that the steps spend time in: nothing is corrected"]
     least, most = f"{min(shares):.0%}", f"{max(shares):.0%}"
     share = most if least == most else f"{least} to {most}"
     return [f"{share} of the steps' time is corrected by {_name(of)}"]
