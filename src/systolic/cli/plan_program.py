@@ -17,6 +17,7 @@ from systolic.planning.objective import Objective
 
 if TYPE_CHECKING:
     from systolic.capture import Captured
+    from systolic.capture.slices import Ranking
     from systolic.chips import Slice
 
 END = "--"
@@ -59,7 +60,7 @@ def plan_program(args: Sequence[str]) -> int:
     """Ranks slices for the program behind ``--``; returns the exit code, 1 where none fits."""
     from systolic.capture import capture
     from systolic.capture.slices import rank
-    from systolic.forecasting.calibrations import calibration_for, told_of_steps
+    from systolic.forecasting.calibrations import calibration_for
     from systolic.report.progress import ProgressLine
     from systolic.session.planning import slices_of
     from systolic.sim.incomplete import given
@@ -101,9 +102,7 @@ def plan_program(args: Sequence[str]) -> int:
             by_time=options.goal is Objective.time,
             given=known,
         )
-    forecasts = [row.forecast for row in made.table if row.forecast is not None]
-    corrected = told_of_steps([one.timeline for one in forecasts if one.timeline is not None])
-    made = replace(made, notes=[*corrected, *made.notes])
+    made = replace(made, notes=[*corrected(made), *made.notes])
     if options.csv is not None:
         write_atomically(options.csv, made.table.to_csv())
     if options.json:
@@ -117,3 +116,11 @@ def plan_program(args: Sequence[str]) -> int:
         if options.csv is not None:
             print(f"csv      {options.csv}")
     return 0 if any(row.fits for row in made.table) else 1
+
+
+def corrected(made: "Ranking") -> list[str]:
+    """A line on the calibration of the steps' times; none without one."""
+    from systolic.forecasting.calibrations import told_of_steps
+
+    forecasts = [row.forecast for row in made.table if row.forecast is not None]
+    return told_of_steps([one.timeline for one in forecasts if one.timeline is not None])

@@ -52,7 +52,7 @@ BOUNDS: tuple[float, float] = constant("calibration.bounds")
 """Least and most measured over simulated seconds that count as a correction: beyond, the simulator does not know the op."""
 
 
-ROUNDING = 1e-6
+ROUNDING: float = constant("calibration.rounding")
 """Share of an op's seconds below which a difference is none."""
 
 

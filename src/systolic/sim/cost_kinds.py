@@ -8,14 +8,14 @@ from systolic.chips import Slice
 from systolic.core.errors import OptionError
 from systolic.core.units import plural, si
 from systolic.hlo import Instruction
-from systolic.sim.calibration import Calibration, CostKind
+from systolic.sim.calibration import Calibration, CostKind, constant
 from systolic.sim.price import OpPrice
 from systolic.sim.rates import Rates
 from systolic.sim.timeline import PricedBy, Resource, Span, Timeline
 
 FORMATTING = ("copy", "transpose", "reshape")
 """Opcodes of ops on the core that give an array another layout, and beginnings of the names of such fusions."""
-FEW_BYTES = 4096
+FEW_BYTES: int = constant("cost_kinds.few_bytes")
 """Bytes of device memory up to which an op is one of vector memory: scalars and indices lie in device memory."""
 LANES = ("core", "ici", "host")
 _BETWEEN_CHIPS = {
@@ -94,7 +94,7 @@ def least_seconds(paid: OpPrice, rates: Rates) -> float:
 
 
 @dataclass(frozen=True)
-class Correction:
+class PriceCorrection:
     """Corrected prices, and which of them would be faster than the chip."""
 
     calibration: Calibration

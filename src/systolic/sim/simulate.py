@@ -27,7 +27,7 @@ from systolic.sim.asynchronous import (
     role_of,
 )
 from systolic.sim.calibration import constant
-from systolic.sim.cost_kinds import Correction, check_chip, cost_kind
+from systolic.sim.cost_kinds import PriceCorrection, check_chip, cost_kind
 from systolic.sim.incomplete import (
     BYTES,
     HOST_WORK,
@@ -91,7 +91,7 @@ def simulate(
     rates, correction = rates_of(on, power_state, flags), None
     if given.calibration is not None:
         check_chip(given.calibration, on)
-        correction = Correction(given.calibration)
+        correction = PriceCorrection(given.calibration)
         rates = replace(rates, host=correction.host(rates.host))
     places = list(places) if places else default_places(on)
     if on.num_slices > 1 and module.num_partitions * on.num_slices == on.num_devices:
@@ -234,7 +234,7 @@ class _Run:
     module: Module
     rates: Rates
     network: Network
-    correction: Correction | None
+    correction: PriceCorrection | None
     num_devices: int
     gaps: Gaps
     notes: dict[str, None] = field(default_factory=dict)
