@@ -98,6 +98,11 @@ class Call:
         """Whether some of them are in loops of unknown length, counted once."""
         return flops.in_open_loops(shardings.inner(self.params["jaxpr"]).jaxpr)
 
+    @property
+    def open_loops(self):
+        """Loops of unknown length with matmuls."""
+        return flops.open_loops(shardings.inner(self.params["jaxpr"]).jaxpr)
+
     def results(self):
         """The results in shape alone."""
         avals = shardings.inner(self.params["jaxpr"]).outvars_avals()
@@ -162,7 +167,7 @@ class Lowered:
     """A program that the program under capture lowered and compiled itself."""
 
     own = False
-    flops_are_least = True  # its body is gone
+    flops_are_least, open_loops = True, ()  # its body is gone
 
     def __init__(self, lowered, options):
         lowering = lowered._lowering

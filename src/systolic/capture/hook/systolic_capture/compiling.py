@@ -114,6 +114,7 @@ def _program(call, number):
         "refused": refused,
         "flops": call.flops,
         "flops_are_least": call.flops_are_least,
+        "open_loops": list(call.open_loops),
         "places": [
             [
                 *(*device.coords, 0, 0)[:3],
