@@ -26,13 +26,24 @@ class CapturedCompiled:
         made, tree = jax.tree.flatten(self._lowered.out_info)
         if self._call.places is None:
             self._call.places = self._places(list(filter(arrays.is_slice_array, leaves)), made)
-        self._call.ids, self._call.links = arrays.serials(leaves), arrays.links(leaves)
+        self._call.take(leaves)
         born = calls.record(self._call)
+        for one, gone in zip(leaves, self._donated(len(leaves)), strict=True):
+            if gone and arrays.is_slice_array(one) and one.buffer:
+                one.buffer.free()
         outs = [
             dispatch.stand_in(core.ShapedArray(info.shape, info.dtype), where, born=born)
             for info, where in zip(made, self._call.places, strict=True)
         ]
         return jax.tree.unflatten(tree, outs)
+
+    def _donated(self, number):
+        """Whether each of the arguments is donated."""
+        told = [
+            bool(getattr(one, "donated", False))
+            for one in jax.tree.leaves(getattr(self._lowered, "args_info", ()))
+        ]
+        return told if len(told) == number else [False] * number
 
     def _places(self, given, made):
         """Shardings of the results: as lowered, or like an argument."""
