@@ -14,4 +14,12 @@ from systolic.capture.forecast import (
 )
 from systolic.capture.program import Captured, capture
 
-__all__ = ["Captured", "StepPart", "capture", "forecast_captured", "forecast_parts", "parts_of", "schedule_of"]
+__all__ = [
+    "Captured",
+    "StepPart",
+    "capture",
+    "forecast_captured",
+    "forecast_parts",
+    "parts_of",
+    "schedule_of",
+]

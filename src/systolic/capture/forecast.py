@@ -137,7 +137,9 @@ def _checked(made: Forecast, parts: Sequence[StepPart], on: Slice) -> Forecast:
     worst = max(refusals or parts, key=lambda part: part.memory.peak_bytes)
     other = max(part.facts["held"]["other_bytes"] for part in parts)
     memory = worst.memory
-    remedy = "choose a larger slice or a smaller batch, or shard more of it, and run the command again"
+    remedy = (
+        "choose a larger slice or a smaller batch, or shard more of it, and run the command again"
+    )
     if held := memory.by_kind.get(HELD):
         remedy = f"drop or shard arrays of the {gibibytes(held)} {HELD}, or {remedy}"
     if other > max(have, memory.peak_bytes):
@@ -159,9 +161,7 @@ def _part(captured: Captured, facts: Mapping[str, Any], on: Slice, given: Given)
     told = used_bytes(usage.read_text()) if usage.exists() else None
     timeline = None
     if not facts["refused"]:
-        timeline = simulate(
-            module, on, places, flags=captured.answer["flags"].split(), given=given
-        )
+        timeline = simulate(module, on, places, flags=captured.answer["flags"].split(), given=given)
     arrays = [_array(**one) for one in captured.answer["held"] if one["memory"] == "device"]
     return StepPart(
         facts=facts,
@@ -172,7 +172,9 @@ def _part(captured: Captured, facts: Mapping[str, Any], on: Slice, given: Given)
     )
 
 
-def _array(bytes: int, shape: Sequence[int] = (), dtype: str = "", made_by: str = "", **_: Any) -> LiveBuffer:
+def _array(
+    bytes: int, shape: Sequence[int] = (), dtype: str = "", made_by: str = "", **_: Any
+) -> LiveBuffer:
     """An array that the program holds outside of its step."""
     return LiveBuffer(
         name="",
@@ -340,5 +342,9 @@ def _of_some_steps(part: StepPart) -> str:
     calls, every = found["calls"], found["every_steps"]
     times = "" if calls == 1 else f"{calls:g} calls "
     taken = "" if found["seconds"] is None else f", {duration(found['seconds'])}"
-    share = "" if found["seconds"] is None else f" ({duration(found['seconds'] / every)} a step on average)"
+    share = (
+        ""
+        if found["seconds"] is None
+        else f" ({duration(found['seconds'] / every)} a step on average)"
+    )
     return f"{found['name']}: {times}every {every:g} steps{taken}, which the step leaves out{share}; its memory counts"

@@ -14,6 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from systolic.hlo import Computation, Instruction, Module, Shape
 from systolic.sim.calibration import fitted
@@ -46,6 +47,8 @@ _ESTIMATED = re.compile(r'\\?"max_logit_const\\?":\s*-?[\d.]')
 _MAXIMUM = 1.0
 """Operation that it saves."""
 _FLOATS = ("bf16", "f16", "f32")
+_ROUNDED = 0.01
+"""Share by which the FLOPs of the code may be more than those of all blocks, where it pads a block."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,15 +118,36 @@ class Attention:
 
     def depths(self, width: int) -> float:
         """Sum over the matmuls of a head dim filled up to ``width``."""
-        first, second = (-(-dim // width) * width for dim in self.head_dims)
-        of_values = 1 if self.kind == FORWARD else 2 if self.kind in (DKV, DKV_FUSED) else 1
-        return (_MATMULS[self.kind] - of_values) * first + of_values * second
+        return depths(self.kind, self.head_dims, width)
 
     @property
     def fetched_bytes(self) -> float:
         """The two arrays that the inner dim of the grid runs over, once a block."""
         length = self.block_q if self.kind in (DKV, DKV_FUSED) else self.block_kv
         return self.blocks * length * sum(self.head_dims) * (4.0 if self.dtype == "f32" else 2.0)
+
+
+def depths(kind: str, head_dims: tuple[int, int], width: int) -> float:
+    """Sum over the matmuls of a kind of kernel of a head dim filled up to ``width``."""
+    first, second = (-(-dim // width) * width for dim in head_dims)
+    of_values = 2 if kind in (DKV, DKV_FUSED) else 1
+    return (_MATMULS[kind] - of_values) * first + of_values * second
+
+
+def _share_run(counted: Mapping[str, Any], whole: float) -> float | None:
+    """Share of the blocks that a kernel runs by the matmuls of its code; None where its conditions are data, or it has other matmuls.
+
+    A kernel that is not block sparse skips the blocks above the diagonal by a condition on the indices of its grid, and
+    without a causal mask it has no such condition: :mod:`systolic.aot.kernels` evaluates it at each step.
+
+    Args:
+        counted: What the code was counted to do.
+        whole: FLOPs of all blocks.
+    """
+    flops = sum(float(number) for number in counted.get("flops", {}).values())
+    if not counted.get("whole") or not 0 < flops <= (1 + _ROUNDED) * whole:
+        return None
+    return min(flops / whole, 1.0)
 
 
 def seconds_of(
@@ -154,7 +178,7 @@ def flops_of(attention: Attention) -> float:
 
 
 def attention_of(
-    module: Module, computation: Computation, call: Instruction, counted: Mapping[str, object]
+    module: Module, computation: Computation, call: Instruction, counted: Mapping[str, Any]
 ) -> Attention | None:
     """Attention that a call computes; None where its operands are not those of attention."""
     arrays = [s for s in computation.operand_shapes(call) if s.dtype in _FLOATS]
@@ -184,6 +208,10 @@ def attention_of(
         told = _listed(module).get((queries, keys)) if assumed and kind != FORWARD else None
         if told is not None:  # a mask that is data, of which the forward kernel lists the blocks
             share, assumed = told, ""
+    if assumed:
+        scores = copies * queries * keys
+        run = _share_run(counted, 2.0 * scores * depths(kind, (head_dim, value_dim), 1))
+        share, assumed = (share, assumed) if run is None else (run, "")
     made = counted.get("grid")
     whole = list(made) if isinstance(made, list) else []
     blocks = copies * grid.rows * grid.columns * share

@@ -336,6 +336,10 @@ def _within(length):
     step = steps.within(_sequence, length)
     if chosen and not _has([_sequence[n] for n in step.numbers], chosen):
         return steps.Step(range(len(_sequence) - length, len(_sequence)))
+    if step.evaluations:
+        note(
+            f"{', '.join(sorted(step.evaluations))} was called again and again on what the step makes, and makes nothing for it: it is taken for an evaluation, which the step leaves out; --step takes it for the step"
+        )
     if step.skipped:
         note(f"{step.skipped} calls beside each {step.times} steps are not counted")
     return step

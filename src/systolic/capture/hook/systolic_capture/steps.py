@@ -34,12 +34,14 @@ class Step:
         """Of each kind of call: the number of its last, the calls at a time, and how many steps lie between two times."""
         self.skipped, self.times = skipped, times
         """Small calls that are beside that many steps, and in no list."""
+        self.evaluations = set()
+        """Names of functions that were called again and again after it, on what it makes."""
 
 
-def period(sequence):
-    """Length of the shortest sequence of calls that the last ones repeat; None without one."""
+def period(sequence, least=1):
+    """Length of the shortest sequence of calls, ``least`` or more, that the last ones repeat; None without one."""
     keys = [entry.call.key for entry in sequence[-2 * LONGEST :]]
-    for length in range(1, len(keys) // 2 + 1):
+    for length in range(least, len(keys) // 2 + 1):
         if (length == 1 and len(keys) < 3) or keys[-1] is not keys[-1 - length]:
             continue
         if keys[-length:] == keys[-2 * length : -length]:
@@ -84,7 +86,38 @@ def is_unchanged(sequence, now, before, constant=frozenset()):
 
 def within(sequence, length):
     """The step inside of a repeated sequence: all of it, but for what comes with some of its steps alone."""
-    return _chain(sequence, length) or _small(sequence, length)
+    main = _before_evaluation(sequence, length)
+    if main is None:
+        return _chain(sequence, length) or _small(sequence, length)
+    rest, last = main
+    if longer := period(sequence, least=len(sequence) - len(rest) + 1):  # with the steps before it
+        return _chain(sequence, longer) or _small(sequence, longer)
+    inner = period(rest)
+    step = within(rest, inner) if inner and is_linked(rest, inner) else Step([last])
+    names = {entry.call.name for entry in sequence[-length:]}
+    step.evaluations |= names - {sequence[n].call.name for n in step.numbers}
+    return step
+
+
+def _before_evaluation(sequence, length):
+    """The sequence without calls at its end that only take what steps made, and the number of the last of these steps; None
+    where it ends with steps."""
+    kinds = {entry.call.key for entry in sequence[-length:]}
+    takers = _takers(sequence, range(len(sequence)))
+    # A loop that makes what the step takes, such as episodes of its policy, is a part of it.
+    feeds = set().union(*(_reached(takers, key) for key in kinds))
+    makers = {
+        sequence[n].call.key: n for entry in sequence[-length:] for n in entry.links[1] if n >= 0
+    }
+    steps = {
+        key: n for key, n in makers.items() if key in _reached(takers, key) and key not in feeds
+    }
+    if not steps:
+        return None
+    start = len(sequence)
+    while sequence[start - 1].call.key in kinds:
+        start -= 1
+    return sequence[:start], max(steps.values())
 
 
 def _small(sequence, length):
@@ -172,12 +205,8 @@ def _sorted_out(sequence, step, rare):
 
 def _main(sequence, length):
     """Kinds of calls that change what they take again, and those whose results these take."""
-    end, takers = len(sequence), {}
-    for number in range(end - length, end):
-        taker = sequence[number].call.key
-        for born in sequence[number].links[1]:
-            if end - 2 * length <= born < end:
-                takers.setdefault(sequence[born].call.key, set()).add(taker)
+    end = len(sequence)
+    takers = _takers(sequence, range(end - length, end), end - 2 * length)
     behind = {key: _reached(takers, key) for key in takers}
     cyclic = {key for key, found in behind.items() if key in found}
     # Not what another cycle is the source of: an evaluation that adds up its own results.
@@ -187,6 +216,16 @@ def _main(sequence, length):
         if all(other in behind[key] for other in cyclic if key in behind[other])
     }
     return first | {key for key, found in behind.items() if found & first}
+
+
+def _takers(sequence, numbers, first=0):
+    """For each kind of call those that take what it made since the call ``first``."""
+    found = {}
+    for number in numbers:
+        for born in sequence[number].links[1]:
+            if born >= first:
+                found.setdefault(sequence[born].call.key, set()).add(sequence[number].call.key)
+    return found
 
 
 def _reached(takers, key):
