@@ -208,10 +208,9 @@ def attention_of(
         told = _listed(module).get((queries, keys)) if assumed and kind != FORWARD else None
         if told is not None:  # a mask that is data, of which the forward kernel lists the blocks
             share, assumed = told, ""
-    if assumed:
-        scores = copies * queries * keys
-        run = _share_run(counted, 2.0 * scores * depths(kind, (head_dim, value_dim), 1))
-        share, assumed = (share, assumed) if run is None else (run, "")
+    flops = 2.0 * copies * queries * keys * depths(kind, (head_dim, value_dim), 1)
+    if assumed and (run := _share_run(counted, flops)) is not None:
+        share, assumed = run, ""
     made = counted.get("grid")
     whole = list(made) if isinstance(made, list) else []
     blocks = copies * grid.rows * grid.columns * share
