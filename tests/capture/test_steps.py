@@ -1,6 +1,7 @@
 """What is in a step and what is beside it: arrays, devices, evaluations, blocks of attention; with the real compiler."""
 
 import importlib.util
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -113,6 +114,42 @@ def test_attention_without_a_causal_mask_costs_all_of_its_blocks(tmp_path: Path)
     executed = made.hardware_flops * slice("v5p-8").num_devices
     assert executed == pytest.approx((1 + 9 / 16) * flops, rel=0.02)
     assert (made.step_seconds or 0.0) > executed / 459e12
+
+
+def test_a_program_that_repeats_nothing(tmp_path: Path) -> None:
+    made, _ = forecast_of("nothing_repeated.py", "v5e-1", tmp_path, "once")
+    told = "the program repeated no jitted call, and no step is known: train_step, the call with the most FLOPs of train_step, make, is taken for it"
+    assert made.cautions[0].startswith(told)
+    many = tmp_path / "many"
+    many.mkdir()
+    made, _ = forecast_of("nothing_repeated.py", "v5e-1", many, "never")
+    assert made.recipe == "make"
+    told = "no step is known: no call takes what an earlier call of its kind made or took; make, called 3 times, is taken for it"
+    assert made.cautions[0].startswith(told)
+
+
+def test_a_program_that_reads_analyses_and_saves_early(tmp_path: Path, capfd) -> None:
+    made, _ = forecast_of("ahead.py", "v5e-8", tmp_path, str(tmp_path))
+    assert made.recipe == "jit(step)"
+    costs, memory = json.loads((tmp_path / "analyses.json").read_text())
+    # By hand: two matmuls of a device's rows; the weights are donated, and as large as its part of the batch.
+    matmuls = 2 * 2 * 1024 * 1024 * 1024
+    assert costs["flops"] == pytest.approx(matmuls, rel=0.01)
+    assert costs["bytes accessed"] > 3 * (4 << 20)
+    assert memory["argument_size_in_bytes"] == 8 << 20
+    assert memory["output_size_in_bytes"] == memory["alias_size_in_bytes"] == 4 << 20
+    assert memory["temp_size_in_bytes"] >= 0
+    assert memory["generated_code_size_in_bytes"] > 1 << 16
+    assert made.step_seconds is not None
+    assert made.step_seconds > matmuls / 197e12
+    # Three ways of saving, and one line of it; the norm that is read before is no save.
+    lines = [line for line in capfd.readouterr().err.splitlines() if "saves or sends" in line]
+    assert lines == [
+        "systolic: the program saves or sends arrays of the slice (ahead.py:36): they stand for values that nobody has computed, and zeros are written"
+    ]
+    assert any("zeros are written" in note for note in made.notes)
+    saved = [tmp_path / name for name in ("weights.npy", "weights.pickle", "checkpoint")]
+    assert all(path.exists() for path in saved)
 
 
 # By hand, without a compiler

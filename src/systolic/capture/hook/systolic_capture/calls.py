@@ -416,7 +416,13 @@ def _best():
         return _within(length)
     repeated = [one for one in tallied if one[1] > 1]
     if repeated:
-        return _one(max(repeated, key=lambda one: (one[1] * one[0].flops, one[1]))[0])
+        taken, times = max(repeated, key=lambda one: (one[1] * one[0].flops, one[1]))
+        if not _follows(taken):
+            cautions.append(
+                f"no step is known: no call takes what an earlier call of its kind made or took; {taken.name}, called {times} times, is taken for it; "
+                "let the program do three steps or more, or choose with --step NAME"
+            )
+        return _one(taken)
     if not tallied:
         return None
     taken = max(tallied, key=lambda one: (one[0].flops, one[0].eqns))[0]
@@ -427,6 +433,14 @@ def _best():
         "let the program do three steps or more, or choose with --step NAME"
     )
     return _one(taken)
+
+
+def _follows(call):
+    """Whether calls of a kind take what others of it made or took."""
+    own = {n: entry for n, entry in enumerate(_sequence) if entry.call is call}
+    taken = [serial for entry in own.values() for serial in entry.links[0]]
+    made = any(born in own for entry in own.values() for born in entry.links[1])
+    return made or len(set(taken)) < len(taken)
 
 
 def _one(call):

@@ -354,7 +354,7 @@ def patch_stages(stages):
         from systolic_capture import compiled
 
         options = args[0] if args else kwargs.get("compiler_options")
-        return compiled.CapturedCompiled(self, options)
+        return compiled.CapturedCompiled(self, options, lambda: real_compile(self, *args, **kwargs))
 
     stages.Traced.lower, stages.Lowered.compile = lower, compile
 
