@@ -7,7 +7,7 @@ from typing import Any
 from systolic.aot.dump import USAGE, used_bytes
 from systolic.aot.kernels import counted_elsewhere
 from systolic.capture.program import Captured
-from systolic.capture.schedule import WAITS, Device, Schedule, calls_of, schedule
+from systolic.capture.schedule import WAITS, CallSchedule, Device, calls_of, schedule
 from systolic.chips import Slice
 from systolic.core.origin import Origin
 from systolic.core.units import duration, gibibytes, plural
@@ -78,7 +78,7 @@ def parts_of(captured: Captured, on: Slice, given: Given = NOTHING) -> list[Step
     return [_part(captured, facts, on, given) for facts in captured.programs]
 
 
-def schedule_of(captured: Captured, parts: Sequence[StepPart]) -> Schedule:
+def schedule_of(captured: Captured, parts: Sequence[StepPart]) -> CallSchedule:
     """When the calls of a step run on which devices."""
     seconds, devices = [part.seconds for part in parts], [part.devices for part in parts]
     return schedule(calls_of(captured.order, seconds, devices))
@@ -187,7 +187,7 @@ def _array(
     )
 
 
-def _sum(parts: Sequence[StepPart], plan: Schedule) -> Timeline:
+def _sum(parts: Sequence[StepPart], plan: CallSchedule) -> Timeline:
     """The programs of the busiest device one after the other, as often as a step calls them, and what others run meanwhile."""
     if len(parts) == 1 and parts[0].calls == 1 and parts[0].timeline is not None:
         return parts[0].timeline
@@ -224,7 +224,7 @@ def _sum(parts: Sequence[StepPart], plan: Schedule) -> Timeline:
     )
 
 
-def _beside(parts: Sequence[StepPart], plan: Schedule) -> list[Span]:
+def _beside(parts: Sequence[StepPart], plan: CallSchedule) -> list[Span]:
     """Calls on devices that the busiest one's leave out, each device in a lane of its own."""
     return [
         Span(
@@ -292,7 +292,7 @@ def _notes(captured: Captured, parts: Sequence[StepPart], on: Slice) -> list[str
     return [*notes, ZEROS]
 
 
-def _cautions(parts: Sequence[StepPart], plan: Schedule, on: Slice) -> list[str]:
+def _cautions(parts: Sequence[StepPart], plan: CallSchedule, on: Slice) -> list[str]:
     """Devices that the step leaves out, and calls that wait for each other."""
     found = []
     used = frozenset[Device]().union(*(part.devices for part in parts))

@@ -29,7 +29,7 @@ class DeviceCall:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class CallSchedule:
     """When the calls of a step run, once steps follow each other."""
 
     seconds: float
@@ -40,11 +40,6 @@ class Schedule:
     """Seconds of its calls."""
     calls: Sequence[tuple[DeviceCall, float]]
     """Calls in their order, with the second of the step at which each begins, from the first of them."""
-
-    @property
-    def is_parallel(self) -> bool:
-        """Whether calls run on devices that others leave out."""
-        return len({call.devices for call, _ in self.calls}) > 1
 
     @property
     def own(self) -> Mapping[int, int]:
@@ -73,7 +68,7 @@ def calls_of(
     ]
 
 
-def schedule(calls: Sequence[DeviceCall]) -> Schedule:
+def schedule(calls: Sequence[DeviceCall]) -> CallSchedule:
     """Lays out the calls of some steps; there is one call at least."""
     free: dict[Device, float] = {}
     ends: list[list[float]] = []
@@ -98,7 +93,7 @@ def schedule(calls: Sequence[DeviceCall]) -> Schedule:
     else:
         mean = (max(ends[-1]) - max(ends[-1 - half])) / half
     first = min(begins)
-    return Schedule(
+    return CallSchedule(
         seconds=max(mean, busy),
         device=device,
         busy=busy,

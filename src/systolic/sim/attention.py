@@ -19,6 +19,7 @@ from typing import Any
 from systolic.hlo import Computation, Instruction, Module, Shape
 from systolic.sim.calibration import fitted
 from systolic.sim.masks import (
+    ComputedShare,
     Grid,
     block_share,
     compares_positions,
@@ -47,8 +48,6 @@ _ESTIMATED = re.compile(r'\\?"max_logit_const\\?":\s*-?[\d.]')
 _MAXIMUM = 1.0
 """Operation that it saves."""
 _FLOATS = ("bf16", "f16", "f32")
-_ROUNDED = 0.01
-"""Share by which the FLOPs of the code may be more than those of all blocks, where it pads a block."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,7 +144,7 @@ def _share_run(counted: Mapping[str, Any], whole: float) -> float | None:
         whole: FLOPs of all blocks.
     """
     flops = sum(float(number) for number in counted.get("flops", {}).values())
-    if not counted.get("whole") or not 0 < flops <= (1 + _ROUNDED) * whole:
+    if not counted.get("whole") or not flops or round(flops / whole, 2) > 1:
         return None
     return min(flops / whole, 1.0)
 
@@ -199,18 +198,11 @@ def attention_of(
         transposed=kind in (DKV, DKV_FUSED),
     )
     copies = math.prod(arrays[0].dims[:-2])
-    listed = listed_blocks(computation, call)
-    if listed is not None:  # the grid itself runs over the blocks that are left
-        share, assumed = min(listed / (grid.rows * grid.columns), 1.0), ""
-    else:
-        found = block_share(module, computation, call, grid)
-        share, assumed = found.value, found.assumed
-        told = _listed(module).get((queries, keys)) if assumed and kind != FORWARD else None
-        if told is not None:  # a mask that is data, of which the forward kernel lists the blocks
-            share, assumed = told, ""
     flops = 2.0 * copies * queries * keys * depths(kind, (head_dim, value_dim), 1)
-    if assumed and (run := _share_run(counted, flops)) is not None:
-        share, assumed = run, ""
+    found = _share(
+        module, computation, call, grid, kind, (queries, keys), _share_run(counted, flops)
+    )
+    share, assumed = found.value, found.assumed
     made = counted.get("grid")
     whole = list(made) if isinstance(made, list) else []
     blocks = copies * grid.rows * grid.columns * share
@@ -238,6 +230,28 @@ def attention_of(
         staged=staged,
         assumed=assumed,
     )
+
+
+def _share(
+    module: Module,
+    computation: Computation,
+    call: Instruction,
+    grid: Grid,
+    kind: str,
+    lengths: tuple[int, int],
+    run: float | None,
+) -> ComputedShare:
+    """Share of the blocks that a call computes; ``run`` is that of its code, None where it does not say."""
+    listed = listed_blocks(computation, call)
+    if listed is not None:  # the grid itself runs over the blocks that are left
+        return ComputedShare(value=min(listed / (grid.rows * grid.columns), 1.0))
+    found = block_share(module, computation, call, grid)
+    if not found.assumed:
+        return found
+    told = _listed(module).get(lengths) if kind != FORWARD else None
+    if told is not None:  # a mask that is data, of which the forward kernel lists the blocks
+        return ComputedShare(value=told)
+    return found if run is None else ComputedShare(value=run)
 
 
 @lru_cache(maxsize=2)

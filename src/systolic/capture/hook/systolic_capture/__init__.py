@@ -61,7 +61,7 @@ class _Finder:
             )
         module, function = PATCHES[name]
         patch = getattr(importlib.import_module(f"systolic_capture.{module}"), function)
-        spec.loader = _Loader(spec.loader, patch)
+        spec.loader = _Loader(spec.loader, patch)  # ty: ignore[invalid-assignment]
         return spec
 
 

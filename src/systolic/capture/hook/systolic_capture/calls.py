@@ -335,7 +335,7 @@ def _within(length):
     chosen = report.request().get("step")
     step = steps.within(_sequence, length)
     if chosen and not _has([_sequence[n] for n in step.numbers], chosen):
-        return steps.Step(range(len(_sequence) - length, len(_sequence)))
+        return steps.CalledStep(range(len(_sequence) - length, len(_sequence)))
     if step.evaluations:
         note(
             f"{', '.join(sorted(step.evaluations))} was called again and again on what the step makes, and makes nothing for it: it is taken for an evaluation, which the step leaves out; --step takes it for the step"
@@ -446,7 +446,7 @@ def _follows(call):
 def _one(call):
     """A step of one call, the last of its kind."""
     numbers = [n for n, entry in enumerate(_sequence) if entry.call is call]
-    return steps.Step(numbers[-1:], call=call)
+    return steps.CalledStep(numbers[-1:], call=call)
 
 
 def _finish(ended):

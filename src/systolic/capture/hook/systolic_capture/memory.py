@@ -18,7 +18,7 @@ _alive = {}
 _lock = threading.RLock()
 
 
-class Buffer:
+class ArrayMemory:
     """Memory of one array. Views share it, and it is free when the last of them is gone."""
 
     __slots__ = ("number", "part_bytes", "place")

@@ -19,7 +19,7 @@ class SliceArray(_Array):
 
     def __init__(self, aval, sharding, committed=True, born=-1, buffer=None):
         self.aval = aval
-        self.buffer = memory.Buffer(aval, sharding, born) if buffer is None else buffer
+        self.buffer = memory.ArrayMemory(aval, sharding, born) if buffer is None else buffer
         """Its memory; False of one that stands for no array of the program."""
         self.born = born
         """Number of the latest recorded call that it comes from; -1 of one from none."""

@@ -25,7 +25,7 @@ class Entry:
         self.ids, self.links, self.held, self.taken = now.ids, now.links, now.held, now.taken
 
 
-class Step:
+class CalledStep:
     """A step: the numbers of its calls in the sequence, and what comes with some steps alone."""
 
     def __init__(self, numbers, periodic=(), skipped=0, times=0, call=None):
@@ -93,7 +93,7 @@ def within(sequence, length):
     if longer := period(sequence, least=len(sequence) - len(rest) + 1):  # with the steps before it
         return _chain(sequence, longer) or _small(sequence, longer)
     inner = period(rest)
-    step = within(rest, inner) if inner and is_linked(rest, inner) else Step([last])
+    step = within(rest, inner) if inner and is_linked(rest, inner) else CalledStep([last])
     names = {entry.call.name for entry in sequence[-length:]}
     step.evaluations |= names - {sequence[n].call.name for n in step.numbers}
     return step
@@ -135,8 +135,8 @@ def _small(sequence, length):
             if times < 3 or not total or beside > BESIDE * total:
                 continue
             if not is_unchanged(sequence, now, range(last - 2 * inner, last - inner), constant):
-                return Step(now, skipped=length - inside * inner, times=times)
-    return Step(whole)
+                return CalledStep(now, skipped=length - inside * inner, times=times)
+    return CalledStep(whole)
 
 
 def _constant(sequence, length):
@@ -178,7 +178,7 @@ def _chain(sequence, length):
         else:
             rare.append(found)
     if not rare:
-        return Step(sorted(step)) if len(step) < length else None
+        return CalledStep(sorted(step)) if len(step) < length else None
     return _sorted_out(sequence, sorted(step), rare)
 
 
@@ -200,7 +200,7 @@ def _sorted_out(sequence, step, rare):
             continue
         visits = sum(map(bool, found))
         periodic.append((number, calls / visits, times / visits))
-    return Step(step, periodic, skipped, times)
+    return CalledStep(step, periodic, skipped, times)
 
 
 def _main(sequence, length):
