@@ -167,6 +167,11 @@ def test_a_wrong_slice_and_a_profile_twice_are_refused(
 def test_profiles_of_two_generations_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     line = said(capsys, "calibrate", V6E, TPU7X, "--name", "a")
     assert "does not name its chip" in line
+    for more in (["--chip", "tpu7x"], ["--on", "tpu7x-8"]):
+        line = said(capsys, "calibrate", V6E, TPU7X, "--name", "a", *more)
+        assert f"{V6E} is of v6e and {TPU7X} of tpu7x; make a calibration of each" in line
+    line = said(capsys, "calibrate", V6E, "--name", "a", "--chip", "tpu7x")
+    assert "--chip is tpu7x, and the profile is of TPU v6" in line
 
 
 def test_another_chip_and_an_unknown_name_are_refused(

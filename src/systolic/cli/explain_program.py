@@ -67,7 +67,7 @@ class ExplainDumpOptions:
 
 def explain_program(args: Sequence[str]) -> int:
     """Explains the step of the program behind ``--``; returns the exit code."""
-    from systolic.capture import capture, forecast_parts, parts_of
+    from systolic.capture import capture, forecast_parts, parts_of, schedule_of
     from systolic.chips import slice
     from systolic.explaining.sources import StepProgram
     from systolic.forecasting.calibrations import given_with
@@ -103,10 +103,11 @@ def explain_program(args: Sequence[str]) -> int:
         progress.say("simulating")
         parts = parts_of(captured, on, known)
         made = forecast_parts(captured, parts, on)
+        busiest = schedule_of(captured, parts).device
     programs = [
         StepProgram(module=one.module, timeline=one.timeline, calls=one.calls, mesh=one.mesh)
         for one in parts
-        if one.timeline is not None
+        if one.timeline is not None and busiest in one.devices
     ]
     return show(captured.command, made, programs, on, as_json=options.json, quick=True)
 

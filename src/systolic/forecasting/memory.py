@@ -26,6 +26,8 @@ KINDS = (
     "collective buffers",
     "temporaries",
 )
+HELD = "held outside the step"
+"""Kind of the arrays that a program keeps on a device beside the arguments of its step."""
 
 _PARAMETERS = re.compile(r"(^|\.)(params|model_state)\b|^weights\.(ends|layers)\b")
 """Weights that train and, among other variables, those that are frozen; and those of a server."""
@@ -111,6 +113,18 @@ def _tables(module: Module) -> list[LiveBuffer]:
             op="",
         )
     ]
+
+
+def with_held(memory: MemoryMap, arrays: Sequence[LiveBuffer], size: int) -> MemoryMap:
+    """A memory map with what the program holds beside the step; ``arrays`` are the largest of those ``size`` bytes of a device."""
+    if not size:
+        return memory
+    return MemoryMap(
+        peak_bytes=memory.peak_bytes + size,
+        estimated_bytes=memory.estimated_bytes + size,
+        by_kind={HELD: size, **memory.by_kind},
+        buffers=sorted((*arrays, *memory.buffers), key=lambda buffer: -buffer.bytes),
+    )
 
 
 def _argument(parameter: Instruction) -> LiveBuffer:
