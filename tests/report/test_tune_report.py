@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from systolic.job import Mode
-from systolic.report.tune.charts import history, slices
 from systolic.report.tune.page import ranked, render
+from systolic.report.tune.plots import history, slices
 from systolic.report.tune.progress import StudyDisplay, drawing, line, times
 from systolic.report.tune.text import lines
 from systolic.tuning.luck import Repeated

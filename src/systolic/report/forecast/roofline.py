@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from systolic.core.units import duration, si
 from systolic.forecasting import Forecast
 from systolic.forecasting.costs import OpCost, by_op
-from systolic.report import curves
-from systolic.report.curves import PlotAxis
+from systolic.report import charts
+from systolic.report.charts import PlotAxis
 
 MAX_DOTS = 150
 LEAST_SHARE = 2e-4
@@ -62,9 +62,9 @@ def roofline(forecast: Forecast) -> Roofline | None:
     across = [cost.flops / cost.bytes for cost in shown]
     up = [max(cost.flops / cost.seconds, LOWEST * peak) for cost in shown]
     x = _decades(min(*across, ridge / 10), max(*across, ridge * 10))
-    y = curves.log_axis(10.0 ** math.floor(math.log10(min(*up, peak / 100))), peak * 2)
+    y = charts.log_axis(10.0 ** math.floor(math.log10(min(*up, peak / 100))), peak * 2)
     edge = min(x.high, max(ridge, x.low))
-    roof = curves.path([(x.low, x.low * hbm), (edge, peak), (x.high, peak)], x, y)
+    roof = charts.path([(x.low, x.low * hbm), (edge, peak), (x.high, peak)], x, y)
     dots = [
         _dot(cost, a, b, x, y, timeline.seconds)
         for cost, a, b in zip(shown, across, up, strict=True)
@@ -84,7 +84,7 @@ def roofline(forecast: Forecast) -> Roofline | None:
 
 def _decades(low: float, high: float) -> PlotAxis:
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    return curves.log_axis(10.0**first, 10.0**last)
+    return charts.log_axis(10.0**first, 10.0**last)
 
 
 def _dot(cost: OpCost, across: float, up: float, x: PlotAxis, y: PlotAxis, step: float) -> OpDot:

@@ -11,8 +11,8 @@ from systolic.core.files import write_atomically
 from systolic.core.store import Store, cache_home, read_json
 from systolic.planning.goal import HOUR, days
 from systolic.planning.plan import Plan, Trial
-from systolic.report import curves, figures
-from systolic.report.curves import PlotAxis
+from systolic.report import charts, figures
+from systolic.report.charts import PlotAxis
 from systolic.report.pages import Tile, fill
 from systolic.report.plan import readings
 from systolic.report.plan.notes import notes
@@ -232,7 +232,7 @@ def chart(plan: Plan, colours: dict[str, int]) -> ScatterChart | None:
         x=x,
         y=y,
         dots=dots,
-        front=curves.path(joined, x, y) if len(joined) > 1 else "",
+        front=charts.path(joined, x, y) if len(joined) > 1 else "",
         limits=_limits(plan, x, y, scale),
         legend=[(n, names[0] if len(names) == 1 else "others") for n, names in legend.items()],
         x_name=x_name,
@@ -244,8 +244,8 @@ def _axis(values: Sequence[float]) -> PlotAxis:
     """Axis from zero, or logarithmic for a wide range of values."""
     low, high = min(values), max(values)
     if low > 0 and high / low > WIDE:
-        return curves.log_axis(low / LOG_PAD, high * LOG_PAD)
-    return curves.linear_axis(0.0, high * PAD, num_ticks=6)
+        return charts.log_axis(low / LOG_PAD, high * LOG_PAD)
+    return charts.linear_axis(0.0, high * PAD, num_ticks=6)
 
 
 def _cost(done: Sequence[Trial]) -> tuple[str, Any]:

@@ -10,9 +10,9 @@ from typing import Any
 
 from systolic.artifact.record import Record, RunRecord, load_run
 from systolic.core.files import write_atomically
-from systolic.report import curves, figures
+from systolic.report import charts, figures
 from systolic.report.pages import Tile, fill, is_even
-from systolic.report.run import charts, plain, readings
+from systolic.report.run import curves, plain, readings
 from systolic.report.run.verdict import commands, judge
 from systolic.report.terminal import printable
 
@@ -86,8 +86,8 @@ def render(run: RunRecord) -> str:
         "lead": verdict.sentence,
         "facts": header_facts(run),
         "tiles": tiles(run),
-        "charts": charts.all_charts(run),
-        "hover": charts.hover_table(run),
+        "charts": curves.all_charts(run),
+        "hover": curves.hover_table(run),
         "shares": readings.shares(run),
         "is_measured": run.summary is not None,
         "goodput": readings.goodput(run),
@@ -176,7 +176,7 @@ def lanes(run: RunRecord) -> list[Lane]:
 def _lane(run: RunRecord, name: str, records: list[tuple[Record, str]]) -> Lane:
     chosen = records
     if len(records) > MAX_SPANS:
-        chosen = [records[i] for i in curves.evenly(len(records), MAX_SPANS)]
+        chosen = [records[i] for i in charts.evenly(len(records), MAX_SPANS)]
     spans = []
     for record, text in chosen:
         end = record["elapsed"]
@@ -202,7 +202,7 @@ def time_axis(run: RunRecord) -> list[tuple[float, str]]:
     unit, size = next(
         u for u in (("s", 1), ("min", 60), ("h", 3600)) if run.seconds < 180 * u[1] or u[0] == "h"
     )
-    axis = curves.linear_axis(0.0, run.seconds / size, num_ticks=5)
+    axis = charts.linear_axis(0.0, run.seconds / size, num_ticks=5)
     return [(place, f"{text} {unit}") for place, text in axis.percents()]
 
 
@@ -272,7 +272,7 @@ def notes(run: RunRecord) -> list[str]:
         found.append(
             f"Times, throughput and goodput are of the {readings.scope(run)}; the charts show all."
         )
-    hidden = charts.hidden_terms(run)
+    hidden = curves.hidden_terms(run)
     if hidden:
         found.append(f"Without a chart, in metrics.jsonl only: {', '.join(hidden)}.")
     return [*found, *(f"{damage}." for damage in run.damage)]

@@ -4,8 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from systolic.report import curves, figures
-from systolic.report.curves import PlotAxis, Scale
+from systolic.report import charts, figures
+from systolic.report.charts import PlotAxis, Scale
 from systolic.report.tune import readings
 from systolic.tuning.importance import usual
 from systolic.tuning.objective import Aim
@@ -99,7 +99,7 @@ def history(study: StudyResult) -> TrialChart | None:
         dots=[
             _dot(study, row, x.place(row.number), y.place(row.figures[aim.name])) for row in shown
         ],
-        line=curves.path(steps, x, y),
+        line=charts.path(steps, x, y),
         x_name="trial",
         y_name=figures.label(aim.name),
         beyond=sum(not y.low <= value <= y.high for value in done),
@@ -151,11 +151,11 @@ def _option_axis(one: Searched) -> PlotAxis:
     if one.choices is not None:
         return PlotAxis(low=-0.5, high=len(one.words) - 0.5, ticks=())
     if one.log:
-        inner = curves.log_axis(one.low, one.high)
+        inner = charts.log_axis(one.low, one.high)
         factor = (inner.high / inner.low) ** SIDE
         low, high, scale = inner.low / factor, inner.high * factor, Scale.log
     else:
-        inner = (_whole_axis if one.whole else curves.linear_axis)(one.low, one.high, TICKS)
+        inner = (_whole_axis if one.whole else charts.linear_axis)(one.low, one.high, TICKS)
         pad = (inner.high - inner.low) * SIDE
         low, high, scale = inner.low - pad, inner.high + pad, Scale.linear
     ticks = [tick for tick in inner.ticks if not one.whole or tick[0] == round(tick[0])]
@@ -167,7 +167,7 @@ def _option_axis(one: Searched) -> PlotAxis:
 
 def _whole_axis(low: float, high: float, num_ticks: int = 5) -> PlotAxis:
     """An axis whose ticks are whole numbers."""
-    return curves.linear_axis(low, high, max(min(num_ticks, int(high - low)), 1))
+    return charts.linear_axis(low, high, max(min(num_ticks, int(high - low)), 1))
 
 
 def front(study: StudyResult) -> list[TrialChart]:
@@ -186,7 +186,7 @@ def front(study: StudyResult) -> list[TrialChart]:
                 x=x,
                 y=y,
                 dots=[_dot(study, row, x.place(a), y.place(b)) for a, b, row in points],
-                line=curves.path(line, x, y) if len(study.aims) == 2 else "",
+                line=charts.path(line, x, y) if len(study.aims) == 2 else "",
                 x_name=figures.label(aim.name),
                 y_name=figures.label(first.name),
             )
@@ -203,7 +203,7 @@ def coordinates(study: StudyResult) -> Coordinates | None:
         done, key=lambda row: row.figures[aim.name], reverse=aim.mode.value == "max"
     )
     values = [row.figures[aim.name] for row in done]
-    y = curves.linear_axis(min(values), max(values))
+    y = charts.linear_axis(min(values), max(values))
     low, high = (readings.figure(aim.name, one) for one in (min(values), max(values)))
     count = len(study.searched)
     words = [one.name.rpartition(".")[2] for one in study.searched]
@@ -223,7 +223,7 @@ def coordinates(study: StudyResult) -> Coordinates | None:
             (1.0, _share(row, aim, y))
         ]
         path = "".join(
-            f"{'L' if i else 'M'}{x * curves.WIDTH:.1f} {(1 - share) * curves.HEIGHT:.1f}"
+            f"{'L' if i else 'M'}{x * charts.WIDTH:.1f} {(1 - share) * charts.HEIGHT:.1f}"
             for i, (x, share) in enumerate(places)
         )
         tone = min(rank * TONES // len(best_first), TONES - 1)
@@ -249,7 +249,7 @@ def _ends(one: Searched) -> tuple[str, str]:
 def _axis(name: str, values: Sequence[float]) -> PlotAxis:
     low, high = min(values), max(values)
     pad = (high - low) * PAD or abs(high) * PAD or 1.0
-    axis = curves.linear_axis(low - pad, high + pad)
+    axis = charts.linear_axis(low - pad, high + pad)
     if not figures.is_share(name):
         return axis
     return replace(axis, ticks=tuple((at, f"{at * 100:g} %") for at, _ in axis.ticks))
