@@ -306,6 +306,8 @@ def test_one_spike_among_few_values_does_not_flatten_them() -> None:
 
 
 def test_the_parts_of_the_time_have_colours_of_their_own(whole: tuple[str, Page]) -> None:
-    for kind in (one.value for one in Spent):
-        assert re.search(rf"\.t-{kind} \{{ background: var\(--t-{kind}\)", whole[0]), kind
-        assert len(re.findall(rf"--t-{kind}: #", whole[0])) == 2, f"{kind}: light and dark"
+    hues = {one.value: charts.TIMES[one.value] for one in Spent}
+    assert len(set(hues.values())) == len(hues)
+    for kind, hue in hues.items():
+        assert re.search(rf"\.{hue} \{{ --tone: var\(--{hue}\)", whole[0]), kind
+        assert len(re.findall(rf"--{hue}: #", whole[0])) == 2, f"{kind}: light and dark"

@@ -11,7 +11,8 @@ from systolic.explaining.figures import figures as figures_of
 from systolic.profile import Profile
 from systolic.profile.kinds import Activity
 from systolic.profile.table import DeviceRow, OpRow, ProfileTable
-from systolic.report import figures
+from systolic.report import charts, figures
+from systolic.report.charts import COLOURS, BarPart
 from systolic.report.explain.text import overlap_remarks, profile_remark, program_remarks
 from systolic.report.explain.timeline import DEVICES, timeline
 from systolic.report.pages import Tile, fill
@@ -21,7 +22,6 @@ MOST_ROWS = 1000
 """Most ops in the table; those that take longest are kept."""
 MOST_STEPS = 200
 """Most steps that are drawn of a device."""
-COLOURS = 9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +92,13 @@ def render(
         "remark": profile_remark(found),
         "causes": [_cause(one) for one in causes],
         "parts": [
-            (name, share, colour_of(name, shown), duration(share * found["step_seconds"]))
+            BarPart(
+                hue=hue_of(name, shown),
+                name=name,
+                share=share,
+                share_text=figures.percent(share),
+                text=duration(share * found["step_seconds"]),
+            )
             for name, share in sorted(found["shares"].items(), key=lambda item: -item[1])
             if share > 0
         ],
@@ -112,11 +118,11 @@ def render(
     return fill("profile.html", page)
 
 
-def colour_of(name: str, shown: Sequence[str]) -> str:
+def hue_of(name: str, shown: Sequence[str]) -> str:
     """Class of a kind's colour."""
     if name == "idle":
         return "free"
-    return f"c{shown.index(name)}" if name in shown else "cx"
+    return charts.hue(shown.index(name) if name in shown else COLOURS)
 
 
 def _sum(rows: Sequence[OpRow]) -> float:

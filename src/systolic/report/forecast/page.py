@@ -20,16 +20,14 @@ from systolic.forecasting.costs import (
     short,
 )
 from systolic.forecasting.memory import LiveBuffer
-from systolic.report import figures
+from systolic.report import charts, figures
+from systolic.report.charts import COLOURS, BarPart, TreemapTile
 from systolic.report.forecast import readings
 from systolic.report.forecast.op_table import Against
 from systolic.report.forecast.roofline import roofline
 from systolic.report.forecast.tree import tree
-from systolic.report.forecast.treemap import Rectangle, treemap
 from systolic.report.pages import Tile, fill
 
-COLOURS = 9
-"""Places with a colour of their own."""
 PLACES = 14
 OPS = 30
 BUFFERS = 30
@@ -45,25 +43,16 @@ _STATE = re.compile(r"\.(\w+)\['([^']+)'\]$")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BufferTile:
-    """A buffer on the memory map."""
-
-    box: Rectangle
-    kind: str
-    label: str
-    text: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class CostRow:
     """A line of a table of costs."""
 
     name: str
-    colour: int
+    hue: str
     share: float
     time: str
     runs: str
     resource: str
+    resource_hue: str
     rate: str
     source: str
     short_source: str
@@ -101,14 +90,12 @@ def render(forecast: Forecast, against: Against | None = None) -> str:
         "notes": readings.notes(forecast),
         "memory": memory(forecast),
         "refused": refused(forecast),
-        "time": readings.time_parts(forecast),
-        "words": readings.words(forecast),
+        "time": time(forecast),
         "places": rows(forecast, costs[:PLACES], {n: i for i, n in enumerate(shown)}),
         "more_places": _more(forecast, costs[PLACES:]),
         "ops": rows(forecast, by_op(timeline)[:OPS], colours) if timeline else [],
         "legend": [*enumerate(shown), (len(shown), "everything else")] if shown else [],
-        "roofline": roofline(forecast),
-        "colours": colours,
+        "roofline": roofline(forecast, colours),
         "tree": None if timeline is None else tree(timeline, groups, shown),
         "percent": figures.percent,
         "plural": figures.plural,
@@ -139,7 +126,8 @@ def _more(forecast: Forecast, costs: Sequence[OpCost]) -> str:
 
 
 def _colour(group: str, shown: Sequence[str]) -> int:
-    return shown.index(group) if group in shown else len(shown)
+    """Number of a group's colour; :data:`COLOURS` for everything else."""
+    return shown.index(group) if group in shown else COLOURS
 
 
 def facts(forecast: Forecast) -> list[tuple[str, str]]:
@@ -189,6 +177,21 @@ def _bill(forecast: Forecast) -> list[Tile]:
     return found
 
 
+def time(forecast: Forecast) -> list[BarPart]:
+    """Step time by resource."""
+    words = readings.words(forecast)
+    return [
+        BarPart(
+            hue=charts.RESOURCES[part.key],
+            name=words[part.key],
+            share=part.share,
+            share_text=figures.percent(part.share),
+            text=part.text,
+        )
+        for part in readings.time_parts(forecast)
+    ]
+
+
 def memory(forecast: Forecast) -> dict[str, Any] | None:
     """The peak by kind, as a map and as a table of buffers."""
     held = forecast.memory
@@ -197,17 +200,28 @@ def memory(forecast: Forecast) -> dict[str, Any] | None:
     parts = readings.memory_parts(forecast)
     free = max(forecast.capacity_bytes - held.peak_bytes, 0)
     scale = max(forecast.capacity_bytes, held.peak_bytes, 1)
+    shown = [
+        BarPart(
+            hue=_memory_hue(part.name),
+            name=part.name,
+            share=part.share,
+            share_text=figures.percent(part.value / held.peak_bytes),
+            text=part.text,
+        )
+        for part in parts
+    ]
+    shown.append(
+        BarPart(hue="free", name="free", share=free / scale, share_text="", text=gibibytes(free))
+    )
     return {
-        "parts": [(part, figures.percent(part.value / held.peak_bytes)) for part in parts],
-        "free": gibibytes(free),
-        "free_share": free / scale,
+        "parts": shown,
         "peak": gibibytes(held.peak_bytes),
         "capacity": gibibytes(forecast.capacity_bytes),
         "estimated": gibibytes(held.estimated_bytes),
         "differs": abs(held.estimated_bytes - held.peak_bytes) > 0.02 * held.peak_bytes,
-        "blocks": _blocks(forecast),
+        "tiles": _tiles(forecast),
         "buffers": [
-            (b.kind.replace(" ", "-"), gibibytes(b.bytes), b.kind, b.shape, _what(b), b.source)
+            (_memory_hue(b.kind), gibibytes(b.bytes), b.kind, b.shape, _what(b), b.source)
             for b in held.buffers[:BUFFERS]
         ],
         "num_buffers": len(held.buffers),
@@ -223,7 +237,11 @@ def _what(buffer: LiveBuffer) -> str:
     return ", ".join(part for part in (path.split("/")[-1], place) if part)
 
 
-def _blocks(forecast: Forecast) -> list[BufferTile]:
+def _memory_hue(kind: str) -> str:
+    return charts.MEMORY.get(kind, charts.hue(COLOURS))
+
+
+def _tiles(forecast: Forecast) -> list[TreemapTile]:
     """The largest buffers, with the rest of each kind as one."""
     assert forecast.memory is not None
     buffers = [b for b in forecast.memory.buffers if b.bytes > 0]
@@ -238,11 +256,11 @@ def _blocks(forecast: Forecast) -> list[BufferTile]:
     if code := forecast.memory.by_kind.get("program"):
         entries.append((code, "program", "the program itself", ""))
     entries.sort(key=lambda entry: -entry[0])
-    boxes = treemap([float(size) for size, *_ in entries], MAP_ASPECT)
+    boxes = charts.treemap([float(size) for size, *_ in entries], MAP_ASPECT)
     return [
-        BufferTile(
+        TreemapTile(
             box=box,
-            kind=kind.replace(" ", "-"),
+            hue=_memory_hue(kind),
             label=what if box.width * box.height > MAP_LABEL * 100 else "",
             text=", ".join(part for part in (gibibytes(size), kind, what, shape) if part),
         )
@@ -276,11 +294,12 @@ def rows(forecast: Forecast, costs: Sequence[OpCost], colours: Mapping[str, int]
     return [
         CostRow(
             name=cost.name,
-            colour=colours.get(cost.name, colours.get(cost.place, COLOURS)),
+            hue=charts.hue(colours.get(cost.name, colours.get(cost.place, COLOURS))),
             share=cost.seconds / step,
             time=duration(cost.seconds),
             runs=f"{cost.runs:,}",
             resource=cost.resource.value,
+            resource_hue=charts.RESOURCES[cost.resource.value],
             rate=_rate(cost, peak),
             source=cost.source,
             short_source="" if cost.short_source == cost.name else cost.short_source,

@@ -1,14 +1,14 @@
 """Roofline of a device: attainable and actual FLOP/s of ops over their intensity."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from systolic.core.units import duration, si
 from systolic.forecasting import Forecast
 from systolic.forecasting.costs import OpCost, by_op
 from systolic.report import charts
-from systolic.report.charts import PlotAxis
+from systolic.report.charts import COLOURS, Dot, Plot, PlotAxis, PlotLine
 
 MAX_DOTS = 150
 LEAST_SHARE = 2e-4
@@ -18,35 +18,31 @@ LOWEST = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OpDot:
-    """An op: place in per cent, size in pixels."""
-
-    left: float
-    bottom: float
-    size: float
-    place: str
-    text: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Roofline:
-    """Axes in FLOP/byte and FLOP/s of one device, the roofs as an SVG path, ops as dots."""
+    """Plot in FLOP/byte and FLOP/s of one device: the roofs as a line, ops as dots."""
 
-    x: PlotAxis
-    y: PlotAxis
-    roof: str
+    plot: Plot
     peak_text: str
     hbm_text: str
     ridge_text: str
-    dots: Sequence[OpDot]
     num_hidden: int
     """Ops too short to be dots."""
     num_inside: int
     """Ops whose operands are all on the chip, which have no intensity."""
 
+    @property
+    def dots(self) -> Sequence[Dot]:
+        """The ops, the largest first."""
+        return self.plot.dots
 
-def roofline(forecast: Forecast) -> Roofline | None:
-    """The roofline of a simulated step; None where the catalogue lacks a roof, or no op has FLOPs."""
+
+def roofline(forecast: Forecast, colours: Mapping[str, int] | None = None) -> Roofline | None:
+    """The roofline of a simulated step; None where the catalogue lacks a roof, or no op has FLOPs.
+
+    Args:
+        forecast: The forecast.
+        colours: Number of the colour of each place; others share one.
+    """
     chip, timeline = forecast.on.chip, forecast.timeline
     devices = chip.devices_per_chip or 1
     if timeline is None or not chip.peak_bf16_flops_per_second or not chip.hbm_bytes_per_second:
@@ -66,17 +62,29 @@ def roofline(forecast: Forecast) -> Roofline | None:
     edge = min(x.high, max(ridge, x.low))
     roof = charts.path([(x.low, x.low * hbm), (edge, peak), (x.high, peak)], x, y)
     dots = [
-        _dot(cost, a, b, x, y, timeline.seconds)
+        charts.dot(
+            x,
+            y,
+            a,
+            b,
+            _text(cost, a, b, cost.seconds / timeline.seconds),
+            hue=charts.hue((colours or {}).get(cost.place, COLOURS)),
+            size=_size(cost.seconds / timeline.seconds),
+        )
         for cost, a, b in zip(shown, across, up, strict=True)
     ]
     return Roofline(
-        x=x,
-        y=y,
-        roof=roof,
+        plot=Plot(
+            x=x,
+            y=y,
+            lines=[PlotLine(css="roof", path=roof)],
+            dots=sorted(dots, key=lambda dot: -(dot.size or 0.0)),
+            x_name="FLOP per byte of device memory",
+            y_name="FLOP/s",
+        ),
         peak_text=f"{si(peak, 'FLOP/s')} bf16",
         hbm_text=f"{si(hbm, 'B/s')} device memory",
         ridge_text=f"{ridge:.0f} FLOP/byte",
-        dots=sorted(dots, key=lambda dot: -dot.size),
         num_hidden=len(ops) - len(shown),
         num_inside=len(busy) - len(ops),
     )
@@ -87,13 +95,11 @@ def _decades(low: float, high: float) -> PlotAxis:
     return charts.log_axis(10.0**first, 10.0**last)
 
 
-def _dot(cost: OpCost, across: float, up: float, x: PlotAxis, y: PlotAxis, step: float) -> OpDot:
-    share = cost.seconds / step
-    text = f"{cost.opcode} {cost.name.split()[-1]}: {si(up, 'FLOP/s')} at {si(across)} FLOP/byte, {duration(cost.seconds)} ({share * 100:.1f} % of the step), {cost.place}"
-    return OpDot(
-        left=round(x.place(across) * 100, 2),
-        bottom=round(max(y.place(up), 0.0) * 100, 2),
-        size=round(6 + 40 * math.sqrt(min(share, 0.25)), 1),
-        place=cost.place,
-        text=text,
-    )
+def _text(cost: OpCost, across: float, up: float, share: float) -> str:
+    """``fusion dot: 133 TFLOP/s at 2 k FLOP/byte, 6 ms (50.0 % of the step), mlp``."""
+    return f"{cost.opcode} {cost.name.split()[-1]}: {si(up, 'FLOP/s')} at {si(across)} FLOP/byte, {duration(cost.seconds)} ({share * 100:.1f} % of the step), {cost.place}"
+
+
+def _size(share: float) -> float:
+    """Diameter in pixels, by which the area grows with the share of the step, up to a quarter."""
+    return round(6 + 40 * math.sqrt(min(share, 0.25)), 1)

@@ -1,7 +1,6 @@
 """HTML page of a plan: time against cost, the ranking, the mesh on the torus, rejected layouts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from systolic.core.store import Store, cache_home, read_json
 from systolic.planning.goal import HOUR, days
 from systolic.planning.plan import Plan, Trial
 from systolic.report import charts, figures
-from systolic.report.charts import PlotAxis
+from systolic.report.charts import COLOURS, LegendKey, Limit, Plot, PlotAxis, PlotLine
 from systolic.report.pages import Tile, fill
 from systolic.report.plan import readings
 from systolic.report.plan.notes import notes
@@ -21,41 +20,11 @@ from systolic.report.plan.readings import RankingRow
 from systolic.report.plan.torus import Torus, torus
 
 ROWS = 40
-COLOURS = 9
 PAD = 1.12
 """Margin of the axes beyond the outermost dots, as a share."""
 LOG_PAD = 1.3
 WIDE = 8.0
 """Ratio of the largest to the smallest value from which an axis is logarithmic."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CandidateDot:
-    """Compiled candidate on the chart, in per cent of its size."""
-
-    left: float
-    bottom: float
-    colour: int
-    css: str
-    """``best``, ``front``, ``good`` or ``broken``."""
-    text: str
-    label: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScatterChart:
-    """Chart of time against dollars."""
-
-    x: PlotAxis
-    y: PlotAxis
-    dots: Sequence[CandidateDot]
-    front: str
-    """SVG path through the Pareto front."""
-    limits: Sequence[tuple[str, float, str]]
-    """Deadline and budget: axis, per cent, text."""
-    legend: Sequence[tuple[int, str]]
-    x_name: str
-    y_name: str
 
 
 def write_page(plan: Plan, path: Path, plan_path: Path | None) -> None:
@@ -79,6 +48,7 @@ def render(plan: Plan, plan_path: Path | None, root: Path | None = None) -> str:
     found = readings.rows(plan)
     colours = _colours(plan)
     verdict = readings.verdict(plan)
+    drawn = chart(plan, colours)
     page = {
         "heading": f"{plan.facts.job.name}: {readings.work(plan)}",
         "verdict": verdict,
@@ -87,7 +57,8 @@ def render(plan: Plan, plan_path: Path | None, root: Path | None = None) -> str:
         "tiles": tiles(plan),
         "notes": notes(plan),
         "commands": _commands(plan, plan_path, found),
-        "chart": chart(plan, colours),
+        "chart": drawn,
+        "legend": [] if drawn is None else _legend(plan, colours, drawn),
         "rows": found[:ROWS],
         "more": max(len(found) - ROWS, 0),
         "colours": colours,
@@ -188,7 +159,7 @@ def _colours(plan: Plan) -> dict[str, int]:
     return {name: min(number, COLOURS) for number, name in enumerate(names)}
 
 
-def chart(plan: Plan, colours: dict[str, int]) -> ScatterChart | None:
+def chart(plan: Plan, colours: dict[str, int]) -> Plot | None:
     """Every compiled candidate with a step time; None where none has one.
 
     Without prices, kilowatt-hours or chip-hours take the place of dollars.
@@ -206,38 +177,54 @@ def chart(plan: Plan, colours: dict[str, int]) -> ScatterChart | None:
     front = {id(one) for one in plan.pareto}
     best = plan.best
     dots = [
-        CandidateDot(
-            left=round(x.place(h / scale) * 100, 2),
-            bottom=round(y.place(c) * 100, 2),
-            colour=colours[one.candidate.on.name],
-            css="broken"
-            if one.broken
-            else "best"
-            if one is best
-            else "front"
-            if id(one) in front
-            else "good",
-            text=_hover(one),
+        charts.dot(
+            x,
+            y,
+            h / scale,
+            c,
+            _hover(one),
+            hue=charts.hue(colours[one.candidate.on.name]),
+            css=_css(one, best, front),
             label=one.candidate.on.name if id(one) in front else "",
         )
         for one, h, c in points
     ]
     joined = sorted((h / scale, c) for one, h, c in points if id(one) in front and not one.broken)
-    used = {one.candidate.on.name for one in done}
-    legend: dict[int, list[str]] = {}
-    for name, number in colours.items():
-        if name in used:
-            legend.setdefault(number, []).append(name)
-    return ScatterChart(
+    return Plot(
         x=x,
         y=y,
+        lines=[PlotLine(css="front", path=charts.path(joined, x, y) if len(joined) > 1 else "")],
         dots=dots,
-        front=charts.path(joined, x, y) if len(joined) > 1 else "",
         limits=_limits(plan, x, y, scale),
-        legend=[(n, names[0] if len(names) == 1 else "others") for n, names in legend.items()],
         x_name=x_name,
         y_name=y_name,
     )
+
+
+def _css(one: Trial, best: Trial | None, front: set[int]) -> str:
+    """Class of a candidate's dot."""
+    if one.broken:
+        return "broken"
+    if one is best:
+        return "best"
+    return "front" if id(one) in front else "good"
+
+
+def _legend(plan: Plan, colours: dict[str, int], drawn: Plot) -> list[LegendKey]:
+    """Colours of the slices, and the marks of the best and of the front."""
+    used = {one.candidate.on.name for one in plan.tried if one.total is not None}
+    names: dict[int, list[str]] = {}
+    for name, number in colours.items():
+        if name in used:
+            names.setdefault(number, []).append(name)
+    keys = [
+        LegendKey(text=group[0] if len(group) == 1 else "others", hue=charts.hue(number))
+        for number, group in names.items()
+    ]
+    keys.append(LegendKey(text="the best", mark="ring"))
+    if drawn.line:
+        keys.append(LegendKey(text="no other is faster and cheaper", mark="front"))
+    return keys
 
 
 def _axis(values: Sequence[float]) -> PlotAxis:
@@ -255,14 +242,14 @@ def _cost(done: Sequence[Trial]) -> tuple[str, Any]:
     return "chip-hours", lambda one: one.total.seconds / HOUR * one.candidate.on.num_chips
 
 
-def _limits(plan: Plan, x: PlotAxis, y: PlotAxis, scale: float) -> list[tuple[str, float, str]]:
+def _limits(plan: Plan, x: PlotAxis, y: PlotAxis, scale: float) -> list[Limit]:
     found = []
     goal = plan.goal
     if goal.deadline_seconds is not None and (at := goal.deadline_seconds / HOUR / scale) <= x.high:
-        found.append(("x", round(x.place(at) * 100, 2), "deadline"))
+        found.append(Limit("x", x.percent(at), "deadline"))
     priced = goal.chip_usd != 0.0
     if goal.budget_usd is not None and priced and goal.budget_usd <= y.high:
-        found.append(("y", round(y.place(goal.budget_usd) * 100, 2), "budget"))
+        found.append(Limit("y", y.percent(goal.budget_usd), "budget"))
     return found
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from systolic.artifact.record import Record, RunRecord, loss_of
 from systolic.report import charts, figures
-from systolic.report.charts import PlotAxis, Points
+from systolic.report.charts import Chart, LegendKey, Plot, PlotAxis, PlotLine, Points
 
 TABLE_ROWS = 400
 """Records in the page for the hover read-out; more are sampled evenly."""
@@ -34,41 +34,6 @@ class Series:
     """Name of the quantity in evaluations."""
     scale: float = 1.0
     """Factor from evaluations' values to the unit of the axis."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlotLine:
-    """One line of a plot."""
-
-    css: str
-    """raw, smooth, eval, dots or bad."""
-    path: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Plot:
-    """One drawing on one pair of axes."""
-
-    view: str
-    """The word on the switch between a chart's plots."""
-    x: PlotAxis
-    y: PlotAxis
-    traces: tuple[PlotLine, ...]
-    marks: tuple[float, ...] = ()
-    """Per cent along x of steps whose loss was not a number."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Chart:
-    """A titled figure with one or more plots."""
-
-    key: str
-    title: str
-    unit: str
-    plots: tuple[Plot, ...]
-    legend: tuple[tuple[str, str], ...]
-    """(css, words) pairs."""
-    note: str = ""
 
 
 def all_charts(run: RunRecord) -> list[Chart]:
@@ -198,14 +163,14 @@ def _plot(view: str, x: PlotAxis, y: PlotAxis, raw: Points, evals: Points) -> Pl
     shown = [p for p in evals if p[0] >= x.low]
     is_smoothed = len(raw) >= charts.MIN_SMOOTHED
     faint = charts.path(charts.thin(inside), x, y)
-    traces = [PlotLine(css="raw" if is_smoothed else "smooth", path=faint)]
+    lines = [PlotLine(css="raw" if is_smoothed else "smooth", path=faint)]
     if is_smoothed:
         later = [p for p in charts.smooth(raw) if p[0] >= x.low]
-        traces.append(PlotLine(css="smooth", path=charts.path(later, x, y)))
-    traces.append(PlotLine(css="eval", path=charts.path(shown, x, y)))
-    traces.append(PlotLine(css="dots", path=charts.dots(shown, x, y)))
-    marks = [round(x.place(px) * 100, 2) for px, py in inside if not math.isfinite(py)]
-    return Plot(view=view, x=x, y=y, traces=tuple(traces), marks=tuple(_spread(marks)))
+        lines.append(PlotLine(css="smooth", path=charts.path(later, x, y)))
+    lines.append(PlotLine(css="eval", path=charts.path(shown, x, y)))
+    lines.append(PlotLine(css="dots", path=charts.dotted(shown, x, y)))
+    marks = charts.spread(x.percent(px) for px, py in inside if not math.isfinite(py))
+    return Plot(view=view, x=x, y=y, lines=lines, marks=marks)
 
 
 def _loss_chart(run: RunRecord) -> Chart:
@@ -233,12 +198,15 @@ def _loss_chart(run: RunRecord) -> Chart:
     )
 
 
-def _legend(raw: Points, evals: Points) -> tuple[tuple[str, str], ...]:
-    legend = [("smooth", "training")]
+def _legend(raw: Points, evals: Points) -> list[LegendKey]:
+    legend = [LegendKey(mark="smooth", text="training")]
     if len(raw) >= charts.MIN_SMOOTHED:
         span = 2 * charts.half_window(len(raw)) + 1
-        legend = [("raw", "training"), ("smooth", f"median of {span:,} records")]
-    return (*legend, ("eval", "evaluation")) if evals else tuple(legend)
+        legend = [
+            LegendKey(mark="raw", text="training"),
+            LegendKey(mark="smooth", text=f"median of {span:,} records"),
+        ]
+    return [*legend, LegendKey(mark="eval", text="evaluation")] if evals else legend
 
 
 def _loss_note(raw: Points, num_evals: int, num_above: int) -> str:
@@ -266,8 +234,7 @@ def _simple_chart(run: RunRecord, series: Series, points: Points) -> Chart:
     y = charts.linear_axis(min(low * 1.08, 0.0), (high or 1.0) * 1.08, num_ticks=4)
     plot = _plot("linear", _x_axis(both), y, points, evals)
     if series.key == "learning_rate":  # smooth by itself; a median would cut its corners
-        traces = (PlotLine(css="smooth", path=plot.traces[0].path),)
-        plot = replace(plot, traces=traces)
+        plot = replace(plot, lines=[PlotLine(css="smooth", path=plot.line)])
     note = f"{figures.plural(num_above, 'record')} above the frame." if num_above else ""
     return Chart(
         key=series.key, title=series.title, unit=series.unit, plots=(plot,), legend=(), note=note
@@ -278,12 +245,3 @@ def _padded(low: float, high: float) -> PlotAxis:
     pad = (high - low) * 0.05
     low = low - pad if low - pad > 0 or low < 0 else 0.0
     return charts.linear_axis(low, high + pad, num_ticks=6)
-
-
-def _spread(marks: list[float]) -> list[float]:
-    """Thins marks so that each pixel has at most one."""
-    kept: list[float] = []
-    for mark in marks:
-        if not kept or mark - kept[-1] >= 0.15:
-            kept.append(mark)
-    return kept

@@ -35,6 +35,7 @@ def render(study: StudyResult, folder: Path) -> str:
     hint = "" if study.repeats else readings.luck(study)
     history = plots.history(study)
     slices = plots.slices(study)
+    fronts = plots.front(study)
     page = {
         "heading": f"{study.recipe}: {figures.plural(study.total, 'trial')}",
         "verdict": verdict,
@@ -45,9 +46,10 @@ def render(study: StudyResult, folder: Path) -> str:
         "repeats": study.repeats,
         "chart": history,
         "slices": slices,
-        "outliers": plots.outliers(study),
-        "has_early": any(dot.css == "broken" for one in slices for dot in one.chart.dots),
-        "fronts": plots.front(study),
+        "fronts": fronts,
+        "chart_legend": plots.legend(study, [history] if history else []),
+        "slices_legend": plots.legend(study, slices),
+        "front_legend": plots.legend(study, [], "on the Pareto front"),
         "importance": list(study.importance.items()),
         "whole_percent": readings.whole_percent,
         "spreads": readings.spreads(study),
