@@ -19,7 +19,7 @@ from systolic.report.plan import readings
 from systolic.report.plan.notes import text
 from systolic.report.plan.page import render
 from systolic.report.plan.text import lines
-from systolic.report.printing import plain
+from systolic.report.terminal import plain
 from systolic.session.planning import price_of, slices_of
 from tests.planning import fabricated
 

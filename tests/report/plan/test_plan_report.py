@@ -19,13 +19,13 @@ from systolic.planning.plan import Plan, SearchStop, Trial
 from systolic.planning.search import SearchProgress, SearchStage
 from systolic.planning.space import RefusalRule
 from systolic.report.charts import COLOURS
+from systolic.report.figures import Tone
 from systolic.report.plan import readings
 from systolic.report.plan.page import chart, places, render
 from systolic.report.plan.progress import SearchDisplay
 from systolic.report.plan.text import lines
 from systolic.report.plan.torus import torus
-from systolic.report.printing import plain
-from systolic.report.verdict import Tone
+from systolic.report.terminal import plain
 from tests.planning.fabricated import GOAL, candidate, plan, tried
 from tests.report.run.test_page import Page
 

@@ -14,7 +14,7 @@ from systolic.forecasting import Forecast
 from systolic.profile.table import ProfileTable
 from systolic.report import terminal
 from systolic.report.forecast import readings
-from systolic.report.printing import print_lines
+from systolic.report.terminal import print_lines
 
 HEIGHT = 23
 """Lines of a screen, less one for the prompt."""

@@ -1,5 +1,6 @@
 """One HTML file for a forecast: opens without a network; memory, time line, costs and roofline."""
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -15,18 +16,18 @@ from systolic.forecasting.costs import (
     by_op,
     by_place,
     clean,
+    place_of,
     roll_up,
     seconds_by_place,
     short,
 )
 from systolic.forecasting.memory import LiveBuffer
 from systolic.report import charts, figures
-from systolic.report.charts import COLOURS, BarPart, TreemapTile
+from systolic.report.charts import COLOURS, BarPart, Dot, Plot, PlotAxis, PlotLine, TreemapTile
 from systolic.report.forecast import readings
 from systolic.report.forecast.op_table import Against
-from systolic.report.forecast.roofline import roofline
-from systolic.report.forecast.tree import tree
 from systolic.report.pages import Tile, fill
+from systolic.sim.timeline import Resource, Span, Timeline
 
 PLACES = 14
 OPS = 30
@@ -317,3 +318,197 @@ def _rate(cost: OpCost, peak: float) -> str:
     if cost.flops and peak:
         return f"{figures.percent(cost.flops / cost.seconds / peak)} of peak"
     return f"{si(cost.bytes / cost.seconds, 'B/s')}" if cost.bytes else ""
+
+
+MAX_DOTS = 150
+LEAST_SHARE = 2e-4
+"""Ops below this share of the step are not drawn."""
+LOWEST = 1e-6
+"""Share of the peak at the lower edge; slower ops are drawn there."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Roofline:
+    """Plot in FLOP/byte and FLOP/s of one device: the roofs as a line, ops as dots."""
+
+    plot: Plot
+    peak_text: str
+    hbm_text: str
+    ridge_text: str
+    num_hidden: int
+    """Ops too short to be dots."""
+    num_inside: int
+    """Ops whose operands are all on the chip, which have no intensity."""
+
+    @property
+    def dots(self) -> Sequence[Dot]:
+        """The ops, the largest first."""
+        return self.plot.dots
+
+
+def roofline(forecast: Forecast, colours: Mapping[str, int] | None = None) -> Roofline | None:
+    """The roofline of a simulated step; None where the catalogue lacks a roof, or no op has FLOPs.
+
+    Args:
+        forecast: The forecast.
+        colours: Number of the colour of each place; others share one.
+    """
+    chip, timeline = forecast.on.chip, forecast.timeline
+    devices = chip.devices_per_chip or 1
+    if timeline is None or not chip.peak_bf16_flops_per_second or not chip.hbm_bytes_per_second:
+        return None
+    peak = chip.peak_bf16_flops_per_second / devices
+    hbm = chip.hbm_bytes_per_second / devices
+    busy = [cost for cost in by_op(timeline) if cost.flops > 0]
+    ops = [cost for cost in busy if cost.bytes > 0]
+    shown = [cost for cost in ops if cost.seconds > LEAST_SHARE * timeline.seconds][:MAX_DOTS]
+    if not shown:
+        return None
+    ridge = peak / hbm
+    across = [cost.flops / cost.bytes for cost in shown]
+    up = [max(cost.flops / cost.seconds, LOWEST * peak) for cost in shown]
+    x = _decades(min(*across, ridge / 10), max(*across, ridge * 10))
+    y = charts.log_axis(10.0 ** math.floor(math.log10(min(*up, peak / 100))), peak * 2)
+    edge = min(x.high, max(ridge, x.low))
+    roof = charts.path([(x.low, x.low * hbm), (edge, peak), (x.high, peak)], x, y)
+    dots = [
+        charts.dot(
+            x,
+            y,
+            a,
+            b,
+            _text(cost, a, b, cost.seconds / timeline.seconds),
+            hue=charts.hue((colours or {}).get(cost.place, COLOURS)),
+            size=_size(cost.seconds / timeline.seconds),
+        )
+        for cost, a, b in zip(shown, across, up, strict=True)
+    ]
+    return Roofline(
+        plot=Plot(
+            x=x,
+            y=y,
+            lines=[PlotLine(css="roof", path=roof)],
+            dots=sorted(dots, key=lambda dot: -(dot.size or 0.0)),
+            x_name="FLOP per byte of device memory",
+            y_name="FLOP/s",
+        ),
+        peak_text=f"{si(peak, 'FLOP/s')} bf16",
+        hbm_text=f"{si(hbm, 'B/s')} device memory",
+        ridge_text=f"{ridge:.0f} FLOP/byte",
+        num_hidden=len(ops) - len(shown),
+        num_inside=len(busy) - len(ops),
+    )
+
+
+def _decades(low: float, high: float) -> PlotAxis:
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    return charts.log_axis(10.0**first, 10.0**last)
+
+
+def _text(cost: OpCost, across: float, up: float, share: float) -> str:
+    """``fusion dot: 133 TFLOP/s at 2 k FLOP/byte, 6 ms (50.0 % of the step), mlp``."""
+    return f"{cost.opcode} {cost.name.split()[-1]}: {si(up, 'FLOP/s')} at {si(across)} FLOP/byte, {duration(cost.seconds)} ({share * 100:.1f} % of the step), {cost.place}"
+
+
+def _size(share: float) -> float:
+    """Diameter in pixels, by which the area grows with the share of the step, up to a quarter."""
+    return round(6 + 40 * math.sqrt(min(share, 0.25)), 1)
+
+
+MAX_SPANS = 25_000
+"""Spans in a page; the shortest are left out above it."""
+BESIDE = {
+    "dma": "memory copies",
+    "ici": "chip links",
+    "dcn": "slice network",
+    "host": "host transfers",
+}
+"""Lanes that run beside the core."""
+
+
+def tree(timeline: Timeline, groups: Mapping[str, str], shown: Sequence[str]) -> dict[str, Any]:
+    """Spans as arrays over tables of strings; times in nanoseconds from the enclosing span's start.
+
+    A span is [name, opcode, start, duration, lane, colour, place, source, priced by, FLOPs, bytes],
+    a loop has its iterations and one iteration's spans beyond that. Colours count ``shown``; the
+    last one is everything else.
+
+    Args:
+        timeline: The step.
+        groups: Each place to the group whose colour it has.
+        shown: Groups with a colour of their own.
+    """
+    floor, hidden = _floor(timeline)
+    tables = _Tables(groups, shown, floor)
+    spans = tables.spans(timeline.spans)
+    return {
+        "seconds": timeline.seconds,
+        "lanes": [{"name": name, "beside": beside} for name, beside in tables.named_lanes()],
+        "texts": list(tables.texts),
+        "spans": spans,
+        "hidden": hidden,
+        "floor": floor,
+    }
+
+
+def _floor(timeline: Timeline) -> tuple[float, int]:
+    """Seconds below which spans are left out, and their number."""
+    lengths = sorted((span.seconds for span in _all(timeline.spans)), reverse=True)
+    if len(lengths) <= MAX_SPANS:
+        return 0.0, 0
+    floor = lengths[MAX_SPANS]
+    return floor, sum(length <= floor for length in lengths)
+
+
+def _all(spans: Sequence[Span]) -> "list[Span]":
+    return [one for span in spans for one in (span, *_all(span.inside))]
+
+
+class _Tables:
+    """Strings and lanes by number."""
+
+    def __init__(self, groups: Mapping[str, str], shown: Sequence[str], floor: float) -> None:
+        self.groups, self.floor = groups, floor
+        self.colours = {name: number for number, name in enumerate(shown)}
+        self.texts: dict[str, int] = {}
+        order = [("core", resource.value) for resource in Resource]
+        self.lanes = {
+            key: number for number, key in enumerate([*order, *((b, "") for b in BESIDE)])
+        }
+
+    def named_lanes(self) -> list[tuple[str, bool]]:
+        """(name, whether it runs beside the core) of each lane."""
+        return [
+            (readings.RESOURCES[name] if lane == "core" else BESIDE.get(lane, lane), lane != "core")
+            for lane, name in self.lanes
+        ]
+
+    def spans(self, spans: Sequence[Span]) -> list[list[Any]]:
+        return [
+            self.span(span)
+            for span in spans
+            if span.seconds > self.floor or (span.inside and span.seconds > 0)
+        ]
+
+    def span(self, span: Span) -> list[Any]:
+        place = place_of(span)
+        key = ("core", span.resource.value) if span.lane == "core" else (span.lane, "")
+        made: list[Any] = [
+            self.text(span.name),
+            self.text(span.opcode),
+            round(span.start * 1e9, 1),
+            round(span.seconds * 1e9, 1),
+            self.lanes.setdefault(key, len(self.lanes)),
+            self.colours.get(self.groups.get(place, place), len(self.colours)),
+            self.text(place),
+            self.text(span.source),
+            self.text(span.price_source),
+            round(span.flops),
+            round(span.bytes),
+        ]
+        if span.inside:
+            made += [span.repeat, self.spans(span.inside)]
+        return made
+
+    def text(self, text: str) -> int:
+        return self.texts.setdefault(text, len(self.texts))

@@ -9,7 +9,7 @@ from systolic.forecasting import Forecast
 from systolic.forecasting.cautions import summary
 from systolic.forecasting.forecast import TimeBound
 from systolic.report import figures
-from systolic.report.verdict import Tone, Verdict
+from systolic.report.figures import Tone, Verdict
 
 SCALES = {
     "tokens": ("billion tokens", 1e9),
