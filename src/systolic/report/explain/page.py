@@ -77,9 +77,9 @@ def render(
     notes: Sequence[str],
 ) -> str:
     """Renders the page of a profile."""
-    found = figures_of(profile)
-    shown = [name for name, share in found["shares"].items() if share and name != "idle"]
-    shown = sorted(shown, key=lambda name: -found["shares"][name])[:COLOURS]
+    summary = figures_of(profile)
+    shown = [name for name, share in summary["shares"].items() if share and name != "idle"]
+    shown = sorted(shown, key=lambda name: -summary["shares"][name])[:COLOURS]
     total = sum(row.seconds for row in table.ops) or 1.0
     rest = table.ops[MOST_ROWS:]
     page = {
@@ -89,21 +89,21 @@ def render(
         "facts": facts(profile, table),
         "tiles": tiles(profile, table),
         "notes": [
-            *overlap_remarks(found),
+            *overlap_remarks(summary),
             *program_remarks(table),
             *(f"not judged: {note}" for note in notes),
         ],
-        "remark": profile_remark(found),
-        "causes": [_cause(one) for one in causes],
+        "remark": profile_remark(summary),
+        "causes": [_cause(cause) for cause in causes],
         "parts": [
             BarPart(
                 hue=hue_of(name, shown),
                 name=name,
                 share=share,
                 share_text=figures.percent(share),
-                text=duration(share * found["step_seconds"]),
+                text=duration(share * summary["step_seconds"]),
             )
-            for name, share in sorted(found["shares"].items(), key=lambda item: -item[1])
+            for name, share in sorted(summary["shares"].items(), key=lambda item: -item[1])
             if share > 0
         ],
         "legend": [*enumerate(shown), (len(shown), "everything else")],
@@ -114,7 +114,7 @@ def render(
         "columns_of_ops": [(name, name in WORDS) for name in COLUMNS],
         "rows": [cells(row, total) for row in table.ops[:MOST_ROWS]],
         "rest": rest and f"{figures.plural(len(rest), 'more op')}: {duration(_sum(rest))}",
-        "step": found["step_seconds"],
+        "step": summary["step_seconds"],
         "percent": figures.percent,
         "plural": figures.plural,
         "duration": duration,
@@ -152,10 +152,10 @@ def _lead(causes: Sequence[Cause]) -> str:
 
 def facts(profile: Profile, table: ProfileTable) -> list[tuple[str, str]]:
     """Devices, hosts and files."""
-    found = figures_of(profile)
+    summary = figures_of(profile)
     known = [
-        ("devices", f"{found['devices']} × {found['device']}"),
-        ("hosts", ", ".join(found["hosts"])),
+        ("devices", f"{summary['devices']} × {summary['device']}"),
+        ("hosts", ", ".join(summary["hosts"])),
         ("programs", ", ".join(row.name for row in table.programs[:4])),
         ("file", str(profile.trace.path)),
     ]
@@ -164,11 +164,11 @@ def facts(profile: Profile, table: ProfileTable) -> list[tuple[str, str]]:
 
 def tiles(profile: Profile, table: ProfileTable) -> list[Tile]:
     """The key figures."""
-    found = figures_of(profile)
-    shares = found["shares"]
-    steps = figures.plural(found["steps"], "step")
+    summary = figures_of(profile)
+    shares = summary["shares"]
+    steps = figures.plural(summary["steps"], "step")
     result = [
-        Tile(label="step", value=duration(found["step_seconds"]), small=f"median of {steps}"),
+        Tile(label="step", value=duration(summary["step_seconds"]), small=f"median of {steps}"),
         Tile(
             label="bound by",
             value=table.devices[0].bound_by,
@@ -178,7 +178,7 @@ def tiles(profile: Profile, table: ProfileTable) -> list[Tile]:
     waits = (Activity.host.value, Activity.collective.value, "idle")
     for name in waits:
         if shares.get(name):
-            seconds = duration(shares[name] * found["step_seconds"])
+            seconds = duration(shares[name] * summary["step_seconds"])
             result.append(Tile(label=name, value=seconds, small=figures.percent(shares[name])))
     return result
 
@@ -294,19 +294,19 @@ def timeline(profile: Profile, colours: Mapping[str, int]) -> dict[str, Any]:
     shown = profile.devices[:DEVICES]
     lanes: list[str] = []
     beside: list[str] = []
-    found: list[DrawnSpan] = []
-    for one in shown:
-        name = f"{one.trace.device} " if len(shown) > 1 else ""
-        step = profile.step if one.trace.host == profile.trace.host else one.step
+    drawn: list[DrawnSpan] = []
+    for device in shown:
+        name = f"{device.trace.device} " if len(shown) > 1 else ""
+        step = profile.step if device.trace.host == profile.trace.host else device.step
         lanes += [f"{name}{unit}" for unit in UNITS]
         beside += [f"{name}{lane}" for lane in (FLIGHT, SPARSE)]
-        found += [
+        drawn += [
             replace(span, lane=f"{name}{span.lane}")
-            for span in (*_core(one, step), *_beside(one, step))
+            for span in (*_core(device, step), *_beside(device, step))
         ]
-    found += _loop(profile.trace.loop, profile.step)
+    drawn += _loop(profile.trace.loop, profile.step)
     order = {lane: number for number, lane in enumerate([*lanes, *beside, LOOP])}
-    spans, hidden, floor = _longest(found)
+    spans, hidden, floor = _longest(drawn)
     texts: dict[str, int] = {}
 
     def text(value: str) -> int:

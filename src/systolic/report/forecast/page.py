@@ -134,7 +134,7 @@ def _colour(group: str, shown: Sequence[str]) -> int:
 def facts(forecast: Forecast) -> list[tuple[str, str]]:
     """Slice, layout and compiler."""
     on = forecast.on
-    found = [
+    facts = [
         ("slice", f"{on.name}, {on.num_chips} × {on.chip.title or on.chip.name}"),
         ("layout", readings.axes_text(forecast)),
         ("a step", f"{si(forecast.units)} {forecast.unit}" if forecast.unit != "calls" else ""),
@@ -142,40 +142,40 @@ def facts(forecast: Forecast) -> list[tuple[str, str]]:
         ("compiler", readings.compiler_text(forecast)),
         ("flags", " ".join(forecast.compiler.get("flags") or [])),
     ]
-    return [(name, text) for name, text in found if text]
+    return [(name, text) for name, text in facts if text]
 
 
 def tiles(forecast: Forecast) -> list[Tile]:
     """The key figures."""
-    found = [
+    shown = [
         Tile(label=name, value=text, small=readings.interval(forecast) if name == "step" else "")
         for name, text in readings.speed(forecast)
     ]
     if need := readings.needed(forecast):
         share = figures.percent(need / forecast.capacity_bytes) if forecast.capacity_bytes else ""
-        found.append(Tile(label="peak memory", value=gibibytes(need), small=share))
+        shown.append(Tile(label="peak memory", value=gibibytes(need), small=share))
     if forecast.timeline is not None:
         exposed = forecast.exposed_collective_seconds
         share = figures.percent(exposed / forecast.timeline.seconds)
-        found.append(Tile(label="waiting for chips", value=duration(exposed), small=share))
-    return [*found, *_bill(forecast)]
+        shown.append(Tile(label="waiting for chips", value=duration(exposed), small=share))
+    return [*shown, *_bill(forecast)]
 
 
 def _bill(forecast: Forecast) -> list[Tile]:
     bill, step = forecast.bill, forecast.step_seconds
     name, scale = readings.SCALES.get(forecast.unit, ("million calls", 1e6))
-    found = []
+    shown = []
     if bill.usd_per_hour is not None:
-        found.append(Tile(label="price", value=f"${bill.usd_per_hour:,.2f}/h", small="on demand"))
+        shown.append(Tile(label="price", value=f"${bill.usd_per_hour:,.2f}/h", small="on demand"))
         if step:
             usd = readings.figure(bill.usd_per(scale, forecast.units, step))
-            found.append(Tile(label=f"per {name}", value=f"${usd}"))
+            shown.append(Tile(label=f"per {name}", value=f"${usd}"))
     if bill.watts is not None and step:
         kwh = readings.figure(bill.kwh_per(scale, forecast.units, step))
-        found.append(
+        shown.append(
             Tile(label=f"energy per {name}", value=f"{kwh} kWh", small=f"PUE {bill.pue:g}")
         )
-    return found
+    return shown
 
 
 def time(forecast: Forecast) -> list[BarPart]:
@@ -232,8 +232,8 @@ def memory(forecast: Forecast) -> dict[str, Any] | None:
 def _what(buffer: LiveBuffer) -> str:
     """Path of a parameter, or the op and place that make the buffer."""
     path = (buffer.op or buffer.name).replace("\\'", "'")
-    if (found := _STATE.search(path)) is not None:
-        return f"{found[1]} {found[2]}".removeprefix("params ")
+    if (state := _STATE.search(path)) is not None:
+        return f"{state[1]} {state[2]}".removeprefix("params ")
     place = clean(buffer.layer) or short(buffer.source)
     return ", ".join(part for part in (path.split("/")[-1], place) if part)
 
@@ -271,19 +271,19 @@ def _tiles(forecast: Forecast) -> list[TreemapTile]:
 
 def refused(forecast: Forecast) -> dict[str, Any] | None:
     """Bytes needed and available, and the buffers that the compiler names."""
-    told = forecast.rejected
-    if told is None:
+    rejected = forecast.rejected
+    if rejected is None:
         return None
-    need, have = int(told.get("need_bytes") or 0), forecast.capacity_bytes
+    need, have = int(rejected.get("need_bytes") or 0), forecast.capacity_bytes
     return {
         "need": gibibytes(need) if need else "more than that",
         "have": gibibytes(have),
         "share": have / need if need > have else 1.0,
         "buffers": [
             (gibibytes(b["bytes"]), b["kind"], b["shape"], b["op"], b["source"])
-            for b in told.get("buffers") or []
+            for b in rejected.get("buffers") or []
         ][:BUFFERS],
-        "remedies": [str(text) for text in told.get("remedies") or []],
+        "remedies": [str(text) for text in rejected.get("remedies") or []],
     }
 
 
@@ -461,7 +461,7 @@ def _floor(timeline: Timeline) -> tuple[float, int]:
 
 
 def _all(spans: Sequence[Span]) -> "list[Span]":
-    return [one for span in spans for one in (span, *_all(span.inside))]
+    return [each for span in spans for each in (span, *_all(span.inside))]
 
 
 class _Tables:
@@ -493,7 +493,7 @@ class _Tables:
     def span(self, span: Span) -> list[Any]:
         place = place_of(span)
         key = ("core", span.resource.value) if span.lane == "core" else (span.lane, "")
-        made: list[Any] = [
+        row: list[Any] = [
             self.text(span.name),
             self.text(span.opcode),
             round(span.start * 1e9, 1),
@@ -507,8 +507,8 @@ class _Tables:
             round(span.bytes),
         ]
         if span.inside:
-            made += [span.repeat, self.spans(span.inside)]
-        return made
+            row += [span.repeat, self.spans(span.inside)]
+        return row
 
     def text(self, text: str) -> int:
         return self.texts.setdefault(text, len(self.texts))

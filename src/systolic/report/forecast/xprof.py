@@ -288,7 +288,7 @@ def _text(name: str, value: str) -> bytes:
 
 
 def category(span: Span) -> str:
-    """As XLA names kinds of ops in a profile."""
+    """XLA's name of a kind of op in a profile."""
     opcode = span.opcode
     if span.inside:
         return opcode

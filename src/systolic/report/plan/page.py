@@ -45,7 +45,7 @@ def render(plan: Plan, plan_path: Path | None, root: Path | None = None) -> str:
         root: Store of the compiled programs; by default the user's.
     """
     best = plan.best
-    found = readings.rows(plan)
+    ranking = readings.rows(plan)
     colours = _colours(plan)
     verdict = readings.verdict(plan)
     drawn = chart(plan, colours)
@@ -56,30 +56,30 @@ def render(plan: Plan, plan_path: Path | None, root: Path | None = None) -> str:
         "facts": _facts(plan),
         "tiles": tiles(plan),
         "notes": notes(plan),
-        "commands": _commands(plan, plan_path, found),
+        "commands": _commands(plan, plan_path, ranking),
         "chart": drawn,
         "legend": [] if drawn is None else _legend(plan, colours, drawn),
-        "rows": found[:ROWS],
-        "more": max(len(found) - ROWS, 0),
+        "rows": ranking[:ROWS],
+        "more": max(len(ranking) - ROWS, 0),
         "colours": colours,
         "percent": figures.percent,
         "plural": figures.plural,
-        "interval": lambda one: _interval(one, best),
+        "interval": lambda trial: _interval(trial, best),
         "torus": None if best is None else _torus(best, root or cache_home()),
         "best": best,
         "reasons": readings.reasons(plan),
         "failed": [
-            (one.candidate.on.name, one.candidate.text, readings.reason_of(one))
-            for one in plan.failed
+            (trial.candidate.on.name, trial.candidate.text, readings.reason_of(trial))
+            for trial in plan.failed
         ],
         "searched": readings.searched(plan),
     }
     return fill("plan.html", page)
 
 
-def _interval(one: Trial, best: Trial | None) -> str:
+def _interval(trial: Trial, best: Trial | None) -> str:
     """Interval of a step time where it differs from the best's, which a tile shows."""
-    text = readings.interval(one)
+    text = readings.interval(trial)
     return "" if best is not None and text == readings.interval(best) else text
 
 
@@ -88,9 +88,9 @@ def tiles(plan: Plan) -> list[Tile]:
     best = plan.best
     if best is None or best.forecast is None or best.total is None:
         return []
-    made, total = best.forecast, best.total
-    price, kind = plan.goal.hourly(made.on), plan.goal.price_text
-    found = [
+    forecast, total = best.forecast, best.total
+    price, kind = plan.goal.hourly(forecast.on), plan.goal.price_text
+    shown = [
         Tile(
             label="done in",
             value=days(total.seconds),
@@ -105,47 +105,49 @@ def tiles(plan: Plan) -> list[Tile]:
         Tile(label="energy", value=f"{readings.energy(total.kwh)} kWh"),
         Tile(
             label="step",
-            value=readings.step(made.step_seconds or 0.0),
+            value=readings.step(forecast.step_seconds or 0.0),
             small=readings.interval(best),
         ),
-        Tile(label="MFU", value=figures.percent(made.mfu)),
+        Tile(label="MFU", value=figures.percent(forecast.mfu)),
         Tile(label="memory", value=readings.memory(best), small="of each device"),
-        Tile(label="chips", value=f"{made.on.num_chips:,}", small=made.on.chip.title),
+        Tile(label="chips", value=f"{forecast.on.num_chips:,}", small=forecast.on.chip.title),
     ]
-    return [tile for tile in found if figures.MISSING not in tile.value]
+    return [tile for tile in shown if figures.MISSING not in tile.value]
 
 
 def _wall_tiles(plan: Plan) -> list[Tile]:
     if plan.wall is None:
         return []
-    found = [
+    shown = [
         Tile(label="wall-clock", value=readings.wall_time(plan.wall), small="with all but steps")
     ]
     if plan.wall.kg_co2 is not None:
         kilograms = f"{readings.energy(plan.wall.kg_co2)} kg"
-        found.append(Tile(label="CO2", value=kilograms, small="by the given grid"))
-    return found
+        shown.append(Tile(label="CO2", value=kilograms, small="by the given grid"))
+    return shown
 
 
 def _facts(plan: Plan) -> list[tuple[str, str]]:
     best = plan.best
-    found = [
+    facts = [
         ("parameters", figures.si(plan.facts.parameters)),
         ("searched", readings.searched(plan)),
     ]
     if best is not None:
-        found.insert(0, ("layout", best.candidate.text))
-        found.insert(0, ("slice", best.candidate.on.name))
-        found.append(("flags", " ".join(best.candidate.compiler_flags)))
+        facts.insert(0, ("layout", best.candidate.text))
+        facts.insert(0, ("slice", best.candidate.on.name))
+        facts.append(("flags", " ".join(best.candidate.compiler_flags)))
     if plan.wall is not None:
-        found.append(("wall-clock", readings.wall(plan.wall)))
-    return [(name, text) for name, text in found if text]
+        facts.append(("wall-clock", readings.wall(plan.wall)))
+    return [(name, text) for name, text in facts if text]
 
 
-def _commands(plan: Plan, path: Path | None, found: Sequence[RankingRow]) -> list[tuple[str, str]]:
+def _commands(
+    plan: Plan, path: Path | None, ranking: Sequence[RankingRow]
+) -> list[tuple[str, str]]:
     """Commands that run the best candidate and the first of each other slice."""
     shown, seen = [], set()
-    for row in found:
+    for row in ranking:
         if row.slice not in seen and len(shown) < 3:
             seen.add(row.slice)
             what = "the best" if row.rank == 1 else f"on {row.slice}"
@@ -155,7 +157,7 @@ def _commands(plan: Plan, path: Path | None, found: Sequence[RankingRow]) -> lis
 
 def _colours(plan: Plan) -> dict[str, int]:
     """A colour for each slice, the best slices first."""
-    names = dict.fromkeys(one.candidate.on.name for one in [*plan.ranking, *plan.tried])
+    names = dict.fromkeys(trial.candidate.on.name for trial in [*plan.ranking, *plan.tried])
     return {name: min(number, COLOURS) for number, name in enumerate(names)}
 
 
@@ -164,17 +166,21 @@ def chart(plan: Plan, colours: dict[str, int]) -> Plot | None:
 
     Without prices, kilowatt-hours or chip-hours take the place of dollars.
     """
-    done = [one for one in plan.tried if one.total is not None]
+    done = [trial for trial in plan.tried if trial.total is not None]
     if not done:
         return None
     y_name, cost = _cost(done)
-    points = [(one, one.total.seconds / HOUR, cost(one)) for one in done if one.total is not None]
+    points = [
+        (trial, trial.total.seconds / HOUR, cost(trial))
+        for trial in done
+        if trial.total is not None
+    ]
     hours, costs = [x for _, x, _ in points], [y for *_, y in points]
     scale, x_name = (24.0, "days") if min(hours) >= 48 else (1.0, "hours")
     if max(hours) < 2:
         scale, x_name = 1 / 60, "minutes"
     x, y = _axis([h / scale for h in hours]), _axis(costs)
-    front = {id(one) for one in plan.pareto}
+    front = {id(trial) for trial in plan.pareto}
     best = plan.best
     dots = [
         charts.dot(
@@ -182,14 +188,16 @@ def chart(plan: Plan, colours: dict[str, int]) -> Plot | None:
             y,
             h / scale,
             c,
-            _hover(one),
-            hue=charts.hue(colours[one.candidate.on.name]),
-            css=_css(one, best, front),
-            label=one.candidate.on.name if id(one) in front else "",
+            _hover(trial),
+            hue=charts.hue(colours[trial.candidate.on.name]),
+            css=_css(trial, best, front),
+            label=trial.candidate.on.name if id(trial) in front else "",
         )
-        for one, h, c in points
+        for trial, h, c in points
     ]
-    joined = sorted((h / scale, c) for one, h, c in points if id(one) in front and not one.broken)
+    joined = sorted(
+        (h / scale, c) for trial, h, c in points if id(trial) in front and not trial.broken
+    )
     return Plot(
         x=x,
         y=y,
@@ -201,18 +209,18 @@ def chart(plan: Plan, colours: dict[str, int]) -> Plot | None:
     )
 
 
-def _css(one: Trial, best: Trial | None, front: set[int]) -> str:
+def _css(trial: Trial, best: Trial | None, front: set[int]) -> str:
     """Class of a candidate's dot."""
-    if one.broken:
+    if trial.broken:
         return "broken"
-    if one is best:
+    if trial is best:
         return "best"
-    return "front" if id(one) in front else "good"
+    return "front" if id(trial) in front else "good"
 
 
 def _legend(plan: Plan, colours: dict[str, int], drawn: Plot) -> list[LegendKey]:
     """Colours of the slices, and the marks of the best and of the front."""
-    used = {one.candidate.on.name for one in plan.tried if one.total is not None}
+    used = {trial.candidate.on.name for trial in plan.tried if trial.total is not None}
     names: dict[int, list[str]] = {}
     for name, number in colours.items():
         if name in used:
@@ -237,36 +245,36 @@ def _axis(values: Sequence[float]) -> PlotAxis:
 
 def _cost(done: Sequence[Trial]) -> tuple[str, Any]:
     """Label and value of the chart's cost axis."""
-    if all(one.total is not None and one.total.usd for one in done):
-        return "dollars", lambda one: one.total.usd
-    return "chip-hours", lambda one: one.total.seconds / HOUR * one.candidate.on.num_chips
+    if all(trial.total is not None and trial.total.usd for trial in done):
+        return "dollars", lambda trial: trial.total.usd
+    return "chip-hours", lambda trial: trial.total.seconds / HOUR * trial.candidate.on.num_chips
 
 
 def _limits(plan: Plan, x: PlotAxis, y: PlotAxis, scale: float) -> list[Limit]:
-    found = []
+    limits = []
     goal = plan.goal
     if goal.deadline_seconds is not None and (at := goal.deadline_seconds / HOUR / scale) <= x.high:
-        found.append(Limit("x", x.percent(at), "deadline"))
+        limits.append(Limit("x", x.percent(at), "deadline"))
     priced = goal.chip_usd != 0.0
     if goal.budget_usd is not None and priced and goal.budget_usd <= y.high:
-        found.append(Limit("y", y.percent(goal.budget_usd), "budget"))
-    return found
+        limits.append(Limit("y", y.percent(goal.budget_usd), "budget"))
+    return limits
 
 
-def _hover(one: Trial) -> str:
-    return f"{one.candidate.name}\n{result(one)}"
+def _hover(trial: Trial) -> str:
+    return f"{trial.candidate.name}\n{result(trial)}"
 
 
 def _torus(best: Trial, root: Path) -> Torus | None:
     return torus(best.candidate.on, best.candidate.layout, places(best, root))
 
 
-def places(one: Trial, root: Path) -> Sequence[Sequence[int]]:
+def places(trial: Trial, root: Path) -> Sequence[Sequence[int]]:
     """Place of each device of the mesh in the compile; empty where the store has none."""
-    made = (one.forecast.compiler if one.forecast is not None else {}).get("program")
-    if not made:
+    program = (trial.forecast.compiler if trial.forecast is not None else {}).get("program")
+    if not program:
         return []
-    folder = Store("programs", root).path(made)
+    folder = Store("programs", root).path(program)
     try:
         return read_json(folder / REPORT)["places"]
     except (SystolicError, OSError, KeyError):

@@ -157,11 +157,11 @@ def _columns(planes: int) -> int:
 
 
 def _unravelled(index: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    found = []
+    indices = []
     for size in reversed(sizes):
         index, rest = divmod(index, size)
-        found.append(rest)
-    return tuple(reversed(found))
+        indices.append(rest)
+    return tuple(reversed(indices))
 
 
 def _text(device: _Device, sizes: tuple[int, ...], cores: int) -> str:

@@ -69,8 +69,8 @@ def hover_table(run: RunRecord) -> dict[str, Any]:
     if len(run.train) >= charts.MIN_SMOOTHED:
         finite = [p for p in points_of(run, loss_of) if math.isfinite(p[1])]
         places = {step: i for i, (step, _) in enumerate(finite)}
-        found = [places.get(float(r["step"])) for r in rows]
-        medians = [None if i is None else charts.median_around(finite, i) for i in found]
+        indices = [places.get(float(r["step"])) for r in rows]
+        medians = [None if i is None else charts.median_around(finite, i) for i in indices]
         columns["smooth"] = [figures.figure(m) for m in medians]
     return {
         "x": [r["step"] for r in rows],
@@ -81,7 +81,7 @@ def hover_table(run: RunRecord) -> dict[str, Any]:
 
 def _all_series(run: RunRecord) -> list[Series]:
     """All series but the loss: the task's terms, then those of every run."""
-    unit = next((found[1] for r in run.train if (found := figures.throughput(r))), "")
+    unit = next((rate[1] for r in run.train if (rate := figures.throughput(r))), "")
     return [
         *(_term_series(name) for name in _terms(run)[:MAX_TERMS]),
         Series(

@@ -112,11 +112,11 @@ def header_facts(run: RunRecord) -> list[tuple[str, str]]:
 
 def tiles(run: RunRecord) -> list[Tile]:
     """The key figures: metrics first, then speed, then trouble."""
-    found = [Tile(label=name, value=text) for name, text in readings.metrics(run).items()]
+    shown = [Tile(label=name, value=text) for name, text in readings.metrics(run).items()]
     loss = run.final_loss
     if loss is not None:
         alarming = run.has_diverged or not math.isfinite(loss)
-        found.append(Tile(label="training loss", value=figures.figure(loss), is_alarming=alarming))
+        shown.append(Tile(label="training loss", value=figures.figure(loss), is_alarming=alarming))
     peaks = [b for r in run.train if (b := figures.number(r.get("memory_bytes"))) is not None]
     texts = [
         *readings.speed(run),
@@ -124,17 +124,17 @@ def tiles(run: RunRecord) -> list[Tile]:
         ("goodput", readings.goodput(run)),
         ("peak memory", figures.memory(max(peaks, default=None))),
     ]
-    found += [Tile(label=name, value=text) for name, text in texts if text != figures.MISSING]
+    shown += [Tile(label=name, value=text) for name, text in texts if text != figures.MISSING]
     for name in ("bad_steps", "skipped_files", "recompiles"):
         number = figures.number((run.summary or {}).get(name))
         if number:
             alarming = name != "recompiles"
             label = figures.label(name)
-            found.append(Tile(label=label, value=figures.count(number), is_alarming=alarming))
-    if is_even(len(found)):
-        return found
+            shown.append(Tile(label=label, value=figures.count(number), is_alarming=alarming))
+    if is_even(len(shown)):
+        return shown
     # The heading above the time line has it too; without it the last row is full.
-    return [tile for tile in found if tile.label != "goodput"]
+    return [tile for tile in shown if tile.label != "goodput"]
 
 
 def _part(share: readings.TimeShare) -> BarPart:
@@ -200,17 +200,17 @@ def time_axis(run: RunRecord) -> PlotAxis:
 
 def samples(run: RunRecord) -> list[dict[str, str]]:
     """The last samples, newest first: step, prompt and what follows it."""
-    found = []
+    shown = []
     for record in reversed(run.samples[-MAX_SAMPLES:]):
         prompt, text = str(record.get("prompt") or ""), str(record.get("text") or "")
-        found.append(
+        shown.append(
             {
                 "step": figures.count(record.get("step")),
                 "prompt": printable(prompt),
                 "text": _cut(printable(text.removeprefix(prompt)), MAX_SAMPLE_CHARACTERS),
             }
         )
-    return found
+    return shown
 
 
 def job_view(run: RunRecord) -> Record:
@@ -259,15 +259,15 @@ def _cut(text: str, limit: int) -> str:
 
 def notes(run: RunRecord) -> list[str]:
     """Notes about the records: their scope, terms without a chart, damage."""
-    found = []
+    texts = []
     if readings.scope(run):
-        found.append(
+        texts.append(
             f"Times, throughput and goodput are of the {readings.scope(run)}; the charts show all."
         )
     hidden = curves.hidden_terms(run)
     if hidden:
-        found.append(f"Without a chart, in metrics.jsonl only: {', '.join(hidden)}.")
-    return [*found, *(f"{damage}." for damage in run.damage)]
+        texts.append(f"Without a chart, in metrics.jsonl only: {', '.join(hidden)}.")
+    return [*texts, *(f"{damage}." for damage in run.damage)]
 
 
 def _date(seconds: float) -> str:

@@ -59,7 +59,7 @@ def line(progress: BatchProgress) -> str:
 
 
 def summary(progress: BatchProgress, out: str) -> str:
-    """What was done, when it has ended."""
+    """Totals of a batch that has ended."""
     failed = f", {progress.failed:,} of them failed" if progress.failed else ""
     text = f"{out}: {progress.answered:,} of {plural(progress.lines, 'line')} answered{failed}"
     if progress.answered > progress.earlier:

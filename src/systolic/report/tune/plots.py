@@ -53,7 +53,7 @@ def history(study: StudyResult) -> Plot | None:
     low, high = min(near), max(near)
     # The line begins at the first value that the axis can show; outliers before it are dots on the edge.
     reach = STRETCH * (high - low)
-    line = [one for one in so_far if low - reach <= one[1] <= high + reach]
+    line = [point for point in so_far if low - reach <= point[1] <= high + reach]
     y = _axis(aim.name, [*near, *(value for _, value in line)])
     steps: list[tuple[float, float]] = []
     for number, value in line:
@@ -75,7 +75,7 @@ def slices(study: StudyResult) -> list[Plot]:
     if not study.done:
         return []
     y = _usual_axis(study)
-    return [_slice(study, one, y) for one in study.searched]
+    return [_slice(study, option, y) for option in study.searched]
 
 
 def _usual_axis(study: StudyResult) -> PlotAxis:
@@ -84,12 +84,12 @@ def _usual_axis(study: StudyResult) -> PlotAxis:
     return _axis(aim.name, usual([row.figures[aim.name] for row in study.done], aim.mode))
 
 
-def _slice(study: StudyResult, one: Searched, y: PlotAxis) -> Plot:
+def _slice(study: StudyResult, option: Searched, y: PlotAxis) -> Plot:
     name = study.aims[0].name
-    x = _option_axis(one)
-    shown = [row for row in study.rows if name in row.figures and one.name in row.values]
-    dots = [_dot(study, row, x, y, _along(one, row), row.figures[name]) for row in shown]
-    words = [] if one.choices is None else [readings.value_text(word) for word in one.words]
+    x = _option_axis(option)
+    shown = [row for row in study.rows if name in row.figures and option.name in row.values]
+    dots = [_dot(study, row, x, y, _along(option, row), row.figures[name]) for row in shown]
+    words = [] if option.choices is None else [readings.value_text(word) for word in option.words]
     # The best is drawn last, on top of the others.
     dots.sort(key=lambda dot: ("broken", "good", "best").index(dot.css))
     return Plot(
@@ -97,34 +97,36 @@ def _slice(study: StudyResult, one: Searched, y: PlotAxis) -> Plot:
         y=y,
         dots=dots,
         words=words,
-        x_name=one.name,
+        x_name=option.name,
         y_name=figures.label(name),
         beyond=sum(not y.low <= row.figures[name] <= y.high for row in study.done),
     )
 
 
-def _along(one: Searched, row: TrialRow) -> float:
+def _along(option: Searched, row: TrialRow) -> float:
     """Value of a trial along an option's axis; the dots of a choice are spread over its column."""
-    if one.choices is None:
-        return row.values[one.name]
+    if option.choices is None:
+        return row.values[option.name]
     shift = (row.number * GOLDEN % 1 - 0.5) * SPREAD
-    return list(one.words).index(row.values[one.name]) + shift
+    return list(option.words).index(row.values[option.name]) + shift
 
 
-def _option_axis(one: Searched) -> PlotAxis:
+def _option_axis(option: Searched) -> PlotAxis:
     """Axis of an option: its whole range, logarithmic as it is searched; a column for each choice."""
-    if one.choices is not None:
-        return PlotAxis(low=-0.5, high=len(one.words) - 0.5, ticks=())
-    if one.log:
-        inner = charts.log_axis(one.low, one.high)
+    if option.choices is not None:
+        return PlotAxis(low=-0.5, high=len(option.words) - 0.5, ticks=())
+    if option.log:
+        inner = charts.log_axis(option.low, option.high)
         factor = (inner.high / inner.low) ** SIDE
         low, high, scale = inner.low / factor, inner.high * factor, Scale.log
     else:
-        inner = (_whole_axis if one.whole else charts.linear_axis)(one.low, one.high, TICKS)
+        inner = (_whole_axis if option.whole else charts.linear_axis)(
+            option.low, option.high, TICKS
+        )
         pad = (inner.high - inner.low) * SIDE
         low, high, scale = inner.low - pad, inner.high + pad, Scale.linear
-    ticks = [tick for tick in inner.ticks if not one.whole or tick[0] == round(tick[0])]
-    if one.log:
+    ticks = [tick for tick in inner.ticks if not option.whole or tick[0] == round(tick[0])]
+    if option.log:
         ticks = [(at, f"{at:g}".replace("e-0", "e-")) for at, _ in ticks]
     ticks = ticks[:: math.ceil(len(ticks) / (TICKS + 1)) or 1]
     return PlotAxis(low=low, high=high, ticks=tuple(ticks), scale=scale)
@@ -137,7 +139,7 @@ def _whole_axis(low: float, high: float, num_ticks: int = 5) -> PlotAxis:
 
 def front(study: StudyResult) -> list[Plot]:
     """The first objective against each of the others, with the Pareto front."""
-    first, found = study.aims[0], []
+    first, fronts = study.aims[0], []
     for aim in study.aims[1:]:
         points = [(row.figures[aim.name], row.figures[first.name], row) for row in study.done]
         if not points:
@@ -146,7 +148,7 @@ def front(study: StudyResult) -> list[Plot]:
         y = _axis(first.name, [p[1] for p in points])
         kept = {row.number for row in study.front}
         line = sorted((a, b) for a, b, row in points if row.number in kept)
-        found.append(
+        fronts.append(
             Plot(
                 x=x,
                 y=y,
@@ -161,7 +163,7 @@ def front(study: StudyResult) -> list[Plot]:
                 y_name=figures.label(first.name),
             )
         )
-    return found
+    return fronts
 
 
 def coordinates(study: StudyResult) -> Coordinates | None:
@@ -174,22 +176,22 @@ def coordinates(study: StudyResult) -> Coordinates | None:
     )
     values = [row.figures[aim.name] for row in done]
     y = charts.linear_axis(min(values), max(values))
-    low, high = (readings.figure(aim.name, one) for one in (min(values), max(values)))
+    low, high = (readings.figure(aim.name, option) for option in (min(values), max(values)))
     count = len(study.searched)
-    words = [one.name.rpartition(".")[2] for one in study.searched]
+    words = [option.name.rpartition(".")[2] for option in study.searched]
     axes = [
         CoordinateAxis(
             round(i / count * 100, 2),
-            one.name,
-            words[i] if words.count(words[i]) == 1 else one.name,
-            *_ends(one),
+            option.name,
+            words[i] if words.count(words[i]) == 1 else option.name,
+            *_ends(option),
         )
-        for i, one in enumerate(study.searched)
+        for i, option in enumerate(study.searched)
     ]
     axes.append(CoordinateAxis(100.0, aim.name, figures.label(aim.name), low, high))
     lines = []
     for rank, row in reversed(list(enumerate(best_first))):
-        places = [(i / count, _place(one, row)) for i, one in enumerate(study.searched)] + [
+        places = [(i / count, _place(option, row)) for i, option in enumerate(study.searched)] + [
             (1.0, _share(row, aim, y))
         ]
         tone = min(rank * TONES // len(best_first), TONES - 1)
@@ -197,8 +199,8 @@ def coordinates(study: StudyResult) -> Coordinates | None:
     return Coordinates(axes=axes, lines=lines)
 
 
-def _place(one: Searched, row: TrialRow) -> float:
-    return one.place(row.values[one.name])
+def _place(option: Searched, row: TrialRow) -> float:
+    return option.place(row.values[option.name])
 
 
 def _share(row: TrialRow, aim: Aim, y: PlotAxis) -> float:
@@ -206,10 +208,10 @@ def _share(row: TrialRow, aim: Aim, y: PlotAxis) -> float:
     return (row.figures[aim.name] - values[0]) / (values[1] - values[0])
 
 
-def _ends(one: Searched) -> tuple[str, str]:
-    if one.choices is not None:
-        return readings.value_text(one.words[0]), readings.value_text(one.words[-1])
-    return readings.value_text(one.low), readings.value_text(one.high)
+def _ends(option: Searched) -> tuple[str, str]:
+    if option.choices is not None:
+        return readings.value_text(option.words[0]), readings.value_text(option.words[-1])
+    return readings.value_text(option.low), readings.value_text(option.high)
 
 
 def _axis(name: str, values: Sequence[float]) -> PlotAxis:
@@ -222,7 +224,7 @@ def _axis(name: str, values: Sequence[float]) -> PlotAxis:
 
 
 def _dot(study: StudyResult, row: TrialRow, x: PlotAxis, y: PlotAxis, a: float, b: float) -> Dot:
-    best = any(row is one for one in study.front)
+    best = any(row is kept for kept in study.front)
     css = "best" if best else "good" if row.is_done else "broken"
     hue = charts.hue(0 if css != "broken" else charts.COLOURS)
     return charts.dot(x, y, a, b, _text(study, row), css=css, hue=hue)
