@@ -8,7 +8,7 @@ from rich.text import Text
 from systolic.core.units import duration
 from systolic.explaining.beside import Beside, KindBeside, OpBeside
 from systolic.report import terminal
-from systolic.report.printing import print_lines
+from systolic.report.terminal import print_lines
 
 MAX_WIDTH = 140
 OPS = 12

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from systolic.artifact.record import Record, RunRecord, loss_of
-from systolic.report import curves, figures
-from systolic.report.curves import PlotAxis, Points
+from systolic.report import charts, figures
+from systolic.report.charts import Chart, LegendKey, Plot, PlotAxis, PlotLine, Points
 
 TABLE_ROWS = 400
 """Records in the page for the hover read-out; more are sampled evenly."""
@@ -36,49 +36,14 @@ class Series:
     """Factor from evaluations' values to the unit of the axis."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlotLine:
-    """One line of a plot."""
-
-    css: str
-    """raw, smooth, eval, dots or bad."""
-    path: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Plot:
-    """One drawing on one pair of axes."""
-
-    view: str
-    """The word on the switch between a chart's plots."""
-    x: PlotAxis
-    y: PlotAxis
-    traces: tuple[PlotLine, ...]
-    marks: tuple[float, ...] = ()
-    """Per cent along x of steps whose loss was not a number."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Chart:
-    """A titled figure with one or more plots."""
-
-    key: str
-    title: str
-    unit: str
-    plots: tuple[Plot, ...]
-    legend: tuple[tuple[str, str], ...]
-    """(css, words) pairs."""
-    note: str = ""
-
-
 def all_charts(run: RunRecord) -> list[Chart]:
     """The charts that the run has numbers for, the loss first."""
-    charts = [_loss_chart(run)] if run.train or _eval_points(run, "loss") else []
+    shown = [_loss_chart(run)] if run.train or _eval_points(run, "loss") else []
     for series in _all_series(run):
         points = points_of(run, series.value)
         if any(math.isfinite(y) for _, y in points):
-            charts.append(_simple_chart(run, series, points))
-    return charts
+            shown.append(_simple_chart(run, series, points))
+    return shown
 
 
 def hidden_terms(run: RunRecord) -> list[str]:
@@ -94,18 +59,18 @@ def points_of(run: RunRecord, value: Callable[[Record], Any]) -> Points:
 
 def hover_table(run: RunRecord) -> dict[str, Any]:
     """Columns by chart key for the read-out under the pointer, and the evaluations."""
-    rows = [run.train[i] for i in curves.evenly(len(run.train), TABLE_ROWS)]
+    rows = [run.train[i] for i in charts.evenly(len(run.train), TABLE_ROWS)]
     columns = {
         "step": [figures.count(r["step"]) for r in rows],
         "loss": [figures.figure(loss_of(r)) for r in rows],
     }
     for series in _all_series(run):
         columns[series.key] = [series.text(r) for r in rows]
-    if len(run.train) >= curves.MIN_SMOOTHED:
+    if len(run.train) >= charts.MIN_SMOOTHED:
         finite = [p for p in points_of(run, loss_of) if math.isfinite(p[1])]
         places = {step: i for i, (step, _) in enumerate(finite)}
-        found = [places.get(float(r["step"])) for r in rows]
-        medians = [None if i is None else curves.median_around(finite, i) for i in found]
+        indices = [places.get(float(r["step"])) for r in rows]
+        medians = [None if i is None else charts.median_around(finite, i) for i in indices]
         columns["smooth"] = [figures.figure(m) for m in medians]
     return {
         "x": [r["step"] for r in rows],
@@ -116,7 +81,7 @@ def hover_table(run: RunRecord) -> dict[str, Any]:
 
 def _all_series(run: RunRecord) -> list[Series]:
     """All series but the loss: the task's terms, then those of every run."""
-    unit = next((found[1] for r in run.train if (found := figures.throughput(r))), "")
+    unit = next((rate[1] for r in run.train if (rate := figures.throughput(r))), "")
     return [
         *(_term_series(name) for name in _terms(run)[:MAX_TERMS]),
         Series(
@@ -184,44 +149,44 @@ def _eval_points(run: RunRecord, metric: str, scale: float = 1.0) -> Points:
 
 def _thinned_evals(run: RunRecord, metric: str, scale: float = 1.0) -> Points:
     points = _eval_points(run, metric, scale)
-    return [points[i] for i in curves.evenly(len(points), MAX_EVALS)]
+    return [points[i] for i in charts.evenly(len(points), MAX_EVALS)]
 
 
 def _x_axis(points: Points) -> PlotAxis:
     last = max((x for x, _ in points), default=0.0)
-    return curves.linear_axis(0.0, max(last, 1.0), num_ticks=5)
+    return charts.linear_axis(0.0, max(last, 1.0), num_ticks=5)
 
 
 def _plot(view: str, x: PlotAxis, y: PlotAxis, raw: Points, evals: Points) -> Plot:
     """Raw and smoothed training values and the evaluations, from the left edge of the axis on."""
     inside = [p for p in raw if p[0] >= x.low]
     shown = [p for p in evals if p[0] >= x.low]
-    is_smoothed = len(raw) >= curves.MIN_SMOOTHED
-    faint = curves.path(curves.thin(inside), x, y)
-    traces = [PlotLine(css="raw" if is_smoothed else "smooth", path=faint)]
+    is_smoothed = len(raw) >= charts.MIN_SMOOTHED
+    faint = charts.path(charts.thin(inside), x, y)
+    lines = [PlotLine(css="raw" if is_smoothed else "smooth", path=faint)]
     if is_smoothed:
-        later = [p for p in curves.smooth(raw) if p[0] >= x.low]
-        traces.append(PlotLine(css="smooth", path=curves.path(later, x, y)))
-    traces.append(PlotLine(css="eval", path=curves.path(shown, x, y)))
-    traces.append(PlotLine(css="dots", path=curves.dots(shown, x, y)))
-    marks = [round(x.place(px) * 100, 2) for px, py in inside if not math.isfinite(py)]
-    return Plot(view=view, x=x, y=y, traces=tuple(traces), marks=tuple(_spread(marks)))
+        later = [p for p in charts.smooth(raw) if p[0] >= x.low]
+        lines.append(PlotLine(css="smooth", path=charts.path(later, x, y)))
+    lines.append(PlotLine(css="eval", path=charts.path(shown, x, y)))
+    lines.append(PlotLine(css="dots", path=charts.dotted(shown, x, y)))
+    marks = charts.spread(x.percent(px) for px, py in inside if not math.isfinite(py))
+    return Plot(view=view, x=x, y=y, lines=lines, marks=marks)
 
 
 def _loss_chart(run: RunRecord) -> Chart:
     raw, evals = points_of(run, loss_of), _thinned_evals(run, "loss")
     both = [*raw, *evals]
     x = _x_axis(both)
-    low, high, num_above = curves.span_of([y for _, y in both])
+    low, high, num_above = charts.span_of([y for _, y in both])
     plots = [_plot("linear", x, _padded(low, high), raw, evals)]
     positive = [y for _, y in both if math.isfinite(y) and y > 0]
     if positive:
-        y = curves.log_axis(min(positive) * 0.97, max(positive) * 1.03)
+        y = charts.log_axis(min(positive) * 0.97, max(positive) * 1.03)
         plots.append(_plot("log", x, y, raw, evals))
     late = [y for px, y in both if px >= x.high / 2]
     if sum(map(math.isfinite, late)) >= 10:
-        low, high, _ = curves.span_of(late)
-        later = curves.linear_axis(x.high / 2, x.high, num_ticks=5)
+        low, high, _ = charts.span_of(late)
+        later = charts.linear_axis(x.high / 2, x.high, num_ticks=5)
         plots.append(_plot("second half", later, _padded(low, high), raw, evals))
     return Chart(
         key="loss",
@@ -233,18 +198,21 @@ def _loss_chart(run: RunRecord) -> Chart:
     )
 
 
-def _legend(raw: Points, evals: Points) -> tuple[tuple[str, str], ...]:
-    legend = [("smooth", "training")]
-    if len(raw) >= curves.MIN_SMOOTHED:
-        span = 2 * curves.half_window(len(raw)) + 1
-        legend = [("raw", "training"), ("smooth", f"median of {span:,} records")]
-    return (*legend, ("eval", "evaluation")) if evals else tuple(legend)
+def _legend(raw: Points, evals: Points) -> list[LegendKey]:
+    legend = [LegendKey(mark="smooth", text="training")]
+    if len(raw) >= charts.MIN_SMOOTHED:
+        span = 2 * charts.half_window(len(raw)) + 1
+        legend = [
+            LegendKey(mark="raw", text="training"),
+            LegendKey(mark="smooth", text=f"median of {span:,} records"),
+        ]
+    return [*legend, LegendKey(mark="eval", text="evaluation")] if evals else legend
 
 
 def _loss_note(raw: Points, num_evals: int, num_above: int) -> str:
     notes = []
-    if len(raw) > 2 * curves.BUCKETS:
-        each = math.ceil(len(raw) / curves.BUCKETS)
+    if len(raw) > 2 * charts.BUCKETS:
+        each = math.ceil(len(raw) / charts.BUCKETS)
         notes.append(
             f"{len(raw):,} records, thinned: the lowest and highest of every {each} are drawn."
         )
@@ -262,12 +230,11 @@ def _loss_note(raw: Points, num_evals: int, num_above: int) -> str:
 def _simple_chart(run: RunRecord, series: Series, points: Points) -> Chart:
     evals = [] if series.metric is None else _thinned_evals(run, series.metric, series.scale)
     both = [*points, *evals]
-    low, high, num_above = curves.span_of([y for _, y in both])
-    y = curves.linear_axis(min(low * 1.08, 0.0), (high or 1.0) * 1.08, num_ticks=4)
+    low, high, num_above = charts.span_of([y for _, y in both])
+    y = charts.linear_axis(min(low * 1.08, 0.0), (high or 1.0) * 1.08, num_ticks=4)
     plot = _plot("linear", _x_axis(both), y, points, evals)
     if series.key == "learning_rate":  # smooth by itself; a median would cut its corners
-        traces = (PlotLine(css="smooth", path=plot.traces[0].path),)
-        plot = replace(plot, traces=traces)
+        plot = replace(plot, lines=[PlotLine(css="smooth", path=plot.line)])
     note = f"{figures.plural(num_above, 'record')} above the frame." if num_above else ""
     return Chart(
         key=series.key, title=series.title, unit=series.unit, plots=(plot,), legend=(), note=note
@@ -277,13 +244,4 @@ def _simple_chart(run: RunRecord, series: Series, points: Points) -> Chart:
 def _padded(low: float, high: float) -> PlotAxis:
     pad = (high - low) * 0.05
     low = low - pad if low - pad > 0 or low < 0 else 0.0
-    return curves.linear_axis(low, high + pad, num_ticks=6)
-
-
-def _spread(marks: list[float]) -> list[float]:
-    """Thins marks so that each pixel has at most one."""
-    kept: list[float] = []
-    for mark in marks:
-        if not kept or mark - kept[-1] >= 0.15:
-            kept.append(mark)
-    return kept
+    return charts.linear_axis(low, high + pad, num_ticks=6)

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from systolic.core.units import duration, plural, si
 from systolic.forecasting.calibrations import CalibrationRecord, ProfileSource
-from systolic.report.printing import print_lines
+from systolic.report.terminal import print_lines
 from systolic.sim.calibration import CostKind, Factor
 
 MAX_WIDTH = 140

@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from systolic.job import Mode
-from systolic.report.tune.charts import history, slices
 from systolic.report.tune.page import ranked, render
+from systolic.report.tune.plots import history, slices
 from systolic.report.tune.progress import StudyDisplay, drawing, line, times
 from systolic.report.tune.text import lines
 from systolic.tuning.luck import Repeated
@@ -237,16 +237,16 @@ def test_a_slice_has_the_whole_range_and_all_trials() -> None:
     rows[3] = replace(rows[3], state="stopped early")
     found = replace(base, searched=searched, rows=rows)
     rate, layers, kind = slices(found)
-    by_trial = {dot.text.partition(":")[0]: dot for dot in rate.chart.dots}
+    by_trial = {dot.text.partition(":")[0]: dot for dot in rate.dots}
     places = [by_trial[f"trial {number}"].left for number in range(4)]
     assert places[1] == places[3] == 50  # the middle of the logarithm
     assert places[0] == pytest.approx(100 - places[2])
     assert 0 < places[0] < 6
-    assert rate.chart.dots[0].css == "broken"
-    assert rate.chart.dots[-1].css == "best"
-    assert [text for _, text in layers.chart.x.ticks] == ["1", "2", "3"]
+    assert rate.dots[0].css == "broken"
+    assert rate.dots[-1].css == "best"
+    assert [text for _, text in layers.x.ticks] == ["1", "2", "3"]
     assert kind.words == ["a", "b"]
-    sides = {dot.text.partition(":")[0]: dot.left for dot in kind.chart.dots}
+    sides = {dot.text.partition(":")[0]: dot.left for dot in kind.dots}
     assert all((sides[f"trial {n}"] < 50) == (settings[n][2] == "a") for n in range(4))
     assert slices(replace(found, rows=rows[3:])) == []
 

@@ -1,10 +1,10 @@
-"use strict";
+// The time line of a step on a canvas: lanes of spans, folded loops, zoom and drag.
 const tree = JSON.parse(document.getElementById("tree").textContent);
 const [NAME, OPCODE, START, LENGTH, LANE, COLOUR, PLACE, SOURCE, PRICED, FLOPS, BYTES, TURNS, INSIDE] = Array(13).keys();
 const box = document.getElementById("timeline"), canvas = box.querySelector("canvas");
-const tip = box.querySelector(".tip"), pen = canvas.getContext("2d");
-const whole = tree.seconds * 1e9, OPEN = 130, LABELS = 132, ROW = 26, LOOP = 19, AXIS = 22;
-let view = [0, whole], only = -1, hits = [], grip = null, ink = {};
+const pen = canvas.getContext("2d");
+const whole = tree.seconds * 1e9, OPEN = 130, ROW = 26, LOOP = 19, AXIS = 22;
+let LABELS = 132, view = [0, whole], only = -1, hits = [], grip = null, ink = {};
 
 // What a folded loop shows: each lane's busy share of a turn, by colour. Counts lanes and depth, too.
 const used = new Set();
@@ -42,7 +42,7 @@ canvas.style.height = lower + AXIS + "px";
 function readColours() {
   const style = getComputedStyle(document.documentElement);
   const of = (name) => style.getPropertyValue("--" + name).trim();
-  const count = document.querySelectorAll(".keys button").length - 1;
+  const count = document.querySelectorAll(".legend button").length - 1;
   ink = { text: of("ink"), soft: of("soft"), line: of("line"), paper: of("paper"), card: of("card"), colours: [] };
   for (let i = 0; i < count; i++) ink.colours.push(of("c" + i));
   ink.colours.push(of("cx"));
@@ -114,7 +114,7 @@ function label(text, x, y, w, h, fill) {
 }
 
 function drawAxis() {
-  const width = view[1] - view[0], rough = width / 6, power = 10 ** Math.floor(Math.log10(rough));
+  const width = view[1] - view[0], rough = width / Math.min(6, Math.max(2, Math.floor((canvas.clientWidth - LABELS) / 75))), power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= rough);
   pen.textAlign = "center";
   for (let t = Math.ceil(view[0] / step) * step; t <= view[1]; t += step) {
@@ -135,6 +135,7 @@ function draw() {
   pen.clearRect(0, 0, width, height);
   pen.font = "12px " + getComputedStyle(document.body).fontFamily;
   pen.textBaseline = "middle";
+  LABELS = Math.ceil(Math.max(...lanes.map((lane) => pen.measureText(tree.lanes[lane].name).width))) + 14;
   hits = [];
   for (const [lane, y] of rows) {
     pen.fillStyle = ink.paper;
@@ -182,8 +183,7 @@ function under(event) {
 
 function tell(event) {
   const hit = under(event);
-  tip.hidden = !hit;
-  if (!hit) return;
+  if (!hit) { tip.hide(); return; }
   const [, , , , span, begin, turn] = hit, loop = span.length > INSIDE;
   const lines = [tree.texts[span[OPCODE]] + " " + tree.texts[span[NAME]] + (turn >= 0 ? ", turn " + (turn + 1) : "")];
   if (loop) lines.push(span[TURNS] + " turns of " + words(span[LENGTH] / span[TURNS]) + ", " + words(span[LENGTH]) + " in all");
@@ -191,18 +191,11 @@ function tell(event) {
     lines.push(words(span[LENGTH]) + " from " + words(begin) + ", " + tree.lanes[span[LANE]].name + (span[PRICED] && tree.texts[span[PRICED]] ? ", priced by " + tree.texts[span[PRICED]] : ""));
     const work = [];
     if (span[FLOPS]) work.push((span[FLOPS] / span[LENGTH] / 1e3).toPrecision(3) + " TFLOP/s");
-    if (span[BYTES]) work.push((span[BYTES] / span[LENGTH]).toPrecision(3) + " GB/s, " + (span[BYTES] / 1e6).toPrecision(3) + " MB");
+    if (span[BYTES]) work.push((span[BYTES] / span[LENGTH]).toPrecision(3) + " GB/s, " + (span[BYTES] < 1e9 ? Number((span[BYTES] / 1e6).toPrecision(3)) + " MB" : (span[BYTES] / 1e9).toPrecision(3) + " GB"));
     if (work.length) lines.push(work.join(", "));
   }
   for (const part of [PLACE, SOURCE]) if (tree.texts[span[part]]) lines.push(tree.texts[span[part]]);
-  tip.replaceChildren(...lines.map((text, i) => {
-    const line = document.createElement(i ? "div" : "b");
-    line.textContent = text;
-    return line;
-  }));
-  const frame = box.getBoundingClientRect(), x = event.clientX - frame.left, y = event.clientY - frame.top;
-  tip.style.left = Math.max(8, Math.min(x + 14, frame.width - tip.offsetWidth - 8)) + "px";
-  tip.style.top = y + 18 + "px";
+  tip.show(lines, event);
 }
 
 canvas.addEventListener("pointerdown", (event) => {
@@ -213,7 +206,7 @@ canvas.addEventListener("pointermove", (event) => {
   if (!grip) { tell(event); return; }
   const shift = (event.clientX - grip.x) / scale();
   if (Math.abs(event.clientX - grip.x) > 4) grip.moved = true;
-  if (grip.moved) { tip.hidden = true; look(grip.view[0] - shift, grip.view[1] - shift); }
+  if (grip.moved) { tip.hide(); look(grip.view[0] - shift, grip.view[1] - shift); }
 });
 canvas.addEventListener("pointerup", (event) => {
   const moved = grip && grip.moved;
@@ -227,7 +220,7 @@ canvas.addEventListener("pointerup", (event) => {
   const margin = span.length > INSIDE ? 0.04 : 1.5;
   look(begin + turn * length - length * margin, begin + (turn + 1) * length + length * margin);
 });
-canvas.addEventListener("pointerleave", () => { tip.hidden = true; });
+canvas.addEventListener("pointerleave", tip.hide);
 // The page scrolls until the time line was touched: a reader who passes by is not caught.
 canvas.addEventListener("wheel", (event) => {
   if (document.activeElement !== canvas && !event.ctrlKey) return;
@@ -246,7 +239,7 @@ for (const button of box.querySelectorAll(".tools button")) {
     ({ in: () => zoom(0.5, middle), out: () => zoom(2, middle), all: () => look(0, whole) })[button.dataset.do]();
   });
 }
-for (const button of box.querySelectorAll(".keys button")) {
+for (const button of box.querySelectorAll(".legend button")) {
   const show = (number) => () => { only = number; redraw(); };
   button.addEventListener("pointerenter", show(Number(button.dataset.colour)));
   button.addEventListener("pointerleave", show(-1));

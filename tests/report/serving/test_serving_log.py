@@ -3,7 +3,7 @@
 import io
 
 from systolic.forecasting.serving_memory import ServingMemory
-from systolic.report.serving_log import ConsoleLog
+from systolic.report.serving.log import ConsoleLog
 from systolic.serving.batch.buckets import Shapes, choose
 from systolic.serving.compiles import CompileFacts
 from systolic.serving.http.meters import BatchMetrics, TextMetrics

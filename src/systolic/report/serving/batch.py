@@ -4,16 +4,15 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TextIO
 
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
 from systolic.core.units import duration, plural
 from systolic.report import terminal
-from systolic.report.area import LiveArea
+from systolic.report.progress import LiveArea, bar
 from systolic.serving.offline.progress import BatchProgress
 
-BAR, LINE_SECONDS = 24, 30.0
+LINE_SECONDS = 30.0
+"""Seconds between lines where there is no terminal."""
 
 
 class BatchDisplay(LiveArea):
@@ -41,7 +40,7 @@ class BatchDisplay(LiveArea):
     def see(self, progress: BatchProgress) -> None:
         """Shows the progress; a closed terminal does not end the batch."""
         if self.drawn:
-            self.draw(_drawing(progress))
+            self.draw(bar(progress.answered, progress.lines, Text(line(progress))))
         elif self._clock() - self._said >= LINE_SECONDS:
             self._said = self._clock()
             terminal.say(self._stream, line(progress))
@@ -60,7 +59,7 @@ def line(progress: BatchProgress) -> str:
 
 
 def summary(progress: BatchProgress, out: str) -> str:
-    """What was done, when it has ended."""
+    """Totals of a batch that has ended."""
     failed = f", {progress.failed:,} of them failed" if progress.failed else ""
     text = f"{out}: {progress.answered:,} of {plural(progress.lines, 'line')} answered{failed}"
     if progress.answered > progress.earlier:
@@ -77,16 +76,3 @@ def _rates(progress: BatchProgress) -> str:
     if not progress.completion_tokens:
         return prompts
     return f"{progress.generated_per_second:,.0f} generated tokens/s, {prompts}"
-
-
-def _drawing(progress: BatchProgress) -> Table:
-    row = Table.grid(padding=(0, 2))
-    bar = ProgressBar(
-        total=max(progress.lines, 1),
-        completed=progress.answered,
-        width=BAR,
-        complete_style="cyan",
-        finished_style="green",
-    )
-    row.add_row(bar, Text(line(progress)))
-    return row

@@ -2,8 +2,8 @@
 
 import io
 
-from systolic.report.batching import line, summary
-from systolic.report.serving_log import OpeningLog
+from systolic.report.serving.batch import line, summary
+from systolic.report.serving.log import OpeningLog
 from systolic.serving.offline.progress import BatchProgress
 
 
