@@ -148,8 +148,8 @@ def test_a_run_that_no_recipe_made_goes_on(here: Path, tmp_path: Path) -> None:
     # Its data is named by a path that is relative to no run.
     record = run / "job.json"
     record.write_text(record.read_text().replace(str(WORK), str(here)))
-    with pytest.raises(systolic.SystolicError, match="job="):
-        systolic.resume(run, steps=3)
+    systolic.resume(run, steps=3)
+    assert max(losses(run)) == 3
     opened = systolic.open(run, checkpoint="last")
     assert opened.evaluate(path=here / "held.txt", batches=1)
 
