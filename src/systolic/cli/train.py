@@ -192,12 +192,12 @@ def begun(run: Path | None) -> bool:
     """
     from systolic.artifact.buckets import has
     from systolic.artifact.run import JOB
-    from systolic.training import hosts
+    from systolic.training import distributed
 
     if run is None:
         raise OptionError("--continue needs the run; add --run DIR, the same at every start")
-    found = (not hosts.joined() or hosts.is_first()) and has(run, JOB)
-    return bool(hosts.share("begun" if found else "")) if hosts.joined() else found
+    found = (not distributed.joined() or distributed.is_first()) and has(run, JOB)
+    return bool(distributed.share("begun" if found else "")) if distributed.joined() else found
 
 
 def again(asked: Request[TrainOptions], ledger: "Ledger") -> int:
@@ -301,24 +301,24 @@ def tell(text: str) -> None:
 
 def join(options: TrainOptions | ResumeOptions) -> None:
     """Joins the other processes of the job, if there are any."""
-    from systolic.training import hosts
+    from systolic.training import distributed
 
-    hosts.describe(options.coordinator, options.processes, options.process)
-    if hosts.belongs(os.environ) and options.json:
+    distributed.describe(options.coordinator, options.processes, options.process)
+    if distributed.belongs(os.environ) and options.json:
         # Libraries between processes (Gloo, NCCL) print to stdout, which belongs to one JSON object.
         sys.stdout.flush()
         sys.stdout = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
-    hosts.join()
+    distributed.join()
 
 
 def show(result: "TrainResult", *, json: bool) -> int:
     """Prints the summary in the first process; returns the exit code: after a signal 128 and its number, as a shell has it."""
     from systolic.report.explain.beside import beside_json, print_beside
     from systolic.report.run.summary import print_summary
-    from systolic.training import hosts
+    from systolic.training import distributed
 
-    first = hosts.is_first()
+    first = distributed.is_first()
     if json and (first or not result.trained):
         more = {} if result.beside is None else {"profile": beside_json(result.beside)}
         print_json({**result.summary, **more})

@@ -21,11 +21,17 @@ from systolic.data.process_share import first_reader
 from systolic.data.skipped_files import FILES
 from systolic.data.text.instructions import Instructions
 from systolic.job import GuardRule, Mode, Split
-from systolic.training import hosts
+from systolic.training import distributed
+from systolic.training.checkpointing import Keeper
+from systolic.training.distributed.consistency import (
+    SameBatches,
+    require_same_data,
+    require_same_job,
+)
+from systolic.training.distributed.heartbeat import RollCall
 from systolic.training.evaluate import Evaluator
-from systolic.training.feed import training
+from systolic.training.input import training
 from systolic.training.interrupt import Interrupt
-from systolic.training.keeper import Keeper
 from systolic.training.ledger import Ledger, Spent
 from systolic.training.meter import Meter
 from systolic.training.outcome import next_command, said, sample, sample_prompt, summarise
@@ -33,8 +39,6 @@ from systolic.training.probe import Probe
 from systolic.training.profile import DATA, FOLDER, METRICS, SessionTrace, part
 from systolic.training.programs import CompiledStep
 from systolic.training.progress import TrainingProgress
-from systolic.training.roll_call import RollCall
-from systolic.training.same import SameBatches, require_same_data, require_same_job
 from systolic.training.setup import Setup, computed_in
 from systolic.training.watch import Watcher
 
@@ -117,7 +121,7 @@ class Trainer:
         )
         self.meter = Meter(self.setup, self.ledger, 0)
         self.probe = Probe(self.setup, self.ledger, self.event, self.diagnose)
-        traced = self.profile if hosts.is_first() else 0
+        traced = self.profile if distributed.is_first() else 0
         self.trace = SessionTrace(self.run.path / FOLDER, traced, self.job.steps, self.event)
         self.examples = self.job.data.size(Split.train)
         self.validates = self.job.data.size(Split.validation) != 0
@@ -134,7 +138,7 @@ class Trainer:
 
     def say(self, kind: str, **values: Any) -> None:
         """Writes a record and gives it to the watchers, in the first process only."""
-        if not hosts.is_first():
+        if not distributed.is_first():
             return
         record = {"kind": kind, "step": self.progress.step, "time": time.time()} | values
         self.run.append(record)
@@ -143,7 +147,7 @@ class Trainer:
 
     def show(self, record: dict[str, Any]) -> None:
         """Gives the watchers a record that is not written."""
-        if hosts.is_first():
+        if distributed.is_first():
             for watcher in self.watchers:
                 watcher.see({"step": self.progress.step} | record)
 
@@ -318,7 +322,7 @@ class Trainer:
     def _probe(self, state: Any, batch: dict[str, jax.Array], feed: Any) -> None:
         """Records a gradient probe of the next step."""
         figures = self.probe.measure(self.progress.step + 1, state, batch)
-        if figures is not None and hosts.is_first():
+        if figures is not None and distributed.is_first():
             now = {"time": time.time(), "epochs": self._epochs(feed)}
             self.run.append_diagnosis(now | figures)
 
@@ -372,7 +376,7 @@ class Trainer:
             # Raises the failure of a background save now, not at the next one.
             self.store.poll()
             # Processes make this record at different steps, so they must not communicate here.
-            if not hosts.several():
+            if not distributed.several():
                 self._skipped()
         if regular:  # Depends on the step alone, so that a resumed run has the same means.
             self.progress.record()
@@ -382,7 +386,7 @@ class Trainer:
 
         All processes call it at the same point.
         """
-        for line in hosts.share_lines(FILES)[:NAMED]:
+        for line in distributed.share_lines(FILES)[:NAMED]:
             self.caution("skipped_file", f"{line}; it was left out")
 
     def _bad(self, done: Pending, loss: float) -> None:
@@ -394,9 +398,9 @@ class Trainer:
         guard, progress = self.job.guard, self.progress
         progress.bad_steps += 1
         progress.in_a_row += 1
-        batch = hosts.gather(done.batch)
+        batch = distributed.gather(done.batch)
         path = self.run.path / "bad" / f"step-{done.step}.npz"
-        if hosts.is_first():
+        if distributed.is_first():
             self.run.write_bad(done.step, batch)
         what = "is not a number" if not np.isfinite(loss) else f"jumped to {loss:.4g}"
         name = "skip" if guard.rule is GuardRule.skip else "bad_step"
@@ -492,7 +496,7 @@ class Trainer:
             "next": next_command(self.job, self.run.path, unfinished=bool(stopped)),
         }
         self.say("end", **summary)
-        if hosts.is_first():
+        if distributed.is_first():
             self.run.write_summary(summary)
         return summary
 
@@ -503,7 +507,7 @@ class Trainer:
 
     def _sample(self, state: Any) -> None:
         """Records the text that a language model generates after the job's prompt; once a step, and no more after a failure."""
-        if self._sampled in (self.progress.step, -1) or hosts.several():
+        if self._sampled in (self.progress.step, -1) or distributed.several():
             return
         try:
             prompt = sample_prompt(self.job)
@@ -517,6 +521,6 @@ class Trainer:
             return
         self._sampled = self.progress.step
         self.say("sample", prompt=said(prompt), text=text)
-        if hosts.is_first():
+        if distributed.is_first():
             record = {"step": self.progress.step, "prompt": said(prompt), "text": text}
             self.run.append_sample(record)

@@ -15,21 +15,20 @@ from typing import Any
 from systolic.artifact.reading import Peers
 from systolic.core.errors import DataError, RunError
 from systolic.data.skipped_files import Skipped
-from systolic.training import meeting
-from systolic.training import peers as finding
+from systolic.training.distributed import detect, rendezvous
 
 TEXT_BYTES = 4096
 """Size limit of a text for :func:`share`."""
 
 
 def belongs(environ: Mapping[str, str]) -> bool:
-    """Whether this process belongs to a multi-process job; see :mod:`systolic.training.peers`."""
-    return finding.belongs(environ)
+    """Whether this process belongs to a multi-process job; see :mod:`systolic.training.distributed.detect`."""
+    return detect.belongs(environ)
 
 
 def describe(coordinator: str | None, processes: int | None, process: int | None) -> None:
     """Sets the job's environment variables from options, which take precedence over the environment."""
-    given = {finding.ADDRESS: coordinator, finding.COUNT: processes, finding.INDEX: process}
+    given = {detect.ADDRESS: coordinator, detect.COUNT: processes, detect.INDEX: process}
     os.environ |= {name: str(value) for name, value in given.items() if value is not None}
 
 
@@ -46,14 +45,14 @@ def join(environ: Mapping[str, str] = os.environ) -> bool:
 
     if jax.distributed.is_initialized():
         return True
-    place = finding.find(environ)
+    place = detect.find(environ)
     if place is None:
         return False
     from systolic import __version__
 
-    reports = meeting.meet(place, {"jax": jax.__version__, "systolic": __version__}, tell=_tell)
+    reports = rendezvous.meet(place, {"jax": jax.__version__, "systolic": __version__}, tell=_tell)
     for what in ("systolic", "jax"):
-        first, *others = meeting.differing(reports, what).items()
+        first, *others = rendezvous.differing(reports, what).items()
         if others:
             version, where = others[0]
             raise RunError(

@@ -3,7 +3,7 @@
 import pytest
 
 from systolic.core.errors import OptionError
-from systolic.training import hosts
+from systolic.training import distributed
 
 
 @pytest.mark.parametrize(
@@ -17,7 +17,7 @@ from systolic.training import hosts
     ],
 )
 def test_one_of_several(environ: dict[str, str]):
-    assert hosts.belongs(environ)
+    assert distributed.belongs(environ)
 
 
 @pytest.mark.parametrize(
@@ -30,19 +30,19 @@ def test_one_of_several(environ: dict[str, str]):
     ],
 )
 def test_alone(environ: dict[str, str]):
-    assert not hosts.belongs(environ)
-    assert not hosts.join(environ)
+    assert not distributed.belongs(environ)
+    assert not distributed.join(environ)
 
 
 def test_half_a_description_is_refused():
     environ = {"JAX_COORDINATOR_ADDRESS": "10.0.0.2:1234", "JAX_PROCESS_ID": "1"}
     with pytest.raises(OptionError, match="JAX_NUM_PROCESSES is not set"):
-        hosts.join(environ)
+        distributed.join(environ)
 
 
 def test_a_single_process_agrees_with_itself():
-    assert hosts.is_first()
-    assert not hosts.several()
-    assert hosts.share("runs/a") == "runs/a"
-    assert hosts.any_of(True)
-    assert not hosts.any_of(False)
+    assert distributed.is_first()
+    assert not distributed.several()
+    assert distributed.share("runs/a") == "runs/a"
+    assert distributed.any_of(True)
+    assert not distributed.any_of(False)

@@ -8,9 +8,9 @@ import pytest
 
 from systolic.core import leave
 from systolic.core.errors import DataError, RunError
-from systolic.training import roll_call
+from systolic.training.distributed import heartbeat
+from systolic.training.distributed.heartbeat import FOLDER, RollCall
 from systolic.training.ledger import Ledger, Spent
-from systolic.training.roll_call import FOLDER, RollCall
 
 
 class Clock:
@@ -43,7 +43,7 @@ class Job:
         self.told: list[tuple[str, str]] = []
         self.ledgers = [Ledger(self.clock), Ledger(self.clock)]
         self.calls = [self.call(index) for index in range(2)]
-        monkeypatch.setattr(roll_call.time, "sleep", self.sleep)
+        monkeypatch.setattr(heartbeat.time, "sleep", self.sleep)
 
     def call(self, index: int) -> RollCall:
         made = RollCall(
@@ -129,18 +129,18 @@ def test_an_error_with_all_alive_stays(job: Job, monkeypatch: pytest.MonkeyPatch
         job.sleep(seconds)
         job.calls[1].say()
 
-    monkeypatch.setattr(roll_call.time, "sleep", both)
+    monkeypatch.setattr(heartbeat.time, "sleep", both)
     job.calls[0].__exit__(None, jax.errors.JaxRuntimeError("out of memory"), None)
     assert not job.told
 
 
 def test_silence_is_death_without_an_error(job: Job, monkeypatch: pytest.MonkeyPatch):
     codes: list[int] = []
-    monkeypatch.setattr(roll_call.os, "_exit", codes.append)
+    monkeypatch.setattr(heartbeat.os, "_exit", codes.append)
     for call in job.calls:
         call.say()
     job.calls[0].listen()
-    job.clock.now = roll_call.DEAD_SECONDS
+    job.clock.now = heartbeat.DEAD_SECONDS
     job.calls[0].say()
     job.calls[0]._judge()
     assert codes == [75]

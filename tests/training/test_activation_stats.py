@@ -9,7 +9,7 @@ import numpy as np
 from systolic.artifact.weights import Weights
 from systolic.job import Batch
 from systolic.job.data import MASK
-from systolic.training.moments import largest_inputs, watched
+from systolic.training.activation_stats import largest_inputs, watched
 from tests.steps import tiny
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from systolic.core.errors import OptionError, RunError
-from systolic.training import peers
-from systolic.training.peers import Member, find, slurm_hosts
+from systolic.training.distributed import detect
+from systolic.training.distributed.detect import Member, find, slurm_hosts
 
-RECORDED = json.loads((Path(__file__).parents[1] / "recorded" / "platforms.json").read_text())
+RECORDED = json.loads((Path(__file__).parents[2] / "recorded" / "platforms.json").read_text())
 
 
 @pytest.fixture
@@ -38,13 +38,13 @@ def met(tmp_path: Path, request: Any) -> Generator[tuple[dict[str, str], Path]]:
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Metadata) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        peers._attribute.cache_clear()
+        detect._attribute.cache_clear()
         yield (
             recorded["environment"] | {"GCE_METADATA_IP": f"127.0.0.1:{server.server_port}"},
             tmp_path,
         )
         server.shutdown()
-    peers._attribute.cache_clear()
+    detect._attribute.cache_clear()
 
 
 @pytest.mark.parametrize("met", ["cloud-tpu"], indirect=True)
@@ -52,7 +52,7 @@ def test_a_metadata_server_that_fails_is_not_taken_for_a_single_host(
     met: tuple[dict[str, str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environ, root = met
-    monkeypatch.setattr(peers.time, "sleep", lambda _: None)
+    monkeypatch.setattr(detect.time, "sleep", lambda _: None)
     with pytest.raises(RunError, match=r"does not answer .*refused"):
         find(environ | {"GCE_METADATA_IP": "127.0.0.1:1"}, root)
     # Outside Google Cloud the server has no address, and other devices have such files.
@@ -79,13 +79,13 @@ def test_peers_are_found(met: Any, expected: tuple[str, int, int, str]):
     place = find(*met)
     assert place is not None
     assert told(place) == expected
-    assert peers.belongs(*met)
+    assert detect.belongs(*met)
 
 
 @pytest.mark.parametrize("met", [*ALONE, "local"], indirect=True)
 def test_a_process_on_its_own(met: Any):
     assert find(*met) is None
-    assert not peers.belongs(*met)
+    assert not detect.belongs(*met)
 
 
 @pytest.mark.parametrize("met", ["mpich"], indirect=True)
@@ -93,7 +93,7 @@ def test_mpi_that_tells_no_address_needs_a_coordinator(met: Any):
     environ, root = met
     with pytest.raises(OptionError, match=r"process 1 of 2.*--coordinator HOST:PORT"):
         find(environ, root)
-    place = find(environ | {peers.ADDRESS: "10.0.0.2:4000"}, root)
+    place = find(environ | {detect.ADDRESS: "10.0.0.2:4000"}, root)
     assert place is not None
     assert told(place) == ("MPI", 1, 2, "10.0.0.2:4000")
 
@@ -141,16 +141,16 @@ def test_tasks_of_slurm_by_host():
     assert place.hosts == ("n1", "n1", "n2", "n2", "n3")
 
 
-COMPLETE = {peers.ADDRESS: "10.0.0.2:1234", peers.COUNT: "4", peers.INDEX: "3"}
+COMPLETE = {detect.ADDRESS: "10.0.0.2:1234", detect.COUNT: "4", detect.INDEX: "3"}
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({peers.INDEX: "4"}, "process is 4 of 4"),
-        ({peers.COUNT: "four"}, "'four'"),
-        ({peers.ADDRESS: "10.0.0.2"}, "HOST:PORT"),
-        ({peers.ADDRESS: "10.0.0.2:99999"}, "a port from 1 to 65535"),
+        ({detect.INDEX: "4"}, "process is 4 of 4"),
+        ({detect.COUNT: "four"}, "'four'"),
+        ({detect.ADDRESS: "10.0.0.2"}, "HOST:PORT"),
+        ({detect.ADDRESS: "10.0.0.2:99999"}, "a port from 1 to 65535"),
     ],
 )
 def test_a_wrong_description_is_refused(changed: dict[str, str], message: str):
@@ -163,12 +163,12 @@ def test_a_wrong_description_is_refused(changed: dict[str, str], message: str):
 
 def test_an_address_alone_is_no_description():
     with pytest.raises(OptionError, match="JAX_NUM_PROCESSES is not set"):
-        find({peers.ADDRESS: "10.0.0.2:1234"})
+        find({detect.ADDRESS: "10.0.0.2:1234"})
 
 
-@pytest.mark.parametrize("given", [{peers.COUNT: "2"}, {peers.INDEX: "1"}])
+@pytest.mark.parametrize("given", [{detect.COUNT: "2"}, {detect.INDEX: "1"}])
 def test_a_number_alone_does_not_train_alone(given: dict[str, str]):
-    assert peers.belongs(given)
+    assert detect.belongs(given)
     with pytest.raises(OptionError, match="JAX_COORDINATOR_ADDRESS is not set"):
         find(given)
 
@@ -189,7 +189,7 @@ def test_one_of_several_that_nothing_places_does_not_train_alone(
 ):
     environ = dict(RECORDED[platform]["environment"])
     del environ[missing]
-    assert peers.belongs(environ, tmp_path)
+    assert detect.belongs(environ, tmp_path)
     with pytest.raises(OptionError, match=f"{count}, and {missing} is not set.*--coordinator"):
         find(environ, tmp_path)
 

@@ -15,8 +15,8 @@ import numpy as np
 from systolic.data.arrays import Arrays
 from systolic.data.process_share import first_reader
 from systolic.job import Job, Layout, Read, Split
-from systolic.training import hosts
-from systolic.training.feed import evaluation, training
+from systolic.training import distributed
+from systolic.training.input import evaluation, training
 from systolic.training.machine import LocalDevices
 from systolic.training.setup import Setup, first_state, set_up
 from tests.steps import tiny
@@ -115,7 +115,7 @@ def batches(setup: Setup) -> dict[str, Any]:
                     if array.shape != want[name].shape
                     or not np.array_equal(shard.data, want[name][shard.index])
                 ]
-                hosts.require_same(have)
+                distributed.require_same(have)
                 if train and number == 4:
                     break
             readers = max(readers, len(feed.share.blocks))
@@ -137,7 +137,7 @@ def losses(setup: Setup) -> dict[str, Any]:
 
 def main(what: str, names: list[str]) -> None:
     jax.config.update("jax_disable_most_optimizations", True)
-    hosts.join()
+    distributed.join()
     for name in names:
         case = CASES[name]
         setup = set_up(job(case), machine(case))

@@ -7,7 +7,7 @@ from typing import Any
 from systolic.artifact import CheckpointStore, Run
 from systolic.artifact.checkpoint import Restored
 from systolic.core.errors import OptionError
-from systolic.training import hosts
+from systolic.training import distributed
 from systolic.training.ledger import Ledger, Spent
 from systolic.training.progress import TrainingProgress
 from systolic.training.setup import Setup
@@ -34,7 +34,7 @@ class Keeper:
             keep_best=rules.keep_best,
             metric=evaluation.metric,
             mode=evaluation.mode,
-            peers=replace(hosts.peers(), part=run.part),
+            peers=replace(distributed.peers(), part=run.part),
         )
         self._kept: tuple[int, bool] = (0, False)
         """Step of the last checkpoint, and whether it holds metrics."""
@@ -46,7 +46,7 @@ class Keeper:
             RunError: it is of another model; names the first array that differs.
         """
         # Several processes must refuse together, which they do when they restore.
-        if not hosts.several():
+        if not distributed.several():
             steps = self._setup.steps
             self.store.require_same(steps.saved(steps.abstract_state))
 
@@ -60,7 +60,7 @@ class Keeper:
             DataError: it was trained on other data.
         """
         job = self._setup.job
-        if not hosts.any_of(self.store.latest_step() is not None):
+        if not distributed.any_of(self.store.latest_step() is not None):
             return None
         with self._ledger.spend(Spent.checkpoint):
             steps = self._setup.steps
@@ -79,9 +79,9 @@ class Keeper:
     ) -> None:
         """Drops what the run holds beyond the restored checkpoint, and records that will come ``again``."""
         part = self._run.part
-        if hosts.is_first():
+        if distributed.is_first():
             self._run.truncate(0 if restored is None else restored.step, again)
-        if not (hosts.is_first() if part is None else part.leads):
+        if not (distributed.is_first() if part is None else part.leads):
             return
         if restored is not None and self.store.discard_after(restored.step) and part is not None:
             # Before another host sends a part of a checkpoint of the same step.

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from systolic.artifact import manifest
-from systolic.training import hosts
+from systolic.training import distributed
 from systolic.training.interrupt import AGREE, AGREE_SECONDS, Interrupt
 from tests.training.children import environment, together
 from tests.training.restore_child import flip
@@ -93,8 +93,8 @@ def asked(monkeypatch: pytest.MonkeyPatch, mine: float, slowest: float, calls: i
         found.append(clock.calls)
         return False, max(seconds, slowest)
 
-    monkeypatch.setattr(hosts, "several", lambda: True)
-    monkeypatch.setattr(hosts, "agree", agree)
+    monkeypatch.setattr(distributed, "several", lambda: True)
+    monkeypatch.setattr(distributed, "agree", agree)
     interrupt = Interrupt(clock)
     for clock.calls in range(calls):
         assert not interrupt.soon()
@@ -114,9 +114,9 @@ def test_slow_steps_ask_at_each(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_another_process_is_told_to_stop(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(hosts, "several", lambda: True)
+    monkeypatch.setattr(distributed, "several", lambda: True)
     answers = [True]
-    monkeypatch.setattr(hosts, "agree", lambda flag, seconds: (answers.pop(), seconds))
+    monkeypatch.setattr(distributed, "agree", lambda flag, seconds: (answers.pop(), seconds))
     interrupt = Interrupt(Clock())
     assert interrupt.signal is None
     assert interrupt.soon()
@@ -128,7 +128,7 @@ def test_another_process_is_told_to_stop(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_alone_nobody_is_asked(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delattr(hosts, "agree")
+    monkeypatch.delattr(distributed, "agree")
     interrupt = Interrupt(Clock())
     assert not interrupt.soon()
     interrupt.signal = signal.SIGINT

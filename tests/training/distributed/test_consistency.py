@@ -43,7 +43,9 @@ def tokenizer(folder: Path, word: str, end: str) -> None:
 @pytest.fixture(scope="module")
 def answers(folder: Path) -> list[dict[str, Any]]:
     """What the two processes say."""
-    told = together(["tests.training.same_child", str(folder)], environment(folder / "cache"), 2)
+    told = together(
+        ["tests.training.distributed.same_child", str(folder)], environment(folder / "cache"), 2
+    )
     # Gloo prints a line or two beside ours.
     return [json.loads(next(x for x in out.splitlines() if x.startswith("{"))) for out in told]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from systolic.core.errors import RunError
-from systolic.training.peers import Member
+from systolic.training.distributed.detect import Member
 
 MEET_SECONDS = 300.0
 """Timeout of the rendezvous, the same as that of JAX."""

@@ -17,7 +17,7 @@ from typing import Any, Protocol, Self
 
 from systolic.core.errors import LostError, SystolicError
 from systolic.core.leave import leave_at_once
-from systolic.training import hosts
+from systolic.training import distributed
 from systolic.training.ledger import Ledger, Spent
 
 BEAT_SECONDS = 1.0
@@ -117,7 +117,7 @@ class RollCall:
     def __enter__(self) -> Self:
         self._client = self._find()
         if self._client is not None:
-            self._index = hosts.peers().index
+            self._index = distributed.peers().index
             threading.Thread(target=self._beat, name="systolic-roll-call", daemon=True).start()
         return self
 
@@ -229,9 +229,9 @@ def _of_a_collective(error: Exception) -> bool:
 
 def _client() -> Any:
     """JAX's coordinator client; None in a single process."""
-    if not hosts.joined():
+    if not distributed.joined():
         return None
     # No public API stores values for other processes; Orbax uses the same client.
-    from jax._src import distributed
+    from jax._src import distributed as coordinator
 
-    return distributed.global_state.client
+    return coordinator.global_state.client

@@ -12,9 +12,9 @@ import numpy as np
 from systolic.core.errors import DataError
 from systolic.job import Job, Split, Task
 from systolic.job.model import Mean
-from systolic.models.watching import watch
+from systolic.models.activation_stats import watch
 from systolic.steps.steps import StepFunctions
-from systolic.training.feed import evaluation
+from systolic.training.input import evaluation
 
 
 def input_moments(
@@ -70,7 +70,7 @@ def watched(
     batches: Iterable[Mapping[str, Any]],
     join: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> dict[str, np.ndarray] | None:
-    """What :mod:`systolic.models.watching` finds of batches, joined; ``None`` where there is none."""
+    """What :mod:`systolic.models.activation_stats` finds of batches, joined; ``None`` where there is none."""
     network, task = steps.network, steps.job.task
 
     def read(seen: Any, params: Any, rest: Any, batch: Any) -> jax.Array:

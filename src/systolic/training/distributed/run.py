@@ -24,19 +24,19 @@ def open_together(path: Path | None, begin: Callable[[Part | None], Run], verb: 
     Raises:
         RunError: another process failed to open it.
     """
-    from systolic.training import hosts
+    from systolic.training import distributed
 
-    if not hosts.joined():
+    if not distributed.joined():
         return begin(None)
     part = share_of(path)
     run: Run | None = None
-    if hosts.is_first():
+    if distributed.is_first():
         try:
             run = begin(part)
         except Exception:
-            hosts.share("")
+            distributed.share("")
             raise
-    shared = hosts.share("" if run is None else str(run.path))
+    shared = distributed.share("" if run is None else str(run.path))
     if not shared:
         raise RunError(f"process 0 could not {verb} the run; see its error message")
     if part is None:
@@ -47,7 +47,7 @@ def open_together(path: Path | None, begin: Callable[[Part | None], Run], verb: 
             run = Run.open(str(path), part=part)
         except SystolicError as error:
             failed = str(error)
-    for index, text in enumerate(hosts.exchange(failed)):
+    for index, text in enumerate(distributed.exchange(failed)):
         if text:
             if run is not None:
                 run.close(waits=False)
@@ -57,15 +57,15 @@ def open_together(path: Path | None, begin: Callable[[Part | None], Run], verb: 
 
 def share_of(path: Path | None) -> Part | None:
     """Part that this process holds of a run in a bucket; None if all processes share one local copy."""
-    from systolic.training import hosts
+    from systolic.training import distributed
 
-    if not hosts.several() or path is None or in_bucket(path) is None:
+    if not distributed.several() or path is None or in_bucket(path) is None:
         return None
-    leaders = seen_by(_copy(path).parent, hosts.exchange)
-    session = hosts.share(uuid.uuid4().hex)
+    leaders = seen_by(_copy(path).parent, distributed.exchange)
+    session = distributed.share(uuid.uuid4().hex)
     if not any(leaders):
         return None
-    return Part(index=hosts.peers().index, leaders=tuple(leaders), session=session)
+    return Part(index=distributed.peers().index, leaders=tuple(leaders), session=session)
 
 
 def seen_by(folder: Path, exchange: Callable[[str], list[str]]) -> list[int]:

@@ -13,7 +13,7 @@ from systolic.core.errors import DataError, RunError, SystolicError
 from systolic.data.fingerprint import contents_of, difference
 from systolic.job import Data, Split
 from systolic.job.data import Contents
-from systolic.training import hosts
+from systolic.training import distributed
 
 if TYPE_CHECKING:
     from systolic.training.setup import Setup
@@ -34,9 +34,9 @@ def require_same_job(setup: "Setup") -> None:
     Raises:
         RunError: settings differ; names the first setting that differs, both values and the processes.
     """
-    if not hosts.several():
+    if not distributed.several():
         return
-    answers = [json.loads(text) for text in hosts.exchange(json.dumps(_settings(setup)))]
+    answers = [json.loads(text) for text in distributed.exchange(json.dumps(_settings(setup)))]
     first = answers[0]
     for process, answer in enumerate(answers):
         for name in sorted(first.keys() | answer.keys()):
@@ -101,7 +101,7 @@ def require_same_data(data: Data) -> None:
     Raises:
         DataError: the data differs (names the data, the difference and the processes), or a process can't read it.
     """
-    if not hosts.several():
+    if not distributed.several():
         return
     told: dict[str, Any] = {"error": "", "sizes": {}, "contents": {}, "encoding": []}
     try:
@@ -110,7 +110,7 @@ def require_same_data(data: Data) -> None:
         told["contents"] = {name: asdict(one) for name, one in contents_of(data).items()}
     except SystolicError as error:
         told["error"] = str(error)
-    answers = [json.loads(text) for text in hosts.exchange(json.dumps(told))]
+    answers = [json.loads(text) for text in distributed.exchange(json.dumps(told))]
     for process, answer in enumerate(answers):
         if answer["error"]:
             raise DataError(f"{answer['error']} (in process {process})")
@@ -153,8 +153,8 @@ class SameBatches:
         """Checks a batch if a comparison is due.
 
         Raises:
-            DataError: see :func:`systolic.training.hosts.require_same`.
+            DataError: see :func:`systolic.training.distributed.require_same`.
         """
         if self._seen % self._every == 0:
-            hosts.require_same(batch)
+            distributed.require_same(batch)
         self._seen += 1

@@ -21,14 +21,18 @@ from systolic.data.text.documents import Documents
 from systolic.data.text.instructions import Instructions
 from systolic.data.text.packing import Packing
 from systolic.job import Data, Layout, Read, Split
-from systolic.training import hosts
+from systolic.training import distributed
+from systolic.training.distributed.consistency import (
+    SameBatches,
+    require_same_data,
+    require_same_job,
+)
 from systolic.training.evaluate import evaluate
-from systolic.training.feed import training
-from systolic.training.same import SameBatches, require_same_data, require_same_job
+from systolic.training.input import training
 from systolic.training.setup import set_up
 from tests.steps import tiny
 from tests.training import restore_child
-from tests.training.hosts_child import DATA, EXAMPLES, tokens
+from tests.training.distributed.hosts_child import DATA, EXAMPLES, tokens
 
 FROM = 5
 """The first training batch that differs, where any does."""
@@ -157,13 +161,13 @@ def told(folder: Path) -> dict[str, Any]:
         "evaluation": refusal(evaluation),
         "training": refusal(train),
         "trained": len(seen),
-        "shared": hosts.share(f"said by {jax.process_index()}, é"),
-        "skipped": hosts.share_lines(lines),
-        "again": hosts.share_lines(lines),
+        "shared": distributed.share(f"said by {jax.process_index()}, é"),
+        "skipped": distributed.share_lines(lines),
+        "again": distributed.share_lines(lines),
         "damaged": restore_child.answer("flip", folder / "checkpoints"),
     }
 
 
 if __name__ == "__main__":
-    hosts.join()
+    distributed.join()
     print(json.dumps(told(Path(sys.argv[1]))), flush=True)
