@@ -21,7 +21,7 @@ class Watched:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the matrix."""
+        """Shape of the matrix."""
         return self.value.shape
 
 
@@ -33,7 +33,7 @@ class WatchedWeight(nnx.Module):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the matrix."""
+        """Shape of the matrix."""
         return self.value.get_value().shape
 
     def __getitem__(self, key: Any) -> Watched:

@@ -70,7 +70,7 @@ def watched(
     batches: Iterable[Mapping[str, Any]],
     join: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> dict[str, np.ndarray] | None:
-    """What :mod:`systolic.models.activation_stats` finds of batches, joined; ``None`` where there is none."""
+    """Statistics of several batches from :mod:`systolic.models.activation_stats`, joined; ``None`` without batches."""
     network, task = steps.network, steps.job.task
 
     def read(seen: Any, params: Any, rest: Any, batch: Any) -> jax.Array:
