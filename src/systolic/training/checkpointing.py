@@ -13,7 +13,7 @@ from systolic.training.progress import TrainingProgress
 from systolic.training.setup import Setup
 
 
-class Keeper:
+class Checkpointer:
     """Saves and restores states with the position in the data and the progress.
 
     Args:

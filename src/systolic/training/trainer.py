@@ -22,13 +22,13 @@ from systolic.data.skipped_files import FILES
 from systolic.data.text.instructions import Instructions
 from systolic.job import GuardRule, Mode, Split
 from systolic.training import distributed
-from systolic.training.checkpointing import Keeper
+from systolic.training.checkpointing import Checkpointer
 from systolic.training.distributed.consistency import (
     SameBatches,
     require_same_data,
     require_same_job,
 )
-from systolic.training.distributed.heartbeat import RollCall
+from systolic.training.distributed.heartbeat import Heartbeat
 from systolic.training.evaluate import Evaluator
 from systolic.training.input import training
 from systolic.training.interrupt import Interrupt
@@ -106,8 +106,8 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.job, self.steps = self.setup.job, self.setup.steps
-        self.keeper = Keeper(self.setup, self.run, self.ledger, self.event)
-        self.store = self.keeper.store
+        self.checkpointer = Checkpointer(self.setup, self.run, self.ledger, self.event)
+        self.store = self.checkpointer.store
         self.train_program = CompiledStep("train", self.setup.jitted_train, self.ledger, self.event)
         self.eval_program = CompiledStep(
             "eval", self.setup.jitted_evaluate, self.ledger, self.event
@@ -132,7 +132,7 @@ class Trainer:
         """Step of the last sample; -1 after a failure."""
         self.notes_told = 0
         self.same = SameBatches()
-        self.roll_call = RollCall(self.ledger, lambda: self.progress.step, self.caution)
+        self.heartbeat = Heartbeat(self.ledger, lambda: self.progress.step, self.caution)
 
     # Records
 
@@ -176,7 +176,7 @@ class Trainer:
         FILES.clear()
         require_same_job(self.setup)
         require_same_data(self.job.data)
-        with self.roll_call, Interrupt() as interrupt:
+        with self.heartbeat, Interrupt() as interrupt:
             feed = training(self.job, self.steps, self.workers, self.setup.meant)
             try:
                 state = self._begin(feed, resume, interrupt)
@@ -198,7 +198,7 @@ class Trainer:
         """
         steps = self.steps
         if resume:
-            self.keeper.check()
+            self.checkpointer.check()
         if self.loaded is None:
             self.train_program.prepare(steps.abstract_state, steps.abstract_batch())
         self.probe.prepare()
@@ -209,7 +209,7 @@ class Trainer:
         restored = self._restore(feed) if resume else None
         self.accept()
         if resume:
-            self.keeper.go_back(restored, self._comes_again)
+            self.checkpointer.go_back(restored, self._comes_again)
         feed.start()
         self.say(
             "start",
@@ -255,7 +255,7 @@ class Trainer:
 
     def _restore(self, feed: Any) -> Restored | None:
         """The newest intact checkpoint, ``None`` where there is none yet; changes nothing on disk."""
-        restored = self.keeper.restore(feed)
+        restored = self.checkpointer.restore(feed)
         if restored is not None:
             self.progress = TrainingProgress.from_json(restored.extra["progress"])
             self._judge_patience()
@@ -439,7 +439,7 @@ class Trainer:
         if self._due(self.job.checkpoints.every) or (
             metrics is not None and self.job.checkpoints.keep_best
         ):
-            self.keeper.save(state, feed, self.progress, metrics)
+            self.checkpointer.save(state, feed, self.progress, metrics)
         self._skipped()
         if self.stop_reason:
             self.event("stop", 0.0, self.stop_reason)
@@ -457,14 +457,14 @@ class Trainer:
 
         The checkpoint comes first, since the process may be killed during the evaluation.
         """
-        self.keeper.save(state, feed, self.progress, None)
+        self.checkpointer.save(state, feed, self.progress, None)
         ranked = self.evaluator.ranking(state, interrupt) if self._unranked() else None
         measured = self.evaluator.final(state, interrupt)
         if self.evaluator.alike():
             # Ranks by validation only, so that test metrics stay unbiased.
             ranked = measured.get(Split.validation)
         if ranked is not None:
-            self.keeper.rate(self.progress.step, ranked)
+            self.checkpointer.rate(self.progress.step, ranked)
         final = {f"{s.value}_{k}": v for s, metrics in measured.items() for k, v in metrics.items()}
         with self.ledger.spend(Spent.checkpoint):
             self.store.wait()
@@ -486,7 +486,7 @@ class Trainer:
             metrics=final,
             meter=self.meter,
             ledger=self.ledger,
-            checkpoint=self.keeper.path(),
+            checkpoint=self.checkpointer.path(),
         ) | {
             "interrupted": stopped.name if stopped else None,
             "stopped": self.stop_reason or None,
@@ -502,7 +502,7 @@ class Trainer:
 
     def _unranked(self) -> bool:
         """Whether the last checkpoint needs its own evaluation to be compared with earlier ones."""
-        unrated = self.keeper.unrated(self.progress.step)
+        unrated = self.checkpointer.unrated(self.progress.step)
         return unrated and bool(self.job.checkpoints.keep_best) and not self.evaluator.alike()
 
     def _sample(self, state: Any) -> None:

@@ -9,7 +9,7 @@ import pytest
 from systolic.core import leave
 from systolic.core.errors import DataError, RunError
 from systolic.training.distributed import heartbeat
-from systolic.training.distributed.heartbeat import FOLDER, RollCall
+from systolic.training.distributed.heartbeat import FOLDER, Heartbeat
 from systolic.training.ledger import Ledger, Spent
 
 
@@ -45,8 +45,8 @@ class Job:
         self.calls = [self.call(index) for index in range(2)]
         monkeypatch.setattr(heartbeat.time, "sleep", self.sleep)
 
-    def call(self, index: int) -> RollCall:
-        made = RollCall(
+    def call(self, index: int) -> Heartbeat:
+        made = Heartbeat(
             self.ledgers[index],
             lambda: 57 + index,
             lambda name, text: self.told.append((name, text)),

@@ -84,7 +84,7 @@ def late(beats: Mapping[int, Beat]) -> list[Beat]:
     ]
 
 
-class RollCall:
+class Heartbeat:
     """Context in which this process sends heartbeats; does nothing in a single-process job.
 
     On exit, an error of a collective is replaced by one that names the dead process.
