@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import systolic
+from systolic.artifact import saved_job
 from systolic.cli.main import main
 from tests.compat.reading import ADDED_STEPS, READINGS, environment, losses
 from tests.compat.record import LM, MADE, STEPS, WORK
@@ -150,6 +151,23 @@ def test_a_run_that_no_recipe_made_goes_on(here: Path, tmp_path: Path) -> None:
     assert max(losses(run)) == 3
     opened = systolic.open(run, checkpoint="last")
     assert opened.evaluate(path=here / "held.txt", batches=1)
+
+
+def test_classes_of_a_module_that_moved_are_found(
+    here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = copied(here, "typed", tmp_path)
+    record = run / "job.json"
+    text = record.read_text().replace("systolic.models.encoder.config", "systolic.once.here.config")
+    record.write_text(text)
+    with pytest.raises(systolic.SystolicError, match=r"systolic\.once\.here\.config\.Encoder"):
+        systolic.open(run, checkpoint="last")
+    moved_to = {
+        "systolic.once": "systolic.nowhere",
+        "systolic.once.here": "systolic.models.encoder",
+    }
+    monkeypatch.setattr(saved_job, "MOVED", moved_to)
+    assert systolic.open(run, checkpoint="last").job.model.layers == 1
 
 
 @pytest.mark.parametrize("form", ["hf", "bundle"])
