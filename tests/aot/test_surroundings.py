@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+import systolic
 from systolic import IMPORTED
+from systolic.aot.compile import CODE
 from systolic.aot.surroundings import SOURCES, sources
 from systolic.core.errors import RunError
 
@@ -28,3 +30,8 @@ def test_sources_are_those_of_the_import(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("systolic.aot.surroundings.IMPORTED", os.stat(tmp_path).st_ctime + 60)
     assert {name for name, one in sources(tmp_path).items() if one != found[name]} == {SOURCES[0]}
     sources.cache_clear()
+
+
+def test_packages_of_the_digest_of_a_request_are_there() -> None:
+    package = Path(systolic.__file__).parent
+    assert [name for name in CODE if not any((package / name).rglob("*.py"))] == []

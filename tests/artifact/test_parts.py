@@ -19,8 +19,8 @@ from systolic.artifact.objects import Objects, in_bucket
 from systolic.artifact.parts import Part, rate
 from systolic.artifact.reading import Peers
 from systolic.core.errors import RunError
-from systolic.session.together import open_together, seen_by
-from systolic.training import hosts
+from systolic.training import distributed
+from systolic.training.distributed.run import open_together, seen_by
 from tests.artifact.test_buckets import JOB, Machines, names, save, sender
 from tests.buckets import s3_server
 
@@ -339,12 +339,12 @@ def test_all_end_where_one_cannot_open_its_copy(
 ) -> None:
     machine("a")
     answers = iter(["other", "1", "its copy is in use by process 5"])
-    monkeypatch.setattr(hosts, "joined", lambda: True)
-    monkeypatch.setattr(hosts, "several", lambda: True)
-    monkeypatch.setattr(hosts, "is_first", lambda: True)
-    monkeypatch.setattr(hosts, "share", lambda text: text)
-    monkeypatch.setattr(hosts, "exchange", lambda text: [text, next(answers)])
-    monkeypatch.setattr(hosts, "peers", lambda: Peers(index=0, count=2))
+    monkeypatch.setattr(distributed, "joined", lambda: True)
+    monkeypatch.setattr(distributed, "several", lambda: True)
+    monkeypatch.setattr(distributed, "is_first", lambda: True)
+    monkeypatch.setattr(distributed, "share", lambda text: text)
+    monkeypatch.setattr(distributed, "exchange", lambda text: [text, next(answers)])
+    monkeypatch.setattr(distributed, "peers", lambda: Peers(index=0, count=2))
     parts: list[Part | None] = []
 
     def begin(part: Part | None) -> Run:

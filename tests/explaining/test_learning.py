@@ -31,7 +31,7 @@ from systolic.job import Evaluation, GuardRule, Job, Layout, Optimizer, Optimize
 from systolic.recipes.jobs.source import source_of
 from systolic.report.explain.text import HEIGHT, lines
 from systolic.session.resuming import finished
-from systolic.training.feed import training
+from systolic.training.input import training
 from systolic.training.ledger import Ledger
 from systolic.training.probe import Probe
 from systolic.training.setup import first_state, set_up

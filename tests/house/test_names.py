@@ -48,7 +48,7 @@ PRIVATE: dict[str, str] = {
     "systolic/models/quantized.py:qwix._src.core.qarray": "Qwix's quantized arrays without its rules",
     "systolic/models/splash.py:_ComputableMask": "the base of masks that are computed in the kernel",
     "systolic/profile/xplane.py:jaxlib._hlo": "reader of the compiled modules in a profile",
-    "systolic/training/roll_call.py:jax._src.distributed": "key-value store of the coordinator",
+    "systolic/training/distributed/heartbeat.py:jax._src.distributed": "key-value store of the coordinator",
 }
 """``path:name`` of other projects, with what no public name of theirs gives."""
 

@@ -36,7 +36,7 @@ from systolic.session.sensitivity import Measure, choose, moments_of
 from systolic.session.trained import PreparedModel, TrainedModel, set_up_here, splits
 from systolic.steps.paged import PagedSteps
 from systolic.steps.paged_sharding import with_copied_heads
-from systolic.training.feed import evaluation
+from systolic.training.input import evaluation
 from tests.interop import folders
 from tests.interop.test_sentences import folder as encoder_folder
 from tests.serving.text.engine import SIZES

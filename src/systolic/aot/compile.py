@@ -414,13 +414,13 @@ def version(name: str) -> str | None:
         return None
 
 
+CODE = ("models", "steps", "job", "aot", "recipes", "data", "chips", "core")
+"""Packages whose source a job's trace depends on."""
+
+
 @cache
 def _code() -> str:
     """Digest of the source that a job's trace depends on."""
     package = Path(__file__).parent.parent
-    files = sorted(
-        path
-        for part in ("models", "steps", "job", "aot", "recipes", "data", "chips", "core")
-        for path in (package / part).rglob("*.py")
-    )
+    files = sorted(path for part in CODE for path in (package / part).rglob("*.py"))
     return digest([[str(path.relative_to(package)), path.read_text()] for path in files])

@@ -15,6 +15,8 @@ from systolic.job import Job
 
 _PARTS = ("model", "task", "data")
 _PACKAGE = "systolic."
+MOVED: Mapping[str, str] = {}
+"""Modules and packages by the names that files of earlier versions have, to their names now; the longest that fits counts."""
 
 
 def types_of(job: Job) -> dict[str, str]:
@@ -94,7 +96,7 @@ def _custom(kind: type, value: Any) -> Any:
 
 def _class(part: str, name: str, run: Path) -> type:
     """A class by its full name; imports nothing that is not of this package."""
-    module, _, kind = name.rpartition(".")
+    module, _, kind = _moved(name).rpartition(".")
     if module.startswith(_PACKAGE):
         try:
             found = vars(import_module(module)).get(kind)
@@ -103,6 +105,12 @@ def _class(part: str, name: str, run: Path) -> type:
         if isinstance(found, type) and is_dataclass(found):
             return found
     raise RunError(f"the {part} of {run} is {name}, a type that Systolic has not; {_again(run)}")
+
+
+def _moved(name: str) -> str:
+    """A full name as it is now."""
+    old = max((old for old in MOVED if name.startswith(f"{old}.")), key=len, default="")
+    return f"{MOVED[old]}{name.removeprefix(old)}" if old else name
 
 
 def _again(run: Path) -> str:

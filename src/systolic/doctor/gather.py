@@ -17,7 +17,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from systolic.chips.host import memory_bytes, model_name, num_cpus
 from systolic.core.errors import SystolicError
 from systolic.doctor.machine import Holder, LockFile, Machine, MachineKind, Nvidia, VersionBound
-from systolic.training.peers import find
+from systolic.training.distributed.detect import find
 
 PACKAGES = (
     *("systolic", "jax", "jaxlib", "libtpu", "libtpu-nightly", "flax", "optax", "orbax-checkpoint"),

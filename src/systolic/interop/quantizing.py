@@ -55,7 +55,7 @@ class Matrix:
     fewest_bits: int = 4
     """Of its codes."""
     watched: bool
-    """Whether :func:`systolic.training.moments.input_moments` sees second moments of its inputs: not those of convolutions and experts."""
+    """Whether :func:`systolic.training.activation_stats.input_moments` sees second moments of its inputs: not those of convolutions and experts."""
     factored: tuple[int, ...] = ()
     """Dims whose inputs have factors where activations are rounded too; () where they stay."""
 

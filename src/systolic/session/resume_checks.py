@@ -127,16 +127,16 @@ def agreed(check: Callable[[], Result]) -> Result:
     Raises:
         SystolicError: the check raised it in a process.
     """
-    from systolic.training import hosts
+    from systolic.training import distributed
 
-    if not hosts.joined():
+    if not distributed.joined():
         return check()
     try:
         checked = check()
     except SystolicError as error:
-        hosts.exchange(str(error))
+        distributed.exchange(str(error))
         raise
-    for process, text in enumerate(hosts.exchange("")):
+    for process, text in enumerate(distributed.exchange("")):
         if text:
             raise DataError(f"process {process}: {text}")
     return checked

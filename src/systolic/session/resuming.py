@@ -27,7 +27,6 @@ from systolic.session.expected_devices import check_slice, expected
 from systolic.session.resume_checks import agreed, check_resume, flat
 from systolic.session.run_flags import kept_flags
 from systolic.session.starting import with_start
-from systolic.session.together import open_together
 from systolic.session.training import (
     Audience,
     SessionOptions,
@@ -39,6 +38,7 @@ from systolic.session.training import (
     run_session,
     with_initial,
 )
+from systolic.training.distributed.run import open_together
 from systolic.training.ledger import Ledger
 
 if TYPE_CHECKING:
@@ -118,9 +118,9 @@ def opened(path: Path, *, trust: bool = False, job: Job | None = None) -> Genera
         RunError: another process writes to it, or its recipe or Job is missing or has changed.
         OptionError: a job is given, but the run was made from a recipe.
     """
-    from systolic.training import hosts
+    from systolic.training import distributed
 
-    hosts.join()
+    distributed.join()
 
     def begin(part: Part | None) -> Run:
         return Run.open(path, access=Access.write, part=part)

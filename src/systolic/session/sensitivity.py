@@ -133,7 +133,7 @@ class Measure:
     @property
     def _rows(self) -> int:
         """Examples of a batch."""
-        from systolic.training.feed import evaluation_rows
+        from systolic.training.input import evaluation_rows
 
         return evaluation_rows(self.job, self.model.setup.steps)
 
@@ -284,7 +284,7 @@ def moments_of(
     Raises:
         OptionError: they would take more than :data:`MOST_MOMENTS`, or none of the matrices has inputs that are seen.
     """
-    from systolic.training.moments import input_moments
+    from systolic.training.activation_stats import input_moments
 
     shapes = {
         path: matrices[path].moments_shape

@@ -22,7 +22,7 @@ from systolic.session import run_files
 from systolic.session.expected_devices import check_machine, check_slice, expected
 from systolic.session.run_flags import kept_flags, new_flags
 from systolic.session.starting import with_start
-from systolic.session.together import open_together
+from systolic.training.distributed.run import open_together
 from systolic.training.ledger import Ledger, Spent
 from systolic.training.watch import Watcher
 
@@ -133,12 +133,12 @@ def start(
         on: The slice that the local devices are expected to be.
         ledger: Opened when the caller started, so that start-up counts.
     """
-    from systolic.training import hosts
+    from systolic.training import distributed
     from systolic.training.setup import set_up
 
     ledger = ledger or Ledger()
     check_data(source.job)
-    hosts.join()
+    distributed.join()
     if on is not None:
         check_slice(on)
     if source.chosen is not None:

@@ -82,7 +82,7 @@ def _question(data: Instructions) -> str:
 
 
 def sample_prompt(job: Job) -> str | Messages | None:
-    """What a job's model is asked for a sample: ``job.sample``, of conversations as a message, and for an empty one the first held-out conversation; ``None`` for no sample."""
+    """Prompt of a job's samples: ``job.sample``, for conversations as a message, and the first held-out conversation in place of an empty one; ``None`` for no sample."""
     if job.sample is None or not isinstance(job.data, Instructions):
         return job.sample
     return [{"role": "user", "content": job.sample}] if job.sample else job.data.question()

@@ -25,7 +25,7 @@ from systolic.steps.programs import jit_evaluate, jit_train
 from systolic.steps.steps import StepFunctions
 from systolic.steps.target import MeshTarget
 from systolic.training.evaluate import evaluate
-from systolic.training.feed import evaluation_rows, training
+from systolic.training.input import evaluation_rows, training
 from systolic.training.ledger import Ledger, Spent
 from systolic.training.machine import LocalDevices
 from systolic.training.programs import CompiledStep

@@ -24,7 +24,7 @@ from systolic.steps.state import TrainState
 from systolic.steps.steps import StepFunctions, wide_copy
 from systolic.steps.target import MeshTarget
 from systolic.training.expected import Expected
-from systolic.training.feed import evaluation_rows
+from systolic.training.input import evaluation_rows
 from systolic.training.machine import LocalDevices
 from systolic.training.programs import compiled, never
 
