@@ -32,6 +32,9 @@ dropped = jax.device_put(jnp.zeros(GIB), whole)
 del dropped
 deleted = jax.device_put(jnp.zeros(GIB), whole)
 deleted.delete()
+garbage = [jax.device_put(jnp.zeros(GIB), whole)]
+garbage.append(garbage)
+del garbage
 
 weights = jax.device_put(jnp.ones((1024, 1024)), whole)
 batch = jax.device_put(jnp.ones((4096, 1024)), split)
