@@ -2,6 +2,7 @@
 
 import atexit
 import functools
+import gc
 import os
 import sys
 import threading
@@ -18,6 +19,8 @@ UNCHANGED_CALLS, UNCHANGED_SECONDS = 600, 20.0
 """The same where calls have large arguments that stay the same: a step may gather gradients of several batches before it
 changes the weights."""
 
+COLLECTED = frozenset((0, 1, 2, 4, 8, 16, 32))
+"""Calls at which garbage is collected: a training run collects it sooner or later, and this is its beginning."""
 LARGEST = 12
 """Arrays beside a step that are named."""
 
@@ -297,6 +300,8 @@ def record(call):
         now = time.monotonic()
         if not _sequence:
             report.say(stage="running until a step repeats")
+        if number in COLLECTED:
+            gc.collect()
         _sequence.append(steps.Entry(known, now, sum(_operations.values()), call))
         if (found := _settled(now)) is not None:
             _state["ended"] = True
