@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.serve.decode_rate import median, model
 from systolic.serving.text.facts import RequestFacts, StepFacts
 from systolic.serving.text.opening import EngineSizes, open_engine
-from systolic.serving.text.request import TextRequest, TokenChoice
+from systolic.serving.text.request import SamplingParams, TextRequest
 
 ROUNDS = 3
 
@@ -91,9 +91,9 @@ def load(engine, watch, streams, options):
     def one(rounds):
         for _ in range(rounds):
             tokens = [draw.randrange(vocab) for _ in range(options.prompt)]
-            choice = TokenChoice(temperature=0.0)
+            choice = SamplingParams(temperature=0.0)
             asked = TextRequest(
-                tokens=tokens, max_tokens=options.answer, choice=choice, ignore_ends=True
+                tokens=tokens, max_tokens=options.answer, sampling=choice, ignore_ends=True
             )
             for _ in engine.submit(asked):
                 pass

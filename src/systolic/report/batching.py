@@ -11,7 +11,7 @@ from rich.text import Text
 from systolic.core.units import duration, plural
 from systolic.report import terminal
 from systolic.report.area import LiveArea
-from systolic.serving.offline.progress import BatchProgress
+from systolic.serving.offline.files import BatchProgress
 
 BAR, LINE_SECONDS = 24, 30.0
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from systolic.core.errors import MissingExtraError
-from systolic.serving.offline.files import BatchInput, BatchOutput
-from systolic.serving.offline.progress import BatchProgress
+from systolic.serving.offline.files import BatchInput, BatchOutput, BatchProgress
 from systolic.session.answerers import answerer_of
 from systolic.session.serving import ServeSettings, ServeTarget, checked_targets, open_served
 
@@ -80,10 +79,9 @@ def _answered(
 ) -> BatchProgress:
     try:
         from systolic.report.serving_log import OpeningLog
-        from systolic.serving.http.meters import BatchMetrics, TextMetrics
-        from systolic.serving.http.metrics import Metrics
+        from systolic.serving.http.metrics import BatchMetrics, Metrics, TextMetrics
         from systolic.serving.offline.run import BatchRun, WarningLog
-        from systolic.serving.served import ServedText
+        from systolic.serving.registry import ServedText
     except ImportError as error:
         raise MissingExtraError("systolic batch", "serve") from error
     settings, metrics = order.settings, Metrics()

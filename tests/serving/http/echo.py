@@ -15,7 +15,7 @@ from systolic.core.errors import DataError, OptionError
 from systolic.data.text.tokenizer import TextStream as Decoder
 from systolic.data.text.tokenizer import Tokenizer
 from systolic.serving.batch.request import BYTES, ArraySpec, ModelKind
-from systolic.serving.refused import RefusedError
+from systolic.serving.errors import RefusedError
 from systolic.serving.text.facts import EngineWatcher, RequestFacts, StepFacts
 from systolic.serving.text.request import Finish, TextPiece, TextRequest, TextTimes, Token, Usage
 

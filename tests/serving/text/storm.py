@@ -14,16 +14,15 @@ from typing import Any
 
 import psutil
 
-from systolic.serving.refused import RefusedError
-from systolic.serving.text.answer import Answer
+from systolic.serving.errors import RefusedError
 from systolic.serving.text.engine import Engine
 from systolic.serving.text.facts import RequestFacts, StepFacts
-from systolic.serving.text.request import Finish, TextRequest, TokenChoice
+from systolic.serving.text.request import Finish, SamplingParams, Stream, TextRequest
 from systolic.serving.text.scheduler import Text
-from systolic.serving.text.stream import Stream
+from systolic.serving.text.sequence import Answer
 from tests.serving.http.running import Running
 
-GREEDY = TokenChoice(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 MOST = 24
 """New tokens of a request."""
 AT_ONCE = 5
@@ -120,7 +119,7 @@ class Storm:
         if self.failures:
             raise self.failures[0]
         assert sum(self.did.values()) == first + requests
-        until(lambda: self.engine.live == 0 and self.server.desk.in_flight == 0)
+        until(lambda: self.engine.live == 0 and self.server.state.in_flight == 0)
 
     def check(self) -> None:
         """Everything has ended once, and nothing is left of it."""
@@ -165,7 +164,7 @@ class Storm:
 
     def _request(self, prompt: list[int], most: int, **more: Any) -> TextRequest:
         return TextRequest(
-            tokens=prompt, max_tokens=most, **{"choice": GREEDY, "ignore_ends": True, **more}
+            tokens=prompt, max_tokens=most, **{"sampling": GREEDY, "ignore_ends": True, **more}
         )
 
     def _ids(self, request: TextRequest) -> list[int]:
@@ -192,7 +191,9 @@ class Storm:
         if kind < 0.15:
             more["deadline_seconds"] = draw.choice([0.0, 0.01, 0.05, 0.2])
         elif kind < 0.25:
-            more["choice"] = TokenChoice(temperature=1.0, top_k=5, presence_penalty=0.5, seed=place)
+            more["sampling"] = SamplingParams(
+                temperature=1.0, top_k=5, presence_penalty=0.5, seed=place
+            )
             more["logprobs"] = 2
         elif kind < 0.3:
             more |= {"prompt_logprobs": True, "logprobs": 0}
@@ -237,7 +238,7 @@ class Storm:
         assert scored == list(request.tokens[: len(scored)])
         if request.prompt_logprobs and ids:
             assert len(scored) == len(request.tokens)
-        if request.choice is GREEDY:
+        if request.sampling is GREEDY:
             assert ids == self.alone[place][: len(ids)]
         self._count(f"read to {last.finish.value}")
 

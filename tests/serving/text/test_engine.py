@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import pytest
 
 from systolic.job import ServedCache
-from systolic.serving.refused import RefusedError
-from systolic.serving.text.request import Finish, TextRequest, TokenChoice
+from systolic.serving.errors import RefusedError
+from systolic.serving.text.request import Finish, SamplingParams, TextRequest
 from tests.serving.text.engine import SIZES, SMALL, Small, shared
 
-GREEDY = TokenChoice(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +33,10 @@ def ids(pieces) -> list[int]:
     return [token.id for piece in pieces for token in piece.tokens]
 
 
-def ask(engine, tokens, most, choice=GREEDY, **more) -> list:
-    request = TextRequest(tokens=tokens, max_tokens=most, choice=choice, ignore_ends=True, **more)
+def ask(engine, tokens, most, sampling=GREEDY, **more) -> list:
+    request = TextRequest(
+        tokens=tokens, max_tokens=most, sampling=sampling, ignore_ends=True, **more
+    )
     return list(engine.submit(request))
 
 
@@ -61,7 +63,9 @@ def test_many_at_once_have_the_tokens_of_each_alone(small, engine):
     ]
     counts = [draw.randrange(1, 20) for _ in prompts]
     streams = [
-        engine.submit(TextRequest(tokens=prompt, max_tokens=count, choice=GREEDY, ignore_ends=True))
+        engine.submit(
+            TextRequest(tokens=prompt, max_tokens=count, sampling=GREEDY, ignore_ends=True)
+        )
         for prompt, count in zip(prompts, counts, strict=True)
     ]
     for prompt, count, stream in zip(prompts, counts, streams, strict=True):
@@ -83,7 +87,7 @@ def test_greedy_texts_are_the_same_at_every_concurrency(small):
         for at_once in (1, 2, 3, 5, 8, 16, 24):
             places = draw.sample(range(24), at_once)
             requests = [
-                TextRequest(tokens=prompts[n], max_tokens=24, choice=GREEDY, ignore_ends=True)
+                TextRequest(tokens=prompts[n], max_tokens=24, sampling=GREEDY, ignore_ends=True)
                 for n in places
             ]
             streams = [engine.submit(request) for request in requests]
@@ -116,7 +120,7 @@ def test_over_pages_in_int8_a_text_is_the_same_alone_and_beside_others_cached_an
         alone = [ids(ask(engine, prompt, 40)) for prompt in prompts]
         streams = [
             engine.submit(
-                TextRequest(tokens=prompt, max_tokens=40, choice=GREEDY, ignore_ends=True)
+                TextRequest(tokens=prompt, max_tokens=40, sampling=GREEDY, ignore_ends=True)
             )
             for prompt in prompts
         ]
@@ -155,7 +159,7 @@ def test_too_few_pages_make_texts_wait_or_read_again(overflowing, scarce):
             TextRequest(
                 tokens=prompt,
                 max_tokens=50,
-                choice=GREEDY,
+                sampling=GREEDY,
                 ignore_ends=True,
                 logprobs=1,
                 prompt_logprobs=number % 2 == 0,
@@ -177,7 +181,7 @@ def test_a_text_that_overflows_ends_and_no_other_sees_it(overflowing, scarce):
     # In the first of two chunks, in the last, and alone.
     for prompt in ([OVERFLOWS, *range(30)], [*range(30), OVERFLOWS, 1], [OVERFLOWS]):
         stream = scarce.submit(
-            TextRequest(tokens=beside, max_tokens=12, choice=GREEDY, ignore_ends=True)
+            TextRequest(tokens=beside, max_tokens=12, sampling=GREEDY, ignore_ends=True)
         )
         last = ask(scarce, prompt, 4)[-1]
         assert (last.finish, last.usage.completion_tokens) == (Finish.error, 0)
@@ -203,13 +207,13 @@ def test_pages_of_a_text_that_overflows_are_found_by_none(overflowing, scarce):
 
 
 def test_settings_that_do_not_fit_end_one_text_alone(small, engine):
-    stream = engine.submit(TextRequest(tokens=[9, 8], max_tokens=20, choice=GREEDY))
-    last = ask(engine, [1, 2], 3, TokenChoice(logit_bias={1 << 40: 1.0}))[-1]
+    stream = engine.submit(TextRequest(tokens=[9, 8], max_tokens=20, sampling=GREEDY))
+    last = ask(engine, [1, 2], 3, SamplingParams(logit_bias={1 << 40: 1.0}))[-1]
     assert last.finish is Finish.error
     # NumPy before 2.4 warns, which is an error in tests.
     assert "OverflowError" in last.message or "out-of-bound" in last.message
     with pytest.raises(RefusedError, match="301 tokens and at most 300") as found:
-        ask(engine, [1, 2], 3, TokenChoice(logit_bias=dict.fromkeys(range(301), 1.0)))
+        ask(engine, [1, 2], 3, SamplingParams(logit_bias=dict.fromkeys(range(301), 1.0)))
     assert found.value.parameter == "logit_bias"
     assert ids(stream) == small.greedy([9, 8], 20)[0]
     assert engine.ready
@@ -226,10 +230,10 @@ def test_a_decoder_that_fails_ends_one_text_alone(small, engine, monkeypatch):
         def stream(self, *_):
             return Broken()
 
-    stream = engine.submit(TextRequest(tokens=[9, 8], max_tokens=20, choice=GREEDY))
+    stream = engine.submit(TextRequest(tokens=[9, 8], max_tokens=20, sampling=GREEDY))
     with monkeypatch.context() as patch:
         patch.setattr(engine, "tokenizer", BrokenTokenizer())
-        broken = engine.submit(TextRequest(tokens=[1], max_tokens=4, choice=GREEDY))
+        broken = engine.submit(TextRequest(tokens=[1], max_tokens=4, sampling=GREEDY))
     last = list(broken)[-1]
     assert (last.finish, last.message) == (Finish.error, "ValueError: no such token")
     assert ids(stream) == small.greedy([9, 8], 20)[0]
@@ -237,11 +241,11 @@ def test_a_decoder_that_fails_ends_one_text_alone(small, engine, monkeypatch):
 
 
 def test_a_seed_gives_the_same_text_alone_and_beside_others(engine):
-    choice = TokenChoice(temperature=1.0, seed=7)
+    choice = SamplingParams(temperature=1.0, seed=7)
     alone = ids(ask(engine, [5, 6, 7], 16, choice))
-    request = TextRequest(tokens=[5, 6, 7], max_tokens=16, choice=choice, ignore_ends=True)
+    request = TextRequest(tokens=[5, 6, 7], max_tokens=16, sampling=choice, ignore_ends=True)
     others = [
-        TextRequest(tokens=[n], max_tokens=16, choice=TokenChoice(seed=n), ignore_ends=True)
+        TextRequest(tokens=[n], max_tokens=16, sampling=SamplingParams(seed=n), ignore_ends=True)
         for n in range(5)
     ]
     streams = [engine.submit(one) for one in [*others, request]]
@@ -251,10 +255,10 @@ def test_a_seed_gives_the_same_text_alone_and_beside_others(engine):
 
 def test_the_cuts_of_a_row_do_not_touch_another(small, engine):
     prompt = [9, 8, 7]
-    narrow = TokenChoice(temperature=2.0, top_k=1)
-    wide = TokenChoice(temperature=0.0, logit_bias={33: 100.0})
+    narrow = SamplingParams(temperature=2.0, top_k=1)
+    wide = SamplingParams(temperature=0.0, logit_bias={33: 100.0})
     streams = [
-        engine.submit(TextRequest(tokens=prompt, max_tokens=8, choice=one, ignore_ends=True))
+        engine.submit(TextRequest(tokens=prompt, max_tokens=8, sampling=one, ignore_ends=True))
         for one in (narrow, wide, GREEDY)
     ]
     wanted = small.greedy(prompt, 8)[0]
@@ -268,7 +272,7 @@ def test_a_penalty_counts_the_token_chosen_last(small, engine):
     tokens = sorted({*range(40, 60)})
     # Among twenty tokens, so that some come again and the penalty decides.
     bias = dict.fromkeys(tokens, 30.0)
-    choice = TokenChoice(temperature=0.0, frequency_penalty=2.0, logit_bias=bias)
+    choice = SamplingParams(temperature=0.0, frequency_penalty=2.0, logit_bias=bias)
 
     def change(logits, text):
         for token in tokens:
@@ -302,7 +306,7 @@ def test_waiting_for_the_device_is_no_time_of_the_host(engine, monkeypatch, pena
     monkeypatch.setattr("systolic.serving.text.engine.time", clock)
     monkeypatch.setattr(engine.runner, "collect", slow)
     monkeypatch.setattr(engine, "watcher", watch)
-    ask(engine, [1, 2], 6, TokenChoice(temperature=0.0, presence_penalty=penalty))
+    ask(engine, [1, 2], 6, SamplingParams(temperature=0.0, presence_penalty=penalty))
     assert sum(seconds for _, seconds in watch.seconds) >= 4
     assert [host for host, _ in watch.seconds] == [0.0] * len(watch.seconds)
 
@@ -324,7 +328,7 @@ def test_log_probabilities_of_a_prompt_are_those_of_reading_it_whole(small, engi
 
 def test_a_cancelled_text_gives_its_pages_back(engine):
     stream = engine.submit(
-        TextRequest(tokens=[1] * 20, max_tokens=70, choice=GREEDY, ignore_ends=True)
+        TextRequest(tokens=[1] * 20, max_tokens=70, sampling=GREEDY, ignore_ends=True)
     )
     pieces = iter(stream)
     next(pieces)
@@ -367,7 +371,7 @@ def test_what_can_never_run_is_refused(engine, tokens, most, said):
 
 def test_a_full_queue_refuses_and_a_drain_loses_nothing(small):
     engine = small.engine(rows=1, queued=2, programs=(1, 1, 1))
-    request = TextRequest(tokens=[1], max_tokens=60, choice=GREEDY, ignore_ends=True)
+    request = TextRequest(tokens=[1], max_tokens=60, sampling=GREEDY, ignore_ends=True)
     streams, refused = [], []
     for _ in range(12):
         try:

@@ -5,8 +5,7 @@ import random
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from systolic.serving.text.pages import NOWHERE, PagePool
-from systolic.serving.text.scheduler import PENDING, Scheduler, StepLimits, Text
+from systolic.serving.text.scheduler import NOWHERE, PENDING, PagePool, Scheduler, StepLimits, Text
 
 
 class Device:

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from systolic.serving.text.request import Finish, TextPiece, TextTimes
-from systolic.serving.text.stream import Stream
+from systolic.serving.text.request import Finish, Stream, TextPiece, TextTimes
 
 PIECES = [TextPiece(text=word) for word in "abc"] + [TextPiece(text="d", finish=Finish.length)]
 

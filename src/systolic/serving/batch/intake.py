@@ -10,9 +10,9 @@ from systolic.core.errors import OptionError, nearest
 from systolic.predicting.forms import Form
 from systolic.predicting.readers import Example, Output
 from systolic.predicting.rows import Row
-from systolic.serving.batch.limits import InputLimits
+from systolic.serving.batch.options import InputLimits
 from systolic.serving.batch.request import ANY, BYTES, ArraySpec, ModelKind
-from systolic.serving.refused import RefusedError
+from systolic.serving.errors import RefusedError
 
 Inputs = Mapping[str, np.ndarray]
 

@@ -14,17 +14,16 @@ from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from systolic.core.errors import SystolicError
-from systolic.serving.http import inference, listing, page, tensorflow
-from systolic.serving.http.bodies import encode
+from systolic.serving.http import inference, listing, tensorflow
 from systolic.serving.http.chat import ChatFields, chat_completions
 from systolic.serving.http.completions import CompletionFields, completions
-from systolic.serving.http.desk import Desk
 from systolic.serving.http.embeddings import EmbeddingFields, embeddings
-from systolic.serving.http.problems import Dialect, ProblemError, problem_of
+from systolic.serving.http.protocol import Dialect, ProblemError, encode, problem_of
+from systolic.serving.http.state import ServerState
 from systolic.serving.http.transcriptions import FORMATS, transcriptions
-from systolic.serving.names import NAME_IN_PATH
+from systolic.serving.registry import NAME_IN_PATH
 
-Handler = Callable[[Request, Desk], Awaitable[Response]]
+Handler = Callable[[Request, ServerState], Awaitable[Response]]
 
 
 class Path(NamedTuple):
@@ -86,7 +85,7 @@ MODEL = "/v2/models/{name:model}"
 VERSION = f"{MODEL}/versions/{{version}}"
 REPOSITORY = "/v2/repository/models/{name:model}"
 PATHS: Sequence[Path] = (
-    Path("GET", "/", page.page, "A page for trying the models"),
+    Path("GET", "/", listing.page, "A page for trying the models"),
     Path("GET", "/health", listing.health, "200 where every model answers"),
     Path("GET", "/readyz", listing.health, "The same"),
     Path("GET", "/livez", listing.liveness, "200 unless a model failed or hangs"),
@@ -124,21 +123,21 @@ PATHS: Sequence[Path] = (
 )
 
 
-def application(desk: Desk) -> FastAPI:
-    """All routes over the models of a desk; a :class:`~systolic.serving.http.gate.Gate` goes around it."""
+def application(state: ServerState) -> FastAPI:
+    """All routes over the models of a server; a :class:`~systolic.serving.http.middleware.RequestMiddleware` goes around it."""
     app = FastAPI(
         title="Systolic",
         version=version("systolic"),
         docs_url=None,  # It loads scripts from elsewhere.
         redoc_url=None,
-        telemetry={"tracing": False},  # The gate's span is of the whole request.
+        telemetry={"tracing": False},  # The middleware's span is of the whole request.
     )
     bodies = [one.body for one in PATHS if isinstance(one.body, type)]
     _, components = msgspec.json.schema_components(
         bodies, ref_template="#/components/schemas/{name}"
     )
     for path in PATHS:
-        endpoint = _endpoint(path.handler, desk)
+        endpoint = _endpoint(path.handler, state)
         app.add_api_route(
             path.path,
             endpoint,
@@ -175,9 +174,9 @@ def label(app: FastAPI, scope: Scope) -> str:
     return "unknown"
 
 
-def _endpoint(handler: Handler, desk: Desk) -> Callable[[Request], Awaitable[Response]]:
+def _endpoint(handler: Handler, state: ServerState) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
-        return await handler(request, desk)
+        return await handler(request, state)
 
     return endpoint
 

@@ -1,7 +1,7 @@
-"""``POST /v1/chat/completions``: answers to chats."""
+"""``POST /v1/chat/completions``: messages written as the model's template takes them, and answers to them."""
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -9,18 +9,133 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from systolic.data.text.messages import takes_of
-from systolic.serving.http.bodies import encode, read
-from systolic.serving.http.desk import Desk, Ticket, new_id
-from systolic.serving.http.events import DONE, attended, event, streamed
-from systolic.serving.http.fields import Count, TextFields, Top, refuse, room
-from systolic.serving.http.messages import checked_messages, rendered, size_of
-from systolic.serving.http.problems import bad
-from systolic.serving.http.texts import Tally, Whole, merged, off_loop, submit, token_ids, whole
+from systolic.core.errors import SystolicError
+from systolic.data.text.messages import REASONING, arguments_of, takes_of
+from systolic.serving.http.protocol import Count, TextFields, Top, bad, encode, read, refuse, room
+from systolic.serving.http.responses import (
+    DONE,
+    Tally,
+    Whole,
+    attended,
+    event,
+    merged,
+    off_loop,
+    streamed,
+    submit,
+    token_ids,
+    whole,
+)
+from systolic.serving.http.state import RequestContext, ServerState, new_id
 from systolic.serving.http.tools import CLOSE, OPEN, CallReader, ForcedCall
 from systolic.serving.http.vocabulary import vocabulary_of
-from systolic.serving.served import ServedText
+from systolic.serving.registry import ServedText
 from systolic.serving.text.request import AnswerStream, TextRequest, Token
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Roles of OpenAI's API; others are taken where the template names them."""
+OWN = ("messages", "tools", "documents", "add_generation_prompt")
+"""Names of a template that the request itself gives."""
+
+
+def checked_messages(
+    messages: Sequence[Mapping[str, Any]], served: ServedText | None = None
+) -> Sequence[Mapping[str, Any]]:
+    """Messages as they came, once each is of a form that a template can take.
+
+    Raises:
+        ProblemError: a role, a content or a part of one is of a kind that is not taken.
+    """
+    if not messages:
+        raise bad("messages is empty; send at least one", "messages")
+    template = None if served is None else served.template
+    named = frozenset() if template is None else takes_of(template.text).constants
+    for number, message in enumerate(messages):
+        _check(message, f"messages[{number}]", named)
+    return messages
+
+
+def size_of(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Characters of the contents, at least."""
+    return sum(len(str(message.get("content") or "")) for message in messages)
+
+
+def _check(message: Mapping[str, Any], where: str, named: frozenset[str]) -> None:
+    role = message.get("role")
+    if not isinstance(role, str) or not (role in ROLES or role in named):
+        raise bad(
+            f"{where}.role is {str(role)[:40]!r}; it takes {', '.join(ROLES)}", f"{where}.role"
+        )
+    calls, content = message.get("tool_calls"), message.get("content")
+    alone = calls or message.get("function_call") or any(message.get(one) for one in REASONING)
+    if content is None and not (role == "assistant" and alone):
+        raise bad(f"{where}.content is missing; send a text", f"{where}.content")
+    if content is not None:
+        _check_content(content, f"{where}.content")
+    if calls:
+        _check_calls(calls, f"{where}.tool_calls")
+
+
+def _check_content(content: Any, where: str) -> None:
+    if isinstance(content, str):
+        return
+    if not isinstance(content, list):
+        raise bad(f"{where} is no text; send a text or a list of parts", where)
+    for number, part in enumerate(content):
+        place = f"{where}[{number}]"
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise bad(
+                f"{place} is a part of type {str(kind)[:40]!r}; this model reads text only", place
+            )
+
+
+def _check_calls(calls: Any, where: str) -> None:
+    for number, call in enumerate(calls if isinstance(calls, list) else [None]):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise bad(
+                f"{where}[{number}] is no call; send {{type, function: {{name, arguments}}}}",
+                f"{where}[{number}]",
+            )
+        try:
+            arguments_of(call)
+        except ValueError as error:
+            raise bad(
+                f"{where}[{number}].function.arguments is no JSON", f"{where}[{number}]"
+            ) from error
+
+
+def rendered(
+    served: ServedText,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    documents: Sequence[Mapping[str, Any]] = (),
+    names: Mapping[str, Any] | None = None,
+) -> str:
+    """The text of a chat up to where the model answers.
+
+    Raises:
+        ProblemError: the model knows no chat, or its template refuses the messages.
+    """
+    if served.template is None:
+        raise bad(f"{served.name} has no chat template; ask /v1/completions", "model")
+    for own in OWN:
+        if names and own in names:
+            raise bad(
+                f"chat_template_kwargs has {own}, which the request itself says; leave it out",
+                "chat_template_kwargs",
+            )
+    if documents and not served.template.takes_documents:
+        raise bad(
+            f"the chat template of {served.name} takes no documents; leave them out", "documents"
+        )
+    try:
+        return served.template.render(
+            messages, answer=True, tools=tools, documents=documents, names=names or {}
+        )
+    except SystolicError as error:
+        raise bad(str(error), "messages") from error
 
 
 class ChatFields(TextFields, kw_only=True):
@@ -109,7 +224,7 @@ class _AskedChat:
 
     fields: ChatFields
     served: ServedText
-    ticket: Ticket
+    context: RequestContext
     requests: list[TextRequest]
     tools: list[str]
     """Names of those that the model is told of."""
@@ -123,7 +238,7 @@ class _AskedChat:
             "id": self.id,
             "object": kind,
             "created": self.created,
-            "model": self.ticket.model,
+            "model": self.context.model,
             "choices": choices,
             **more,
         }
@@ -144,34 +259,34 @@ class _AskedChat:
         )
 
 
-async def chat_completions(request: Request, desk: Desk) -> Response:
+async def chat_completions(request: Request, state: ServerState) -> Response:
     """Answers a request; errors as the parts that it calls."""
     fields = await read(request, ChatFields)
     fields.check()
-    asked = await _understood(request, desk, fields)
-    streams = submit(asked.served.engine, asked.requests, asked.ticket)
+    asked = await _understood(request, state, fields)
+    streams = submit(asked.served.engine, asked.requests, asked.context)
     if fields.stream:
         return await streamed(request, _events(asked, streams))
-    texts = await attended(request, whole(streams, asked.ticket))
+    texts = await attended(request, whole(streams, asked.context))
     bill = Tally(choices=len(texts))
     choices = []
     for number, text in enumerate(texts):
         bill.add(number, text.usage)
         choices.append(_choice(asked, number, text))
-    asked.ticket.finish = ",".join(sorted({str(one["finish_reason"]) for one in choices}))
-    answer = asked.body("chat.completion", choices, usage=bill.close(asked.ticket))
+    asked.context.finish = ",".join(sorted({str(one["finish_reason"]) for one in choices}))
+    answer = asked.body("chat.completion", choices, usage=bill.close(asked.context))
     return Response(encode(answer), media_type="application/json")
 
 
-async def _understood(request: Request, desk: Desk, fields: ChatFields) -> _AskedChat:
-    served, ticket = desk.text(request, fields.model), Ticket.of(request)
+async def _understood(request: Request, state: ServerState, fields: ChatFields) -> _AskedChat:
+    served, context = state.text(request, fields.model), RequestContext.of(request)
     if fields.top_logprobs is not None and not fields.logprobs:
         raise bad("top_logprobs goes with logprobs: true", "top_logprobs")
     if fields.modalities not in (None, ["text"]):
         raise bad("modalities other than text are not supported; leave them out", "modalities")
-    if (fields.n or 1) > desk.limits.prompts:
+    if (fields.n or 1) > state.limits.prompts:
         raise bad(
-            f"n is {fields.n}; at most {desk.limits.prompts} answers are written at once", "n"
+            f"n is {fields.n}; at most {state.limits.prompts} answers are written at once", "n"
         )
     tools = fields.used_tools(served)
     messages = checked_messages(fields.messages, served)
@@ -188,8 +303,8 @@ async def _understood(request: Request, desk: Desk, fields: ChatFields) -> _Aske
     text += "" if forced is None else forced.begin
     one_call = forced is not None and forced.name is not None
     one_call |= bool(tools) and fields.parallel_tool_calls is False
-    if desk.log_prompts:
-        ticket.prompt = text
+    if state.log_prompts:
+        context.prompt = text
     tokens = await token_ids(served.tokenizer, text, special=False)
     field = "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens"
     most = room(len(tokens), fields.most, served.engine.context, "messages", field)
@@ -200,7 +315,7 @@ async def _understood(request: Request, desk: Desk, fields: ChatFields) -> _Aske
             vocab_size=served.tokenizer.vocab_size,
             max_tokens=most,
             logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
-            deadline_seconds=ticket.deadline_seconds,
+            deadline_seconds=context.deadline_seconds,
         )
         for number in range(fields.n or 1)
     ]
@@ -209,7 +324,7 @@ async def _understood(request: Request, desk: Desk, fields: ChatFields) -> _Aske
     return _AskedChat(
         fields=fields,
         served=served,
-        ticket=ticket,
+        context=context,
         requests=requests,
         tools=[one["function"]["name"] for one in tools],
         forced=forced,
@@ -233,7 +348,7 @@ def _choice(asked: _AskedChat, number: int, text: Whole) -> dict[str, Any]:
 async def _events(asked: _AskedChat, streams: Sequence[AnswerStream]) -> AsyncIterator[bytes]:
     bill, finishes = Tally(choices=len(streams)), set()
     writers = [_ChatWriter(asked, number) for number in range(len(streams))]
-    async with aclosing(merged(streams, asked.ticket)) as pieces:
+    async with aclosing(merged(streams, asked.context)) as pieces:
         async for number, piece in pieces:
             written = writers[number].events(
                 Whole(text=piece.text, tokens=[*piece.tokens]),
@@ -244,8 +359,8 @@ async def _events(asked: _AskedChat, streams: Sequence[AnswerStream]) -> AsyncIt
                 finishes.add(piece.finish.value)
             if written:
                 yield written
-    asked.ticket.finish = ",".join(sorted(finishes))
-    usage = bill.close(asked.ticket)
+    asked.context.finish = ",".join(sorted(finishes))
+    usage = bill.close(asked.context)
     options = asked.fields.stream_options
     if options is not None and options.include_usage:
         yield event(asked.body("chat.completion.chunk", [], usage=usage))

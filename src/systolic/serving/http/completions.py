@@ -10,14 +10,22 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from systolic.serving.http.bodies import encode, read
-from systolic.serving.http.desk import Desk, Ticket, new_id
-from systolic.serving.http.events import DONE, attended, event, streamed
-from systolic.serving.http.fields import TextFields, Top, room
-from systolic.serving.http.problems import bad
-from systolic.serving.http.texts import Tally, Whole, merged, opening_ids, submit, whole
+from systolic.serving.http.protocol import TextFields, Top, bad, encode, read, room
+from systolic.serving.http.responses import (
+    DONE,
+    Tally,
+    Whole,
+    attended,
+    event,
+    merged,
+    opening_ids,
+    streamed,
+    submit,
+    whole,
+)
+from systolic.serving.http.state import RequestContext, ServerState, new_id
 from systolic.serving.http.vocabulary import Vocabulary, vocabulary_of
-from systolic.serving.served import ServedText
+from systolic.serving.registry import ServedText
 from systolic.serving.text.request import TextRequest, Token
 
 DEFAULT_TOKENS = 16
@@ -40,7 +48,7 @@ class _AskedTexts:
 
     fields: CompletionFields
     served: ServedText
-    ticket: Ticket
+    context: RequestContext
     prompts: list[list[int]]
     requests: list[TextRequest]
     id: str = field(default_factory=lambda: new_id("cmpl"))
@@ -57,53 +65,53 @@ class _AskedTexts:
             "id": self.id,
             "object": "text_completion",
             "created": self.created,
-            "model": self.ticket.model,
+            "model": self.context.model,
             "choices": choices,
             **more,
         }
 
 
-async def completions(request: Request, desk: Desk) -> Response:
+async def completions(request: Request, state: ServerState) -> Response:
     """Answers a request; errors as the parts that it calls."""
     fields = await read(request, CompletionFields)
     fields.check()
-    asked = await _understood(request, desk, desk.text(request, fields.model), fields)
-    streams = submit(asked.served.engine, asked.requests, asked.ticket)
+    asked = await _understood(request, state, state.text(request, fields.model), fields)
+    streams = submit(asked.served.engine, asked.requests, asked.context)
     if fields.stream:
         return await streamed(request, _events(asked, streams))
-    texts = await attended(request, whole(streams, asked.ticket))
+    texts = await attended(request, whole(streams, asked.context))
     bill = Tally(choices=asked.choices, only_prompts=asked.fields.max_tokens == 0)
     choices = []
     for number, text in enumerate(texts):
         bill.add(number, text.usage)
         choices.append(_ChoiceWriter(asked, number).all(text))
-    asked.ticket.finish = ",".join(sorted({str(one["finish_reason"]) for one in choices}))
-    answer = asked.chunk(choices, usage=bill.close(asked.ticket))
+    asked.context.finish = ",".join(sorted({str(one["finish_reason"]) for one in choices}))
+    answer = asked.chunk(choices, usage=bill.close(asked.context))
     return Response(encode(answer), media_type="application/json")
 
 
 async def continued(
-    request: Request, desk: Desk, served: ServedText, fields: CompletionFields
+    request: Request, state: ServerState, served: ServedText, fields: CompletionFields
 ) -> list[str]:
     """The texts that continue the prompts of a request of another protocol; errors as the parts that it calls."""
     fields.check()
-    asked = await _understood(request, desk, served, fields)
-    streams = submit(served.engine, asked.requests, asked.ticket)
-    texts = await attended(request, whole(streams, asked.ticket))
+    asked = await _understood(request, state, served, fields)
+    streams = submit(served.engine, asked.requests, asked.context)
+    texts = await attended(request, whole(streams, asked.context))
     bill = Tally(choices=asked.choices)
     for number, text in enumerate(texts):
         bill.add(number, text.usage)
-    bill.close(asked.ticket)
-    asked.ticket.finish = ",".join(sorted({one.finish.value for one in texts}))
+    bill.close(asked.context)
+    asked.context.finish = ",".join(sorted({one.finish.value for one in texts}))
     return [one.text for one in texts]
 
 
 async def _understood(
-    request: Request, desk: Desk, served: ServedText, fields: CompletionFields
+    request: Request, state: ServerState, served: ServedText, fields: CompletionFields
 ) -> _AskedTexts:
-    ticket = Ticket.of(request)
+    context = RequestContext.of(request)
     prompts = await _prompts(fields.prompt, served)
-    count, most = len(prompts) * (fields.n or 1), desk.limits.prompts
+    count, most = len(prompts) * (fields.n or 1), state.limits.prompts
     if count > most:
         if len(prompts) > most:
             raise bad(
@@ -113,9 +121,9 @@ async def _understood(
             f"the request asks for {count} texts; at most {most} are written at once, ask for n {most // len(prompts)} or less",
             "n",
         )
-    if desk.log_prompts:
-        ticket.prompt = str(fields.prompt)
-    context = served.engine.context
+    if state.log_prompts:
+        context.prompt = str(fields.prompt)
+    length = served.engine.context
     if fields.max_tokens == 0 and not fields.echo:
         raise bad(
             "max_tokens is 0, which goes with echo: true only; ask for 1 or more", "max_tokens"
@@ -123,10 +131,10 @@ async def _understood(
     requests = []
     for tokens in prompts:
         # Without a number there are OpenAI's, or as many as are left.
-        asked = min(DEFAULT_TOKENS, max(context - len(tokens), 1))
+        asked = min(DEFAULT_TOKENS, max(length - len(tokens), 1))
         if fields.max_tokens is not None:
             asked = max(fields.max_tokens, 1)
-        new = room(len(tokens), asked, context, "prompt", "max_tokens")
+        new = room(len(tokens), asked, length, "prompt", "max_tokens")
         for number in range(fields.n or 1):
             made = fields.text_request(
                 tokens,
@@ -134,12 +142,12 @@ async def _understood(
                 vocab_size=served.tokenizer.vocab_size,
                 max_tokens=new,
                 logprobs=fields.logprobs,
-                deadline_seconds=ticket.deadline_seconds,
+                deadline_seconds=context.deadline_seconds,
             )
             scored = bool(fields.echo) and fields.logprobs is not None
             requests.append(replace(made, prompt_logprobs=scored))
     return _AskedTexts(
-        fields=fields, served=served, ticket=ticket, prompts=prompts, requests=requests
+        fields=fields, served=served, context=context, prompts=prompts, requests=requests
     )
 
 
@@ -176,7 +184,7 @@ def checked_ids(ids: Sequence[int], served: ServedText, param: str) -> list[int]
 async def _events(asked: _AskedTexts, streams: Sequence[Any]) -> AsyncIterator[bytes]:
     writers = [_ChoiceWriter(asked, number) for number in range(len(streams))]
     bill, finishes = Tally(choices=asked.choices, only_prompts=asked.fields.max_tokens == 0), set()
-    async with aclosing(merged(streams, asked.ticket)) as pieces:
+    async with aclosing(merged(streams, asked.context)) as pieces:
         async for number, piece in pieces:
             text = Whole(text=piece.text, tokens=[*piece.tokens], prompt=[*piece.prompt])
             choice = writers[number].part(text)
@@ -187,8 +195,8 @@ async def _events(asked: _AskedTexts, streams: Sequence[Any]) -> AsyncIterator[b
             elif not choice["text"] and choice["logprobs"] is None:
                 continue
             yield event(asked.chunk([choice]))
-    asked.ticket.finish = ",".join(sorted(finishes))
-    usage = bill.close(asked.ticket)
+    asked.context.finish = ",".join(sorted(finishes))
+    usage = bill.close(asked.context)
     options = asked.fields.stream_options
     if options is not None and options.include_usage:
         yield event(asked.chunk([], usage=usage))

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from systolic.serving.http.desk import new_id
+from systolic.serving.http.state import new_id
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 """Marks of Hermes, Qwen and SmolLM3 around {"name": ..., "arguments": {...}}."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec import Raw
 
-from systolic.serving.http.bodies import encode, with_infinities
+from systolic.serving.http.protocol import encode, with_infinities
 
 BODIES = {
     "messages": "/v1/chat/completions",

@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING
 from systolic.core.errors import RunError
 from systolic.forecasting.serving_memory import ServingMemory
 from systolic.serving.compiles import COUNT, count_compiles
-from systolic.serving.refused import RefusedError
-from systolic.serving.text.answer import Answer, Made, reason
+from systolic.serving.errors import RefusedError
 from systolic.serving.text.facts import EngineWatcher, RequestFacts, StepFacts
 from systolic.serving.text.memory import memory_of
-from systolic.serving.text.programs import BIASES
-from systolic.serving.text.request import Finish, TextRequest
-from systolic.serving.text.runner import StepInFlight, StepRunner
+from systolic.serving.text.request import Finish, Stream, TextRequest
+from systolic.serving.text.runner import BIASES, StepInFlight, StepRunner
 from systolic.serving.text.scheduler import Scheduler, StepWork
-from systolic.serving.text.stream import Stream
+from systolic.serving.text.sequence import Answer, Made, reason
 
 if TYPE_CHECKING:
     from systolic.data.text.tokenizer import Tokenizer
@@ -166,7 +164,7 @@ class Engine:
             raise RefusedError(
                 f"{wrong} is no token of this model, which has {vocab}", parameter="prompt"
             )
-        bias = request.choice.logit_bias
+        bias = request.sampling.logit_bias
         if len(bias) > BIASES:
             raise RefusedError(
                 f"logit_bias has {len(bias)} tokens and at most {BIASES} are taken; leave some out",

@@ -19,10 +19,8 @@ from systolic.serving.text.converting import serving_weights
 from systolic.serving.text.engine import Bounds, Engine
 from systolic.serving.text.facts import EngineWatcher
 from systolic.serving.text.memory import memory_of, pages_that_fit
-from systolic.serving.text.pages import PagePool
-from systolic.serving.text.programs import Programs
-from systolic.serving.text.runner import StepRunner
-from systolic.serving.text.scheduler import Scheduler, StepLimits
+from systolic.serving.text.runner import Programs, StepRunner
+from systolic.serving.text.scheduler import PagePool, Scheduler, StepLimits
 from systolic.steps.lengths import LEAST_TEXT, check_length, learned_text, longest_text
 from systolic.steps.paged import PagedSteps
 from systolic.steps.steps import StepFunctions

@@ -1,6 +1,9 @@
-"""A request for text, and what comes back of it."""
+"""A request for text, how its tokens are sampled, and the stream of what comes back."""
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+import asyncio
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Protocol
 
@@ -9,7 +12,7 @@ from systolic.data.text.stops import Finish
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TokenChoice:
+class SamplingParams:
     """How a request's next token is chosen from its logits.
 
     Raises:
@@ -47,7 +50,7 @@ class TextRequest:
     """Ids of the prompt, at least one."""
     max_tokens: Annotated[int, COUNT]
     """At most so many new tokens."""
-    choice: TokenChoice = TokenChoice()
+    sampling: SamplingParams = SamplingParams()
     stop: Sequence[str] = ()
     """The text ends before the first of these."""
     stop_tokens: Sequence[int] = ()
@@ -157,3 +160,63 @@ class TextEngine(Protocol):
             RefusedError: the queue is full, the engine ends, or the request can never run here.
         """
         ...
+
+
+class Stream:
+    """Implements :class:`systolic.serving.text.request.AnswerStream`.
+
+    Args:
+        cancel: Asks the engine to end the request.
+    """
+
+    def __init__(self, cancel: Callable[["Stream"], None]) -> None:
+        self._cancel = cancel
+        self._pieces: deque[TextPiece] = deque()
+        self._changed = threading.Condition()
+        self._wake: Callable[[], None] | None = None
+        self._ended = False
+
+    def put(self, piece: TextPiece) -> None:
+        """Hands a piece to the reader; from the engine's thread."""
+        with self._changed:
+            self._pieces.append(piece)
+            wake = self._wake
+            self._changed.notify()
+        if wake is not None:
+            wake()
+
+    def cancel(self) -> None:
+        """See :class:`systolic.serving.text.request.AnswerStream`."""
+        self._cancel(self)
+
+    def __iter__(self) -> Iterator[TextPiece]:
+        """Pieces as they come; blocks."""
+        while not self._ended:
+            with self._changed:
+                while not self._pieces:
+                    self._changed.wait()
+                piece = self._pieces.popleft()
+            self._ended = piece.finish is not None
+            yield piece
+
+    async def __aiter__(self) -> AsyncIterator[TextPiece]:
+        """Pieces as they come; waits in the running loop."""
+        loop, event = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            try:
+                loop.call_soon_threadsafe(event.set)
+            except RuntimeError:
+                self.cancel()  # The loop is closed: nobody reads any more.
+
+        with self._changed:
+            self._wake = wake
+        while not self._ended:
+            event.clear()
+            with self._changed:
+                pieces, self._pieces = self._pieces, deque()
+            if not pieces:
+                await event.wait()
+            for piece in pieces:
+                self._ended = piece.finish is not None
+                yield piece

@@ -12,18 +12,16 @@ from systolic.artifact.weights import Weights
 from systolic.core.errors import OptionError
 from systolic.data.text.text_data import TextData
 from systolic.predicting.latency import DECODE, PREFILL, CallSizes, Clock, TimedCall
-from systolic.serving.text.answer import Answer
 from systolic.serving.text.converting import serving_weights
 from systolic.serving.text.opening import EngineSizes, context_of, plan_engine
-from systolic.serving.text.pages import PagePool
-from systolic.serving.text.request import TextRequest, TokenChoice
+from systolic.serving.text.request import SamplingParams, Stream, TextRequest
 from systolic.serving.text.runner import StepInFlight, StepRunner
-from systolic.serving.text.scheduler import Scheduler, StepLimits
-from systolic.serving.text.stream import Stream
+from systolic.serving.text.scheduler import PagePool, Scheduler, StepLimits
+from systolic.serving.text.sequence import Answer
 from systolic.steps.lengths import longest_text
 from systolic.steps.steps import StepFunctions
 
-GREEDY = TokenChoice(temperature=0)
+GREEDY = SamplingParams(temperature=0)
 
 
 class ServedTexts(TimedCall):
@@ -117,7 +115,7 @@ class ServedTexts(TimedCall):
                 request=TextRequest(
                     tokens=prompt.tolist(),
                     max_tokens=most,
-                    choice=GREEDY,
+                    sampling=GREEDY,
                     ignore_ends=True,
                 ),
                 stream=Stream(lambda _: None),

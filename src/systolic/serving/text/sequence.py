@@ -9,9 +9,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from systolic.core.errors import RunError
 from systolic.data.text.stops import Stops
-from systolic.serving.text.request import Finish, TextPiece, TextRequest, TextTimes, Token, Usage
+from systolic.serving.text.request import (
+    Finish,
+    Stream,
+    TextPiece,
+    TextRequest,
+    TextTimes,
+    Token,
+    Usage,
+)
 from systolic.serving.text.scheduler import PENDING, Text
-from systolic.serving.text.stream import Stream
 
 if TYPE_CHECKING:
     from systolic.data.text.tokenizer import TextStream, Tokenizer
@@ -81,7 +88,7 @@ class Answer:
             most=most,
             shares=not request.prompt_logprobs,
         )
-        given = request.choice.seed
+        given = request.sampling.seed
         self.seed = random.getrandbits(32) if given is None else given & 0xFFFFFFFF
         self.submitted, self.submitted_ns = time.monotonic(), time.time_ns()
         self._decoder, self._stops = self.tokenizer.stream(tokens), Stops(tuple(request.stop))
@@ -113,14 +120,14 @@ class Answer:
     @property
     def looks_back(self) -> bool:
         """Whether a choice needs all tokens before it, the last one included."""
-        c = self.request.choice
+        c = self.request.sampling
         penalties = (c.presence_penalty, c.frequency_penalty, c.repetition_penalty)
         return penalties != (0.0, 0.0, 1.0)
 
     @property
     def by_all(self) -> bool:
         """Whether its choice needs more than a temperature."""
-        c = self.request.choice
+        c = self.request.sampling
         plain = (c.top_k, c.top_p, c.min_p) == (0, 1.0, 0.0) and not c.logit_bias
         return not plain or self.looks_back or bool(self.request.logprobs)
 

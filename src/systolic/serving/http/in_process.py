@@ -6,12 +6,12 @@ from urllib.parse import unquote
 
 from starlette.types import ASGIApp, Message, Scope
 
-from systolic.serving.http.desk import TICKET, Ticket
+from systolic.serving.http.state import CONTEXT, RequestContext
 from systolic.serving.text.request import Usage
 
 
 @dataclass(frozen=True, kw_only=True)
-class DirectAnswer:
+class InProcessResponse:
     """A whole answer."""
 
     status: int
@@ -24,8 +24,8 @@ class DirectAnswer:
     usage: Usage | None = None
 
 
-async def post(app: ASGIApp, url: str, body: bytes) -> DirectAnswer:
-    """Posts some JSON to a :class:`~systolic.serving.http.gate.Gate`; cancelled, it ends the request and frees what it holds."""
+async def post(app: ASGIApp, url: str, body: bytes) -> InProcessResponse:
+    """Posts some JSON to a :class:`~systolic.serving.http.middleware.RequestMiddleware`; cancelled, it ends the request and frees what it holds."""
     path, _, query = url.partition("?")
     scope: Scope = {
         "type": "http",
@@ -65,12 +65,12 @@ async def post(app: ASGIApp, url: str, body: bytes) -> DirectAnswer:
 
     await app(scope, receive, send)
     retry = headers.get(b"retry-after")
-    ticket: Ticket = scope[TICKET]
-    return DirectAnswer(
+    context: RequestContext = scope[CONTEXT]
+    return InProcessResponse(
         status=status,
-        request_id=ticket.id,
+        request_id=context.id,
         body=b"".join(parts),
         json=headers.get(b"content-type", b"").startswith(b"application/json"),
         retry_seconds=None if retry is None else float(retry),
-        usage=ticket.usage,
+        usage=context.usage,
     )

@@ -17,8 +17,7 @@ from typing import Any
 
 from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.core.files import check_writable, write_json
-from systolic.serving.batch.buckets import Traffic
-from systolic.serving.batch.recorded import Recorder
+from systolic.serving.batch.buckets import Recorder, Traffic
 from systolic.serving.text.buckets import TextTraffic
 from systolic.serving.text.facts import EngineWatcher, RequestFacts, StepFacts
 

@@ -13,19 +13,26 @@ from starlette.requests import Request
 from systolic.core.errors import NotFoundError
 from systolic.serving.http.limits import HttpLimits, TokenBucket
 from systolic.serving.http.metrics import Metrics
-from systolic.serving.http.problems import ProblemError, bad
-from systolic.serving.served import Key, Renewal, Served, ServedBatch, ServedText, Shelf
+from systolic.serving.http.protocol import ProblemError, bad
+from systolic.serving.registry import (
+    Key,
+    ModelRegistry,
+    ReloadPlan,
+    Served,
+    ServedBatch,
+    ServedText,
+)
 from systolic.serving.text.request import TextTimes, Usage
 
-TICKET = "systolic.ticket"
-"""Key of the ticket in a request's ASGI scope."""
+CONTEXT = "systolic.context"
+"""Key of the context in a request's ASGI scope."""
 ALIVE = 6
 """Times ``heartbeat_seconds`` after which a loop that does not turn is dead."""
 DRAIN_RETRY_SECONDS = 5.0
 
 
 @dataclass(kw_only=True, eq=False)
-class Ticket:
+class RequestContext:
     """One request from its headers to the last byte of its answer."""
 
     id: str
@@ -53,9 +60,9 @@ class Ticket:
     """Closed when the answer has ended: streams are cancelled, models let go."""
 
     @classmethod
-    def of(cls, request: Request) -> "Ticket":
-        """The ticket of a request."""
-        return request.scope[TICKET]
+    def of(cls, request: Request) -> "RequestContext":
+        """The context of a request."""
+        return request.scope[CONTEXT]
 
     def spend(self, tokens: int) -> None:
         """Counts tokens against the key's rate."""
@@ -70,7 +77,7 @@ class Ticket:
 class ModelControl(Protocol):
     """Whatever loads and unloads models of a running server; from any thread."""
 
-    def load(self, name: str) -> Renewal:
+    def load(self, name: str) -> ReloadPlan:
         """Makes the versions of a model ready that its folder has now and that are not served, or from other contents; returns when they are.
 
         Raises:
@@ -116,10 +123,10 @@ class VersionState:
 
 
 @dataclass(kw_only=True, eq=False)
-class Desk:
+class ServerState:
     """The models of a server and its state."""
 
-    shelf: Shelf
+    registry: ModelRegistry
     limits: HttpLimits
     metrics: Metrics
     log_prompts: bool = False
@@ -142,7 +149,7 @@ class Desk:
     @property
     def ready(self) -> bool:
         """Whether every model answers and the server does not end."""
-        models = self.shelf.everything()
+        models = self.registry.everything()
         limit = self.limits.heartbeat_seconds
         return (
             not self.draining
@@ -155,7 +162,7 @@ class Desk:
         """Whether no model failed and no loop hangs or has ended."""
         limit = self.limits.heartbeat_seconds * ALIVE
         return self.failed is None and all(
-            one.heartbeat_seconds < limit for one in self.shelf.everything()
+            one.heartbeat_seconds < limit for one in self.registry.everything()
         )
 
     def use(self, request: Request, name: str | None, version: int | None = None) -> Served:
@@ -165,7 +172,7 @@ class Desk:
             ProblemError: the model is not ready, or several are served and none is named.
             NotFoundError: there is no such model.
         """
-        ticket = Ticket.of(request)
+        context = RequestContext.of(request)
         if name is None:
             names = self._names()
             if not self.opened and not names:
@@ -176,8 +183,8 @@ class Desk:
                 raise bad(f"model is missing; served are: {', '.join(names)}", "model")
             name = names[0]
         self._check(name, version)
-        served = ticket.held.enter_context(self.shelf.use(name, version))
-        ticket.model = served.name
+        served = context.held.enter_context(self.registry.use(name, version))
+        context.model = served.name
         if not served.ready:
             raise self.not_ready(name)
         return served
@@ -185,7 +192,7 @@ class Desk:
     def versions(self, name: str, version: int | None = None) -> list[Served]:
         """Versions of a model, oldest first, or the one of a number; errors as :meth:`use`."""
         self._check(name, version)
-        found = self.shelf.versions(name)
+        found = self.registry.versions(name)
         made = [one for one in found if version in (None, one.version)]
         if not made:
             known = ", ".join(str(one.version) for one in found)
@@ -195,7 +202,7 @@ class Desk:
     def states(self) -> list[VersionState]:
         """Versions that are served, opened or could not be opened."""
         found: dict[Key, tuple[Phase, str]] = {}
-        for one in self.shelf.everything():
+        for one in self.registry.everything():
             phase = Phase.ready if one.ready else Phase.stopped
             found[one.key] = phase, self.failures.get(one.key, "")
         for key in self.opening:
@@ -208,13 +215,13 @@ class Desk:
         ]
 
     def _check(self, name: str, version: int | None) -> None:
-        """Refuses a model that is not on the shelf because it is opened, or was taken out.
+        """Refuses a model that the registry lacks because it is being opened, or was taken out.
 
         Raises:
             ProblemError: it is not ready yet.
             NotFoundError: a client took it out, or it is none of those that are opened.
         """
-        held = [one.version for one in self.shelf.everything() if one.name == name]
+        held = [one.version for one in self.registry.everything() if one.name == name]
         if version in held or (held and version is None):
             return
         if any(name == one and version in (None, number) for one, number in self.opening):
@@ -235,7 +242,7 @@ class Desk:
 
     def _names(self) -> list[str]:
         """Names of the models, those that are still opened included."""
-        opened = [one.name for one in self.shelf.newest()]
+        opened = [one.name for one in self.registry.newest()]
         return list(dict.fromkeys([*opened, *(name for name, _ in self.opening)]))
 
     def text(self, request: Request, name: str | None) -> ServedText:

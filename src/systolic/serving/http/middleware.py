@@ -13,12 +13,10 @@ from starlette.types import Message, Receive, Scope, Send
 
 from systolic.core.errors import SystolicError
 from systolic.serving.http.app import label
-from systolic.serving.http.bodies import encode
-from systolic.serving.http.desk import TICKET, Desk, Ticket, new_id
 from systolic.serving.http.keys import Keys
-from systolic.serving.http.logs import EventLog
-from systolic.serving.http.problems import Dialect, ProblemError, problem_of
-from systolic.serving.http.traces import Traces
+from systolic.serving.http.protocol import Dialect, ProblemError, encode, problem_of
+from systolic.serving.http.state import CONTEXT, RequestContext, ServerState, new_id
+from systolic.serving.http.telemetry import EventLog, Traces
 
 OPEN = ("/", "/health", "/livez", "/readyz", "/v2/health/live", "/v2/health/ready", "/metrics")
 """Paths that need no key and answer while the server ends."""
@@ -26,14 +24,14 @@ _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 @dataclass(kw_only=True, eq=False)
-class Gate:
+class RequestMiddleware:
     """An ASGI application around that of the routes.
 
     Every request gets one answer in its protocol's form, whatever is raised inside.
     """
 
     app: FastAPI
-    desk: Desk
+    state: ServerState
     log: EventLog
     traces: Traces
     keys: Keys | None = None
@@ -45,56 +43,58 @@ class Gate:
             return
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         given = headers.get(b"x-request-id", "")
-        ticket = Ticket(id=given if _ID.fullmatch(given) else new_id("req"))
-        scope[TICKET] = ticket
-        answer = _Exchange(send=send, ticket=ticket, receive=receive)
-        answer.body_left = self.desk.limits.body_bytes
-        answer.body_end = time.monotonic() + self.desk.limits.body_seconds
-        self.desk.in_flight += 1
-        with self.traces.request(scope, headers, ticket) as span:
+        context = RequestContext(id=given if _ID.fullmatch(given) else new_id("req"))
+        scope[CONTEXT] = context
+        answer = _Exchange(send=send, context=context, receive=receive)
+        answer.body_left = self.state.limits.body_bytes
+        answer.body_end = time.monotonic() + self.state.limits.body_seconds
+        self.state.in_flight += 1
+        with self.traces.request(scope, headers, context) as span:
             try:
                 await self._answer(scope, headers, answer)
             finally:
-                ticket.held.close()
-                self.desk.in_flight -= 1
+                context.held.close()
+                self.state.in_flight -= 1
                 self._note(scope, answer)
-                span.ended(answer.status, ticket)
+                span.ended(answer.status, context)
 
     async def _answer(
         self, scope: Scope, headers: MutableMapping[bytes, str], answer: "_Exchange"
     ) -> None:
         try:
-            self._admit(scope["path"], headers, answer.ticket)
+            self._admit(scope["path"], headers, answer.context)
             await self.app(scope, answer.receiving, answer.sending)
         except ProblemError as problem:
             await answer.problem(problem, scope["path"])
         except SystolicError as error:
             await answer.problem(problem_of(error), scope["path"])
         except asyncio.CancelledError:
-            answer.ticket.gone = True
+            answer.context.gone = True
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
-            self.log.write("failed", id=answer.ticket.id, path=scope["path"], error=reason)
+            self.log.write("failed", id=answer.context.id, path=scope["path"], error=reason)
             problem = ProblemError(
-                status=500, message=f"this server failed; its log names request {answer.ticket.id}"
+                status=500, message=f"this server failed; its log names request {answer.context.id}"
             )
             await answer.problem(problem, scope["path"])
 
-    def _admit(self, path: str, headers: MutableMapping[bytes, str], ticket: Ticket) -> None:
+    def _admit(
+        self, path: str, headers: MutableMapping[bytes, str], context: RequestContext
+    ) -> None:
         """Refuses what needs no reading.
 
         Raises:
             ProblemError: no or a wrong key, a rate that is used up, a body that is too large, an encoding that is not read, or the server ends.
         """
-        limits = self.desk.limits
+        limits = self.state.limits
         if path in OPEN:
             return
-        if self.desk.draining:
-            raise self.desk.ending()
+        if self.state.draining:
+            raise self.state.ending()
         if self.keys is not None:
-            self._identify(self.keys, headers, ticket)
-        if self.desk.in_flight > limits.requests:
+            self._identify(self.keys, headers, context)
+        if self.state.in_flight > limits.requests:
             raise ProblemError(
                 status=503,
                 message=f"{limits.requests} requests are answered already; come back later",
@@ -108,11 +108,13 @@ class Gate:
         length = headers.get(b"content-length", "0")
         if not length.isascii() or not length.isdigit() or int(length[:20]) > limits.body_bytes:
             raise _too_large(limits.body_bytes)
-        ticket.deadline_seconds = _deadline(
+        context.deadline_seconds = _deadline(
             headers.get(b"x-request-timeout"), limits.deadline_seconds
         )
 
-    def _identify(self, keys: Keys, headers: MutableMapping[bytes, str], ticket: Ticket) -> None:
+    def _identify(
+        self, keys: Keys, headers: MutableMapping[bytes, str], context: RequestContext
+    ) -> None:
         scheme, _, given = headers.get(b"authorization", "").partition(" ")
         if scheme.lower() != "bearer":
             given = headers.get(b"x-api-key", "")
@@ -124,9 +126,9 @@ class Gate:
                 message=f"{told}; send one as Authorization: Bearer KEY",
                 code="invalid_api_key",
             )
-        ticket.key = key.name
-        ticket.rates, now = keys.rates(key), time.monotonic()
-        waits = {what: bucket.wait_seconds(now) for what, bucket in ticket.rates.items()}
+        context.key = key.name
+        context.rates, now = keys.rates(key), time.monotonic()
+        waits = {what: bucket.wait_seconds(now) for what, bucket in context.rates.items()}
         what = max(waits, key=waits.__getitem__, default="")
         if waits.get(what):
             raise ProblemError(
@@ -135,38 +137,38 @@ class Gate:
                 code="rate_limit_exceeded",
                 retry_seconds=waits[what],
             )
-        if "requests" in ticket.rates:
-            ticket.rates["requests"].take(now)
+        if "requests" in context.rates:
+            context.rates["requests"].take(now)
 
     def _note(self, scope: Scope, answer: "_Exchange") -> None:
-        ticket, metrics = answer.ticket, self.desk.metrics
+        context, metrics = answer.context, self.state.metrics
         route = label(self.app, scope)
-        seconds = time.monotonic() - ticket.begun
-        status = "499" if ticket.gone else str(answer.status)
+        seconds = time.monotonic() - context.begun
+        status = "499" if context.gone else str(answer.status)
         metrics.http_requests.labels(route, status).inc()
         metrics.http_seconds.labels(route).observe(seconds)
-        if ticket.gone:
+        if context.gone:
             metrics.cancelled.labels(route).inc()
         if scope["path"] in OPEN:
             return
-        usage = ticket.usage
+        usage = context.usage
         self.log.write(
             "request",
-            id=ticket.id,
+            id=context.id,
             method=scope["method"],
             route=route,
             status=int(status),
-            key=ticket.key,
-            model=ticket.model,
+            key=context.key,
+            model=context.model,
             seconds=round(seconds, 6),
-            first_byte_seconds=ticket.first_byte_seconds,
+            first_byte_seconds=context.first_byte_seconds,
             prompt_tokens=usage.prompt_tokens if usage else None,
             completion_tokens=usage.completion_tokens if usage else None,
             cached_tokens=usage.cached_tokens if usage else None,
-            examples=ticket.examples if ticket.examples > 1 else None,
-            choices=ticket.choices if ticket.choices > 1 else None,
-            finish=ticket.finish,
-            prompt=ticket.prompt if self.desk.log_prompts else None,
+            examples=context.examples if context.examples > 1 else None,
+            choices=context.choices if context.choices > 1 else None,
+            finish=context.finish,
+            prompt=context.prompt if self.state.log_prompts else None,
         )
 
 
@@ -176,7 +178,7 @@ class _Exchange:
 
     send: Send
     receive: Receive
-    ticket: Ticket
+    context: RequestContext
     status: int = 0
     body_left: int = 0
     body_end: float = 0.0
@@ -202,7 +204,7 @@ class _Exchange:
                     status=408, message="the body did not arrive in time; send it at once"
                 ) from error
         if message["type"] == "http.disconnect":
-            self.ticket.gone |= not (self.told or self.ticket.finish)
+            self.context.gone |= not (self.told or self.context.finish)
             return message
         self.body_left -= len(message.get("body", b""))
         if self.body_left < 0:
@@ -215,15 +217,15 @@ class _Exchange:
         """Hands a part of the answer on."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            own = {"x-request-id": self.ticket.id}
+            own = {"x-request-id": self.context.id}
             if self.cut:
                 own["connection"] = "close"
-            for what, bucket in self.ticket.rates.items():
+            for what, bucket in self.context.rates.items():
                 own.update(bucket.headers(what))
             pairs = [(name.encode(), value.encode()) for name, value in own.items()]
             message["headers"] = [*message.get("headers", []), *pairs]
-        elif self.ticket.first_byte_seconds is None:
-            self.ticket.first_byte_seconds = round(time.monotonic() - self.ticket.begun, 6)
+        elif self.context.first_byte_seconds is None:
+            self.context.first_byte_seconds = round(time.monotonic() - self.context.begun, 6)
         await self.send(message)
         if message["type"] == "http.response.body" and not message.get("more_body", False):
             self.told = True

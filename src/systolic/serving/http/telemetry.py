@@ -1,17 +1,58 @@
-"""OpenTelemetry spans of requests, where its package is installed: one each, child of the caller's, with its phases below it.
+"""Log and traces of a server: one JSON object a line on stderr, and OpenTelemetry spans of requests where its package is installed.
 
-Which exporter they go to is OpenTelemetry's own configuration: ``opentelemetry-instrument systolic serve ...``.
+Which exporter the spans go to is OpenTelemetry's own configuration: ``opentelemetry-instrument systolic serve ...``.
 """
 
+import sys
+import threading
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from datetime import UTC, datetime
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+import msgspec
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
 
-    from systolic.serving.http.desk import Ticket
+    from systolic.serving.http.state import RequestContext
+
+
+class EventLog:
+    """Writes events with their time; fields that are None are left out.
+
+    Args:
+        file: Where to; standard error by default.
+    """
+
+    def __init__(self, file: TextIO | None = None) -> None:
+        self._file = file
+        self._lock = threading.Lock()
+
+    def warn(self, line: str) -> None:
+        """A warning."""
+        self.write("warning", message=line)
+
+    def write(self, event: str, **fields: Any) -> None:
+        """One event."""
+        now = datetime.now(UTC)
+        known = {name: value for name, value in fields.items() if value is not None}
+        with self._lock:
+            text = self.render(event, known, now)
+            self.file.write(text)
+            self.file.flush()
+
+    @property
+    def file(self) -> TextIO:
+        """Where to."""
+        return sys.stderr if self._file is None else self._file
+
+    def render(self, event: str, fields: dict[str, Any], now: datetime) -> str:
+        """The text of an event."""
+        record = {"time": now.isoformat(timespec="milliseconds"), "event": event, **fields}
+        return msgspec.json.encode(record).decode() + "\n"
+
 
 OPERATIONS: Mapping[str, str] = {
     "/v1/chat/completions": "chat",
@@ -24,7 +65,7 @@ OPERATIONS: Mapping[str, str] = {
 class RequestSpan(Protocol):
     """A span of a request."""
 
-    def ended(self, status: int, ticket: "Ticket") -> None:
+    def ended(self, status: int, context: "RequestContext") -> None:
         """Notes the answer."""
         ...
 
@@ -33,7 +74,7 @@ class Traces(Protocol):
     """Whatever makes spans."""
 
     def request(
-        self, scope: Mapping[str, Any], headers: Mapping[bytes, str], ticket: "Ticket"
+        self, scope: Mapping[str, Any], headers: Mapping[bytes, str], context: "RequestContext"
     ) -> AbstractContextManager[RequestSpan]:
         """The span of a request."""
         ...
@@ -44,15 +85,15 @@ class NoTraces:
 
     @contextmanager
     def request(
-        self, scope: Mapping[str, Any], headers: Mapping[bytes, str], ticket: "Ticket"
+        self, scope: Mapping[str, Any], headers: Mapping[bytes, str], context: "RequestContext"
     ) -> Generator["NoTraces"]:
         """See :class:`Traces`."""
-        del scope, headers, ticket
+        del scope, headers, context
         yield self
 
-    def ended(self, status: int, ticket: "Ticket") -> None:
+    def ended(self, status: int, context: "RequestContext") -> None:
         """See :class:`RequestSpan`."""
-        del status, ticket
+        del status, context
 
 
 class OpenTelemetry:
@@ -63,7 +104,7 @@ class OpenTelemetry:
 
     @contextmanager
     def request(
-        self, scope: Mapping[str, Any], headers: Mapping[bytes, str], ticket: "Ticket"
+        self, scope: Mapping[str, Any], headers: Mapping[bytes, str], context: "RequestContext"
     ) -> Generator["_Span"]:
         """See :class:`Traces`."""
         from opentelemetry import trace
@@ -74,7 +115,7 @@ class OpenTelemetry:
         attributes: dict[str, str] = {
             "http.request.method": scope["method"],
             "url.path": scope["path"],
-            "systolic.request.id": ticket.id,
+            "systolic.request.id": context.id,
         }
         operation = OPERATIONS.get(scope["path"])
         if operation is not None:
@@ -92,25 +133,25 @@ class _Span:
     def __init__(self, tracer: "Tracer", span: "Span") -> None:
         self._tracer, self._span = tracer, span
 
-    def ended(self, status: int, ticket: "Ticket") -> None:
+    def ended(self, status: int, context: "RequestContext") -> None:
         """See :class:`RequestSpan`."""
         from opentelemetry.trace import Status, StatusCode
 
         found: dict[str, str | int | float | Sequence[str]] = {"http.response.status_code": status}
-        if ticket.model is not None:
-            found["gen_ai.request.model"] = found["gen_ai.response.model"] = ticket.model
-        if ticket.usage is not None:
-            found["gen_ai.usage.input_tokens"] = ticket.usage.prompt_tokens
-            found["gen_ai.usage.output_tokens"] = ticket.usage.completion_tokens
-            found["gen_ai.usage.cache_read.input_tokens"] = ticket.usage.cached_tokens
-        if ticket.finish is not None:
-            found["gen_ai.response.finish_reasons"] = ticket.finish.split(",")
-        if ticket.first_byte_seconds is not None:
-            found["gen_ai.server.time_to_first_token"] = ticket.first_byte_seconds
+        if context.model is not None:
+            found["gen_ai.request.model"] = found["gen_ai.response.model"] = context.model
+        if context.usage is not None:
+            found["gen_ai.usage.input_tokens"] = context.usage.prompt_tokens
+            found["gen_ai.usage.output_tokens"] = context.usage.completion_tokens
+            found["gen_ai.usage.cache_read.input_tokens"] = context.usage.cached_tokens
+        if context.finish is not None:
+            found["gen_ai.response.finish_reasons"] = context.finish.split(",")
+        if context.first_byte_seconds is not None:
+            found["gen_ai.server.time_to_first_token"] = context.first_byte_seconds
         self._span.set_attributes(found)
         if status >= 500:
             self._span.set_status(Status(StatusCode.ERROR))
-        for number, times in enumerate(ticket.times):
+        for number, times in enumerate(context.times):
             begin = times.submitted_ns
             for name, seconds in times.phases().items():
                 end = begin + int(seconds * 1e9)
