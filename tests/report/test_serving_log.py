@@ -2,7 +2,7 @@
 
 import io
 
-from systolic.forecasting.serving_memory import ServingMemory
+from systolic.job.serving_memory import ServingMemory
 from systolic.report.serving_log import ConsoleLog
 from systolic.serving.batch.buckets import Shapes, choose
 from systolic.serving.compiles import CompileFacts

@@ -1,7 +1,7 @@
 """The memory of a server of a language model as lines of text, before it starts or in a forecast."""
 
 from systolic.core.units import gibibytes, plural
-from systolic.forecasting.serving_memory import ServingMemory
+from systolic.job.serving_memory import ServingMemory
 
 NAME, SIZE = 14, 11
 

@@ -14,7 +14,7 @@ from systolic.serving.batch.request import BatchModel
 from systolic.serving.text.request import TextEngine
 
 ENDS = ("versions", "labels", "metadata", "ready", "infer", "load", "unload")
-"""What follows a model's name in paths, and so can't be in the name after a ``/``."""
+"""Words that follow a model's name in paths, and so can't be in the name after a ``/``."""
 NAME_IN_PATH = rf"[^/]+(?:/(?!(?:{'|'.join(ENDS)})(?:/|$))[^/]+)*"
 """A name of one part or of several, such as ``org/model``."""
 
@@ -114,7 +114,7 @@ class ServedBatch:
 
     @property
     def kind(self) -> str:
-        """What it is asked for."""
+        """Its task."""
         return self.model.kind.value
 
     @property
@@ -152,7 +152,7 @@ class ModelLoad:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ReloadPlan:
-    """What has to change so that a server holds what its folders do."""
+    """Changes after which a server holds what its folders do."""
 
     added: Sequence[ModelLoad] = ()
     """Versions that are new, or have other contents."""

@@ -18,12 +18,12 @@ from systolic.models.decoder.config import Decoder, Dispatch, Latent
 from systolic.serving.layout import DeviceShares, ServingLayout
 from systolic.serving.text import replica_placement as placement_module
 from systolic.serving.text.engine import Engine
-from systolic.serving.text.facts import RequestFacts, StepFacts
+from systolic.serving.text.facts import EngineLoad, StepFacts
 from systolic.serving.text.memory import held_bytes
 from systolic.serving.text.opening import EngineSizes, open_engine
 from systolic.serving.text.replica_placement import ReplicaPlacement
 from systolic.serving.text.replicas import Replicas
-from systolic.serving.text.request import SamplingParams, TextRequest
+from systolic.serving.text.request import SamplingParams, TextOutput, TextRequest
 from systolic.session.trained import from_source
 from systolic.steps.mesh import make_mesh
 from systolic.steps.paged import PagedSteps
@@ -103,7 +103,11 @@ def ask(engine: Engine | Replicas, **more: Any) -> list[list[tuple[int, float]]]
         for prompt in PROMPTS
     ]
     return [
-        [(token.id, token.logprob) for piece in stream for token in piece.tokens]
+        [
+            (token, value)
+            for piece in stream
+            for token, (value, _) in zip(piece.token_ids, piece.logprobs, strict=True)
+        ]
         for stream in streams
     ]
 
@@ -193,7 +197,7 @@ def crowded(name: str) -> dict[str, Any]:
         def stepped(self, facts: StepFacts) -> None:
             preempted.append(facts.preempted)
 
-        def ended(self, facts: RequestFacts) -> None:
+        def ended(self, output: TextOutput, load: EngineLoad) -> None:
             pass
 
     steps = steps_on(MODELS[name], 0, 2)

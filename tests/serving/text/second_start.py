@@ -52,7 +52,7 @@ def main() -> None:
             sampling=choice,
             prompt_logprobs=scores,
         )
-        tokens += [token.id for piece in engine.submit(asked) for token in piece.tokens]
+        tokens += [token for piece in engine.submit(asked) for token in piece.token_ids]
     engine.stop()
     print(json.dumps({"tokens": tokens, "compiles": len(compiled), "lines": lines, **made}))
 

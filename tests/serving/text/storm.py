@@ -16,10 +16,9 @@ import psutil
 
 from systolic.serving.errors import RefusedError
 from systolic.serving.text.engine import Engine
-from systolic.serving.text.facts import RequestFacts, StepFacts
-from systolic.serving.text.request import Finish, SamplingParams, Stream, TextRequest
-from systolic.serving.text.scheduler import Text
-from systolic.serving.text.sequence import Answer
+from systolic.serving.text.facts import EngineLoad, StepFacts
+from systolic.serving.text.request import Finish, SamplingParams, Stream, TextOutput, TextRequest
+from systolic.serving.text.sequence import Sequence
 from tests.serving.http.running import Running
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -46,8 +45,8 @@ class StormWatch:
         self.most_running = max(self.most_running, facts.running)
         self.fullest = max(self.fullest, facts.pages_in_use / facts.pages_total)
 
-    def ended_request(self, facts: RequestFacts) -> None:
-        self.ended[facts.finish] += 1
+    def ended_request(self, output: TextOutput) -> None:
+        self.ended[output.finish] += 1
 
 
 class Watched:
@@ -59,8 +58,8 @@ class Watched:
     def stepped(self, facts: StepFacts) -> None:
         self.counts.stepped(facts)
 
-    def ended(self, facts: RequestFacts) -> None:
-        self.counts.ended_request(facts)
+    def ended(self, output: TextOutput, load: EngineLoad) -> None:
+        self.counts.ended_request(output)
 
 
 @dataclass
@@ -147,7 +146,7 @@ class Storm:
         self.server.lines.truncate()
         gc.collect()
         # The loop's last step names its texts while nothing follows it.
-        for kind in (Answer, Stream, Text):
+        for kind in (Sequence, Stream):
             left = [one for one in gc.get_objects() if type(one) is kind]
             assert len(left) <= self.engine.scheduler.limits.rows + 1
         return Held(tracemalloc.get_traced_memory()[0], psutil.Process().memory_info().rss)
@@ -169,7 +168,7 @@ class Storm:
 
     def _ids(self, request: TextRequest) -> list[int]:
         pieces = list(self.engine.submit(request))
-        return [token.id for piece in pieces for token in piece.tokens]
+        return [token for piece in pieces for token in piece.token_ids]
 
     def _some(self, numbers: list[int]) -> None:
         """Several requests of one thread, begun together and read one after the other."""
@@ -226,15 +225,14 @@ class Storm:
         assert [piece.finish for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
         last = pieces[-1]
         assert last.finish is not None
-        assert last.usage is not None
-        ids = [token.id for piece in pieces for token in piece.tokens]
-        assert last.usage.completion_tokens == len(ids) <= request.max_tokens
+        ids = [token for piece in pieces for token in piece.token_ids]
+        assert last.completion_tokens == len(ids) <= request.max_tokens
         if last.finish is Finish.length:
             assert len(ids) == request.max_tokens
         else:
             expected = Finish.deadline if request.deadline_seconds is not None else None
             assert last.finish in (Finish.cancelled, expected)
-        scored = [token.id for piece in pieces for token in piece.prompt]
+        scored = [token for piece in pieces for token in piece.prompt_ids]
         assert scored == list(request.tokens[: len(scored)])
         if request.prompt_logprobs and ids:
             assert len(scored) == len(request.tokens)

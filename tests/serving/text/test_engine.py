@@ -30,7 +30,7 @@ def engine(small):
 
 
 def ids(pieces) -> list[int]:
-    return [token.id for piece in pieces for token in piece.tokens]
+    return [token for piece in pieces for token in piece.token_ids]
 
 
 def ask(engine, tokens, most, sampling=GREEDY, **more) -> list:
@@ -47,11 +47,11 @@ def test_a_text_has_the_tokens_of_reading_it_whole(small, engine, length):
     wanted, scores = small.greedy(prompt, 12)
     pieces = ask(engine, prompt, 12, logprobs=0)
     assert ids(pieces) == wanted
-    found = [token.logprob for piece in pieces for token in piece.tokens]
+    found = [value for piece in pieces for value, _ in piece.logprobs]
     assert found == pytest.approx(scores, abs=1e-4)
     assert pieces[-1].finish is Finish.length
-    assert pieces[-1].usage.prompt_tokens == length
-    assert pieces[-1].usage.completion_tokens == 12
+    assert pieces[-1].prompt_tokens == length
+    assert pieces[-1].completion_tokens == 12
 
 
 def test_many_at_once_have_the_tokens_of_each_alone(small, engine):
@@ -101,7 +101,7 @@ def test_a_prompt_seen_before_is_not_read_again(small, engine):
     first, again = ask(engine, prompt, 5), ask(engine, prompt, 5)
     assert ids(first) == ids(again) == small.greedy(prompt, 5)[0]
     # 49 of 50 tokens can be found, in whole pages of 8.
-    assert again[-1].usage.cached_tokens == 48
+    assert again[-1].cached_tokens == 48
 
 
 @pytest.mark.slow
@@ -111,7 +111,7 @@ def test_over_pages_in_int8_a_text_is_the_same_alone_and_beside_others_cached_an
     prompts = [begin + [draw.randrange(256) for _ in range(12)] for _ in range(5)]
     lost = []
     watcher = SimpleNamespace(
-        stepped=lambda facts: lost.append(facts.preempted), ended=lambda facts: None
+        stepped=lambda facts: lost.append(facts.preempted), ended=lambda output, load: None
     )
     sizes = replace(SIZES, cache=ServedCache.int8, pages=16, programs=(1, 1, 1), mixed=True)
     engine = small.opened(sizes, watcher)
@@ -126,7 +126,7 @@ def test_over_pages_in_int8_a_text_is_the_same_alone_and_beside_others_cached_an
         ]
         together = [list(stream) for stream in streams]
         assert [ids(pieces) for pieces in together] == alone
-        assert any(pieces[-1].usage.cached_tokens for pieces in together)
+        assert any(pieces[-1].cached_tokens for pieces in together)
         assert sum(lost) > 0
     finally:
         engine.stop()
@@ -171,7 +171,7 @@ def test_too_few_pages_make_texts_wait_or_read_again(overflowing, scarce):
         pieces = list(stream)
         assert ids(pieces) == overflowing.greedy(prompt, 50)[0]
         # Those that were read again are scored once.
-        scored = [token.id for piece in pieces for token in piece.prompt]
+        scored = [token for piece in pieces for token in piece.prompt_ids]
         assert scored == (prompt if number % 2 == 0 else [])
     assert scarce.scheduler.pool.in_use == 0
 
@@ -184,7 +184,7 @@ def test_a_text_that_overflows_ends_and_no_other_sees_it(overflowing, scarce):
             TextRequest(tokens=beside, max_tokens=12, sampling=GREEDY, ignore_ends=True)
         )
         last = ask(scarce, prompt, 4)[-1]
-        assert (last.finish, last.usage.completion_tokens) == (Finish.error, 0)
+        assert (last.finish, last.completion_tokens) == (Finish.error, 0)
         assert "not finite" in last.message
         assert ids(stream) == overflowing.greedy(beside, 12)[0]
     for prompt in after:
@@ -201,9 +201,9 @@ def test_pages_of_a_text_that_overflows_are_found_by_none(overflowing, scarce):
     ):
         for more in ([], [], [5], [6, 7]):
             last = ask(scarce, [*prompt, *more], 4)[-1]
-            assert last.finish is Finish.error, (prompt, more, last.usage)
+            assert last.finish is Finish.error, (prompt, more, last)
             read = prompt.index(OVERFLOWS)
-            assert last.usage.cached_tokens <= read
+            assert last.cached_tokens <= read
 
 
 def test_settings_that_do_not_fit_end_one_text_alone(small, engine):
@@ -291,7 +291,7 @@ def test_waiting_for_the_device_is_no_time_of_the_host(engine, monkeypatch, pena
         def stepped(self, facts) -> None:
             self.seconds.append((facts.host_seconds, facts.seconds))
 
-        def ended(self, facts) -> None:
+        def ended(self, output, load) -> None:
             pass
 
     watch, now, collect = Watch(), [0.0], engine.runner.collect
@@ -316,14 +316,14 @@ def test_log_probabilities_of_a_prompt_are_those_of_reading_it_whole(small, engi
     prompt = [draw.randrange(256) for _ in range(40)]
     ask(engine, prompt, 1)  # Its pages could be shared; scores need all of it.
     pieces = ask(engine, prompt, 1, logprobs=3, prompt_logprobs=True)
-    found = [token for piece in pieces for token in piece.prompt]
-    assert [token.id for token in found] == prompt
-    assert found[0].logprob is None
+    found = [value for piece in pieces for value in piece.prompt_logprobs]
+    assert [token for piece in pieces for token in piece.prompt_ids] == prompt
+    assert found[0][0] is None
     every = small.whole(jnp.asarray([prompt], jnp.int32))
-    for place, token in enumerate(found[1:]):
-        assert token.logprob == pytest.approx(float(every[place, token.id]), abs=1e-4)
-        assert len(token.top) == 3
-        assert token.top[0][1] == pytest.approx(float(every[place].max()), abs=1e-4)
+    for place, (token, (logprob, top)) in enumerate(zip(prompt[1:], found[1:], strict=True)):
+        assert logprob == pytest.approx(float(every[place, token]), abs=1e-4)
+        assert len(top) == 3
+        assert top[0][1] == pytest.approx(float(every[place].max()), abs=1e-4)
 
 
 def test_a_cancelled_text_gives_its_pages_back(engine):
@@ -394,15 +394,15 @@ def test_a_compile_after_the_start_is_noticed(small):
     engine = small.engine(rows=1, queued=2, programs=(1, 1, 1))
     try:
         runner = engine.runner
-        real = runner.dispatch
+        real = runner.run
 
-        def dispatch(work, live):
+        def run(work):
             import jax
 
             jax.jit(lambda x: x * 3 + 1)(jnp.ones((5, 7)))
-            return real(work, live)
+            return real(work)
 
-        runner.dispatch = dispatch
+        runner.run = run
         last = ask(engine, [1, 2, 3], 4)[-1]
         assert last.finish is Finish.error
         assert "compiled after the engine was ready" in last.message

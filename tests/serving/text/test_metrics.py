@@ -172,5 +172,5 @@ def test_a_step_that_hangs_is_not_ready_and_comes_back(
     wait(lambda: not state.ready)
     wait(lambda: not state.alive)
     go_on.set()
-    assert sum(len(piece.tokens) for piece in stream) == 3
+    assert sum(len(piece.token_ids) for piece in stream) == 3
     wait(lambda: state.ready and state.alive)

@@ -30,7 +30,7 @@ class BatchRequest:
     deadline: float | None
     examples: list[Example] = field(default_factory=list)
     outputs: list[list[Output | None]] = field(default_factory=list)
-    """Of each row of each example."""
+    """Outputs of each row of each example."""
     missing: int = 0
     """Rows without outputs."""
     rows: int = 0
@@ -60,7 +60,7 @@ class BatchRequest:
         self.missing = sum(map(len, self.outputs))
 
     def facts(self, ended: Ended) -> AnswerFacts:
-        """Where its time went."""
+        """Its times, by phase."""
         now = time.monotonic()
         read = now if self.read is None else self.read
         taken = now if self.taken is None else self.taken

@@ -14,7 +14,7 @@ from systolic.serving.padding import fewest_padded, share_beyond
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """What comes, as histograms: value to how often; {} where nothing is known, then each doubling is as likely."""
+    """Histograms of traffic, value to how often; {} if nothing is known: then each doubling is as likely."""
 
     examples: Mapping[int, float] = field(default_factory=dict)
     """How many examples waited when a batch was taken."""
@@ -267,7 +267,7 @@ class Recorder:
 
     @property
     def traffic(self) -> Traffic:
-        """What came so far."""
+        """Traffic so far."""
         with self._lock:
             return Traffic(
                 examples={value: float(count) for value, count in self._examples.items()},

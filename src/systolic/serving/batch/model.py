@@ -90,7 +90,7 @@ class DynamicBatches:
 
     @property
     def kind(self) -> ModelKind:
-        """What it is asked for."""
+        """Its task."""
         return self._intake.kind
 
     @property
@@ -110,7 +110,7 @@ class DynamicBatches:
 
     @property
     def traffic(self) -> Traffic:
-        """What has come so far, for the choice of buckets at the next start."""
+        """Traffic so far, for the choice of buckets at the next start."""
         return self._workers.recorder.traffic
 
     @property

@@ -59,7 +59,7 @@ def intake_of(
     limits: InputLimits,
     store: ProgramStore | None = None,
 ) -> Intake:
-    """What requests of a job's model hold.
+    """Intake of requests for a job's model.
 
     Raises:
         OptionError: its program takes nothing.

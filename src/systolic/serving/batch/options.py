@@ -16,13 +16,13 @@ class InputLimits:
     """
 
     examples: Annotated[int, COUNT] = 256
-    """Of a request."""
+    """Examples of a request."""
     bytes: Annotated[int, COUNT] = 32 * 2**20
-    """Of a file, encoded, and of a text."""
+    """Size of an encoded file, or of a text."""
     pixels: Annotated[int, COUNT] = 40_000_000
     """Width x height of a picture, by its header."""
     seconds: Annotated[float, Range(above=0)] = 1800.0
-    """Of a recording."""
+    """Length of a recording."""
 
     def __post_init__(self) -> None:
         check(self)

@@ -16,7 +16,7 @@ ANY = -1
 
 
 class ModelKind(StrEnum):
-    """What a model is asked for."""
+    """Task of a model."""
 
     image = "image"
     """Classes of pictures."""
@@ -68,7 +68,7 @@ class BatchModel(Protocol):
 
     @property
     def kind(self) -> ModelKind:
-        """What it is asked for."""
+        """Its task."""
         ...
 
     @property

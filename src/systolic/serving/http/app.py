@@ -166,7 +166,7 @@ _SIGNS = str.maketrans("/{}:", "____")
 
 
 def label(app: FastAPI, scope: Scope) -> str:
-    """What metrics and the log call the path of a request, answered or refused before; ``unknown`` for one that is not there."""
+    """Label of a request's path in metrics and the log; ``unknown`` for a path that does not exist."""
     for route in app.routes:
         if isinstance(route, Route) and route.matches(scope)[0] is not Match.NONE:
             own = route.path_format.startswith(tensorflow.ROUTES)
@@ -182,7 +182,7 @@ def _endpoint(handler: Handler, state: ServerState) -> Callable[[Request], Await
 
 
 def _described(path: Path) -> dict[str, Any]:
-    """What FastAPI can't see in a handler: parameters of the path and the body."""
+    """Parameters of the path and schema of the body, which FastAPI can't see in a handler."""
     found: dict[str, Any] = {}
     names = [part.split("}")[0].split(":")[0] for part in path.path.split("{")[1:]]
     if names:

@@ -31,7 +31,7 @@ HEADER = "inference-header-content-length"
 TEXT_INPUT, TEXT_OUTPUT = (
     ArraySpec(name=name, dtype=BYTES, shape=(ANY,)) for name in ("text_input", "text_output")
 )
-"""What a language model takes and gives, as Triton's backends of such models name it."""
+"""Inputs and outputs of a language model, as Triton's backends for such models name them."""
 NOT_HERE = ("stream", "stream_options", "n", "echo", "logprobs", "model", "prompt")
 """Fields of completions that this protocol has no place for in its answers, or elsewhere in its requests."""
 

@@ -1,8 +1,8 @@
-"""What models tell while they are made ready: into the metrics and the log."""
+"""Metrics and log of models that are being loaded."""
 
 from collections.abc import Callable
 
-from systolic.forecasting.serving_memory import ServingMemory
+from systolic.job.serving_memory import ServingMemory
 from systolic.serving.batch.buckets import BucketGrid
 from systolic.serving.batch.facts import AnswerFacts, BatchFacts
 from systolic.serving.compiles import CompileFacts

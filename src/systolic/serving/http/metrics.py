@@ -16,11 +16,12 @@ from prometheus_client import (
     generate_latest,
 )
 
-from systolic.forecasting.serving_memory import ServingMemory
+from systolic.job.serving_memory import ServingMemory
 from systolic.serving.batch.facts import AnswerFacts, BatchFacts
 from systolic.serving.compiles import CompileFacts
 from systolic.serving.registry import Key
-from systolic.serving.text.facts import RequestFacts, StepFacts
+from systolic.serving.text.facts import EngineLoad, StepFacts
+from systolic.serving.text.request import Finish, TextOutput
 
 PREFIX = "systolic:"
 MODEL = ("model_name", "version", "engine")
@@ -196,7 +197,7 @@ class Metrics:
         return made
 
     def gauges(self, model: str, version: int) -> "Gauges":
-        """Those of a version that is opened: hidden while one of the same label is served."""
+        """Gauges of a version that is being opened: hidden while one of the same label is served."""
         key = model, version
         return self._opening.setdefault(key, Gauges(shown=key not in self._served))
 
@@ -234,7 +235,7 @@ class Metrics:
 
 
 PHASES = ("weights", "trace", "compile", "keep", "load")
-"""Of a model's start; those of programs are summed over the threads that make them ready."""
+"""Phases of a model's start; those of programs are summed over the threads that make them ready."""
 
 
 def begin_counts(metrics: Metrics, gauges: Gauges, at: tuple[str, str, str]) -> None:
@@ -357,26 +358,28 @@ class TextMeter:
             late.inc()
             every.all.compiles.labels(*at, facts.bucket, "late").inc()
 
-    def ended(self, facts: RequestFacts) -> None:
+    def ended(self, output: TextOutput, load: EngineLoad) -> None:
         """After each request."""
         every, at = self._all, self._at
         # No step comes after the last request, which would say so.
-        self._loads(facts.running, facts.waiting, facts.pages_in_use)
-        every.successes.labels(*at, facts.finish.value).inc()
-        every.prompt.labels(*at).inc(facts.prompt_tokens if facts.begun else 0)
-        every.generated.labels(*at).inc(facts.completion_tokens)
-        every.queries.labels(*at).inc(facts.queried_tokens)
-        every.hits.labels(*at).inc(facts.cached_tokens)
-        every.queue.labels(*at).observe(facts.queue_seconds)
-        every.total.labels(*at).observe(facts.seconds)
-        if facts.first_token_seconds is None:
+        self._loads(load.running, load.waiting, load.pages_in_use)
+        every.successes.labels(*at, (output.finish or Finish.stop).value).inc()
+        every.prompt.labels(*at).inc(output.prompt_tokens if output.started else 0)
+        every.generated.labels(*at).inc(output.completion_tokens)
+        every.queries.labels(*at).inc(output.queried_tokens)
+        every.hits.labels(*at).inc(output.cached_tokens)
+        every.queue.labels(*at).observe(output.queue_seconds)
+        every.total.labels(*at).observe(output.seconds)
+        if output.first_token_seconds is None:
             return
-        every.first.labels(*at).observe(facts.first_token_seconds)
-        every.prefill.labels(*at).observe(max(facts.first_token_seconds - facts.queue_seconds, 0.0))
-        after = max(facts.seconds - facts.first_token_seconds, 0.0)
+        every.first.labels(*at).observe(output.first_token_seconds)
+        every.prefill.labels(*at).observe(
+            max(output.first_token_seconds - output.queue_seconds, 0.0)
+        )
+        after = max(output.seconds - output.first_token_seconds, 0.0)
         every.decode.labels(*at).observe(after)
-        if facts.completion_tokens > 1:
-            every.each.labels(*at).observe(after / (facts.completion_tokens - 1))
+        if output.completion_tokens > 1:
+            every.each.labels(*at).observe(after / (output.completion_tokens - 1))
 
 
 class BatchMetrics:

@@ -1,21 +1,19 @@
-"""What every request passes: id, keys, rates, sizes, the end of the server; and what is noted of its answer."""
+"""ASGI middleware: request ids, authentication, rate and size limits, draining, and the access log."""
 
 import asyncio
 import re
 import time
 from collections.abc import MutableMapping
-from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from fastapi import FastAPI
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from systolic.core.errors import SystolicError
 from systolic.serving.http.app import label
 from systolic.serving.http.keys import Keys
-from systolic.serving.http.protocol import Dialect, ProblemError, encode, problem_of
-from systolic.serving.http.state import CONTEXT, RequestContext, ServerState, new_id
+from systolic.serving.http.protocol import ProblemError, problem_of
+from systolic.serving.http.state import CONTEXT, RequestContext, ServerState, new_id, too_large
 from systolic.serving.http.telemetry import EventLog, Traces
 
 OPEN = ("/", "/health", "/livez", "/readyz", "/v2/health/live", "/v2/health/ready", "/metrics")
@@ -43,41 +41,43 @@ class RequestMiddleware:
             return
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         given = headers.get(b"x-request-id", "")
-        context = RequestContext(id=given if _ID.fullmatch(given) else new_id("req"))
-        scope[CONTEXT] = context
-        answer = _Exchange(send=send, context=context, receive=receive)
-        answer.body_left = self.state.limits.body_bytes
-        answer.body_end = time.monotonic() + self.state.limits.body_seconds
+        context = scope[CONTEXT] = RequestContext(
+            id=given if _ID.fullmatch(given) else new_id("req"),
+            receive=receive,
+            send=send,
+            body_left=self.state.limits.body_bytes,
+            body_seconds=self.state.limits.body_seconds,
+        )
         self.state.in_flight += 1
         with self.traces.request(scope, headers, context) as span:
             try:
-                await self._answer(scope, headers, answer)
+                await self._answer(scope, headers, context)
             finally:
                 context.held.close()
                 self.state.in_flight -= 1
-                self._note(scope, answer)
-                span.ended(answer.status, context)
+                self._log(scope, context)
+                span.ended(context.status, context)
 
     async def _answer(
-        self, scope: Scope, headers: MutableMapping[bytes, str], answer: "_Exchange"
+        self, scope: Scope, headers: MutableMapping[bytes, str], context: RequestContext
     ) -> None:
         try:
-            self._admit(scope["path"], headers, answer.context)
-            await self.app(scope, answer.receiving, answer.sending)
+            self._admit(scope["path"], headers, context)
+            await self.app(scope, context.receive_body, context.send_answer)
         except ProblemError as problem:
-            await answer.problem(problem, scope["path"])
+            await context.send_problem(problem, scope["path"])
         except SystolicError as error:
-            await answer.problem(problem_of(error), scope["path"])
+            await context.send_problem(problem_of(error), scope["path"])
         except asyncio.CancelledError:
-            answer.context.gone = True
+            context.gone = True
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
-            self.log.write("failed", id=answer.context.id, path=scope["path"], error=reason)
+            self.log.write("failed", id=context.id, path=scope["path"], error=reason)
             problem = ProblemError(
-                status=500, message=f"this server failed; its log names request {answer.context.id}"
+                status=500, message=f"this server failed; its log names request {context.id}"
             )
-            await answer.problem(problem, scope["path"])
+            await context.send_problem(problem, scope["path"])
 
     def _admit(
         self, path: str, headers: MutableMapping[bytes, str], context: RequestContext
@@ -107,7 +107,7 @@ class RequestMiddleware:
             )
         length = headers.get(b"content-length", "0")
         if not length.isascii() or not length.isdigit() or int(length[:20]) > limits.body_bytes:
-            raise _too_large(limits.body_bytes)
+            raise too_large(limits.body_bytes)
         context.deadline_seconds = _deadline(
             headers.get(b"x-request-timeout"), limits.deadline_seconds
         )
@@ -140,18 +140,18 @@ class RequestMiddleware:
         if "requests" in context.rates:
             context.rates["requests"].take(now)
 
-    def _note(self, scope: Scope, answer: "_Exchange") -> None:
-        context, metrics = answer.context, self.state.metrics
+    def _log(self, scope: Scope, context: RequestContext) -> None:
+        metrics = self.state.metrics
         route = label(self.app, scope)
         seconds = time.monotonic() - context.begun
-        status = "499" if context.gone else str(answer.status)
+        status = "499" if context.gone else str(context.status)
         metrics.http_requests.labels(route, status).inc()
         metrics.http_seconds.labels(route).observe(seconds)
         if context.gone:
             metrics.cancelled.labels(route).inc()
         if scope["path"] in OPEN:
             return
-        usage = context.usage
+        counted = context.prompt_tokens is not None
         self.log.write(
             "request",
             id=context.id,
@@ -162,99 +162,14 @@ class RequestMiddleware:
             model=context.model,
             seconds=round(seconds, 6),
             first_byte_seconds=context.first_byte_seconds,
-            prompt_tokens=usage.prompt_tokens if usage else None,
-            completion_tokens=usage.completion_tokens if usage else None,
-            cached_tokens=usage.cached_tokens if usage else None,
+            prompt_tokens=context.prompt_tokens,
+            completion_tokens=context.completion_tokens if counted else None,
+            cached_tokens=context.cached_tokens if counted else None,
             examples=context.examples if context.examples > 1 else None,
             choices=context.choices if context.choices > 1 else None,
             finish=context.finish,
             prompt=context.prompt if self.state.log_prompts else None,
         )
-
-
-@dataclass(kw_only=True, eq=False)
-class _Exchange:
-    """The two directions of one request."""
-
-    send: Send
-    receive: Receive
-    context: RequestContext
-    status: int = 0
-    body_left: int = 0
-    body_end: float = 0.0
-    whole: bool = False
-    """Whether the body has arrived."""
-    cut: bool = False
-    """Whether the rest of the body is not read, so that the connection ends with the answer."""
-    told: bool = False
-    """Whether the whole answer was sent; to leave then is no cancel."""
-    _headers: list[tuple[bytes, bytes]] = field(default_factory=list)
-
-    async def receiving(self) -> Message:
-        """The next part of the body, as long as it is not too large nor too slow; then the client's leaving."""
-        if self.whole:
-            message = await self.receive()
-        else:
-            try:
-                async with asyncio.timeout(self.body_end - time.monotonic()):
-                    message = await self.receive()
-            except TimeoutError as error:
-                self.cut = True
-                raise ProblemError(
-                    status=408, message="the body did not arrive in time; send it at once"
-                ) from error
-        if message["type"] == "http.disconnect":
-            self.context.gone |= not (self.told or self.context.finish)
-            return message
-        self.body_left -= len(message.get("body", b""))
-        if self.body_left < 0:
-            self.cut = True
-            raise _too_large(None)
-        self.whole = not message.get("more_body", False)
-        return message
-
-    async def sending(self, message: Message) -> None:
-        """Hands a part of the answer on."""
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-            own = {"x-request-id": self.context.id}
-            if self.cut:
-                own["connection"] = "close"
-            for what, bucket in self.context.rates.items():
-                own.update(bucket.headers(what))
-            pairs = [(name.encode(), value.encode()) for name, value in own.items()]
-            message["headers"] = [*message.get("headers", []), *pairs]
-        elif self.context.first_byte_seconds is None:
-            self.context.first_byte_seconds = round(time.monotonic() - self.context.begun, 6)
-        await self.send(message)
-        if message["type"] == "http.response.body" and not message.get("more_body", False):
-            self.told = True
-
-    async def problem(self, problem: ProblemError, path: str) -> None:
-        """Sends an error where nothing was sent before; else the answer stays cut off."""
-        if self.status:
-            return
-        raw = encode(problem.body(Dialect.of(path)))
-        headers: dict[str, Any] = {
-            "content-type": "application/json",
-            "content-length": str(len(raw)),
-            **problem.headers(),
-        }
-        if not (self.whole or self.cut):
-            headers["connection"] = "close"  # What is left of the body is not read.
-        pairs = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
-        with suppress(OSError):
-            await self.sending(
-                {"type": "http.response.start", "status": problem.status, "headers": pairs}
-            )
-            await self.sending({"type": "http.response.body", "body": raw})
-
-
-def _too_large(most: int | None) -> ProblemError:
-    limit = "" if most is None else f" of {most} bytes"
-    return ProblemError(
-        status=413, message=f"the body is larger than this server's limit{limit}; send less"
-    )
 
 
 def _deadline(asked: str | None, most: float | None) -> float | None:

@@ -77,7 +77,7 @@ BACKLOG = 2048
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Address:
-    """Where a server listens and how it ends.
+    """Address of a server, and how it ends.
 
     Raises:
         OptionError: a value out of its range, or one of the two TLS files without the other.
@@ -230,7 +230,7 @@ class Process(uvicorn.Server):
 
     @property
     def url(self) -> str:
-        """Where a client of this machine finds it."""
+        """URL for a client on this machine."""
         scheme = "http" if self.address.tls_cert is None else "https"
         host = "127.0.0.1" if self.address.host in ("0.0.0.0", "::") else self.address.host
         port = self.servers[0].sockets[0].getsockname()[1]

@@ -96,7 +96,7 @@ def bad(message: str, param: str | None = None, code: str | None = None) -> Prob
 
 
 def problem_of(error: SystolicError) -> ProblemError:
-    """What a model's refusal or a user's mistake is on the wire."""
+    """HTTP error for a model's refusal or a user's mistake."""
     text = str(error)
     if isinstance(error, RefusedError):
         if error.retry_seconds is None:
@@ -230,7 +230,7 @@ class StreamOptions(Struct, kw_only=True):
 
 
 class TextFields(Struct, kw_only=True):
-    """What completions and chats have in common.
+    """Fields that completions and chats have in common.
 
     Unknown fields are ignored, since clients send extras. Known ones that this server does not carry out are refused
     by :meth:`check` unless they ask for nothing.

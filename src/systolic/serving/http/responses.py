@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -18,15 +17,7 @@ from systolic.serving.batch.request import ModelKind
 from systolic.serving.http.protocol import Dialect, ProblemError, encode, problem_of
 from systolic.serving.http.state import RequestContext
 from systolic.serving.registry import ServedBatch
-from systolic.serving.text.request import (
-    AnswerStream,
-    Finish,
-    TextEngine,
-    TextPiece,
-    TextRequest,
-    Token,
-    Usage,
-)
+from systolic.serving.text.request import AnswerStream, Finish, TextEngine, TextOutput, TextRequest
 
 T = TypeVar("T")
 SHORT = 4096
@@ -67,11 +58,11 @@ def submit(
     return streams
 
 
-def failure(piece: TextPiece) -> ProblemError | None:
-    """What a last piece says where its text did not end as asked."""
-    match piece.finish:
+def failure(output: TextOutput) -> ProblemError | None:
+    """HTTP error of a text that did not end as asked."""
+    match output.finish:
         case Finish.error:
-            return ProblemError(status=500, message=piece.message or "the engine failed")
+            return ProblemError(status=500, message=output.message or "the engine failed")
         case Finish.deadline:
             return ProblemError(
                 status=504,
@@ -88,122 +79,64 @@ def failure(piece: TextPiece) -> ProblemError | None:
     return None
 
 
-def note(piece: TextPiece, context: RequestContext) -> None:
-    """Counts a piece's tokens against the key's rate, and keeps the times of a text that has ended."""
-    context.spend(len(piece.tokens))
-    if piece.times is not None:
-        context.times.append(piece.times)
+def count(output: TextOutput, context: RequestContext) -> None:
+    """Counts an output's tokens against the key's rate, and keeps the last one of a text."""
+    context.spend(len(output.token_ids))
+    if output.finish is not None:
+        context.ended.append(output)
 
 
 async def merged(
     streams: Sequence[AnswerStream], context: RequestContext
-) -> AsyncGenerator[tuple[int, TextPiece]]:
-    """Pieces of several streams with the number of their stream, as they come; their tokens count against the key's rate.
+) -> AsyncGenerator[tuple[int, TextOutput]]:
+    """Outputs of several streams with the number of their stream, as they come; their tokens count against the key's rate.
 
     Raises:
         ProblemError: one of them failed.
     """
     if len(streams) == 1:
-        async for piece in streams[0]:
-            note(piece, context)
-            if (problem := failure(piece)) is not None:
+        async for output in streams[0]:
+            count(output, context)
+            if (problem := failure(output)) is not None:
                 raise problem
-            yield 0, piece
+            yield 0, output
         return
-    pieces: asyncio.Queue[tuple[int, TextPiece | BaseException | None]] = asyncio.Queue()
+    outputs: asyncio.Queue[tuple[int, TextOutput | BaseException | None]] = asyncio.Queue()
 
     async def pump(number: int, stream: AnswerStream) -> None:
         try:
-            async for piece in stream:
-                note(piece, context)
-                pieces.put_nowait((number, piece))
+            async for output in stream:
+                count(output, context)
+                outputs.put_nowait((number, output))
         except Exception as error:
-            pieces.put_nowait((number, error))
-        pieces.put_nowait((number, None))
+            outputs.put_nowait((number, error))
+        outputs.put_nowait((number, None))
 
     tasks = [asyncio.ensure_future(pump(*one)) for one in enumerate(streams)]
     try:
         left = len(tasks)
         while left:
-            number, piece = await pieces.get()
-            if piece is None:
+            number, output = await outputs.get()
+            if output is None:
                 left -= 1
-            elif isinstance(piece, BaseException):
-                raise piece
-            elif (problem := failure(piece)) is not None:
+            elif isinstance(output, BaseException):
+                raise output
+            elif (problem := failure(output)) is not None:
                 raise problem
             else:
-                yield number, piece
+                yield number, output
     finally:
         for task in tasks:
             task.cancel()
 
 
-@dataclass(kw_only=True)
-class Whole:
-    """A text that has ended."""
-
-    text: str = ""
-    tokens: list[Token] = field(default_factory=list)
-    prompt: list[Token] = field(default_factory=list)
-    finish: Finish = Finish.stop
-    usage: Usage | None = None
-
-    def add(self, piece: TextPiece) -> None:
-        """Adds what is new."""
-        self.text += piece.text
-        self.tokens += piece.tokens
-        self.prompt += piece.prompt
-        if piece.finish is not None:
-            self.finish, self.usage = piece.finish, piece.usage
-
-
-async def whole(streams: Sequence[AnswerStream], context: RequestContext) -> list[Whole]:
+async def whole(streams: Sequence[AnswerStream], context: RequestContext) -> list[TextOutput]:
     """The texts of some streams; errors as :func:`merged`."""
-    found = [Whole() for _ in streams]
-    async with aclosing(merged(streams, context)) as pieces:
-        async for number, piece in pieces:
-            found[number].add(piece)
-    return found
-
-
-@dataclass(kw_only=True)
-class Tally:
-    """Tokens of a request with several prompts and choices; a prompt counts once, whatever its choices."""
-
-    choices: int
-    """Choices of each prompt."""
-    prompts: int = 0
-    only_prompts: bool = False
-    """Whether no new tokens were asked for; the one that the engine made anyway does not count."""
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-
-    def add(self, number: int, usage: Usage | None) -> None:
-        """Adds an ended stream of a number."""
-        if usage is None:
-            return
-        self.completion_tokens += 0 if self.only_prompts else usage.completion_tokens
-        if number % self.choices == 0:
-            self.prompts += 1
-            self.prompt_tokens += usage.prompt_tokens
-            self.cached_tokens += usage.cached_tokens
-
-    def close(self, context: RequestContext) -> dict[str, object]:
-        """``usage`` as clients read it, noted on the context."""
-        context.usage = Usage(
-            prompt_tokens=self.prompt_tokens,
-            completion_tokens=self.completion_tokens,
-            cached_tokens=self.cached_tokens,
-        )
-        context.examples, context.choices = self.prompts, self.choices
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        }
+    outputs: list[list[TextOutput]] = [[] for _ in streams]
+    async with aclosing(merged(streams, context)) as merging:
+        async for number, output in merging:
+            outputs[number].append(output)
+    return [TextOutput.joined(each) for each in outputs]
 
 
 async def answered(
@@ -226,7 +159,7 @@ async def answered(
     if served.model.kind is ModelKind.embedding:
         tokens = int(np.sum(found["tokens"]))
         context.spend(tokens)
-        context.usage = Usage(prompt_tokens=tokens, completion_tokens=0, cached_tokens=0)
+        context.prompt_tokens = tokens
     return found
 
 

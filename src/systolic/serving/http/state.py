@@ -1,19 +1,21 @@
-"""What the routes of a server share, and what is known of each request."""
+"""Shared state of the routes, and the context of each request."""
 
+import asyncio
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 from starlette.requests import Request
+from starlette.types import Message, Receive, Send
 
 from systolic.core.errors import NotFoundError
 from systolic.serving.http.limits import HttpLimits, TokenBucket
 from systolic.serving.http.metrics import Metrics
-from systolic.serving.http.protocol import ProblemError, bad
+from systolic.serving.http.protocol import Dialect, ProblemError, bad, encode
 from systolic.serving.registry import (
     Key,
     ModelRegistry,
@@ -22,7 +24,7 @@ from systolic.serving.registry import (
     ServedBatch,
     ServedText,
 )
-from systolic.serving.text.request import TextTimes, Usage
+from systolic.serving.text.request import TextOutput
 
 CONTEXT = "systolic.context"
 """Key of the context in a request's ASGI scope."""
@@ -33,31 +35,52 @@ DRAIN_RETRY_SECONDS = 5.0
 
 @dataclass(kw_only=True, eq=False)
 class RequestContext:
-    """One request from its headers to the last byte of its answer."""
+    """One HTTP request from its headers to the last byte of its answer."""
 
     id: str
+    receive: Receive
+    send: Send
+    body_left: int
+    """Bytes that the rest of its body may have."""
+    body_seconds: float
+    """Time in which its body has to arrive."""
     begun: float = field(default_factory=time.monotonic)
     key: str | None = None
     """Name of the API key."""
+    rates: dict[str, TokenBucket] = field(default_factory=dict)
+    """Rates of the key, by what is counted."""
+    deadline_seconds: float | None = None
     model: str | None = None
-    usage: Usage | None = None
+    prompt: str | None = None
+    """Kept for the log where prompts are asked for."""
+    held: ExitStack = field(default_factory=ExitStack)
+    """Closed when the answer has ended: streams are cancelled, models let go."""
+    status: int = 0
+    """HTTP status of the answer; 0 until it begins."""
+    answer_id: str = ""
+    """Id of an answer in OpenAI's form."""
+    created: int = 0
+    """Unix seconds of that answer."""
+    prompt_tokens: int | None = None
+    """None until tokens are counted, as the two below."""
+    completion_tokens: int = 0
+    cached_tokens: int = 0
     examples: int = 1
     """Prompts, or examples of a batch model."""
     choices: int = 1
     """Texts for each prompt."""
     finish: str | None = None
-    times: list[TextTimes] = field(default_factory=list)
-    """Of the texts that have ended."""
-    rates: dict[str, TokenBucket] = field(default_factory=dict)
-    """What the key may still ask, by what is counted."""
-    prompt: str | None = None
-    """Kept for the log where prompts are asked for."""
-    deadline_seconds: float | None = None
+    ended: list[TextOutput] = field(default_factory=list)
+    """Last outputs of its texts."""
     first_byte_seconds: float | None = None
     gone: bool = False
     """Whether the client left before the end."""
-    held: ExitStack = field(default_factory=ExitStack)
-    """Closed when the answer has ended: streams are cancelled, models let go."""
+    whole: bool = False
+    """Whether the body has arrived."""
+    cut: bool = False
+    """Whether the rest of the body is not read, so that the connection ends with the answer."""
+    sent: bool = False
+    """Whether the whole answer was sent; to leave then is no cancel."""
 
     @classmethod
     def of(cls, request: Request) -> "RequestContext":
@@ -72,6 +95,110 @@ class RequestContext:
     def at_end(self, work: Callable[[], object]) -> None:
         """Does something when the request ends, for whatever reason."""
         self.held.callback(work)
+
+    def answer(self, prefix: str) -> None:
+        """Begins an answer in OpenAI's form, whose id has a prefix."""
+        self.answer_id, self.created = new_id(prefix), int(time.time())
+
+    def body(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        """The answer, or an event of it, in OpenAI's form."""
+        return {
+            "id": self.answer_id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+            **more,
+        }
+
+    def count(
+        self, outputs: Sequence[TextOutput], choices: int, *, only_prompts: bool = False
+    ) -> dict[str, object]:
+        """Counts the tokens of all texts; ``usage`` as clients read it.
+
+        Args:
+            outputs: Last outputs, the choices of a prompt beside each other.
+            choices: Texts for each prompt, which counts once.
+            only_prompts: Whether no new tokens were asked for; the one that the engine made anyway does not count.
+        """
+        firsts = outputs[::choices]
+        prompt = self.prompt_tokens = sum(output.prompt_tokens for output in firsts)
+        self.cached_tokens = sum(output.cached_tokens for output in firsts)
+        made = 0 if only_prompts else sum(output.completion_tokens for output in outputs)
+        self.completion_tokens, self.examples, self.choices = made, len(firsts), choices
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": made,
+            "total_tokens": prompt + made,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+    async def receive_body(self) -> Message:
+        """The next part of the body, as long as it is not too large nor too slow; then the client's leaving."""
+        if self.whole:
+            message = await self.receive()
+        else:
+            try:
+                async with asyncio.timeout(self.begun + self.body_seconds - time.monotonic()):
+                    message = await self.receive()
+            except TimeoutError as error:
+                self.cut = True
+                raise ProblemError(
+                    status=408, message="the body did not arrive in time; send it at once"
+                ) from error
+        if message["type"] == "http.disconnect":
+            self.gone |= not (self.sent or self.finish)
+            return message
+        self.body_left -= len(message.get("body", b""))
+        if self.body_left < 0:
+            self.cut = True
+            raise too_large(None)
+        self.whole = not message.get("more_body", False)
+        return message
+
+    async def send_answer(self, message: Message) -> None:
+        """Hands a part of the answer on."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            own = {"x-request-id": self.id}
+            if self.cut:
+                own["connection"] = "close"
+            for what, bucket in self.rates.items():
+                own.update(bucket.headers(what))
+            pairs = [(name.encode(), value.encode()) for name, value in own.items()]
+            message["headers"] = [*message.get("headers", []), *pairs]
+        elif self.first_byte_seconds is None:
+            self.first_byte_seconds = round(time.monotonic() - self.begun, 6)
+        await self.send(message)
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            self.sent = True
+
+    async def send_problem(self, problem: ProblemError, path: str) -> None:
+        """Sends an error where nothing was sent before; else the answer stays cut off."""
+        if self.status:
+            return
+        raw = encode(problem.body(Dialect.of(path)))
+        headers: dict[str, Any] = {
+            "content-type": "application/json",
+            "content-length": str(len(raw)),
+            **problem.headers(),
+        }
+        if not (self.whole or self.cut):
+            headers["connection"] = "close"  # What is left of the body is not read.
+        pairs = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+        with suppress(OSError):
+            await self.send_answer(
+                {"type": "http.response.start", "status": problem.status, "headers": pairs}
+            )
+            await self.send_answer({"type": "http.response.body", "body": raw})
+
+
+def too_large(most: int | None) -> ProblemError:
+    """The answer to a body beyond the limit, in bytes."""
+    limit = "" if most is None else f" of {most} bytes"
+    return ProblemError(
+        status=413, message=f"the body is larger than this server's limit{limit}; send less"
+    )
 
 
 class ModelControl(Protocol):
@@ -96,7 +223,7 @@ class ModelControl(Protocol):
 
 
 class Phase(Enum):
-    """Where a version of a model is, in Triton's words for it."""
+    """State of a version of a model, in Triton's words for it."""
 
     ready = "READY"
     loading = "LOADING"
@@ -233,7 +360,7 @@ class ServerState:
             raise NotFoundError(f"there is no model {name!r}; served are: {known}")
 
     def _out(self, names: Sequence[str]) -> str:
-        """What to do about models that a client took out."""
+        """How to load models again that a client took out."""
         several = len(names) > 1
         told = f"{', '.join(names)} {'are' if several else 'is'} unloaded"
         return (

@@ -45,7 +45,7 @@ class EventLog:
 
     @property
     def file(self) -> TextIO:
-        """Where to."""
+        """Output of the log."""
         return sys.stderr if self._file is None else self._file
 
     def render(self, event: str, fields: dict[str, Any], now: datetime) -> str:
@@ -140,10 +140,10 @@ class _Span:
         found: dict[str, str | int | float | Sequence[str]] = {"http.response.status_code": status}
         if context.model is not None:
             found["gen_ai.request.model"] = found["gen_ai.response.model"] = context.model
-        if context.usage is not None:
-            found["gen_ai.usage.input_tokens"] = context.usage.prompt_tokens
-            found["gen_ai.usage.output_tokens"] = context.usage.completion_tokens
-            found["gen_ai.usage.cache_read.input_tokens"] = context.usage.cached_tokens
+        if context.prompt_tokens is not None:
+            found["gen_ai.usage.input_tokens"] = context.prompt_tokens
+            found["gen_ai.usage.output_tokens"] = context.completion_tokens
+            found["gen_ai.usage.cache_read.input_tokens"] = context.cached_tokens
         if context.finish is not None:
             found["gen_ai.response.finish_reasons"] = context.finish.split(",")
         if context.first_byte_seconds is not None:
@@ -151,9 +151,9 @@ class _Span:
         self._span.set_attributes(found)
         if status >= 500:
             self._span.set_status(Status(StatusCode.ERROR))
-        for number, times in enumerate(context.times):
-            begin = times.submitted_ns
-            for name, seconds in times.phases().items():
+        for number, output in enumerate(context.ended):
+            begin = output.submitted_ns
+            for name, seconds in output.phases().items():
                 end = begin + int(seconds * 1e9)
                 part = self._tracer.start_span(
                     name, start_time=begin, attributes={"systolic.text": number}

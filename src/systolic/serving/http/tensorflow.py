@@ -51,7 +51,7 @@ PLAIN: Mapping[ModelKind, str] = {ModelKind.image: "uint8", ModelKind.transcript
 
 
 def label(path: str) -> str:
-    """What metrics and the log call a path: any other word than these would be a label of the client's making."""
+    """Label of a path in metrics and the log: any other word than these would be a label of the client's making."""
     ends = (one for one in (":predict", "/metadata") if path.endswith(one))
     return f"{ROUTES}{{name}}{next(ends, '')}"
 

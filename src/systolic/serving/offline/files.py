@@ -23,11 +23,11 @@ class BatchProgress:
     """How far a batch is; numbers of tokens and seconds are of this process."""
 
     lines: int
-    """Of the input."""
+    """Lines of the input."""
     earlier: int
-    """Those that an earlier process answered."""
+    """Lines that an earlier process answered."""
     answered: int
-    """Those with a result, earlier ones included."""
+    """Lines with a result, earlier ones included."""
     failed: int
     """Results whose status is not 200."""
     prompt_tokens: int = 0
@@ -169,7 +169,7 @@ class BatchOutput:
     answered: int = 0
     """Lines whose results are in the file."""
     failed: int = 0
-    """Those among them whose status is not 200."""
+    """Results among them whose status is not 200."""
     _file: int = -1
     _end: int = 0
     _synced: int = field(default=0)

@@ -150,14 +150,14 @@ class BatchRun:
     def _kept(
         self, number: int, id: str, request: LineRequest, answer: InProcessResponse
     ) -> LineProblem | None:
-        if answer.usage is not None:
-            self._prompt_tokens += answer.usage.prompt_tokens
-            self._completion_tokens += answer.usage.completion_tokens
+        context = answer.context
+        self._prompt_tokens += context.prompt_tokens or 0
+        self._completion_tokens += context.completion_tokens
         if not answer.json:
             told = f"{request.url} did not answer with JSON; ask for no binary data and no files"
             return LineProblem(request.custom_id, "invalid_answer", told)
-        record = answer_line(id, request.custom_id, answer.status, answer.request_id, answer.body)
-        self._output.append(number, record, ok=answer.status == 200)
+        record = answer_line(id, request.custom_id, context.status, context.id, answer.body)
+        self._output.append(number, record, ok=context.status == 200)
         return None
 
     async def _asked(self, number: int, request: LineRequest) -> InProcessResponse:
@@ -179,7 +179,7 @@ class BatchRun:
             answer = await post(self._app, request.url, request.body)
         finally:
             self._asking -= 1
-        refused = answer.status >= 500 or answer.retry_seconds is not None
+        refused = answer.context.status >= 500 or answer.retry_seconds is not None
         if refused and not self._served.ready:
             told = " ".join(answer.body.decode(errors="replace").split())[:300]
             raise RunError(

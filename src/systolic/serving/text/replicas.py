@@ -9,7 +9,8 @@ from typing import Protocol
 from systolic.serving.errors import RefusedError
 from systolic.serving.registry import LiveEngine
 from systolic.serving.text.request import AnswerStream, TextRequest
-from systolic.serving.text.scheduler import START, next_key
+from systolic.serving.text.scheduler import next_key
+from systolic.serving.text.sequence import START
 
 REMEMBERED = 1 << 16
 """Pages of prompts whose engine is remembered."""

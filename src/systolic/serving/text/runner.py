@@ -4,7 +4,7 @@ All programs are compiled before the first request, none after.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,9 +18,9 @@ import numpy as np
 from systolic.aot.program_store import ProgramSpec, ProgramStore, made_ready
 from systolic.serving.compiles import CompileFacts
 from systolic.serving.text.buckets import Buckets
-from systolic.serving.text.request import Token
-from systolic.serving.text.scheduler import PENDING, StepWork, Text
-from systolic.serving.text.sequence import Answer, Made
+from systolic.serving.text.request import TopLogprobs
+from systolic.serving.text.scheduler import StepWork
+from systolic.serving.text.sequence import PENDING, PromptScores, Sequence
 from systolic.steps.choice import ChosenTokens, Cuts, Draw, choose, choose_by_all
 from systolic.steps.paged import PagedSteps, ServingWeights, StepInput, StepShape
 from systolic.steps.paged_sharding import for_choice, whole
@@ -60,10 +60,10 @@ class Programs:
 
     paged: PagedSteps
     pages: int
-    """Of the cache."""
+    """Pages of the cache."""
     slots: int
     """Texts that run at once."""
-    shapes: Sequence[StepShape]
+    shapes: tuple[StepShape, ...]
     read: dict[StepShape, Any] = field(default_factory=dict)
     """(weights, pages, latest, packed input) -> (logits, pages)."""
     score: dict[StepShape, Any] = field(default_factory=dict)
@@ -75,9 +75,9 @@ class Programs:
     told: Callable[[CompileFacts], None] = lambda _: None
     """Called after each program, from the thread that made it ready."""
     store: ProgramStore | None = None
-    """Where programs are kept; None compiles all."""
+    """Store of programs; None compiles all."""
     capacity_bytes: int | None = None
-    """Of each device, before anything was allocated; None until it is measured."""
+    """Memory of each device before anything was allocated; None until it is measured."""
 
     @property
     def positions(self) -> int:
@@ -294,8 +294,11 @@ class Programs:
         return arguments, lambda: jitted.lower(*arguments)
 
 
-Part = tuple[Text, int]
-"""A text and how many tokens of its prompt it reads."""
+Part = tuple[Sequence, int]
+"""A sequence and how many tokens of its prompt it reads."""
+StepResult = tuple[Sequence, int, float, TopLogprobs, PromptScores | None, int]
+"""Arguments of :meth:`~systolic.serving.text.sequence.Sequence.push` for a sequence, and its tokens that the step had read: of
+those that later steps read nothing is known yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,18 +310,16 @@ class ProgramCall:
     """Texts that read one token."""
     prompt: int
     """Prompt tokens that are read."""
-    answers: list[tuple[int, Answer]]
-    """Place among the program's texts, and whose token lies there."""
+    sequences: list[tuple[int, Sequence, int]]
+    """Place among the program's texts, whose token lies there, and how many of its tokens are read then."""
     chosen: ChosenTokens
     """On the device."""
-    scored: tuple[Answer, ChosenTokens, int, list[int]] | None = None
+    scored: tuple[Sequence, ChosenTokens, int, list[int]] | None = None
     """Log-probabilities of a prompt's tokens, the position of the first and these."""
-    read: dict[int, int] = field(default_factory=dict)
-    """Tokens of each text, by its number, that were read when this was."""
-    unfinished: list[tuple[int, Answer]] = field(default_factory=list)
-    """Place among the program's texts, and whose prompt it has not read to its end."""
-    broken: list[tuple[Answer, Exception]] = field(default_factory=list)
-    """Texts whose settings could not be made arguments; what is chosen for them means nothing."""
+    unfinished: list[tuple[int, Sequence, int]] = field(default_factory=list)
+    """The same of a prompt that is not read to its end."""
+    broken: list[tuple[Sequence, Exception]] = field(default_factory=list)
+    """Sequences whose settings could not be made arguments; what is chosen for them means nothing."""
 
 
 @dataclass(kw_only=True)
@@ -349,86 +350,79 @@ class StepRunner:
         """Tokens of the model."""
         return self.programs.paged.vocab
 
-    def dispatch(self, work: StepWork, live: Mapping[int, Answer]) -> StepInFlight:
-        """Starts a step."""
+    def run(self, work: StepWork) -> StepInFlight:
+        """Starts a step; its sequences have read their tokens, and the next of each is pending."""
         flight = StepInFlight(preempted=len(work.preempted))
-        decode, parts = list(work.decode), list(work.prefill)
-        mixed = self._mixed(decode, parts, live)
+        decode, parts = work.decode, list(work.prefill)
+        mixed = self._mixed(decode, parts)
         if mixed is not None:
-            flight.calls.append(self._call(mixed, decode, parts.pop(0), live))
+            flight.calls.append(self._call(mixed, decode, parts.pop(0)))
         elif decode:
             shape = self.buckets.shape(len(decode), 0, self._pages_of(decode, None))
             assert shape is not None
-            flight.calls.append(self._call(shape, decode, None, live))
+            flight.calls.append(self._call(shape, decode, None))
         for part in parts:
-            if live[part[0].number].request.prompt_logprobs:
+            if part[0].request.prompt_logprobs:
                 shape = self.programs.scored
             else:
                 shape = self.buckets.shape(0, part[1], self._pages_of([], part))
             assert shape is not None
-            flight.calls.append(self._call(shape, [], part, live))
+            flight.calls.append(self._call(shape, [], part))
         return flight
 
-    def collect(self, flight: StepInFlight) -> list[tuple[Answer, Made]]:
-        """Waits for a step and says what it chose, in the order of its texts."""
-        found: list[tuple[Answer, Made]] = []
+    def collect(self, flight: StepInFlight) -> list[StepResult]:
+        """Waits for a step; what it chose and scored, in the order of its sequences."""
+        results: list[StepResult] = []
         for call in flight.calls:
-            prompt = self._scores(call)
-            tokens, logprobs = np.asarray(call.chosen.tokens), np.asarray(call.chosen.logprob)
-            wide = call.chosen.top.shape[1] > 0
-            top = np.asarray(call.chosen.top) if wide else None
-            top_logprob = np.asarray(call.chosen.top_logprob) if wide else None
-            for place, answer in call.answers:
-                best: tuple[tuple[int, float], ...] = ()
-                if top is not None and top_logprob is not None and answer.request.logprobs:
-                    pairs = zip(top[place].tolist(), top_logprob[place].tolist(), strict=True)
-                    best = tuple(pairs)
-                logprob, read = float(logprobs[place]), call.read[answer.text.number]
-                found.append((answer, Made(int(tokens[place]), logprob, best, *prompt, read)))
-            for place, answer in call.unfinished:
-                logprob, read = float(logprobs[place]), call.read[answer.text.number]
-                found.append((answer, Made(PENDING, logprob, (), *prompt, read, False)))
-        return found
+            scores = self._scores(call)
+            tokens = np.asarray(call.chosen.tokens).tolist()
+            logprobs = np.asarray(call.chosen.logprob).tolist()
+            top = _likeliest(call.chosen) if call.chosen.top.shape[1] else None
+            for place, sequence, read in call.sequences:
+                best = top(place) if top is not None and sequence.request.logprobs else ()
+                results.append((sequence, tokens[place], logprobs[place], best, scores, read))
+            for place, sequence, read in call.unfinished:
+                results.append((sequence, PENDING, logprobs[place], (), scores, read))
+        return results
 
-    def _mixed(
-        self, decode: list[Text], parts: list[Part], live: Mapping[int, Answer]
-    ) -> StepShape | None:
-        if not decode or not parts or live[parts[0][0].number].request.prompt_logprobs:
+    def _mixed(self, decode: list[Sequence], parts: list[Part]) -> StepShape | None:
+        if not decode or not parts or parts[0][0].request.prompt_logprobs:
             return None
         return self.buckets.shape(len(decode), parts[0][1], self._pages_of(decode, parts[0]))
 
-    def _pages_of(self, decode: list[Text], part: Part | None) -> int:
+    def _pages_of(self, decode: list[Sequence], part: Part | None) -> int:
         """Pages of the longest text of a step."""
         size = self.programs.paged.page_size
-        ends = [text.read + 1 for text in decode]
+        ends = [sequence.read + 1 for sequence in decode]
         if part is not None:
             ends.append(part[0].read + part[1])
         return -(-max(ends) // size)
 
-    def _call(
-        self, shape: StepShape, decode: list[Text], part: Part | None, live: Mapping[int, Answer]
-    ) -> ProgramCall:
-        """Runs one program, and moves its texts on."""
-        asked = self._asked(shape, decode, part)
-        places = list(enumerate(decode)) + ([] if part is None else [(shape.rows, part[0])])
+    def _call(self, shape: StepShape, decode: list[Sequence], part: Part | None) -> ProgramCall:
+        """Runs one program, and moves its sequences on."""
+        packed = self._packed(shape, decode, part)
         scored = None
-        if part is not None and live[part[0].number].request.prompt_logprobs:
+        if part is not None and part[0].request.prompt_logprobs:
             following, known = self._following(shape, part)
-            logits, found, self._pages = self.programs.score[shape](
-                self._weights, self._pages, self._latest, asked, following
+            logits, scores, self._pages = self.programs.score[shape](
+                self._weights, self._pages, self._latest, packed, following
             )
-            scored = (live[part[0].number], found, part[0].read + 1, known)
+            scored = (part[0], scores, part[0].read + 1, known)
         else:
             logits, self._pages = self.programs.read[shape](
-                self._weights, self._pages, self._latest, asked
+                self._weights, self._pages, self._latest, packed
             )
-        for text, count in [*((text, 1) for text in decode), *([] if part is None else [part])]:
-            text.read += count
-            answer = live[text.number]
-            if answer.begun is None:
-                answer.begun = monotonic()
-        ended = [(place, live[text.number]) for place, text in places if text.left == 0]
-        broken: list[tuple[Answer, Exception]] = []
+        parts: list[tuple[int, Sequence, int]] = [(row, s, 1) for row, s in enumerate(decode)]
+        if part is not None:
+            parts.append((shape.rows, *part))
+        now = monotonic()
+        for _, sequence, count in parts:
+            sequence.read += count
+            if sequence.started is None:
+                sequence.started = now
+        ended = [(row, sequence, sequence.read) for row, sequence, _ in parts if not sequence.left]
+        unfinished = [(row, s, s.read) for row, s, _ in parts if s.left]
+        broken: list[tuple[Sequence, Exception]] = []
         draw, cuts = self._choice(shape.texts, ended, broken)
         if cuts is None:
             chosen, self._latest = self.programs.choose[shape.texts](logits, self._latest, draw)
@@ -436,21 +430,20 @@ class StepRunner:
             chosen, self._latest = self.programs.choose_by_all[shape.texts](
                 logits, self._latest, draw, cuts
             )
-        for _, answer in ended:
-            answer.text.tokens.append(PENDING)
+        for _, sequence, _ in ended:
+            sequence.tokens.append(PENDING)
         return ProgramCall(
             shape=shape,
             rows=len(decode),
             prompt=0 if part is None else part[1],
-            answers=ended,
+            sequences=ended,
             chosen=chosen,
             scored=scored,
-            read={text.number: text.read for _, text in places},
-            unfinished=[(place, live[text.number]) for place, text in places if text.left > 0],
+            unfinished=unfinished,
             broken=broken,
         )
 
-    def _asked(self, shape: StepShape, decode: list[Text], part: Part | None) -> np.ndarray:
+    def _packed(self, shape: StepShape, decode: list[Sequence], part: Part | None) -> np.ndarray:
         """A step's input as one array; see :meth:`systolic.steps.paged.StepInput.unpacked`."""
         history = self.programs.paged.history
         tokens = np.zeros(shape.tokens, np.int32)
@@ -459,95 +452,92 @@ class StepRunner:
         start = np.zeros(shape.texts, np.int32)
         count = np.zeros(shape.texts, np.int32)
         table = np.zeros((shape.texts, shape.pages), np.int32)
-        for row, text in enumerate(decode):
-            token = text.tokens[text.read]
+        for row, sequence in enumerate(decode):
+            token = sequence.tokens[sequence.read]
             if token == PENDING:
-                slots[row] = text.slot
+                slots[row] = sequence.slot
             else:
                 tokens[row] = token
-            start[row], count[row] = text.read, 1
-            self._fill(table[row], text)
-            self._recall(recent[row], text, text.read)
+            start[row], count[row] = sequence.read, 1
+            self._fill(table[row], sequence)
+            if history:
+                self._recall(recent[row], sequence, sequence.read)
         if part is not None:
-            text, size = part
-            first = shape.rows
-            tokens[first : first + size] = text.tokens[text.read : text.read + size]
-            start[first], count[first] = text.read, size
-            self._fill(table[first], text)
+            sequence, size = part
+            first, read = shape.rows, sequence.read
+            tokens[first : first + size] = sequence.tokens[read : read + size]
+            start[first], count[first] = read, size
+            self._fill(table[first], sequence)
             for place in range(size if history else 0):
-                self._recall(recent[first + place], text, text.read + place)
+                self._recall(recent[first + place], sequence, read + place)
         arrays = (tokens, slots, recent, start, count, table)
         return np.concatenate([array.reshape(-1) for array in arrays])
 
-    def _fill(self, row: np.ndarray, text: Text) -> None:
-        pages = text.pages[: len(row)]
+    def _fill(self, row: np.ndarray, sequence: Sequence) -> None:
+        pages = sequence.pages[: len(row)]
         row[: len(pages)] = pages
 
-    def _recall(self, row: np.ndarray, text: Text, position: int) -> None:
+    def _recall(self, row: np.ndarray, sequence: Sequence, position: int) -> None:
         """Tokens before a position, for n-gram lookups."""
-        before = text.tokens[max(position - len(row), 0) : position]
+        before = sequence.tokens[max(position - len(row), 0) : position]
         if before:
             row[len(row) - len(before) :] = before
 
     def _following(self, shape: StepShape, part: Part) -> tuple[np.ndarray, list[int]]:
         """Tokens after each that is read, and those of the prompt among them."""
-        text, size = part
-        known = text.tokens[text.read + 1 : min(text.read + size + 1, text.prompt)]
+        sequence, size = part
+        end = min(sequence.read + size + 1, sequence.prompt_tokens)
+        known = sequence.tokens[sequence.read + 1 : end]
         following = np.zeros(shape.tokens, np.int32)
         following[: len(known)] = known
         return following, known
 
-    def _scores(self, call: ProgramCall) -> tuple[tuple[Token, ...], int]:
-        """Scored tokens of a prompt, and the position of the first."""
+    def _scores(self, call: ProgramCall) -> PromptScores | None:
+        """Scored tokens of a prompt."""
         if call.scored is None:
-            return (), 0
-        answer, chosen, first, known = call.scored
-        logprob, top = np.asarray(chosen.logprob), np.asarray(chosen.top)
-        values, wanted = np.asarray(chosen.top_logprob), answer.request.logprobs or 0
-        scored = [
-            Token(
-                id=token,
-                logprob=float(logprob[at]),
-                top=tuple(
-                    zip(top[at, :wanted].tolist(), values[at, :wanted].tolist(), strict=True)
-                ),
-            )
-            for at, token in enumerate(known)
-        ]
-        return tuple(scored), first
+            return None
+        sequence, chosen, first, known = call.scored
+        logprobs, top = np.asarray(chosen.logprob).tolist(), _likeliest(chosen)
+        wanted = sequence.request.logprobs or 0
+        return first, known, [(logprobs[at], top(at)[:wanted]) for at in range(len(known))]
 
     def _choice(
         self,
         texts: int,
-        ended: list[tuple[int, Answer]],
-        broken: list[tuple[Answer, Exception]],
+        ended: list[tuple[int, Sequence, int]],
+        broken: list[tuple[Sequence, Exception]],
     ) -> tuple[np.ndarray, Cuts | None]:
         """How the tokens of a step are chosen; rows of padding write to the slot of none.
 
         Args:
             texts: Rows.
-            ended: Place and text of those that choose.
-            broken: Takes texts whose settings don't fit the arrays: the other texts go on.
+            ended: Place and sequence of those that choose.
+            broken: Takes sequences whose settings don't fit the arrays: the others go on.
         """
-        slots = np.full(texts, self.programs.slots, np.int32)
-        temperature, seed = np.zeros(texts, np.float32), np.zeros(texts, np.uint32)
-        number = np.zeros(texts, np.int32)
-        for place, answer in ended:
-            text = answer.text
-            slots[place], seed[place] = text.slot, answer.seed
-            temperature[place] = answer.request.sampling.temperature
-            number[place] = len(text.tokens) - text.prompt
-        draw = np.stack([slots, temperature.view(np.int32), seed.view(np.int32), number])
-        if not any(answer.by_all for _, answer in ended):
+        draw = np.zeros((4, texts), np.int32)
+        slots, temperature, seed, number = draw
+        slots[:] = self.programs.slots
+        temperature, seed = temperature.view(np.float32), seed.view(np.uint32)
+        for place, sequence, _ in ended:
+            slots[place], seed[place] = sequence.slot, sequence.seed
+            temperature[place] = sequence.request.sampling.temperature
+            number[place] = len(sequence.tokens) - sequence.prompt_tokens
+        if not any(sequence.cut for _, sequence, _ in ended):
             return draw, None
         return draw, _cuts(texts, self.programs.positions, ended, broken)
+
+
+def _likeliest(chosen: ChosenTokens) -> Callable[[int], TopLogprobs]:
+    """The likeliest tokens of a row of what a step chose, with their log-probabilities."""
+    top, values = np.asarray(chosen.top), np.asarray(chosen.top_logprob)
+    return lambda row: tuple(zip(top[row].tolist(), values[row].tolist(), strict=True))
 
 
 def _cuts(
     texts: int,
     positions: int,
-    ended: list[tuple[int, Answer]],
-    broken: list[tuple[Answer, Exception]],
+    ended: list[tuple[int, Sequence, int]],
+    broken: list[tuple[Sequence, Exception]],
 ) -> Cuts:
     top_k, prompt = np.zeros(texts, np.int32), np.zeros(texts, np.int32)
     reals = np.zeros((5, texts), np.float32)
@@ -555,21 +545,21 @@ def _cuts(
     text = np.full((texts, positions), PENDING, np.int32)
     biased = np.full((texts, BIASES), PENDING, np.int32)
     bias = np.zeros((texts, BIASES), np.float32)
-    for place, answer in ended:
-        choice, tokens = answer.request.sampling, answer.text.tokens
+    for place, sequence, _ in ended:
+        sampling, tokens = sequence.request.sampling, sequence.tokens
         try:
-            top_k[place], prompt[place] = choice.top_k, answer.text.prompt
+            top_k[place], prompt[place] = sampling.top_k, sequence.prompt_tokens
             reals[:, place] = (
-                choice.top_p,
-                choice.min_p,
-                choice.presence_penalty,
-                choice.frequency_penalty,
-                choice.repetition_penalty,
+                sampling.top_p,
+                sampling.min_p,
+                sampling.presence_penalty,
+                sampling.frequency_penalty,
+                sampling.repetition_penalty,
             )
             text[place, : len(tokens)] = tokens
-            for at, (token, by) in enumerate(choice.logit_bias.items()):
+            for at, (token, by) in enumerate(sampling.logit_bias.items()):
                 biased[place, at], bias[place, at] = token, by
         except Exception as error:
-            broken.append((answer, error))
+            broken.append((sequence, error))
     arrays: Any = (top_k, *reals, text, prompt, biased, bias)
     return Cuts(*arrays)
