@@ -41,11 +41,11 @@ def figures(model, cache: ServedCache, count: int):
             tokens=tokens, max_tokens=1, sampling=greedy, ignore_ends=True, prompt_logprobs=True
         )
         pieces = list(engine.submit(scored))
-        losses += [-one.logprob for piece in pieces for one in piece.prompt if one.logprob]
+        losses += [-value for piece in pieces for value, _ in piece.prompt_logprobs if value]
         begin = TextRequest(
             tokens=tokens[:BEGINNING], max_tokens=NEW, sampling=greedy, ignore_ends=True
         )
-        made.append([one.id for piece in engine.submit(begin) for one in piece.tokens])
+        made.append([token for piece in engine.submit(begin) for token in piece.token_ids])
     engine.stop()
     return engine.memory.page_bytes, sum(losses) / len(losses), made
 

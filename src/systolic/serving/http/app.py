@@ -132,7 +132,7 @@ def application(state: ServerState) -> FastAPI:
         redoc_url=None,
         telemetry={"tracing": False},  # The middleware's span is of the whole request.
     )
-    bodies = [one.body for one in PATHS if isinstance(one.body, type)]
+    bodies = [path.body for path in PATHS if isinstance(path.body, type)]
     _, components = msgspec.json.schema_components(
         bodies, ref_template="#/components/schemas/{name}"
     )
@@ -152,9 +152,9 @@ def application(state: ServerState) -> FastAPI:
     plain = app.openapi
 
     def openapi() -> dict[str, Any]:
-        found = plain()
-        found.setdefault("components", {}).setdefault("schemas", {}).update(components)
-        return found
+        document = plain()
+        document.setdefault("components", {}).setdefault("schemas", {}).update(components)
+        return document
 
     app.openapi = openapi
     for kind in (ProblemError, SystolicError, HTTPException, ClientDisconnect, Exception):
@@ -183,22 +183,22 @@ def _endpoint(handler: Handler, state: ServerState) -> Callable[[Request], Await
 
 def _described(path: Path) -> dict[str, Any]:
     """Parameters of the path and schema of the body, which FastAPI can't see in a handler."""
-    found: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
     names = [part.split("}")[0].split(":")[0] for part in path.path.split("{")[1:]]
     if names:
-        found["parameters"] = [
+        extra["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
             for name in names
         ]
     if isinstance(path.body, type):
         schema = {"$ref": f"#/components/schemas/{path.body.__name__}"}
-        found["requestBody"] = {
+        extra["requestBody"] = {
             "required": True,
             "content": {"application/json": {"schema": schema}},
         }
     elif path.body is not None:
-        found["requestBody"] = {"required": True, "content": path.body}
-    return found
+        extra["requestBody"] = {"required": True, "content": path.body}
+    return extra
 
 
 async def _answer(request: Request, error: Exception) -> Response:

@@ -120,10 +120,10 @@ class RequestMiddleware:
             given = headers.get(b"x-api-key", "")
         key = keys.find(given.strip(), self.log.warn)
         if key is None:
-            told = "the API key is not known" if given else "no API key was given"
+            problem = "the API key is not known" if given else "no API key was given"
             raise ProblemError(
                 status=401,
-                message=f"{told}; send one as Authorization: Bearer KEY",
+                message=f"{problem}; send one as Authorization: Bearer KEY",
                 code="invalid_api_key",
             )
         context.key = key.name

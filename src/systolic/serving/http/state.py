@@ -281,7 +281,7 @@ class ServerState:
         return (
             not self.draining
             and self.opened
-            and all(one.ready and one.heartbeat_seconds < limit for one in models)
+            and all(model.ready and model.heartbeat_seconds < limit for model in models)
         )
 
     @property
@@ -289,7 +289,7 @@ class ServerState:
         """Whether no model failed and no loop hangs or has ended."""
         limit = self.limits.heartbeat_seconds * ALIVE
         return self.failed is None and all(
-            one.heartbeat_seconds < limit for one in self.registry.everything()
+            model.heartbeat_seconds < limit for model in self.registry.everything()
         )
 
     def use(self, request: Request, name: str | None, version: int | None = None) -> Served:
@@ -319,26 +319,26 @@ class ServerState:
     def versions(self, name: str, version: int | None = None) -> list[Served]:
         """Versions of a model, oldest first, or the one of a number; errors as :meth:`use`."""
         self._check(name, version)
-        found = self.registry.versions(name)
-        made = [one for one in found if version in (None, one.version)]
-        if not made:
-            known = ", ".join(str(one.version) for one in found)
+        versions = self.registry.versions(name)
+        wanted = [served for served in versions if version in (None, served.version)]
+        if not wanted:
+            known = ", ".join(str(served.version) for served in versions)
             raise NotFoundError(f"{name} has no version {version}; served are: {known}")
-        return made
+        return wanted
 
     def states(self) -> list[VersionState]:
         """Versions that are served, opened or could not be opened."""
-        found: dict[Key, tuple[Phase, str]] = {}
-        for one in self.registry.everything():
-            phase = Phase.ready if one.ready else Phase.stopped
-            found[one.key] = phase, self.failures.get(one.key, "")
+        phases: dict[Key, tuple[Phase, str]] = {}
+        for served in self.registry.everything():
+            phase = Phase.ready if served.ready else Phase.stopped
+            phases[served.key] = phase, self.failures.get(served.key, "")
         for key in self.opening:
-            found.setdefault(key, (Phase.loading, ""))
+            phases.setdefault(key, (Phase.loading, ""))
         for key, reason in self.failures.copy().items():
-            found.setdefault(key, (Phase.failed, reason))
+            phases.setdefault(key, (Phase.failed, reason))
         return [
             VersionState(name=name, version=version, phase=phase, reason=reason)
-            for (name, version), (phase, reason) in found.items()
+            for (name, version), (phase, reason) in phases.items()
         ]
 
     def _check(self, name: str, version: int | None) -> None:
@@ -348,10 +348,10 @@ class ServerState:
             ProblemError: it is not ready yet.
             NotFoundError: a client took it out, or it is none of those that are opened.
         """
-        held = [one.version for one in self.registry.everything() if one.name == name]
+        held = [model.version for model in self.registry.everything() if model.name == name]
         if version in held or (held and version is None):
             return
-        if any(name == one and version in (None, number) for one, number in self.opening):
+        if any(name == other and version in (None, number) for other, number in self.opening):
             raise self.not_ready(name)
         if not held and name in self.unloaded:
             raise NotFoundError(self._out([name]))
@@ -362,14 +362,14 @@ class ServerState:
     def _out(self, names: Sequence[str]) -> str:
         """How to load models again that a client took out."""
         several = len(names) > 1
-        told = f"{', '.join(names)} {'are' if several else 'is'} unloaded"
+        state = f"{', '.join(names)} {'are' if several else 'is'} unloaded"
         return (
-            f"{told}; load with POST /v2/repository/models/{'NAME' if several else names[0]}/load"
+            f"{state}; load with POST /v2/repository/models/{'NAME' if several else names[0]}/load"
         )
 
     def _names(self) -> list[str]:
         """Names of the models, those that are still opened included."""
-        opened = [one.name for one in self.registry.newest()]
+        opened = [served.name for served in self.registry.newest()]
         return list(dict.fromkeys([*opened, *(name for name, _ in self.opening)]))
 
     def text(self, request: Request, name: str | None) -> ServedText:
