@@ -20,7 +20,7 @@ ALLOWED: dict[str, str] = {
     "planning/analytic.py:LOGIT_BYTES": "bytes of elements, added up",
     "planning/analytic.py:WHOLE": "bytes of an f32 element",
     "planning/analytic.py:RESERVED": "room for rounding",
-    "serving/batch/limits.py:InputLimits": "pixels of a picture that is read",
+    "serving/batch/options.py:InputLimits": "pixels of a picture that is read",
     "sim/attention.py:_CAUSAL,_SEGMENTS,_SOFT_CAP": COUNTED,
     "sim/attention.py:_MATMULS": COUNTED,
     "sim/attention.py:_SEQUENCE_MINOR": "a layout's number, as the kernels have it",

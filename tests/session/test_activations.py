@@ -20,7 +20,7 @@ from systolic.interop.quantizing import Rounder, formats_of, matrices_in
 from systolic.interop.source import open_source
 from systolic.job import MatrixFormat, Read, Sampling, Split, WeightFormat
 from systolic.serving.text.opening import open_engine
-from systolic.serving.text.request import TextRequest, TokenChoice
+from systolic.serving.text.request import SamplingParams, TextRequest
 from systolic.session.calibrating import largest_of
 from systolic.session.quantizing import Evaluated, quantize_model
 from systolic.session.sensitivity import Measure, choose
@@ -102,7 +102,7 @@ def test_a_server_writes_what_generate_does(made: Any) -> None:
         asked = TextRequest(
             tokens=tokenizer.prompt("the capital of"),
             max_tokens=8,
-            choice=TokenChoice(temperature=0.0),
+            sampling=SamplingParams(temperature=0.0),
         )
         found = [token.id for piece in engine.submit(asked) for token in piece.tokens]
     finally:

@@ -28,7 +28,7 @@ from systolic.job import AdapterKind, MatrixFormat, Sampling, Split, WeightForma
 from systolic.models.decoder.config import Decoder
 from systolic.models.quantized import Quantized, held_dtype
 from systolic.serving.text.opening import open_engine
-from systolic.serving.text.request import TextRequest, TokenChoice
+from systolic.serving.text.request import SamplingParams, TextRequest
 from systolic.session.outgoing import floats_line, leaving
 from systolic.session.quantizing import Evaluated, quantize_model
 from systolic.session.restored import restored_on_cpu
@@ -169,7 +169,7 @@ def test_a_server_writes_what_generate_does(
         asked = TextRequest(
             tokens=tokenizer.prompt("the capital of"),
             max_tokens=12,
-            choice=TokenChoice(temperature=0.0),
+            sampling=SamplingParams(temperature=0.0),
         )
         found = [token.id for piece in engine.submit(asked) for token in piece.tokens]
     finally:

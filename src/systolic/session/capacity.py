@@ -25,9 +25,9 @@ from systolic.forecasting.serving import (
     StepTimes,
     steady,
 )
-from systolic.forecasting.serving_memory import PADDING_PAGES, ServingMemory
 from systolic.interop.outline import outlined
 from systolic.job import Job, Served
+from systolic.job.serving_memory import PADDING_PAGES, ServingMemory
 from systolic.models.decoder.config import Decoder
 from systolic.recipes.models.named import is_model
 from systolic.session.server_layout import placed, with_heads_for

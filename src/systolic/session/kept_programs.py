@@ -85,10 +85,10 @@ def _checked(target: ServeTarget, settings: ServeSettings) -> KeptPrograms:
 
 def _steps(target: ServeTarget, settings: ServeSettings) -> "StepFunctions":
     """Programs of the first of a model's engines."""
-    from systolic.serving.text.placing import Placing
+    from systolic.serving.text.replica_placement import ReplicaPlacement
 
-    placing = Placing(asked=settings.layout, sizes=settings.sizes)
-    return opened(target, settings, placing, 0, lambda _: None).setup.steps
+    placement = ReplicaPlacement(asked=settings.layout, sizes=settings.sizes)
+    return opened(target, settings, placement, 0, lambda _: None).setup.steps
 
 
 def _of_batches(

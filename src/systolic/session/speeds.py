@@ -201,14 +201,14 @@ def server_call(model: TrainedModel, sizes: "CallSizes") -> "TimedCall":
     from systolic.aot.program_store import ProgramStore
     from systolic.serving.layout import ServingLayout
     from systolic.serving.text.opening import EngineSizes
-    from systolic.serving.text.placing import Placing
+    from systolic.serving.text.replica_placement import ReplicaPlacement
     from systolic.serving.text.timed import ServedTexts
 
     told: list[str] = []
-    placing = Placing(asked=ServingLayout(), sizes=EngineSizes())
+    placement = ReplicaPlacement(asked=ServingLayout(), sizes=EngineSizes())
 
     def place(job: Job, platform: str, devices: Sequence[Any]) -> Any:
-        return placing.place(job, platform, devices, 0)
+        return placement.place(job, platform, devices, 0)
 
     held = restored_on_cpu(
         PreparedModel(setup=set_up_here(model.job, place=place), read=lambda: model.weights),

@@ -16,9 +16,8 @@ from systolic.predicting.readers import Example, Output
 from systolic.predicting.rows import Bucket, Row
 from systolic.serving.batch.facts import AnswerFacts, BatchFacts
 from systolic.serving.batch.intake import Intake
-from systolic.serving.batch.limits import InputLimits
 from systolic.serving.batch.model import DynamicBatches
-from systolic.serving.batch.options import BatchOptions
+from systolic.serving.batch.options import BatchOptions, InputLimits
 from systolic.serving.batch.request import ANY, BYTES, ArraySpec, ModelKind
 from systolic.serving.compiles import CompileFacts
 

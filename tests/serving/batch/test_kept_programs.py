@@ -12,8 +12,8 @@ from systolic.aot.program_store import ProgramStore
 from systolic.predicting.forms import FixedForm
 from systolic.predicting.predictor import Predictor
 from systolic.predicting.rows import Bucket, Row
-from systolic.serving.batch.limits import InputLimits
 from systolic.serving.batch.opening import intake_of
+from systolic.serving.batch.options import InputLimits
 from systolic.serving.compiles import COMPILED
 from tests.interop import test_sentences
 

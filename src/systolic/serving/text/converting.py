@@ -114,7 +114,7 @@ def with_floats(
 
 
 def _abstract(array: Any) -> jax.ShapeDtypeStruct:
-    """What a program is traced for; arrays that are on no mesh go wherever it needs them."""
+    """Abstract array that a program is traced for; arrays that are on no mesh go wherever it needs them."""
     placed = isinstance(array.sharding, jax.sharding.NamedSharding)
     return jax.ShapeDtypeStruct(
         array.shape, array.dtype, sharding=array.sharding if placed else None

@@ -1,18 +1,18 @@
-"""What models tell while they are made ready: into the metrics and the log."""
+"""Metrics and log of models that are being loaded."""
 
 from collections.abc import Callable
 
-from systolic.forecasting.serving_memory import ServingMemory
+from systolic.job.serving_memory import ServingMemory
 from systolic.serving.batch.buckets import BucketGrid
 from systolic.serving.batch.facts import AnswerFacts, BatchFacts
 from systolic.serving.compiles import CompileFacts
-from systolic.serving.http.logs import EventLog
-from systolic.serving.http.meters import BatchMeter, TextMeter
+from systolic.serving.http.metrics import BatchMeter, TextMeter
+from systolic.serving.http.telemetry import EventLog
 from systolic.serving.layout import DeviceShares
 from systolic.serving.text.buckets import Buckets
 
 
-class TextOpening:
+class TextLoadMetrics:
     """An :class:`~systolic.serving.text.opening.OpeningWatcher`.
 
     Args:
@@ -61,7 +61,7 @@ class TextOpening:
         self._meter.placed(seconds)
 
 
-class BatchOpening:
+class BatchLoadMetrics:
     """A :class:`~systolic.serving.batch.facts.BatchWatcher` that also writes compiles into the log.
 
     Args:

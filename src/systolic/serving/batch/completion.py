@@ -1,14 +1,13 @@
 """How requests end: each once, whoever is first."""
 
 from systolic.core.errors import DataError, RunError, SystolicError
-from systolic.serving.batch.asked import Asked
+from systolic.serving.batch.batch_queue import BatchQueue, BatchRequest
 from systolic.serving.batch.facts import BatchWatcher, Ended
 from systolic.serving.batch.intake import Intake
-from systolic.serving.batch.queue import BatchQueue
-from systolic.serving.refused import ExpiredError
+from systolic.serving.errors import ExpiredError
 
 
-class Endings:
+class Completions:
     """Answers and failures of a model's requests."""
 
     def __init__(
@@ -16,60 +15,62 @@ class Endings:
     ) -> None:
         self._name, self._queue, self._intake, self._watcher = name, queue, intake, watcher
 
-    def answer(self, asked: Asked) -> None:
+    def answer(self, request: BatchRequest) -> None:
         """Ends a request whose outputs are all there."""
         try:
-            made = self._intake.answer_of(asked.examples, asked.outputs)
+            made = self._intake.answer_of(request.examples, request.outputs)
         except Exception as error:
-            self.fail(asked, Ended.failed, RunError(f"{self._name} made no answer ({line(error)})"))
+            self.fail(
+                request, Ended.failed, RunError(f"{self._name} made no answer ({line(error)})")
+            )
             return
-        if self._queue.end(asked):
-            asked.future.set_result(made)
-            self._tell(asked, Ended.answered)
+        if self._queue.end(request):
+            request.future.set_result(made)
+            self._tell(request, Ended.answered)
 
-    def fail(self, asked: Asked, ended: Ended, error: SystolicError) -> None:
+    def fail(self, request: BatchRequest, ended: Ended, error: SystolicError) -> None:
         """Ends a request with an error, unless it has ended."""
-        if not self._queue.end(asked):
+        if not self._queue.end(request):
             return
-        if asked.begin():
-            asked.future.set_exception(error)
+        if request.begin():
+            request.future.set_exception(error)
         else:
             ended = Ended.cancelled
-        self._tell(asked, ended)
+        self._tell(request, ended)
 
-    def refuse(self, asked: Asked, error: BaseException) -> None:
+    def refuse(self, request: BatchRequest, error: BaseException) -> None:
         """Ends a request whose input can't be read."""
         known = (
             error
             if isinstance(error, SystolicError)
             else DataError(f"the input can't be read ({line(error)}); check the file")
         )
-        self.fail(asked, Ended.refused, known)
+        self.fail(request, Ended.refused, known)
 
-    def expire(self, asked: Asked) -> None:
+    def expire(self, request: BatchRequest) -> None:
         """Ends a request whose deadline has passed."""
-        assert asked.deadline is not None
-        seconds = asked.deadline - asked.submitted
+        assert request.deadline is not None
+        seconds = request.deadline - request.submitted
         self.fail(
-            asked,
+            request,
             Ended.expired,
             ExpiredError(
                 f"{self._name} had no answer within {seconds:g} s; allow more, or try again"
             ),
         )
 
-    def cancel(self, asked: Asked) -> None:
+    def cancel(self, request: BatchRequest) -> None:
         """Ends a request whose future was cancelled."""
-        if asked.future.cancelled() and self._queue.end(asked):
-            self._tell(asked, Ended.cancelled)
+        if request.future.cancelled() and self._queue.end(request):
+            self._tell(request, Ended.cancelled)
 
-    def _tell(self, asked: Asked, ended: Ended) -> None:
+    def _tell(self, request: BatchRequest, ended: Ended) -> None:
         try:
             if self._watcher is not None:
-                self._watcher.answered(asked.facts(ended))
+                self._watcher.answered(request.facts(ended))
         finally:
-            asked.examples, asked.outputs = [], []
-            self._queue.forget(asked)
+            request.examples, request.outputs = [], []
+            self._queue.forget(request)
 
 
 def line(error: BaseException) -> str:

@@ -16,7 +16,7 @@ from systolic.steps.target import MeshTarget
 
 
 @dataclass(kw_only=True)
-class Placing:
+class ReplicaPlacement:
     """Shares out devices for the first engine of a model, and gives the others theirs."""
 
     asked: ServingLayout

@@ -17,10 +17,10 @@ from typing import Any
 
 from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.core.files import check_writable, write_json
-from systolic.serving.batch.buckets import Traffic
-from systolic.serving.batch.recorded import Recorder
+from systolic.serving.batch.buckets import Recorder, Traffic
 from systolic.serving.text.buckets import TextTraffic
-from systolic.serving.text.facts import EngineWatcher, RequestFacts, StepFacts
+from systolic.serving.text.facts import EngineLoad, EngineWatcher, StepFacts
+from systolic.serving.text.request import TextOutput
 
 TEXT = {
     "prompt_tokens": "prompts",
@@ -32,7 +32,7 @@ TEXT = {
 BATCH = ("lengths", "examples")
 """Histograms of all other models, by their fields of :class:`~systolic.serving.batch.buckets.Traffic`."""
 LARGEST = 2**31 - 1
-"""Of a histogram's sizes."""
+"""Largest size of a histogram."""
 
 Histograms = Mapping[str, Mapping[int, float]]
 
@@ -132,7 +132,7 @@ def _histogram(given: Any, where: str) -> dict[int, float]:
 
 
 def _logged(path: Path) -> dict[str, Histograms] | None:
-    """What a log tells; None where the file is none.
+    """Traffic in a log; None if the file is none.
 
     Raises:
         DataError: it has no request with tokens.
@@ -197,14 +197,14 @@ class TextRecorder:
             with self._lock:
                 self._counts["decode_rows"][rows] += 1
 
-    def ended(self, facts: RequestFacts) -> None:
+    def ended(self, output: TextOutput) -> None:
         """Counts a request."""
-        if not facts.completion_tokens:
+        if not output.completion_tokens:
             return  # It was cancelled or refused before it was read.
         with self._lock:
-            self._counts["prompt_tokens"][facts.prompt_tokens] += 1
-            self._counts["read_tokens"][max(facts.prompt_tokens - facts.cached_tokens, 1)] += 1
-            self._counts["output_tokens"][facts.completion_tokens] += 1
+            self._counts["prompt_tokens"][output.prompt_tokens] += 1
+            self._counts["read_tokens"][max(output.prompt_tokens - output.cached_tokens, 1)] += 1
+            self._counts["output_tokens"][output.completion_tokens] += 1
 
     def to_json(self) -> dict[str, Any]:
         """Its section; {} where nothing came."""
@@ -226,14 +226,14 @@ class RecordedEngine:
         self.inner.stepped(facts)
         self.recorder.stepped(facts.decode_rows)
 
-    def ended(self, facts: RequestFacts) -> None:
+    def ended(self, output: TextOutput, load: EngineLoad) -> None:
         """After each request."""
-        self.inner.ended(facts)
-        self.recorder.ended(facts)
+        self.inner.ended(output, load)
+        self.recorder.ended(output)
 
 
 class TrafficBook:
-    """What comes to the models of a server, whatever their versions and engines.
+    """Traffic of the models of a server, whatever their versions and engines.
 
     Args:
         path: Where it is saved; a model without requests keeps the section that the file has.

@@ -1,14 +1,216 @@
-"""Fields of requests for text, as OpenAI names them, and the requests of an engine that they make."""
+"""JSON of the routes: bodies of requests as typed records, answers, and the error body of each protocol."""
 
-from collections.abc import Callable
-from typing import Annotated, Any
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
+from starlette.requests import Request
 
-from systolic.serving.http.problems import bad
+from systolic.core.errors import DataError, NotFoundError, OptionError, SystolicError
+from systolic.serving.errors import ExpiredError, RefusedError
 from systolic.serving.http.vocabulary import Vocabulary
-from systolic.serving.text.request import TextRequest, TokenChoice
+from systolic.serving.text.request import SamplingParams, TextRequest
+
+KINDS: Mapping[int, str] = {
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+"""Status to ``error.type`` of OpenAI's body; all others are ``invalid_request_error``."""
+FINAL = (500, 504)
+"""Statuses after which the official client would try again by itself, and gets the same answer."""
+
+
+class Dialect(Enum):
+    """Whose error body a path has."""
+
+    openai = "openai"
+    plain = "plain"
+    """``{"error": "text"}``: the Open Inference Protocol and TensorFlow Serving."""
+
+    @classmethod
+    def of(cls, path: str) -> "Dialect":
+        """The dialect of a path."""
+        if path == "/v2" or path.startswith("/v2/"):
+            return cls.plain
+        rest = path.removeprefix("/v1/models/")
+        own = rest != path and (":" in rest or "/versions/" in rest or "/labels/" in rest)
+        return cls.plain if own or path.endswith("/metadata") else cls.openai
+
+
+@dataclass(kw_only=True, eq=False)
+class ProblemError(Exception):
+    """A request that gets an error.
+
+    Attributes:
+        status: HTTP status.
+        message: One line.
+        param: Field of the request that is to blame.
+        code: OpenAI's short name of the error.
+        retry_seconds: When to come back.
+        allow: Methods that the path takes, for status 405.
+    """
+
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    retry_seconds: float | None = None
+    allow: str | None = None
+
+    def body(self, dialect: Dialect) -> dict[str, Any]:
+        """The JSON object of the answer."""
+        if dialect is Dialect.plain:
+            return {"error": self.message}
+        kind = KINDS.get(self.status, "invalid_request_error")
+        fields = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": fields}
+
+    def headers(self) -> dict[str, str]:
+        """Headers of the answer, ``Retry-After`` in whole seconds."""
+        found = {}
+        if self.retry_seconds is not None:
+            found["retry-after"] = str(max(math.ceil(self.retry_seconds), 1))
+            found["x-should-retry"] = "true"
+        elif self.status in FINAL:
+            found["x-should-retry"] = "false"
+        if self.status == 401:
+            found["www-authenticate"] = "Bearer"
+        if self.allow is not None:
+            found["allow"] = self.allow
+        return found
+
+
+def bad(message: str, param: str | None = None, code: str | None = None) -> ProblemError:
+    """A request that is wrong: 400."""
+    return ProblemError(status=400, message=message, param=param, code=code)
+
+
+def problem_of(error: SystolicError) -> ProblemError:
+    """HTTP error for a model's refusal or a user's mistake."""
+    text = str(error)
+    if isinstance(error, RefusedError):
+        if error.retry_seconds is None:
+            return bad(text, error.parameter)
+        return ProblemError(
+            status=429, message=text, code="queue_full", retry_seconds=error.retry_seconds
+        )
+    if isinstance(error, ExpiredError):
+        return ProblemError(status=504, message=text, code="deadline")
+    if isinstance(error, NotFoundError):
+        return ProblemError(status=404, message=text, param="model", code="model_not_found")
+    if isinstance(error, OptionError | DataError):
+        return bad(text)
+    return ProblemError(status=500, message=text)
+
+
+T = TypeVar("T")
+
+SHOWN = 40
+"""Characters of a value that an error shows."""
+_WHERE = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
+_MISSING = re.compile(r"Object missing required field `([^`]+)`")
+_BOUND = re.compile(r"Expected `(?:int|float)(?: \| null)?` (>=|<=|>|<) (\S+)")
+_KIND = re.compile(r"Expected `([^`]+)`, got `[^`]+`")
+_STEP = re.compile(r"([^.\[\]]+)|\[([0-9]+|\.\.\.)\]")
+_BOUNDS = {
+    ">=": "{:.15g} or more",
+    "<=": "{:.15g} or less",
+    ">": "more than {:.15g}",
+    "<": "less than {:.15g}",
+}
+_KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "a text",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+}
+"""Types as msgspec names them, in the words of this server's messages."""
+
+
+async def read(request: Request, kind: type[T]) -> T:
+    """The body of a request as a record.
+
+    Raises:
+        ProblemError: it is no JSON, or a field has the wrong type.
+    """
+    return decode(await request.body(), kind)
+
+
+def decode(raw: bytes, kind: type[T]) -> T:
+    """Some JSON as a record; errors as :func:`read`."""
+    try:
+        try:
+            return msgspec.json.decode(raw, type=kind)
+        except msgspec.ValidationError as error:
+            raise _judged(str(error), raw) from error
+    except RecursionError as error:
+        raise bad("the body is nested too deeply") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError, ValueError, OverflowError) as error:
+        raise bad(f"the body is not JSON ({error}); send a JSON object") from error
+
+
+def _judged(text: str, raw: bytes) -> ProblemError:
+    """The answer to a body of another type than asked for, by msgspec's message."""
+    at = _WHERE.search(text)
+    path = at[1] if at else ""
+    reason = _WHERE.sub("", text)
+    if missing := _MISSING.fullmatch(reason):
+        param = f"{path}.{missing[1]}" if path else missing[1]
+        return bad(f"{param} is missing; send it", param)
+    given = f"{path or 'the body'} is {_shown(raw, path)}"
+    if bound := _BOUND.fullmatch(reason):
+        return bad(f"{given}; ask for {_BOUNDS[bound[1]].format(float(bound[2]))}", path)
+    if kind := _KIND.fullmatch(reason):
+        names = [_KINDS.get(one, one) for one in kind[1].split(" | ") if one != "null"]
+        return bad(f"{given}; send {' or '.join(names)}", path or None)
+    if reason.startswith("Invalid enum value"):
+        return bad(f"{given}, which is not supported; leave it out", path)
+    return bad(f"{path or 'the body'}: {reason}", path or None)
+
+
+def _shown(raw: bytes, path: str) -> str:
+    """The value at a path of some JSON, cut to a few characters."""
+    value = msgspec.json.decode(raw)
+    for name, index in _STEP.findall(path):
+        if index == "...":
+            return "out of range"  # Which one of an object's values is not known.
+        value = value[int(index)] if index else value[name]
+    text = msgspec.json.encode(value).decode()
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def encode(value: Any) -> bytes:
+    """A value as JSON; numbers that JSON has no form for become null."""
+    return msgspec.json.encode(value)
+
+
+def with_infinities(value: Any, written: bytes) -> Any:
+    """A value of lists, objects, texts and numbers that :func:`encode` writes with its infinities, which JSON has no form for.
+
+    Args:
+        value: The value.
+        written: Infinity as its readers take it: ``Infinity``, or ``1e999``, a number of JSON beyond all floats.
+    """
+    if isinstance(value, float) and math.isinf(value):
+        return msgspec.Raw(written if value > 0 else b"-" + written)
+    if isinstance(value, list):
+        return [with_infinities(one, written) for one in value]
+    if isinstance(value, dict):
+        return {name: with_infinities(one, written) for name, one in value.items()}
+    return value
+
 
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Whole = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -28,7 +230,7 @@ class StreamOptions(Struct, kw_only=True):
 
 
 class TextFields(Struct, kw_only=True):
-    """What completions and chats have in common.
+    """Fields that completions and chats have in common.
 
     Unknown fields are ignored, since clients send extras. Known ones that this server does not carry out are refused
     by :meth:`check` unless they ask for nothing.
@@ -114,13 +316,13 @@ class TextFields(Struct, kw_only=True):
         """How ``logprobs`` name a token: by its text, or as vLLM writes ids."""
         return "token_id:{}".format if self.return_tokens_as_token_ids else words.text
 
-    def choice(self, number: int, vocab_size: int) -> TokenChoice:
+    def sampling(self, number: int, vocab_size: int) -> SamplingParams:
         """How the tokens of the choice of a number are picked.
 
         Raises:
             ProblemError: ``logit_bias`` names no token.
         """
-        return TokenChoice(
+        return SamplingParams(
             temperature=_given(self.temperature, 1.0),
             top_k=max(_given(self.top_k, 0), 0),
             top_p=_given(self.top_p, 1.0),
@@ -160,7 +362,7 @@ class TextFields(Struct, kw_only=True):
         return TextRequest(
             tokens=tokens,
             max_tokens=max_tokens,
-            choice=self.choice(number, vocab_size),
+            sampling=self.sampling(number, vocab_size),
             stop=self.stops,
             stop_tokens=self.stop_token_ids or (),
             ignore_ends=bool(self.ignore_eos),

@@ -6,26 +6,24 @@ from urllib.parse import unquote
 
 from starlette.types import ASGIApp, Message, Scope
 
-from systolic.serving.http.desk import TICKET, Ticket
-from systolic.serving.text.request import Usage
+from systolic.serving.http.state import CONTEXT, RequestContext
 
 
 @dataclass(frozen=True, kw_only=True)
-class DirectAnswer:
+class InProcessResponse:
     """A whole answer."""
 
-    status: int
-    request_id: str
+    context: RequestContext
+    """Its request, with what was counted."""
     body: bytes
     json: bool
     """Whether the body is one JSON value."""
     retry_seconds: float | None = None
     """When to come back, where the request was refused for now."""
-    usage: Usage | None = None
 
 
-async def post(app: ASGIApp, url: str, body: bytes) -> DirectAnswer:
-    """Posts some JSON to a :class:`~systolic.serving.http.gate.Gate`; cancelled, it ends the request and frees what it holds."""
+async def post(app: ASGIApp, url: str, body: bytes) -> InProcessResponse:
+    """Posts some JSON to a :class:`~systolic.serving.http.middleware.RequestMiddleware`; cancelled, it ends the request and frees what it holds."""
     path, _, query = url.partition("?")
     scope: Scope = {
         "type": "http",
@@ -46,7 +44,6 @@ async def post(app: ASGIApp, url: str, body: bytes) -> DirectAnswer:
         "server": None,
     }
     given = [body]
-    status = 0
     headers: dict[bytes, bytes] = {}
     parts: list[bytes] = []
 
@@ -57,20 +54,17 @@ async def post(app: ASGIApp, url: str, body: bytes) -> DirectAnswer:
         raise AssertionError
 
     async def send(message: Message) -> None:
-        nonlocal status, headers
+        nonlocal headers
         if message["type"] == "http.response.start":
-            status, headers = message["status"], dict(message["headers"])
+            headers = dict(message["headers"])
         else:
             parts.append(message.get("body", b""))
 
     await app(scope, receive, send)
     retry = headers.get(b"retry-after")
-    ticket: Ticket = scope[TICKET]
-    return DirectAnswer(
-        status=status,
-        request_id=ticket.id,
+    return InProcessResponse(
+        context=scope[CONTEXT],
         body=b"".join(parts),
         json=headers.get(b"content-type", b"").startswith(b"application/json"),
         retry_seconds=None if retry is None else float(retry),
-        usage=ticket.usage,
     )

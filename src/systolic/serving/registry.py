@@ -1,4 +1,4 @@
-"""What a server holds: models by name and version, swapped without a dropped request."""
+"""Models of a server by name and version, swapped without a dropped request."""
 
 import threading
 import time
@@ -12,6 +12,12 @@ from systolic.data.text.chat import ChatTemplate
 from systolic.data.text.tokenizer import Tokenizer
 from systolic.serving.batch.request import BatchModel
 from systolic.serving.text.request import TextEngine
+
+ENDS = ("versions", "labels", "metadata", "ready", "infer", "load", "unload")
+"""Words that follow a model's name in paths, and so can't be in the name after a ``/``."""
+NAME_IN_PATH = rf"[^/]+(?:/(?!(?:{'|'.join(ENDS)})(?:/|$))[^/]+)*"
+"""A name of one part or of several, such as ``org/model``."""
+
 
 Key = tuple[str, int]
 """Name and version of a model."""
@@ -108,7 +114,7 @@ class ServedBatch:
 
     @property
     def kind(self) -> str:
-        """What it is asked for."""
+        """Its task."""
         return self.model.kind.value
 
     @property
@@ -136,7 +142,7 @@ Served = ServedText | ServedBatch
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Arrival:
+class ModelLoad:
     """A version of a model that is to be opened."""
 
     key: Key
@@ -145,29 +151,29 @@ class Arrival:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Renewal:
-    """What has to change so that a server holds what its folders do."""
+class ReloadPlan:
+    """Changes after which a server holds what its folders do."""
 
-    added: Sequence[Arrival] = ()
+    added: Sequence[ModelLoad] = ()
     """Versions that are new, or have other contents."""
     gone: Sequence[Key] = ()
     unchanged: Sequence[Key] = ()
 
 
 @dataclass(kw_only=True, eq=False)
-class _Place:
+class _Entry:
     """A model and the requests that use it."""
 
     served: Served
     users: int = 0
 
 
-class Shelf:
+class ModelRegistry:
     """The models of a server, from any thread. The newest version of a name answers where none is asked for."""
 
     def __init__(self, models: Sequence[Served] = ()) -> None:
         self._changed = threading.Condition()
-        self._places: dict[str, dict[int, _Place]] = {}
+        self._places: dict[str, dict[int, _Entry]] = {}
         for served in models:
             self.put(served)
 
@@ -183,7 +189,7 @@ class Shelf:
                 raise OptionError(
                     f"version {served.version} of {served.name} is served; give another version"
                 )
-            versions[served.version] = _Place(served=served)
+            versions[served.version] = _Entry(served=served)
 
     def retire(self, name: str, version: int, seconds: float) -> bool:
         """Takes a model out when no request uses it: new ones go to the newest of the other versions at once.
@@ -212,10 +218,10 @@ class Shelf:
         """
         with self._changed:
             place = self._place(served.name, served.version)
-            self._places[served.name][served.version] = _Place(served=served)
+            self._places[served.name][served.version] = _Entry(served=served)
         return self._end(place, seconds)
 
-    def _end(self, place: _Place, seconds: float) -> bool:
+    def _end(self, place: _Entry, seconds: float) -> bool:
         end = time.monotonic() + seconds
         with self._changed:
             idle = self._changed.wait_for(lambda: not place.users, timeout=seconds)
@@ -258,7 +264,7 @@ class Shelf:
         with self._changed:
             return [place.served for one in self._places.values() for place in one.values()]
 
-    def _place(self, name: str, version: int | None) -> _Place:
+    def _place(self, name: str, version: int | None) -> _Entry:
         versions = self._places.get(name)
         if versions is None:
             known = ", ".join(self._places) or "none"
