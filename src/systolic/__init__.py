@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from systolic.chips import Chip, Slice, chip, chips, slice
     from systolic.core.errors import SystolicError
-    from systolic.exporting.settings import ExportSettings, LiteQuantization
     from systolic.forecasting import Forecast, Spread
     from systolic.forecasting.table import ForecastTable
+    from systolic.formats.settings import ExportSettings, LiteQuantization
     from systolic.job import MatrixFormat, Sampling, WeightFormat
     from systolic.planning.serving import ServingPlan
     from systolic.session.answering import AnswerOptions
@@ -43,12 +43,12 @@ _HOME = {
     "Comparison": "systolic.session.comparing",
     "ComparisonOptions": "systolic.session.comparing",
     "Evaluated": "systolic.session.quantizing",
-    "ExportSettings": "systolic.exporting.settings",
+    "ExportSettings": "systolic.formats.settings",
     "Exported": "systolic.session.exporting",
     "Forecast": "systolic.forecasting",
     "ForecastTable": "systolic.forecasting.table",
     "Imported": "systolic.session.importing",
-    "LiteQuantization": "systolic.exporting.settings",
+    "LiteQuantization": "systolic.formats.settings",
     "MatrixFormat": "systolic.job",
     "QuantizedModel": "systolic.session.quantizing",
     "Sampling": "systolic.job",

@@ -29,7 +29,7 @@ from systolic.session.job_source import source_of, with_plan
 from systolic.session.planned import candidate_of
 from systolic.session.training import Audience
 from systolic.training.setup import set_up
-from tests.interop.outlines import outline
+from tests.formats.outlines import outline
 from tests.planning import fabricated
 from tests.session import train_child
 from tests.training import tiny

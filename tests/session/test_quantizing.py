@@ -19,11 +19,11 @@ import systolic
 from systolic.artifact.bundle import MANIFEST
 from systolic.cli.main import main
 from systolic.core.errors import OptionError
-from systolic.interop.importing import structure_of
-from systolic.interop.outputs import outputs_of
-from systolic.interop.probe import probe_of
-from systolic.interop.quantizing import Matrix, Rounder, formats_of, matrices_in, whole
-from systolic.interop.source import open_source
+from systolic.formats.outputs import outputs_of
+from systolic.formats.probe import probe_of
+from systolic.formats.quantizing import Matrix, Rounder, formats_of, matrices_in, whole
+from systolic.formats.source import open_source
+from systolic.formats.weights import structure_of
 from systolic.job import AdapterKind, MatrixFormat, Sampling, Split, WeightFormat
 from systolic.models.decoder.config import Decoder
 from systolic.models.quantized import Quantized, held_dtype
@@ -37,8 +37,8 @@ from systolic.session.trained import PreparedModel, TrainedModel, set_up_here, s
 from systolic.steps.paged import PagedSteps
 from systolic.steps.paged_sharding import with_copied_heads
 from systolic.training.feed import evaluation
-from tests.interop import folders
-from tests.interop.test_sentences import folder as encoder_folder
+from tests.formats import folders
+from tests.formats.test_sentences import folder as encoder_folder
 from tests.serving.text.engine import SIZES
 from tests.tiers import some
 

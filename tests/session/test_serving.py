@@ -25,7 +25,7 @@ from systolic.cli.serve import ServeOptions, settings
 from systolic.core.errors import NotFoundError, OptionError
 from systolic.data import fingerprint
 from systolic.data.text.text_data import TextData
-from systolic.interop.source import open_source
+from systolic.formats.source import open_source
 from systolic.serving.batch.request import ModelKind
 from systolic.serving.http.desk import Desk
 from systolic.serving.http.limits import HttpLimits
@@ -37,8 +37,8 @@ from systolic.session.contents import contents_of, weight_bytes
 from systolic.session.serving import _changes, serve, targets
 from systolic.session.serving_plan import plan_serving
 from systolic.session.trained import open_model, prepare_model
-from tests.interop import folders
-from tests.interop.test_sentences import folder as encoder_folder
+from tests.formats import folders
+from tests.formats.test_sentences import folder as encoder_folder
 from tests.serving.http.running import toy_model
 
 SMALL = ("--rows", "4", "--context", "192", "--chunk", "64")

@@ -15,6 +15,8 @@ from systolic.job import Job
 
 _PARTS = ("model", "task", "data")
 _PACKAGE = "systolic."
+_MOVED = {"systolic.interop.program.model": "systolic.formats.program.model"}
+"""Modules of classes in files of earlier versions to where they are now."""
 
 
 def types_of(job: Job) -> dict[str, str]:
@@ -97,7 +99,7 @@ def _class(part: str, name: str, run: Path) -> type:
     module, _, kind = name.rpartition(".")
     if module.startswith(_PACKAGE):
         try:
-            found = vars(import_module(module)).get(kind)
+            found = vars(import_module(_MOVED.get(module, module))).get(kind)
         except ImportError:
             found = None
         if isinstance(found, type) and is_dataclass(found):

@@ -15,7 +15,7 @@ from systolic.core.errors import OptionError
 from systolic.core.leave import ends_cleanly
 from systolic.core.ranges import COUNT, NOT_NEGATIVE
 from systolic.core.units import duration, si
-from systolic.exporting.settings import ROWS, ExportSettings, LiteQuantization
+from systolic.formats.settings import ROWS, ExportSettings, LiteQuantization
 from systolic.job import Precision
 from systolic.report.progress import ProgressLine
 
@@ -142,8 +142,8 @@ def _quantization(precision: str) -> LiteQuantization:
 
 def _check_edge_tpu(options: ExportOptions) -> int:
     """Prints what the Edge TPU takes of a file that is there."""
-    from systolic.exporting.litert.edge_tpu import edge_tpu_report
-    from systolic.exporting.litert.graph import read_graph
+    from systolic.formats.litert.edge_tpu import edge_tpu_report
+    from systolic.formats.litert.graph import read_graph
 
     report = edge_tpu_report(read_graph(options.run))
     if options.json:

@@ -25,7 +25,7 @@ from systolic.forecasting.serving import (
     steady,
 )
 from systolic.forecasting.serving_memory import PADDING_PAGES, ServingMemory
-from systolic.interop.outline import outlined
+from systolic.formats.outline import outlined
 from systolic.job import Job, Served
 from systolic.models.decoder.config import Decoder
 from systolic.recipes.models.named import is_model

@@ -222,8 +222,8 @@ def _file_bytes(path: Path) -> int | None:
     """Bytes of the files of a model's weights."""
     if not in_files(path):
         return None
-    from systolic.interop.bundled import BundleSource
-    from systolic.interop.source import TransformersSource, open_source
+    from systolic.formats.bundle import BundleSource
+    from systolic.formats.source import TransformersSource, open_source
 
     source = open_source(path)
     if isinstance(source, BundleSource):

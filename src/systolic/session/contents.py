@@ -34,8 +34,8 @@ def model_contents(path: Path, checkpoint: str) -> ModelContents:
 
         return ModelContents(weights=fingerprint(path, checkpoint), texts="", sampled=False)
     from systolic.data.fingerprint import SAMPLE_BYTES, of_files
-    from systolic.interop.bundled import BundleSource
-    from systolic.interop.source import open_source
+    from systolic.formats.bundle import BundleSource
+    from systolic.formats.source import open_source
 
     source = open_source(path)
     files = sorted(source.files().values())

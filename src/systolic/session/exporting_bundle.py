@@ -22,8 +22,8 @@ from systolic.artifact.tensors import TensorSpec
 from systolic.core.digest import digest
 from systolic.core.errors import SystolicError
 from systolic.data.text.text_data import TextData
-from systolic.interop.exporting import config_of, with_text
-from systolic.interop.source import known_source, most_common, open_source
+from systolic.formats.hugging_face.writer import config_of, with_text
+from systolic.formats.source import known_source, most_common, open_source
 from systolic.models.decoder.config import Decoder
 from systolic.models.families import Config
 from systolic.session.replaying import record_answers

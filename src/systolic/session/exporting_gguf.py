@@ -10,13 +10,13 @@ import numpy as np
 
 from systolic.artifact.bundle import BundleDraft, check_free, draft
 from systolic.core.errors import OptionError, RunError
-from systolic.interop.gguf_metadata import Described, describe
-from systolic.interop.gguf_words import Words, words_of
-from systolic.interop.gguf_writing import OF_DTYPES, PRECISIONS, GgufSpec, plan, write_gguf
-from systolic.interop.parity import Parity, compare
-from systolic.interop.probe import probe_of
-from systolic.interop.source import GGUF as SUFFIX
-from systolic.interop.source import most_common, open_source
+from systolic.formats.gguf.metadata import Described, describe
+from systolic.formats.gguf.words import Words, words_of
+from systolic.formats.gguf.writer import OF_DTYPES, PRECISIONS, GgufSpec, plan, write_gguf
+from systolic.formats.parity import Parity, compare
+from systolic.formats.probe import probe_of
+from systolic.formats.source import GGUF as SUFFIX
+from systolic.formats.source import most_common, open_source
 from systolic.session.outgoing import (
     Leaving,
     elements_of,

@@ -7,10 +7,10 @@ from pathlib import Path
 from systolic.artifact.bundle import MANIFEST, draft
 from systolic.artifact.weights import plain_parameters
 from systolic.core.errors import NotFoundError, OptionError, RunError
-from systolic.interop.parity import Parity, compare
-from systolic.interop.peft import BASE_NAME, STEM, known_base, open_peft, outgoing_adapters
-from systolic.interop.probe import probe_of
-from systolic.interop.source import ADAPTERS
+from systolic.formats.parity import Parity, compare
+from systolic.formats.peft import BASE_NAME, STEM, known_base, open_peft, outgoing_adapters
+from systolic.formats.probe import probe_of
+from systolic.formats.source import ADAPTERS
 from systolic.job import AdapterKind
 from systolic.models.families import CONFIG
 from systolic.session.exporting import PEFT, Exported

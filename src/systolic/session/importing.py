@@ -18,20 +18,20 @@ from systolic.artifact.bundle_record import ImportedFrom, carried
 from systolic.core.arguments import with_types
 from systolic.core.errors import OptionError
 from systolic.core.files import check_room
-from systolic.interop import recorded
-from systolic.interop.bundled import BundleSource
-from systolic.interop.importing import planned, write_weights
-from systolic.interop.jobs import job_of
-from systolic.interop.parity import Parity, check, impossible
-from systolic.interop.peft import open_peft
-from systolic.interop.probe import ParityInputs
-from systolic.interop.program.convert import (
+from systolic.formats import recorded
+from systolic.formats.bundle import BundleSource
+from systolic.formats.jobs import job_of
+from systolic.formats.parity import Parity, check, impossible
+from systolic.formats.peft import open_peft
+from systolic.formats.probe import ParityInputs
+from systolic.formats.program.convert import (
     Framework,
     ProgramParity,
     ProgramRequest,
     kind_of,
 )
-from systolic.interop.source import Source, is_peft, most_common, open_source
+from systolic.formats.source import Source, is_peft, most_common, open_source
+from systolic.formats.weights import planned, write_weights
 from systolic.session.importing_program import check_passed, import_program
 from systolic.session.replaying import answers, record_answers
 from systolic.session.written import written
@@ -159,7 +159,7 @@ def _sound(path: Path | str, base: Path | None = None) -> Source:
     """An opened source whose files do not contradict each other and are those that were written.
 
     Raises:
-        OptionError: a base is given for what is no PEFT folder; and as :func:`systolic.interop.source.open_source`.
+        OptionError: a base is given for what is no PEFT folder; and as :func:`systolic.formats.source.open_source`.
     """
     if base is None:
         found = open_source(path)

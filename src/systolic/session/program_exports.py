@@ -11,9 +11,9 @@ import numpy as np
 from systolic.artifact.bundle import check_free
 from systolic.core.arguments import with_types
 from systolic.core.errors import OptionError
-from systolic.exporting.settings import LITERT, ExportSettings
-from systolic.interop.jobs import job_of
-from systolic.interop.source import open_source
+from systolic.formats.jobs import job_of
+from systolic.formats.settings import LITERT, ExportSettings
+from systolic.formats.source import open_source
 from systolic.job import Job, Precision
 from systolic.models.decoder.config import Decoder, Dispatch
 from systolic.session.trained import (
@@ -26,8 +26,8 @@ from systolic.session.trained import (
 from systolic.steps.lengths import learned_text
 
 if TYPE_CHECKING:
-    from systolic.exporting.litert.export import LiteExport
-    from systolic.exporting.result import ModelExport
+    from systolic.formats.litert.writer import LiteExport
+    from systolic.formats.result import ModelExport
 
 
 class ProgramFormat(NamedTuple):
@@ -48,28 +48,28 @@ class ProgramFormat(NamedTuple):
 
 WRITERS = {
     LITERT: ProgramFormat(
-        "systolic.exporting.litert.export",
+        "systolic.formats.litert.writer",
         "export_litert",
         "check_litert",
         ".tflite",
         labels="labels.txt inside, which unzip -p shows",
     ),
     "onnx": ProgramFormat(
-        "systolic.exporting.onnx.export",
+        "systolic.formats.onnx.writer",
         "export_onnx",
         "check_onnx",
         ".onnx",
         labels="labels of its metadata, a JSON list",
     ),
     "savedmodel": ProgramFormat(
-        "systolic.exporting.saved_model",
+        "systolic.formats.tensorflow.writer",
         "export_saved_model",
         "check_tensorflow",
         codes=True,
         labels="1/assets.extra/labels.txt",
     ),
     "stablehlo": ProgramFormat(
-        "systolic.exporting.stablehlo",
+        "systolic.formats.stablehlo",
         "export_stablehlo",
         codes=True,
         labels="labels of manifest.json",
@@ -109,10 +109,10 @@ def export_program(
         RunError: the run can't be opened, a program can't be written or differs from its source, or the disk is
             full; nothing is left at ``out``.
     """
-    from systolic.exporting.codes import with_codes
-    from systolic.exporting.examples import example_inputs
-    from systolic.exporting.functions import exportable
-    from systolic.exporting.outside import class_names, text_notes
+    from systolic.formats.codes import with_codes
+    from systolic.formats.examples import example_inputs
+    from systolic.formats.functions import exportable
+    from systolic.formats.outside import class_names, text_notes
 
     if to not in WRITERS:
         raise OptionError(f"to is {to!r}; programs are written as {' or '.join(WRITERS)}")
@@ -159,7 +159,7 @@ def _opened(
     say: Callable[[str], None],
 ) -> TrainedModel:
     """The model; what it does not have is refused before its weights are read."""
-    from systolic.exporting.functions import exportable
+    from systolic.formats.functions import exportable
 
     def check(job: Job) -> None:
         exportable(job, {}, settings.precision, settings.sizes).function(settings.function or None)

@@ -22,12 +22,12 @@ from systolic.artifact.run import JOB
 from systolic.core.arguments import Alternative, argument, with_types
 from systolic.core.errors import OptionError, called
 from systolic.core.files import check_room
-from systolic.interop.bundled import BundleSource
-from systolic.interop.jobs import job_of
-from systolic.interop.parity import Parity, compare
-from systolic.interop.probe import PROBES, probe_of
-from systolic.interop.recorded import few, few_outputs, record
-from systolic.interop.source import Source, open_source
+from systolic.formats.bundle import BundleSource
+from systolic.formats.jobs import job_of
+from systolic.formats.parity import Parity, compare
+from systolic.formats.probe import PROBES, probe_of
+from systolic.formats.recorded import few, few_outputs, record
+from systolic.formats.source import Source, open_source
 from systolic.job import Adapter, Job, MatrixFormat, WeightFormat
 from systolic.session.answering import NO_ANSWERS, AnswerOptions, check_answers, scores_of
 from systolic.session.calibrating import (
@@ -50,7 +50,7 @@ from systolic.session.trained import (
 from systolic.session.written import written
 
 if TYPE_CHECKING:
-    from systolic.interop.quantizing import Matrix, Rounder
+    from systolic.formats.quantizing import Matrix, Rounder
 
 MOST_LOST = {"accuracy": 0.1, "perplexity": 0.2, "loss": 0.2}
 """Loss of quality from which a model is said to have fallen far: of accuracy 10 points, else relative."""
@@ -211,7 +211,7 @@ def quantize_model(
     path, out, to = Path(path), Path(out), _format(to) if isinstance(to, str) else to
     check_free(out)
     check_answers(on.answers, on.data)
-    from systolic.interop.quantizing import formats_of, matrices_in, planned_tensors
+    from systolic.formats.quantizing import formats_of, matrices_in, planned_tensors
 
     run, unmeasured = _known(path, to, keep, on, budget, trust)
     measured = on.data is not None or (run is not None and unmeasured is None)
@@ -256,7 +256,7 @@ def _known(
     """A run's job, and why its own data can't be measured on; what it lacks is refused before its weights are read. ``None`` of a model in files."""
     if not (path / JOB).is_file():
         return None, None
-    from systolic.interop.quantizing import formats_of, matrices_of_model
+    from systolic.formats.quantizing import formats_of, matrices_of_model
 
     job = prepare_model(path, trust=trust).setup.job
     matrices = matrices_of_model(job.model)
@@ -307,7 +307,7 @@ def _rounder(
     say: Callable[[str], None],
 ) -> "Rounder":
     """What makes the codes, fitted to the inputs that calibration data gives the matrices."""
-    from systolic.interop.quantizing import Rounder
+    from systolic.formats.quantizing import Rounder
 
     if any(how.format.activations for how in formats.values()):
         return Rounder(matrices, largest_of(model, matrices, formats, calibration, say))
@@ -375,7 +375,7 @@ def _result(
     figures: "tuple[_Figures, _Figures]",
     choice: Choice | None,
 ) -> QuantizedModel:
-    from systolic.interop.quantizing import planned_tensors
+    from systolic.formats.quantizing import planned_tensors
 
     (rounder, formats), (before, after), (out, asked) = chosen, figures, written
     matrices = rounder.matrices
@@ -443,7 +443,7 @@ class _Figures:
     def of(
         cls, model: TrainedModel, source: Source, measure: Measure | None, on: Evaluated
     ) -> "_Figures":
-        from systolic.interop.outputs import outputs_of
+        from systolic.formats.outputs import outputs_of
 
         outputs = None
         if type(source.model) in PROBES:
@@ -474,8 +474,8 @@ class _Figures:
 
 def _opened(source: Source, job: Job) -> TrainedModel:
     """A source's model under a job with its data; adapters of a run are merged in its files."""
-    from systolic.interop.loading import weights_of
-    from systolic.interop.quantizing import check_finite
+    from systolic.formats.loading import weights_of
+    from systolic.formats.quantizing import check_finite
 
     keep_programs()
     plain = replace(job, adapter=Adapter(), start=None, quantization=source.quantization)
@@ -493,7 +493,7 @@ def _write(
 ) -> dict[str, Any]:
     """Writes weights and other files of a draft; what its bundle.json says."""
     from systolic import __version__
-    from systolic.interop.quantizing import planned_tensors, write_quantized
+    from systolic.formats.quantizing import planned_tensors, write_quantized
 
     rounder, formats = chosen
     size = sum(spec.nbytes for spec in planned_tensors(source, rounder.matrices, formats))

@@ -32,7 +32,7 @@ from systolic.serving.http.problems import ProblemError
 from systolic.serving.http.tools import ToolCall
 from systolic.serving.served import ServedText
 from tests.data.text.conversations import CONVERSATIONS, LOOP
-from tests.interop import folders
+from tests.formats import folders
 from tests.serving.http.echo import EchoEngine
 from tests.tiers import some
 

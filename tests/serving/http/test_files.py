@@ -28,7 +28,7 @@ from systolic.serving.batch.opening import batch_model
 from systolic.serving.batch.options import BatchOptions
 from systolic.serving.served import ServedBatch
 from systolic.steps.steps import StepFunctions
-from tests.interop import test_speech
+from tests.formats import test_speech
 from tests.models import images
 from tests.serving.http.running import Running, running
 

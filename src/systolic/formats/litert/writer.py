@@ -1,0 +1,399 @@
+"""Exports of ``litert``: one .tflite file of one function, float or quantized, measured beside its source."""
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.export
+import numpy as np
+
+from systolic.artifact import failure
+from systolic.artifact.bundle import check_free, write_file
+from systolic.core.errors import OptionError, RunError
+from systolic.core.units import si
+from systolic.formats.difference import EXACT, ExportDifference, difference
+from systolic.formats.examples import ExampleInputs
+from systolic.formats.functions import IMAGE
+from systolic.formats.inference import BATCH, SEQUENCE, ExportableModel, Inference, run
+from systolic.formats.litert import child
+from systolic.formats.litert.composites import Composites
+from systolic.formats.litert.edge_tpu import EdgeTpuReport, edge_tpu_report
+from systolic.formats.litert.graph import LiteGraph, graph_of
+from systolic.formats.litert.rows import (
+    FunctionRows,
+    calibration_rows,
+    evaluation_rows,
+    uncalibrated,
+)
+from systolic.formats.outside import with_labels
+from systolic.formats.packages import package_folder
+from systolic.formats.plain import plain_platform
+from systolic.formats.process import ended, last_line, run_module
+from systolic.formats.settings import LITERT, ExportSettings, LiteQuantization
+from systolic.formats.unrolling import computed, loops, unrolled
+from systolic.job import Precision
+from systolic.steps.folding import FoldedProgram
+
+CHILD = "systolic.formats.litert.child"
+TOKENS = 128
+"""Tokens of a text where --sequence is not given, or fewer where the model takes fewer."""
+CHUNK = 32
+"""Rows that the source computes at a time."""
+OUTPUT_BYTES = 1 << 29
+"""Most bytes of outputs of a comparison."""
+AGREEING, PARALLEL = 0.95, 0.99
+"""Share of rows with the same largest output, and mean cosine of vectors, below which an export says so."""
+IMAGE_RANGE = (0.0, 255.0)
+"""Numbers of an image, whatever the representative ones have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiteExport:
+    """A .tflite file that was written, and how it does beside its source."""
+
+    path: Path
+    function: str
+    quantization: LiteQuantization
+    parameters: int
+    bytes: int
+    float_bytes: int
+    """Of the same model without quantization."""
+    difference: ExportDifference
+    compared_on: str
+    accuracy: tuple[float, float] | None
+    """Of the source and of the file, where there are labels."""
+    calibrated_on: str | None
+    """Rows of the quantization of activations."""
+    measured_calibrate: bool = False
+    """Whether the rows of the comparison are among those of the calibration: there are no others."""
+    graph: LiteGraph = field(repr=False)
+    edge_tpu: EdgeTpuReport | None = None
+    notes: tuple[str, ...] = ()
+    """What became of quantized matrices; the order of classes."""
+
+    @property
+    def kind(self) -> str:
+        """The format's name."""
+        return LITERT
+
+    @property
+    def floating(self) -> dict[str, int]:
+        """Operations that compute in floating point, by name."""
+        return dict(self.graph.floating())
+
+    @property
+    def operations(self) -> int:
+        """All operations, without those that only store numbers in another way."""
+        return sum(self.graph.counts().values())
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """Name to dtype and shape in the file."""
+        return {name: str(one) for name, one in self.graph.named_inputs.items()}
+
+    @property
+    def outputs(self) -> dict[str, str]:
+        """Name to dtype and shape in the file."""
+        return {name: str(one) for name, one in self.graph.named_outputs.items()}
+
+    def lines(self) -> list[str]:
+        """The measurements."""
+        made = [f"{self.function}: {self.difference} ({self.compared_on})"]
+        if self.accuracy is not None:
+            source, here = self.accuracy
+            made.append(
+                f"accuracy {here:.2%}, source {source:.2%} ({round(100 * (here - source), 2) + 0:+.2f} points), on {self.difference.examples} rows of {self.compared_on}"
+            )
+        if self.quantization is not LiteQuantization.none:
+            made.append(
+                f"{self.bytes / self.float_bytes:.1%} of the {si(self.float_bytes, 'B')} in float32"
+            )
+        if self.quantization is LiteQuantization.int8:
+            left = ", ".join(f"{count} {kind}" for kind, count in self.floating.items())
+            made.append(
+                f"{self.operations - sum(self.floating.values())} of {self.operations} operations in whole numbers{f'; float: {left}' if left else ''}; calibrated on {self.calibrated_on}"
+            )
+        if self.measured_calibrate:
+            made.append(
+                "it was measured on rows that it was calibrated on, and looks better than it is: give more with --data"
+            )
+        agreed = self.difference.argmax_agreement
+        if agreed is not None and agreed < AGREEING:
+            made.append(
+                f"the largest output is another one in {1 - agreed:.1%} of the rows; measure it on your own data (--data), or leave more in floating point"
+            )
+        if (cosine := self.difference.cosine) is not None and not cosine.mean >= PARALLEL:
+            made.append(
+                f"the vectors are turned ({cosine}); measure it on your own data (--data), or leave more in floating point"
+            )
+        shapes = [
+            ", ".join(f"{k} {v}" for k, v in of.items()) for of in (self.inputs, self.outputs)
+        ]
+        made += [f"takes {shapes[0]}; returns {shapes[1]}", *self.notes]
+        return made if self.edge_tpu is None else [*made, *self.edge_tpu.lines(str(self.path))]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "path": str(self.path),
+            "format": self.kind,
+            "quantization": self.quantization.value,
+            "parameters": self.parameters,
+            "bytes": self.bytes,
+            "float_bytes": self.float_bytes,
+            "compared_on": self.compared_on,
+            "functions": {self.function: self.difference.to_json()},
+            "accuracy": None
+            if self.accuracy is None
+            else {"source": self.accuracy[0], "exported": self.accuracy[1]},
+            "calibrated_on": self.calibrated_on,
+            "measured_on_calibration": self.measured_calibrate,
+            "operations": self.operations,
+            "floating_operations": self.floating,
+            "inputs": self.inputs,
+            "outputs": self.outputs,
+            "notes": list(self.notes),
+            "edge_tpu": None if self.edge_tpu is None else self.edge_tpu.to_json(),
+        }
+
+
+def check_litert(settings: ExportSettings) -> None:
+    """Refuses a precision that the format does not have.
+
+    Raises:
+        OptionError: it is bf16.
+    """
+    if settings.precision is not Precision.f32:
+        raise OptionError(
+            f"--precision is {settings.precision.value}, and LiteRT has f32, dynamic and int8; choose one of them"
+        )
+
+
+def export_litert(
+    model: ExportableModel,
+    examples: ExampleInputs,
+    out: Path,
+    settings: ExportSettings = ExportSettings(),  # noqa: B008
+    say: Callable[[str], None] = lambda _: None,
+) -> LiteExport:
+    """Writes one function of a model as a .tflite file of static shapes, measured beside its source.
+
+    Args:
+        model: The model; a batch that is free becomes 1.
+        examples: Inputs of the comparison where there are no labels and no ``data``.
+        out: The new file.
+        settings: The function, quantization, representative data.
+        say: Called with each stage.
+
+    Raises:
+        OptionError: an operation that LiteRT lacks, no representative data for int8, or a precision that the format lacks.
+        DataError: the representative data can't be read.
+        TakenError: there is something at ``out``.
+        RunError: outputs in float32 differ from the source, the converter died, or the disk is full; nothing is left at ``out``.
+    """
+    check_litert(settings)
+    check_free(out)
+    model, function = _fixed(model, settings.function)
+    check_loops(model, function)
+    packages = package_folder(LITERT, say)
+    say("reading data")
+    rows, seen, both = evaluation_rows(model, function, settings, examples), None, 0
+    if settings.quantization is LiteQuantization.int8:
+        seen = calibration_rows(model, function, settings.data)
+        rows, both = uncalibrated(rows, seen)
+    rows = _measurable(model, function, rows)
+    say(f"lowering {function.name}")
+    program, names = lowered(function, model.params, model.sizes)
+    say("converting")
+    request = _request(names, model, function, settings)
+    content, made, float_bytes = _converted(program, request, rows, seen, packages)
+    say("comparing")
+    source = _source(model, function.name, rows.inputs)
+    apart = difference(source, made)
+    if settings.quantization is LiteQuantization.none:
+        apart.check(f"the exported {function.name}", EXACT)
+    graph = graph_of(content := with_labels(content, model.job), str(out))
+    write_file(out, content)
+    return LiteExport(
+        path=out,
+        function=function.name,
+        quantization=settings.quantization,
+        parameters=sum(int(np.size(array)) for array in model.params.values()),
+        bytes=len(content),
+        float_bytes=float_bytes,
+        difference=apart,
+        compared_on=rows.origin,
+        accuracy=_accuracy(rows.labels, source, made),
+        calibrated_on=None if seen is None else f"{seen.count} rows of {seen.origin}",
+        measured_calibrate=both > 0,
+        graph=graph,
+        edge_tpu=edge_tpu_report(graph) if settings.edge_tpu else None,
+    )
+
+
+def _fixed(model: ExportableModel, name: str = "") -> tuple[ExportableModel, Inference]:
+    """The model with sizes for all dims, and a function, the first by default, on the platform that suits it."""
+    chosen = model.function(name or None)
+    limits = [one.limits.get(SEQUENCE, TOKENS) for one in model.functions.values()]
+    tokens = min(TOKENS, *limits)
+    model = replace(model, sizes={BATCH: 1, SEQUENCE: tokens, **model.sizes})
+    if whole := chosen.whole:
+        raise OptionError(
+            f"{model.job.name} takes {', '.join(whole)} once for a whole call, which an export to LiteRT does not have; export it to stablehlo"
+        )
+    return model, model.functions_on(plain_platform(model))[chosen.name]
+
+
+def _measurable(model: ExportableModel, function: Inference, rows: FunctionRows) -> FunctionRows:
+    """As many rows as there is room for their outputs: a language model has a number for each token of its vocabulary."""
+    given = function.abstract(model.sizes)
+    outputs = jax.eval_shape(function.call, dict(model.params), given).values()
+    each = sum(one.size * one.dtype.itemsize for one in outputs) // model.sizes[BATCH]
+    return rows.first(max(OUTPUT_BYTES // max(each, 1), model.sizes[BATCH]))
+
+
+def check_loops(model: ExportableModel, function: Inference) -> None:
+    """Refuses a function whose loop ends when its data say so: the converter has no form of it.
+
+    Raises:
+        OptionError: it has such a loop.
+    """
+    given = function.abstract(model.sizes)
+    program = jax.make_jaxpr(partial(unrolled, function.call))(dict(model.params), given)
+    if not loops(program.jaxpr):
+        return
+    others = [name for name in model.functions if name != function.name]
+    way = f"give --function {' or '.join(others)}" if others else "export it to stablehlo"
+    raise OptionError(f"{function.name} has a loop, which LiteRT's converter has no form of; {way}")
+
+
+def lowered(
+    function: Inference, params: Mapping[str, Any], sizes: Mapping[str, int]
+) -> tuple[bytes, tuple[list[str], list[str]]]:
+    """A function with its weights inside as a portable StableHLO artifact, with names of its arguments and results."""
+    given = function.abstract(sizes)
+    own = {path: np.asarray(array) for path, array in params.items()}
+    # What weights alone decide is computed here: a converter would keep it in the graph.
+    folded = FoldedProgram(partial(unrolled, function.call), (own,), given)
+    constants: Any = [np.asarray(one) for one in folded.constants((own,))]
+    spelled, shape = jax.make_jaxpr(partial(folded, constants), return_shape=True)(given)
+    replaced = partial(computed, spelled.jaxpr, spelled.consts, replace=Composites(spelled))
+    order = jax.tree.structure(shape)
+    program: Any = jax.jit(
+        lambda batch: jax.tree.unflatten(order, replaced(jax.tree.leaves(batch)))
+    )
+    made = jax.export.export(program, platforms=["cpu"])(given)
+    names = sorted(given)
+    inputs = [names[index] for index in made.module_kept_var_idx]
+    outputs = sorted(shape)
+    return bytes(made.mlir_module_serialized), (inputs, outputs)
+
+
+def _request(
+    names: tuple[list[str], list[str]],
+    model: ExportableModel,
+    function: Inference,
+    settings: ExportSettings,
+) -> dict[str, Any]:
+    """What the child is asked for."""
+    return {
+        "inputs": names[0],
+        "outputs": names[1],
+        "quantization": settings.quantization.value,
+        "batch": model.sizes[BATCH],
+        "threads": 1,
+        "one_scale": settings.edge_tpu,
+        "ranges": {IMAGE: IMAGE_RANGE} if IMAGE in function.inputs else {},
+    }
+
+
+def _converted(
+    program: bytes,
+    request: Mapping[str, Any],
+    rows: FunctionRows,
+    seen: FunctionRows | None,
+    packages: Path,
+) -> tuple[bytes, dict[str, np.ndarray], int]:
+    """The file's content, its outputs for the rows, and its bytes in float32: made in another process."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="systolic-litert-") as name:
+            folder = Path(name)
+            (folder / child.PROGRAM).write_bytes(program)
+            (folder / child.REQUEST).write_text(json.dumps(request))
+            _save(folder / child.INPUTS, rows)
+            if seen is not None:
+                _save(folder / child.CALIBRATION, seen)
+            log, answer = folder / "log.txt", folder / child.OUTCOME
+            code = run_module(sys.executable, CHILD, [name], log, path=[packages])
+            if not answer.is_file():
+                stage = (
+                    (folder / child.STAGE).read_text()
+                    if (folder / child.STAGE).is_file()
+                    else "starting"
+                )
+                raise RunError(
+                    f"the conversion to LiteRT {ended(code)}, while {stage}; {_way_out(request)}; {last_line(log)}"
+                )
+            outcome = json.loads(answer.read_bytes())
+            if "error" in outcome:
+                kind = OptionError if outcome["error"] == OptionError.__name__ else RunError
+                raise kind(outcome["told"])
+            with np.load(folder / child.OUTPUTS) as outputs:
+                made = dict(outputs)
+            return (folder / child.MODEL).read_bytes(), made, int(outcome["float_bytes"])
+    except OSError as error:
+        raise RunError(
+            f"the conversion to LiteRT could not write to {tempfile.gettempdir()} ({failure.reason(error)}); free some space there, or set TMPDIR to another folder"
+        ) from error
+
+
+def _way_out(request: Mapping[str, Any]) -> str:
+    if request["quantization"] == LiteQuantization.none.value:
+        return "export it to onnx or stablehlo"
+    return "leave more numbers in floating point, with --precision dynamic or f32"
+
+
+def _save(file: Path, rows: FunctionRows) -> None:
+    arrays: dict[str, Any] = dict(rows.inputs)
+    np.savez(file, **arrays)
+
+
+def _source(
+    model: ExportableModel, name: str, inputs: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Outputs of the source, [rows, ...], a few rows at a time in programs of one size."""
+    free = replace(model, sizes={k: v for k, v in model.sizes.items() if k != BATCH})
+    call = free.functions_on("cpu")[name].call
+    count = len(next(iter(inputs.values())))
+    size = min(CHUNK, count)
+    parts = []
+    for start in range(0, count, size):
+        start = min(start, count - size)  # the last call has rows of the one before it
+        part = {key: one[start : start + size] for key, one in inputs.items()}
+        parts.append((start, run(call, model.params, part)))
+    made = {key: np.zeros((count, *one.shape[1:]), one.dtype) for key, one in parts[0][1].items()}
+    for start, outputs in parts:
+        for key, one in outputs.items():
+            made[key][start : start + size] = one
+    return made
+
+
+def _accuracy(
+    labels: np.ndarray | None,
+    source: Mapping[str, np.ndarray],
+    made: Mapping[str, np.ndarray],
+) -> tuple[float, float] | None:
+    """Share of rows whose class is right, by the source and by the file."""
+    if labels is None:
+        return None
+    name = next(iter(source))
+    return (
+        float((source[name].argmax(-1) == labels).mean()),
+        float((made[name].argmax(-1) == labels).mean()),
+    )

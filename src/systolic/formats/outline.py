@@ -1,0 +1,205 @@
+"""What a recipe needs of a model in files: its sizes and its tokenizer, without its weights, which need not be there."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from systolic.artifact.job_record import JobRecord
+from systolic.artifact.run import JOB, TOKENIZER, Run
+from systolic.core.errors import NotFoundError, OptionError
+from systolic.data.text.instructions import Instructions
+from systolic.data.text.text_data import TextData
+from systolic.data.text.tokenizer import Around
+from systolic.job import Model
+from systolic.models.decoder.config import Decoder
+from systolic.models.decoder.rotary import Stretching
+from systolic.models.families import CONFIG, GENERATION, Config, family, read_config
+from systolic.models.published import PublishedModel, find_published, near_published
+from systolic.models.unread import NESTED
+
+if TYPE_CHECKING:
+    from systolic.formats.source import Source
+
+
+ADAPTERS = "adapter_config.json"
+"""File of a folder of PEFT; here too, since the module that reads one imports NumPy."""
+POSITIONS = ("max_position_embeddings", "n_positions")
+"""Fields of a config.json with the tokens that a model takes at once."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceOutline:
+    """A model in files without its weights."""
+
+    model: Model
+    tokenizer: Path | None
+    """Its tokenizer.json; files of the chat template lie beside it."""
+    stops: tuple[int, ...] = ()
+    """Ids that end a text, besides the tokenizer's end."""
+    around: Around = Around.own
+    """Tokens around a text that it was trained on."""
+    positions: int = 0
+    """Tokens of a text that it was made for; 0 where nothing says so."""
+
+
+def ends_of(config: Config, generation: Path | None) -> tuple[int, ...]:
+    """Ids that end a text, by a generation_config.json, else by a config.json's fields."""
+    fields = {**config, **read_config(generation)} if generation else config
+    found = fields.get("eos_token_id")
+    several = found if isinstance(found, list) else [found]
+    return tuple(int(one) for one in several if one is not None)
+
+
+def positions_of(config: Config, model: Model, source: str) -> int:
+    """Tokens of a text that a model was made for, by its config.json: its positions, with those that stretched rotary embeddings add; 0 where no field says so.
+
+    Linear stretching adds none here: some files give the positions before it, and some those after it.
+
+    Args:
+        config: Fields of its config.json.
+        model: The model of it.
+        source: Its name in messages.
+
+    Raises:
+        OptionError: a field is no whole number from 1.
+    """
+    fields = {**config, **(config.get(NESTED) or {})}
+    given = next(((n, fields[n]) for n in POSITIONS if fields.get(n) is not None), None)
+    if given is None:
+        return model.learned_positions if isinstance(model, Decoder) else 0
+    name, found = given
+    if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+        raise OptionError(
+            f"{name} of {source} is {found!r}; write the tokens that the model takes at once, a whole number from 1"
+        )
+    scaling = model.rope_scaling if isinstance(model, Decoder) else None
+    if not scaling or scaling.kind is Stretching.linear:
+        return found
+    return max(found, int(scaling.factor * scaling.original_positions))
+
+
+def outlined(path: Path) -> SourceOutline:
+    """The model at a path: a Hugging Face folder (its config.json is enough), a Bundle, a GGUF file or a run; or a published one by name.
+
+    Raises:
+        NotFoundError: nothing is there, and no published model has that name.
+        OptionError: it is of another kind or family.
+        DataError: a file is damaged.
+    """
+    if not path.exists():
+        known = published_at(path)
+        if known is None:
+            raise NotFoundError(
+                f"{path} does not exist, and no published model has that name{near_published(path.name)}; check --from"
+            )
+        made = known.model()
+        return SourceOutline(
+            model=made,
+            tokenizer=None,
+            stops=ends_of(known.config, None),
+            positions=positions_of(known.config, made, known.name),
+        )
+    if path.is_file() and path.suffix == ".json":
+        # A config.json is enough for a forecast, as in its folder.
+        config = read_config(path)
+        made = family(config, str(path)).model(config)
+        return SourceOutline(
+            model=made,
+            tokenizer=_existing(path.parent / "tokenizer.json"),
+            stops=ends_of(config, _existing(path.parent / GENERATION)),
+            positions=positions_of(config, made, str(path)),
+        )
+    if (path / JOB).is_file():
+        return _of_run(path)
+    if (path / ADAPTERS).is_file():
+        from systolic.formats.peft import base_of  # imports NumPy
+        from systolic.formats.source import is_peft
+
+        if is_peft(path):
+            found = outlined(base_of(path))
+            own = _existing(path / "tokenizer.json")
+            return replace(found, tokenizer=own) if own else found
+    if (path / CONFIG).is_file():
+        config = read_config(path)
+        made = family(config, str(path / CONFIG)).model(config)
+        return SourceOutline(
+            model=made,
+            tokenizer=_existing(path / "tokenizer.json"),
+            stops=ends_of(config, _existing(path / GENERATION)),
+            positions=positions_of(config, made, str(path)),
+        )
+    source = _opened(path)
+    return SourceOutline(
+        model=source.model,
+        tokenizer=source.tokenizer,
+        stops=ends_of(source.config, source.files().get(GENERATION)),
+        positions=_positions_of_source(source),
+    )
+
+
+def _positions_of_source(source: "Source") -> int:
+    """See :attr:`SourceOutline.positions`; of a Bundle that was a run without a config.json those of its rows."""
+    found = positions_of(source.config, source.model, str(source.path))
+    if found or (trained := source.trained_job()) is None:
+        return found
+    return trained.data.context if isinstance(trained.data, TextData) else 0
+
+
+def published_at(path: Path) -> PublishedModel | None:
+    """The published model that a path which does not exist names; options from Python are absolute paths."""
+    names = (str(path), "/".join(path.parts[-2:]), path.name)
+    return next((known for name in names if (known := find_published(name)) is not None), None)
+
+
+def _existing(file: Path) -> Path | None:
+    return file if file.is_file() else None
+
+
+def _opened(path: Path) -> "Source":
+    """The source itself; imports NumPy, which a mistyped option is refused without."""
+    from systolic.formats.source import open_source
+
+    return open_source(path)
+
+
+def _of_run(path: Path) -> SourceOutline:
+    with Run.open(path) as run:
+        job = JobRecord.from_json(run.read_job()).job
+    plain, data = job.get("model", {}), job.get("data", {})
+    if plain.get("type") != Decoder.__name__:
+        raise OptionError(
+            f"{path} trained a {plain.get('type')}; fine-tuning begins with a language model"
+        )
+    fields = {name: value for name, value in plain.items() if name != "type"}
+    folder = path / TOKENIZER
+    config = read_config(folder) if (folder / CONFIG).is_file() else {}
+    tuned = data.get("type") == Instructions.__name__
+    model = msgspec.convert(fields, Decoder)
+    made_for = data.get("positions") or positions_of(config, model, str(folder))
+    row = data.get("sequence", 0)
+    if not config and not tuned and model.learned_positions:
+        made_for = min(made_for, row)  # The positions behind its rows have never been learned.
+    return SourceOutline(
+        model=model,
+        positions=made_for or row,
+        tokenizer=_existing(folder / "tokenizer.json"),
+        stops=ends_of(config, _existing(folder / GENERATION)),
+        around=Around(data.get("around", Around.own.value)) if tuned else Around.document,
+    )
+
+
+def kept_files(path: Path) -> dict[str, bytes]:
+    """Files of a model that a run keeps, so that its recipe and its export work without the model: config.json and generation_config.json, as far as it has them."""
+    if not path.exists():
+        return {}
+    folder = path / TOKENIZER if (path / JOB).is_file() else path
+    if folder == path and not (path / CONFIG).is_file():
+        source = _opened(path)
+        config, generation = dict(source.config), source.files().get(GENERATION)
+        kept = {CONFIG: json.dumps(config, indent=2).encode()} if config else {}
+        return kept | ({GENERATION: generation.read_bytes()} if generation else {})
+    beside = {name: folder / name for name in (CONFIG, GENERATION)}
+    return {name: file.read_bytes() for name, file in beside.items() if file.is_file()}

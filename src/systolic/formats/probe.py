@@ -1,0 +1,139 @@
+"""Inputs that an imported model and the library that it came from both read, by the class of the model."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from systolic.formats.jobs import job_of
+from systolic.formats.source import Source
+from systolic.models.decoder.config import Decoder
+from systolic.models.encoder.config import Encoder
+from systolic.models.vision.cnn.config import CNN
+from systolic.models.vision.mobilenet.config import MobileNetV2
+from systolic.models.vision.pixels import Pixels
+from systolic.models.vision.resnet.config import ResNet
+from systolic.models.vision.vit.config import ViT
+from systolic.models.whisper.config import Whisper
+
+ROWS, TOKENS = 4, 64
+"""Rows of text, pictures or recordings that both read, and the most tokens of a row."""
+LONGEST = 640
+"""Tokens of the longest row for a model with windows: the 512 of Gemma 3 1B and 64 more."""
+PASSAGE = """The harbour lies open to the north, so that ships wait outside while the wind blows from there.
+In 1869 the canal was dug; 42 metres wide and 9 deep, it took eleven years and 1,200 workers.
+def area(width: float, height: float) -> float:
+    return width * height  # square metres
+Question: what is the capital of France? Answer: the capital of France is Paris.
+Die Messung ergab 3,7 Volt; le courant était de 0,5 ampère. El resultado no cambia.
+"""
+"""Prose, figures, code and other languages, so that many kinds of tokens are read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParityInputs:
+    """Inputs of one comparison, for either side."""
+
+    ours: Mapping[str, np.ndarray]
+    """As :func:`systolic.formats.outputs.outputs_of` takes them."""
+    theirs: Mapping[str, np.ndarray]
+    """Arguments of a model of transformers."""
+    loader: str
+    """Class of transformers that opens the source."""
+    outputs: tuple[str, ...] = ("logits",)
+    """Fields of its answer; several are joined, one position after another."""
+    unit: str = "positions"
+    """What a row of outputs belongs to."""
+    best: str | None = "next token"
+    """What the largest of a row of outputs is; ``None`` for vectors, where it is nothing."""
+
+
+def of_text(rows: np.ndarray) -> ParityInputs:
+    """Tokens int32[rows, tokens] for a language model."""
+    return ParityInputs(
+        ours={"tokens": rows}, theirs={"input_ids": rows}, loader="AutoModelForCausalLM"
+    )
+
+
+def probe_of(source: Source) -> ParityInputs:
+    """Inputs for a source's model.
+
+    Raises: as :func:`systolic.formats.jobs.job_of`.
+    """
+    return PROBES[type(source.model)](source)
+
+
+def _decoder(source: Source) -> ParityInputs:
+    """Rows longer than the window of a layer, so that what lies beyond it shows; windows above :data:`LONGEST` are not passed."""
+    model = source.model
+    assert isinstance(model, Decoder)
+    tokens = max(model.windows) + TOKENS
+    most = model.learned_positions or LONGEST
+    if tokens > min(LONGEST, most) or tokens == TOKENS:
+        return of_text(_rows(source, model.vocab, min(TOKENS, most)))
+    return of_text(_rows(source, model.vocab, tokens)[: max(1, ROWS * TOKENS // tokens)])
+
+
+def _encoder(source: Source) -> ParityInputs:
+    """Logits of masked tokens where there is a head for them, else vectors of tokens and of the text."""
+    model = source.model
+    assert isinstance(model, Encoder)
+    rows = _rows(source, model.vocab, min(TOKENS, model.positions))
+    given: dict[str, Any] = {"ours": {"tokens": rows}, "theirs": {"input_ids": rows}}
+    if model.head:
+        return ParityInputs(**given, loader="AutoModelForMaskedLM", best="token")
+    outputs = ("last_hidden_state", *(["pooler_output"] if model.pooler else []))
+    return ParityInputs(**given, loader="AutoModel", outputs=outputs, unit="vectors", best=None)
+
+
+def _pictures(source: Source) -> ParityInputs:
+    """Pictures of random bytes, of the size and with the mean and deviation of the model's own job."""
+    model: Any = job_of(source, texts=False).model
+    pixels: Pixels = model.pixels
+    shape = (ROWS, pixels.size, pixels.size, pixels.channels)
+    images = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+    scaled = (images / 255 - np.array(pixels.mean)) / np.array(pixels.std)
+    return ParityInputs(
+        ours={"image": images},
+        theirs={"pixel_values": np.moveaxis(scaled, -1, 1).astype(np.float32)},
+        loader="AutoModelForImageClassification",
+        unit="pictures",
+        best="class",
+    )
+
+
+def _speech(source: Source) -> ParityInputs:
+    """Random spectrograms with a text, whose tokens before each one are given."""
+    model = source.model
+    assert isinstance(model, Whisper)
+    rows = _rows(source, model.vocab, min(TOKENS, model.positions))
+    shape = (ROWS, 2 * model.frames, model.mels)
+    features = np.random.default_rng(1).normal(size=shape).astype(np.float32)
+    return ParityInputs(
+        ours={"features": features, "tokens": rows},
+        theirs={"input_features": features.swapaxes(1, 2), "decoder_input_ids": rows},
+        loader="AutoModelForSpeechSeq2Seq",
+    )
+
+
+def _rows(source: Source, vocab: int, tokens: int) -> np.ndarray:
+    """int32[rows, tokens]: text, or numbers where there is no tokenizer."""
+    ids = np.random.default_rng(0).integers(0, vocab, ROWS * tokens)
+    if source.tokenizer is not None:
+        from systolic.data.text.tokenizer import Tokenizer
+
+        ids = np.asarray(Tokenizer(path=source.tokenizer).encode(PASSAGE))
+    return np.resize(ids, (ROWS, tokens)).astype(np.int32)
+
+
+PROBES: Mapping[type, Callable[[Source], ParityInputs]] = {
+    CNN: _pictures,
+    Decoder: _decoder,
+    Encoder: _encoder,
+    MobileNetV2: _pictures,
+    ResNet: _pictures,
+    ViT: _pictures,
+    Whisper: _speech,
+}
+"""Class of a model to what makes its inputs."""

@@ -1,0 +1,157 @@
+"""Converts a model of another framework, in a process of its own: ``python -m systolic.formats.program.child REQUEST``."""
+
+import importlib.util
+import inspect
+import json
+import logging
+import sys
+import traceback
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from systolic.core.errors import DataError, NotFoundError, OptionError, SystolicError, nearest
+
+OUTCOME = "outcome.json"
+"""What the process says at its end: the description, or an error's class and line."""
+FUNCTION = "model"
+"""Function of a file where none is named."""
+
+
+def main() -> int:
+    """Writes the program into the request's folder; a mistake is told in its outcome."""
+    request = json.loads(sys.argv[1])
+    folder = Path(request["folder"])
+    warnings.simplefilter("ignore")
+    logging.getLogger().setLevel(logging.ERROR)
+    try:
+        from systolic.formats.program.export import write_program
+
+        made = write_program(_function(request), folder)
+        outcome: dict[str, Any] = {"description": asdict(made)}
+    except SystolicError as error:
+        outcome = {"error": type(error).__name__, "told": str(error)}
+    except Exception as error:
+        traceback.print_exc()
+        told = " ".join(str(error).split("\n\n")[0].split())[:300]
+        outcome = {
+            "error": "RunError",
+            "told": f"{request['source']} can't be converted: {type(error).__name__}: {told}",
+        }
+    (folder / OUTCOME).write_text(json.dumps(outcome))
+    return 0
+
+
+def _function(request: dict[str, Any]) -> Any:
+    source, kind = request["source"], request["kind"]
+    if kind == "saved-model":
+        from systolic.formats.tensorflow.reader import saved_model_function
+
+        return saved_model_function(
+            Path(source), request["signature"], _example(request["example"])
+        )
+    if kind == "keras":
+        from systolic.models.program.keras_function import keras_function, load_file
+
+        model, example = load_file(source), _example(request["example"])
+        return keras_function(model if example is None else (model, example), source)
+    if kind == "torch-export":
+        return _torch_export(source)
+    return _from_code(source)
+
+
+def _example(path: str | None) -> Any:
+    """Arrays of an ``.npz`` file by name.
+
+    Raises:
+        NotFoundError: there is no such file, or it is none of numpy's.
+    """
+    import numpy as np
+
+    if path is None:
+        return None
+    try:
+        with np.load(path, allow_pickle=False) as found:
+            return dict(found)
+    except (OSError, ValueError) as error:
+        raise NotFoundError(
+            f"{path} can't be read as an .npz file ({error}); write it with numpy.savez"
+        ) from error
+
+
+def _torch_export(source: str) -> Any:
+    """The function of a program that torch.export saved."""
+    from systolic.models.program.making import seed
+    from systolic.models.program.torch_function import torch_function
+
+    seed("torch")
+    import torch
+
+    try:
+        program = torch.export.load(source)
+    except Exception as error:
+        told = str(error).partition("\n")[0]
+        raise DataError(
+            f"{source} does not load: {told}; save it with torch.export.save"
+        ) from error
+    args, kwargs = program.example_inputs or ((), {})
+    if not args and not kwargs:
+        raise OptionError(
+            f"{source} has no example inputs; save the program as torch.export.export returns it"
+        )
+    # Operations of the core set name all their arguments, as torchax needs them.
+    module = program.run_decompositions().module()
+    names = inspect.signature(module.forward).parameters
+    example = {**dict(zip(names, args, strict=False)), **kwargs}
+    return torch_function((module, example), source, placed=len(args))
+
+
+def _from_code(target: str) -> Any:
+    """The function of what ``file.py:function`` returns: a PyTorch module with inputs, or a Keras model.
+
+    Raises:
+        NotFoundError: no such file or function.
+        OptionError: the file or the function fails.
+        DataError: it returned something else.
+    """
+    from systolic.models.program.keras_function import keras_function
+    from systolic.models.program.making import made_by
+    from systolic.models.program.torch_function import torch_function
+
+    name, colon, given = target.rpartition(":")
+    path, wanted = (Path(name), given) if colon else (Path(target), FUNCTION)
+    if not path.is_file():
+        raise NotFoundError(f"{path} is not a file; give a Python file as path/to/file.py:function")
+    text = path.read_text(errors="replace")
+    framework = "keras" if "keras" in text and "torch" not in text else "torch"
+    function = _defined(path, wanted)
+    made = made_by(function, framework, target)
+    keras = sys.modules.get("keras")
+    model = made[0] if isinstance(made, tuple) and made else made
+    if keras is not None and isinstance(model, keras.Model):
+        return keras_function(made, target)
+    return torch_function(made, target)
+
+
+def _defined(path: Path, name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise NotFoundError(f"{path} can't be imported as Python; give a file that ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.resolve().parent))
+    sys.modules[path.stem] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise OptionError(f"{path} failed to import: {type(error).__name__}: {error}") from error
+    functions = {key: one for key, one in vars(module).items() if callable(one)}
+    if name not in functions:
+        raise NotFoundError(
+            f"{path} has no function {name}{nearest(name, functions)}; it must return a PyTorch module with example inputs, or a Keras model"
+        )
+    return functions[name]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

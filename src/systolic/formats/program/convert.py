@@ -1,0 +1,170 @@
+"""Converting a model of another framework, the parent's side: a child writes the program, another one compares it."""
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from systolic.core.errors import (
+    DataError,
+    MissingExtraError,
+    NotFoundError,
+    OptionError,
+    RunError,
+    SystolicError,
+)
+from systolic.formats.process import ended, last_line, run_module
+from systolic.formats.program.description import Description
+
+KINDS = ("function", "torch-export", "keras", "saved-model")
+"""Kinds of sources: file.py:function, .pt2, .keras, a SavedModel's folder."""
+SAVED_MODEL = "saved_model.pb"
+_MISTAKES = {one.__name__: one for one in (OptionError, NotFoundError, DataError, RunError)}
+LOG = "log.txt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Framework:
+    """How a model of another framework is converted."""
+
+    signature: str | None = None
+    """Signature of a SavedModel; by default serving_default."""
+    example: Path | None = None
+    """An .npz file with example inputs, for a .keras file or SavedModel that leaves sizes open."""
+    python: Path | None = None
+    """Python of the environment that has the framework; by default this one."""
+
+    def check_unused(self, source: Path | str) -> None:
+        """Refuses settings for a source that is not converted.
+
+        Raises:
+            OptionError: one is set.
+        """
+        for name in ("signature", "example", "python"):
+            if (value := vars(self)[name]) is not None:
+                raise OptionError(
+                    f"--{name} is {value}, but {source} is no model of PyTorch, Keras or TensorFlow; leave it out"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramRequest:
+    """A model to convert."""
+
+    source: str
+    """A path, or ``file.py:function``."""
+    kind: str
+    """One of :data:`KINDS`."""
+    how: Framework = field(default_factory=Framework)
+
+    @property
+    def name(self) -> str:
+        """The function's name, or the path's without its suffix."""
+        path, colon, function = self.source.rpartition(":")
+        return function if colon and path.endswith(".py") else Path(self.source).resolve().stem
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramParity:
+    """Differences between a framework's outputs and those of the program in a process without the framework."""
+
+    framework: str
+    """``torch 2.13.0``."""
+    rows: int
+    """Examples that were compared."""
+    max_abs: float
+    max_relative: float
+    """Largest difference over the largest magnitude of the same output."""
+    mean_abs: float
+    mean_relative: float
+    """Mean difference over the largest magnitude of the same output."""
+    tolerance: float
+    """Of ``max_relative``."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the largest relative difference is within the tolerance; not if it is no number."""
+        return self.max_relative <= self.tolerance
+
+    def line(self) -> str:
+        """The figures on one line."""
+        return f"parity with {self.framework} over {self.rows} examples, float32: max {self.max_abs:.2e} (relative {self.max_relative:.2e}, tolerance {self.tolerance:.0e}), mean {self.mean_abs:.2e} (relative {self.mean_relative:.2e})"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**asdict(self), "passed": self.passed}
+
+
+def kind_of(source: str) -> str | None:
+    """Kind of a source by its name and its files; None for none of these."""
+    path = Path(source)
+    if source.endswith(".py") or (source.rpartition(":")[0]).endswith(".py"):
+        return "function"
+    if path.suffix == ".pt2":
+        return "torch-export"
+    if path.suffix == ".keras":
+        return "keras"
+    return "saved-model" if (path / SAVED_MODEL).is_file() else None
+
+
+def convert(request: ProgramRequest, folder: Path) -> Description:
+    """Writes a program, its weights and a sample of outputs into ``folder``; its description.
+
+    Raises:
+        SystolicError: the source is missing or can't be converted; names the layer or operation.
+        MissingExtraError: its framework is not installed.
+        RunError: the converting process died.
+    """
+    from systolic.formats.program.child import OUTCOME
+
+    asked = {
+        "source": request.source,
+        "kind": request.kind,
+        "folder": str(folder),
+        "signature": request.how.signature,
+        "example": None if request.how.example is None else str(request.how.example),
+    }
+    python = str(request.how.python or sys.executable)
+    code = run_module(python, "systolic.formats.program.child", [json.dumps(asked)], folder / LOG)
+    answer = folder / OUTCOME
+    if not answer.is_file():
+        raise RunError(
+            f"the conversion of {request.source} {ended(code)}; {last_line(folder / LOG)}"
+        )
+    outcome = json.loads(answer.read_bytes())
+    if "error" in outcome:
+        raise _mistake(outcome)
+    return msgspec.convert(outcome["description"], Description)
+
+
+def compare(bundle: Path, scratch: Path) -> ProgramParity:
+    """Runs a Bundle's program on the sample in ``scratch``, in a fresh process without the framework.
+
+    Raises:
+        RunError: that process died, or loaded the framework.
+    """
+    from systolic.formats.program.parity import PARITY
+
+    log = scratch / LOG
+    code = run_module(
+        sys.executable, "systolic.formats.program.parity", [str(bundle), str(scratch)], log
+    )
+    answer = scratch / PARITY
+    if not answer.is_file():
+        raise RunError(f"the comparison of {bundle} {ended(code)}; {last_line(log)}")
+    found = json.loads(answer.read_bytes())
+    if "error" in found:
+        raise _mistake(found)
+    return msgspec.convert(found, ProgramParity)
+
+
+def _mistake(outcome: Mapping[str, Any]) -> SystolicError:
+    told = outcome["told"]
+    if outcome["error"] == MissingExtraError.__name__:
+        feature, _, rest = told.partition(" needs packages")
+        return MissingExtraError(feature, rest.rpartition("[")[2].rstrip("]'"))
+    return _MISTAKES.get(outcome["error"], RunError)(told)

@@ -1,0 +1,115 @@
+"""Exported programs: StableHLO with a batch of any size, its weights beside it, and no framework."""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+
+from systolic.artifact.tensors import SUFFIX, read_header
+from systolic.core.errors import DataError, NotFoundError
+from systolic.formats.program.description import PROGRAM, Description
+from systolic.models.program.function import Named, PureFunction
+
+_functions: dict[tuple[Path, str], PureFunction] = {}
+"""Loaded once a process, by folder and digest."""
+
+
+def exported_function(folder: Path, known: Description) -> PureFunction:
+    """The program of a folder as a pure function; weights are mapped and read when they are used.
+
+    Raises:
+        NotFoundError: a file is missing.
+        DataError: the program is another one than the description says, or does not read in this version of JAX.
+    """
+    key = folder.resolve(), known.digest
+    if key not in _functions:
+        _functions[key] = _loaded(folder, known)
+    return _functions[key]
+
+
+def _loaded(folder: Path, known: Description) -> PureFunction:
+    file = folder / PROGRAM
+    if not file.is_file():
+        raise NotFoundError(f"{folder} lacks {PROGRAM}; copy the whole folder")
+    raw = file.read_bytes()
+    if hashlib.sha256(raw).hexdigest() != known.digest:
+        raise DataError(
+            f"{file} is another program than the one that was imported; import the model again"
+        )
+    try:
+        program = jax.export.deserialize(bytearray(raw))
+    except Exception as error:
+        raise DataError(
+            f"{file} was written by jax {known.jax} and does not read with {jax.__version__} ({str(error).splitlines()[0]}); import the model again"
+        ) from error
+    arrays = {}
+    for part in sorted(folder.glob(f"weights*{SUFFIX}")):
+        arrays |= {name: one.read() for name, one in read_header(part)[0].items()}
+    missing = [name for name in (*known.trained, *known.state) if name not in arrays]
+    if missing:
+        raise NotFoundError(f"{folder} lacks the weights of {missing[0]}; copy the whole folder")
+    return PureFunction(
+        framework=known.framework,
+        trained={name: arrays[name] for name in known.trained},
+        state={name: arrays[name] for name in known.state},
+        example={},
+        call=_Reloaded(program, known, {name: array.dtype for name, array in arrays.items()}),
+        random=False,
+    )
+
+
+class _Reloaded:
+    """An exported program under the contract of a pure function; evaluation always."""
+
+    def __init__(self, program: Any, known: Description, dtypes: Mapping[str, Any]) -> None:
+        self.program, self.known, self.dtypes = program, known, dtypes
+
+    def __call__(
+        self, trained: Named, state: Named, inputs: Named, train: bool, key: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """See :class:`PureFunction`."""
+        del train, key
+        weights = {
+            name: jnp.asarray(one, self.dtypes[name]) for name, one in {**trained, **state}.items()
+        }
+        given = {}
+        for name, one in self.known.inputs.items():
+            array = jnp.asarray(inputs[name], one.dtype)
+            # A batch repeats what is the same for all its examples.
+            given[name] = array if one.batched else array[0]
+        if self.known.batch is None:
+            return dict(self.program.call(weights, given)), dict(state)
+        return self._in_groups(weights, given, self.known.batch), dict(state)
+
+    def _in_groups(self, weights: Named, inputs: dict[str, Any], size: int) -> dict[str, Any]:
+        """The program on groups of the examples that it was exported for, the last one padded with zeros.
+
+        An output that is one for a whole call is repeated for its examples.
+
+        Raises:
+            OptionError: examples depend on each other, and there is a part of a group.
+        """
+        batched = {name: one for name, one in inputs.items() if self.known.inputs[name].batched}
+        rest = {name: one for name, one in inputs.items() if name not in batched}
+        count = next(iter(batched.values())).shape[0]
+        self.known.check_examples(count)
+        groups = -(-count // size)
+
+        def split(array: Any) -> Any:
+            pads = [(0, groups * size - count)] + [(0, 0)] * (array.ndim - 1)
+            return jnp.pad(array, pads).reshape(groups, size, *array.shape[1:])
+
+        def rows(name: str, one: Any) -> Any:
+            if self.known.outputs[name].batched:
+                return one.reshape(-1, *one.shape[2:])[:count]
+            return jnp.repeat(one, size, axis=0)[:count]
+
+        made = jax.lax.map(
+            lambda group: self.program.call(weights, {**group, **rest}),
+            jax.tree.map(split, batched),
+        )
+        return {name: rows(name, one) for name, one in made.items()}
