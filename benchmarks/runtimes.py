@@ -87,7 +87,7 @@ def stablehlo(path: Path, inputs: dict[str, np.ndarray], sequence: int) -> Call:
 def litert(path: Path, inputs: dict[str, np.ndarray], sequence: int) -> Call:
     """The interpreter with XNNPACK."""
     del sequence
-    from systolic.formats.litert.run import LiteProgram
+    from systolic.formats.litert.child import LiteProgram
 
     program = LiteProgram(path.read_bytes(), threads=cores())
     return lambda: timed(lambda: program.call(inputs))

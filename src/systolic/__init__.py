@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from systolic.core.errors import SystolicError
     from systolic.forecasting import Forecast, Spread
     from systolic.forecasting.table import ForecastTable
-    from systolic.formats.settings import ExportSettings, LiteQuantization
+    from systolic.formats.registry import ExportSettings, LiteQuantization
     from systolic.job import MatrixFormat, Sampling, WeightFormat
     from systolic.planning.serving import ServingPlan
     from systolic.session.answering import AnswerOptions
@@ -43,12 +43,12 @@ _HOME = {
     "Comparison": "systolic.session.comparing",
     "ComparisonOptions": "systolic.session.comparing",
     "Evaluated": "systolic.session.quantizing",
-    "ExportSettings": "systolic.formats.settings",
+    "ExportSettings": "systolic.formats.registry",
     "Exported": "systolic.session.exporting",
     "Forecast": "systolic.forecasting",
     "ForecastTable": "systolic.forecasting.table",
     "Imported": "systolic.session.importing",
-    "LiteQuantization": "systolic.formats.settings",
+    "LiteQuantization": "systolic.formats.registry",
     "MatrixFormat": "systolic.job",
     "QuantizedModel": "systolic.session.quantizing",
     "Sampling": "systolic.job",

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import pytest
 import transformers
 
-from systolic.formats import parity
 from systolic.formats.hugging_face import reference
 from systolic.formats.probe import ParityInputs
 from systolic.formats.source import Source
@@ -17,10 +16,10 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def compute(
         source: Source, probe: ParityInputs, rounded: str | None, texts: Sequence[str] = ()
-    ) -> parity.Reference:
+    ) -> reference.Reference:
         model = reference.opened(source.path, getattr(transformers, probe.loader), rounded)
         found = reference.compute(model, dict(probe.theirs), list(probe.outputs))
         words = reference.words(source.path, list(texts))
-        return parity.Reference(found, f"transformers {transformers.__version__}", words)
+        return reference.Reference(found, f"transformers {transformers.__version__}", words)
 
-    monkeypatch.setattr(parity, "reference", compute)
+    monkeypatch.setattr(reference, "reference", compute)

@@ -12,7 +12,7 @@ import systolic
 from systolic.artifact.tensors import TensorSpec, write
 from systolic.data.arrays import Arrays
 from systolic.formats.source import open_source
-from systolic.formats.starting import starting_weights
+from systolic.formats.weights import starting_weights
 from systolic.job import Adapter, AdapterKind, Batch, Field, Job, Layout
 from systolic.steps.mesh import make_mesh
 from systolic.steps.steps import StepFunctions

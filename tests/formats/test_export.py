@@ -14,10 +14,10 @@ from safetensors.numpy import load_file, save_file
 import systolic
 from systolic.cli.main import main
 from systolic.core.errors import OptionError
+from systolic.formats.comparison import compare
+from systolic.formats.hugging_face.reference import reference
 from systolic.formats.hugging_face.writer import config_of, outgoing_model
-from systolic.formats.outputs import outputs_of
-from systolic.formats.parity import compare, reference
-from systolic.formats.probe import of_text
+from systolic.formats.probe import of_text, outputs_of
 from systolic.formats.source import open_source
 from systolic.job import Model
 from systolic.models.decoder.config import Decoder, Dispatch, Mlp, NormKind

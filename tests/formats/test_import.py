@@ -20,8 +20,8 @@ from systolic.artifact.bundle_record import FORMAT
 from systolic.artifact.tensors import TensorSpec
 from systolic.cli.main import main
 from systolic.core.errors import RunError, SystolicError, TakenError
-from systolic.formats import parity
-from systolic.formats.cosine import Cosine
+from systolic.formats import comparison
+from systolic.formats.comparison import Cosine
 from systolic.formats.source import Source, open_source
 from systolic.job import Sampling
 from systolic.session import importing
@@ -74,10 +74,10 @@ def test_the_command_compares_and_says_the_error(
 def test_figures_of_parity_by_hand() -> None:
     theirs = np.array([[[1.0, -4.0], [2.0, 3.0]]])
     ours = np.array([[[1.5, -4.0, 9.0], [3.5, 3.0, 9.0]]])  # one row of padding in the vocabulary
-    found = parity.compare(ours, theirs, "x 1", 0.3)
+    found = comparison.compare(ours, theirs, "x 1", 0.3)
     assert (found.max_abs, found.max_relative, found.mean_abs) == (1.5, 0.375, 0.5)
     assert (found.argmax_agreement, found.tokens, found.passed) == (0.5, 2, False)
-    assert not parity.compare(ours * np.nan, theirs, "x 1", 0.3).passed
+    assert not comparison.compare(ours * np.nan, theirs, "x 1", 0.3).passed
     assert Cosine.of(np.array([[3.0, 4], [1, 0]]), np.array([[4.0, 3], [2, 0]])) == Cosine(
         mean=0.98, least=0.96
     )
@@ -105,7 +105,7 @@ def test_rounding_is_asked_for_and_compared(tmp_path: Path) -> None:
     assert made.dtype == "bfloat16"
     assert made.parity is not None
     assert "with weights rounded to bfloat16" in made.parity.line()
-    assert 0 < made.parity.max_relative < parity.EXACT == made.parity.tolerance
+    assert 0 < made.parity.max_relative < comparison.EXACT == made.parity.tolerance
 
 
 @pytest.mark.usefixtures("at_once")

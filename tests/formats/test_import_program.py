@@ -12,8 +12,8 @@ import pytest
 
 from systolic.cli.main import main
 from systolic.formats.program.convert import kind_of
+from systolic.formats.program.export import relative_error
 from systolic.formats.program.model import ExportedProgram
-from systolic.formats.program.rows import relative_error
 from systolic.models.program.making import made_by
 from systolic.models.program.torch_function import torch_function
 from tests.models.program import zoo

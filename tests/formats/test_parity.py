@@ -12,8 +12,8 @@ import transformers
 
 import systolic
 from systolic.cli.main import main
-from systolic.formats import parity
-from systolic.formats.parity import EXACT
+from systolic.formats import comparison
+from systolic.formats.comparison import EXACT
 from systolic.formats.torch import resnet_name
 from tests.formats import foreign_images
 from tests.formats.test_sentences import folder as encoder_folder
@@ -157,5 +157,5 @@ def test_real_weights_of_whisper_are_those_of_transformers(tmp_path: Path) -> No
 
 def test_outputs_that_overflow_leak_no_warning(recwarn: pytest.WarningsRecorder) -> None:
     wide = np.array([[np.inf, 1.0, 2.0]], np.float32)
-    assert not parity.compare(wide, wide, "other", 1e-4).passed
+    assert not comparison.compare(wide, wide, "other", 1e-4).passed
     assert not [str(one.message) for one in recwarn]

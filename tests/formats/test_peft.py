@@ -18,9 +18,8 @@ import systolic
 from systolic.artifact.weights import Weights
 from systolic.cli.main import main
 from systolic.core.errors import DataError, NotFoundError, OptionError
+from systolic.formats.hugging_face.reference import impossible
 from systolic.formats.jobs import job_of
-from systolic.formats.outputs import outputs_of
-from systolic.formats.parity import impossible
 from systolic.formats.peft import (
     ADAPTERS,
     WEIGHTS,
@@ -30,8 +29,9 @@ from systolic.formats.peft import (
     outgoing_adapters,
     same_adapter,
 )
+from systolic.formats.probe import outputs_of
 from systolic.formats.source import open_source
-from systolic.formats.starting import starting_weights
+from systolic.formats.weights import starting_weights
 from systolic.job import Adapter, AdapterKind, Layout, Optimizer
 from systolic.session.trained import set_up_here
 from tests.formats import folders

@@ -16,9 +16,8 @@ import systolic
 from systolic.core.errors import DataError, OptionError
 from systolic.data.audio.recordings import Recordings, Writing
 from systolic.data.audio.sound import cut, log_mel, read_sound
-from systolic.formats.jobs import job_of
+from systolic.formats.jobs import job_of, speech_job, writing_of
 from systolic.formats.source import Source, open_source
-from systolic.formats.speech import speech_job, writing_of
 from systolic.job import Batch, Optimizer
 from systolic.predicting.predictor import Predictor
 from systolic.predicting.readers import SpeechReader

@@ -14,8 +14,7 @@ from PIL import Image
 import systolic
 from systolic.artifact.bundle import MANIFEST
 from systolic.cli.main import main
-from systolic.formats.outputs import outputs_of
-from systolic.formats.probe import probe_of
+from systolic.formats.probe import outputs_of, probe_of
 from systolic.formats.quantizing import Rounder, formats_of, matrices_in
 from systolic.formats.source import open_source
 from systolic.job import MatrixFormat, Read, Sampling, Split, WeightFormat

@@ -19,8 +19,7 @@ import systolic
 from systolic.artifact.bundle import MANIFEST
 from systolic.cli.main import main
 from systolic.core.errors import OptionError
-from systolic.formats.outputs import outputs_of
-from systolic.formats.probe import probe_of
+from systolic.formats.probe import outputs_of, probe_of
 from systolic.formats.quantizing import Matrix, Rounder, formats_of, matrices_in, whole
 from systolic.formats.source import open_source
 from systolic.formats.weights import structure_of

@@ -14,7 +14,7 @@ from systolic.artifact import Run
 from systolic.cli.main import main
 from systolic.core.errors import DataError, NotFoundError, OptionError, RunError
 from systolic.formats.outline import outlined
-from systolic.formats.outputs import outputs_of
+from systolic.formats.probe import outputs_of
 from systolic.job import (
     AdapterKind,
     Checkpoints,

@@ -14,7 +14,7 @@ from systolic.aot import StepKind
 from systolic.aot.steps import trace_job
 from systolic.chips import slice
 from systolic.core.errors import OptionError
-from systolic.formats.outputs import outputs_of
+from systolic.formats.probe import outputs_of
 from systolic.formats.quantizing import whole
 from systolic.job import (
     Adapter,

@@ -15,7 +15,7 @@ from systolic.core.errors import OptionError
 from systolic.core.leave import ends_cleanly
 from systolic.core.ranges import COUNT, NOT_NEGATIVE
 from systolic.core.units import duration, si
-from systolic.formats.settings import ROWS, ExportSettings, LiteQuantization
+from systolic.formats.registry import ROWS, ExportSettings, LiteQuantization
 from systolic.job import Precision
 from systolic.report.progress import ProgressLine
 

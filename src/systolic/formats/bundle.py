@@ -1,26 +1,43 @@
-"""A Bundle as a source."""
+"""Bundles: read as a source, and their recorded inputs with the model's outputs.
 
+A Bundle holds few rows of inputs, and at most :data:`COLUMNS` evenly spaced outputs of each position: a row of logits
+over a large vocabulary takes more bytes than the rest of a small model.
+"""
+
+import io
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from systolic.artifact.bundle import MANIFEST, ORIGIN, Bundle, arrays, open_bundle
+from systolic.artifact.bundle import (
+    MANIFEST,
+    ORIGIN,
+    RECORDED,
+    Bundle,
+    BundleDraft,
+    arrays,
+    open_bundle,
+)
 from systolic.artifact.bundle_job import read_job
-from systolic.artifact.bundle_record import ImportedFrom
+from systolic.artifact.bundle_record import ImportedFrom, Recorded
 from systolic.artifact.packed import RestoredTensor
+from systolic.artifact.tensors import TensorSpec, read_header, write
 from systolic.core.digest import digest
+from systolic.core.errors import DataError
 from systolic.data.audio.recordings import Recordings
 from systolic.data.text.instructions import Instructions
 from systolic.data.text.sentences import Sentences
 from systolic.data.text.text_data import TextData
+from systolic.formats.comparison import EXACT
 from systolic.formats.outline import positions_of
 from systolic.formats.program.model import ExportedProgram
 from systolic.formats.source import Source
 from systolic.job import Data, Job, Quantization
+from systolic.models.encoder.config import Encoder
 
 if TYPE_CHECKING:
     import jax
@@ -120,3 +137,147 @@ def open_bundled(folder: Path) -> BundleSource:
         licence=bundle.record.source.licence,
         bundle=bundle,
     )
+
+
+FILE = f"{RECORDED}outputs.safetensors"
+
+ROWS = 2
+"""Most rows that are recorded."""
+
+MOST_BYTES = 1 << 24
+"""Largest sample of another framework that is recorded."""
+
+COLUMNS = 256
+"""Most outputs of a position that are recorded."""
+
+INPUT, OUTPUT, CHOSEN, BEST = "input:", "output", "columns", "largest"
+"""Names of the arrays: inputs by name, outputs [rows, ..., columns], their columns, and the column of the largest output."""
+
+PRECISION = "f32"
+"""Compute dtype of outputs, with the most exact matmuls of a device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """Differences of a model's outputs from the recorded ones."""
+
+    rows: int
+    positions: int
+    """Vectors of outputs."""
+    max_abs: float
+    max_relative: float
+    """Largest difference over the largest magnitude of a recorded output."""
+    same_largest: float | None
+    """Share of positions at which the same output is the largest; ``None`` for vectors, and for a program of another framework."""
+    tolerance: float
+    """Of ``max_relative``."""
+    precision: str
+    platform: str
+    """Where they were recorded."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the largest difference is within the tolerance; not if it is no number."""
+        return self.max_relative <= self.tolerance
+
+    def line(self) -> str:
+        """The figures on one line."""
+        largest = (
+            "" if self.same_largest is None else f", same largest output at {self.same_largest:.1%}"
+        )
+        return f"replayed {self.rows} recorded rows, {self.positions} positions, {self.precision}: max {self.max_abs:.2e} (relative {self.max_relative:.2e}, tolerance {self.tolerance:.0e}){largest}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**asdict(self), "passed": self.passed}
+
+
+def few(inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The first rows of inputs."""
+    return {name: one[:ROWS] for name, one in inputs.items()}
+
+
+def few_outputs(outputs: np.ndarray) -> np.ndarray:
+    """What belongs to the rows of :func:`few`."""
+    return outputs[:ROWS]
+
+
+def record(
+    made: BundleDraft, inputs: Mapping[str, np.ndarray], outputs: np.ndarray, platform: str
+) -> Recorded:
+    """Adds inputs and outputs to a Bundle.
+
+    Args:
+        made: The Bundle.
+        inputs: Arrays [rows, ...] by name.
+        outputs: What the model makes of them, float32[rows, ..., n].
+        platform: The devices that computed them.
+    """
+    size = outputs.shape[-1]
+    chosen = np.unique(np.linspace(0, size - 1, min(size, COLUMNS)).astype(np.int32))
+    arrays = {
+        **{f"{INPUT}{name}": np.ascontiguousarray(one) for name, one in inputs.items()},
+        OUTPUT: np.ascontiguousarray(outputs[..., chosen], np.float32),
+        CHOSEN: chosen,
+        BEST: outputs.argmax(-1).astype(np.int32),
+    }
+    specs = [TensorSpec(name=n, shape=one.shape, dtype=one.dtype) for n, one in arrays.items()]
+    out = io.BytesIO()
+    write(out, specs, arrays.values(), {"format": "systolic"})
+    made.add(FILE, out.getvalue())
+    return Recorded(file=FILE, precision=PRECISION, tolerance=EXACT, platform=platform)
+
+
+def inputs_of(bundle: Bundle) -> dict[str, np.ndarray] | None:
+    """Recorded inputs by name; ``None`` in a Bundle without any.
+
+    Raises:
+        DataError: the file holds something else.
+    """
+    if bundle.record.recorded is None:
+        return None
+    arrays = _arrays(bundle, bundle.record.recorded)
+    return {name.removeprefix(INPUT): one for name, one in arrays.items() if name.startswith(INPUT)}
+
+
+def replay(bundle: Bundle, outputs: np.ndarray) -> Replay:
+    """Compares what the model makes of the recorded inputs with what it made of them.
+
+    Args:
+        bundle: The Bundle, which has recorded inputs.
+        outputs: float32[rows, ..., n].
+
+    Raises:
+        DataError: the recorded outputs have another shape.
+    """
+    about = bundle.record.recorded
+    assert about is not None
+    arrays = _arrays(bundle, about)
+    expected, chosen, best = arrays[OUTPUT], arrays[CHOSEN], arrays[BEST]
+    if outputs.shape[:-1] != best.shape or chosen.max() >= outputs.shape[-1]:
+        raise DataError(
+            f"{bundle.folder / about.file} has outputs for {list(best.shape)} positions, and the model here gives {list(outputs.shape)}; export or import the model again"
+        )
+    away = np.abs(outputs[..., chosen] - expected)
+    vectors = isinstance(bundle.model, Encoder) and not bundle.model.head
+    return Replay(
+        rows=len(expected),
+        positions=best.size,
+        max_abs=float(away.max()),
+        max_relative=float(away.max() / max(np.abs(expected).max(), np.finfo(np.float32).tiny)),
+        same_largest=None if vectors else float((outputs.argmax(-1) == best).mean()),
+        tolerance=about.tolerance,
+        precision=about.precision,
+        platform=about.platform,
+    )
+
+
+def _arrays(bundle: Bundle, about: Recorded) -> dict[str, np.ndarray]:
+    if about.file not in bundle.record.files:
+        raise DataError(f"bundle.json of {bundle.folder} does not list {about.file}; copy it again")
+    found = {n: one.read() for n, one in read_header(bundle.folder / about.file)[0].items()}
+    if not {OUTPUT, CHOSEN, BEST} < set(found) or not found[CHOSEN].size:
+        raise DataError(
+            f"{bundle.folder / about.file} holds no recorded outputs; export or import the model again"
+        )
+    return found

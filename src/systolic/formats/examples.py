@@ -15,8 +15,18 @@ from systolic.data.input_files import InputFiles
 from systolic.data.text.sentences import Sentences
 from systolic.data.text.text_data import TextData
 from systolic.data.text.tokenizer import Tokenizer
-from systolic.formats.functions import ENCODED, FEATURES, IMAGE, SEGMENTS, TOKENS
-from systolic.formats.inference import BATCH, SEQUENCE, ExportableModel, Inference, run
+from systolic.formats.inference import (
+    BATCH,
+    ENCODED,
+    FEATURES,
+    IMAGE,
+    SEGMENTS,
+    SEQUENCE,
+    TOKENS,
+    ExportableModel,
+    Inference,
+    run,
+)
 from systolic.formats.probe import LONGEST as FURTHEST
 from systolic.formats.probe import PASSAGE
 from systolic.job import Field, Job, Read, Split

@@ -1,4 +1,4 @@
-"""What a recipe needs of a model in files: its sizes and its tokenizer, without its weights, which need not be there."""
+"""The sizes, tokenizer and digests of a model in files or a run, without its weights, which need not be there."""
 
 import json
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ import msgspec
 
 from systolic.artifact.job_record import JobRecord
 from systolic.artifact.run import JOB, TOKENIZER, Run
-from systolic.core.errors import NotFoundError, OptionError
+from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.data.text.instructions import Instructions
 from systolic.data.text.text_data import TextData
 from systolic.data.text.tokenizer import Around
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 ADAPTERS = "adapter_config.json"
 """File of a folder of PEFT; here too, since the module that reads one imports NumPy."""
+
 POSITIONS = ("max_position_embeddings", "n_positions")
 """Fields of a config.json with the tokens that a model takes at once."""
 
@@ -115,7 +116,7 @@ def outlined(path: Path) -> SourceOutline:
     if (path / JOB).is_file():
         return _of_run(path)
     if (path / ADAPTERS).is_file():
-        from systolic.formats.peft import base_of  # imports NumPy
+        from systolic.formats.peft import base_of
         from systolic.formats.source import is_peft
 
         if is_peft(path):
@@ -203,3 +204,60 @@ def kept_files(path: Path) -> dict[str, bytes]:
         return kept | ({GENERATION: generation.read_bytes()} if generation else {})
     beside = {name: folder / name for name in (CONFIG, GENERATION)}
     return {name: file.read_bytes() for name, file in beside.items() if file.is_file()}
+
+
+OLDER = ("tokenizer.model", "tekken.json", "spiece.model", "vocab.json", "vocab.txt")
+"""Files of tokenizers of other forms, which transformers makes a tokenizer.json of."""
+
+
+def tokenizer_of(source: "Source", vocab: int, *, texts: bool) -> Path | None:
+    """The tokenizer.json of a source.
+
+    Args:
+        source: The model in files.
+        vocab: Tokens of the model.
+        texts: Whether one is needed; without, ``None`` stands for a source that has none.
+
+    Raises:
+        OptionError: there is none, or it is of a model with more tokens.
+        DataError: it has no tokens.
+    """
+    file = source.tokenizer
+    if file is None:
+        if texts:
+            raise OptionError(_lacking(source.path))
+        return None
+    number = _own_tokens(file)
+    if number == 0:
+        raise DataError(f"{file} has no tokens; copy it again from where the model came from")
+    if number is not None and number > vocab:
+        raise OptionError(
+            f"{file} has {number} tokens and the model {vocab}; copy the tokenizer that belongs to the model"
+        )
+    return file
+
+
+def _lacking(path: Path) -> str:
+    older = next((name for name in OLDER if (path / name).is_file()), None)
+    if older is not None:
+        return f"{path} has no tokenizer.json and its tokenizer in {older}; write it with transformers: AutoTokenizer.from_pretrained({str(path)!r}).save_pretrained({str(path)!r})"
+    return (
+        f"{path} has no tokenizer.json; copy it from where the model came from, beside config.json"
+    )
+
+
+def _own_tokens(file: Path) -> int | None:
+    """One more than the largest id of a vocabulary, tokens added to it left out; ``None`` where the file is no tokenizer, which its reader reports.
+
+    Added tokens may lie beyond a model's: Gemma 3's text models have one for images.
+    """
+    try:
+        described = json.loads(file.read_bytes())
+        added = {token["content"] for token in described.get("added_tokens", ())}
+        vocab = described["model"]["vocab"]
+        if isinstance(vocab, list):
+            return len(vocab)
+        ids = [int(number) for token, number in vocab.items() if token not in added]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return max(ids, default=-1) + 1

@@ -1,8 +1,8 @@
-"""Inputs that an imported model and the library that it came from both read, by the class of the model."""
+"""Inputs that an imported model and the library it came from both read, and the model's outputs for them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,10 +17,69 @@ from systolic.models.vision.resnet.config import ResNet
 from systolic.models.vision.vit.config import ViT
 from systolic.models.whisper.config import Whisper
 
+if TYPE_CHECKING:
+    import jax
+
+    from systolic.steps.steps import StepFunctions
+
+
+def outputs_of(
+    steps: "StepFunctions", weights: Any, inputs: Mapping[str, np.ndarray]
+) -> np.ndarray:
+    """Outputs float32[rows, ..., n] of a model, with matmuls as exact as the devices have.
+
+    Args:
+        steps: Programs of a job with the model.
+        weights: Its parameters and other variables.
+        inputs: ``tokens`` int32[rows, tokens]; also ``features`` for Whisper; for image models ``image`` alone.
+
+    Returns:
+        Logits; of an encoder without a head for masked tokens its vectors, then those of its pooler.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    model = steps.job.model
+
+    def forward(params: Any, rest: Any, given: Mapping[str, jax.Array]) -> jax.Array:
+        module: Any = steps.network.module(steps.network.cast(params), rest, train=False)
+        if "image" in given:
+            found = module(given["image"])
+        elif isinstance(model, Whisper):
+            found = module(given["features"], given["tokens"])
+        else:
+            found = _of_tokens(model, module, given["tokens"])
+        return found.astype(jnp.float32)
+
+    # A TPU's default for float32 is one pass in bfloat16.
+    with jax.default_matmul_precision("highest"):
+        given = {name: jnp.asarray(value) for name, value in inputs.items()}
+        return np.asarray(jax.jit(forward)(weights.params, weights.model_state, given))
+
+
+def _of_tokens(model: Any, module: Any, tokens: "jax.Array") -> "jax.Array":
+    import jax.numpy as jnp
+    from flax import nnx
+
+    assert isinstance(model, Decoder | Encoder)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    if isinstance(model, Decoder):
+        # A mixture keeps the losses of its routers on the way, which nobody reads here.
+        return nnx.capture(module, nnx.Intermediate)(tokens, jnp.ones_like(tokens), positions)[0]
+    found = module(tokens, jnp.ones_like(tokens), positions)
+    if model.head:
+        return module.logits(found, positions)
+    if model.pooler:
+        return jnp.concatenate([found, module.pooled(found)[:, None]], axis=1)
+    return found
+
+
 ROWS, TOKENS = 4, 64
 """Rows of text, pictures or recordings that both read, and the most tokens of a row."""
+
 LONGEST = 640
 """Tokens of the longest row for a model with windows: the 512 of Gemma 3 1B and 64 more."""
+
 PASSAGE = """The harbour lies open to the north, so that ships wait outside while the wind blows from there.
 In 1869 the canal was dug; 42 metres wide and 9 deep, it took eleven years and 1,200 workers.
 def area(width: float, height: float) -> float:
@@ -36,7 +95,7 @@ class ParityInputs:
     """Inputs of one comparison, for either side."""
 
     ours: Mapping[str, np.ndarray]
-    """As :func:`systolic.formats.outputs.outputs_of` takes them."""
+    """As :func:`systolic.formats.probe.outputs_of` takes them."""
     theirs: Mapping[str, np.ndarray]
     """Arguments of a model of transformers."""
     loader: str

@@ -17,8 +17,7 @@ from systolic.artifact.tensors import TensorSpec
 from systolic.artifact.weights import Weights
 from systolic.core.errors import DataError, OptionError, nearest
 from systolic.formats.source import Source
-from systolic.formats.starting import matrices_of
-from systolic.formats.weights import structure_of
+from systolic.formats.weights import matrices_of, structure_of
 from systolic.job import Job, MatrixFormat, Model, Quantization, WeightFormat
 from systolic.models.adapters import (
     CODES,

@@ -287,7 +287,7 @@ def open_source(path: Path | str) -> Source:
 
         return open_folder(path)
     if path.suffix == GGUF:
-        from systolic.formats.gguf.tensors import open_gguf
+        from systolic.formats.gguf.reader import open_gguf
 
         return open_gguf(path)
     if path.suffix in STATE_DICTS:

@@ -13,13 +13,11 @@ import numpy as np
 from systolic.artifact.bundle import BundleDraft, draft
 from systolic.artifact.tensors import TensorSpec
 from systolic.core.errors import OptionError, RunError
-from systolic.formats.difference import ExportDifference, joined
+from systolic.formats.comparison import ExportDifference, joined
+from systolic.formats.conversion import ModelExport, described, each_platform
 from systolic.formats.examples import ExampleInputs
 from systolic.formats.inference import ExportableModel, Inference, run
-from systolic.formats.outside import described
-from systolic.formats.plain import each_platform
-from systolic.formats.result import ModelExport
-from systolic.formats.settings import ExportSettings
+from systolic.formats.registry import ExportSettings
 
 PLATFORMS = ("cpu", "tpu", "cuda")
 MANIFEST, README = "manifest.json", "README.txt"

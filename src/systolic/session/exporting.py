@@ -14,8 +14,8 @@ from systolic.artifact.tensors import TensorSpec
 from systolic.core.arguments import with_types
 from systolic.core.errors import OptionError
 from systolic.data.text.tokenizer import BYTES_START
+from systolic.formats.comparison import Parity
 from systolic.formats.hugging_face.writer import Outgoing
-from systolic.formats.parity import Parity
 from systolic.formats.source import most_common
 from systolic.models.families import CONFIG
 from systolic.session.docker.folder import ExportedImage, ImageOptions, export_docker

@@ -10,10 +10,17 @@ import numpy as np
 
 from systolic.artifact.bundle import BundleDraft, check_free, draft
 from systolic.core.errors import OptionError, RunError
-from systolic.formats.gguf.metadata import Described, describe
-from systolic.formats.gguf.words import Words, words_of
-from systolic.formats.gguf.writer import OF_DTYPES, PRECISIONS, GgufSpec, plan, write_gguf
-from systolic.formats.parity import Parity, compare
+from systolic.formats.comparison import Parity, compare
+from systolic.formats.gguf.tokenizer import Words, words_of
+from systolic.formats.gguf.writer import (
+    OF_DTYPES,
+    PRECISIONS,
+    Described,
+    GgufSpec,
+    describe,
+    plan,
+    write_gguf,
+)
 from systolic.formats.probe import probe_of
 from systolic.formats.source import GGUF as SUFFIX
 from systolic.formats.source import most_common, open_source

@@ -7,7 +7,7 @@ from pathlib import Path
 from systolic.artifact.bundle import MANIFEST, draft
 from systolic.artifact.weights import plain_parameters
 from systolic.core.errors import NotFoundError, OptionError, RunError
-from systolic.formats.parity import Parity, compare
+from systolic.formats.comparison import Parity, compare
 from systolic.formats.peft import BASE_NAME, STEM, known_base, open_peft, outgoing_adapters
 from systolic.formats.probe import probe_of
 from systolic.formats.source import ADAPTERS

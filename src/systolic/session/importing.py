@@ -18,18 +18,13 @@ from systolic.artifact.bundle_record import ImportedFrom, carried
 from systolic.core.arguments import with_types
 from systolic.core.errors import OptionError
 from systolic.core.files import check_room
-from systolic.formats import recorded
-from systolic.formats.bundle import BundleSource
+from systolic.formats.bundle import BundleSource, few, few_outputs, record
+from systolic.formats.comparison import Parity
+from systolic.formats.hugging_face.reference import check, impossible
 from systolic.formats.jobs import job_of
-from systolic.formats.parity import Parity, check, impossible
 from systolic.formats.peft import open_peft
 from systolic.formats.probe import ParityInputs
-from systolic.formats.program.convert import (
-    Framework,
-    ProgramParity,
-    ProgramRequest,
-    kind_of,
-)
+from systolic.formats.program.convert import Framework, ProgramParity, ProgramRequest, kind_of
 from systolic.formats.source import Source, is_peft, most_common, open_source
 from systolic.formats.weights import planned, write_weights
 from systolic.session.importing_program import check_passed, import_program
@@ -232,8 +227,8 @@ def _compared(
     found = check(source, ours, rounded=rounded)
     check_passed(found)
     probe, outputs, platform = held[0]
-    inputs, outputs = recorded.few(probe.ours), recorded.few_outputs(outputs)
-    kept = recorded.record(made, inputs, outputs, platform)
+    inputs, outputs = few(probe.ours), few_outputs(outputs)
+    kept = record(made, inputs, outputs, platform)
     about |= {"parity": found.to_json(), "recorded": kept}
     return found
 

@@ -13,11 +13,11 @@ from systolic.artifact.bundle_record import ImportedFrom, Recorded
 from systolic.artifact.tensors import TensorSpec, read_header
 from systolic.core.digest import digest
 from systolic.core.errors import RunError
-from systolic.formats.parity import Parity
+from systolic.formats.bundle import FILE, MOST_BYTES, PRECISION
+from systolic.formats.comparison import Parity
 from systolic.formats.program.convert import ProgramParity, ProgramRequest, compare, convert
 from systolic.formats.program.description import PROGRAM, SAMPLE, TOLERANCE, WEIGHTS
 from systolic.formats.program.model import ExportedProgram
-from systolic.formats.recorded import FILE, MOST_BYTES, PRECISION
 
 
 def import_program(

@@ -14,10 +14,10 @@ from systolic.core.units import si
 from systolic.data.audio.recordings import Recordings
 from systolic.data.text.text_data import TextData
 from systolic.data.text.tokenizer import Around
+from systolic.formats.comparison import compare
 from systolic.formats.gguf.writer import OF_DTYPES
 from systolic.formats.hugging_face.preprocessor import PICTURED, with_pictures
 from systolic.formats.hugging_face.writer import Outgoing, outgoing, outgoing_model, with_text
-from systolic.formats.parity import compare
 from systolic.formats.probe import probe_of
 from systolic.formats.source import OTHER_FILES, TEXT_FILES, known_source, most_common, open_source
 from systolic.job import Precision
@@ -186,7 +186,7 @@ def outputs_of_source(
     path: Path, checkpoint: str | int, trust: bool, inputs: Mapping[str, np.ndarray]
 ) -> np.ndarray:
     """Outputs float32[rows, ..., n] of a run or a model in files."""
-    from systolic.formats.outputs import outputs_of
+    from systolic.formats.probe import outputs_of
 
     if in_files(path):
         return answers(open_source(path), inputs)[0]

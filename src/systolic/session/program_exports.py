@@ -12,7 +12,7 @@ from systolic.artifact.bundle import check_free
 from systolic.core.arguments import with_types
 from systolic.core.errors import OptionError
 from systolic.formats.jobs import job_of
-from systolic.formats.settings import LITERT, ExportSettings
+from systolic.formats.registry import LITERT, ExportSettings
 from systolic.formats.source import open_source
 from systolic.job import Job, Precision
 from systolic.models.decoder.config import Decoder, Dispatch
@@ -26,8 +26,8 @@ from systolic.session.trained import (
 from systolic.steps.lengths import learned_text
 
 if TYPE_CHECKING:
+    from systolic.formats.conversion import ModelExport
     from systolic.formats.litert.writer import LiteExport
-    from systolic.formats.result import ModelExport
 
 
 class ProgramFormat(NamedTuple):
@@ -55,7 +55,7 @@ WRITERS = {
         labels="labels.txt inside, which unzip -p shows",
     ),
     "onnx": ProgramFormat(
-        "systolic.formats.onnx.writer",
+        "systolic.formats.onnx",
         "export_onnx",
         "check_onnx",
         ".onnx",
@@ -109,10 +109,9 @@ def export_program(
         RunError: the run can't be opened, a program can't be written or differs from its source, or the disk is
             full; nothing is left at ``out``.
     """
-    from systolic.formats.codes import with_codes
+    from systolic.formats.conversion import class_names, text_notes, with_codes
     from systolic.formats.examples import example_inputs
-    from systolic.formats.functions import exportable
-    from systolic.formats.outside import class_names, text_notes
+    from systolic.formats.inference import exportable
 
     if to not in WRITERS:
         raise OptionError(f"to is {to!r}; programs are written as {' or '.join(WRITERS)}")
@@ -159,7 +158,7 @@ def _opened(
     say: Callable[[str], None],
 ) -> TrainedModel:
     """The model; what it does not have is refused before its weights are read."""
-    from systolic.formats.functions import exportable
+    from systolic.formats.inference import exportable
 
     def check(job: Job) -> None:
         exportable(job, {}, settings.precision, settings.sizes).function(settings.function or None)

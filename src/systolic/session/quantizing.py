@@ -22,11 +22,10 @@ from systolic.artifact.run import JOB
 from systolic.core.arguments import Alternative, argument, with_types
 from systolic.core.errors import OptionError, called
 from systolic.core.files import check_room
-from systolic.formats.bundle import BundleSource
+from systolic.formats.bundle import BundleSource, few, few_outputs, record
+from systolic.formats.comparison import Parity, compare
 from systolic.formats.jobs import job_of
-from systolic.formats.parity import Parity, compare
 from systolic.formats.probe import PROBES, probe_of
-from systolic.formats.recorded import few, few_outputs, record
 from systolic.formats.source import Source, open_source
 from systolic.job import Adapter, Job, MatrixFormat, WeightFormat
 from systolic.session.answering import NO_ANSWERS, AnswerOptions, check_answers, scores_of
@@ -443,7 +442,7 @@ class _Figures:
     def of(
         cls, model: TrainedModel, source: Source, measure: Measure | None, on: Evaluated
     ) -> "_Figures":
-        from systolic.formats.outputs import outputs_of
+        from systolic.formats.probe import outputs_of
 
         outputs = None
         if type(source.model) in PROBES:
@@ -474,8 +473,8 @@ class _Figures:
 
 def _opened(source: Source, job: Job) -> TrainedModel:
     """A source's model under a job with its data; adapters of a run are merged in its files."""
-    from systolic.formats.loading import weights_of
     from systolic.formats.quantizing import check_finite
+    from systolic.formats.weights import weights_of
 
     keep_programs()
     plain = replace(job, adapter=Adapter(), start=None, quantization=source.quantization)

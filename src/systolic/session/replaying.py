@@ -7,8 +7,8 @@ import numpy as np
 
 from systolic.artifact.bundle import BundleDraft
 from systolic.artifact.bundle_record import Recorded
+from systolic.formats.bundle import few, record
 from systolic.formats.probe import PROBES, probe_of
-from systolic.formats.recorded import few, record
 from systolic.formats.source import Source, open_source
 from systolic.job import Precision
 
@@ -23,7 +23,7 @@ def answers(source: Source, inputs: Mapping[str, np.ndarray]) -> tuple[np.ndarra
 
     Raises: as :func:`systolic.session.trained.open_model`.
     """
-    from systolic.formats.outputs import outputs_of
+    from systolic.formats.probe import outputs_of
     from systolic.session.trained import from_source
 
     model = from_source(source, Precision.f32, texts=False)

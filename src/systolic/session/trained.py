@@ -103,8 +103,8 @@ def prepare_model(
     """A model in files or a run, on this machine's devices, in its job's precision where none is given; else as :func:`open_model`."""
     if in_files(path):
         from systolic.formats.jobs import job_of, notes_of
-        from systolic.formats.loading import weights_of
         from systolic.formats.source import open_source
+        from systolic.formats.weights import weights_of
 
         _refuse_choice(path, None, checkpoint)
         source = open_source(path)
@@ -177,7 +177,7 @@ def from_source(
     Raises: as :func:`open_model`.
     """
     from systolic.formats.jobs import job_of, notes_of
-    from systolic.formats.loading import weights_of
+    from systolic.formats.weights import weights_of
 
     keep_programs()
     job = _in_precision(job_of(source, texts=texts), precision)

@@ -17,11 +17,9 @@ import systolic
 from systolic.cli.main import main
 from systolic.core.errors import DataError, OptionError, RunError, SystolicError, TakenError
 from systolic.data.text.chat import find_template
-from systolic.formats.gguf.metadata import describe
 from systolic.formats.gguf.reader import rotated, unrotated
-from systolic.formats.gguf.tokenizer import merges_of
-from systolic.formats.gguf.words import words_of
-from systolic.formats.gguf.writer import plan, write_gguf
+from systolic.formats.gguf.tokenizer import merges_of, words_of
+from systolic.formats.gguf.writer import describe, plan, write_gguf
 from systolic.formats.hugging_face.writer import differences, outgoing
 from systolic.formats.source import TransformersSource, open_source
 from systolic.session.exporting_gguf import GgufOptions

@@ -6,15 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from systolic.formats.litert.edge_tpu import (
-    COMPILED,
-    FIXES,
-    RULES,
-    edge_tpu_report,
-    obstacle,
-)
-from systolic.formats.litert.graph import LiteGraph, LiteOp, LiteTensor
-from systolic.formats.litert.schema import OPERATORS
+from systolic.formats.litert.edge_tpu import COMPILED, FIXES, RULES, edge_tpu_report, obstacle
+from systolic.formats.litert.graph import OPERATORS, LiteGraph, LiteOp, LiteTensor
 
 IMAGE = (1, 8, 8, 16)
 

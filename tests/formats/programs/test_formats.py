@@ -21,10 +21,9 @@ import systolic
 from systolic.cli.main import main
 from systolic.core.errors import SystolicError
 from systolic.formats.examples import example_inputs
-from systolic.formats.functions import functions_of
-from systolic.formats.inference import PORTABLE
+from systolic.formats.inference import PORTABLE, functions_of
 from systolic.formats.litert.writer import export_litert
-from systolic.formats.onnx.writer import export_onnx
+from systolic.formats.onnx import export_onnx
 from systolic.formats.packages import installed
 from systolic.job import MatrixFormat, Quantization, WeightFormat
 from systolic.session.quantizing import quantize_model

@@ -20,15 +20,19 @@ from systolic.data.image.preparation import Preparation
 from systolic.data.input_files import InputFiles
 from systolic.formats.examples import example_inputs
 from systolic.formats.inference import ExportableModel
-from systolic.formats.litert import convert
+from systolic.formats.litert import child
 from systolic.formats.litert import writer as export
 from systolic.formats.litert.edge_tpu import edge_tpu_report
-from systolic.formats.litert.graph import read_graph
-from systolic.formats.litert.rows import calibration_rows, evaluation_rows, uncalibrated
-from systolic.formats.litert.schema import FIELDS, OPERATORS, TENSOR_TYPES
-from systolic.formats.litert.writer import LiteExport, export_litert
+from systolic.formats.litert.graph import FIELDS, OPERATORS, TENSOR_TYPES, read_graph
+from systolic.formats.litert.writer import (
+    LiteExport,
+    calibration_rows,
+    evaluation_rows,
+    export_litert,
+    uncalibrated,
+)
 from systolic.formats.packages import installed
-from systolic.formats.settings import ExportSettings, LiteQuantization
+from systolic.formats.registry import ExportSettings, LiteQuantization
 from systolic.job import Field, Precision
 from tests.formats.programs import tiny
 from tests.tiers import some
@@ -353,7 +357,7 @@ def test_mobilenet_names_the_same_pictures_as_int8(tmp_path: Path, capsys: Any) 
 def test_an_operation_without_a_kernel_is_named() -> None:
     """As the converter says it of a model that hashes its tokens."""
     told = "Failed to export flatbuffer: \nSome ops are not supported by the native TFLite runtime, you can enable TF kernels fallback using TF Select. See instructions: https://www.tensorflow.org/lite/guide/ops_select \nTF Select ops: BitwiseAnd\nDetails:\n\ttf.BitwiseAnd(tensor<1x16x4xui32>, tensor<ui32>) -> (tensor<1x16x4xui32>)\n"
-    said = convert.short(ValueError(told))
+    said = child.short(ValueError(told))
     assert said == "its runtime has no operation BitwiseAnd for numbers of this type"
 
 

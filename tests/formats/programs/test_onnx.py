@@ -13,9 +13,9 @@ import pytest
 from systolic.cli.main import main
 from systolic.core.errors import RunError
 from systolic.formats.examples import example_inputs
-from systolic.formats.onnx.writer import export_onnx
+from systolic.formats.onnx import export_onnx
 from systolic.formats.packages import installed
-from systolic.formats.settings import ExportSettings
+from systolic.formats.registry import ExportSettings
 from tests.formats.programs import tiny
 from tests.weights import package
 

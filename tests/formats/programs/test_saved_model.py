@@ -12,9 +12,9 @@ import pytest
 
 from systolic.cli.main import main
 from systolic.core.errors import MissingExtraError
-from systolic.formats.difference import difference
+from systolic.formats.comparison import difference
 from systolic.formats.examples import example_inputs
-from systolic.formats.settings import ExportSettings
+from systolic.formats.registry import ExportSettings
 from systolic.formats.tensorflow.writer import export_saved_model
 from tests.formats.programs import tiny
 

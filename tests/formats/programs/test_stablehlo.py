@@ -16,13 +16,12 @@ from systolic.aot.environment import QUIET
 from systolic.cli.main import main
 from systolic.core.errors import OptionError, RunError
 from systolic.data.text.prompts import Prompts
-from systolic.formats.difference import difference, joined
+from systolic.formats.comparison import difference, joined
+from systolic.formats.conversion import described, metadata, text_notes
 from systolic.formats.examples import example_inputs
-from systolic.formats.functions import exportable
-from systolic.formats.inference import run
-from systolic.formats.outputs import outputs_of
-from systolic.formats.outside import described, metadata, text_notes
-from systolic.formats.settings import ExportSettings
+from systolic.formats.inference import exportable, run
+from systolic.formats.probe import outputs_of
+from systolic.formats.registry import ExportSettings
 from systolic.formats.stablehlo import export_stablehlo, serialized
 from systolic.formats.weights import structure_of
 from systolic.job import Precision
@@ -312,7 +311,7 @@ def test_differences_are_found(tmp_path: Path) -> None:
 
 
 def test_calls_of_several_sizes_are_one_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("systolic.formats.difference.PART", 7)
+    monkeypatch.setattr("systolic.formats.comparison.PART", 7)
     rng = np.random.default_rng(0)
     long, short = rng.normal(size=(2, 9, 5)), rng.normal(size=(1, 3, 5))
     long[1, 2, 3] = 40

@@ -13,8 +13,7 @@ from systolic.data.arrays import Arrays
 from systolic.data.audio.recordings import Recordings, Writing
 from systolic.data.text.prompts import Prompts
 from systolic.data.text.sentences import Sentences
-from systolic.formats.functions import ALONE, exportable
-from systolic.formats.inference import ExportableModel
+from systolic.formats.inference import ALONE, ExportableModel, exportable
 from systolic.job import Batch, Job, Model, Task
 from systolic.job.data import MASK
 from systolic.models.encoder.config import Encoder

@@ -218,7 +218,7 @@ def classifier(source: Source) -> Job:
     )
 
 
-def notes_of(source: Source) -> tuple[str, ...]:
+def picture_notes(source: Source) -> tuple[str, ...]:
     """What a folder leaves open, and what is done."""
     if PREPROCESSOR in source.files():
         return ()

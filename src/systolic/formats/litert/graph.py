@@ -11,24 +11,125 @@ from flatbuffers import encode, number_types
 from flatbuffers.table import Table
 
 from systolic.core.errors import DataError, NotFoundError
-from systolic.formats.litert.schema import (
-    ACTIVATIONS,
-    BYTES,
-    CUSTOM,
-    FIELDS,
-    ONE,
-    OPERATORS,
-    OPTIONS,
-    TENSOR_TYPES,
-)
+
+_TENSOR_TYPES = """
+FLOAT32 FLOAT16 INT32 UINT8 INT64 STRING BOOL INT16 COMPLEX64 INT8 FLOAT64 COMPLEX128 UINT64
+RESOURCE VARIANT UINT32 UINT16 INT4 BFLOAT16 INT2 UINT4 FLOAT8_E4M3FN FLOAT8_E5M2
+"""
+
+_ACTIVATIONS = "NONE RELU RELU_N1_TO_1 RELU6 TANH SIGN_BIT"
+
+_OPERATORS = """
+ADD AVERAGE_POOL_2D CONCATENATION CONV_2D DEPTHWISE_CONV_2D DEPTH_TO_SPACE DEQUANTIZE
+EMBEDDING_LOOKUP FLOOR FULLY_CONNECTED HASHTABLE_LOOKUP L2_NORMALIZATION L2_POOL_2D
+LOCAL_RESPONSE_NORMALIZATION LOGISTIC LSH_PROJECTION LSTM MAX_POOL_2D MUL RELU RELU_N1_TO_1
+RELU6 RESHAPE RESIZE_BILINEAR RNN SOFTMAX SPACE_TO_DEPTH SVDF TANH CONCAT_EMBEDDINGS SKIP_GRAM
+CALL CUSTOM EMBEDDING_LOOKUP_SPARSE PAD UNIDIRECTIONAL_SEQUENCE_RNN GATHER BATCH_TO_SPACE_ND
+SPACE_TO_BATCH_ND TRANSPOSE MEAN SUB DIV SQUEEZE UNIDIRECTIONAL_SEQUENCE_LSTM STRIDED_SLICE
+BIDIRECTIONAL_SEQUENCE_RNN EXP TOPK_V2 SPLIT LOG_SOFTMAX DELEGATE BIDIRECTIONAL_SEQUENCE_LSTM
+CAST PRELU MAXIMUM ARG_MAX MINIMUM LESS NEG PADV2 GREATER GREATER_EQUAL LESS_EQUAL SELECT SLICE
+SIN TRANSPOSE_CONV SPARSE_TO_DENSE TILE EXPAND_DIMS EQUAL NOT_EQUAL LOG SUM SQRT RSQRT SHAPE POW
+ARG_MIN FAKE_QUANT REDUCE_PROD REDUCE_MAX PACK LOGICAL_OR ONE_HOT LOGICAL_AND LOGICAL_NOT UNPACK
+REDUCE_MIN FLOOR_DIV REDUCE_ANY SQUARE ZEROS_LIKE FILL FLOOR_MOD RANGE RESIZE_NEAREST_NEIGHBOR
+LEAKY_RELU SQUARED_DIFFERENCE MIRROR_PAD ABS SPLIT_V UNIQUE CEIL REVERSE_V2 ADD_N GATHER_ND COS
+WHERE RANK ELU REVERSE_SEQUENCE MATRIX_DIAG QUANTIZE MATRIX_SET_DIAG ROUND HARD_SWISH IF WHILE
+NON_MAX_SUPPRESSION_V4 NON_MAX_SUPPRESSION_V5 SCATTER_ND SELECT_V2 DENSIFY SEGMENT_SUM
+BATCH_MATMUL PLACEHOLDER_FOR_GREATER_OP_CODES CUMSUM CALL_ONCE BROADCAST_TO RFFT2D CONV_3D IMAG
+REAL COMPLEX_ABS HASHTABLE HASHTABLE_FIND HASHTABLE_IMPORT HASHTABLE_SIZE REDUCE_ALL
+CONV_3D_TRANSPOSE VAR_HANDLE READ_VARIABLE ASSIGN_VARIABLE BROADCAST_ARGS RANDOM_STANDARD_NORMAL
+BUCKETIZE RANDOM_UNIFORM MULTINOMIAL GELU DYNAMIC_UPDATE_SLICE RELU_0_TO_1 UNSORTED_SEGMENT_PROD
+UNSORTED_SEGMENT_MAX UNSORTED_SEGMENT_SUM ATAN2 UNSORTED_SEGMENT_MIN SIGN BITCAST BITWISE_XOR
+RIGHT_SHIFT STABLEHLO_LOGISTIC STABLEHLO_ADD STABLEHLO_DIVIDE STABLEHLO_MULTIPLY
+STABLEHLO_MAXIMUM STABLEHLO_RESHAPE STABLEHLO_CLAMP STABLEHLO_CONCATENATE
+STABLEHLO_BROADCAST_IN_DIM STABLEHLO_CONVOLUTION STABLEHLO_SLICE STABLEHLO_CUSTOM_CALL
+STABLEHLO_REDUCE STABLEHLO_ABS STABLEHLO_AND STABLEHLO_COSINE STABLEHLO_EXPONENTIAL
+STABLEHLO_FLOOR STABLEHLO_LOG STABLEHLO_MINIMUM STABLEHLO_NEGATE STABLEHLO_OR STABLEHLO_POWER
+STABLEHLO_REMAINDER STABLEHLO_RSQRT STABLEHLO_SELECT STABLEHLO_SUBTRACT STABLEHLO_TANH
+STABLEHLO_SCATTER STABLEHLO_COMPARE STABLEHLO_CONVERT STABLEHLO_DYNAMIC_SLICE
+STABLEHLO_DYNAMIC_UPDATE_SLICE STABLEHLO_PAD STABLEHLO_IOTA STABLEHLO_DOT_GENERAL
+STABLEHLO_REDUCE_WINDOW STABLEHLO_SORT STABLEHLO_WHILE STABLEHLO_GATHER STABLEHLO_TRANSPOSE
+DILATE STABLEHLO_RNG_BIT_GENERATOR REDUCE_WINDOW STABLEHLO_COMPOSITE STABLEHLO_SHIFT_LEFT
+STABLEHLO_CBRT STABLEHLO_CASE
+"""
+
+TENSOR_TYPES = tuple(_TENSOR_TYPES.split())
+
+ACTIVATIONS = tuple(_ACTIVATIONS.split())
+
+OPERATORS = tuple(_OPERATORS.split())
+
+CUSTOM = OPERATORS.index("CUSTOM")
+
+FIELDS: Mapping[str, Mapping[str, int]] = {
+    "Model": {"operator_codes": 1, "subgraphs": 2, "buffers": 4, "signature_defs": 7},
+    "OperatorCode": {
+        "deprecated_builtin_code": 0,
+        "custom_code": 1,
+        "version": 2,
+        "builtin_code": 3,
+    },
+    "SubGraph": {"tensors": 0, "inputs": 1, "outputs": 2, "operators": 3},
+    "Tensor": {
+        "shape": 0,
+        "type": 1,
+        "buffer": 2,
+        "name": 3,
+        "quantization": 4,
+        "shape_signature": 7,
+    },
+    "QuantizationParameters": {"scale": 2},
+    "Buffer": {"data": 0, "offset": 1, "size": 2},
+    "Operator": {"opcode_index": 0, "inputs": 1, "outputs": 2, "builtin_options": 4},
+    "SignatureDef": {"inputs": 0, "outputs": 1},
+    "TensorMap": {"name": 0, "tensor_index": 1},
+    "Conv2DOptions": {
+        "fused_activation_function": 3,
+        "dilation_w_factor": 4,
+        "dilation_h_factor": 5,
+    },
+    "DepthwiseConv2DOptions": {
+        "fused_activation_function": 4,
+        "dilation_w_factor": 5,
+        "dilation_h_factor": 6,
+    },
+    "Pool2DOptions": {"fused_activation_function": 5},
+    "FullyConnectedOptions": {"fused_activation_function": 0, "weights_format": 1},
+    "ConcatenationOptions": {"axis": 0, "fused_activation_function": 1},
+    "PackOptions": {"axis": 1},
+    "StridedSliceOptions": {"ellipsis_mask": 2, "new_axis_mask": 3},
+}
+"""Table to the places of those fields that are read."""
+
+OPTIONS: Mapping[str, str] = {
+    "AVERAGE_POOL_2D": "Pool2DOptions",
+    "CONCATENATION": "ConcatenationOptions",
+    "CONV_2D": "Conv2DOptions",
+    "DEPTHWISE_CONV_2D": "DepthwiseConv2DOptions",
+    "FULLY_CONNECTED": "FullyConnectedOptions",
+    "MAX_POOL_2D": "Pool2DOptions",
+    "PACK": "PackOptions",
+    "STRIDED_SLICE": "StridedSliceOptions",
+}
+"""Operation to the table of its options."""
+
+BYTES = ("fused_activation_function", "weights_format")
+"""Options of one byte; the others are int32."""
+
+ONE = ("dilation_w_factor", "dilation_h_factor")
+"""Options that are 1 where a file leaves them out; the others are 0."""
+
 
 IDENTIFIER = b"TFL3"
 """Bytes 4 to 8 of a .tflite file."""
+
 SMALL_BYTES = 4096
 """Constants up to this size are kept as values: axes, paddings, zeros."""
+
 EIGHT_BITS = ("INT8", "UINT8")
+
 WHOLE = {"INT32": np.int32, "INT64": np.int64, "INT8": np.int8, "UINT8": np.uint8}
 """Types of whole numbers in the schema to numpy's."""
+
 MOVES = ("QUANTIZE", "DEQUANTIZE")
 """Operations that only change how numbers are stored."""
 

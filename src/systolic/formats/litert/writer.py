@@ -1,9 +1,11 @@
 """Exports of ``litert``: one .tflite file of one function, float or quantized, measured beside its source."""
 
+import hashlib
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -11,44 +13,363 @@ from typing import Any
 
 import jax
 import jax.export
+import jax.extend.core
+import jax.numpy as jnp
 import numpy as np
 
 from systolic.artifact import failure
 from systolic.artifact.bundle import check_free, write_file
-from systolic.core.errors import OptionError, RunError
+from systolic.core.errors import DataError, NotFoundError, OptionError, RunError, called
 from systolic.core.units import si
-from systolic.formats.difference import EXACT, ExportDifference, difference
-from systolic.formats.examples import ExampleInputs
-from systolic.formats.functions import IMAGE
-from systolic.formats.inference import BATCH, SEQUENCE, ExportableModel, Inference, run
+from systolic.data.text.sentences import Sentences
+from systolic.data.text.text_data import TextData
+from systolic.formats.comparison import EXACT, ExportDifference, difference
+from systolic.formats.conversion import computed, loops, plain_platform, unrolled, with_labels
+from systolic.formats.examples import ExampleInputs, example_inputs, function_inputs
+from systolic.formats.inference import BATCH, IMAGE, SEQUENCE, ExportableModel, Inference, run
 from systolic.formats.litert import child
-from systolic.formats.litert.composites import Composites
 from systolic.formats.litert.edge_tpu import EdgeTpuReport, edge_tpu_report
 from systolic.formats.litert.graph import LiteGraph, graph_of
-from systolic.formats.litert.rows import (
-    FunctionRows,
-    calibration_rows,
-    evaluation_rows,
-    uncalibrated,
-)
-from systolic.formats.outside import with_labels
-from systolic.formats.packages import package_folder
-from systolic.formats.plain import plain_platform
-from systolic.formats.process import ended, last_line, run_module
-from systolic.formats.settings import LITERT, ExportSettings, LiteQuantization
-from systolic.formats.unrolling import computed, loops, unrolled
-from systolic.job import Precision
+from systolic.formats.packages import ended, last_line, package_folder, run_module
+from systolic.formats.registry import LITERT, ExportSettings, LiteQuantization
+from systolic.job import Data, Job, Precision, Read, Split
+from systolic.job.data import MASK
 from systolic.steps.folding import FoldedProgram
+from systolic.steps.tasks.arrays import ArrayClassification
+from systolic.steps.tasks.classification import Classification
+
+CALIBRATION_ROWS = 128
+"""Most representative rows of a quantization."""
+
+READ = 64
+"""Rows that are read at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionRows:
+    """Inputs of a function, with what is known of them."""
+
+    inputs: Mapping[str, np.ndarray] = field(repr=False)
+    """Name to [rows, ...]."""
+    origin: str
+    """``test data``, ``files`` …"""
+    labels: np.ndarray | None = field(default=None, repr=False)
+    """Class of each row, int[rows]; None where none are known."""
+    real: bool = True
+    """Whether they can stand for what the model will see."""
+
+    @property
+    def count(self) -> int:
+        """Rows."""
+        return len(next(iter(self.inputs.values())))
+
+    def first(self, most: int) -> "FunctionRows":
+        """The first rows."""
+        return self if self.count <= most else self.only(slice(most))
+
+    def only(self, which: slice | np.ndarray) -> "FunctionRows":
+        """Some of the rows."""
+        return replace(
+            self,
+            inputs={name: one[which] for name, one in self.inputs.items()},
+            labels=None if self.labels is None else self.labels[which],
+        )
+
+
+def calibration_rows(
+    model: ExportableModel, function: Inference, path: Path | None
+) -> FunctionRows:
+    """Representative rows: of the recipe's training data, of files, or the sentences that stand for a text.
+
+    Raises:
+        OptionError: there are none but random numbers.
+        DataError: a file can't be read.
+        NotFoundError: nothing is at the path.
+    """
+    if path is not None:
+        # All texts are read, so that the halves are of the same rows here and for the measurement.
+        most = None if _of_texts(model) else CALIBRATION_ROWS
+        found = _half(model, _at(model, function, path, most), 1).first(CALIBRATION_ROWS)
+    elif _has_training(model.job):
+        found = _of_split(model, function, model.job.data, Split.train, CALIBRATION_ROWS)
+    else:
+        found = _standing(model, function, CALIBRATION_ROWS)
+    if not found.real:
+        raise OptionError(
+            f"int8 needs rows that stand for what the model will see, and {model.job.name} brings no data of its own; give a folder of them with --data"
+        )
+    _check_finite(found)
+    return found
+
+
+def _has_training(job: Job) -> bool:
+    """Whether a job has training data.
+
+    Raises:
+        NotFoundError: it has moved.
+    """
+    try:
+        if job.data.size(Split.train) == 0:
+            return False
+        job.data.files(Split.train)  # of text only the files tell whether it is there
+        return True
+    except NotFoundError as error:
+        reason = str(error).partition("; ")[0]
+        raise NotFoundError(
+            f"data moved: {reason}; int8 needs rows that stand for what the model will see: give them with --data"
+        ) from error
+
+
+def evaluation_rows(
+    model: ExportableModel, function: Inference, settings: ExportSettings, examples: ExampleInputs
+) -> FunctionRows:
+    """Rows to measure on: files that were given, of texts those that calibrate nothing; the whole test split, else that of validation, else the examples of any export.
+
+    Raises: as :func:`calibration_rows`.
+    """
+    if settings.data is not None and not settings.inputs:
+        found = _half(model, _at(model, function, settings.data, None), 0)
+        _check_finite(found)
+        return found
+    if label_of(model.job) is not None and not settings.inputs:
+        with suppress(NotFoundError):  # data that has moved is no reason to refuse an export
+            for split in (Split.test, Split.validation):
+                if model.job.data.size(split) != 0:
+                    return _of_split(model, function, model.job.data, split, None)
+    return _standing(model, function, examples.rows, settings.inputs)
+
+
+def label_of(job: Job) -> str | None:
+    """Name of the array with the class of an example; None for a task without classes."""
+    task = job.task
+    if isinstance(task, Classification):
+        return "label"
+    return task.label if isinstance(task, ArrayClassification) else None
+
+
+def _standing(
+    model: ExportableModel, function: Inference, rows: int, files: Sequence[Path] = ()
+) -> FunctionRows:
+    found = example_inputs(model, rows, files)
+    return FunctionRows(
+        inputs=found.inputs[function.name],
+        origin=found.origin,
+        real=not found.origin.startswith("random"),
+    )
+
+
+def _at(model: ExportableModel, function: Inference, path: Path, most: int | None) -> FunctionRows:
+    """Rows of a file, of the files of a folder, or of its folders of classes, which label them."""
+    if not path.exists():
+        raise NotFoundError(f"--data is {path}, which does not exist; check the path")
+    if path.is_file() and not path.stat().st_size:
+        raise DataError(f"--data is {path}, which is empty; give representative files")
+    entries = sorted(path.iterdir()) if path.is_dir() else [path]
+    if any(one.is_dir() for one in entries) and label_of(model.job) is not None:
+        with called("--data"):
+            data = model.job.data.at(path.absolute())
+        return _of_split(model, function, data, Split.validation, most, f"pictures of {path.name}")
+    files = [one for one in entries if one.is_file() and not one.name.startswith(".")]
+    if not files:
+        raise DataError(f"--data is {path}, which holds no files; give representative files")
+    found = example_inputs(model, files=files[:most])
+    origin = f"files of {path.name}" if path.is_dir() else path.name
+    return FunctionRows(inputs=found.inputs[function.name], origin=origin)
+
+
+def _half(model: ExportableModel, found: FunctionRows, first: int) -> FunctionRows:
+    """Every second row of texts, from a number on: some calibrate, and the others are measured."""
+    if found.count < 2 or not _of_texts(model):
+        return found
+    return replace(found, inputs={name: one[first::2] for name, one in found.inputs.items()})
+
+
+def _of_texts(model: ExportableModel) -> bool:
+    return isinstance(model.job.data, TextData | Sentences)
+
+
+def uncalibrated(measured: FunctionRows, seen: FunctionRows) -> tuple[FunctionRows, int]:
+    """Measured rows without those that calibrate; all of them where none is left, and how many of those calibrate too."""
+    known = set(_row_digests(seen))
+    kept = np.array([one not in known for one in _row_digests(measured)])
+    if not kept.any():
+        return measured, measured.count
+    return measured.only(kept), 0
+
+
+def _row_digests(rows: FunctionRows) -> list[bytes]:
+    """Digest of each row over all inputs, by their names."""
+    found = [hashlib.sha256() for _ in range(rows.count)]
+    for name in sorted(rows.inputs):
+        for digest, row in zip(found, np.ascontiguousarray(rows.inputs[name]), strict=True):
+            digest.update(row.tobytes())
+    return [one.digest() for one in found]
+
+
+def _check_finite(rows: FunctionRows) -> None:
+    """Refuses rows without a range.
+
+    Raises:
+        DataError: a number is infinite or none.
+    """
+    for name, array in rows.inputs.items():
+        if not np.isfinite(array).all():
+            row = int(np.argwhere(~np.isfinite(array))[0][0])
+            raise DataError(
+                f"{name} of row {row} of the {rows.origin} has numbers that are infinite or NaN; give rows without them"
+            )
+
+
+def _of_split(
+    model: ExportableModel,
+    function: Inference,
+    data: Data,
+    split: Split,
+    most: int | None,
+    origin: str = "",
+) -> FunctionRows:
+    """Rows of a split, from anywhere in it where not all are asked for."""
+    batches = data.open(Read(split=split, batch=READ, shuffle=most is not None, epochs=1))
+    try:
+        read = _gathered(batches, most)
+    finally:
+        batches.close()
+    label = label_of(model.job)
+    return FunctionRows(
+        inputs=function_inputs(function, read, model.sizes),
+        labels=None if label is None else read[label],
+        origin=origin or f"{split.value} data",
+    )
+
+
+def _gathered(
+    batches: Iterable[Mapping[str, np.ndarray]], most: int | None
+) -> dict[str, np.ndarray]:
+    """Examples of batches, without padding."""
+    parts: dict[str, list[np.ndarray]] = {}
+    count = 0
+    for batch in batches:
+        kept = batch[MASK] > 0
+        count += int(kept.sum())
+        for name, array in batch.items():
+            if name != MASK:
+                parts.setdefault(name, []).append(array[kept])
+        if most is not None and count >= most:
+            break
+    if not count:
+        raise DataError("the data holds no example; give other data")
+    return {name: np.concatenate(arrays)[:most] for name, arrays in parts.items()}
+
+
+LOOKUP, GELU = "odml.embedding_lookup", "aten.gelu.default"
+"""Names that the converter knows."""
+
+ROOT_HALF = float(np.sqrt(0.5))
+
+
+class Composites:
+    """What :func:`~systolic.formats.conversion.computed` puts in place of the equations of one flat program."""
+
+    def __init__(self, program: jax.extend.core.ClosedJaxpr) -> None:
+        jaxpr = program.jaxpr
+        self._made = {out: equation for equation in jaxpr.eqns for out in equation.outvars}
+        self._tables = set(jaxpr.constvars)
+        found = [(equation, self._halved(equation)) for equation in jaxpr.eqns]
+        self._gelus = {id(last): id(half) for last, half in found if half is not None}
+        self._halves: dict[int, Any] = dict.fromkeys(self._gelus.values())
+
+    def __call__(self, equation: Any, given: list[Any]) -> list[Any] | None:
+        """Outputs of an equation by an operation of LiteRT; None leaves it as it is."""
+        if id(equation) in self._halves:
+            self._halves[id(equation)] = next(one for one in given if np.ndim(one))
+            return None
+        if id(equation) in self._gelus:
+            return [_gelu(self._halves[self._gelus[id(equation)]])]
+        if equation.primitive.name == "gather" and self._looks_up(equation):
+            return [_looked_up(*given)]
+        return None
+
+    def _looks_up(self, equation: Any) -> bool:
+        """Whether an equation picks whole rows of a table of weights."""
+        table, indices = equation.invars
+        about, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
+        rank = len(indices.aval.shape) - 1
+        return (
+            table in self._tables
+            and len(table.aval.shape) == 2
+            and table.aval.dtype == np.float32
+            and tuple(sizes) == (1, table.aval.shape[1])
+            and tuple(about.start_index_map) == tuple(about.collapsed_slice_dims) == (0,)
+            and tuple(about.offset_dims) == (rank,)
+            and not about.operand_batching_dims
+            and indices.aval.dtype == np.int32
+        )
+
+    def _halved(self, equation: Any) -> Any:
+        """Of the last product of x / 2 and erfc(-x / root of 2): the equation of x / 2; None of others."""
+        if equation.primitive.name != "mul":
+            return None
+        makers = [self._maker(atom) for atom in equation.invars]
+        for half, tail in (makers, makers[::-1]):
+            if tail is None or tail.primitive.name != "erfc" or half is None:
+                continue
+            scaled = self._maker(tail.invars[0])
+            turned = None if scaled is None else self._maker(_factor(scaled, ROOT_HALF))
+            if turned is None or turned.primitive.name != "neg":
+                continue
+            if _factor(half, 0.5) is turned.invars[0]:
+                return half
+        return None
+
+    def _maker(self, atom: Any) -> Any:
+        """The equation that a value comes from."""
+        if atom is None or isinstance(atom, jax.extend.core.Literal):
+            return None
+        return self._made.get(atom)
+
+
+def _factor(equation: Any, number: float) -> Any:
+    """What an equation multiplies by a number; None where it does something else."""
+    if equation.primitive.name != "mul":
+        return None
+    for one, other in (equation.invars, equation.invars[::-1]):
+        literal = isinstance(one, jax.extend.core.Literal) and np.ndim(one.val) == 0
+        if literal and np.isclose(float(one.val), number, rtol=1e-6):
+            return other
+    return None
+
+
+def _gelu(x: jax.Array) -> Any:
+    def decomposed(x: jax.Array, *, approximate: str) -> jax.Array:
+        del approximate
+        return jax.nn.gelu(x, approximate=False)
+
+    return jax.lax.composite(decomposed, GELU)(x, approximate="none")
+
+
+def _looked_up(table: Any, indices: Any) -> Any:
+    def decomposed(indices: jax.Array, table: jax.Array) -> jax.Array:
+        return table.at[indices].get(mode="promise_in_bounds")
+
+    flat = indices.reshape(-1)
+    rows = jax.lax.composite(decomposed, LOOKUP)(flat, jnp.asarray(table))
+    return rows.reshape(*indices.shape[:-1], table.shape[1])
+
 
 CHILD = "systolic.formats.litert.child"
+
 TOKENS = 128
 """Tokens of a text where --sequence is not given, or fewer where the model takes fewer."""
+
 CHUNK = 32
 """Rows that the source computes at a time."""
+
 OUTPUT_BYTES = 1 << 29
 """Most bytes of outputs of a comparison."""
+
 AGREEING, PARALLEL = 0.95, 0.99
 """Share of rows with the same largest output, and mean cosine of vectors, below which an export says so."""
+
 IMAGE_RANGE = (0.0, 255.0)
 """Numbers of an image, whatever the representative ones have."""
 

@@ -17,7 +17,7 @@ from systolic.core.errors import (
     RunError,
     SystolicError,
 )
-from systolic.formats.process import ended, last_line, run_module
+from systolic.formats.packages import ended, last_line, run_module
 from systolic.formats.program.description import Description
 
 KINDS = ("function", "torch-export", "keras", "saved-model")
@@ -147,11 +147,11 @@ def compare(bundle: Path, scratch: Path) -> ProgramParity:
     Raises:
         RunError: that process died, or loaded the framework.
     """
-    from systolic.formats.program.parity import PARITY
+    from systolic.formats.program.exported import PARITY
 
     log = scratch / LOG
     code = run_module(
-        sys.executable, "systolic.formats.program.parity", [str(bundle), str(scratch)], log
+        sys.executable, "systolic.formats.program.exported", [str(bundle), str(scratch)], log
     )
     answer = scratch / PARITY
     if not answer.is_file():

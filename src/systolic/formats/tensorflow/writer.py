@@ -12,14 +12,12 @@ import numpy as np
 
 from systolic.artifact.bundle import draft
 from systolic.core.errors import MissingExtraError, RunError
-from systolic.formats.difference import joined
+from systolic.formats.comparison import joined
+from systolic.formats.conversion import LABELS, ModelExport, each_platform, label_lines
 from systolic.formats.examples import ExampleInputs
 from systolic.formats.inference import ExportableModel
-from systolic.formats.outside import LABELS, label_lines
-from systolic.formats.plain import each_platform
-from systolic.formats.process import ended, last_line, run_module
-from systolic.formats.result import ModelExport
-from systolic.formats.settings import ExportSettings
+from systolic.formats.packages import ended, last_line, run_module
+from systolic.formats.registry import ExportSettings
 from systolic.formats.stablehlo import PLATFORMS, SUFFIX, serialized
 from systolic.formats.tensorflow.writer_child import FAILURE, MISSING, PARAMS, REQUEST
 

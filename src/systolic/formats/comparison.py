@@ -1,4 +1,4 @@
-"""Differences between the outputs of a source and those of what was exported from it."""
+"""Differences between the outputs of two programs: of models in files, and of what was exported."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -7,10 +7,32 @@ from typing import Any
 import numpy as np
 
 from systolic.core.errors import RunError
-from systolic.formats.cosine import Cosine
+from systolic.formats.probe import ParityInputs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cosine:
+    """Of each vector with its counterpart."""
+
+    mean: float
+    least: float
+
+    @classmethod
+    def of(cls, ours: np.ndarray, theirs: np.ndarray) -> "Cosine":
+        """Of the vectors along the last dim, arrays [..., n]."""
+        one, other = (np.asarray(side, np.float64) for side in (ours, theirs))
+        lengths = np.linalg.norm(one, axis=-1) * np.linalg.norm(other, axis=-1)
+        with np.errstate(invalid="ignore"):
+            found = (one * other).sum(-1) / np.maximum(lengths, np.finfo(np.float64).tiny)
+        return cls(mean=float(found.mean()), least=float(found.min()))
+
+    def __str__(self) -> str:
+        return f"cosine {self.mean:.5f} in the mean, {self.least:.5f} at least"
+
 
 EXACT, NARROW = 1e-4, 0.2
 """Largest difference over the largest output of a program that computes the same, in float32 and in bfloat16."""
+
 VECTORS = ("embedding", "encoded")
 """Outputs that are vectors, whose largest number chooses nothing."""
 
@@ -148,3 +170,97 @@ class _Compared:
 def _flat(array: np.ndarray) -> np.ndarray:
     """Its rows along the last dim."""
     return array.reshape(-1, array.shape[-1] if array.ndim else 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parity:
+    """Differences between the outputs of an imported model and those of the library that it came from."""
+
+    framework: str
+    """``transformers 5.23.0``."""
+    rows: int
+    tokens: int
+    """Positions that were compared; of image models pictures, of encoders vectors."""
+    max_abs: float
+    max_relative: float
+    """Largest difference over the largest magnitude of the other's outputs."""
+    mean_abs: float
+    argmax_agreement: float | None
+    """Share of positions at which the same output is the largest: the token or class that both predict; ``None`` for vectors."""
+    tolerance: float
+    """Of ``max_relative``."""
+    unit: str = ParityInputs.unit
+    """What a position is."""
+    best: str | None = ParityInputs.best
+    """What the largest output is; ``None`` for vectors."""
+    cosine: Cosine | None = None
+    """Of vectors."""
+    texts: int = 0
+    """Texts that both tokenizers turned into ids, and of a language model back into text."""
+    texts_alike: int = 0
+    """Those with the same ids and text on both sides."""
+    text_differs: str | None = None
+    """The first that differs, in words."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the largest relative difference is within the tolerance; not if it is no number."""
+        return self.max_relative <= self.tolerance
+
+    def line(self) -> str:
+        """The figures on one line."""
+        return f"parity with {self.framework} over {self.tokens} {self.unit}, float32: max {self.max_abs:.2e} (relative {self.max_relative:.2e}, tolerance {self.tolerance:.0e}), mean {self.mean_abs:.2e}, {self.agreement}{self._words()}"
+
+    def _words(self) -> str:
+        if not self.texts:
+            return ""
+        if self.text_differs is None:
+            return f", tokenizer alike over {self.texts} texts"
+        return f"; warning: the tokenizer differs over {self.texts - self.texts_alike} of {self.texts} texts, first {self.text_differs}"
+
+    @property
+    def agreement(self) -> str:
+        """How alike the outputs are to who uses them, in words."""
+        if self.argmax_agreement is None:
+            return str(self.cosine)
+        return f"same {self.best} at {self.argmax_agreement:.1%}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**asdict(self), "passed": self.passed}
+
+
+def compare(
+    ours: np.ndarray,
+    theirs: np.ndarray,
+    framework: str,
+    tolerance: float,
+    probe: ParityInputs | None = None,
+) -> Parity:
+    """Differences of outputs [rows, ..., n], by default of logits; ours may have rows of padding at the end of the vocabulary."""
+    unit = ParityInputs.unit if probe is None else probe.unit
+    best = ParityInputs.best if probe is None else probe.best
+    # In the dtype of both: in float64 a large vocabulary would take gigabytes more, and close numbers subtract exactly.
+    ours = ours[..., : theirs.shape[-1]]
+    with np.errstate(
+        all="ignore"
+    ):  # Outputs that are no finite numbers have no finite differences.
+        away = np.abs(ours - theirs)
+        relative = away.max() / np.abs(theirs).max()
+    return Parity(
+        framework=framework,
+        rows=theirs.shape[0],
+        tokens=int(np.prod(theirs.shape[:-1])),
+        max_abs=float(away.max()),
+        max_relative=float(relative),
+        mean_abs=float(away.mean(dtype=np.float64)),
+        argmax_agreement=None if best is None else _same_largest(ours, theirs),
+        tolerance=tolerance,
+        unit=unit,
+        best=best,
+        cosine=Cosine.of(ours, theirs) if best is None else None,
+    )
+
+
+def _same_largest(ours: np.ndarray, theirs: np.ndarray) -> float:
+    return float((ours.argmax(-1) == theirs.argmax(-1)).mean())

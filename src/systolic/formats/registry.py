@@ -1,4 +1,4 @@
-"""Settings of an export as programs; imports without jax."""
+"""Settings of exports as programs; imports without jax."""
 
 import enum
 from dataclasses import dataclass
@@ -11,8 +11,10 @@ from systolic.job import Precision
 
 LITERT = "litert"
 """Format for small devices."""
+
 ONE_FUNCTION = (LITERT, "onnx")
 """Formats whose file has one function of a model."""
+
 ROWS = 4
 """Examples of a comparison by default."""
 
