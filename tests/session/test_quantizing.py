@@ -19,6 +19,7 @@ import systolic
 from systolic.artifact.bundle import MANIFEST
 from systolic.cli.main import main
 from systolic.core.errors import OptionError
+from systolic.formats.export import file_payload, floats_line
 from systolic.formats.probe import outputs_of, probe_of
 from systolic.formats.quantizing import Matrix, Rounder, formats_of, matrices_in, whole
 from systolic.formats.source import open_source
@@ -28,7 +29,6 @@ from systolic.models.decoder.config import Decoder
 from systolic.models.quantized import Quantized, held_dtype
 from systolic.serving.text.opening import open_engine
 from systolic.serving.text.request import TextRequest, TokenChoice
-from systolic.session.outgoing import floats_line, leaving
 from systolic.session.quantizing import Evaluated, quantize_model
 from systolic.session.restored import restored_on_cpu
 from systolic.session.sensitivity import Measure, choose, moments_of
@@ -368,7 +368,7 @@ def test_a_quantized_model_is_imported_in_floats(int8: Any, tmp_path: Path) -> N
 
 
 def test_floats_of_codes_say_where_they_were_rounded(int8: Any) -> None:
-    exact = floats_line(leaving(int8.path, "best", trust=False).restored)
+    exact = floats_line(file_payload(open_source(int8.path)).restored)
     assert exact == [f"{len(int8.matrices)} quantized matrices {STAND}"]
     (rounded,) = floats_line(["bfloat16", "float32"])
     assert rounded.startswith(f"2 quantized matrices {STAND}, rounded to bfloat16: what was")

@@ -1,4 +1,4 @@
-"""Bundles: read as a source, and their recorded inputs with the model's outputs.
+"""Bundles: read as a source, written from a run, and their recorded inputs with the model's outputs.
 
 A Bundle holds few rows of inputs, and at most :data:`COLUMNS` evenly spaced outputs of each position: a row of logits
 over a large vocabulary takes more bytes than the rest of a small model.
@@ -6,7 +6,7 @@ over a large vocabulary takes more bytes than the rest of a small model.
 
 import io
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,24 +20,49 @@ from systolic.artifact.bundle import (
     Bundle,
     BundleDraft,
     arrays,
+    check_free,
+    draft,
+    model_record,
     open_bundle,
 )
-from systolic.artifact.bundle_job import read_job
-from systolic.artifact.bundle_record import ImportedFrom, Recorded
+from systolic.artifact.bundle_job import read_job, write_job
+from systolic.artifact.bundle_record import (
+    EvaluationRecord,
+    ImportedFrom,
+    RecipeRecord,
+    Recorded,
+    finite_metrics,
+)
+from systolic.artifact.job_record import JobRecord
 from systolic.artifact.packed import RestoredTensor
+from systolic.artifact.run import Run
 from systolic.artifact.tensors import TensorSpec, read_header, write
 from systolic.core.digest import digest
-from systolic.core.errors import DataError
+from systolic.core.errors import DataError, OptionError, SystolicError
 from systolic.data.audio.recordings import Recordings
 from systolic.data.text.instructions import Instructions
 from systolic.data.text.sentences import Sentences
 from systolic.data.text.text_data import TextData
 from systolic.formats.comparison import EXACT
+from systolic.formats.export import (
+    ExportableRun,
+    Exported,
+    ExportSource,
+    compared,
+    origin_of,
+    text_files,
+)
+from systolic.formats.hugging_face.writer import config_of, with_text
 from systolic.formats.outline import positions_of
+from systolic.formats.probe import FEW, probe_inputs
 from systolic.formats.program.model import ExportedProgram
-from systolic.formats.source import Source
+from systolic.formats.registry import in_files, known_source
+from systolic.formats.source import Source, most_common, open_source
+from systolic.formats.weights import weight_progress
 from systolic.job import Data, Job, Quantization
+from systolic.models.decoder.config import Decoder
 from systolic.models.encoder.config import Encoder
+from systolic.models.families import Config
 
 if TYPE_CHECKING:
     import jax
@@ -141,9 +166,6 @@ def open_bundled(folder: Path) -> BundleSource:
 
 FILE = f"{RECORDED}outputs.safetensors"
 
-ROWS = 2
-"""Most rows that are recorded."""
-
 MOST_BYTES = 1 << 24
 """Largest sample of another framework that is recorded."""
 
@@ -192,14 +214,9 @@ class Replay:
         return {**asdict(self), "passed": self.passed}
 
 
-def few(inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The first rows of inputs."""
-    return {name: one[:ROWS] for name, one in inputs.items()}
-
-
 def few_outputs(outputs: np.ndarray) -> np.ndarray:
     """What belongs to the rows of :func:`few`."""
-    return outputs[:ROWS]
+    return outputs[:FEW]
 
 
 def record(
@@ -281,3 +298,140 @@ def _arrays(bundle: Bundle, about: Recorded) -> dict[str, np.ndarray]:
             f"{bundle.folder / about.file} holds no recorded outputs; export or import the model again"
         )
     return found
+
+
+def record_answers(
+    made: BundleDraft,
+    about: Mapping[str, Any],
+    answers: Callable[[Source, Mapping[str, np.ndarray]], tuple[np.ndarray, str]],
+) -> Recorded | None:
+    """Records the outputs of a written Bundle, opened as its user opens it; ``None`` for a class of models without probe inputs.
+
+    Args:
+        made: The Bundle, its weights and other files written.
+        about: Fields of its bundle.json.
+        answers: Computes outputs float32[rows, ..., n] of a source; returns them with the platform's name.
+    """
+    made.describe(**about)
+    source = open_source(made.folder)
+    inputs = probe_inputs(source)
+    return None if inputs is None else record(made, inputs, *answers(source, inputs))
+
+
+# Writing
+
+
+def export_bundle(
+    source: ExportSource, out: Path, options: None, say: Callable[[str], None]
+) -> Exported:
+    """Writes the model of a run as a Bundle: weights, the job they are used under, where they come from and their outputs.
+
+    Args:
+        source: The run.
+        out: The Bundle's folder.
+        options: The format has none.
+        say: Called with each stage.
+
+    Raises:
+        OptionError: the path is a model in files already, or a part of the run is code of its recipe, or data in memory.
+        TakenError: there is something at ``out``.
+        RunError: the disk is full, its model is of a class that no Bundle holds, or outputs differ.
+    """
+    del options
+    path = source.path
+    check_free(out)
+    if (path / MANIFEST).is_file():
+        raise OptionError(f"{path} is a Bundle already; copy its folder to {out}")
+    if in_files(path):
+        raise OptionError(
+            f"{path} is a model in files already; write it as a Bundle with systolic import {path} --out {out}"
+        )
+    run = source.open_run()
+    about = _about(run)
+    weights = run.plain_weights
+    specs = [TensorSpec(name=p, shape=a.shape, dtype=a.dtype) for p, a in weights.items()]
+    config, files = _text(run, origin_of(run), text_files(run.job.data))
+    with draft(out) as made:
+        for name, content in files.items():
+            made.add(name, content)
+        if config:
+            made.add(ORIGIN, json.dumps(dict(config), indent=2).encode())
+        progress = weight_progress(sum(spec.nbytes for spec in specs), say)
+        made.weights(specs, lambda p: iter([np.asarray(weights[p])]), progress)
+        about["dtype"] = most_common(specs)
+        say("recorded inputs")
+        recorded = record_answers(made, about, source.answers)
+        comparison = compared(source, made.folder, specs, say)
+        made.finish(**about, recorded=recorded)
+    return Exported.of(out, "bundle", specs, **comparison)
+
+
+def _text(
+    model: ExportableRun, origin: Config, files: dict[str, bytes]
+) -> tuple[Config, dict[str, bytes]]:
+    """The config.json of a language model, for what is exported further, and the files beside it; {} of any other."""
+    job = model.job
+    if not isinstance(job.model, Decoder) or not isinstance(job.data, TextData):
+        return {}, files
+    config = config_of(job.model, origin)
+    return with_text(config, files, job.data) if config else ({}, files)
+
+
+def _about(model: ExportableRun) -> dict[str, Any]:
+    """What bundle.json says of a run."""
+    from systolic import __version__
+
+    with Run.open(model.path) as run:
+        begun = run.read_job()
+    record = JobRecord.from_json(begun)
+    own, types = write_job(model.job, model.path)
+    return {
+        "systolic": __version__,
+        "model": model_record(model.job.model),
+        "source": ImportedFrom(
+            kind="run",
+            name=model.path.resolve().name,
+            digest=digest({"job": begun, "step": model.step}),
+            licence=_licence(record),
+        ),
+        "job": own,
+        "types": types,
+        "recipe": None
+        if record.recipe is None
+        else RecipeRecord(name=record.recipe, options=dict(record.options)),
+        "data": {split: asdict(contents) for split, contents in record.data.items()},
+        "evaluations": evaluations_of(model.path, model.step),
+    }
+
+
+def _licence(record: JobRecord) -> str | None:
+    """Licence of the model that a run began with; ``None`` where that is gone, or names none."""
+    start = None if record.start is None else record.start.get("path")
+    if start is None or not Path(start).exists() or not known_source(Path(start)):
+        return None
+    try:
+        return open_source(start).licence
+    except SystolicError:
+        return None
+
+
+def evaluations_of(path: Path, step: int) -> list[EvaluationRecord]:
+    """The evaluation of each split that a run has on record for a step; that which read most, where there are several."""
+    with Run.open(path) as run:
+        records, record = list(run.records("eval")), JobRecord.from_json(run.read_job())
+    best: dict[str, EvaluationRecord] = {}
+    for one in records:
+        if one.get("step") != step:
+            continue
+        split, data = str(one["split"]), record.data.get(str(one["split"]))
+        made = EvaluationRecord(
+            on=split,
+            metrics=finite_metrics(one["metrics"]),
+            step=step,
+            batches=one.get("batches"),
+            of=one.get("of"),
+            data=None if data is None else data.digest,
+        )
+        if split not in best or (made.batches or 0) >= (best[split].batches or 0):
+            best[split] = made
+    return list(best.values())

@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from systolic.core.errors import RunError
 from systolic.formats.probe import ParityInputs
+
+if TYPE_CHECKING:
+    from systolic.formats.program.convert import ProgramParity
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -264,3 +267,15 @@ def compare(
 
 def _same_largest(ours: np.ndarray, theirs: np.ndarray) -> float:
     return float((ours.argmax(-1) == theirs.argmax(-1)).mean())
+
+
+def check_passed(found: "Parity | ProgramParity") -> None:
+    """Ends an import whose model computes something else than its source.
+
+    Raises:
+        RunError: so.
+    """
+    if not found.passed:
+        raise RunError(
+            f"{found.line()}: the import is not the same model, and no Bundle was written; report it, or import with --no-parity"
+        )

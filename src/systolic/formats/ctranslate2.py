@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from systolic.core.errors import DataError, OptionError
-from systolic.formats.source import BINARY, BINARY_FORMATS, TransformersSource
+from systolic.formats.registry import BINARY, BINARY_FORMATS
+from systolic.formats.source import TransformersSource
 from systolic.models.families import CONFIG, family, read_config
 from systolic.models.whisper.config import Whisper
 from systolic.models.whisper.families import config as config_of

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,25 +11,31 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from systolic.artifact.bundle import MANIFEST, check_free, draft
 from systolic.artifact.tensors import MappedTensor, TensorSpec, read_header
+from systolic.artifact.weights import plain_parameters
 from systolic.core.digest import digest
-from systolic.core.errors import DataError, NotFoundError, OptionError, SystolicError
+from systolic.core.errors import DataError, NotFoundError, OptionError, RunError, SystolicError
 from systolic.data.fingerprint import of_files
-from systolic.formats.hugging_face.writer import config_of
-from systolic.formats.source import (
-    ADAPTERS,
-    HUB_NAME,
-    OTHER_FILES,
-    TEXT_FILES,
-    Source,
-    is_peft,
-    open_source,
+from systolic.formats.comparison import Parity, compare
+from systolic.formats.export import (
+    TOLERANCES,
+    ExportableRun,
+    Exported,
+    ExportSource,
+    no_room,
+    origin_of,
+    text_files,
 )
-from systolic.formats.weights import structure_of
+from systolic.formats.hugging_face.writer import config_of
+from systolic.formats.probe import probe_of
+from systolic.formats.registry import ADAPTERS, in_files, is_peft
+from systolic.formats.source import HUB_NAME, OTHER_FILES, TEXT_FILES, Source, open_source
+from systolic.formats.weights import structure_of, weight_progress
 from systolic.job import Adapter, AdapterKind, Job, Model
 from systolic.models.adapters import BASE, EXPERTS, STACKED, A, B, merged, num_inputs
 from systolic.models.decoder.config import Decoder
-from systolic.models.families import family
+from systolic.models.families import CONFIG, family
 from systolic.models.mapping import Rule
 
 if TYPE_CHECKING:
@@ -657,3 +663,96 @@ def known_base(start: Path | None) -> str:
     except SystolicError:
         home = start
     return str(home.resolve())
+
+
+def export_peft(
+    source: ExportSource, out: Path, options: None, say: Callable[[str], None]
+) -> Exported:
+    """Writes the adapters of a run as a folder that PEFT opens beside the model that the run began with.
+
+    Args:
+        source: The run.
+        out: The new folder.
+        options: The format has none.
+        say: Called with each stage.
+
+    Raises:
+        OptionError: the path has no adapters, or they stand beside a model that no family of transformers computes.
+        TakenError: there is something at ``out``.
+        RunError: the folder's adapters, or the outputs of the model with them, are others.
+    """
+    del options
+    path = source.path
+    check_free(out)
+    if in_files(path):
+        raise OptionError(
+            f"{path} is a model in files, which holds no adapters by themselves; give a run of systolic train sft --adapter lora, or --to hf for all of its weights"
+        )
+    run = source.open_run()
+    job = run.job
+    if not job.adapter:
+        raise OptionError(
+            f"{path} trained all weights and has no adapters; give --to hf, which writes them all"
+        )
+    base = known_base(job.start)
+    made = outgoing_adapters(
+        job.model, job.adapter, run.weights.params, origin_of(run), base or str(path)
+    )
+    with draft(out) as folder:
+        folder.add(ADAPTERS, json.dumps(made.config, indent=2).encode())
+        for name, content in text_files(job.data).items():
+            folder.add(name, content)
+        size = sum(spec.nbytes for spec in made.specs)
+        folder.weights(
+            made.specs,
+            lambda name: iter([made.arrays[name]]),
+            weight_progress(size, say),
+            stem=STEM,
+        )
+        parity, notes = _compared(folder.folder, Path(base), source, run, say)
+        folder.rename()
+    return Exported(
+        path=out,
+        kind="peft",
+        parameters=sum(array.size for array in made.arrays.values()),
+        bytes=size,
+        parity=parity,
+        notes=(*notes, *_base_notes(Path(base))),
+    )
+
+
+def _compared(
+    folder: Path, base: Path, exported: ExportSource, run: ExportableRun, say: Callable[[str], None]
+) -> tuple[Parity | None, list[str]]:
+    """The outputs of the base with a folder's adapters against those of the run; why they were not compared."""
+    try:
+        source = open_peft(folder, base)
+    except NotFoundError as error:
+        return None, [f"not compared with the run: {error}"]
+    if run.job.adapter.kind is AdapterKind.qlora:
+        return None, [
+            f"not compared with the run, whose frozen matrices are rounded to 4 bits (nf4): beside those of {base} as they are, outputs differ by that rounding; load the base in 4 bits (nf4) to have them"
+        ]
+    if (why := no_room(plain_parameters(run.steps))) is not None:
+        return None, [why]
+    say("comparing")
+    probe = probe_of(source)
+    ours, _ = exported.answers(source, probe.ours)
+    theirs = exported.outputs(probe.ours)
+    dtype = {"float32": "f32"}.get(source.dtype, "bf16")
+    parity = compare(ours, theirs, "the run", TOLERANCES[dtype], probe)
+    if not parity.passed:
+        raise RunError(
+            f"the adapters written of {run.path} compute something else: {parity.line()}; please report it, nothing was kept"
+        )
+    return parity, []
+
+
+def _base_notes(base: Path) -> list[str]:
+    """What PEFT needs beside the folder."""
+    if (base / CONFIG).is_file():
+        return []
+    what = "a Bundle" if (base / MANIFEST).is_file() else "no folder of transformers"
+    return [
+        f"its base, {base}, is {what}, which PEFT does not open: write it with systolic export {base} --to hf --out DIR, and give that folder to PEFT or as {BASE_NAME} in {ADAPTERS}"
+    ]

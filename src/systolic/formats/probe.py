@@ -77,6 +77,9 @@ def _of_tokens(model: Any, module: Any, tokens: "jax.Array") -> "jax.Array":
 ROWS, TOKENS = 4, 64
 """Rows of text, pictures or recordings that both read, and the most tokens of a row."""
 
+FEW = 2
+"""Most rows that a Bundle records, and that an export is compared on."""
+
 LONGEST = 640
 """Tokens of the longest row for a model with windows: the 512 of Gemma 3 1B and 64 more."""
 
@@ -196,3 +199,13 @@ PROBES: Mapping[type, Callable[[Source], ParityInputs]] = {
     Whisper: _speech,
 }
 """Class of a model to what makes its inputs."""
+
+
+def probe_inputs(source: Source) -> dict[str, np.ndarray] | None:
+    """Few inputs for a source's model; ``None`` for a class of models that has none."""
+    return few(probe_of(source).ours) if type(source.model) in PROBES else None
+
+
+def few(inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The first rows of inputs."""
+    return {name: array[:FEW] for name, array in inputs.items()}

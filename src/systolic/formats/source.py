@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from systolic.artifact.bundle import MANIFEST
 from systolic.artifact.tensors import TensorSpec
 from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.core.files import refuse_pointer
 from systolic.data.fingerprint import of_files
+from systolic.formats.registry import GGUF, MODELS, ONNX, function_of, model_format
 from systolic.job import Dtypes, Job, Model, Quantization, Stored
 from systolic.models.families import CONFIG, GENERATION, Config
 from systolic.models.mapping import Conversion, Tensor, Tensors
@@ -24,8 +24,6 @@ from systolic.models.mapping import Conversion, Tensor, Tensors
 if TYPE_CHECKING:
     import jax
 
-GGUF, ONNX = ".gguf", ".onnx"
-"""Suffixes of files."""
 TEXT_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -42,12 +40,6 @@ LENGTHS, POOLING = "sentence_bert_config.json", "1_Pooling/config.json"
 """Files of sentence-transformers: the longest text, and how vectors of tokens become one."""
 PROMPTS = "config_sentence_transformers.json"
 """Its file of texts that are written before others."""
-ADAPTERS = "adapter_config.json"
-"""File that makes a folder one of PEFT, with adapters beside a model that lies elsewhere."""
-FULL_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
-"""Files of a whole model, which some folders have beside that of PEFT."""
-STATE_DICTS = (".pth", ".pt")
-"""Suffixes of files that ``torch.save`` writes of a module's ``state_dict()``."""
 OTHER_FILES = (
     "preprocessor_config.json",
     "processor_config.json",
@@ -65,10 +57,6 @@ ROWS = 4096
 """Rows of a matrix that are compared at a time."""
 SHOWN_FILES = 3
 """Files of a folder that a message names."""
-BINARY = "model.bin"
-"""Weights of a CTranslate2 folder."""
-BINARY_FORMATS = (4, 5, 6)
-"""Format numbers of it that are read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,12 +243,16 @@ def most_common(tensors: "Iterable[Tensor | TensorSpec]") -> str:
     return max(elements, key=lambda name: elements[name])
 
 
-def open_source(path: Path | str) -> Source:
-    """The model at a path: a Hugging Face folder, a GGUF file, a Bundle, a PEFT folder with its base, or a state dict of torchvision.
+def open_source(path: Path | str, base: Path | None = None) -> Source:
+    """The model at a path, in any of the formats of :data:`systolic.formats.registry.MODELS`.
+
+    Args:
+        path: A folder or a file.
+        base: For a PEFT folder, the model that its adapters stand beside, in place of the one that it names.
 
     Raises:
         NotFoundError: nothing is there, or a file of it is missing.
-        OptionError: it is of another kind, or of a family or with a field that is not known.
+        OptionError: it is of another kind, or of a family or with a field that is not known, or has no base.
         DataError: a file is damaged, or tensors are missing or unknown; names the first.
     """
     path = Path(path)
@@ -270,38 +262,21 @@ def open_source(path: Path | str) -> Source:
                 f"{path} does not exist; hubs are not read: if it is a model's name there, download it with hf download {path} --local-dir {path.name}, and give that folder"
             )
         raise NotFoundError(f"{path} does not exist; check the path")
-    if (path / MANIFEST).is_file():
-        from systolic.formats.bundle import open_bundled
-
-        return open_bundled(path)
-    if is_peft(path):
-        from systolic.formats.peft import open_peft
-
-        return open_peft(path)
-    if is_ctranslate2(path):
-        from systolic.formats.ctranslate2 import open_ctranslate2
-
-        return open_ctranslate2(path)
-    if (path / CONFIG).is_file():
-        from systolic.formats.hugging_face.reader import open_folder
-
-        return open_folder(path)
-    if path.suffix == GGUF:
-        from systolic.formats.gguf.reader import open_gguf
-
-        return open_gguf(path)
-    if path.suffix in STATE_DICTS:
-        from systolic.formats.torch import open_state_dict
-
-        return open_state_dict(path)
+    form = model_format(path)
+    if base is not None and (form is None or not form.has_base):
+        raise OptionError(f"--base is {base} and {path} is no PEFT folder; leave it out")
+    if form is not None:
+        read = function_of(form.read)
+        return read(path) if base is None else read(path, base)
     if path.suffix == ONNX:
         raise OptionError(
             f"{path} is an ONNX file, and no maintained package turns ONNX into JAX (jaxonnxruntime's last release is of 2023); import what it was exported from: a Hugging Face folder, a PyTorch module or a Keras model"
         )
     if said := gguf_inside(path, "systolic import ") or _instead(path):
         raise OptionError(f"{path} is no model itself; {said}")
+    *most, last = (each.described for each in MODELS)
     raise OptionError(
-        f"{path} is no model in a format known here; give a Hugging Face folder (with {CONFIG}), a GGUF file, a Bundle (with {MANIFEST}), a PEFT folder (with {ADAPTERS}) or a state dict of torchvision ({', '.join(STATE_DICTS)})"
+        f"{path} is no model in a format known here; give {', '.join(most)} or {last}"
     )
 
 
@@ -335,28 +310,3 @@ def gguf_inside(path: Path, command: str = "") -> str:
         return f"it holds a GGUF file: give {command}{names[0]}"
     more = f", ... ({len(files)} in all)" if len(files) > SHOWN_FILES else ""
     return f"it holds GGUF files: give one, {command}{' or '.join(names[:SHOWN_FILES])}{more}"
-
-
-def is_peft(path: Path) -> bool:
-    """Whether a path is a folder of PEFT with adapters alone."""
-    whole = any((path / name).is_file() for name in FULL_WEIGHTS)
-    return (path / ADAPTERS).is_file() and not whole
-
-
-def is_ctranslate2(path: Path) -> bool:
-    """Whether a path is a folder of CTranslate2."""
-    if not (path / BINARY).is_file():
-        return False
-    with (path / BINARY).open("rb") as opened:
-        return int.from_bytes(opened.read(4), "little") in BINARY_FORMATS
-
-
-def known_source(path: Path) -> bool:
-    """Whether a path looks like a model that :func:`open_source` takes."""
-    return (
-        (path / MANIFEST).is_file()
-        or (path / CONFIG).is_file()
-        or (path / ADAPTERS).is_file()
-        or is_ctranslate2(path)
-        or (path.suffix in (GGUF, ONNX, *STATE_DICTS) and path.is_file())
-    )

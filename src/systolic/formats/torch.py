@@ -1,20 +1,24 @@
-"""State dicts of torchvision's models (``.pth``): names, sizes and preprocessing of the same models of transformers."""
+"""Files of PyTorch: state dicts of torchvision's models (``.pth``), and programs of torch.export (``.pt2``).
 
+Programs are read in an environment that may have PyTorch, jax and NumPy alone: only functions import more.
+"""
+
+import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from systolic.core.errors import DataError, MissingExtraError, OptionError
 from systolic.core.files import refuse_pointer, write_json
 from systolic.core.store import cache_home
-from systolic.formats.hugging_face.preprocessor import PREPROCESSOR, TORCHVISION
-from systolic.formats.source import TransformersSource
-from systolic.models.families import family
-from systolic.models.mapping import Tensors
+
+if TYPE_CHECKING:
+    from systolic.formats.source import TransformersSource
+    from systolic.models.mapping import Tensors
 
 IMAGENET_CLASSES = 1000
 PARALLEL = "module."
@@ -44,7 +48,7 @@ class TorchTensor:
         return self.tensor.numpy()
 
 
-def open_state_dict(path: Path) -> TransformersSource:
+def open_state_dict(path: Path) -> "TransformersSource":
     """A MobileNetV2 or ResNet of torchvision, as the model of transformers that computes the same.
 
     Its preprocessing is that of torchvision's first ImageNet weights, its classes have ImageNet's names where
@@ -55,6 +59,10 @@ def open_state_dict(path: Path) -> TransformersSource:
         DataError: the file is damaged, or holds other objects than tensors.
         OptionError: it is of another model.
     """
+    from systolic.formats.hugging_face.preprocessor import PREPROCESSOR, TORCHVISION
+    from systolic.formats.source import TransformersSource
+    from systolic.models.families import family
+
     refuse_pointer(path)
     state = read(path)
     if MOBILE in state:
@@ -120,7 +128,7 @@ def read(path: Path) -> dict[str, TorchTensor]:
     }
 
 
-def mobilenet(state: Tensors) -> dict[str, Any]:
+def mobilenet(state: "Tensors") -> dict[str, Any]:
     """Fields of a config.json for torchvision's mobilenet_v2.
 
     Raises:
@@ -163,7 +171,7 @@ def mobile_name(name: str) -> str | None:
     return f"mobilenet_v2.{where}.{'normalization' if norm else 'convolution'}.{leaf}"
 
 
-def resnet(state: Tensors) -> dict[str, Any]:
+def resnet(state: "Tensors") -> dict[str, Any]:
     """Fields of a config.json for torchvision's resnet18 to resnet152."""
     bottleneck = "layer1.0.conv3.weight" in state
     width = state["conv1.weight"].shape[0]
@@ -214,3 +222,41 @@ def _classes(count: int) -> dict[str, Any]:
     names: Sequence[str] = [str(imagenet_classes.get_1k_class_name(i)) for i in range(count)]
     firsts = [name.split(",")[0] for name in names]
     return {"id2label": {str(number): name for number, name in enumerate(firsts)}}
+
+
+def exported_program(source: str, signature: str | None, example: Any) -> Any:
+    """The pure function of a program that torch.export saved; runs in a process with PyTorch, jax and NumPy alone.
+
+    Args:
+        source: The .pt2 file.
+        signature: Ignored: the program has none.
+        example: Ignored: the program holds its own example inputs.
+
+    Raises:
+        DataError: the file does not load.
+        OptionError: it has no example inputs.
+    """
+    from systolic.models.program.making import seed
+    from systolic.models.program.torch_function import torch_function
+
+    del signature, example
+    seed("torch")
+    import torch
+
+    try:
+        program = torch.export.load(source)
+    except Exception as error:
+        told = str(error).partition("\n")[0]
+        raise DataError(
+            f"{source} does not load: {told}; save it with torch.export.save"
+        ) from error
+    args, kwargs = program.example_inputs or ((), {})
+    if not args and not kwargs:
+        raise OptionError(
+            f"{source} has no example inputs; save the program as torch.export.export returns it"
+        )
+    # Operations of the core set name all their arguments, as torchax needs them.
+    module = program.run_decompositions().module()
+    names = inspect.signature(module.forward).parameters
+    example = {**dict(zip(names, args, strict=False)), **kwargs}
+    return torch_function((module, example), source, placed=len(args))

@@ -16,6 +16,7 @@ from systolic.artifact.tensors import TensorSpec
 from systolic.artifact.weights import Weights, begin_with
 from systolic.core.errors import DataError, OptionError, RunError
 from systolic.core.heap import trim
+from systolic.core.units import si
 from systolic.formats.outline import published_at
 from systolic.formats.source import Source, open_source
 from systolic.job import Model
@@ -313,3 +314,18 @@ def matrices_of(
         else:
             yield piece
         del piece
+
+
+def weight_progress(size: int, say: Callable[[str], None]) -> Callable[[int], None]:
+    """A callback for the bytes of each tensor that was written, of ``size`` in all.
+
+    It reports tenths, so that a log has ten lines and no more.
+    """
+    done = 0
+
+    def progress(count: int) -> None:
+        nonlocal done
+        done += count
+        say(f"weights {done * 10 // size * 10} % of {si(size, 'B')}")
+
+    return progress

@@ -1,10 +1,10 @@
 """The identity of a model that answers the lines of a file, without its weights in memory."""
 
+from systolic.formats.outline import model_contents
+from systolic.formats.registry import in_files
 from systolic.job import Precision
 from systolic.serving.offline.answerer import Answerer
-from systolic.session.contents import model_contents
 from systolic.session.serving import ServeSettings, ServeTarget
-from systolic.session.trained import in_files
 
 
 def answerer_of(target: ServeTarget, settings: ServeSettings) -> Answerer:

@@ -18,18 +18,21 @@ from systolic.artifact.bundle_record import ImportedFrom, carried
 from systolic.core.arguments import with_types
 from systolic.core.errors import OptionError
 from systolic.core.files import check_room
-from systolic.formats.bundle import BundleSource, few, few_outputs, record
-from systolic.formats.comparison import Parity
+from systolic.formats.bundle import BundleSource, few_outputs, record, record_answers
+from systolic.formats.comparison import Parity, check_passed
 from systolic.formats.hugging_face.reference import check, impossible
 from systolic.formats.jobs import job_of
-from systolic.formats.peft import open_peft
-from systolic.formats.probe import ParityInputs
-from systolic.formats.program.convert import Framework, ProgramParity, ProgramRequest, kind_of
-from systolic.formats.source import Source, is_peft, most_common, open_source
-from systolic.formats.weights import planned, write_weights
-from systolic.session.importing_program import check_passed, import_program
-from systolic.session.replaying import answers, record_answers
-from systolic.session.written import written
+from systolic.formats.probe import ParityInputs, few
+from systolic.formats.program.convert import (
+    Framework,
+    ProgramParity,
+    ProgramRequest,
+    import_program,
+)
+from systolic.formats.registry import framework_format
+from systolic.formats.source import Source, most_common, open_source
+from systolic.formats.weights import planned, weight_progress, write_weights
+from systolic.session.replaying import answers
 
 if TYPE_CHECKING:
     from systolic.artifact.tensors import TensorSpec
@@ -119,9 +122,9 @@ def import_model(
     """
     if dtype not in (AUTO, *DTYPES):
         raise OptionError(f"dtype is {dtype!r}; it takes {AUTO}, {' or '.join(DTYPES)}")
-    if (kind := kind_of(str(source))) is not None:
-        asked = ProgramRequest(source=str(source), kind=kind, how=framework)
-        return _program(asked, out, dtype, parity, say)
+    if (form := framework_format(str(source))) is not None:
+        request = ProgramRequest(source=str(source), read=form.read, how=framework)
+        return _program(request, out, dtype, parity, say)
     framework.check_unused(source)
     opened = _sound(source, None if base is None else Path(base))
     final = FOLDER / opened.path.resolve().stem if out is None else Path(out)
@@ -154,14 +157,9 @@ def _sound(path: Path | str, base: Path | None = None) -> Source:
     """An opened source whose files do not contradict each other and are those that were written.
 
     Raises:
-        OptionError: a base is given for what is no PEFT folder; and as :func:`systolic.formats.source.open_source`.
+        OptionError: as :func:`systolic.formats.source.open_source`.
     """
-    if base is None:
-        found = open_source(path)
-    elif is_peft(Path(path)):
-        found = open_peft(Path(path), base)
-    else:
-        raise OptionError(f"--base is {base} and {path} is no PEFT folder; leave it out")
+    found = open_source(path, base)
     job_of(found, texts=False)
     found.verify()
     return found
@@ -242,7 +240,7 @@ def _keep(source: Source, made: BundleDraft, about: dict[str, Any], rounded: str
         own, same = source.bundle.record, rounded is None and not source.quantization
         about |= carried(own) | {"evaluations": own.evaluations if same else []}
         if own.recorded is not None:
-            about["recorded"] = record_answers(made, about)
+            about["recorded"] = record_answers(made, about, answers)
 
 
 def _floats(source: Source) -> list[str]:
@@ -263,7 +261,7 @@ def _fill(
     say: Callable[[str], None],
 ) -> None:
     """Writes weights and other files."""
-    write_weights(source, made, tensors, written(size, say))
+    write_weights(source, made, tensors, weight_progress(size, say))
     for name, file in source.files().items():
         made.add(name, file.read_bytes())
     if source.config:

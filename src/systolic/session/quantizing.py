@@ -22,11 +22,12 @@ from systolic.artifact.run import JOB
 from systolic.core.arguments import Alternative, argument, with_types
 from systolic.core.errors import OptionError, called
 from systolic.core.files import check_room
-from systolic.formats.bundle import BundleSource, few, few_outputs, record
+from systolic.formats.bundle import BundleSource, few_outputs, record, record_answers
 from systolic.formats.comparison import Parity, compare
 from systolic.formats.jobs import job_of
-from systolic.formats.probe import PROBES, probe_of
+from systolic.formats.probe import PROBES, few, probe_of
 from systolic.formats.source import Source, open_source
+from systolic.formats.weights import weight_progress
 from systolic.job import Adapter, Job, MatrixFormat, WeightFormat
 from systolic.session.answering import NO_ANSWERS, AnswerOptions, check_answers, scores_of
 from systolic.session.calibrating import (
@@ -36,8 +37,8 @@ from systolic.session.calibrating import (
     digests_at,
     largest_of,
 )
-from systolic.session.exporting import BUNDLE, export_model
-from systolic.session.replaying import record_answers
+from systolic.session.exporting import export_model
+from systolic.session.replaying import answers
 from systolic.session.sensitivity import Choice, Measure, Quality, choose, moments_of
 from systolic.session.trained import (
     Metrics,
@@ -46,7 +47,6 @@ from systolic.session.trained import (
     prepare_model,
     set_up_here,
 )
-from systolic.session.written import written
 
 if TYPE_CHECKING:
     from systolic.formats.quantizing import Matrix, Rounder
@@ -234,7 +234,7 @@ def quantize_model(
             formats = dict(choice.formats)
         before = _Figures.of(model, source, measure, on)
         del model, measure
-        after = _written(source, out, (rounder, formats), (job, before, on), say)
+        after = _weight_progress(source, out, (rounder, formats), (job, before, on), say)
         made = _result((out, to), source, (rounder, formats), (before, after), choice)
         known = measured or job.data.read_elsewhere
         return replace(made, measurable=known, unmeasured=unmeasured, notes=_notes(job, to))
@@ -324,7 +324,7 @@ def _rounder(
     return Rounder(matrices, moments_of(model, matrices, fitted, calibration, say), trained)
 
 
-def _written(
+def _weight_progress(
     source: Source,
     out: Path,
     chosen: Chosen,
@@ -362,7 +362,7 @@ def _recorded(
     """Records what the Bundle answers to the first inputs of its probe: outputs that are known, where they were made in float32."""
     model, outputs = known
     if model.setup.steps.target.dtype != "float32":
-        return record_answers(made, about)
+        return record_answers(made, about, answers)
     inputs = few(probe_of(source).ours)
     return record(made, inputs, few_outputs(outputs), model.setup.machine.platform)
 
@@ -415,7 +415,7 @@ def _as_source(path: Path, out: Path, trust: bool, say: Callable[[str], None]) -
     with draft(out) as scratch:
         whole = scratch.folder / path.resolve().name
         try:
-            export_model(path, whole, to=BUNDLE, trust=trust, say=say)
+            export_model(path, whole, to="bundle", trust=trust, say=say)
         except OptionError as error:
             reason = str(error).partition("; ")[0]
             raise OptionError(
@@ -496,7 +496,7 @@ def _write(
 
     rounder, formats = chosen
     size = sum(spec.nbytes for spec in planned_tensors(source, rounder.matrices, formats))
-    progress = written(size, say)
+    progress = weight_progress(size, say)
     records = write_quantized(source, made, rounder, formats, progress)
     for name, file in source.files().items():
         made.add(name, file.read_bytes())

@@ -15,6 +15,7 @@ from systolic.core.units import si
 from systolic.data.text.instructions import Instructions
 from systolic.data.text.sentences import Sentences
 from systolic.data.text.stops import Continuation
+from systolic.formats.registry import in_files
 from systolic.job import Job, Layout, Precision, Remat, Sampling, Split
 from systolic.session.run_files import check_folder, rebuild
 from systolic.session.run_flags import kept_flags
@@ -23,6 +24,7 @@ from systolic.session.starting import with_frozen
 if TYPE_CHECKING:
     from systolic.artifact.weights import Weights
     from systolic.formats.source import Source
+    from systolic.steps.steps import StepFunctions
     from systolic.training.generate import Generator
     from systolic.training.setup import Setup
 
@@ -143,15 +145,6 @@ def _refuse_choice(path: Path, job: Job | None, checkpoint: str | int) -> None:
         )
 
 
-def in_files(path: Path) -> bool:
-    """Whether a path is a model in files and no run."""
-    if not path.exists() or (path / JOB).is_file():
-        return False  # before NumPy is imported: a mistyped path is refused at once
-    from systolic.formats.source import known_source
-
-    return known_source(path)
-
-
 def is_model(path: Path) -> bool:
     """Whether a path looks like a run or a model in files."""
     return (path / JOB).is_file() or in_files(path)
@@ -241,6 +234,11 @@ class TrainedModel:
     def job(self) -> Job:
         """The job, laid out over this machine's devices."""
         return self.setup.job
+
+    @property
+    def steps(self) -> "StepFunctions":
+        """Programs of the job on this machine."""
+        return self.setup.steps
 
     @property
     def step(self) -> int:

@@ -19,10 +19,9 @@ from systolic.core.errors import DataError, OptionError, RunError, SystolicError
 from systolic.data.text.chat import find_template
 from systolic.formats.gguf.reader import rotated, unrotated
 from systolic.formats.gguf.tokenizer import merges_of, words_of
-from systolic.formats.gguf.writer import describe, plan, write_gguf
+from systolic.formats.gguf.writer import GgufOptions, describe, plan, write_gguf
 from systolic.formats.hugging_face.writer import differences, outgoing
 from systolic.formats.source import TransformersSource, open_source
-from systolic.session.exporting_gguf import GgufOptions
 from tests.formats import folders
 from tests.formats.gguf.test_gguf_gemma import LINEAR
 

@@ -17,8 +17,8 @@ import pytest
 
 import systolic
 from systolic.cli.main import main
+from systolic.formats.gguf.writer import GgufOptions
 from systolic.job import Sampling
-from systolic.session.exporting_gguf import GgufOptions
 from tests import weights
 from tests.formats import folders
 
@@ -140,7 +140,7 @@ def test_q8_0_of_smollm2_is_what_llama_cpp_makes_of_it(
     assert made.parity.argmax_agreement > 0.95
     assert made.bytes < 1.1 * made.parameters * 34 / 32
     # The tensors are compared below: their logits need no comparison.
-    monkeypatch.setattr("systolic.session.exporting_gguf._impossible", lambda tensors: "left out")
+    monkeypatch.setattr("systolic.formats.gguf.writer.no_room", lambda elements: "left out")
     systolic.export_model(weights.smollm2(), wide, to="gguf", gguf=GgufOptions(precision="f32"))
     subprocess.run([quantizer, wide, theirs, "q8_0", "2"], check=True, capture_output=True)
     ours, other = ({t.name: t for t in gguf.GGUFReader(one).tensors} for one in (file, theirs))

@@ -1,5 +1,6 @@
 """A decoder written as a GGUF file: its metadata, its tensors one at a time, and its tokenizer."""
 
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -9,8 +10,20 @@ from typing import Any
 
 import numpy as np
 
+from systolic.artifact.bundle import BundleDraft, check_free, draft
 from systolic.artifact.tensors import TensorSpec
-from systolic.core.errors import DataError, MissingExtraError, OptionError
+from systolic.core.errors import DataError, MissingExtraError, OptionError, RunError
+from systolic.formats.comparison import Parity, compare
+from systolic.formats.export import (
+    OF_DTYPES,
+    ExportPayload,
+    ExportSource,
+    elements_of,
+    floats_line,
+    no_room,
+    payload_of,
+    tolerance_of,
+)
 from systolic.formats.gguf.reader import (
     ARCHITECTURES,
     FREQUENCIES,
@@ -21,7 +34,12 @@ from systolic.formats.gguf.reader import (
     TensorChange,
     divisors,
 )
+from systolic.formats.gguf.tokenizer import Words, words_of
 from systolic.formats.hugging_face.writer import Outgoing
+from systolic.formats.probe import probe_of
+from systolic.formats.registry import GGUF
+from systolic.formats.source import most_common, open_source
+from systolic.formats.weights import weight_progress
 from systolic.models.decoder.config import Decoder, Mlp
 from systolic.models.decoder.rotary import Stretching
 from systolic.models.families import Config, family
@@ -230,8 +248,6 @@ KINDS = {
 PRECISIONS = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7}
 """Precisions of matrices to llama.cpp's number of the kind of file (``LlamaFileType``)."""
 
-OF_DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
-"""Precision that keeps weights of a dtype as they are."""
 
 LARGEST_F16 = 65504.0
 
@@ -398,3 +414,185 @@ def _add(out: Any, name: str, value: Any) -> None:
         out.add_string(name, value)
     else:
         out.add_array(name, value)
+
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GgufOptions:
+    """A GGUF file to write.
+
+    Raises:
+        OptionError: the precision is unknown.
+    """
+
+    precision: str = AUTO
+    """Of the matrices, one of :data:`PRECISIONS`; ``auto`` keeps that of the weights. Vectors are f32."""
+
+    def __post_init__(self) -> None:
+        if self.precision not in (AUTO, *PRECISIONS):
+            raise OptionError(
+                f"precision is {self.precision!r}; a GGUF file takes {AUTO}, {', '.join(PRECISIONS)}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportedGguf:
+    """A GGUF file that was written."""
+
+    path: Path
+    architecture: str
+    """llama.cpp's name of it."""
+    precision: str
+    """Of the matrices."""
+    parameters: int
+    """Elements of all tensors."""
+    bytes: int
+    """Of the file."""
+    parity: Parity | None
+    """Differences between the logits of the file and those of the source."""
+    notes: tuple[str, ...]
+    """What GGUF can't say of the model, and why there is no parity."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "path": str(self.path),
+            "architecture": self.architecture,
+            "precision": self.precision,
+            "parameters": self.parameters,
+            "bytes": self.bytes,
+            "parity": None if self.parity is None else self.parity.to_json(),
+            "notes": list(self.notes),
+        }
+
+    @property
+    def kind(self) -> str:
+        """What it is in words."""
+        return f"{self.architecture} in {self.precision}"
+
+    def lines(self) -> list[str]:
+        """The comparison, and notes."""
+        return [*([self.parity.line()] if self.parity else []), *self.notes]
+
+
+def export_gguf(
+    source: ExportSource, out: Path, options: GgufOptions, say: Callable[[str], None]
+) -> ExportedGguf:
+    """Writes a language model as a GGUF file, opened again and compared before it gets its name.
+
+    Args:
+        source: The run or the model.
+        out: The new file.
+        options: The precision of the matrices.
+        say: Called with each stage.
+
+    Raises:
+        OptionError: no architecture of llama.cpp computes what the model does, or GGUF has no tokenizer of its kind.
+        TakenError: there is something at ``out``.
+        DataError: a weight is no number.
+        RunError: the disk is full, or the logits of the file are others; nothing is left at ``out``.
+    """
+    if out.suffix != GGUF:
+        raise OptionError(f"{out} is no name of a GGUF file; give --out {out}{GGUF}")
+    check_free(out)
+    path, payload = source.path, payload_of(source)
+    described = describe(payload.made.config, str(path))
+    precision = options.precision
+    if precision == AUTO:
+        precision = OF_DTYPES.get(most_common(payload.made.specs), "f32")
+    tensors = plan(payload.made, described, precision)
+    unchecked, parity = no_room(elements_of([one.source for one in tensors])), None
+    with draft(out) as made:
+        file = made.folder / out.name
+        words = _write(made, file, path, payload, described, tensors, precision, say)
+        restored = floats_line(payload.restored)
+        del payload
+        if unchecked is None:
+            say("comparing")
+            parity = _compared(file, source, precision)
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+        os.replace(file, out)
+    return ExportedGguf(
+        path=out,
+        architecture=described.architecture,
+        precision=precision,
+        parameters=sum(int(np.prod(one.source.shape)) for one in tensors),
+        bytes=size,
+        parity=parity,
+        notes=(*_notes(words, tensors, precision, unchecked), *restored),
+    )
+
+
+def _write(
+    made: BundleDraft,
+    file: Path,
+    path: Path,
+    payload: ExportPayload,
+    described: Described,
+    tensors: list[GgufSpec],
+    precision: str,
+    say: Callable[[str], None],
+) -> Words:
+    """Writes the draft of the file; returns its tokenizer."""
+    say("tokenizer")
+    for name, content in payload.files.items():
+        made.add(name, content)
+    words = words_of(
+        made.folder,
+        payload.made.config,
+        described.model.vocab,
+        starts=payload.starts,
+        source=str(path),
+    )
+    fields = {**_general(path, payload, precision), **words.fields}
+    progress = weight_progress(sum(one.nbytes for one in tensors), say)
+    write_gguf(file, described, fields, tensors, payload.made.pieces, progress)
+    return words
+
+
+def _general(path: Path, payload: ExportPayload, precision: str) -> dict[str, Any]:
+    """Metadata about the file."""
+    made = {
+        "general.type": "model",
+        "general.name": path.resolve().name.removesuffix(GGUF),
+        "general.license": payload.licence,
+        "general.file_type": PRECISIONS[precision],
+        "general.quantization_version": 2,
+    }
+    return {name: value for name, value in made.items() if value is not None}
+
+
+def _notes(
+    words: Words, tensors: list[GgufSpec], precision: str, unchecked: str | None
+) -> tuple[str, ...]:
+    other = [one for one in tensors if one.kind.name == "F16"] if precision != "f16" else []
+    notes = list(words.notes)
+    if other:
+        notes.append(
+            f"{len(other)} matrices are f16: {precision} takes rows of a multiple of 32 numbers"
+        )
+    if unchecked is not None:
+        notes.append(unchecked)
+    return tuple(notes)
+
+
+def _compared(file: Path, source: ExportSource, precision: str) -> Parity:
+    """Logits of a written file against those of its source, both computed here in float32.
+
+    Raises:
+        RunError: they are others.
+    """
+    written = open_source(file)
+    probe = probe_of(written)
+    ours, _ = source.answers(written, probe.ours)
+    theirs = source.outputs(probe.ours)
+    parity = compare(ours, theirs, "the source", tolerance_of(precision, source.path))
+    if not parity.passed:
+        raise RunError(
+            f"the GGUF file of {source.path} computes something else: {parity.line()}; please report it, nothing was kept"
+        )
+    return parity

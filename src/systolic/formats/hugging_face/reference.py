@@ -23,15 +23,8 @@ from systolic.core.machine import end_with
 from systolic.formats.comparison import EXACT, Parity, compare
 from systolic.formats.jobs import job_of
 from systolic.formats.probe import PASSAGE, PROBES, ParityInputs, probe_of
-from systolic.formats.source import (
-    COPIES,
-    GGUF,
-    STATE_DICTS,
-    Source,
-    TransformersSource,
-    is_ctranslate2,
-    open_source,
-)
+from systolic.formats.registry import GGUF, STATE_DICTS, is_ctranslate2
+from systolic.formats.source import COPIES, Source, TransformersSource, open_source
 from systolic.models.decoder.config import Decoder
 from systolic.models.encoder.config import Encoder
 from systolic.models.families import CONFIG

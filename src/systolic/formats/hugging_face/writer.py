@@ -4,23 +4,27 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from systolic.artifact.bundle import Bundle
+from systolic.artifact.bundle import Bundle, check_free, draft
 from systolic.artifact.tensors import TensorSpec
 from systolic.core.errors import OptionError
 from systolic.data.text.text_data import TextData
-from systolic.formats.bundle import BundleSource
-from systolic.formats.source import Source, TransformersSource
+from systolic.formats.export import Exported, ExportSource, compared, payload_of
+from systolic.formats.source import Source, TransformersSource, most_common
+from systolic.formats.weights import weight_progress
 from systolic.job import Model
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.width import StandardWeights, standard
-from systolic.models.families import GENERATION, HOMES, Config, Family, UnsaidError
+from systolic.models.families import CONFIG, GENERATION, HOMES, Config, Family, UnsaidError
 from systolic.models.mapping import Conversion
 
+DTYPES = ("dtype", "torch_dtype")
+"""Names of the weights' dtype in a config.json, of transformers 5 and before."""
 CONSTANTS = ("rope_theta", "rope_scaling", "norm_eps", "experts_per_token")
 """Fields that change what a model computes and that a resumed training may change."""
 END = "eos_token_id"
@@ -76,6 +80,8 @@ def outgoing(source: Source) -> Outgoing:
         return Outgoing(
             config=source.config, specs=specs, pieces=lambda name: iter([tensors[name].read()])
         )
+    from systolic.formats.bundle import BundleSource  # which imports this module
+
     if not isinstance(source, BundleSource):
         from systolic.formats.peft import PeftSource
 
@@ -229,3 +235,44 @@ def _facts(model: Model) -> dict[str, Any]:
     if isinstance(model, Decoder):
         found["embedding_scale"] = model.embedding_factor
     return found
+
+
+def export_folder(
+    source: ExportSource, out: Path, options: None, say: Callable[[str], None]
+) -> Exported:
+    """Writes a run or a model in files as a folder that transformers opens; adapters are merged.
+
+    Args:
+        source: The run or the model.
+        out: The new folder.
+        options: The format has none.
+        say: Called with each stage.
+
+    Raises:
+        OptionError: no family of transformers computes what the model does; names the field.
+        TakenError: there is something at ``out``.
+        RunError: the disk is full, or outputs differ.
+    """
+    del options
+    check_free(out)
+    payload = payload_of(source)
+    made = payload.made
+    stored = next((name for name in DTYPES if name in made.config), DTYPES[0])
+    # Weights of another dtype than the origin's, such as a run's frozen ones, have their own now.
+    config = {stored: None, **made.config} | {stored: most_common(made.specs)}
+    with draft(out) as folder:
+        folder.add(CONFIG, json.dumps(config, indent=2).encode())
+        for name, content in payload.files.items():
+            folder.add(name, content)
+        size = sum(spec.nbytes for spec in made.specs)
+        folder.weights(made.specs, made.pieces, weight_progress(size, say), stem="model")
+        comparison = compared(source, folder.folder, made.specs, say)
+        folder.rename()
+    return Exported.of(
+        out,
+        made.config["model_type"],
+        made.specs,
+        restored=payload.restored,
+        reads_bytes=payload.reads_bytes,
+        **comparison,
+    )

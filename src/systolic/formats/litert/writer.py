@@ -31,7 +31,7 @@ from systolic.formats.litert import child
 from systolic.formats.litert.edge_tpu import EdgeTpuReport, edge_tpu_report
 from systolic.formats.litert.graph import LiteGraph, graph_of
 from systolic.formats.packages import ended, last_line, package_folder, run_module
-from systolic.formats.registry import LITERT, ExportSettings, LiteQuantization
+from systolic.formats.registry import ExportSettings, LiteQuantization
 from systolic.job import Data, Job, Precision, Read, Split
 from systolic.job.data import MASK
 from systolic.steps.folding import FoldedProgram
@@ -355,6 +355,9 @@ def _looked_up(table: Any, indices: Any) -> Any:
     rows = jax.lax.composite(decomposed, LOOKUP)(flat, jnp.asarray(table))
     return rows.reshape(*indices.shape[:-1], table.shape[1])
 
+
+LITERT = "litert"
+"""Name of the format, and of its packages."""
 
 CHILD = "systolic.formats.litert.child"
 

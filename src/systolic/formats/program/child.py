@@ -1,7 +1,7 @@
 """Converts a model of another framework, in a process of its own: ``python -m systolic.formats.program.child REQUEST``."""
 
+import importlib
 import importlib.util
-import inspect
 import json
 import logging
 import sys
@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from systolic.core.errors import DataError, NotFoundError, OptionError, SystolicError, nearest
+from systolic.core.errors import NotFoundError, OptionError, SystolicError, nearest
 
 OUTCOME = "outcome.json"
 """What the process says at its end: the description, or an error's class and line."""
@@ -44,21 +44,25 @@ def main() -> int:
 
 
 def _function(request: dict[str, Any]) -> Any:
-    source, kind = request["source"], request["kind"]
-    if kind == "saved-model":
-        from systolic.formats.tensorflow.reader import saved_model_function
+    """The pure function of a request's source, by the function that reads its format."""
+    module, _, name = request["read"].partition(":")
+    read = vars(importlib.import_module(module))[name]
+    return read(request["source"], request["signature"], _example(request["example"]))
 
-        return saved_model_function(
-            Path(source), request["signature"], _example(request["example"])
-        )
-    if kind == "keras":
-        from systolic.models.program.keras_function import keras_function, load_file
 
-        model, example = load_file(source), _example(request["example"])
-        return keras_function(model if example is None else (model, example), source)
-    if kind == "torch-export":
-        return _torch_export(source)
-    return _from_code(source)
+def keras_file(source: str, signature: str | None, example: Any) -> Any:
+    """The function of a .keras file.
+
+    Args:
+        source: The file.
+        signature: Ignored: the file has none.
+        example: Example inputs by name; ``None`` for random ones.
+    """
+    from systolic.models.program.keras_function import keras_function, load_file
+
+    del signature
+    model = load_file(source)
+    return keras_function(model if example is None else (model, example), source)
 
 
 def _example(path: str | None) -> Any:
@@ -80,35 +84,13 @@ def _example(path: str | None) -> Any:
         ) from error
 
 
-def _torch_export(source: str) -> Any:
-    """The function of a program that torch.export saved."""
-    from systolic.models.program.making import seed
-    from systolic.models.program.torch_function import torch_function
-
-    seed("torch")
-    import torch
-
-    try:
-        program = torch.export.load(source)
-    except Exception as error:
-        told = str(error).partition("\n")[0]
-        raise DataError(
-            f"{source} does not load: {told}; save it with torch.export.save"
-        ) from error
-    args, kwargs = program.example_inputs or ((), {})
-    if not args and not kwargs:
-        raise OptionError(
-            f"{source} has no example inputs; save the program as torch.export.export returns it"
-        )
-    # Operations of the core set name all their arguments, as torchax needs them.
-    module = program.run_decompositions().module()
-    names = inspect.signature(module.forward).parameters
-    example = {**dict(zip(names, args, strict=False)), **kwargs}
-    return torch_function((module, example), source, placed=len(args))
-
-
-def _from_code(target: str) -> Any:
+def function_in_file(target: str, signature: str | None, example: Any) -> Any:
     """The function of what ``file.py:function`` returns: a PyTorch module with inputs, or a Keras model.
+
+    Args:
+        target: The file and its function.
+        signature: Ignored: code has none.
+        example: Ignored: the function returns its own inputs.
 
     Raises:
         NotFoundError: no such file or function.
@@ -119,6 +101,7 @@ def _from_code(target: str) -> Any:
     from systolic.models.program.making import made_by
     from systolic.models.program.torch_function import torch_function
 
+    del signature, example
     name, colon, given = target.rpartition(":")
     path, wanted = (Path(name), given) if colon else (Path(target), FUNCTION)
     if not path.is_file():

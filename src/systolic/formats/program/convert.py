@@ -1,14 +1,20 @@
-"""Converting a model of another framework, the parent's side: a child writes the program, another one compares it."""
+"""Imports of PyTorch, Keras and TensorFlow models: exported in a child, written as a Bundle, compared in another child."""
 
 import json
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
+from systolic.artifact.bundle import BundleDraft, draft, model_record
+from systolic.artifact.bundle_record import ImportedFrom, Recorded
+from systolic.artifact.tensors import TensorSpec, read_header
+from systolic.core.digest import digest
 from systolic.core.errors import (
     DataError,
     MissingExtraError,
@@ -17,12 +23,12 @@ from systolic.core.errors import (
     RunError,
     SystolicError,
 )
+from systolic.formats.bundle import FILE, MOST_BYTES, PRECISION
+from systolic.formats.comparison import check_passed
 from systolic.formats.packages import ended, last_line, run_module
-from systolic.formats.program.description import Description
+from systolic.formats.program.description import PROGRAM, SAMPLE, TOLERANCE, WEIGHTS, Description
+from systolic.formats.program.model import ExportedProgram
 
-KINDS = ("function", "torch-export", "keras", "saved-model")
-"""Kinds of sources: file.py:function, .pt2, .keras, a SavedModel's folder."""
-SAVED_MODEL = "saved_model.pb"
 _MISTAKES = {one.__name__: one for one in (OptionError, NotFoundError, DataError, RunError)}
 LOG = "log.txt"
 
@@ -57,8 +63,8 @@ class ProgramRequest:
 
     source: str
     """A path, or ``file.py:function``."""
-    kind: str
-    """One of :data:`KINDS`."""
+    read: str
+    """``read`` of its :class:`~systolic.formats.registry.FrameworkFormat`."""
     how: Framework = field(default_factory=Framework)
 
     @property
@@ -99,18 +105,6 @@ class ProgramParity:
         return {**asdict(self), "passed": self.passed}
 
 
-def kind_of(source: str) -> str | None:
-    """Kind of a source by its name and its files; None for none of these."""
-    path = Path(source)
-    if source.endswith(".py") or (source.rpartition(":")[0]).endswith(".py"):
-        return "function"
-    if path.suffix == ".pt2":
-        return "torch-export"
-    if path.suffix == ".keras":
-        return "keras"
-    return "saved-model" if (path / SAVED_MODEL).is_file() else None
-
-
 def convert(request: ProgramRequest, folder: Path) -> Description:
     """Writes a program, its weights and a sample of outputs into ``folder``; its description.
 
@@ -123,7 +117,7 @@ def convert(request: ProgramRequest, folder: Path) -> Description:
 
     asked = {
         "source": request.source,
-        "kind": request.kind,
+        "read": request.read,
         "folder": str(folder),
         "signature": request.how.signature,
         "example": None if request.how.example is None else str(request.how.example),
@@ -168,3 +162,79 @@ def _mistake(outcome: Mapping[str, Any]) -> SystolicError:
         feature, _, rest = told.partition(" needs packages")
         return MissingExtraError(feature, rest.rpartition("[")[2].rstrip("]'"))
     return _MISTAKES.get(outcome["error"], RunError)(told)
+
+
+def import_program(
+    request: ProgramRequest,
+    final: Path,
+    *,
+    parity: bool = True,
+    say: Callable[[str], None] = lambda _: None,
+) -> tuple[ExportedProgram, int, ProgramParity | None]:
+    """Writes a model of another framework as a Bundle at ``final``.
+
+    Args:
+        request: The model.
+        final: The Bundle's folder.
+        parity: Compare outputs with the framework's.
+        say: Called with each stage.
+
+    Returns:
+        The program, the bytes of its weights, and its parity.
+
+    Raises:
+        TakenError: there is something at ``final``.
+        RunError: the outputs differ by more than the tolerance, or a process died; no Bundle is left.
+        SystolicError: the model can't be converted; names the layer or operation.
+    """
+    from systolic import __version__
+
+    with draft(final) as made, tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        say("converting")
+        about = convert(request, scratch)
+        say("weights")
+        size = _fill(made, scratch)
+        model = ExportedProgram(about=about)
+        record: dict[str, Any] = {
+            "systolic": __version__,
+            "model": model_record(model),
+            "source": ImportedFrom(
+                kind=about.framework,
+                name=Path(request.source).name,
+                digest=digest({"program": about.digest}),
+            ),
+            "dtype": "float32",
+        }
+        found: ProgramParity | None = None
+        if parity:
+            say("parity")
+            made.describe(**record)
+            found = compare(made.folder, scratch)
+            check_passed(found)
+            record["recorded"] = _recorded(made, scratch / SAMPLE)
+        made.finish(**record, parity=None if found is None else found.to_json())
+    return replace(model, folder=final), size, found
+
+
+def _recorded(made: BundleDraft, sample: Path) -> Recorded | None:
+    """The framework's outputs for its example inputs as recorded ones; ``None`` where they are large."""
+    if sample.stat().st_size > MOST_BYTES:
+        return None
+    made.add(FILE, sample.read_bytes())
+    return Recorded(file=FILE, precision=PRECISION, tolerance=TOLERANCE, platform="cpu")
+
+
+def _fill(made: BundleDraft, scratch: Path) -> int:
+    """Writes program and weights; the bytes of the weights."""
+    tensors = read_header(scratch / WEIGHTS)[0]
+    planned = [
+        TensorSpec(name=name, shape=one.shape, dtype=one.dtype) for name, one in tensors.items()
+    ]
+
+    def pieces(name: str) -> Iterator[np.ndarray]:
+        yield tensors[name].read()
+
+    made.add(PROGRAM, (scratch / PROGRAM).read_bytes())
+    made.weights(planned, pieces, lambda _: None)
+    return sum(one.nbytes for one in planned)

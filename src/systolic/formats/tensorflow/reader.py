@@ -20,12 +20,12 @@ OWN = "XlaCallModule"
 
 
 def saved_model_function(
-    folder: Path, signature: str | None, example: Mapping[str, np.ndarray] | None
+    source: Path | str, signature: str | None, example: Mapping[str, np.ndarray] | None
 ) -> PureFunction:
     """The pure function of a signature.
 
     Args:
-        folder: Of the SavedModel.
+        source: Folder of the SavedModel.
         signature: Its name; by default ``serving_default``, or the only one there is.
         example: Inputs by name; random ones where None.
 
@@ -35,6 +35,7 @@ def saved_model_function(
         OptionError: an input has an unknown size, or an operation has no form in JAX.
         DataError: it is no SavedModel.
     """
+    folder = Path(source)
     try:
         import tensorflow as tf  # ty: ignore[import-not-found]
         import tf2jax  # ty: ignore[import-not-found]  # noqa: F401
