@@ -78,7 +78,7 @@ class BundleSource(Source):
 
     bundle: Bundle
     made_from: ImportedFrom | None = None
-    """What it was made from, where it is a Bundle only for a step in between."""
+    """The source of a Bundle that is only an intermediate step."""
 
     @property
     def dtype(self) -> str:
@@ -192,10 +192,10 @@ class Replay:
     same_largest: float | None
     """Share of positions at which the same output is the largest; ``None`` for vectors, and for a program of another framework."""
     tolerance: float
-    """Of ``max_relative``."""
+    """Limit of ``max_relative``."""
     precision: str
     platform: str
-    """Where they were recorded."""
+    """Platform on which they were recorded."""
 
     @property
     def passed(self) -> bool:
@@ -215,7 +215,7 @@ class Replay:
 
 
 def few_outputs(outputs: np.ndarray) -> np.ndarray:
-    """What belongs to the rows of :func:`few`."""
+    """Outputs of the rows of :func:`~systolic.formats.probe.few`."""
     return outputs[:FEW]
 
 
@@ -378,7 +378,7 @@ def _text(
 
 
 def _about(model: ExportableRun) -> dict[str, Any]:
-    """What bundle.json says of a run."""
+    """Fields of bundle.json about a run."""
     from systolic import __version__
 
     with Run.open(model.path) as run:

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cosine:
-    """Of each vector with its counterpart."""
+    """Cosines of vectors with their counterparts."""
 
     mean: float
     least: float
 
     @classmethod
     def of(cls, ours: np.ndarray, theirs: np.ndarray) -> "Cosine":
-        """Of the vectors along the last dim, arrays [..., n]."""
+        """Cosines of the vectors along the last dim of arrays [..., n]."""
         one, other = (np.asarray(side, np.float64) for side in (ours, theirs))
         lengths = np.linalg.norm(one, axis=-1) * np.linalg.norm(other, axis=-1)
         with np.errstate(invalid="ignore"):
@@ -54,7 +54,7 @@ class ExportDifference:
     argmax_agreement: float | None = None
     """Share of rows of the first output with two or more numbers whose largest is the same; None where there are none, and for vectors."""
     cosine: Cosine | None = None
-    """Of vectors (:data:`VECTORS`)."""
+    """Cosines of outputs that are vectors (:data:`VECTORS`)."""
     unequal: int = 0
     """Whole numbers, such as tokens, that are not the same: they name things, and are near to none."""
 
@@ -137,7 +137,7 @@ class _Compared:
 
     def __init__(self) -> None:
         self.largest, self.scale = 0.0, 0.0
-        """Of a difference, and of the source's finite numbers."""
+        """Largest magnitudes of a difference, and of the source's finite numbers."""
         self.same, self.rows = 0, 0
         """Rows of two or more numbers, and those of them whose largest is the same."""
         self.unequal = 0
@@ -191,17 +191,17 @@ class Parity:
     argmax_agreement: float | None
     """Share of positions at which the same output is the largest: the token or class that both predict; ``None`` for vectors."""
     tolerance: float
-    """Of ``max_relative``."""
+    """Limit of ``max_relative``."""
     unit: str = ParityInputs.unit
-    """What a position is."""
+    """Name of a position, in the plural."""
     best: str | None = ParityInputs.best
-    """What the largest output is; ``None`` for vectors."""
+    """Meaning of a row's argmax (token, class); ``None`` for vectors."""
     cosine: Cosine | None = None
-    """Of vectors."""
+    """Cosines of outputs that are vectors."""
     texts: int = 0
     """Texts that both tokenizers turned into ids, and of a language model back into text."""
     texts_alike: int = 0
-    """Those with the same ids and text on both sides."""
+    """Texts with the same ids and text on both sides."""
     text_differs: str | None = None
     """The first that differs, in words."""
 

@@ -42,7 +42,7 @@ Replace = Callable[[Any, list[Any]], list[Any] | None]
 
 
 def unrolled(call: Callable[..., Any], *args: Any) -> Any:
-    """What a function returns, computed with its loops of known length written out; for tracing."""
+    """Outputs of a function, computed with its loops of known length written out; for tracing."""
     import jax
 
     closed, shape = jax.make_jaxpr(call, return_shape=True)(*args)
@@ -276,13 +276,13 @@ class ModelExport:
     parameters: int
     """Elements of all parameters."""
     bytes: int
-    """Of all files."""
+    """Size of all files."""
     differences: Mapping[str, ExportDifference]
-    """By function."""
+    """Differences by function."""
     compared_on: str
     """Origin of the inputs of the comparison."""
     notes: tuple[str, ...] = ()
-    """What became of quantized matrices; the order of classes."""
+    """Form of quantized matrices, order of classes."""
 
     @classmethod
     def of(

@@ -54,7 +54,7 @@ class ExampleInputs:
     """Name of a function to its inputs by name, [examples, ...]."""
     rows: int
     origin: str
-    """What they are: ``validation data``, ``files``, ``a passage of text``, ``random pictures`` …"""
+    """Their source in words: ``validation data``, ``files``, ``a passage of text``, ``random pictures`` …"""
 
     def compared(self, function: Inference) -> list[dict[str, np.ndarray]]:
         """Calls of a comparison: all examples, and one more with other sizes where these are free."""

@@ -154,7 +154,7 @@ class ExportableModel:
     """A model with its weights, which can leave as one or several functions."""
 
     job: Job
-    """What it was trained or imported as; one device, no adapter."""
+    """The job that it was trained or imported under; one device, no adapter."""
     params: Mapping[str, Any] = field(repr=False)
     """Parameters and other variables by path, adapters merged."""
     make: Make = field(repr=False)

@@ -97,7 +97,7 @@ def _before(files: dict[str, Path]) -> str:
 
 
 def sentence_notes(source: Source) -> tuple[str, ...]:
-    """What a folder leaves open, and what is done."""
+    """Settings that a folder leaves open, with the values taken."""
     files = source.files()
     found = []
     if MODULES not in files:

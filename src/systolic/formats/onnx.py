@@ -162,7 +162,7 @@ MODEL, REQUEST, OUTCOME = "request.pkl", "request.json", "outcome.json"
 PARAMS, PROGRAM = "params.npz", "model.onnx"
 
 OPSET = 21
-"""Of ONNX 1.16 (2024): newer operations are not needed, and older runtimes read it."""
+"""Operator set of ONNX 1.16 (2024): newer operations are not needed, and older runtimes read it."""
 
 MOST_TAPS = 64
 """Largest window that is pooled by slices."""
@@ -243,7 +243,7 @@ def _describe(file: Path, metadata: dict[str, str]) -> None:
 
 
 def _replaced(equation: Any, given: list[Any]) -> list[Any] | None:
-    """What ONNX Runtime lacks, choices among booleans and pooling with the channels last, by other operations."""
+    """Replacements for what ONNX Runtime lacks: choices among booleans, and pooling with the channels last."""
     import jax.numpy as jnp
 
     name = equation.primitive.name

@@ -275,9 +275,9 @@ class ModelContents:
     """Digests of a model's files; a copy elsewhere has the same."""
 
     weights: str
-    """Of weights and config."""
+    """Digest of weights and config."""
     texts: str
-    """Of tokenizer, chat template and preprocessing; empty where it has none of them, or for a run."""
+    """Digest of tokenizer, chat template and preprocessing; empty for a model without them, and for a run."""
     sampled: bool
     """Whether only a sample of the weights was read."""
 

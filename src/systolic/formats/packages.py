@@ -35,7 +35,7 @@ REASONS = {
     signal.SIGSEGV: ", a fault of a library",
     signal.SIGABRT: ", as a library does that refuses its input",
 }
-"""What a signal tells of its cause."""
+"""Likely causes of signals."""
 
 PROGRESS = r"\d+%\|"
 """Part of a line that draws how far something is."""
@@ -75,7 +75,7 @@ def ended(code: int) -> str:
 
 
 def last_line(log: Path) -> str:
-    """What a process printed last, in words; bars of progress are none."""
+    """The last line that a process printed, in words, without progress bars."""
     lines = [line.strip() for line in re.split(r"[\r\n]+", log.read_text(errors="replace"))]
     lines = [line for line in lines if line and not re.search(PROGRESS, line)]
     return (
@@ -86,7 +86,7 @@ def last_line(log: Path) -> str:
 
 
 FOLDER = "packages"
-"""Of all such folders, in the cache."""
+"""Name of the folder of all sets in the cache."""
 
 TOLD = 300
 """Most characters of pip's message."""

@@ -97,7 +97,7 @@ class Home:
 
     @property
     def target(self) -> str:
-        """What the names of its modules end with in all layers: ``self_attn.q_proj``."""
+        """The end of its modules' names in all layers: ``self_attn.q_proj``."""
         return self.rule.theirs[self.tensor].removesuffix(SUFFIX).rpartition("}.")[2]
 
     @property
@@ -139,7 +139,7 @@ def homes_of(model: Model, config: Mapping[str, Any], source: str) -> list[Home]
 
 
 def _homes(rule: Rule, shapes: Sequence[tuple[int, ...]], inputs: Sequence[int]) -> Iterator[Home]:
-    """Where each element of a rule's matrices goes, by writing their numbers in place of weights."""
+    """Homes of a rule's matrices, found by writing the elements' numbers in place of weights."""
     sizes = [math.prod(shape) for shape in shapes]
     starts = np.cumsum([0, *sizes])
     kind = np.int32 if starts[-1] < 2**31 else np.int64
@@ -289,7 +289,7 @@ class PeftSource(Source):
     base: Source
     homes: Sequence[Home]
     adapters: Mapping[str, MappedTensor]
-    """By their names in the file."""
+    """Tensors by their names in the file."""
     about: Mapping[str, Any]
     """Fields of adapter_config.json."""
 
@@ -655,7 +655,7 @@ def _written(
 
 
 def known_base(start: Path | None) -> str:
-    """What an adapter_config.json names as the base: the folder that a run began with, or the base of its own adapters."""
+    """The base for an adapter_config.json: the folder that a run began with, or the base of its own adapters."""
     if start is None:
         return ""
     try:
@@ -749,7 +749,7 @@ def _compared(
 
 
 def _base_notes(base: Path) -> list[str]:
-    """What PEFT needs beside the folder."""
+    """Notes on the base, if PEFT can't open it."""
     if (base / CONFIG).is_file():
         return []
     what = "a Bundle" if (base / MANIFEST).is_file() else "no folder of transformers"

@@ -98,7 +98,7 @@ class ParityInputs:
     """Inputs of one comparison, for either side."""
 
     ours: Mapping[str, np.ndarray]
-    """As :func:`systolic.formats.probe.outputs_of` takes them."""
+    """Inputs for :func:`outputs_of`."""
     theirs: Mapping[str, np.ndarray]
     """Arguments of a model of transformers."""
     loader: str
@@ -106,9 +106,9 @@ class ParityInputs:
     outputs: tuple[str, ...] = ("logits",)
     """Fields of its answer; several are joined, one position after another."""
     unit: str = "positions"
-    """What a row of outputs belongs to."""
+    """Name of the positions of outputs."""
     best: str | None = "next token"
-    """What the largest of a row of outputs is; ``None`` for vectors, where it is nothing."""
+    """Meaning of a row's argmax (class, token); ``None`` for vectors."""
 
 
 def of_text(rows: np.ndarray) -> ParityInputs:

@@ -49,10 +49,10 @@ class Matrix:
     inputs: tuple[int, ...]
     """Dims that products sum over."""
     dtype: np.dtype
-    """In the source."""
+    """Dtype in the source."""
 
     fewest_bits: int = 4
-    """Of its codes."""
+    """Fewest bits of its codes."""
     watched: bool
     """Whether :func:`systolic.training.moments.input_moments` sees second moments of its inputs: not those of convolutions and experts."""
     factored: tuple[int, ...] = ()
@@ -71,12 +71,12 @@ class Matrix:
 
     @property
     def factors_shape(self) -> tuple[int, ...]:
-        """Of the factors of its inputs."""
+        """Shape of the factors of its inputs."""
         return factors_shape(self.shape, self.factored, self.stacked)
 
     @property
     def largest_shape(self) -> tuple[int, ...]:
-        """Of the largest magnitudes of its inputs."""
+        """Shape of the largest magnitudes of its inputs."""
         return largest_shape(self.shape, self.factored, self.stacked)
 
     def bytes(self, how: MatrixFormat | None) -> int:

@@ -57,7 +57,7 @@ class ModelFormat(NamedTuple):
     matches: Callable[[Path], bool]
     """Whether a path that exists is of the format."""
     described: str
-    """What to give, in words."""
+    """The format in words, for messages."""
     has_base: bool = False
     """Whether its models stand beside another one, which ``--base`` names."""
 
@@ -187,7 +187,7 @@ class ProgramWriter(NamedTuple):
     codes: bool = False
     """Whether quantized matrices stay in codes of 8 bits."""
     labels: str = ""
-    """Where the names of classes are."""
+    """Place of the names of classes, in words."""
     one_function: bool = False
     """Whether its file has one function of a model."""
     settings: tuple[str, ...] = ()
@@ -249,7 +249,7 @@ class ExportSettings:
     """
 
     precision: Precision = Precision.f32
-    """Of the computation: f32 or bf16."""
+    """Precision of the computation: f32 or bf16."""
     batch: Annotated[int, NOT_NEGATIVE] = 0
     """Examples of a call; 0 leaves them free."""
     sequence: Annotated[int, NOT_NEGATIVE] = 0
@@ -263,7 +263,7 @@ class ExportSettings:
     python: Path | None = None
     """Python of an environment that has the format's framework; by default this one."""
     quantization: LiteQuantization = LiteQuantization.none
-    """Of LiteRT."""
+    """Quantization of LiteRT."""
     data: Path | None = None
     """Files, or folders of classes, that stand for what the model will see: for LiteRT's quantization and its measurement."""
     edge_tpu: bool = False

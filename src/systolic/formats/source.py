@@ -50,7 +50,7 @@ OTHER_FILES = (
 )
 """Files about a model's other inputs, copied as they are."""
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9][\w.-]*(?<!\.gguf)(?<!\.pth)(?<!\.pt)")
-"""What a name on Hugging Face looks like: an owner and a model."""
+"""Pattern of a name on Hugging Face: an owner and a model."""
 COPIES = ("lm_head.weight", "proj_out.weight", "cls.predictions.decoder.weight")
 """Names of a language model's last matrix, which tied weights leave out or keep as a copy of the embedding."""
 ROWS = 4096
@@ -64,7 +64,7 @@ class Source(ABC):
     """A model in files. Opening reads descriptions and no weights."""
 
     path: Path
-    """What the user named: a folder or a file."""
+    """The folder or file that the user named."""
     model: Model
     config: Config
     """Fields of its config.json; {} where its origin has none."""
@@ -149,7 +149,7 @@ class Source(ABC):
         return None
 
     def describe(self) -> str:
-        """What it is on one line: ``Decoder (llama), weights in bfloat16, hugging-face DIR``."""
+        """The model on one line: ``Decoder (llama), weights in bfloat16, hugging-face DIR``."""
         return f"{type(self.model).__name__} ({self.config.get('model_type', self.kind)}), weights in {self.dtype}, {self.kind} {self.path}"
 
 
@@ -281,7 +281,7 @@ def open_source(path: Path | str, base: Path | None = None) -> Source:
 
 
 def _instead(path: Path) -> str:
-    """What a path that is no model holds, and what to give in its place; "" for what is not known."""
+    """Content of a path that holds no model itself, and what to give instead; "" if unknown."""
     if path.is_file():
         refuse_pointer(path)
         beside = path.parent if (path.parent / CONFIG).is_file() else None
@@ -301,7 +301,7 @@ def _instead(path: Path) -> str:
 
 
 def gguf_inside(path: Path, command: str = "") -> str:
-    """What to give in place of a folder whose models are GGUF files, after the words of a command; "" for any other."""
+    """Advice on a folder whose models are GGUF files, with the words of a command before each; "" for any other."""
     files = sorted(path.glob(f"*{GGUF}")) if path.is_dir() else []
     if not files:
         return ""

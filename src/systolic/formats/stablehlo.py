@@ -23,7 +23,7 @@ PLATFORMS = ("cpu", "tpu", "cuda")
 MANIFEST, README = "manifest.json", "README.txt"
 KIND, FORMAT = "systolic-stablehlo", 1
 SUFFIX = ".bin"
-"""Of a program: jax.export's serialization (a FlatBuffer with StableHLO)."""
+"""Suffix of a program: jax.export's serialization (a FlatBuffer with StableHLO)."""
 
 
 def export_stablehlo(

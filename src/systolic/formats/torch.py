@@ -40,7 +40,7 @@ class TorchTensor:
 
     @property
     def dtype(self) -> np.dtype:
-        """Of what :meth:`read` returns."""
+        """Dtype that :meth:`read` returns."""
         return self.tensor[:0].numpy().dtype if self.tensor.ndim else self.tensor.numpy().dtype
 
     def read(self) -> np.ndarray:

@@ -145,13 +145,13 @@ def weights_of(source: Source, steps: StepFunctions) -> Weights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartOrigin:
-    """Where a job's first weights are from, as its run keeps it."""
+    """Origin of a job's initial weights, as its run records it."""
 
     path: str
     kind: str
     """Format: ``hugging-face``, ``gguf``, ``bundle`` or ``run``."""
     fingerprint: str | None
-    """Of the files; None for a run, whose checkpoints hold all weights."""
+    """Fingerprint of the files; None for a run, whose checkpoints hold all weights."""
 
     def require(self, before: Mapping[str, str | None], run: Path) -> None:
         """Refuses other files than those that a run began with, as its job.json has them.
@@ -241,7 +241,7 @@ def _owned(value: jax.Array, steps: StepFunctions) -> jax.Array:
 
 
 def _like(steps: StepFunctions) -> tuple[dict[str, Any], list[str]]:
-    """What is read as it will be kept, shape, dtype and sharding by path in the plain model; and the matrices that are kept in 4 bits."""
+    """Abstract arrays of the weights as stored, by path in the base model, and the paths kept in 4 bits."""
     state = steps.abstract_state
     found: dict[str, Any] = {**state.params, **state.model_state}
     if not steps.job.adapter:

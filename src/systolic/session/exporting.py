@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 DOCKER = "docker"
 """An image's build folder, which is no format of a model but a way to serve one."""
 FORMATS = (*MODEL_WRITERS, DOCKER)
-"""What :func:`export_model` writes."""
+"""Formats of :func:`export_model`."""
 MOST_NAMES = 20
 """Classes whose names a line has room for."""
 
@@ -228,7 +228,7 @@ def _opened(
 
 
 def _warnings(job: Job) -> list[str]:
-    """What the outputs of an exported model depend on, beside what it was compared with."""
+    """Warnings about what the outputs of an exported model depend on besides its weights."""
     found = []
     if job.precision.weight_format is not None:
         found.append(
@@ -243,7 +243,7 @@ def _warnings(job: Job) -> list[str]:
 
 
 def _length_note(job: Job, sequence: int) -> list[str]:
-    """That a fixed length is beyond what a run was trained on, which rotary embeddings allow."""
+    """The warning that a fixed length is beyond what a run was trained on, which rotary embeddings allow."""
     learned = learned_text(job)
     if learned is None or sequence <= learned:
         return []

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from systolic.artifact.tensors import TensorSpec
 
 FOLDER = Path("bundles")
-"""Where a Bundle goes that has no ``out``."""
+"""Default folder of Bundles."""
 DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 """Dtypes of stored weights by their names in options; ``auto`` keeps the source's."""
 AUTO = "auto"
@@ -64,13 +64,13 @@ class Imported:
     parameters: int
     """Elements of all weights."""
     bytes: int
-    """Of the weights."""
+    """Size of the weights."""
     dtype: str
     parity: Parity | ProgramParity | None
     unchecked: str | None
     """Why there is no parity; ``None`` where there is."""
     unusable: str | None = None
-    """What the Bundle lacks for the command that uses it; ``None`` where it lacks nothing."""
+    """The file that the Bundle lacks for the command that uses it, in words; ``None`` for a complete Bundle."""
     notes: tuple[str, ...] = ()
     """Warnings about the source's files, or about the batches of an exported program."""
     use: str
@@ -244,7 +244,7 @@ def _keep(source: Source, made: BundleDraft, about: dict[str, Any], rounded: str
 
 
 def _floats(source: Source) -> list[str]:
-    """What became of quantized matrices, and of what was measured of them."""
+    """Notes on quantized matrices, and on evaluations of them."""
     if not isinstance(source, BundleSource) or not source.quantization:
         return []
     line = f"{len(source.quantization.matrices)} quantized matrices are now the floats that their codes stand for, in the dtype that they had"

@@ -26,7 +26,7 @@ SCALARS = {
 }
 """Kinds of numbers, in :mod:`struct`'s words."""
 ALIGNMENT = 32
-"""Of tensors, where ``general.alignment`` does not say."""
+"""Default of ``general.alignment``, in bytes."""
 MOST_DIMS = 8
 MOST_DEPTH = 4
 """Lists within lists of a field."""
@@ -45,7 +45,7 @@ class GgufPlace:
     kind: Any
     """Quantization (``GGMLQuantizationType``)."""
     offset: int
-    """Of its first byte in the file."""
+    """Place of its first byte in the file."""
     bytes: int
     file: Path
     """The file itself, or the part of it that has the tensor."""
@@ -53,7 +53,7 @@ class GgufPlace:
 
 @dataclass(frozen=True, kw_only=True)
 class GgufHeader:
-    """What a GGUF file says of its model."""
+    """Metadata of a GGUF file, and the places of its tensors."""
 
     fields: Mapping[str, Any]
     tensors: Mapping[str, GgufPlace]

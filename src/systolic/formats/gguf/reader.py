@@ -102,7 +102,7 @@ class Architecture:
     changes: Callable[[Decoder], Mapping[str, TensorChange]] = lambda _: {}
     """Changes by transformers' names in a layer, without ``.weight`` or ``.bias``."""
     norm: TensorChange = NONE
-    """Of the last norm."""
+    """Change of the last norm."""
 
 
 class Reader:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 VERSION = 2
-"""Of what is written here; a folder in the cache is of one version."""
+"""Version of the files in a folder of the cache."""
 
 KEY = "tokenizer.ggml."
 
@@ -55,7 +55,7 @@ PATTERNS = {
 """Splitting patterns by llama.cpp's name (``llama-vocab.cpp``); None is GPT-2's."""
 
 SINGLE_DIGITS = ("smollm",)
-"""Of these each digit is a word."""
+"""Patterns that split numbers into digits."""
 
 BEGIN = ("llama-bpe",)
 """Byte-level kinds that begin a text with bos where the file does not say."""
@@ -280,7 +280,7 @@ class Words:
     fields: Mapping[str, Any]
     """Metadata by name."""
     notes: tuple[str, ...] = ()
-    """What GGUF can't say of it."""
+    """Properties that GGUF can't express."""
 
 
 def words_of(

@@ -62,7 +62,7 @@ class GgufWriting:
     fields: Callable[[Decoder], dict[str, Any]]
     """Metadata beside the sizes, without the architecture's name before them."""
     away: Callable[[Decoder], Away]
-    """What llama.cpp computes otherwise."""
+    """Differences between what llama.cpp computes and the decoder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -373,7 +373,7 @@ def write_gguf(
 
 
 def _frequencies(described: Described) -> np.ndarray | None:
-    """What llama3's rule makes of the frequencies of rotary embeddings."""
+    """Divisors of the frequencies of rotary embeddings by llama3's rule; ``None`` for other rules."""
     model = described.model
     if model.rope_scaling.kind is not Stretching.llama3:
         return None
@@ -428,7 +428,7 @@ class GgufOptions:
     """
 
     precision: str = AUTO
-    """Of the matrices, one of :data:`PRECISIONS`; ``auto`` keeps that of the weights. Vectors are f32."""
+    """Precision of the matrices, one of :data:`PRECISIONS`; ``auto`` keeps that of the weights. Vectors are f32."""
 
     def __post_init__(self) -> None:
         if self.precision not in (AUTO, *PRECISIONS):
@@ -445,15 +445,15 @@ class ExportedGguf:
     architecture: str
     """llama.cpp's name of it."""
     precision: str
-    """Of the matrices."""
+    """Precision of the matrices."""
     parameters: int
     """Elements of all tensors."""
     bytes: int
-    """Of the file."""
+    """Size of the file."""
     parity: Parity | None
     """Differences between the logits of the file and those of the source."""
     notes: tuple[str, ...]
-    """What GGUF can't say of the model, and why there is no parity."""
+    """Properties that GGUF can't express, and why there is no parity."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -469,7 +469,7 @@ class ExportedGguf:
 
     @property
     def kind(self) -> str:
-        """What it is in words."""
+        """Architecture and precision in words."""
         return f"{self.architecture} in {self.precision}"
 
     def lines(self) -> list[str]:

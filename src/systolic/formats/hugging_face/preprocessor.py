@@ -75,7 +75,7 @@ KNOWN = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Preprocessor:
-    """What a preprocessor_config.json says."""
+    """Steps of a preprocessor_config.json."""
 
     preparation: Preparation
     mean: tuple[float, ...]
@@ -219,7 +219,7 @@ def classifier(source: Source) -> Job:
 
 
 def picture_notes(source: Source) -> tuple[str, ...]:
-    """What a folder leaves open, and what is done."""
+    """Settings that a folder leaves open, with the values taken."""
     if PREPROCESSOR in source.files():
         return ()
     job = classifier(source)

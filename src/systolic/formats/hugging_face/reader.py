@@ -222,7 +222,7 @@ def _without_index(folder: Path) -> tuple[dict[str, MappedTensor], tuple[Path, .
 
 
 def _headless(folder: Path, tensors: Tensors, conversion: Conversion) -> str | None:
-    """What to do about a language model that lacks its last matrix alone."""
+    """Advice on a language model that lacks only its last matrix; ``None`` for other models."""
     wanted = {
         name for rule in conversion.rules for place in rule.places() for name in rule.names(place)
     }

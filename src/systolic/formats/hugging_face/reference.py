@@ -31,7 +31,7 @@ from systolic.models.families import CONFIG
 
 
 class Reference(NamedTuple):
-    """What the other library answers."""
+    """Outputs and tokens of the other library."""
 
     outputs: np.ndarray
     framework: str
@@ -140,7 +140,7 @@ def check(
 
 
 def _texts(source: Source) -> list[str]:
-    """What both tokenizers read: prose, code, spaces, and the special tokens that the files name."""
+    """Texts for both tokenizers: prose, code, spaces, and the special tokens that the files name."""
     if source.kind != "hugging-face" or not isinstance(source.model, Decoder | Encoder):
         return []
     if (file := source.tokenizer) is None:
@@ -154,7 +154,7 @@ def _texts(source: Source) -> list[str]:
 def _differences(
     source: Source, texts: Sequence[str], words: Sequence[tuple[list[int], str]]
 ) -> Iterator[str | None]:
-    """What differs of each text, in words."""
+    """Difference of each text in words; ``None`` where both sides agree."""
     from systolic.data.text.tokenizer import Around, Tokenizer
 
     tokenizer = Tokenizer(path=source.tokenizer, around=Around.own)

@@ -35,7 +35,7 @@ class Product(NamedTuple):
     dense: bool
     """Whether one side is weights."""
     tensors: tuple[str, ...]
-    """What is computed among its inputs and outputs."""
+    """Computed tensors among its inputs and outputs."""
 
 
 def static_plan(*, one_scale: bool) -> Any:
@@ -102,7 +102,7 @@ def mixed_plan(
 
 
 def _noise(name: str, ranges: Ranges, sizes: Mapping[str, float]) -> float:
-    """What rounding a tensor to 8 bits adds, over the usual size of its numbers."""
+    """Rounding error of a tensor in 8 bits, over the usual size of its numbers."""
     if name not in ranges or name not in sizes:
         return 0.0
     low = min(float(np.min(ranges[name]["min"])), 0.0)

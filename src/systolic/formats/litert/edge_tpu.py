@@ -1,4 +1,4 @@
-"""What the Edge TPU takes of a .tflite file: each operation against the vendor's published rules, with what mends it.
+"""Operations of a .tflite file that the Edge TPU runs, by the vendor's published rules, with a fix for each that it doesn't.
 
 Sources: the model requirements and the table of supported operations (https://coral.ai/docs/edgetpu/models-intro/, for the
 newest compiler, 16, and runtime 14; Axis publishes the same table for its cameras with an Edge TPU,
@@ -29,7 +29,7 @@ SOFTMAX_MOST = 16_000
 VERSIONS: Mapping[str, int] = {"CONV_2D": 5, "QUANTIZE": 2, "TRANSPOSE_CONV": 3}
 """Newest versions that compiler 16 reads, as its users report: google-coral/edgetpu issues 631, 879 and 845."""
 COMPILED = "edgetpu-custom-op"
-"""What the compiler puts in place of the operations that it took."""
+"""Operation that the compiler puts in place of those that run on the Edge TPU."""
 
 
 class Obstacle(NamedTuple):
@@ -41,7 +41,7 @@ class Obstacle(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpPlacement:
-    """Where an operation would run."""
+    """Place at which an operation would run."""
 
     index: int
     kind: str
@@ -60,11 +60,11 @@ class OpPlacement:
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeTpuReport:
-    """What the Edge TPU would take of a model."""
+    """Operations of a model that the Edge TPU would run."""
 
     placements: tuple[OpPlacement, ...]
     obstacles: tuple[str, ...]
-    """What stops the whole model, each with its fix: nothing runs on the Edge TPU then."""
+    """Obstacles for the whole model, each with its fix: with any, nothing runs on the Edge TPU."""
     parameter_bytes: int
     compiled: bool = False
     """Whether the compiler has been over the file."""
@@ -75,7 +75,7 @@ class EdgeTpuReport:
         return sum(one.on_edge_tpu for one in self.placements)
 
     def lines(self, file: str) -> list[str]:
-        """What runs where, what mends it, and the command that compiles; operations of one kind and reason together."""
+        """Placements, fixes, and the command that compiles; operations of one kind and reason together."""
         cache = f"{si(self.parameter_bytes, 'B')} of parameters, about {si(CACHE_BYTES, 'B')} stay on the chip"
         if self.compiled:
             return [f"Edge TPU: {file} was compiled before; {cache}"]
@@ -156,7 +156,7 @@ def edge_tpu_report(graph: LiteGraph) -> EdgeTpuReport:
 
 
 def _of_model(graph: LiteGraph) -> Iterator[str]:
-    """What stops a whole model."""
+    """Obstacles for the whole model."""
     dynamic = next((t for op in graph.ops for t in (*op.inputs, *op.outputs) if t.dynamic), None)
     if dynamic is not None:
         yield f"{dynamic.name} has a dim without a size, and all sizes must be known at compile time; export with --batch 1 and, for text, --sequence"

@@ -145,11 +145,11 @@ class LiteTensor:
     dynamic: bool = False
     """Whether a dim has no size before the model runs."""
     bytes: int = 0
-    """Of a constant's values; 0 for what is computed."""
+    """Size of a constant's values; 0 for computed tensors."""
     scales: int = 0
     """Scales of its whole numbers: one, or one for each channel; 0 for other numbers."""
     values: np.ndarray | None = field(default=None, repr=False, compare=False)
-    """Of a small constant of whole numbers."""
+    """Values of a small constant of whole numbers."""
 
     @property
     def constant(self) -> bool:
@@ -174,7 +174,7 @@ class LiteOp:
     """Name of the activation that is fused into it."""
     custom: bool = False
     version: int = 1
-    """Of the operation: newer ones take more types, and older runtimes refuse them."""
+    """Version of the operation: newer ones take more types, and older runtimes refuse them."""
 
     @property
     def precision(self) -> str:
@@ -190,10 +190,10 @@ class LiteGraph:
     inputs: tuple[LiteTensor, ...]
     outputs: tuple[LiteTensor, ...]
     constant_bytes: int
-    """Of all constants of the file."""
+    """Size of all constants of the file."""
     named_inputs: Mapping[str, LiteTensor] = field(default_factory=dict)
     named_outputs: Mapping[str, LiteTensor] = field(default_factory=dict)
-    """By the names that callers use, of the file's first signature; {} without one."""
+    """Outputs by the names of the file's first signature; {} without one."""
     graphs: int = 1
     """Graphs in the file: bodies of loops and branches are graphs of their own."""
 
@@ -247,7 +247,7 @@ class _Record:
         self._table, self._places = Table(content, place), FIELDS[kind]
 
     def _field(self, name: str) -> int:
-        """Where a field is; 0 where the file leaves it out."""
+        """Place of a field; 0 for a field that the file leaves out."""
         offset = self._table.Offset(4 + 2 * self._places[name])
         return offset and offset + self._table.Pos
 

@@ -268,7 +268,7 @@ ROOT_HALF = float(np.sqrt(0.5))
 
 
 class Composites:
-    """What :func:`~systolic.formats.conversion.computed` puts in place of the equations of one flat program."""
+    """Replacements for equations of one flat program, for :func:`~systolic.formats.conversion.computed`."""
 
     def __init__(self, program: jax.extend.core.ClosedJaxpr) -> None:
         jaxpr = program.jaxpr
@@ -306,7 +306,7 @@ class Composites:
         )
 
     def _halved(self, equation: Any) -> Any:
-        """Of the last product of x / 2 and erfc(-x / root of 2): the equation of x / 2; None of others."""
+        """The equation of x / 2, for the last product of x / 2 and erfc(-x / root of 2); None for other equations."""
         if equation.primitive.name != "mul":
             return None
         makers = [self._maker(atom) for atom in equation.invars]
@@ -329,7 +329,7 @@ class Composites:
 
 
 def _factor(equation: Any, number: float) -> Any:
-    """What an equation multiplies by a number; None where it does something else."""
+    """The operand that an equation multiplies by a number; None for other equations."""
     if equation.primitive.name != "mul":
         return None
     for one, other in (equation.invars, equation.invars[::-1]):
@@ -387,11 +387,11 @@ class LiteExport:
     parameters: int
     bytes: int
     float_bytes: int
-    """Of the same model without quantization."""
+    """Size of the same model without quantization."""
     difference: ExportDifference
     compared_on: str
     accuracy: tuple[float, float] | None
-    """Of the source and of the file, where there are labels."""
+    """Accuracy of the source and of the file; None without labels."""
     calibrated_on: str | None
     """Rows of the quantization of activations."""
     measured_calibrate: bool = False
@@ -399,7 +399,7 @@ class LiteExport:
     graph: LiteGraph = field(repr=False)
     edge_tpu: EdgeTpuReport | None = None
     notes: tuple[str, ...] = ()
-    """What became of quantized matrices; the order of classes."""
+    """Form of quantized matrices, order of classes."""
 
     @property
     def kind(self) -> str:
@@ -575,7 +575,7 @@ def _fixed(model: ExportableModel, name: str = "") -> tuple[ExportableModel, Inf
 
 
 def _measurable(model: ExportableModel, function: Inference, rows: FunctionRows) -> FunctionRows:
-    """As many rows as there is room for their outputs: a language model has a number for each token of its vocabulary."""
+    """The first rows, as many as memory holds outputs of: a language model has a number for each token of its vocabulary."""
     given = function.abstract(model.sizes)
     outputs = jax.eval_shape(function.call, dict(model.params), given).values()
     each = sum(one.size * one.dtype.itemsize for one in outputs) // model.sizes[BATCH]
@@ -625,7 +625,7 @@ def _request(
     function: Inference,
     settings: ExportSettings,
 ) -> dict[str, Any]:
-    """What the child is asked for."""
+    """The request for the child."""
     return {
         "inputs": names[0],
         "outputs": names[1],

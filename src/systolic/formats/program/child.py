@@ -14,7 +14,7 @@ from typing import Any
 from systolic.core.errors import NotFoundError, OptionError, SystolicError, nearest
 
 OUTCOME = "outcome.json"
-"""What the process says at its end: the description, or an error's class and line."""
+"""File of the result: the description, or an error's class and line."""
 FUNCTION = "model"
 """Function of a file where none is named."""
 

@@ -89,7 +89,7 @@ class ProgramParity:
     mean_relative: float
     """Mean difference over the largest magnitude of the same output."""
     tolerance: float
-    """Of ``max_relative``."""
+    """Limit of ``max_relative``."""
 
     @property
     def passed(self) -> bool:

@@ -26,10 +26,10 @@ class Port:
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """What a program takes, returns and costs."""
+    """Inputs, outputs and cost of a program."""
 
     framework: str
-    """What it was exported from, with the version."""
+    """The framework that it was exported from, with the version."""
     jax: str
     """Version that wrote it."""
     digest: str
@@ -57,7 +57,7 @@ class Description:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """That examples depend on each other, on one line; () where they don't."""
+        """The warning that examples depend on each other, on one line; () if they don't."""
         if self.independent:
             return ()
         return (
