@@ -351,18 +351,18 @@ def export_bundle(
     weights = run.plain_weights
     specs = [TensorSpec(name=p, shape=a.shape, dtype=a.dtype) for p, a in weights.items()]
     config, files = _text(run, origin_of(run), text_files(run.job.data))
-    with draft(out) as made:
+    with draft(out) as bundle:
         for name, content in files.items():
-            made.add(name, content)
+            bundle.add(name, content)
         if config:
-            made.add(ORIGIN, json.dumps(dict(config), indent=2).encode())
+            bundle.add(ORIGIN, json.dumps(dict(config), indent=2).encode())
         progress = weight_progress(sum(spec.nbytes for spec in specs), say)
-        made.weights(specs, lambda p: iter([np.asarray(weights[p])]), progress)
+        bundle.weights(specs, lambda p: iter([np.asarray(weights[p])]), progress)
         about["dtype"] = most_common(specs)
         say("recorded inputs")
-        recorded = record_answers(made, about, source.answers)
-        comparison = compared(source, made.folder, specs, say)
-        made.finish(**about, recorded=recorded)
+        recorded = record_answers(bundle, about, source.answers)
+        comparison = compared(source, bundle.folder, specs, say)
+        bundle.finish(**about, recorded=recorded)
     return Exported.of(out, "bundle", specs, **comparison)
 
 
@@ -420,18 +420,18 @@ def evaluations_of(path: Path, step: int) -> list[EvaluationRecord]:
     with Run.open(path) as run:
         records, record = list(run.records("eval")), JobRecord.from_json(run.read_job())
     best: dict[str, EvaluationRecord] = {}
-    for one in records:
-        if one.get("step") != step:
+    for entry in records:
+        if entry.get("step") != step:
             continue
-        split, data = str(one["split"]), record.data.get(str(one["split"]))
-        made = EvaluationRecord(
+        split, data = str(entry["split"]), record.data.get(str(entry["split"]))
+        evaluation = EvaluationRecord(
             on=split,
-            metrics=finite_metrics(one["metrics"]),
+            metrics=finite_metrics(entry["metrics"]),
             step=step,
-            batches=one.get("batches"),
-            of=one.get("of"),
+            batches=entry.get("batches"),
+            of=entry.get("of"),
             data=None if data is None else data.digest,
         )
-        if split not in best or (made.batches or 0) >= (best[split].batches or 0):
-            best[split] = made
+        if split not in best or (evaluation.batches or 0) >= (best[split].batches or 0):
+            best[split] = evaluation
     return list(best.values())

@@ -23,11 +23,11 @@ class Cosine:
     @classmethod
     def of(cls, ours: np.ndarray, theirs: np.ndarray) -> "Cosine":
         """Cosines of the vectors along the last dim of arrays [..., n]."""
-        one, other = (np.asarray(side, np.float64) for side in (ours, theirs))
-        lengths = np.linalg.norm(one, axis=-1) * np.linalg.norm(other, axis=-1)
+        first, second = (np.asarray(side, np.float64) for side in (ours, theirs))
+        lengths = np.linalg.norm(first, axis=-1) * np.linalg.norm(second, axis=-1)
         with np.errstate(invalid="ignore"):
-            found = (one * other).sum(-1) / np.maximum(lengths, np.finfo(np.float64).tiny)
-        return cls(mean=float(found.mean()), least=float(found.min()))
+            cosines = (first * second).sum(-1) / np.maximum(lengths, np.finfo(np.float64).tiny)
+        return cls(mean=float(cosines.mean()), least=float(cosines.min()))
 
     def __str__(self) -> str:
         return f"cosine {self.mean:.5f} in the mean, {self.least:.5f} at least"

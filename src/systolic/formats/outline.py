@@ -98,22 +98,22 @@ def outlined(path: Path) -> SourceOutline:
             raise NotFoundError(
                 f"{path} does not exist, and no published model has that name{near_published(path.name)}; check --from"
             )
-        made = known.model()
+        model = known.model()
         return SourceOutline(
-            model=made,
+            model=model,
             tokenizer=None,
             stops=ends_of(known.config, None),
-            positions=positions_of(known.config, made, known.name),
+            positions=positions_of(known.config, model, known.name),
         )
     if path.is_file() and path.suffix == ".json":
         # A config.json is enough for a forecast, as in its folder.
         config = read_config(path)
-        made = family(config, str(path)).model(config)
+        model = family(config, str(path)).model(config)
         return SourceOutline(
-            model=made,
+            model=model,
             tokenizer=_existing(path.parent / "tokenizer.json"),
             stops=ends_of(config, _existing(path.parent / GENERATION)),
-            positions=positions_of(config, made, str(path)),
+            positions=positions_of(config, model, str(path)),
         )
     if (path / JOB).is_file():
         return _of_run(path)
@@ -122,17 +122,17 @@ def outlined(path: Path) -> SourceOutline:
         from systolic.formats.registry import is_peft
 
         if is_peft(path):
-            found = outlined(base_of(path))
+            outline = outlined(base_of(path))
             own = _existing(path / "tokenizer.json")
-            return replace(found, tokenizer=own) if own else found
+            return replace(outline, tokenizer=own) if own else outline
     if (path / CONFIG).is_file():
         config = read_config(path)
-        made = family(config, str(path / CONFIG)).model(config)
+        model = family(config, str(path / CONFIG)).model(config)
         return SourceOutline(
-            model=made,
+            model=model,
             tokenizer=_existing(path / "tokenizer.json"),
             stops=ends_of(config, _existing(path / GENERATION)),
-            positions=positions_of(config, made, str(path)),
+            positions=positions_of(config, model, str(path)),
         )
     source = _opened(path)
     return SourceOutline(
@@ -310,14 +310,14 @@ def contents_of(path: Path, checkpoint: str) -> str:
 
     Raises: as :func:`model_contents`.
     """
-    found = model_contents(path, checkpoint)
+    contents = model_contents(path, checkpoint)
     times = []
-    if found.sampled:
+    if contents.sampled:
         for file in sorted(_weight_files(path)):
             about = file.stat()
             if about.st_size >= LARGE_BYTES:
                 times.append([file.name, about.st_size, about.st_mtime_ns])
-    return digest([found.weights, found.texts, times])
+    return digest([contents.weights, contents.texts, times])
 
 
 def weight_bytes(path: Path, checkpoint: str = "best") -> int:
@@ -329,11 +329,11 @@ def weight_bytes(path: Path, checkpoint: str = "best") -> int:
             return weights.weight_bytes(path, checkpoint)
         files = _weight_files(path)
         # Folders of hubs may have the same weights for several libraries.
-        used = [one for one in files if one.suffix == SAFETENSORS] or files
-        return sum(one.stat().st_size for one in used)
+        used = [file for file in files if file.suffix == SAFETENSORS] or files
+        return sum(file.stat().st_size for file in used)
     except (OSError, SystolicError):
         return 0  # Opening it says what is wrong.
 
 
 def _weight_files(path: Path) -> list[Path]:
-    return [one for one in path.iterdir() if one.is_file()] if path.is_dir() else [path]
+    return [file for file in path.iterdir() if file.is_file()] if path.is_dir() else [path]

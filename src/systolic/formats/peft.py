@@ -695,17 +695,17 @@ def export_peft(
             f"{path} trained all weights and has no adapters; give --to hf, which writes them all"
         )
     base = known_base(job.start)
-    made = outgoing_adapters(
+    adapters = outgoing_adapters(
         job.model, job.adapter, run.weights.params, origin_of(run), base or str(path)
     )
     with draft(out) as folder:
-        folder.add(ADAPTERS, json.dumps(made.config, indent=2).encode())
+        folder.add(ADAPTERS, json.dumps(adapters.config, indent=2).encode())
         for name, content in text_files(job.data).items():
             folder.add(name, content)
-        size = sum(spec.nbytes for spec in made.specs)
+        size = sum(spec.nbytes for spec in adapters.specs)
         folder.weights(
-            made.specs,
-            lambda name: iter([made.arrays[name]]),
+            adapters.specs,
+            lambda name: iter([adapters.arrays[name]]),
             weight_progress(size, say),
             stem=STEM,
         )
@@ -714,7 +714,7 @@ def export_peft(
     return Exported(
         path=out,
         kind="peft",
-        parameters=sum(array.size for array in made.arrays.values()),
+        parameters=sum(array.size for array in adapters.arrays.values()),
         bytes=size,
         parity=parity,
         notes=(*notes, *_base_notes(Path(base))),

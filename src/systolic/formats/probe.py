@@ -41,20 +41,20 @@ def outputs_of(
 
     model = steps.job.model
 
-    def forward(params: Any, rest: Any, given: Mapping[str, jax.Array]) -> jax.Array:
+    def forward(params: Any, rest: Any, arrays: Mapping[str, jax.Array]) -> jax.Array:
         module: Any = steps.network.module(steps.network.cast(params), rest, train=False)
-        if "image" in given:
-            found = module(given["image"])
+        if "image" in arrays:
+            outputs = module(arrays["image"])
         elif isinstance(model, Whisper):
-            found = module(given["features"], given["tokens"])
+            outputs = module(arrays["features"], arrays["tokens"])
         else:
-            found = _of_tokens(model, module, given["tokens"])
-        return found.astype(jnp.float32)
+            outputs = _of_tokens(model, module, arrays["tokens"])
+        return outputs.astype(jnp.float32)
 
     # A TPU's default for float32 is one pass in bfloat16.
     with jax.default_matmul_precision("highest"):
-        given = {name: jnp.asarray(value) for name, value in inputs.items()}
-        return np.asarray(jax.jit(forward)(weights.params, weights.model_state, given))
+        arrays = {name: jnp.asarray(value) for name, value in inputs.items()}
+        return np.asarray(jax.jit(forward)(weights.params, weights.model_state, arrays))
 
 
 def _of_tokens(model: Any, module: Any, tokens: "jax.Array") -> "jax.Array":
@@ -66,12 +66,12 @@ def _of_tokens(model: Any, module: Any, tokens: "jax.Array") -> "jax.Array":
     if isinstance(model, Decoder):
         # A mixture keeps the losses of its routers on the way, which nobody reads here.
         return nnx.capture(module, nnx.Intermediate)(tokens, jnp.ones_like(tokens), positions)[0]
-    found = module(tokens, jnp.ones_like(tokens), positions)
+    vectors = module(tokens, jnp.ones_like(tokens), positions)
     if model.head:
-        return module.logits(found, positions)
+        return module.logits(vectors, positions)
     if model.pooler:
-        return jnp.concatenate([found, module.pooled(found)[:, None]], axis=1)
-    return found
+        return jnp.concatenate([vectors, module.pooled(vectors)[:, None]], axis=1)
+    return vectors
 
 
 ROWS, TOKENS = 4, 64

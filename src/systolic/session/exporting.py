@@ -229,17 +229,17 @@ def _opened(
 
 def _warnings(job: Job) -> list[str]:
     """Warnings about what the outputs of an exported model depend on besides its weights."""
-    found = []
+    lines = []
     if job.precision.weight_format is not None:
-        found.append(
+        lines.append(
             f"the matrices are float32, not rounded as in its training ({job.precision.value}), so that its outputs are others than those of systolic eval: export what systolic quantize --to {job.precision.weight_format.value} writes"
         )
     model = job.model
     if isinstance(model, Decoder) and model.experts > 1 and model.dispatch is Dispatch.slots:
-        found.append(
+        lines.append(
             "the experts have slots for a share of a text's tokens, of which padding takes some: give texts without padding"
         )
-    return found
+    return lines
 
 
 def _length_note(job: Job, sequence: int) -> list[str]:

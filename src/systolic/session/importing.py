@@ -159,10 +159,10 @@ def _sound(path: Path | str, base: Path | None = None) -> Source:
     Raises:
         OptionError: as :func:`systolic.formats.source.open_source`.
     """
-    found = open_source(path, base)
-    job_of(found, texts=False)
-    found.verify()
-    return found
+    opened = open_source(path, base)
+    job_of(opened, texts=False)
+    opened.verify()
+    return opened
 
 
 def _unusable(source: Source) -> str | None:

@@ -503,10 +503,10 @@ def export_gguf(
     if precision == AUTO:
         precision = OF_DTYPES.get(most_common(payload.made.specs), "f32")
     tensors = plan(payload.made, described, precision)
-    unchecked, parity = no_room(elements_of([one.source for one in tensors])), None
-    with draft(out) as made:
-        file = made.folder / out.name
-        words = _write(made, file, path, payload, described, tensors, precision, say)
+    unchecked, parity = no_room(elements_of([tensor.source for tensor in tensors])), None
+    with draft(out) as folder:
+        file = folder.folder / out.name
+        words = _write(folder, file, path, payload, described, tensors, precision, say)
         restored = floats_line(payload.restored)
         del payload
         if unchecked is None:
@@ -520,7 +520,7 @@ def export_gguf(
         path=out,
         architecture=described.architecture,
         precision=precision,
-        parameters=sum(int(np.prod(one.source.shape)) for one in tensors),
+        parameters=sum(int(np.prod(tensor.source.shape)) for tensor in tensors),
         bytes=size,
         parity=parity,
         notes=(*_notes(words, tensors, precision, unchecked), *restored),
@@ -528,7 +528,7 @@ def export_gguf(
 
 
 def _write(
-    made: BundleDraft,
+    folder: BundleDraft,
     file: Path,
     path: Path,
     payload: ExportPayload,
@@ -540,40 +540,42 @@ def _write(
     """Writes the draft of the file; returns its tokenizer."""
     say("tokenizer")
     for name, content in payload.files.items():
-        made.add(name, content)
+        folder.add(name, content)
     words = words_of(
-        made.folder,
+        folder.folder,
         payload.made.config,
         described.model.vocab,
         starts=payload.starts,
         source=str(path),
     )
     fields = {**_general(path, payload, precision), **words.fields}
-    progress = weight_progress(sum(one.nbytes for one in tensors), say)
+    progress = weight_progress(sum(tensor.nbytes for tensor in tensors), say)
     write_gguf(file, described, fields, tensors, payload.made.pieces, progress)
     return words
 
 
 def _general(path: Path, payload: ExportPayload, precision: str) -> dict[str, Any]:
     """Metadata about the file."""
-    made = {
+    fields = {
         "general.type": "model",
         "general.name": path.resolve().name.removesuffix(GGUF),
         "general.license": payload.licence,
         "general.file_type": PRECISIONS[precision],
         "general.quantization_version": 2,
     }
-    return {name: value for name, value in made.items() if value is not None}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _notes(
     words: Words, tensors: list[GgufSpec], precision: str, unchecked: str | None
 ) -> tuple[str, ...]:
-    other = [one for one in tensors if one.kind.name == "F16"] if precision != "f16" else []
+    narrow = (
+        [tensor for tensor in tensors if tensor.kind.name == "F16"] if precision != "f16" else []
+    )
     notes = list(words.notes)
-    if other:
+    if narrow:
         notes.append(
-            f"{len(other)} matrices are f16: {precision} takes rows of a multiple of 32 numbers"
+            f"{len(narrow)} matrices are f16: {precision} takes rows of a multiple of 32 numbers"
         )
     if unchecked is not None:
         notes.append(unchecked)
