@@ -233,12 +233,14 @@ def record(
     size = outputs.shape[-1]
     chosen = np.unique(np.linspace(0, size - 1, min(size, COLUMNS)).astype(np.int32))
     arrays = {
-        **{f"{INPUT}{name}": np.ascontiguousarray(one) for name, one in inputs.items()},
+        **{f"{INPUT}{name}": np.ascontiguousarray(input_) for name, input_ in inputs.items()},
         OUTPUT: np.ascontiguousarray(outputs[..., chosen], np.float32),
         CHOSEN: chosen,
         BEST: outputs.argmax(-1).astype(np.int32),
     }
-    specs = [TensorSpec(name=n, shape=one.shape, dtype=one.dtype) for n, one in arrays.items()]
+    specs = [
+        TensorSpec(name=n, shape=array.shape, dtype=array.dtype) for n, array in arrays.items()
+    ]
     out = io.BytesIO()
     write(out, specs, arrays.values(), {"format": "systolic"})
     made.add(FILE, out.getvalue())
@@ -254,7 +256,9 @@ def inputs_of(bundle: Bundle) -> dict[str, np.ndarray] | None:
     if bundle.record.recorded is None:
         return None
     arrays = _arrays(bundle, bundle.record.recorded)
-    return {name.removeprefix(INPUT): one for name, one in arrays.items() if name.startswith(INPUT)}
+    return {
+        name.removeprefix(INPUT): array for name, array in arrays.items() if name.startswith(INPUT)
+    }
 
 
 def replay(bundle: Bundle, outputs: np.ndarray) -> Replay:

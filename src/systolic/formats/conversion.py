@@ -63,12 +63,14 @@ def largest_bytes(jaxpr: Any) -> int:
     import jax.core
 
     sizes = [
-        one.aval.size * one.aval.dtype.itemsize
+        outvar.aval.size * outvar.aval.dtype.itemsize
         for equation in jaxpr.eqns
-        for one in equation.outvars
-        if isinstance(one.aval, jax.core.ShapedArray)
+        for outvar in equation.outvars
+        if isinstance(outvar.aval, jax.core.ShapedArray)
     ]
-    inner = [largest_bytes(one) for equation in jaxpr.eqns for one in _programs(equation.params)]
+    inner = [
+        largest_bytes(program) for equation in jaxpr.eqns for program in _programs(equation.params)
+    ]
     return max([0, *sizes, *inner])
 
 
@@ -142,7 +144,7 @@ def _turns(equation: Any, given: list[Any], replace: Replace) -> list[Any]:
 def _passed_whole(outside: Sequence[Any], inside: Sequence[Any]) -> int:
     """Variables of a loop's equation that its body has as they are; those cut into rows have one axis more outside."""
     pairs = zip(outside, inside, strict=True)
-    return sum(len(one.aval.shape) == len(other.aval.shape) for one, other in pairs)
+    return sum(len(outer.aval.shape) == len(inner.aval.shape) for outer, inner in pairs)
 
 
 def plain_platform(model: ExportableModel) -> str:
@@ -306,7 +308,10 @@ class ModelExport:
 
     def lines(self) -> list[str]:
         """The comparison, a line for each function, and notes."""
-        made = [f"{name}: {one} ({self.compared_on})" for name, one in self.differences.items()]
+        made = [
+            f"{name}: {difference} ({self.compared_on})"
+            for name, difference in self.differences.items()
+        ]
         return [*made, *self.notes]
 
     def to_json(self) -> dict[str, Any]:
@@ -317,6 +322,8 @@ class ModelExport:
             "parameters": self.parameters,
             "bytes": self.bytes,
             "compared_on": self.compared_on,
-            "functions": {name: one.to_json() for name, one in self.differences.items()},
+            "functions": {
+                name: difference.to_json() for name, difference in self.differences.items()
+            },
             "notes": list(self.notes),
         }

@@ -131,7 +131,7 @@ def read_bin(file: Path) -> dict[str, BinTensor]:
 def _sizes(found: Mapping[str, BinTensor]) -> Whisper:
     def layers(side: str) -> int:
         numbers = [re.match(rf"{side}/layer_(\d+)/", name) for name in found]
-        return 1 + max((int(one[1]) for one in numbers if one), default=-1)
+        return 1 + max((int(number[1]) for number in numbers if number), default=-1)
 
     vocab, width = found["decoder/embeddings/weight"].shape
     return Whisper(

@@ -244,7 +244,7 @@ def _of_files(job: Job, files: Sequence[Path], length: int) -> dict[str, np.ndar
     if isinstance(data, Recordings):
         from systolic.data.audio.sound import read_sound
 
-        heard = [one.features for file in files for one in data.windows(read_sound(file))]
+        heard = [window.features for file in files for window in data.windows(read_sound(file))]
         made = _stacked([{FEATURES: one} for one in heard])
         return {**made, TOKENS: _passage(job, data.get_tokenizer(), len(heard), length)}
     return _stacked([data.load(file) for file in files])
@@ -274,7 +274,7 @@ def _stacked(examples: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     if not examples:
         raise DataError("the files hold no example; give others")
     try:
-        return {name: np.stack([one[name] for one in examples]) for name in examples[0]}
+        return {name: np.stack([example[name] for example in examples]) for name in examples[0]}
     except ValueError as error:
         raise OptionError(
             f"the files hold examples of several shapes ({error}); give others"

@@ -90,14 +90,16 @@ class Inference:
         """Names of the free dims, in the order in which they occur."""
         return tuple(
             dict.fromkeys(
-                d for one in self.inputs.values() for d in one.shape if isinstance(d, str)
+                d for input_ in self.inputs.values() for d in input_.shape if isinstance(d, str)
             )
         )
 
     @property
     def batch(self) -> int | None:
         """Examples of a call; None where they are free."""
-        first = next(one.shape[0] for name, one in self.inputs.items() if name not in self.whole)
+        first = next(
+            input_.shape[0] for name, input_ in self.inputs.items() if name not in self.whole
+        )
         return None if isinstance(first, str) else first
 
     def fixed(self, sizes: Mapping[str, int]) -> "Inference":
@@ -112,16 +114,16 @@ class Inference:
                     f"--{dim} is {sizes[dim]}, and the model takes {most}; give {most} or fewer"
                 )
         inputs = {
-            name: replace(one, shape=tuple(sizes.get(str(dim), dim) for dim in one.shape))
-            for name, one in self.inputs.items()
+            name: replace(input_, shape=tuple(sizes.get(str(dim), dim) for dim in input_.shape))
+            for name, input_ in self.inputs.items()
         }
         return replace(self, inputs=inputs)
 
     def abstract(self, sizes: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
         """The inputs for sizes of the free dims, for tracing."""
         return {
-            name: jax.ShapeDtypeStruct(one.sized(sizes), jnp.dtype(one.dtype))
-            for name, one in self.inputs.items()
+            name: jax.ShapeDtypeStruct(input_.sized(sizes), jnp.dtype(input_.dtype))
+            for name, input_ in self.inputs.items()
         }
 
     def symbolic(self) -> dict[str, int | Any]:
@@ -463,7 +465,7 @@ def _arrays(steps: StepFunctions) -> tuple[Inference, ...]:
     fields = {name: one for name, one in steps.job.data.fields().items() if name != label}
     whole = set()
     if isinstance(model, ExportedProgram):
-        whole = {name for name, one in model.about.inputs.items() if not one.batched}
+        whole = {name for name, input_ in model.about.inputs.items() if not input_.batched}
     inputs = {
         name: InferenceArray(
             shape=one.shape if name in whole else (BATCH, *one.shape), dtype=one.dtype
@@ -516,10 +518,10 @@ def _used(inference: Inference, shapes: Mapping[str, Any]) -> list[str]:
     """Names of the inputs that outputs depend on."""
     given = inference.abstract({BATCH: 2})
     jaxpr: Any = jax.make_jaxpr(inference.call)(dict(shapes), given).jaxpr
-    needed = {id(one) for one in jaxpr.outvars}
+    needed = {id(outvar) for outvar in jaxpr.outvars}
     for equation in reversed(jaxpr.eqns):
-        if any(id(one) in needed for one in equation.outvars):
-            needed |= {id(one) for one in equation.invars}
+        if any(id(outvar) in needed for outvar in equation.outvars):
+            needed |= {id(invar) for invar in equation.invars}
     leaves = jax.tree.leaves_with_path((dict(shapes), given))
     return [
         path[1].key

@@ -342,7 +342,7 @@ def _stops(source: Source, vocab: int) -> tuple[int, ...]:
         OptionError: one is beyond the model's vocabulary.
     """
     ids = ends_of(source.config, source.files().get(GENERATION))
-    if beyond := [one for one in ids if one >= vocab]:
+    if beyond := [token for token in ids if token >= vocab]:
         raise OptionError(
             f"eos_token_id of {source.path} is {beyond[0]} and the model has {vocab} tokens; correct it in {GENERATION} or config.json"
         )
@@ -361,7 +361,8 @@ def _program(source: Source, texts: bool) -> Job:
     assert isinstance(model, ExportedProgram)
     about = model.about
     fields = {
-        name: Field(shape=tuple(one.shape), dtype=one.dtype) for name, one in about.inputs.items()
+        name: Field(shape=tuple(input_.shape), dtype=input_.dtype)
+        for name, input_ in about.inputs.items()
     }
     return Job(
         name=source.path.name,
@@ -369,7 +370,7 @@ def _program(source: Source, texts: bool) -> Job:
         task=ArrayOutputs(),
         data=InputFiles(
             inputs=fields,
-            repeated=tuple(name for name, one in about.inputs.items() if not one.batched),
+            repeated=tuple(name for name, input_ in about.inputs.items() if not input_.batched),
             together=about.together,
         ),
         steps=1,

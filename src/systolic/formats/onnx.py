@@ -126,7 +126,7 @@ def _write_request(
         "platform": plain_platform(model),
         "outputs": list(model.outputs(function.name)),
         "limits": [f"{dim} <= {most}" for dim, most in limits if dim in function.free],
-        "params": [[path, one.dtype.name, list(one.shape)] for path, one in params.items()],
+        "params": [[path, param.dtype.name, list(param.shape)] for path, param in params.items()],
         "calls": len(calls),
         "metadata": metadata(model.job),
     }
@@ -289,8 +289,8 @@ def run(folder: Path, calls: int) -> list[str]:
     session = onnxruntime.InferenceSession(
         str(folder / PROGRAM), options, providers=["CPUExecutionProvider"]
     )
-    names = [one.name for one in session.get_outputs()]
-    known = {one.name for one in session.get_inputs()}
+    names = [output.name for output in session.get_outputs()]
+    known = {input_.name for input_ in session.get_inputs()}
     for number in range(calls):
         with np.load(folder / f"{number}.npz") as found:
             given = {name: found[name] for name in found.files if name in known}

@@ -128,7 +128,7 @@ def homes_of(model: Model, config: Mapping[str, Any], source: str) -> list[Home]
         axes = structure.axes.get(path)
         if path.rpartition("/")[2] not in names or axes is None or EXPERTS in axes:
             return 0
-        return num_inputs(tuple(one for one in axes if one not in STACKED))
+        return num_inputs(tuple(axis for axis in axes if axis not in STACKED))
 
     found = []
     for rule in family(config, source).conversion(config).rules:
@@ -270,7 +270,7 @@ def _taken(
         DataError: they are none.
     """
     module = {name: name.removeprefix(PREFIX).removesuffix(DOWN).removesuffix(UP) for name in tensors}  # fmt: skip
-    taken = {name: one for name, one in tensors.items() if _takes(about, module[name])}
+    taken = {name: tensor for name, tensor in tensors.items() if _takes(about, module[name])}
     left = sorted({module[name] for name in tensors if name not in taken})
     if not left:
         return taken, ()
@@ -353,7 +353,7 @@ class PeftSource(Source):
         stacked = len(rule.stack)
         axes = structure_of(self.model).axes[path]
         assert axes is not None
-        split = stacked + num_inputs(tuple(one for one in axes if one not in STACKED))
+        split = stacked + num_inputs(tuple(axis for axis in axes if axis not in STACKED))
         rank = max(a.shape[1] for a, _ in at.values())
         outer, given, made = shape[:stacked], shape[stacked:split], shape[split:]
         a = np.zeros((*outer, math.prod(given), rank), np.float32)
@@ -530,7 +530,7 @@ def open_peft(folder: Path, base: Path | None = None) -> PeftSource:
             f"{folder} has adapters that {inner.path} takes none for here: {', '.join(unknown[:SHOWN])}{more}; known are those of {', '.join(dict.fromkeys(home.target for home in homes))}: merge it with PEFT (merge_and_unload) and give the merged model"
         )
     halves = {name.removesuffix(DOWN).removesuffix(UP) for name in tensors}
-    if lone := sorted(one for one in halves if not {one + DOWN, one + UP} <= set(tensors)):
+    if lone := sorted(half for half in halves if not {half + DOWN, half + UP} <= set(tensors)):
         raise DataError(f"{folder / WEIGHTS} has half of the adapter {lone[0]}; copy it again")
     if not tensors:
         raise DataError(f"{folder / WEIGHTS} has no adapters; save it again")

@@ -176,7 +176,7 @@ def formats_of(
         kept |= fitting
     if len(kept) == len(matrices):
         raise OptionError("--keep leaves no matrix to quantize; keep fewer")
-    return {path: one.how(asked) for path, one in matrices.items() if path not in kept}
+    return {path: matrix.how(asked) for path, matrix in matrices.items() if path not in kept}
 
 
 def _fits(path: str, pattern: str) -> bool:
@@ -284,7 +284,7 @@ class Rounder:
                     jax.tree.map(lambda *each: jnp.stack(each), *made) if stacked else made[0]
                 )
                 continue
-            made = [one.restored(value.dtype) for one in codes]
+            made = [code.restored(value.dtype) for code in codes]
             params[path] = jax.device_put(jnp.stack(made) if stacked else made[0], value.sharding)
         return replace(weights, params=params)
 

@@ -305,7 +305,7 @@ def gguf_inside(path: Path, command: str = "") -> str:
     files = sorted(path.glob(f"*{GGUF}")) if path.is_dir() else []
     if not files:
         return ""
-    names = [shlex.quote(str(one)) for one in files]
+    names = [shlex.quote(str(file)) for file in files]
     if len(files) == 1:
         return f"it holds a GGUF file: give {command}{names[0]}"
     more = f", ... ({len(files)} in all)" if len(files) > SHOWN_FILES else ""

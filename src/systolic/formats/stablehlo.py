@@ -147,8 +147,8 @@ def _manifest(
         "functions": {
             name: {
                 "program": f"{name}{SUFFIX}",
-                "inputs": {key: asdict(one) for key, one in function.inputs.items()},
-                "outputs": {key: asdict(one) for key, one in model.outputs(name).items()},
+                "inputs": {key: asdict(input_) for key, input_ in function.inputs.items()},
+                "outputs": {key: asdict(output) for key, output in model.outputs(name).items()},
                 "limits": dict(function.limits),
                 "compared": differences[name].to_json(),
             }
@@ -183,8 +183,8 @@ def _readme(model: ExportableModel) -> str:
         "",
     ]
     for name, function in model.functions.items():
-        given = ", ".join(f"{key}: {one}" for key, one in function.inputs.items())
-        back = ", ".join(f"{key}: {one}" for key, one in model.outputs(name).items())
+        given = ", ".join(f"{key}: {input_}" for key, input_ in function.inputs.items())
+        back = ", ".join(f"{key}: {output}" for key, output in model.outputs(name).items())
         parts += [f"{name}{SUFFIX}", f"  takes   {given}", f"  returns {back}"]
         parts += [f"  {dim} is at most {most}" for dim, most in function.limits.items()]
     first = model.function()

@@ -389,7 +389,7 @@ def _candidates(
     made: dict[str, Any] = {f"{KEY}tokens": tokens, f"{KEY}token_type": types}
     merges = [one.split(" ", 1) if isinstance(one, str) else one for one in model["merges"]]
     if not fallback:
-        joined = [" ".join(one) for one in merges]
+        joined = [" ".join(merge) for merge in merges]
         for pattern in PATTERNS:
             kind = {f"{KEY}model": "gpt2", f"{KEY}pre": pattern, f"{KEY}merges": joined}
             yield {**made, **kind}

@@ -226,7 +226,7 @@ def picture_notes(source: Source) -> tuple[str, ...]:
     assert isinstance(job.data, OutsidePictures)
     side, shorter = job.data.preparation.side, job.data.preparation.shorter
     pixels = _pictured(job.model).pixels
-    numbers = [", ".join(f"{one:g}" for one in values) for values in (pixels.mean, pixels.std)]
+    numbers = [", ".join(f"{value:g}" for value in values) for values in (pixels.mean, pixels.std)]
     return (
         f"{source.path} has no {PREPROCESSOR}, so how it wants its pictures is a guess: the shorter edge at {shorter} pixels, {side} x {side} from the centre, mean {numbers[0]} and deviation {numbers[1]}; copy that file from where the model came from",
     )

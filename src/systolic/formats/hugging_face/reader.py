@@ -62,7 +62,7 @@ def _prefixes(given: Mapping[str, One], wanted: set[str]) -> Iterator[tuple[str,
             end = ".".join(parts[cut:])
             matches = [one for one in given if one == end or one.endswith(f".{end}")]
             if matches:
-                yield from ((one.removesuffix(end), name.removesuffix(end)) for one in matches)
+                yield from ((match.removesuffix(end), name.removesuffix(end)) for match in matches)
                 break
 
 

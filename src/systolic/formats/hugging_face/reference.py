@@ -1,8 +1,8 @@
-"""``python -m systolic.formats.hugging_face.reference``: outputs of transformers for :mod:`systolic.formats.comparison`.
+"""Parity of an imported model with transformers: both compute the same rows in float32, transformers in a process of its own.
 
-Reads one JSON object from stdin: ``path`` of the model, ``inputs`` (an .npz of arguments by name), ``loader`` (class
-of transformers), ``outputs`` (fields of its answer), ``rounded`` (dtype that weights are rounded to, or null), ``texts`` for its tokenizer and ``out``,
-the .npz to write.
+``python -m systolic.formats.hugging_face.reference`` reads one JSON object from stdin: ``path`` of the model, ``inputs``
+(an .npz of arguments by name), ``loader`` (class of transformers), ``outputs`` (fields of its answer), ``rounded`` (dtype
+that weights are rounded to, or null), ``texts`` for its tokenizer, and ``out``, the .npz to write.
 """
 
 import importlib.util
@@ -173,7 +173,7 @@ def _differences(
 
 
 def _elements(source: TransformersSource) -> int:
-    return sum(int(np.prod(one.shape, dtype=np.int64)) for one in source.tensors.values())
+    return sum(int(np.prod(tensor.shape, dtype=np.int64)) for tensor in source.tensors.values())
 
 
 def _free_bytes() -> int:

@@ -157,7 +157,7 @@ def with_text(
     for fields in (said, kept):
         before = fields.get(END)
         ids = before if isinstance(before, list) else [before]
-        known = [one for one in ids if one is not None]
+        known = [token for token in ids if token is not None]
         if more := sorted(data.ends - set(known)):
             all_of_them = [*known, *more]
             fields[END] = all_of_them if len(all_of_them) > 1 else all_of_them[0]

@@ -65,7 +65,7 @@ def static_plan(*, one_scale: bool) -> Any:
 
 def attends(products: Sequence[Product]) -> bool:
     """Whether a model has products of two computed matrices, as attention has."""
-    return any(not one.dense for one in products)
+    return any(not product.dense for product in products)
 
 
 def mixed_plan(
@@ -132,7 +132,7 @@ def products_of(model: bytes) -> Iterator[Product]:
             scope=flat.get_op_scope(operation, graph.tensors),
             kind=kind,
             dense=kind is not names.BATCH_MATMUL or len(computed) < 2,
-            tensors=tuple(one.name.decode() for one in tensors),
+            tensors=tuple(tensor.name.decode() for tensor in tensors),
         )
 
 
@@ -144,8 +144,8 @@ def usual_sizes(
 
     interpreter = Interpreter(model_content=model, experimental_preserve_all_tensors=True)
     call: Any = interpreter.get_signature_runner()
-    places = {one["name"]: one["index"] for one in interpreter.get_tensor_details()}
-    squares: dict[str, list[float]] = {name: [] for one in products for name in one.tensors}
+    places = {detail["name"]: detail["index"] for detail in interpreter.get_tensor_details()}
+    squares: dict[str, list[float]] = {name: [] for product in products for name in product.tensors}
     known = call.get_input_details()
     for row in rows:
         call(**{name: row[name] for name in known})
@@ -169,13 +169,13 @@ class LiteProgram:
         self._call: Any = self._interpreter.get_signature_runner()
         self._inputs = self._call.get_input_details()
         self._outputs = self._call.get_output_details()
-        self.tensors = {name: one["name"] for name, one in self._inputs.items()}
+        self.tensors = {name: input_["name"] for name, input_ in self._inputs.items()}
 
     def call(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Outputs of one call; inputs that the file does not have are left out."""
-        given = {name: _stored(inputs[name], one) for name, one in self._inputs.items()}
+        given = {name: _stored(inputs[name], input_) for name, input_ in self._inputs.items()}
         made = self._call(**given)
-        return {name: _plain(made[name], one) for name, one in self._outputs.items()}
+        return {name: _plain(made[name], output) for name, output in self._outputs.items()}
 
     def rows(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Outputs for rows of inputs, [rows, ...] each, as many in a call as the file takes."""
@@ -413,7 +413,7 @@ def _calls(folder: Path, batch: int) -> Iterator[dict[str, np.ndarray]]:
         rows = dict(found)
     count = min(map(len, rows.values()))
     for start in range(0, count - batch + 1, batch):
-        yield {name: one[start : start + batch] for name, one in rows.items()}
+        yield {name: row[start : start + batch] for name, row in rows.items()}
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ class EdgeTpuReport:
     @property
     def taken(self) -> int:
         """Operations on the Edge TPU."""
-        return sum(one.on_edge_tpu for one in self.placements)
+        return sum(placement.on_edge_tpu for placement in self.placements)
 
     def lines(self, file: str) -> list[str]:
         """Placements, fixes, and the command that compiles; operations of one kind and reason together."""
@@ -81,7 +81,7 @@ class EdgeTpuReport:
             return [f"Edge TPU: {file} was compiled before; {cache}"]
         made = [f"Edge TPU: {self.taken} of {len(self.placements)} operations; {cache}"]
         made += [f"  {one}" for one in self.obstacles]
-        there = Counter(one.kind for one in self.placements if one.on_edge_tpu)
+        there = Counter(placement.kind for placement in self.placements if placement.on_edge_tpu)
         if there:
             made.append(f"  there: {', '.join(f'{count} {kind}' for kind, count in there.items())}")
         groups: dict[tuple[str, str], list[OpPlacement]] = {}
@@ -108,7 +108,7 @@ class EdgeTpuReport:
             "parameter_bytes": self.parameter_bytes,
             "cache_bytes": CACHE_BYTES,
             "obstacles": list(self.obstacles),
-            "placements": [asdict(one) for one in self.placements],
+            "placements": [asdict(placement) for placement in self.placements],
             "sources": [REQUIREMENTS, COMPILER],
         }
 

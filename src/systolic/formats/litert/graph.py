@@ -297,20 +297,20 @@ class _Reader:
         self._content, self._model = content, _Record("Model", content, int(root))
         self._codes = self._model.tables("operator_codes", "OperatorCode")
         self._buffers = self._model.tables("buffers", "Buffer")
-        self._sizes = [self._size(one) for one in self._buffers]
+        self._sizes = [self._size(buffer) for buffer in self._buffers]
 
     def graph(self) -> LiteGraph:
         """The first graph."""
         graphs = self._model.tables("subgraphs", "SubGraph")
         main = graphs[0]
-        tensors = [self._tensor(one) for one in main.tables("tensors", "Tensor")]
+        tensors = [self._tensor(table) for table in main.tables("tensors", "Tensor")]
 
         def pick(indices: np.ndarray) -> tuple[LiteTensor, ...]:
             # An input that is left out has the index -1.
             return tuple(tensors[index] for index in indices.tolist() if index >= 0)
 
         return LiteGraph(
-            ops=tuple(self._op(one, pick) for one in main.tables("operators", "Operator")),
+            ops=tuple(self._op(table, pick) for table in main.tables("operators", "Operator")),
             inputs=pick(main.numbers("inputs")),
             outputs=pick(main.numbers("outputs")),
             constant_bytes=sum(self._sizes),
@@ -326,8 +326,8 @@ class _Reader:
         uint = number_types.Uint32Flags
         return {
             f"named_{side}": {
-                one.text("name"): tensors[one.number("tensor_index", uint)]
-                for one in found[0].tables(side, "TensorMap")
+                table.text("name"): tensors[table.number("tensor_index", uint)]
+                for table in found[0].tables(side, "TensorMap")
             }
             for side in ("inputs", "outputs")
         }

@@ -71,7 +71,7 @@ class FunctionRows:
         """Some of the rows."""
         return replace(
             self,
-            inputs={name: one[which] for name, one in self.inputs.items()},
+            inputs={name: input_[which] for name, input_ in self.inputs.items()},
             labels=None if self.labels is None else self.labels[which],
         )
 
@@ -165,11 +165,11 @@ def _at(model: ExportableModel, function: Inference, path: Path, most: int | Non
     if path.is_file() and not path.stat().st_size:
         raise DataError(f"--data is {path}, which is empty; give representative files")
     entries = sorted(path.iterdir()) if path.is_dir() else [path]
-    if any(one.is_dir() for one in entries) and label_of(model.job) is not None:
+    if any(entry.is_dir() for entry in entries) and label_of(model.job) is not None:
         with called("--data"):
             data = model.job.data.at(path.absolute())
         return _of_split(model, function, data, Split.validation, most, f"pictures of {path.name}")
-    files = [one for one in entries if one.is_file() and not one.name.startswith(".")]
+    files = [entry for entry in entries if entry.is_file() and not entry.name.startswith(".")]
     if not files:
         raise DataError(f"--data is {path}, which holds no files; give representative files")
     found = example_inputs(model, files=files[:most])
@@ -181,7 +181,7 @@ def _half(model: ExportableModel, found: FunctionRows, first: int) -> FunctionRo
     """Every second row of texts, from a number on: some calibrate, and the others are measured."""
     if found.count < 2 or not _of_texts(model):
         return found
-    return replace(found, inputs={name: one[first::2] for name, one in found.inputs.items()})
+    return replace(found, inputs={name: input_[first::2] for name, input_ in found.inputs.items()})
 
 
 def _of_texts(model: ExportableModel) -> bool:
@@ -191,7 +191,7 @@ def _of_texts(model: ExportableModel) -> bool:
 def uncalibrated(measured: FunctionRows, seen: FunctionRows) -> tuple[FunctionRows, int]:
     """Measured rows without those that calibrate; all of them where none is left, and how many of those calibrate too."""
     known = set(_row_digests(seen))
-    kept = np.array([one not in known for one in _row_digests(measured)])
+    kept = np.array([row_digest not in known for row_digest in _row_digests(measured)])
     if not kept.any():
         return measured, measured.count
     return measured.only(kept), 0
@@ -419,12 +419,12 @@ class LiteExport:
     @property
     def inputs(self) -> dict[str, str]:
         """Name to dtype and shape in the file."""
-        return {name: str(one) for name, one in self.graph.named_inputs.items()}
+        return {name: str(tensor) for name, tensor in self.graph.named_inputs.items()}
 
     @property
     def outputs(self) -> dict[str, str]:
         """Name to dtype and shape in the file."""
-        return {name: str(one) for name, one in self.graph.named_outputs.items()}
+        return {name: str(tensor) for name, tensor in self.graph.named_outputs.items()}
 
     def lines(self) -> list[str]:
         """The measurements."""
@@ -564,7 +564,7 @@ def export_litert(
 def _fixed(model: ExportableModel, name: str = "") -> tuple[ExportableModel, Inference]:
     """The model with sizes for all dims, and a function, the first by default, on the platform that suits it."""
     chosen = model.function(name or None)
-    limits = [one.limits.get(SEQUENCE, TOKENS) for one in model.functions.values()]
+    limits = [function.limits.get(SEQUENCE, TOKENS) for function in model.functions.values()]
     tokens = min(TOKENS, *limits)
     model = replace(model, sizes={BATCH: 1, SEQUENCE: tokens, **model.sizes})
     if whole := chosen.whole:
@@ -578,7 +578,7 @@ def _measurable(model: ExportableModel, function: Inference, rows: FunctionRows)
     """The first rows, as many as memory holds outputs of: a language model has a number for each token of its vocabulary."""
     given = function.abstract(model.sizes)
     outputs = jax.eval_shape(function.call, dict(model.params), given).values()
-    each = sum(one.size * one.dtype.itemsize for one in outputs) // model.sizes[BATCH]
+    each = sum(output.size * output.dtype.itemsize for output in outputs) // model.sizes[BATCH]
     return rows.first(max(OUTPUT_BYTES // max(each, 1), model.sizes[BATCH]))
 
 
@@ -605,7 +605,7 @@ def lowered(
     own = {path: np.asarray(array) for path, array in params.items()}
     # What weights alone decide is computed here: a converter would keep it in the graph.
     folded = FoldedProgram(partial(unrolled, function.call), (own,), given)
-    constants: Any = [np.asarray(one) for one in folded.constants((own,))]
+    constants: Any = [np.asarray(constant) for constant in folded.constants((own,))]
     spelled, shape = jax.make_jaxpr(partial(folded, constants), return_shape=True)(given)
     replaced = partial(computed, spelled.jaxpr, spelled.consts, replace=Composites(spelled))
     order = jax.tree.structure(shape)
@@ -699,7 +699,7 @@ def _source(
     parts = []
     for start in range(0, count, size):
         start = min(start, count - size)  # the last call has rows of the one before it
-        part = {key: one[start : start + size] for key, one in inputs.items()}
+        part = {key: input_[start : start + size] for key, input_ in inputs.items()}
         parts.append((start, run(call, model.params, part)))
     made = {key: np.zeros((count, *one.shape[1:]), one.dtype) for key, one in parts[0][1].items()}
     for start, outputs in parts:

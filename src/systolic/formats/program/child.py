@@ -128,7 +128,7 @@ def _defined(path: Path, name: str) -> Any:
         spec.loader.exec_module(module)
     except Exception as error:
         raise OptionError(f"{path} failed to import: {type(error).__name__}: {error}") from error
-    functions = {key: one for key, one in vars(module).items() if callable(one)}
+    functions = {key: value for key, value in vars(module).items() if callable(value)}
     if name not in functions:
         raise NotFoundError(
             f"{path} has no function {name}{nearest(name, functions)}; it must return a PyTorch module with example inputs, or a Keras model"

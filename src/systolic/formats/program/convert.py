@@ -229,7 +229,8 @@ def _fill(made: BundleDraft, scratch: Path) -> int:
     """Writes program and weights; the bytes of the weights."""
     tensors = read_header(scratch / WEIGHTS)[0]
     planned = [
-        TensorSpec(name=name, shape=one.shape, dtype=one.dtype) for name, one in tensors.items()
+        TensorSpec(name=name, shape=tensor.shape, dtype=tensor.dtype)
+        for name, tensor in tensors.items()
     ]
 
     def pieces(name: str) -> Iterator[np.ndarray]:

@@ -89,7 +89,10 @@ def _of_any_size(
     total, independent = 2 * count, True
     rows: set[str] | None = None
     for start, stop in sorted({(0, total - 1), (1, total), (0, count), (count, total)}):
-        some = {name: one[start:stop] if name in batched else one for name, one in inputs.items()}
+        some = {
+            name: input_[start:stop] if name in batched else input_
+            for name, input_ in inputs.items()
+        }
         made = _outputs(run, some)
         if made is None:
             continue
@@ -116,7 +119,9 @@ def _of_one_size(run: Run, example: Named, batched: frozenset[str], count: int) 
         if (made := _outputs(run, drawn)) is not None:
             inputs, outputs, draw = drawn, made, more
             break
-    rows = frozenset(name for name, one in outputs.items() if one.ndim and len(one) == count)
+    rows = frozenset(
+        name for name, output in outputs.items() if output.ndim and len(output) == count
+    )
     independent = True
     for kept in sorted({0, count - 1}) if count > 1 else ():
         other = _batch(example, batched, count, draw, 1)
@@ -181,7 +186,7 @@ def _drawn(array: np.ndarray, count: int, seed: int) -> np.ndarray:
     if low == high:
         low, high = low - 1, high + 1
     ends = np.sort(rng.uniform(low, high, (2, count)), axis=0)
-    start, stop = (one.reshape(count, *(1,) * (array.ndim - 1)) for one in ends)
+    start, stop = (end.reshape(count, *(1,) * (array.ndim - 1)) for end in ends)
     return (start + (stop - start) * rng.random(array.shape)).astype(array.dtype)
 
 
@@ -228,14 +233,19 @@ def write_program(function: PureFunction, folder: Path) -> Description:
         program, batch = _whole(function), len(next(iter(function.example.values())))
     if not found.independent and batch != len(next(iter(inputs.values()))):
         # The second half: random rows.
-        inputs = {name: one[batch:] if name in batched else one for name, one in inputs.items()}
+        inputs = {
+            name: input_[batch:] if name in batched else input_ for name, input_ in inputs.items()
+        }
         outputs = function.source(inputs)
     exported = _export(program, weights, function.example, batched, batch)
     raw = bytes(exported.serialize(vjp_order=1))
     (folder / PROGRAM).write_bytes(raw)
     _save(folder / WEIGHTS, weights)
-    sample = {f"input:{name}": one for name, one in inputs.items()}
-    _save(folder / SAMPLE, {**sample, **{f"output:{name}": one for name, one in outputs.items()}})
+    sample = {f"input:{name}": input_ for name, input_ in inputs.items()}
+    _save(
+        folder / SAMPLE,
+        {**sample, **{f"output:{name}": output for name, output in outputs.items()}},
+    )
     return _described(function, program, batched, (batch, found), hashlib.sha256(raw).hexdigest())
 
 
@@ -284,7 +294,8 @@ def _agrees(program: Program, weights: Named, found: Examined) -> bool:
         return one if name in found.batched else np.broadcast_to(one, (count, *one.shape))
 
     return all(
-        name in made and agree(made[name], wanted(name, one)) for name, one in found.outputs.items()
+        name in made and agree(made[name], wanted(name, output))
+        for name, output in found.outputs.items()
     )
 
 
@@ -302,7 +313,9 @@ def _export(
         return jax.ShapeDtypeStruct(dims, one.dtype)
 
     given = {name: shape(name, one) for name, one in example.items()}
-    like = {name: jax.ShapeDtypeStruct(one.shape, one.dtype) for name, one in weights.items()}
+    like = {
+        name: jax.ShapeDtypeStruct(weight.shape, weight.dtype) for name, weight in weights.items()
+    }
     try:
         return jax.export.export(jax.jit(program), platforms=PLATFORMS)(like, given)
     except SystolicError:
@@ -359,7 +372,7 @@ def _described(
 
 
 def _save(file: Path, arrays: Named) -> None:
-    whole = {name: np.asarray(one) for name, one in arrays.items()}
+    whole = {name: np.asarray(array) for name, array in arrays.items()}
     planned = [
         TensorSpec(name=name, shape=one.shape, dtype=one.dtype) for name, one in whole.items()
     ]

@@ -101,8 +101,10 @@ class _Reloaded:
         Raises:
             OptionError: examples depend on each other, and there is a part of a group.
         """
-        batched = {name: one for name, one in inputs.items() if self.known.inputs[name].batched}
-        rest = {name: one for name, one in inputs.items() if name not in batched}
+        batched = {
+            name: input_ for name, input_ in inputs.items() if self.known.inputs[name].batched
+        }
+        rest = {name: input_ for name, input_ in inputs.items() if name not in batched}
         count = next(iter(batched.values())).shape[0]
         self.known.check_examples(count)
         groups = -(-count // size)
@@ -150,8 +152,8 @@ def replayed(folder: Path, sample_file: Path) -> dict[str, Any]:
     known = ExportedProgram.of(folder).about
     function = exported_function(folder, known)
     arrays = {name: one.read() for name, one in read_header(sample_file)[0].items()}
-    sample = {name[6:]: one for name, one in arrays.items() if name.startswith("input:")}
-    wanted = {name[7:]: one for name, one in arrays.items() if name.startswith("output:")}
+    sample = {name[6:]: array for name, array in arrays.items() if name.startswith("input:")}
+    wanted = {name[7:]: array for name, array in arrays.items() if name.startswith("output:")}
     ports = known.inputs
     count = next(len(one) for name, one in sample.items() if ports[name].batched)
     inputs = {

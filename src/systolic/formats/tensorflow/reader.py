@@ -55,11 +55,19 @@ def saved_model_function(
             f"{folder} was written by jax2tf, whose programs ({OWN}) tf2jax can't read; export the JAX function itself with jax.export, or import its weights"
         )
     graph = _Graph(folder, restored, name, _inputs(folder, called, example))
-    _, variables = graph.converted(tuple(one.shape for one in graph.inputs.values()))
+    _, variables = graph.converted(tuple(input_.shape for input_ in graph.inputs.values()))
     return PureFunction(
         framework=f"tensorflow {tf.__version__}",
-        trained={key: narrowed(one, key) for key, one in variables.items() if one.trainable},
-        state={key: narrowed(one, key) for key, one in variables.items() if not one.trainable},
+        trained={
+            key: narrowed(variable, key)
+            for key, variable in variables.items()
+            if variable.trainable
+        },
+        state={
+            key: narrowed(variable, key)
+            for key, variable in variables.items()
+            if not variable.trainable
+        },
         example=graph.inputs,
         call=graph,
         source=graph.in_tensorflow,
@@ -92,7 +100,7 @@ class _Graph:
         wrapped = tf.function(
             lambda *given: called(**dict(zip(self.inputs, given, strict=True))), autograph=False
         )
-        kinds = [one.dtype for one in self.inputs.values()]
+        kinds = [input_.dtype for input_ in self.inputs.values()]
         given = [np.zeros(size, kind) for size, kind in zip(shapes, kinds, strict=True)]
         try:
             self._made[shapes] = tf2jax.convert(wrapped, *given)
@@ -108,7 +116,7 @@ class _Graph:
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """See :class:`PureFunction`."""
         del train, key
-        given = [inputs[one] for one in self.inputs]
+        given = [inputs[input_] for input_ in self.inputs]
         function, _ = self.converted(tuple(tuple(one.shape) for one in given))
         made, _ = function({**trained, **state}, *given)
         return outputs_of(made, (jax.Array, np.ndarray)), dict(state)
@@ -118,7 +126,7 @@ class _Graph:
         import tensorflow as tf  # ty: ignore[import-not-found]
 
         called = self.restored.signatures[self.name]
-        made = called(**{one: tf.constant(inputs[one]) for one in self.inputs})
+        made = called(**{input_: tf.constant(inputs[input_]) for input_ in self.inputs})
         return {key: narrowed(one.numpy()) for key, one in outputs_of(made, tf.Tensor).items()}
 
 

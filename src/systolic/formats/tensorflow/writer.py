@@ -93,7 +93,7 @@ def _write_request(
 ) -> None:
     """Files that the child reads: parameters as bytes, inputs, and what to do with them."""
     params = {path: np.ascontiguousarray(array) for path, array in model.params.items()}
-    raw = {str(at): one.reshape(-1).view(np.uint8) for at, one in enumerate(params.values())}
+    raw = {str(at): param.reshape(-1).view(np.uint8) for at, param in enumerate(params.values())}
     np.savez(work / PARAMS, **raw)  # ty: ignore[invalid-argument-type]
     functions: dict[str, Any] = {}
     for name, function in model.functions.items():
@@ -104,8 +104,8 @@ def _write_request(
         functions[name] = {
             "program": f"{name}{SUFFIX}",
             "inputs": {
-                key: {"shape": list(one.shape), "dtype": one.dtype}
-                for key, one in function.inputs.items()
+                key: {"shape": list(input_.shape), "dtype": input_.dtype}
+                for key, input_ in function.inputs.items()
             },
             "constraints": [f"{dim} <= {most}" for dim, most in limits.items()],
             "calls": len(calls),
@@ -113,8 +113,8 @@ def _write_request(
     request = {
         "folder": str(folder),
         "params": [
-            {"path": path, "shape": list(one.shape), "dtype": one.dtype.name}
-            for path, one in params.items()
+            {"path": path, "shape": list(param.shape), "dtype": param.dtype.name}
+            for path, param in params.items()
         ],
         "platforms": list(PLATFORMS),
         "functions": functions,
@@ -156,8 +156,8 @@ def _readme(model: ExportableModel, out: Path) -> str:
         "",
     ]
     for name, function in model.functions.items():
-        given = ", ".join(f"{key}: {one}" for key, one in function.inputs.items())
-        back = ", ".join(f"{key}: {one}" for key, one in model.outputs(name).items())
+        given = ", ".join(f"{key}: {input_}" for key, input_ in function.inputs.items())
+        back = ", ".join(f"{key}: {output}" for key, output in model.outputs(name).items())
         parts += [name, f"  takes   {given}", f"  returns {back}"]
         parts += [f"  {dim} is at most {most}" for dim, most in function.limits.items()]
     first = model.function()

@@ -70,8 +70,8 @@ def _signature(
     program = jax.export.deserialize(bytearray((work / about["program"]).read_bytes()))
     inputs = about["inputs"]
     shapes = {
-        key: f"({', '.join(map(str, one['shape']))}{',' if len(one['shape']) == 1 else ''})"
-        for key, one in inputs.items()
+        key: f"({', '.join(map(str, input_['shape']))}{',' if len(input_['shape']) == 1 else ''})"
+        for key, input_ in inputs.items()
     }
 
     def call(arrays: list[Any], given: dict[str, Any]) -> Any:
@@ -88,11 +88,11 @@ def _signature(
     return function.get_concrete_function(
         **{
             key: tf.TensorSpec(
-                [size if isinstance(size, int) else None for size in one["shape"]],
-                tf.as_dtype(one["dtype"]),
+                [size if isinstance(size, int) else None for size in input_["shape"]],
+                tf.as_dtype(input_["dtype"]),
                 name=key,
             )
-            for key, one in inputs.items()
+            for key, input_ in inputs.items()
         }
     )
 
