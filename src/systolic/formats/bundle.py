@@ -220,7 +220,7 @@ def few_outputs(outputs: np.ndarray) -> np.ndarray:
 
 
 def record(
-    made: BundleDraft, inputs: Mapping[str, np.ndarray], outputs: np.ndarray, platform: str
+    bundle: BundleDraft, inputs: Mapping[str, np.ndarray], outputs: np.ndarray, platform: str
 ) -> Recorded:
     """Adds inputs and outputs to a Bundle.
 
@@ -243,7 +243,7 @@ def record(
     ]
     out = io.BytesIO()
     write(out, specs, arrays.values(), {"format": "systolic"})
-    made.add(FILE, out.getvalue())
+    bundle.add(FILE, out.getvalue())
     return Recorded(file=FILE, precision=PRECISION, tolerance=EXACT, platform=platform)
 
 
@@ -296,16 +296,16 @@ def replay(bundle: Bundle, outputs: np.ndarray) -> Replay:
 def _arrays(bundle: Bundle, about: Recorded) -> dict[str, np.ndarray]:
     if about.file not in bundle.record.files:
         raise DataError(f"bundle.json of {bundle.folder} does not list {about.file}; copy it again")
-    found = {n: one.read() for n, one in read_header(bundle.folder / about.file)[0].items()}
-    if not {OUTPUT, CHOSEN, BEST} < set(found) or not found[CHOSEN].size:
+    arrays = {n: one.read() for n, one in read_header(bundle.folder / about.file)[0].items()}
+    if not {OUTPUT, CHOSEN, BEST} < set(arrays) or not arrays[CHOSEN].size:
         raise DataError(
             f"{bundle.folder / about.file} holds no recorded outputs; export or import the model again"
         )
-    return found
+    return arrays
 
 
 def record_answers(
-    made: BundleDraft,
+    bundle: BundleDraft,
     about: Mapping[str, Any],
     answers: Callable[[Source, Mapping[str, np.ndarray]], tuple[np.ndarray, str]],
 ) -> Recorded | None:
@@ -316,10 +316,10 @@ def record_answers(
         about: Fields of its bundle.json.
         answers: Computes outputs float32[rows, ..., n] of a source; returns them with the platform's name.
     """
-    made.describe(**about)
-    source = open_source(made.folder)
+    bundle.describe(**about)
+    source = open_source(bundle.folder)
     inputs = probe_inputs(source)
-    return None if inputs is None else record(made, inputs, *answers(source, inputs))
+    return None if inputs is None else record(bundle, inputs, *answers(source, inputs))
 
 
 # Writing

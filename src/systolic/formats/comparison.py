@@ -109,18 +109,18 @@ def joined(calls: Sequence[Call], examples: int | None = None) -> ExportDifferen
     absolute = relative = 0.0
     agreement, cosine, unequal = None, None, 0
     for name in calls[0][0]:
-        found = _Compared()
+        output = _Compared()
         for source, exported in calls:
-            found.add(name, source[name], exported.get(name))
-        unequal += found.unequal
-        absolute = float(np.maximum(absolute, found.largest))
-        over = found.largest / max(found.scale, 1e-30)
+            output.add(name, source[name], exported.get(name))
+        unequal += output.unequal
+        absolute = float(np.maximum(absolute, output.largest))
+        over = output.largest / max(output.scale, 1e-30)
         relative = float(np.maximum(relative, over))
         if name in VECTORS:
             sides = ([_flat(call[side][name]) for call in calls] for side in (1, 0))
             cosine = Cosine.of(*(np.concatenate(side) for side in sides))
-        elif agreement is None and found.rows:
-            agreement = found.same / found.rows
+        elif agreement is None and output.rows:
+            agreement = output.same / output.rows
     counts = (next((len(one) for one in source.values() if one.ndim), 0) for source, _ in calls)
     return ExportDifference(
         examples=sum(counts) if examples is None else examples,
@@ -145,9 +145,9 @@ class _Compared:
     def add(self, name: str, wanted: np.ndarray, exported: np.ndarray | None) -> None:
         """One more call."""
         if exported is None or exported.shape != wanted.shape:
-            found = "missing" if exported is None else list(exported.shape)
+            shape = "missing" if exported is None else list(exported.shape)
             raise RunError(
-                f"output {name} of the exported program is {found} and {list(wanted.shape)} in the source; nothing was kept"
+                f"output {name} of the exported program is {shape} and {list(wanted.shape)} in the source; nothing was kept"
             )
         if wanted.dtype.kind in "iub":
             self.unequal += int((wanted != exported).sum())
@@ -269,13 +269,13 @@ def _same_largest(ours: np.ndarray, theirs: np.ndarray) -> float:
     return float((ours.argmax(-1) == theirs.argmax(-1)).mean())
 
 
-def check_passed(found: "Parity | ProgramParity") -> None:
+def check_passed(parity: "Parity | ProgramParity") -> None:
     """Ends an import whose model computes something else than its source.
 
     Raises:
         RunError: so.
     """
-    if not found.passed:
+    if not parity.passed:
         raise RunError(
-            f"{found.line()}: the import is not the same model, and no Bundle was written; report it, or import with --no-parity"
+            f"{parity.line()}: the import is not the same model, and no Bundle was written; report it, or import with --no-parity"
         )

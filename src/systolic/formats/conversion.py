@@ -46,8 +46,8 @@ def unrolled(call: Callable[..., Any], *args: Any) -> Any:
     import jax
 
     closed, shape = jax.make_jaxpr(call, return_shape=True)(*args)
-    made = computed(closed.jaxpr, closed.consts, jax.tree.leaves(args))
-    return jax.tree.unflatten(jax.tree.structure(shape), made)
+    outputs = computed(closed.jaxpr, closed.consts, jax.tree.leaves(args))
+    return jax.tree.unflatten(jax.tree.structure(shape), outputs)
 
 
 def loops(jaxpr: Any) -> bool:
@@ -77,11 +77,13 @@ def largest_bytes(jaxpr: Any) -> int:
 def _programs(params: Any) -> list[Any]:
     import jax.extend.core
 
-    found = [
+    programs = [
         one for value in params.values() for one in (value if isinstance(value, tuple) else [value])
     ]
-    found = [one.jaxpr if isinstance(one, jax.extend.core.ClosedJaxpr) else one for one in found]
-    return [one for one in found if isinstance(one, jax.extend.core.Jaxpr)]
+    programs = [
+        one.jaxpr if isinstance(one, jax.extend.core.ClosedJaxpr) else one for one in programs
+    ]
+    return [one for one in programs if isinstance(one, jax.extend.core.Jaxpr)]
 
 
 def computed(
@@ -98,16 +100,16 @@ def computed(
     for equation in jaxpr.eqns:
         given, name = [read(atom) for atom in equation.invars], equation.primitive.name
         if name in INLINED:
-            made = _called(equation.params, given, replace)
+            outputs = _called(equation.params, given, replace)
         elif name == "scan" and equation.params["length"] <= MOST_TURNS:
-            made = _turns(equation, given, replace)
+            outputs = _turns(equation, given, replace)
         elif (other := replace(equation, given)) is not None:
-            made = other
+            outputs = other
         else:
             params = equation.primitive.get_bind_params(equation.params)
             out = equation.primitive.bind(*given, **params)
-            made = out if equation.primitive.multiple_results else [out]
-        known.update(zip(equation.outvars, made, strict=True))
+            outputs = out if equation.primitive.multiple_results else [out]
+        known.update(zip(equation.outvars, outputs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 
@@ -131,14 +133,14 @@ def _turns(equation: Any, given: list[Any], replace: Replace) -> list[Any]:
     carried = _passed_whole(equation.outvars, inner.outvars)
     whole = _passed_whole(equation.invars, inner.invars)
     consts, carry, rows = given[: whole - carried], given[whole - carried : whole], given[whole:]
-    made: list[list[Any]] = []
+    outputs_by_turn: list[list[Any]] = []
     for turn in reversed(turns) if params["reverse"] else turns:
         own = [*consts, *carry, *(row[turn] for row in rows)]
         outputs = computed(inner, constants, own, replace)
         carry = outputs[:carried]
-        made.append(outputs[carried:])
-    made = made[::-1] if params["reverse"] else made
-    return [*carry, *(jnp.stack(parts) for parts in zip(*made, strict=True))]
+        outputs_by_turn.append(outputs[carried:])
+    outputs_by_turn = outputs_by_turn[::-1] if params["reverse"] else outputs_by_turn
+    return [*carry, *(jnp.stack(parts) for parts in zip(*outputs_by_turn, strict=True))]
 
 
 def _passed_whole(outside: Sequence[Any], inside: Sequence[Any]) -> int:
@@ -227,10 +229,10 @@ def label_lines(job: Job) -> bytes:
 
 def described(job: Job) -> dict[str, Any]:
     """Names of classes (``labels``), and of a model of embeddings what is written before a text (``before``) and whether it is in lower case (``lower``)."""
-    found: dict[str, Any] = {"labels": list(class_names(job))}
+    properties: dict[str, Any] = {"labels": list(class_names(job))}
     if isinstance(job.data, Sentences):
-        found |= {"before": job.data.before, "lower": job.data.lower}
-    return {name: one for name, one in found.items() if one}
+        properties |= {"before": job.data.before, "lower": job.data.lower}
+    return {name: one for name, one in properties.items() if one}
 
 
 def metadata(job: Job) -> dict[str, str]:
@@ -255,17 +257,17 @@ def with_labels(content: bytes, job: Job) -> bytes:
 
 def text_notes(job: Job) -> list[str]:
     """A line for what a program's user does to a text before it is tokens."""
-    found = described(job)
-    made = []
-    if "before" in found:
-        made.append(
-            f"{found['before']!r} is written before each text here, which no program does: put it there before making tokens"
+    properties = described(job)
+    notes = []
+    if "before" in properties:
+        notes.append(
+            f"{properties['before']!r} is written before each text here, which no program does: put it there before making tokens"
         )
-    if "lower" in found:
-        made.append(
+    if "lower" in properties:
+        notes.append(
             "texts are read in lower case here, which no program does: change them before making tokens"
         )
-    return made
+    return notes
 
 
 @dataclass(frozen=True, kw_only=True)

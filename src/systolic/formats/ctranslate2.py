@@ -57,13 +57,13 @@ def open_ctranslate2(folder: Path) -> TransformersSource:
         DataError: the file is damaged.
     """
     file = folder / BINARY
-    found = read_bin(file)
+    arrays = read_bin(file)
     for name, known in (("activation", GELU), ("pre_norm", 1), ("scale_embeddings", 0)):
-        value = int(found[f"decoder/{name}"].read()) if f"decoder/{name}" in found else known
+        value = int(arrays[f"decoder/{name}"].read()) if f"decoder/{name}" in arrays else known
         if value != known:
             raise OptionError(f"decoder/{name} of {file} is {value} and only {known} is known")
     try:
-        model, tensors = _sizes(found), _renamed(found)
+        model, tensors = _sizes(arrays), _renamed(arrays)
     except KeyError as error:
         raise DataError(f"{file} lacks {error.args[0]}; convert the model again") from error
     about = read_config(folder) if (folder / CONFIG).is_file() else {}
@@ -111,7 +111,7 @@ def read_bin(file: Path) -> dict[str, BinTensor]:
         raise OptionError(
             f"{file} is a {kind} in format {version}, and only a {KIND} is read; convert the model from its Hugging Face folder"
         )
-    found: dict[str, BinTensor] = {}
+    arrays: dict[str, BinTensor] = {}
     for _ in range(number(4)):
         name = text()
         shape = tuple(number(4) for _ in range(number(1)))
@@ -120,76 +120,83 @@ def read_bin(file: Path) -> dict[str, BinTensor]:
             raise OptionError(
                 f"{name} of {file} is quantized or in bfloat16, which is not read; convert the model with --quantization float16"
             )
-        made = BinTensor(raw=raw, offset=place, shape=shape, dtype=np.dtype(DTYPES[dtype]))
+        tensor = BinTensor(raw=raw, offset=place, shape=shape, dtype=np.dtype(DTYPES[dtype]))
         place += size
-        if size != int(np.prod(shape, dtype=np.int64)) * made.dtype.itemsize or place > len(raw):
+        if size != int(np.prod(shape, dtype=np.int64)) * tensor.dtype.itemsize or place > len(raw):
             raise DataError(f"{file} is damaged at {name}; copy it again")
-        found[name] = made
-    return found
+        arrays[name] = tensor
+    return arrays
 
 
-def _sizes(found: Mapping[str, BinTensor]) -> Whisper:
+def _sizes(arrays: Mapping[str, BinTensor]) -> Whisper:
     def layers(side: str) -> int:
-        numbers = [re.match(rf"{side}/layer_(\d+)/", name) for name in found]
+        numbers = [re.match(rf"{side}/layer_(\d+)/", name) for name in arrays]
         return 1 + max((int(number[1]) for number in numbers if number), default=-1)
 
-    vocab, width = found["decoder/embeddings/weight"].shape
+    vocab, width = arrays["decoder/embeddings/weight"].shape
     return Whisper(
         encoder_layers=layers("encoder"),
         decoder_layers=layers("decoder"),
         d_model=width,
-        d_ff=found["encoder/layer_0/ffn/linear_0/weight"].shape[0],
-        heads=int(found["encoder/num_heads"].read()),
+        d_ff=arrays["encoder/layer_0/ffn/linear_0/weight"].shape[0],
+        heads=int(arrays["encoder/num_heads"].read()),
         vocab=vocab,
-        mels=found["encoder/conv1/weight"].shape[1],
-        frames=found["encoder/position_encodings/encodings"].shape[0],
-        positions=found["decoder/position_encodings/encodings"].shape[0],
+        mels=arrays["encoder/conv1/weight"].shape[1],
+        frames=arrays["encoder/position_encodings/encodings"].shape[0],
+        positions=arrays["decoder/position_encodings/encodings"].shape[0],
     )
 
 
-def _renamed(found: Mapping[str, BinTensor]) -> dict[str, Any]:
+def _renamed(arrays: Mapping[str, BinTensor]) -> dict[str, Any]:
     """Tensors under the names of transformers; keys' biases, which are zeros, are left out."""
-    made: dict[str, Any] = {
-        "model.decoder.embed_tokens.weight": found["decoder/embeddings/weight"],
+    renamed: dict[str, Any] = {
+        "model.decoder.embed_tokens.weight": arrays["decoder/embeddings/weight"],
     }
     for kind in ("weight", "bias"):
         for conv in ("conv1", "conv2"):
-            made[f"model.encoder.{conv}.{kind}"] = found[f"encoder/{conv}/{kind}"]
+            renamed[f"model.encoder.{conv}.{kind}"] = arrays[f"encoder/{conv}/{kind}"]
     for side in ("encoder", "decoder"):
-        made[f"model.{side}.embed_positions.weight"] = found[f"{side}/position_encodings/encodings"]
-        _norm(made, found, f"model.{side}.layer_norm", f"{side}/layer_norm")
-    for number in sorted({name.rpartition("/ffn/linear_0/")[0] for name in found} - {""}):
+        renamed[f"model.{side}.embed_positions.weight"] = arrays[
+            f"{side}/position_encodings/encodings"
+        ]
+        _norm(renamed, arrays, f"model.{side}.layer_norm", f"{side}/layer_norm")
+    for number in sorted({name.rpartition("/ffn/linear_0/")[0] for name in arrays} - {""}):
         side, _, layer = number.partition("/layer_")
         ours = f"model.{side}.layers.{layer}."
-        _norm(made, found, f"{ours}self_attn_layer_norm", f"{number}/self_attention/layer_norm")
-        _norm(made, found, f"{ours}final_layer_norm", f"{number}/ffn/layer_norm")
+        _norm(renamed, arrays, f"{ours}self_attn_layer_norm", f"{number}/self_attention/layer_norm")
+        _norm(renamed, arrays, f"{ours}final_layer_norm", f"{number}/ffn/layer_norm")
         for kind in ("weight", "bias"):
-            made[f"{ours}fc1.{kind}"] = found[f"{number}/ffn/linear_0/{kind}"]
-            made[f"{ours}fc2.{kind}"] = found[f"{number}/ffn/linear_1/{kind}"]
+            renamed[f"{ours}fc1.{kind}"] = arrays[f"{number}/ffn/linear_0/{kind}"]
+            renamed[f"{ours}fc2.{kind}"] = arrays[f"{number}/ffn/linear_1/{kind}"]
         own = [f"{number}/self_attention/linear_{i}" for i in range(2)]
-        _attention(made, found, f"{ours}self_attn.", (("qkv", own[0]), ("out", own[1])))
+        _attention(renamed, arrays, f"{ours}self_attn.", (("qkv", own[0]), ("out", own[1])))
         if side == "decoder":
-            _norm(made, found, f"{ours}encoder_attn_layer_norm", f"{number}/attention/layer_norm")
+            _norm(
+                renamed, arrays, f"{ours}encoder_attn_layer_norm", f"{number}/attention/layer_norm"
+            )
             cross = [f"{number}/attention/linear_{i}" for i in range(3)]
             parts = (("q", cross[0]), ("kv", cross[1]), ("out", cross[2]))
-            _attention(made, found, f"{ours}encoder_attn.", parts)
-    return made
+            _attention(renamed, arrays, f"{ours}encoder_attn.", parts)
+    return renamed
 
 
-def _norm(made: dict[str, Any], found: Mapping[str, BinTensor], ours: str, theirs: str) -> None:
-    made[f"{ours}.weight"], made[f"{ours}.bias"] = found[f"{theirs}/gamma"], found[f"{theirs}/beta"]
+def _norm(renamed: dict[str, Any], arrays: Mapping[str, BinTensor], ours: str, theirs: str) -> None:
+    renamed[f"{ours}.weight"], renamed[f"{ours}.bias"] = (
+        arrays[f"{theirs}/gamma"],
+        arrays[f"{theirs}/beta"],
+    )
 
 
 def _attention(
-    made: dict[str, Any],
-    found: Mapping[str, BinTensor],
+    renamed: dict[str, Any],
+    arrays: Mapping[str, BinTensor],
     ours: str,
     parts: tuple[tuple[str, str], ...],
 ) -> None:
     """Projections ``q``, ``k``, ``v`` that lie one after another in an array, and the output's."""
     for letters, theirs in parts:
         for kind in ("weight", "bias"):
-            whole = found[f"{theirs}/{kind}"]
+            whole = arrays[f"{theirs}/{kind}"]
             for number, letter in enumerate(letters if letters != "out" else ("out",)):
                 part = whole.part(number, 1 if letters == "out" else len(letters))
                 if letter == "k" and kind == "bias":
@@ -198,4 +205,4 @@ def _attention(
                             f"{theirs}/bias has biases of keys, which Whisper has not; convert the model from its Hugging Face folder"
                         )
                     continue
-                made[f"{ours}{letter}_proj.{kind}"] = part
+                renamed[f"{ours}{letter}_proj.{kind}"] = part

@@ -65,17 +65,17 @@ class ExampleInputs:
         """One example alone, its texts cut and the end of their mask taken for padding, as far as sizes are free; ``None`` where none is."""
         if not {BATCH, SEQUENCE} & set(function.free):
             return None
-        made = next(self.calls(function, 1 if BATCH in function.free else None))
+        inputs = next(self.calls(function, 1 if BATCH in function.free else None))
         if SEQUENCE in function.free:
-            tokens = made[TOKENS].shape[1]
+            tokens = inputs[TOKENS].shape[1]
             cut = max(tokens - 3, 1)
-            for name in {TOKENS, MASK} & set(made):
-                made[name] = made[name][:, :cut]
-            if MASK in made and cut > 1:
-                made[MASK] = made[MASK] * (np.arange(cut) < max(cut - BEYOND, 1)).astype(
-                    made[MASK].dtype
+            for name in {TOKENS, MASK} & set(inputs):
+                inputs[name] = inputs[name][:, :cut]
+            if MASK in inputs and cut > 1:
+                inputs[MASK] = inputs[MASK] * (np.arange(cut) < max(cut - BEYOND, 1)).astype(
+                    inputs[MASK].dtype
                 )
-        return made
+        return inputs
 
     def calls(
         self, function: Inference, size: int | None = None
@@ -118,13 +118,13 @@ def example_inputs(
     if BATCH in model.sizes:
         count = -(-count // model.sizes[BATCH]) * model.sizes[BATCH]
         batch = {name: np.resize(array, (count, *array.shape[1:])) for name, array in batch.items()}
-    made: dict[str, dict[str, np.ndarray]] = {}
+    inputs: dict[str, dict[str, np.ndarray]] = {}
     for name, function in model.functions.items():
         if ENCODED in function.inputs:
             encode = model.functions_on("cpu")["encode"].call
-            batch = {**batch, ENCODED: run(encode, model.params, made["encode"])[ENCODED]}
-        made[name] = function_inputs(function, batch, model.sizes, length)
-    return ExampleInputs(inputs=made, rows=count, origin=origin)
+            batch = {**batch, ENCODED: run(encode, model.params, inputs["encode"])[ENCODED]}
+        inputs[name] = function_inputs(function, batch, model.sizes, length)
+    return ExampleInputs(inputs=inputs, rows=count, origin=origin)
 
 
 def longest(job: Job) -> int:
@@ -177,11 +177,11 @@ def _own(job: Job, rows: int, length: int) -> tuple[dict[str, np.ndarray], str]:
         texts = [lines[number % len(lines)] for number in range(rows)]
         return _sentences(data, texts, length), "sentences"
     random = np.random.default_rng(0)
-    made = {name: _random(random, one, rows) for name, one in data.fields().items()}
+    arrays = {name: _random(random, one, rows) for name, one in data.fields().items()}
     if isinstance(data, Recordings):
-        made[TOKENS] = _passage(job, data.get_tokenizer(), rows, length)
-    named = "pictures" if IMAGE in made else "spectrograms" if FEATURES in made else "arrays"
-    return made, f"random {named}"
+        arrays[TOKENS] = _passage(job, data.get_tokenizer(), rows, length)
+    named = "pictures" if IMAGE in arrays else "spectrograms" if FEATURES in arrays else "arrays"
+    return arrays, f"random {named}"
 
 
 def _passage(job: Job, tokenizer: Tokenizer, rows: int, length: int) -> np.ndarray:
@@ -245,8 +245,8 @@ def _of_files(job: Job, files: Sequence[Path], length: int) -> dict[str, np.ndar
         from systolic.data.audio.sound import read_sound
 
         heard = [window.features for file in files for window in data.windows(read_sound(file))]
-        made = _stacked([{FEATURES: one} for one in heard])
-        return {**made, TOKENS: _passage(job, data.get_tokenizer(), len(heard), length)}
+        arrays = _stacked([{FEATURES: one} for one in heard])
+        return {**arrays, TOKENS: _passage(job, data.get_tokenizer(), len(heard), length)}
     return _stacked([data.load(file) for file in files])
 
 
@@ -260,8 +260,8 @@ def _of_texts(files: Sequence[Path], rows: Callable[[str, int], Sequence[Any]]) 
 
 def _lines(text: str, most: int) -> list[str]:
     """The first lines of a text that have words."""
-    found = (line for line in text.splitlines() if line.strip())
-    return list(islice(found, most))
+    lines = (line for line in text.splitlines() if line.strip())
+    return list(islice(lines, most))
 
 
 def _windows(ids: np.ndarray, length: int) -> list[np.ndarray]:

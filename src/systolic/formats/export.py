@@ -179,13 +179,13 @@ def file_payload(source: Source) -> ExportPayload:
     from systolic.formats.hugging_face.writer import outgoing
 
     source.verify()
-    made = outgoing(source)
+    weights = outgoing(source)
     files = {name: file.read_bytes() for name, file in source.files().items()}
     if isinstance(source.model, PICTURED) and (job := source.trained_job()) is not None:
-        config, files = with_pictures(made.config, files, job)
-        made = replace(made, config=config)
+        config, files = with_pictures(weights.config, files, job)
+        weights = replace(weights, config=config)
     return ExportPayload(
-        made=made,
+        made=weights,
         files=files,
         licence=source.licence,
         restored=tuple(source.dtypes()[path].name for path, _ in source.quantization.matrices),
@@ -195,19 +195,19 @@ def file_payload(source: Source) -> ExportPayload:
 def _run_payload(run: ExportableRun) -> ExportPayload:
     from systolic.formats.hugging_face.writer import outgoing_model, with_text
 
-    made = outgoing_model(run.job.model, run.plain_weights, origin_of(run))
+    weights = outgoing_model(run.job.model, run.plain_weights, origin_of(run))
     data, files, starts = run.job.data, text_files(run.job.data), None
     reads_bytes = isinstance(data, TextData) and data.get_tokenizer().file() is None
     if isinstance(run.job.model, PICTURED):
-        config, files = with_pictures(made.config, files, run.job)
-        made = replace(made, config=config)
+        config, files = with_pictures(weights.config, files, run.job)
+        weights = replace(weights, config=config)
     if isinstance(data, TextData):
-        config, files = with_text(made.config, files, data)
-        made = replace(made, config=config)
+        config, files = with_text(weights.config, files, data)
+        weights = replace(weights, config=config)
         tokenizer = data.get_tokenizer()
         document = tokenizer.around is Around.document and bool(files)
         starts = tokenizer.start is not None if document else None
-    return ExportPayload(made=made, files=files, starts=starts, reads_bytes=reads_bytes)
+    return ExportPayload(made=weights, files=files, starts=starts, reads_bytes=reads_bytes)
 
 
 def origin_of(run: ExportableRun) -> Config:

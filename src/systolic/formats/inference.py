@@ -178,8 +178,8 @@ class ExportableModel:
     def functions_on(self, platform: str) -> Mapping[str, Inference]:
         """The functions traced for a platform (``tpu``, ``gpu``, ``cpu``), with what is fast there."""
         if platform not in self._made:
-            made = self.make(self.job, platform, self.dtype)
-            self._made[platform] = {one.name: one.fixed(self.sizes) for one in made}
+            functions = self.make(self.job, platform, self.dtype)
+            self._made[platform] = {one.name: one.fixed(self.sizes) for one in functions}
         return self._made[platform]
 
     def outputs(self, name: str) -> Mapping[str, InferenceArray]:
@@ -245,8 +245,8 @@ def run(
     """Outputs of a function of params and inputs on this machine's CPU, with matmuls as exact as the device has."""
     # A TPU's default for float32 is one pass in bfloat16.
     with jax.default_device(reference_device()), jax.default_matmul_precision("highest"):
-        made = jax.jit(call)(dict(params), dict(inputs))
-    return {name: np.asarray(array) for name, array in made.items()}
+        outputs = jax.jit(call)(dict(params), dict(inputs))
+    return {name: np.asarray(array) for name, array in outputs.items()}
 
 
 def reference_device() -> Any:

@@ -99,22 +99,22 @@ def _before(files: dict[str, Path]) -> str:
 def sentence_notes(source: Source) -> tuple[str, ...]:
     """Settings that a folder leaves open, with the values taken."""
     files = source.files()
-    found = []
+    notes = []
     if MODULES not in files:
-        found.append(
+        notes.append(
             f"{source.path} has no {MODULES} of sentence-transformers, which says how vectors are made; they are means over tokens, of length 1"
         )
     fields = read_config(files[PROMPTS]) if PROMPTS in files else {}
     known = [name for name, text in (fields.get("prompts") or {}).items() if text]
     if known and fields.get("default_prompt_name") is None:
-        found.append(
+        notes.append(
             f"{files[PROMPTS]} has the prompts {', '.join(known)} and no default_prompt_name, so that none is written before a text; write it there yourself, or name one in the file"
         )
     if fields.get("truncate_dim"):
-        found.append(
+        notes.append(
             f"{files[PROMPTS]} has truncate_dim {fields['truncate_dim']}, which is not followed; vectors have all their numbers"
         )
-    return tuple(found)
+    return tuple(notes)
 
 
 def _unpooled(file: Path, data: Sentences) -> int:
@@ -258,19 +258,19 @@ def _spoken(fields: Config, ids: Mapping[str, int], path: Path) -> tuple[int, in
         OptionError: the tokenizer has no such token.
     """
     forced = dict(fields.get("forced_decoder_ids") or ())
-    found = []
+    tokens = []
     for name, place, default in (("language", 1, LANGUAGE), ("task", 2, TASK)):
         given = fields.get(name)
         if given is None:
-            found.append(forced.get(place) or ids[default])
+            tokens.append(forced.get(place) or ids[default])
             continue
         token = token_of(str(given))
         if token not in ids:
             raise OptionError(
                 f"{GENERATION} of {path} has the {name} {given!r}, for which the tokenizer has no token {token}; correct it"
             )
-        found.append(ids[token])
-    language, task = found
+        tokens.append(ids[token])
+    language, task = tokens
     known = fields.get("language") or forced.get(1)
     return language, task, "" if known else "English"
 
@@ -297,8 +297,8 @@ def job_of(source: Source, *, texts: bool = True) -> Job:
         raise OptionError(
             f"{source.path} is a {kind.__name__}, which is imported and can't be used on its own; used are {', '.join(one.__name__ for one in MAKERS)}"
         )
-    made = MAKERS[kind](source, texts)
-    return replace(made, quantization=source.quantization) if source.quantization else made
+    job = MAKERS[kind](source, texts)
+    return replace(job, quantization=source.quantization) if source.quantization else job
 
 
 def notes_of(source: Source, job: Job) -> tuple[str, ...]:

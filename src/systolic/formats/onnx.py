@@ -153,8 +153,8 @@ def _run_child(work: Path, packages: Path, others: list[str]) -> None:
 
 
 def _child_outputs(work: Path, number: int) -> dict[str, np.ndarray]:
-    with np.load(work / f"{number}.outputs.npz") as found:
-        return dict(found)
+    with np.load(work / f"{number}.outputs.npz") as arrays:
+        return dict(arrays)
 
 
 MODEL, REQUEST, OUTCOME = "request.pkl", "request.json", "outcome.json"
@@ -268,7 +268,7 @@ def _pooled(array: Any, params: Any) -> Any:
     padding = [(before, after, 0) for before, after in params["padding"]]
     array = jax.lax.pad(array, low, padding) if np.any(params["padding"]) else array
     windows, strides = params["window_dimensions"], params["window_strides"]
-    made = None
+    largest = None
     for place in itertools.product(*map(range, windows)):
         part = array
         for axis, (start, window, stride) in enumerate(zip(place, windows, strides, strict=True)):
@@ -276,8 +276,8 @@ def _pooled(array: Any, params: Any) -> Any:
                 size = (array.shape[axis] - window) // stride + 1
                 stop = start + (size - 1) * stride + 1
                 part = jax.lax.slice_in_dim(part, start, stop, stride, axis)
-        made = part if made is None else jax.lax.max(made, part)
-    return made
+        largest = part if largest is None else jax.lax.max(largest, part)
+    return largest
 
 
 def run(folder: Path, calls: int) -> list[str]:
@@ -292,10 +292,10 @@ def run(folder: Path, calls: int) -> list[str]:
     names = [output.name for output in session.get_outputs()]
     known = {input_.name for input_ in session.get_inputs()}
     for number in range(calls):
-        with np.load(folder / f"{number}.npz") as found:
-            given = {name: found[name] for name in found.files if name in known}
-        made: dict[str, Any] = dict(zip(names, session.run(None, given), strict=True))
-        np.savez(folder / f"{number}.outputs.npz", **made)
+        with np.load(folder / f"{number}.npz") as inputs:
+            given = {name: inputs[name] for name in inputs.files if name in known}
+        outputs: dict[str, Any] = dict(zip(names, session.run(None, given), strict=True))
+        np.savez(folder / f"{number}.outputs.npz", **outputs)
     return names
 
 

@@ -51,8 +51,8 @@ class SourceOutline:
 def ends_of(config: Config, generation: Path | None) -> tuple[int, ...]:
     """Ids that end a text, by a generation_config.json, else by a config.json's fields."""
     fields = {**config, **read_config(generation)} if generation else config
-    found = fields.get("eos_token_id")
-    several = found if isinstance(found, list) else [found]
+    ends = fields.get("eos_token_id")
+    several = ends if isinstance(ends, list) else [ends]
     return tuple(int(one) for one in several if one is not None)
 
 
@@ -73,15 +73,15 @@ def positions_of(config: Config, model: Model, source: str) -> int:
     given = next(((n, fields[n]) for n in POSITIONS if fields.get(n) is not None), None)
     if given is None:
         return model.learned_positions if isinstance(model, Decoder) else 0
-    name, found = given
-    if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+    name, positions = given
+    if isinstance(positions, bool) or not isinstance(positions, int) or positions < 1:
         raise OptionError(
-            f"{name} of {source} is {found!r}; write the tokens that the model takes at once, a whole number from 1"
+            f"{name} of {source} is {positions!r}; write the tokens that the model takes at once, a whole number from 1"
         )
     scaling = model.rope_scaling if isinstance(model, Decoder) else None
     if not scaling or scaling.kind is Stretching.linear:
-        return found
-    return max(found, int(scaling.factor * scaling.original_positions))
+        return positions
+    return max(positions, int(scaling.factor * scaling.original_positions))
 
 
 def outlined(path: Path) -> SourceOutline:
@@ -145,9 +145,9 @@ def outlined(path: Path) -> SourceOutline:
 
 def _positions_of_source(source: "Source") -> int:
     """See :attr:`SourceOutline.positions`; of a Bundle that was a run without a config.json those of its rows."""
-    found = positions_of(source.config, source.model, str(source.path))
-    if found or (trained := source.trained_job()) is None:
-        return found
+    positions = positions_of(source.config, source.model, str(source.path))
+    if positions or (trained := source.trained_job()) is None:
+        return positions
     return trained.data.context if isinstance(trained.data, TextData) else 0
 
 

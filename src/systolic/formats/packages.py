@@ -69,8 +69,8 @@ def run_module(
 def ended(code: int) -> str:
     """How a process ended, in words."""
     if code < 0:
-        found = signal.Signals(-code)
-        return f"was ended by {found.name}{REASONS.get(found, '')}"
+        ending = signal.Signals(-code)
+        return f"was ended by {ending.name}{REASONS.get(ending, '')}"
     return f"ended with exit code {code}"
 
 
@@ -136,8 +136,8 @@ def package_folder(purpose: str, say: Callable[[str], None] = lambda _: None) ->
     Raises:
         RunError: pip is missing or fails, or the disk is full; nothing is left.
     """
-    if (found := installed(purpose)) is not None:
-        return found
+    if (folder := installed(purpose)) is not None:
+        return folder
     final, packages = _folder(purpose), SETS[purpose]
     try:
         final.parent.mkdir(parents=True, exist_ok=True)

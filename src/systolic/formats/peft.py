@@ -130,12 +130,12 @@ def homes_of(model: Model, config: Mapping[str, Any], source: str) -> list[Home]
             return 0
         return num_inputs(tuple(axis for axis in axes if axis not in STACKED))
 
-    found = []
+    homes = []
     for rule in family(config, source).conversion(config).rules:
         if any(inputs(path) for path in rule.ours):
             sizes = [structure.params[path].shape[len(rule.stack) :] for path in rule.ours]
-            found += _homes(rule, sizes, [inputs(path) for path in rule.ours])
-    return found
+            homes += _homes(rule, sizes, [inputs(path) for path in rule.ours])
+    return homes
 
 
 def _homes(rule: Rule, shapes: Sequence[tuple[int, ...]], inputs: Sequence[int]) -> Iterator[Home]:
@@ -195,12 +195,12 @@ def base_of(folder: Path, base: Path | None = None) -> Path:
 
 def _config(folder: Path) -> dict[str, Any]:
     try:
-        found = json.loads((folder / ADAPTERS).read_bytes())
+        fields = json.loads((folder / ADAPTERS).read_bytes())
     except (OSError, ValueError) as error:
         raise DataError(f"{folder / ADAPTERS} is damaged ({error}); copy it again") from error
-    if not isinstance(found, dict):
+    if not isinstance(fields, dict):
         raise DataError(f"{folder / ADAPTERS} is no JSON object; copy it again")
-    return found
+    return fields
 
 
 def _checked(folder: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -304,15 +304,17 @@ class PeftSource(Source):
     @cached_property
     def pairs(self) -> dict[str, Pair]:
         """Adapters by our paths, for :attr:`scale`; of a smaller rank than others, or none, in a layer they end with zeros."""
-        found: dict[str, dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]]] = {}
+        pairs_by_path: dict[str, dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]]] = {}
         for home in self.homes:
             for place in home.rule.places():
                 module = home.module(place)
                 if f"{PREFIX}{module}{DOWN}" in self.adapters:
                     for path, pair in self._read(home, module).items():
-                        found.setdefault(path, {})[place] = pair
+                        pairs_by_path.setdefault(path, {})[place] = pair
         shapes = structure_of(self.model).params
-        return {path: self._stacked(path, shapes[path].shape, at) for path, at in found.items()}
+        return {
+            path: self._stacked(path, shapes[path].shape, at) for path, at in pairs_by_path.items()
+        }
 
     def _read(self, home: Home, module: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """Pairs float32[inputs, rank] and [rank, outputs] of one module, by path."""
@@ -334,14 +336,14 @@ class PeftSource(Source):
             )
         a = np.empty((len(home.inputs), rank), np.float32)
         a[home.inputs] = down.T
-        made = {}
+        pairs = {}
         for number, (path, (there, here)) in enumerate(home.outputs.items()):
             if up.any() and not up[there].any():
                 continue  # Of several matrices in a tensor this one has no adapter.
             b = np.empty((rank, len(there)), np.float32)
             b[:, here] = up[there].T * (self._scale(alpha, rank) / self.scale)
-            made[path] = _own_block(a, b, up, there, number, len(home.outputs))
-        return made
+            pairs[path] = _own_block(a, b, up, there, number, len(home.outputs))
+        return pairs
 
     def _stacked(
         self,

@@ -103,26 +103,26 @@ def matrices_in(source: Source) -> dict[str, Matrix]:
         )
     dtypes = source.dtypes()
     known = _matrices(source.model, structure_of(source.model), dtypes)
-    found = {path: one for path, one in known.items() if path in dtypes}
-    if not found:
+    matrices = {path: one for path, one in known.items() if path in dtypes}
+    if not matrices:
         raise OptionError(
             f"{source.path} is a {type(source.model).__name__}, which has no matrices to quantize here"
         )
-    return found
+    return matrices
 
 
 def _matrices(
     model: Model, made: ModelStructure, dtypes: Mapping[str, np.dtype]
 ) -> dict[str, Matrix]:
     """The parameters of a model that may be quantized, float32 where nothing else is known."""
-    found: dict[str, Matrix] = {}
+    matrices: dict[str, Matrix] = {}
     for path, axes in made.axes.items():
         if axes is None or not model.quantizable(path):
             continue
         shape, stacked = made.params[path].shape, axes[0] in STACKED
         if len(shape) - stacked < 2:
             continue
-        found[path] = Matrix(
+        matrices[path] = Matrix(
             path=path,
             shape=shape,
             stacked=stacked,
@@ -132,7 +132,7 @@ def _matrices(
             watched=EXPERTS not in axes and axes[-1] != CONVOLVED,
             factored=factored_of(axes),
         )
-    return found
+    return matrices
 
 
 def matrices_of_model(model: Model) -> dict[str, Matrix]:
@@ -143,17 +143,17 @@ def matrices_of_model(model: Model) -> dict[str, Matrix]:
 def whole(model: Model, kind: WeightFormat) -> Quantization:
     """All matrices of a model in a format, with its usual groups."""
     how = MatrixFormat(format=kind, group=kind.group)
-    found = matrices_of_model(model)
-    return Quantization.of({path: one.how(how) for path, one in found.items()})
+    matrices = matrices_of_model(model)
+    return Quantization.of({path: one.how(how) for path, one in matrices.items()})
 
 
 def saved_bytes(job: Job, item: int) -> int:
     """Bytes that a job's quantized matrices take less than in elements of ``item`` bytes."""
     if not job.quantization:
         return 0
-    found = matrices_of_model(job.model)
+    matrices = matrices_of_model(job.model)
     return sum(
-        math.prod(found[path].shape) * item - found[path].bytes(how)
+        math.prod(matrices[path].shape) * item - matrices[path].bytes(how)
         for path, how in job.quantization.matrices
     )
 
@@ -188,8 +188,10 @@ def planned_tensors(
     source: Source, matrices: Mapping[str, Matrix], formats: Mapping[str, MatrixFormat]
 ) -> list[TensorSpec]:
     """Tensors of the Bundle: codes and scales of what is quantized, all others as they are."""
-    made = structure_of(source.model)
-    shapes = {path: one.shape for path, one in {**made.params, **made.model_state}.items()}
+    structure = structure_of(source.model)
+    shapes = {
+        path: one.shape for path, one in {**structure.params, **structure.model_state}.items()
+    }
     specs: list[TensorSpec] = []
     for path, dtype in source.dtypes().items():
         if path not in formats:
@@ -344,11 +346,11 @@ def write_quantized(
             return
         one = matrices[path]
         given = matrices_of(source, path, one.shape, int(one.stacked))
-        for made in rounder.codes(path, formats[path], given):
-            for part, array in ((SCALES, made.scales), (INPUTS, made.inputs)):
+        for draft in rounder.codes(path, formats[path], given):
+            for part, array in ((SCALES, draft.scales), (INPUTS, draft.inputs)):
                 if array is not None:
                     held.setdefault(f"{path}/{part}", []).append(np.asarray(array))
-            yield packed(np.asarray(made.codes))
+            yield packed(np.asarray(draft.codes))
 
     out.weights(specs, pieces, progress)
     return {

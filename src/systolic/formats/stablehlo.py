@@ -78,7 +78,7 @@ def serialized(
     shapes = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in params.items()}
     free = function.free
     try:
-        made = jax.export.export(jax.jit(function.call), platforms=platforms)(
+        exported = jax.export.export(jax.jit(function.call), platforms=platforms)(
             shapes, function.abstract(function.symbolic())
         )
     except (TypeError, jax.errors.InconclusiveDimensionOperation) as error:
@@ -92,7 +92,7 @@ def serialized(
         raise RunError(
             f"{function.name} can't be exported for {', '.join(platforms)} ({_first(error)}); an operation of the model lowers on one platform only"
         ) from error
-    return bytes(made.serialize())
+    return bytes(exported.serialize())
 
 
 def _first(error: Exception) -> str:

@@ -107,7 +107,7 @@ def read(path: Path) -> dict[str, TorchTensor]:
     import zipfile
 
     try:
-        found = torch.load(
+        content = torch.load(
             path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
         )
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
@@ -116,15 +116,15 @@ def read(path: Path) -> dict[str, TorchTensor]:
             f"{path} is damaged or holds more than tensors, which are not executed ({reason}); save model.state_dict() with torch.save"
         ) from error
     for name in ("state_dict", "model"):
-        if isinstance(found, Mapping) and isinstance(found.get(name), Mapping):
-            found = found[name]
-    if not isinstance(found, Mapping) or not all(
-        isinstance(v, torch.Tensor) for v in found.values()
+        if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
+            content = content[name]
+    if not isinstance(content, Mapping) or not all(
+        isinstance(v, torch.Tensor) for v in content.values()
     ):
         raise DataError(f"{path} holds no dict of tensors; save model.state_dict() with torch.save")
     return {
         str(name).removeprefix(PARALLEL): TorchTensor(tensor=tensor.detach())
-        for name, tensor in found.items()
+        for name, tensor in content.items()
     }
 
 
@@ -156,10 +156,10 @@ def mobile_name(name: str) -> str | None:
     """The name in transformers of a tensor of torchvision's mobilenet_v2; None where it is the same."""
     if name.startswith("classifier.1."):
         return name.replace("classifier.1.", "classifier.")
-    found = re.fullmatch(r"features\.(\d+)\.(?:conv\.)?(\d)(?:\.(\d))?\.(\w+)", name)
-    if found is None:
+    match = re.fullmatch(r"features\.(\d+)\.(?:conv\.)?(\d)(?:\.(\d))?\.(\w+)", name)
+    if match is None:
         return None
-    block, part, inner, leaf = int(found[1]), int(found[2]), found[3], found[4]
+    block, part, inner, leaf = int(match[1]), int(match[2]), match[3], match[4]
     if block in (0, 18):
         where, norm = ("conv_stem.first_conv" if block == 0 else "conv_1x1"), part
     else:
@@ -197,14 +197,14 @@ def resnet_name(name: str) -> str | None:
         return f"resnet.embedder.embedder.{_kind(stem[1])}.{stem[2]}"
     if name.startswith("fc."):
         return name.replace("fc.", "classifier.1.")
-    found = re.fullmatch(r"layer(\d)\.(\d+)\.(conv|bn|downsample\.)(\d)\.(\w+)", name)
-    if found is None:
+    match = re.fullmatch(r"layer(\d)\.(\d+)\.(conv|bn|downsample\.)(\d)\.(\w+)", name)
+    if match is None:
         return None
-    there = f"resnet.encoder.stages.{int(found[1]) - 1}.layers.{found[2]}"
-    number = int(found[4])
-    if found[3] == "downsample.":
-        return f"{there}.shortcut.{'normalization' if number else 'convolution'}.{found[5]}"
-    return f"{there}.layer.{number - 1}.{_kind(found[3])}.{found[5]}"
+    there = f"resnet.encoder.stages.{int(match[1]) - 1}.layers.{match[2]}"
+    number = int(match[4])
+    if match[3] == "downsample.":
+        return f"{there}.shortcut.{'normalization' if number else 'convolution'}.{match[5]}"
+    return f"{there}.layer.{number - 1}.{_kind(match[3])}.{match[5]}"
 
 
 def _kind(name: str) -> str:

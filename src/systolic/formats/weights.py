@@ -64,18 +64,20 @@ _kept = lru_cache(maxsize=4)(_traced)
 
 def shapes_of(source: Source) -> dict[str, tuple[int, ...]]:
     """Shapes of all parameters and other variables of a model, by path."""
-    made = structure_of(source.model)
-    return {path: shape.shape for path, shape in {**made.params, **made.model_state}.items()}
+    structure = structure_of(source.model)
+    return {
+        path: shape.shape for path, shape in {**structure.params, **structure.model_state}.items()
+    }
 
 
 def planned(source: Source, dtype: np.dtype | None) -> list[TensorSpec]:
     """The tensors of a Bundle for a source; with ``dtype`` floats are stored in that one."""
     shapes = shapes_of(source)
-    made = []
+    specs = []
     for path, own in source.dtypes().items():
         kept = own if dtype is None or own.kind in "iub" else dtype
-        made.append(TensorSpec(name=path, shape=shapes[path], dtype=kept))
-    return made
+        specs.append(TensorSpec(name=path, shape=shapes[path], dtype=kept))
+    return specs
 
 
 def write_weights(
@@ -199,14 +201,14 @@ def starting_weights(path: Path, steps: StepFunctions) -> tuple[Weights, StartOr
 
 def _continued(source: "PeftSource", steps: StepFunctions) -> Weights:
     """Adapters of a folder of PEFT, to be trained on, beside the weights of their base."""
-    made = _weights(source.base, steps)
+    base = _weights(source.base, steps)
     params = {}
     for path, pair in source.pairs.items():
         for last, value in ((A, pair.a), (B, pair.b)):
             like = steps.abstract_state.params[f"{path}/{last}"]
             array = jax.device_put(value.astype(like.dtype), like.sharding)
             params[f"{path}/{last}"] = _owned(array, steps)
-    return replace(made, params=params)
+    return replace(base, params=params)
 
 
 def _of_run(path: Path, steps: StepFunctions) -> tuple[Weights, StartOrigin]:
@@ -243,9 +245,9 @@ def _owned(value: jax.Array, steps: StepFunctions) -> jax.Array:
 def _like(steps: StepFunctions) -> tuple[dict[str, Any], list[str]]:
     """Abstract arrays of the weights as stored, by path in the base model, and the paths kept in 4 bits."""
     state = steps.abstract_state
-    found: dict[str, Any] = {**state.params, **state.model_state}
+    abstract: dict[str, Any] = {**state.params, **state.model_state}
     if not steps.job.adapter:
-        return found, []
+        return abstract, []
     plain: dict[str, Any] = {}
     packed: list[str] = []
     for path, leaf in state.model_state.items():

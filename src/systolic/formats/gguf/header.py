@@ -178,20 +178,20 @@ class _Cursor:
         # Asked before anything is copied: a damaged length may be that of the whole file.
         if count > len(self.content) - self.at:
             raise ValueError("it ends within its header")
-        found = self.content[self.at : self.at + count]
+        content = self.content[self.at : self.at + count]
         self.at += count
-        return found
+        return content
 
     def number(self, kind: str) -> Any:
-        (found,) = struct.unpack(kind, self.taken(struct.calcsize(kind)))
-        return found
+        (number,) = struct.unpack(kind, self.taken(struct.calcsize(kind)))
+        return number
 
     def text(self) -> str:
-        found = self.taken(self.number("<Q"))
+        content = self.taken(self.number("<Q"))
         try:
-            return found.decode()
+            return content.decode()
         except UnicodeDecodeError as error:
-            place = self.at - len(found) + error.start
+            place = self.at - len(content) + error.start
             raise ValueError(f"damaged at byte {place:,}: text there is not UTF-8") from error
 
     def value(self, kind: int, depth: int = 0) -> Any:

@@ -132,12 +132,12 @@ class Reader:
         Raises:
             DataError: it is absent and has no default, or is no number from 1.
         """
-        found = self.need(name) if default is None else self.fields.get(name, default)
-        if isinstance(found, bool) or not isinstance(found, int) or not 1 <= found < 2**31:
+        number = self.need(name) if default is None else self.fields.get(name, default)
+        if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number < 2**31:
             raise DataError(
-                f"{self.path} has a {name} of {str(found)[:40]}, and it is a number from 1; convert the model again"
+                f"{self.path} has a {name} of {str(number)[:40]}, and it is a number from 1; convert the model again"
             )
-        return found
+        return number
 
     def token(self, name: str) -> int | None:
         """The id of a special token; ``None`` where there is none, which some files write as 4294967295."""
@@ -205,15 +205,15 @@ def _llama(fields: Fields, reader: Reader) -> dict[str, Any]:
         raise OptionError(
             f"{reader.path} is a mixture of experts, which is not read from GGUF; import the Hugging Face folder of this model"
         )
-    made = _shared(fields, reader)
+    config = _shared(fields, reader)
     return {
-        **made,
+        **config,
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
         "hidden_act": "silu",
         "attention_bias": "blk.0.attn_q.bias" in reader.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in reader.tensors,
-        "rope_scaling": _stretched(fields, reader, made) or _linear(fields, reader),
+        "rope_scaling": _stretched(fields, reader, config) or _linear(fields, reader),
     }
 
 
@@ -242,10 +242,10 @@ def _gemma2(fields: Fields, reader: Reader) -> dict[str, Any]:
 
 def _gemma3(fields: Fields, reader: Reader) -> dict[str, Any]:
     """Fields of a Gemma 3."""
-    made = _gemma(fields, reader, every=6, window=None)
-    made["rope_theta"] = _single(fields.get("gemma3.rope.freq_base", 1_000_000.0))
+    config = _gemma(fields, reader, every=6, window=None)
+    config["rope_theta"] = _single(fields.get("gemma3.rope.freq_base", 1_000_000.0))
     return {
-        **made,
+        **config,
         "model_type": "gemma3_text",
         "architectures": ["Gemma3ForCausalLM"],
         "rope_scaling": _linear(fields, reader),
@@ -266,19 +266,21 @@ def _gemma(fields: Fields, reader: Reader, *, every: int, window: int | None) ->
         every: Period of the layers without a window, where the file gives none.
         window: Window, where the file gives none.
     """
-    made, kind = _shared(fields, reader), reader.need("general.architecture")
-    layers = made["num_hidden_layers"]
+    config, kind = _shared(fields, reader), reader.need("general.architecture")
+    layers = config["num_hidden_layers"]
     every = fields.get(f"{kind}.attention.sliding_window_pattern", every)
     window = fields.get(f"{kind}.attention.sliding_window", window)
     if not isinstance(every, int):
         raise OptionError(
             f"{reader.path} names the layers with a window one by one and only a period of them is known; import the Hugging Face folder of this model"
         )
-    width, heads = made["hidden_size"], made["num_attention_heads"]
+    width, heads = config["hidden_size"], config["num_attention_heads"]
     return {
-        **made,
+        **config,
         "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": width // heads if layers == LAYERS_27B[kind] else made["head_dim"],
+        "query_pre_attn_scalar": width // heads
+        if layers == LAYERS_27B[kind]
+        else config["head_dim"],
         # transformers wants one also where no layer has it.
         "sliding_window": window or 512,
         "layer_types": [
@@ -316,9 +318,9 @@ def _stretched(fields: Fields, reader: Reader, config: Mapping[str, Any]) -> dic
     place = reader.tensors.get(FREQUENCIES)
     if place is None:
         return None
-    found = np.fromfile(place.file, np.float32, place.shape[0], offset=place.offset)
-    size, factor = config["head_dim"], float(found.max(initial=0.0))
-    if place.kind.name != "F32" or found.shape != (size // 2,) or not 1 < factor < np.inf:
+    stored = np.fromfile(place.file, np.float32, place.shape[0], offset=place.offset)
+    size, factor = config["head_dim"], float(stored.max(initial=0.0))
+    if place.kind.name != "F32" or stored.shape != (size // 2,) or not 1 < factor < np.inf:
         raise OptionError(_unknown(reader))
     scaling = RopeScaling(
         kind=Stretching.llama3,
@@ -327,7 +329,7 @@ def _stretched(fields: Fields, reader: Reader, config: Mapping[str, Any]) -> dic
         low_freq_factor=PUBLISHED["low_freq_factor"],
         high_freq_factor=PUBLISHED["high_freq_factor"],
     )
-    if not np.allclose(divisors(scaling, config["rope_theta"], size), found, rtol=1e-4):
+    if not np.allclose(divisors(scaling, config["rope_theta"], size), stored, rtol=1e-4):
         raise OptionError(_unknown(reader))
     return {
         "rope_type": "llama3",
@@ -506,7 +508,7 @@ def _opened(reader: Reader) -> TransformersSource:
 def _tensors(reader: Reader, architecture: Architecture, model: Decoder) -> dict[str, GgufTensor]:
     """Tensors by transformers' names; unknown ones keep theirs, for the check to name."""
     changes = architecture.changes(model)
-    made = {}
+    tensors = {}
     for theirs, tensor in reader.tensors.items():
         if theirs == FREQUENCIES:
             continue  # part of the configuration
@@ -520,8 +522,8 @@ def _tensors(reader: Reader, architecture: Architecture, model: Decoder) -> dict
             raise OptionError(
                 f"{tensor.file} has {theirs} stored as {tensor.kind.name}, which is not read; convert the model again as F16 or Q8_0"
             )
-        made[name] = _tensor(tensor, change.read)
-    return made
+        tensors[name] = _tensor(tensor, change.read)
+    return tensors
 
 
 @lru_cache

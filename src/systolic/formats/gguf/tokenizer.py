@@ -134,19 +134,19 @@ def build(path: Path, fields: Fields) -> "tokenizers.Tokenizer":
         raise DataError(f"{path} has no {KEY}tokens; convert the model again")
     if not isinstance(tokens, list) or not all(isinstance(one, str) for one in tokens):
         raise DataError(f"{path} has {KEY}tokens that are no texts; convert the model again")
-    made = makers[kind](path, fields, {token: i for i, token in enumerate(tokens)})
+    tokenizer = makers[kind](path, fields, {token: i for i, token in enumerate(tokens)})
     types = fields.get(f"{KEY}token_type") or [1] * len(tokens)
     added = [
         tokenizers.AddedToken(token, special=sort == CONTROL, normalized=False)
         for token, sort in zip(tokens, types, strict=True)
         if sort in (CONTROL, USER)
     ]
-    made.add_tokens(added)
+    tokenizer.add_tokens(added)
     if (begin := _begin(fields)) is not None:
-        made.post_processor = tokenizers.processors.TemplateProcessing(
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
             single=[begin, "$A"], special_tokens=[(begin, tokens.index(begin))]
         )
-    return made
+    return tokenizer
 
 
 def _byte_level(path: Path, fields: Fields, vocab: dict[str, int]) -> "tokenizers.Tokenizer":
@@ -165,10 +165,10 @@ def _byte_level(path: Path, fields: Fields, vocab: dict[str, int]) -> "tokenizer
         parts.append(pre_tokenizers.Split(Regex(pattern), behavior="isolated"))
     parts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None))
     merges = [tuple(pair.split(" ", 1)) for pair in fields.get(f"{KEY}merges") or []]
-    made = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=kind == "llama-bpe"))
-    made.pre_tokenizer = pre_tokenizers.Sequence(parts)
-    made.decoder = decoders.ByteLevel()
-    return made
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=kind == "llama-bpe"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
 
 
 def _sentence_piece(path: Path, fields: Fields, vocab: dict[str, int]) -> "tokenizers.Tokenizer":
@@ -180,7 +180,7 @@ def _sentence_piece(path: Path, fields: Fields, vocab: dict[str, int]) -> "token
     types = fields.get(f"{KEY}token_type") or [1] * len(vocab)
     plain = {t: s for t, s, sort in zip(vocab, scores, types, strict=True) if sort == 1}
     unknown = token_id(fields, "unknown")
-    made = Tokenizer(
+    tokenizer = Tokenizer(
         models.BPE(
             vocab=vocab,
             merges=merges_of(plain),
@@ -191,27 +191,27 @@ def _sentence_piece(path: Path, fields: Fields, vocab: dict[str, int]) -> "token
     )
     spaces = fields.get(f"{KEY}add_space_prefix", True)
     replaced = normalizers.Replace(" ", SPACE)
-    made.normalizer = (
+    tokenizer.normalizer = (
         normalizers.Sequence([normalizers.Prepend(SPACE), replaced]) if spaces else replaced
     )
     if not spaces:
-        made.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
     back = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    made.decoder = decoders.Sequence([*back, decoders.Strip(" ", 1, 0)] if spaces else back)
-    return made
+    tokenizer.decoder = decoders.Sequence([*back, decoders.Strip(" ", 1, 0)] if spaces else back)
+    return tokenizer
 
 
 def merges_of(scores: Mapping[str, float]) -> list[tuple[str, str]]:
     """Merges of SentencePiece's BPE: into each piece from any two, the best score first."""
-    found = [
+    merges = [
         (score, piece[:cut], piece[cut:])
         for piece, score in scores.items()
         if len(piece) <= LONGEST_PIECE
         for cut in range(1, len(piece))
         if piece[:cut] in scores and piece[cut:] in scores
     ]
-    found.sort(key=lambda merge: (-merge[0], len(merge[1])))
-    return [(left, right) for _, left, right in found]
+    merges.sort(key=lambda merge: (-merge[0], len(merge[1])))
+    return [(left, right) for _, left, right in merges]
 
 
 def _begin(fields: Fields) -> str | None:
@@ -231,11 +231,11 @@ def _ends(fields: Fields) -> list[int]:
 def _config(fields: Fields) -> dict[str, Any]:
     tokens = fields[f"{KEY}tokens"]
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-    made: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     for ours, theirs in names.items():
         number = token_id(fields, theirs)
         if number is not None:
-            made[f"{ours}_token"] = tokens[number]
+            config[f"{ours}_token"] = tokens[number]
     named = {"default": fields.get(TEMPLATE)} | {
         name.removeprefix(f"{TEMPLATE}."): text
         for name, text in fields.items()
@@ -244,8 +244,8 @@ def _config(fields: Fields) -> dict[str, Any]:
     known = [{"name": k, "template": v} for k, v in named.items() if isinstance(v, str)]
     if known:
         alone = [one["template"] for one in known if one["name"] == "default"]
-        made["chat_template"] = alone[0] if len(known) == len(alone) else known
-    return made
+        config["chat_template"] = alone[0] if len(known) == len(alone) else known
+    return config
 
 
 NORMAL, UNKNOWN, UNUSED, BYTE = 1, 2, 5, 6
@@ -324,9 +324,9 @@ def words_of(
     if (template := find_template(folder)) is not None:
         fields[TEMPLATE] = template.text
     texts = [*SAMPLES, *_marked(raw)]
-    for made in _candidates(raw, theirs, vocab, ids.get("unknown")):
-        if _agree(build(folder, {**made, **fields}), theirs, texts):
-            return Words(fields={**made, **fields}, notes=notes)
+    for candidate in _candidates(raw, theirs, vocab, ids.get("unknown")):
+        if _agree(build(folder, {**candidate, **fields}), theirs, texts):
+            return Words(fields={**candidate, **fields}, notes=notes)
     raise OptionError(
         f"the tokenizer of {source} splits or joins words in a way that no kind of GGUF known here does (tried {', '.join(PATTERNS)} and SentencePiece); give --to hf, and llama.cpp's own converter that folder"
     )
@@ -364,13 +364,13 @@ def _ids(
     ends = list(ends_of(config, generation if generation.is_file() else None))
     if (end := own("eos")) is not None:
         ends = [end, *(one for one in ends if one != end)]
-    found = {"bos": own("bos") if begin is None else begin, "unknown": own("unk")}
-    found |= {"padding": own("pad"), **dict(zip(ENDS, ends, strict=False))}
+    ids = {"bos": own("bos") if begin is None else begin, "unknown": own("unk")}
+    ids |= {"padding": own("pad"), **dict(zip(ENDS, ends, strict=False))}
     notes = ()
     if more := ends[len(ENDS) :]:
         texts = ", ".join(repr(theirs.id_to_token(one)) for one in more)
         notes = (f"GGUF names {len(ENDS)} tokens that end a text; left out: {texts}",)
-    return {name: number for name, number in found.items() if number is not None}, notes
+    return {name: number for name, number in ids.items() if number is not None}, notes
 
 
 def _marked(raw: Mapping[str, Any]) -> list[str]:
@@ -386,26 +386,26 @@ def _candidates(
     model = raw["model"]
     fallback = bool(model.get("byte_fallback"))
     tokens, types = _tokens(raw, vocab, fallback)
-    made: dict[str, Any] = {f"{KEY}tokens": tokens, f"{KEY}token_type": types}
+    shared: dict[str, Any] = {f"{KEY}tokens": tokens, f"{KEY}token_type": types}
     merges = [one.split(" ", 1) if isinstance(one, str) else one for one in model["merges"]]
     if not fallback:
         joined = [" ".join(merge) for merge in merges]
         for pattern in PATTERNS:
             kind = {f"{KEY}model": "gpt2", f"{KEY}pre": pattern, f"{KEY}merges": joined}
-            yield {**made, **kind}
+            yield {**shared, **kind}
         return
     if unknown is not None and types[unknown] == NORMAL:
         types[unknown] = UNKNOWN
     first = theirs.encode("a", add_special_tokens=False).tokens[:1]
-    made |= {
+    shared |= {
         f"{KEY}model": "llama",
         f"{KEY}pre": "default",
         f"{KEY}scores": _scores(tokens, merges),
         f"{KEY}add_space_prefix": bool(first) and first[0].startswith(SPACE),
     }
-    yield made
+    yield shared
     # User tokens of spaces are found in a text before its spaces are replaced.
-    yield made | {
+    yield shared | {
         f"{KEY}tokens": [
             token.replace(SPACE, " ") if sort == USER else token
             for token, sort in zip(tokens, types, strict=True)

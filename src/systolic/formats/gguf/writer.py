@@ -138,14 +138,14 @@ def _rope(model: Decoder) -> dict[str, Any]:
 
 
 def _gemma(model: Decoder) -> dict[str, Any]:
-    made = _rope(model)
+    fields = _rope(model)
     if model.window:
-        made["attention.sliding_window"] = model.window
+        fields["attention.sliding_window"] = model.window
         # Without layers of full attention the period is one that no layer ends.
-        made["attention.sliding_window_pattern"] = model.global_every or model.layers + 1
+        fields["attention.sliding_window_pattern"] = model.global_every or model.layers + 1
     if model.logit_cap:
-        made["final_logit_softcapping"] = float(model.logit_cap)
-    return made
+        fields["final_logit_softcapping"] = float(model.logit_cap)
+    return fields
 
 
 def _gemma2(model: Decoder) -> dict[str, Any]:
@@ -274,7 +274,7 @@ class GgufSpec:
         return int(np.prod(self.source.shape)) // block * size
 
 
-def plan(made: Outgoing, described: Described, precision: str) -> list[GgufSpec]:
+def plan(outgoing: Outgoing, described: Described, precision: str) -> list[GgufSpec]:
     """The tensors of a file, in the order of ``made``: matrices in the precision, vectors in f32.
 
     A matrix whose rows no block of Q8_0 divides is f16, as llama.cpp's converter has it.
@@ -296,8 +296,8 @@ def plan(made: Outgoing, described: Described, precision: str) -> list[GgufSpec]
     parts = {theirs: own for own, theirs in architecture.layer.items()}
     whole = {theirs: own for own, theirs in WHOLE.items()}
     kinds = GGMLQuantizationType
-    found = []
-    for spec in made.specs:
+    tensors = []
+    for spec in outgoing.specs:
         kind = kinds[precision.upper()] if len(spec.shape) > 1 else kinds.F32
         if spec.shape[-1] % GGML_QUANT_SIZES[kind][0]:
             kind = kinds.F16
@@ -309,8 +309,8 @@ def plan(made: Outgoing, described: Described, precision: str) -> list[GgufSpec]
             assert layer is not None, spec.name
             name = f"blk.{layer[1]}.{parts[layer[2]]}.{layer[3]}"
             change = changes.get(layer[2], TensorChange())
-        found.append(GgufSpec(name=name, source=spec, change=change, kind=kind))
-    return found
+        tensors.append(GgufSpec(name=name, source=spec, change=change, kind=kind))
+    return tensors
 
 
 def write_gguf(

@@ -238,7 +238,7 @@ def fields_of(preparation: Preparation, pixels: Pixels) -> dict[str, Any]:
     channels, shorter = pixels.channels, preparation.shorter
     both = preparation.both or preparation.side
     side = {"height": preparation.side, "width": preparation.side}
-    made: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "image_processor_type": "MobileNetV2ImageProcessor",
         "do_resize": preparation.resize,
         "size": {"height": both, "width": both} if shorter is None else {"shortest_edge": shorter},
@@ -250,8 +250,8 @@ def fields_of(preparation: Preparation, pixels: Pixels) -> dict[str, Any]:
         "do_normalize": True,
     }
     for name, values in (("image_mean", pixels.mean), ("image_std", pixels.std)):
-        made[name] = list(values if len(values) == channels else values * channels)
-    return made
+        fields[name] = list(values if len(values) == channels else values * channels)
+    return fields
 
 
 def fields_of_job(job: Job) -> dict[str, Any]:
@@ -286,8 +286,8 @@ def with_pictures(
         numbered = dict(enumerate((*names, *map(str, more))))
         said["id2label"] = {str(number): name for number, name in numbered.items()}
         said["label2id"] = {name: number for number, name in numbered.items()}
-    made = json.dumps(fields_of_job(job), indent=2).encode()
-    return said, {**files, PREPROCESSOR: made}
+    content = json.dumps(fields_of_job(job), indent=2).encode()
+    return said, {**files, PREPROCESSOR: content}
 
 
 def _pictured(model: Any) -> ResNet | ViT | MobileNetV2:

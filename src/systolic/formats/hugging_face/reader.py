@@ -36,12 +36,15 @@ def as_expected(tensors: Mapping[str, One], conversion: Conversion) -> dict[str,
     wanted = _wanted(conversion.rules)
     if wanted <= set(tensors):
         return dict(tensors)
-    found = {_unwrapped(name): tensor for name, tensor in tensors.items()}
-    if len(found) < len(tensors):
-        found = dict(tensors)
+    unwrapped = {_unwrapped(name): tensor for name, tensor in tensors.items()}
+    if len(unwrapped) < len(tensors):
+        unwrapped = dict(tensors)
     best = max(
-        (_renamed(found, old, new, wanted) for old, new in {("", ""), *_prefixes(found, wanted)}),
-        key=lambda made: len(wanted & set(made)),
+        (
+            _renamed(unwrapped, old, new, wanted)
+            for old, new in {("", ""), *_prefixes(unwrapped, wanted)}
+        ),
+        key=lambda renamed: len(wanted & set(renamed)),
     )
     return _with_embedding(best, conversion, wanted)
 
@@ -67,12 +70,12 @@ def _prefixes(given: Mapping[str, One], wanted: set[str]) -> Iterator[tuple[str,
 
 
 def _renamed(given: Mapping[str, One], old: str, new: str, wanted: set[str]) -> dict[str, One]:
-    made: dict[str, One] = {}
+    renamed: dict[str, One] = {}
     for name, tensor in given.items():
         other = new + name.removeprefix(old)
         moved = name not in wanted and name.startswith(old) and other in wanted
-        made[other if moved and other not in given else name] = tensor
-    return made
+        renamed[other if moved and other not in given else name] = tensor
+    return renamed
 
 
 def _with_embedding(
@@ -89,9 +92,9 @@ def _with_embedding(
     )
     if (copy := next(copies, None)) is None:
         return given
-    made = dict(given)
-    made[rule.theirs[0]] = made.pop(copy)
-    return made
+    renamed = dict(given)
+    renamed[rule.theirs[0]] = renamed.pop(copy)
+    return renamed
 
 
 WEIGHTS = "model.safetensors"
@@ -131,8 +134,8 @@ def open_folder(folder: Path) -> TransformersSource:
     """
     config = read_config(folder)
     known = family(config, str(folder / CONFIG))
-    found, files = tensors_of(folder)
-    settled, tensors = known.settle(config, found)
+    stored, files = tensors_of(folder)
+    settled, tensors = known.settle(config, stored)
     model, conversion = known.model(settled), known.conversion(settled)
     if config["model_type"] not in PACKED:
         refuse_quantized(config)
@@ -186,8 +189,8 @@ def tensors_of(folder: Path) -> tuple[dict[str, MappedTensor], tuple[Path, ...]]
         raise DataError(
             f"{folder / wanted[gone[0]]} lacks {gone[0]}, which {index.name} says it has; copy the folder again"
         )
-    found = {name: shards[file][name] for name, file in wanted.items()}
-    return found, tuple(folder / name for name in names)
+    tensors = {name: shards[file][name] for name, file in wanted.items()}
+    return tensors, tuple(folder / name for name in names)
 
 
 def _without_index(folder: Path) -> tuple[dict[str, MappedTensor], tuple[Path, ...]]:
@@ -210,15 +213,15 @@ def _without_index(folder: Path) -> tuple[dict[str, MappedTensor], tuple[Path, .
         raise NotFoundError(
             f"{folder} has {len(parts)} shards, no {INDEX}, and lacks {len(missing)}, {told}; copy the whole folder"
         )
-    found: dict[str, MappedTensor] = {}
+    tensors: dict[str, MappedTensor] = {}
     for name in names:
         held = read_header(folder / name)[0]
-        if twice := next((one for one in held if one in found), None):
+        if twice := next((one for one in held if one in tensors), None):
             raise DataError(
                 f"{folder / name} has {twice}, which another shard has too; copy the folder again"
             )
-        found |= held
-    return found, tuple(folder / name for name in names)
+        tensors |= held
+    return tensors, tuple(folder / name for name in names)
 
 
 def _headless(folder: Path, tensors: Tensors, conversion: Conversion) -> str | None:
@@ -256,5 +259,5 @@ def _licence(folder: Path) -> str | None:
     card = folder / "README.md"
     if not card.is_file():
         return None
-    found = LICENCE.search(card.read_text(errors="replace"))
-    return found[1] if found else None
+    match = LICENCE.search(card.read_text(errors="replace"))
+    return match[1] if match else None

@@ -107,9 +107,9 @@ def reference(
             raise RunError(
                 f"transformers could not compute {source.path} ({lines[-1]}); import with --no-parity to leave the comparison out"
             )
-        with np.load(out) as found:
-            words = json.loads(str(found["words"]))
-            return Reference(found["found"], str(found["framework"]), words)
+        with np.load(out) as answer:
+            words = json.loads(str(answer["words"]))
+            return Reference(answer["found"], str(answer["framework"]), words)
 
 
 def check(
@@ -129,10 +129,10 @@ def check(
     framework = theirs.framework
     if rounded is not None:
         framework = f"{framework} with weights rounded to {rounded}"
-    found = compare(ours(probe), theirs.outputs, framework, EXACT, probe)
+    parity = compare(ours(probe), theirs.outputs, framework, EXACT, probe)
     differs = [said for said in _differences(source, texts, theirs.words) if said]
     return replace(
-        found,
+        parity,
         texts=len(theirs.words),
         texts_alike=len(theirs.words) - len(differs),
         text_differs=differs[0] if differs else None,
@@ -225,10 +225,10 @@ def whole_config(path: Path) -> Any:
     more = {name: fields[name] for name in DROPPED if fields.get(name) is not None}
     if not more:
         return read
-    found = read.to_dict() | more
+    config = read.to_dict() | more
     if "layer_types" in more:
-        found.pop("sliding_window_pattern", None)
-    return transformers.AutoConfig.for_model(found.pop("model_type"), **found)
+        config.pop("sliding_window_pattern", None)
+    return transformers.AutoConfig.for_model(config.pop("model_type"), **config)
 
 
 def has_other_names(path: Path) -> bool:
@@ -275,10 +275,10 @@ def compute(model: Any, inputs: dict[str, np.ndarray], outputs: list[str]) -> np
     given = {name: torch.from_numpy(value) for name, value in inputs.items()}
     with torch.no_grad():
         answer = model.eval()(**given)
-    found = [answer[name].float().numpy() for name in outputs]
-    if len(found) == 1:
-        return found[0]
-    return np.concatenate([one.reshape(len(one), -1, one.shape[-1]) for one in found], axis=1)
+    arrays = [answer[name].float().numpy() for name in outputs]
+    if len(arrays) == 1:
+        return arrays[0]
+    return np.concatenate([one.reshape(len(one), -1, one.shape[-1]) for one in arrays], axis=1)
 
 
 def words(path: Path, texts: list[str]) -> list[tuple[list[int], str]]:
@@ -289,8 +289,8 @@ def words(path: Path, texts: list[str]) -> list[tuple[list[int], str]]:
 
     try:
         tokenizer: Any = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-        found = [tokenizer(text, padding=False, truncation=False)["input_ids"] for text in texts]
-        return [(ids, tokenizer.decode(ids, skip_special_tokens=True)) for ids in found]
+        encoded = [tokenizer(text, padding=False, truncation=False)["input_ids"] for text in texts]
+        return [(ids, tokenizer.decode(ids, skip_special_tokens=True)) for ids in encoded]
     except (
         Exception
     ):  # Classes that need other packages or files; the outputs are compared all the same.
@@ -306,10 +306,10 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     model = opened(Path(asked["path"]), getattr(transformers, asked["loader"]), asked["rounded"])
     with np.load(asked["inputs"]) as inputs:
-        found = compute(model, dict(inputs), asked["outputs"])
+        outputs = compute(model, dict(inputs), asked["outputs"])
     np.savez(
         asked["out"],
-        found=found,
+        found=outputs,
         framework=f"transformers {transformers.__version__}",
         words=json.dumps(words(Path(asked["path"]), asked["texts"])),
     )

@@ -108,8 +108,8 @@ def outgoing_model(model: Model, weights: Mapping[str, Any], origin: Config) -> 
     stream = conversion.tensors(weights)
 
     def pieces(name: str) -> Iterator[np.ndarray]:
-        found, array = next(stream)
-        assert found == name, (found, name)
+        next_name, array = next(stream)
+        assert next_name == name, (next_name, name)
         yield array
 
     return Outgoing(config=config, specs=_specs(conversion, weights), pieces=pieces)
@@ -152,8 +152,8 @@ def with_text(
         said.setdefault("bos_token_id", start)
     if "n_positions" not in said and not said.get("rope_scaling"):
         said.setdefault("max_position_embeddings", data.context)
-    made = dict(files)
-    kept = json.loads(made.get(GENERATION, b"{}"))
+    contents = dict(files)
+    kept = json.loads(contents.get(GENERATION, b"{}"))
     for fields in (said, kept):
         before = fields.get(END)
         ids = before if isinstance(before, list) else [before]
@@ -161,23 +161,23 @@ def with_text(
         if more := sorted(data.ends - set(known)):
             all_of_them = [*known, *more]
             fields[END] = all_of_them if len(all_of_them) > 1 else all_of_them[0]
-    if GENERATION in made and json.loads(made[GENERATION]) != kept:
-        made[GENERATION] = json.dumps(kept, indent=2).encode()
-    return said, made
+    if GENERATION in contents and json.loads(contents[GENERATION]) != kept:
+        contents[GENERATION] = json.dumps(kept, indent=2).encode()
+    return said, contents
 
 
 def _specs(conversion: Conversion, weights: Mapping[str, Any]) -> list[TensorSpec]:
     """Names, shapes and dtypes of all tensors; all places of a stack have those of the first."""
-    made = []
+    specs = []
     for rule in conversion.rules:
         places = list(rule.places())
         first = rule.write([np.asarray(weights[path][places[0]]) for path in rule.ours])
         for place in places:
-            made += [
+            specs += [
                 TensorSpec(name=name, shape=array.shape, dtype=array.dtype)
                 for name, array in zip(rule.names(place), first, strict=True)
             ]
-    return made
+    return specs
 
 
 def _family(config: Config) -> Family:
@@ -231,10 +231,10 @@ def differences(model: Model, config: Config) -> list[str]:
 
 def _facts(model: Model) -> dict[str, Any]:
     """Fields as plain values, with those that stand for another resolved."""
-    found: dict[str, Any] = msgspec.to_builtins(model, enc_hook=str)
+    facts: dict[str, Any] = msgspec.to_builtins(model, enc_hook=str)
     if isinstance(model, Decoder):
-        found["embedding_scale"] = model.embedding_factor
-    return found
+        facts["embedding_scale"] = model.embedding_factor
+    return facts
 
 
 def export_folder(
@@ -256,22 +256,22 @@ def export_folder(
     del options
     check_free(out)
     payload = payload_of(source)
-    made = payload.made
-    stored = next((name for name in DTYPES if name in made.config), DTYPES[0])
+    model = payload.made
+    stored = next((name for name in DTYPES if name in model.config), DTYPES[0])
     # Weights of another dtype than the origin's, such as a run's frozen ones, have their own now.
-    config = {stored: None, **made.config} | {stored: most_common(made.specs)}
+    config = {stored: None, **model.config} | {stored: most_common(model.specs)}
     with draft(out) as folder:
         folder.add(CONFIG, json.dumps(config, indent=2).encode())
         for name, content in payload.files.items():
             folder.add(name, content)
-        size = sum(spec.nbytes for spec in made.specs)
-        folder.weights(made.specs, made.pieces, weight_progress(size, say), stem="model")
-        comparison = compared(source, folder.folder, made.specs, say)
+        size = sum(spec.nbytes for spec in model.specs)
+        folder.weights(model.specs, model.pieces, weight_progress(size, say), stem="model")
+        comparison = compared(source, folder.folder, model.specs, say)
         folder.rename()
     return Exported.of(
         out,
-        made.config["model_type"],
-        made.specs,
+        model.config["model_type"],
+        model.specs,
         restored=payload.restored,
         reads_bytes=payload.reads_bytes,
         **comparison,

@@ -174,8 +174,8 @@ class LiteProgram:
     def call(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Outputs of one call; inputs that the file does not have are left out."""
         given = {name: _stored(inputs[name], input_) for name, input_ in self._inputs.items()}
-        made = self._call(**given)
-        return {name: _plain(made[name], output) for name, output in self._outputs.items()}
+        outputs = self._call(**given)
+        return {name: _plain(outputs[name], output) for name, output in self._outputs.items()}
 
     def rows(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Outputs for rows of inputs, [rows, ...] each, as many in a call as the file takes."""
@@ -282,14 +282,14 @@ def dynamic_range(model: bytes) -> bytes:
     from ai_edge_quantizer import quantizer, recipe  # ty: ignore[import-not-found]
 
     try:
-        made = quantizer.Quantizer(bytearray(model), recipe.dynamic_wi8_afp32()).quantize(
+        result = quantizer.Quantizer(bytearray(model), recipe.dynamic_wi8_afp32()).quantize(
             enable_progress_report=False
         )
     except Exception as error:
         raise OptionError(
             f"the quantizer refuses the model: {short(error)}; export with --precision float"
         ) from error
-    return bytes(made.quantized_model)
+    return bytes(result.quantized_model)
 
 
 def full_integer(
@@ -326,22 +326,24 @@ def full_integer(
             qsv_update_func=qsv_utils.min_max_update,
         )
         seen.calibrate({SIGNATURE: rows}, plan)
-        found = seen.get_model_qsvs()
+        ranges_seen = seen.get_model_qsvs()
         for name, tensor in _input_tensors(model).items():
-            if name in ranges and tensor in found:
+            if name in ranges and tensor in ranges_seen:
                 low, high = ranges[name]
                 for key, value in (("min", low), ("max", high)):
-                    found[tensor][key] = np.full_like(found[tensor][key], value)
+                    ranges_seen[tensor][key] = np.full_like(ranges_seen[tensor][key], value)
         if mixed:
-            plan = mixed_plan(products, found, usual_sizes(model, rows[:MIXED_ROWS], products))
-        made = quantizer.Quantizer(bytearray(model), plan.get_quantization_recipe()).quantize(
-            found, enable_progress_report=False
+            plan = mixed_plan(
+                products, ranges_seen, usual_sizes(model, rows[:MIXED_ROWS], products)
+            )
+        result = quantizer.Quantizer(bytearray(model), plan.get_quantization_recipe()).quantize(
+            ranges_seen, enable_progress_report=False
         )
     except Exception as error:
         raise OptionError(
             f"the quantizer refuses the model: {short(error)}; export with --precision dynamic"
         ) from error
-    return bytes(made.quantized_model)
+    return bytes(result.quantized_model)
 
 
 def _input_tensors(model: bytes) -> dict[str, str]:
@@ -401,16 +403,16 @@ def _work(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
     (folder / MODEL).write_bytes(content)
     stage.write_text("running the file")
     with np.load(folder / INPUTS) as inputs:
-        made = LiteProgram(content, request["threads"]).rows(dict(inputs))
-    outputs: dict[str, Any] = dict(made)
+        outputs_by_name = LiteProgram(content, request["threads"]).rows(dict(inputs))
+    outputs: dict[str, Any] = dict(outputs_by_name)
     np.savez(folder / OUTPUTS, **outputs)
     return sizes
 
 
 def _calls(folder: Path, batch: int) -> Iterator[dict[str, np.ndarray]]:
     """Whole calls of the representative rows."""
-    with np.load(folder / CALIBRATION) as found:
-        rows = dict(found)
+    with np.load(folder / CALIBRATION) as arrays:
+        rows = dict(arrays)
     count = min(map(len, rows.values()))
     for start in range(0, count - batch + 1, batch):
         yield {name: row[start : start + batch] for name, row in rows.items()}

@@ -79,25 +79,27 @@ class EdgeTpuReport:
         cache = f"{si(self.parameter_bytes, 'B')} of parameters, about {si(CACHE_BYTES, 'B')} stay on the chip"
         if self.compiled:
             return [f"Edge TPU: {file} was compiled before; {cache}"]
-        made = [f"Edge TPU: {self.taken} of {len(self.placements)} operations; {cache}"]
-        made += [f"  {one}" for one in self.obstacles]
+        lines = [f"Edge TPU: {self.taken} of {len(self.placements)} operations; {cache}"]
+        lines += [f"  {one}" for one in self.obstacles]
         there = Counter(placement.kind for placement in self.placements if placement.on_edge_tpu)
         if there:
-            made.append(f"  there: {', '.join(f'{count} {kind}' for kind, count in there.items())}")
+            lines.append(
+                f"  there: {', '.join(f'{count} {kind}' for kind, count in there.items())}"
+            )
         groups: dict[tuple[str, str], list[OpPlacement]] = {}
         for one in self.placements:
             if not one.on_edge_tpu:
                 groups.setdefault((one.kind, one.fix), []).append(one)
         for (kind, fix), ones in groups.items():
             also = f" and {len(ones) - 1} more" if len(ones) > 1 else ""
-            made.append(
+            lines.append(
                 f"  on the CPU: {kind} (operation {ones[0].index}{also}): {ones[0].reason}; {fix}"
             )
-        made.append(f"  rules: {REQUIREMENTS}; the compiler's log is the last word")
-        made.append(
+        lines.append(f"  rules: {REQUIREMENTS}; the compiler's log is the last word")
+        lines.append(
             f"  compile: edgetpu_compiler --show_operations {shlex.quote(file)}  ({COMPILER})"
         )
-        return made
+        return lines
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""

@@ -203,13 +203,13 @@ class LiteGraph:
 
     def floating(self) -> Counter[str]:
         """Operations that compute in floating point, by name."""
-        found: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         for op in self.ops:
             if op.kind in MOVES or not op.precision.startswith(("FLOAT", "BFLOAT")):
                 continue
             whole = any(tensor.constant and tensor.scales for tensor in op.inputs)
-            found[f"{op.kind} with int8 weights" if whole else op.kind] += 1
-        return found
+            counts[f"{op.kind} with int8 weights" if whole else op.kind] += 1
+        return counts
 
 
 def read_graph(file: Path) -> LiteGraph:
@@ -320,14 +320,14 @@ class _Reader:
 
     def _signature(self, tensors: Sequence[LiteTensor]) -> dict[str, dict[str, LiteTensor]]:
         """Inputs and outputs of the first signature by name."""
-        found = self._model.tables("signature_defs", "SignatureDef")
-        if not found:
+        signatures = self._model.tables("signature_defs", "SignatureDef")
+        if not signatures:
             return {}
         uint = number_types.Uint32Flags
         return {
             f"named_{side}": {
                 table.text("name"): tensors[table.number("tensor_index", uint)]
-                for table in found[0].tables(side, "TensorMap")
+                for table in signatures[0].tables(side, "TensorMap")
             }
             for side in ("inputs", "outputs")
         }
@@ -389,10 +389,10 @@ def _options(op: _Record, kind: str) -> dict[str, int]:
     """Options of an operation by name, those that are read."""
     if kind not in OPTIONS:
         return {}
-    found = op.table("builtin_options", OPTIONS[kind])
-    made = {}
+    table = op.table("builtin_options", OPTIONS[kind])
+    options = {}
     for name in FIELDS[OPTIONS[kind]]:
         flags = number_types.Int8Flags if name in BYTES else number_types.Int32Flags
         default = int(name in ONE)
-        made[name] = default if found is None else found.number(name, flags, default)
-    return made
+        options[name] = default if table is None else table.number(name, flags, default)
+    return options

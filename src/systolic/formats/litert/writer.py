@@ -89,17 +89,17 @@ def calibration_rows(
     if path is not None:
         # All texts are read, so that the halves are of the same rows here and for the measurement.
         most = None if _of_texts(model) else CALIBRATION_ROWS
-        found = _half(model, _at(model, function, path, most), 1).first(CALIBRATION_ROWS)
+        rows = _half(model, _at(model, function, path, most), 1).first(CALIBRATION_ROWS)
     elif _has_training(model.job):
-        found = _of_split(model, function, model.job.data, Split.train, CALIBRATION_ROWS)
+        rows = _of_split(model, function, model.job.data, Split.train, CALIBRATION_ROWS)
     else:
-        found = _standing(model, function, CALIBRATION_ROWS)
-    if not found.real:
+        rows = _standing(model, function, CALIBRATION_ROWS)
+    if not rows.real:
         raise OptionError(
             f"int8 needs rows that stand for what the model will see, and {model.job.name} brings no data of its own; give a folder of them with --data"
         )
-    _check_finite(found)
-    return found
+    _check_finite(rows)
+    return rows
 
 
 def _has_training(job: Job) -> bool:
@@ -128,9 +128,9 @@ def evaluation_rows(
     Raises: as :func:`calibration_rows`.
     """
     if settings.data is not None and not settings.inputs:
-        found = _half(model, _at(model, function, settings.data, None), 0)
-        _check_finite(found)
-        return found
+        rows = _half(model, _at(model, function, settings.data, None), 0)
+        _check_finite(rows)
+        return rows
     if label_of(model.job) is not None and not settings.inputs:
         with suppress(NotFoundError):  # data that has moved is no reason to refuse an export
             for split in (Split.test, Split.validation):
@@ -199,11 +199,11 @@ def uncalibrated(measured: FunctionRows, seen: FunctionRows) -> tuple[FunctionRo
 
 def _row_digests(rows: FunctionRows) -> list[bytes]:
     """Digest of each row over all inputs, by their names."""
-    found = [hashlib.sha256() for _ in range(rows.count)]
+    hashes = [hashlib.sha256() for _ in range(rows.count)]
     for name in sorted(rows.inputs):
-        for digest, row in zip(found, np.ascontiguousarray(rows.inputs[name]), strict=True):
+        for digest, row in zip(hashes, np.ascontiguousarray(rows.inputs[name]), strict=True):
             digest.update(row.tobytes())
-    return [one.digest() for one in found]
+    return [one.digest() for one in hashes]
 
 
 def _check_finite(rows: FunctionRows) -> None:
@@ -274,8 +274,8 @@ class Composites:
         jaxpr = program.jaxpr
         self._made = {out: equation for equation in jaxpr.eqns for out in equation.outvars}
         self._tables = set(jaxpr.constvars)
-        found = [(equation, self._halved(equation)) for equation in jaxpr.eqns]
-        self._gelus = {id(last): id(half) for last, half in found if half is not None}
+        halves = [(equation, self._halved(equation)) for equation in jaxpr.eqns]
+        self._gelus = {id(last): id(half) for last, half in halves if half is not None}
         self._halves: dict[int, Any] = dict.fromkeys(self._gelus.values())
 
     def __call__(self, equation: Any, given: list[Any]) -> list[Any] | None:
@@ -612,11 +612,11 @@ def lowered(
     program: Any = jax.jit(
         lambda batch: jax.tree.unflatten(order, replaced(jax.tree.leaves(batch)))
     )
-    made = jax.export.export(program, platforms=["cpu"])(given)
+    exported = jax.export.export(program, platforms=["cpu"])(given)
     names = sorted(given)
-    inputs = [names[index] for index in made.module_kept_var_idx]
+    inputs = [names[index] for index in exported.module_kept_var_idx]
     outputs = sorted(shape)
-    return bytes(made.mlir_module_serialized), (inputs, outputs)
+    return bytes(exported.mlir_module_serialized), (inputs, outputs)
 
 
 def _request(
@@ -669,8 +669,8 @@ def _converted(
                 kind = OptionError if outcome["error"] == OptionError.__name__ else RunError
                 raise kind(outcome["told"])
             with np.load(folder / child.OUTPUTS) as outputs:
-                made = dict(outputs)
-            return (folder / child.MODEL).read_bytes(), made, int(outcome["float_bytes"])
+                results = dict(outputs)
+            return (folder / child.MODEL).read_bytes(), results, int(outcome["float_bytes"])
     except OSError as error:
         raise RunError(
             f"the conversion to LiteRT could not write to {tempfile.gettempdir()} ({failure.reason(error)}); free some space there, or set TMPDIR to another folder"
@@ -701,11 +701,11 @@ def _source(
         start = min(start, count - size)  # the last call has rows of the one before it
         part = {key: input_[start : start + size] for key, input_ in inputs.items()}
         parts.append((start, run(call, model.params, part)))
-    made = {key: np.zeros((count, *one.shape[1:]), one.dtype) for key, one in parts[0][1].items()}
+    joined = {key: np.zeros((count, *one.shape[1:]), one.dtype) for key, one in parts[0][1].items()}
     for start, outputs in parts:
         for key, one in outputs.items():
-            made[key][start : start + size] = one
-    return made
+            joined[key][start : start + size] = one
+    return joined
 
 
 def _accuracy(

@@ -28,8 +28,8 @@ def main() -> int:
     try:
         from systolic.formats.program.export import write_program
 
-        made = write_program(_function(request), folder)
-        outcome: dict[str, Any] = {"description": asdict(made)}
+        description = write_program(_function(request), folder)
+        outcome: dict[str, Any] = {"description": asdict(description)}
     except SystolicError as error:
         outcome = {"error": type(error).__name__, "told": str(error)}
     except Exception as error:
@@ -76,8 +76,8 @@ def _example(path: str | None) -> Any:
     if path is None:
         return None
     try:
-        with np.load(path, allow_pickle=False) as found:
-            return dict(found)
+        with np.load(path, allow_pickle=False) as arrays:
+            return dict(arrays)
     except (OSError, ValueError) as error:
         raise NotFoundError(
             f"{path} can't be read as an .npz file ({error}); write it with numpy.savez"
@@ -109,12 +109,12 @@ def function_in_file(target: str, signature: str | None, example: Any) -> Any:
     text = path.read_text(errors="replace")
     framework = "keras" if "keras" in text and "torch" not in text else "torch"
     function = _defined(path, wanted)
-    made = made_by(function, framework, target)
+    result = made_by(function, framework, target)
     keras = sys.modules.get("keras")
-    model = made[0] if isinstance(made, tuple) and made else made
+    model = result[0] if isinstance(result, tuple) and result else result
     if keras is not None and isinstance(model, keras.Model):
-        return keras_function(made, target)
-    return torch_function(made, target)
+        return keras_function(result, target)
+    return torch_function(result, target)
 
 
 def _defined(path: Path, name: str) -> Any:

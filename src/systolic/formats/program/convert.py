@@ -150,10 +150,10 @@ def compare(bundle: Path, scratch: Path) -> ProgramParity:
     answer = scratch / PARITY
     if not answer.is_file():
         raise RunError(f"the comparison of {bundle} {ended(code)}; {last_line(log)}")
-    found = json.loads(answer.read_bytes())
-    if "error" in found:
-        raise _mistake(found)
-    return msgspec.convert(found, ProgramParity)
+    outcome = json.loads(answer.read_bytes())
+    if "error" in outcome:
+        raise _mistake(outcome)
+    return msgspec.convert(outcome, ProgramParity)
 
 
 def _mistake(outcome: Mapping[str, Any]) -> SystolicError:
@@ -189,12 +189,12 @@ def import_program(
     """
     from systolic import __version__
 
-    with draft(final) as made, tempfile.TemporaryDirectory() as folder:
+    with draft(final) as bundle, tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         say("converting")
         about = convert(request, scratch)
         say("weights")
-        size = _fill(made, scratch)
+        size = _fill(bundle, scratch)
         model = ExportedProgram(about=about)
         record: dict[str, Any] = {
             "systolic": __version__,
@@ -206,26 +206,26 @@ def import_program(
             ),
             "dtype": "float32",
         }
-        found: ProgramParity | None = None
+        comparison: ProgramParity | None = None
         if parity:
             say("parity")
-            made.describe(**record)
-            found = compare(made.folder, scratch)
-            check_passed(found)
-            record["recorded"] = _recorded(made, scratch / SAMPLE)
-        made.finish(**record, parity=None if found is None else found.to_json())
-    return replace(model, folder=final), size, found
+            bundle.describe(**record)
+            comparison = compare(bundle.folder, scratch)
+            check_passed(comparison)
+            record["recorded"] = _recorded(bundle, scratch / SAMPLE)
+        bundle.finish(**record, parity=None if comparison is None else comparison.to_json())
+    return replace(model, folder=final), size, comparison
 
 
-def _recorded(made: BundleDraft, sample: Path) -> Recorded | None:
+def _recorded(bundle: BundleDraft, sample: Path) -> Recorded | None:
     """The framework's outputs for its example inputs as recorded ones; ``None`` where they are large."""
     if sample.stat().st_size > MOST_BYTES:
         return None
-    made.add(FILE, sample.read_bytes())
+    bundle.add(FILE, sample.read_bytes())
     return Recorded(file=FILE, precision=PRECISION, tolerance=TOLERANCE, platform="cpu")
 
 
-def _fill(made: BundleDraft, scratch: Path) -> int:
+def _fill(bundle: BundleDraft, scratch: Path) -> int:
     """Writes program and weights; the bytes of the weights."""
     tensors = read_header(scratch / WEIGHTS)[0]
     planned = [
@@ -236,6 +236,6 @@ def _fill(made: BundleDraft, scratch: Path) -> int:
     def pieces(name: str) -> Iterator[np.ndarray]:
         yield tensors[name].read()
 
-    made.add(PROGRAM, (scratch / PROGRAM).read_bytes())
-    made.weights(planned, pieces, lambda _: None)
+    bundle.add(PROGRAM, (scratch / PROGRAM).read_bytes())
+    bundle.weights(planned, pieces, lambda _: None)
     return sum(one.nbytes for one in planned)

@@ -226,12 +226,12 @@ def write_program(function: PureFunction, folder: Path) -> Description:
     assert function.source is not None  # there is a framework to compare with
     batched = _batched(function.example)
     weights = {**function.trained, **function.state}
-    found = examine(function.source, function.example, batched)
-    inputs, outputs = found.inputs, found.outputs
-    program, batch = _vectorised(function, batched, found.batched), None
-    if not (found.independent and _agrees(program, weights, found)):
+    examined = examine(function.source, function.example, batched)
+    inputs, outputs = examined.inputs, examined.outputs
+    program, batch = _vectorised(function, batched, examined.batched), None
+    if not (examined.independent and _agrees(program, weights, examined)):
         program, batch = _whole(function), len(next(iter(function.example.values())))
-    if not found.independent and batch != len(next(iter(inputs.values()))):
+    if not examined.independent and batch != len(next(iter(inputs.values()))):
         # The second half: random rows.
         inputs = {
             name: input_[batch:] if name in batched else input_ for name, input_ in inputs.items()
@@ -246,7 +246,9 @@ def write_program(function: PureFunction, folder: Path) -> Description:
         folder / SAMPLE,
         {**sample, **{f"output:{name}": output for name, output in outputs.items()}},
     )
-    return _described(function, program, batched, (batch, found), hashlib.sha256(raw).hexdigest())
+    return _described(
+        function, program, batched, (batch, examined), hashlib.sha256(raw).hexdigest()
+    )
 
 
 def _batched(example: Named) -> frozenset[str]:
@@ -263,8 +265,8 @@ def _vectorised(
     def program(weights: Named, inputs: Named) -> dict[str, Any]:
         def single(each: Mapping[str, Any]) -> dict[str, Any]:
             lifted = {name: one[None] if name in batched else one for name, one in each.items()}
-            made = _whole(function)(weights, lifted)
-            return {name: one[0] if name in outputs else one for name, one in made.items()}
+            result = _whole(function)(weights, lifted)
+            return {name: one[0] if name in outputs else one for name, one in result.items()}
 
         axes = {name: 0 if name in batched else None for name in inputs}
         return jax.vmap(single, in_axes=(axes,))(dict(inputs))
@@ -281,21 +283,21 @@ def _whole(function: PureFunction) -> Program:
     return program
 
 
-def _agrees(program: Program, weights: Named, found: Examined) -> bool:
+def _agrees(program: Program, weights: Named, examined: Examined) -> bool:
     """Whether a program gives the framework's outputs; one that does not trace gives none."""
     try:
-        made = jax.device_get(jax.jit(program)(weights, found.inputs))
+        outputs = jax.device_get(jax.jit(program)(weights, examined.inputs))
     except Exception:  # the reason comes with the export that is tried next
         return False
 
     def wanted(name: str, one: np.ndarray) -> np.ndarray:
         # One for a whole call is repeated for each example.
-        count = len(made[name])
-        return one if name in found.batched else np.broadcast_to(one, (count, *one.shape))
+        count = len(outputs[name])
+        return one if name in examined.batched else np.broadcast_to(one, (count, *one.shape))
 
     return all(
-        name in made and agree(made[name], wanted(name, output))
-        for name, output in found.outputs.items()
+        name in outputs and agree(outputs[name], wanted(name, output))
+        for name, output in examined.outputs.items()
     )
 
 
@@ -334,14 +336,14 @@ def _described(
     examined: tuple[int | None, Examined],
     digest: str,
 ) -> Description:
-    batch, found = examined
+    batch, examination = examined
     weights = {**function.trained, **function.state}
     example = (
         function.example
         if batch
         else {name: one[:1] if name in batched else one for name, one in function.example.items()}
     )
-    made = jax.eval_shape(program, weights, example)
+    outputs = jax.eval_shape(program, weights, example)
     size = batch or 1
 
     def port(array: Any, each: bool) -> Port:
@@ -356,17 +358,19 @@ def _described(
         inputs={name: port(one, name in batched) for name, one in example.items()},
         outputs={
             name: Port(
-                shape=tuple(one.shape if batch and name not in found.batched else one.shape[1:]),
+                shape=tuple(
+                    one.shape if batch and name not in examination.batched else one.shape[1:]
+                ),
                 dtype=str(one.dtype),
-                batched=name in found.batched,
+                batched=name in examination.batched,
             )
-            for name, one in made.items()
+            for name, one in outputs.items()
         },
         trained=tuple(function.trained),
         state=tuple(function.state),
         parameters=sum(one.size for one in function.trained.values()),
         batch=batch,
-        independent=found.independent,
+        independent=examination.independent,
         flops_per_example=flops.count(program, weights, example) / size,
     )
 

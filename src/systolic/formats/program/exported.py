@@ -118,11 +118,11 @@ class _Reloaded:
                 return one.reshape(-1, *one.shape[2:])[:count]
             return jnp.repeat(one, size, axis=0)[:count]
 
-        made = jax.lax.map(
+        grouped = jax.lax.map(
             lambda group: self.program.call(weights, {**group, **rest}),
             jax.tree.map(split, batched),
         )
-        return {name: rows(name, one) for name, one in made.items()}
+        return {name: rows(name, one) for name, one in grouped.items()}
 
 
 FRAMEWORKS = ("torch", "torchax", "keras", "tensorflow", "tf2jax", "transformers")
@@ -136,11 +136,11 @@ def measure(folder: Path, sample_file: Path) -> dict[str, Any]:
     Raises:
         RunError: a framework is loaded, or an output is missing.
     """
-    made = replayed(folder, sample_file)
+    measured = replayed(folder, sample_file)
     loaded = [name for name in FRAMEWORKS if name in sys.modules]
     if loaded:
         raise RunError(f"the comparison loaded {', '.join(loaded)}; report this as a defect")
-    return {**made, "tolerance": TOLERANCE}
+    return {**measured, "tolerance": TOLERANCE}
 
 
 def replayed(folder: Path, sample_file: Path) -> dict[str, Any]:
@@ -163,10 +163,12 @@ def replayed(folder: Path, sample_file: Path) -> dict[str, Any]:
     run = jax.jit(
         lambda trained, state, given: function.call(trained, state, given, False, None)[0]
     )
-    made = jax.device_get(run(dict(function.trained), dict(function.state), inputs))
-    made = {name: one if known.outputs[name].batched else one[0] for name, one in made.items()}
-    found = differences(made, wanted, known.framework)
-    return {"framework": known.framework, "rows": count, **found}
+    answers = jax.device_get(run(dict(function.trained), dict(function.state), inputs))
+    answers = {
+        name: one if known.outputs[name].batched else one[0] for name, one in answers.items()
+    }
+    measured = differences(answers, wanted, known.framework)
+    return {"framework": known.framework, "rows": count, **measured}
 
 
 def differences(made: Named, wanted: Named, framework: str) -> dict[str, float]:

@@ -40,12 +40,12 @@ class ExportedProgram(ForeignModel):
         """
         from systolic.formats.bundle import open_bundled
 
-        found = open_bundled(Path(folder).absolute()).model
-        if not isinstance(found, cls):
+        model = open_bundled(Path(folder).absolute()).model
+        if not isinstance(model, cls):
             raise NotFoundError(
-                f"{folder} holds a {type(found).__name__}, not an exported program; give a Bundle that was imported from PyTorch, Keras or TensorFlow"
+                f"{folder} holds a {type(model).__name__}, not an exported program; give a Bundle that was imported from PyTorch, Keras or TensorFlow"
             )
-        return found
+        return model
 
     def check_batch(self, examples: int) -> None:
         """Raises OptionError where examples depend on each other and a pass would hold a part of their batch."""

@@ -126,8 +126,8 @@ class _Graph:
         import tensorflow as tf  # ty: ignore[import-not-found]
 
         called = self.restored.signatures[self.name]
-        made = called(**{input_: tf.constant(inputs[input_]) for input_ in self.inputs})
-        return {key: narrowed(one.numpy()) for key, one in outputs_of(made, tf.Tensor).items()}
+        outputs = called(**{input_: tf.constant(inputs[input_]) for input_ in self.inputs})
+        return {key: narrowed(one.numpy()) for key, one in outputs_of(outputs, tf.Tensor).items()}
 
 
 def _signature(folder: Path, restored: Any, asked: str | None) -> tuple[str, Any]:
@@ -159,7 +159,7 @@ def _inputs(
                 f"the example inputs are {', '.join(sorted(example))}, and the signature takes {', '.join(sorted(specs))}; give these"
             )
         return {name: narrowed(example[name], name) for name in specs}
-    rng, found = np.random.default_rng(0), {}
+    rng, arrays = np.random.default_rng(0), {}
     for name, spec in specs.items():
         sizes = spec.shape.as_list() if spec.shape.rank is not None else [None, None]
         if None in sizes[1:]:
@@ -169,11 +169,11 @@ def _inputs(
         shape = [EXAMPLES if size is None else size for size in sizes]
         kind = spec.dtype.as_numpy_dtype
         if np.issubdtype(kind, np.integer):
-            found[name] = narrowed(rng.integers(0, 2, shape).astype(kind))
+            arrays[name] = narrowed(rng.integers(0, 2, shape).astype(kind))
         elif np.issubdtype(kind, np.floating):
-            found[name] = narrowed(rng.normal(size=shape).astype(kind))
+            arrays[name] = narrowed(rng.normal(size=shape).astype(kind))
         else:
             raise OptionError(
                 f"input {name} of {folder} is {spec.dtype.name}, which JAX has no arrays of; make it numbers"
             )
-    return found
+    return arrays

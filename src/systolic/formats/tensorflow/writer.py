@@ -66,8 +66,10 @@ def export_saved_model(
             say(f"comparing {name}")
             given = examples.compared(function)
             source = [model.source_outputs(name, inputs) for inputs in given]
-            found = [_loaded(work / f"{name}.{number}.outputs.npz") for number in range(len(given))]
-            differences[name] = joined(list(zip(source, found, strict=True)), examples.rows)
+            answers = [
+                _loaded(work / f"{name}.{number}.outputs.npz") for number in range(len(given))
+            ]
+            differences[name] = joined(list(zip(source, answers, strict=True)), examples.rows)
             differences[name].check(f"signature {name} of the SavedModel", model.tolerance)
         folder.add(f"{VERSION}/{ABOUT}", _readme(model, out).encode())
         if lines := label_lines(model.job):
@@ -143,8 +145,8 @@ def _run(python: str, work: Path) -> None:
 
 
 def _loaded(file: Path) -> dict[str, np.ndarray]:
-    with np.load(file, allow_pickle=False) as found:
-        return dict(found)
+    with np.load(file, allow_pickle=False) as arrays:
+        return dict(arrays)
 
 
 def _readme(model: ExportableModel, out: Path) -> str:

@@ -106,8 +106,8 @@ def run(request: dict[str, Any], work: Path) -> None:
         for number in range(about["calls"]):
             with np.load(work / f"{name}.{number}.npz") as inputs:
                 given = {key: tf.constant(inputs[key]) for key in about["inputs"]}
-            made = {key: one.numpy() for key, one in signatures[name](**given).items()}
-            np.savez(work / f"{name}.{number}.outputs.npz", **made)
+            outputs = {key: one.numpy() for key, one in signatures[name](**given).items()}
+            np.savez(work / f"{name}.{number}.outputs.npz", **outputs)
 
 
 if __name__ == "__main__":
