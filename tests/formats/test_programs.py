@@ -1,5 +1,6 @@
 """Exported programs: the framework's numbers at any batch, gradients, and files that are refused."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,17 +11,19 @@ import numpy as np
 import pytest
 import torch
 
+from systolic.artifact.saved_job import job_from_json, types_of
 from systolic.core.errors import DataError, NotFoundError, OptionError, RunError
 from systolic.data.input_files import InputFiles
 from systolic.formats.program.description import PROGRAM
 from systolic.formats.program.export import relative_error, write_program
 from systolic.formats.program.exported import differences, exported_function
 from systolic.formats.program.model import ExportedProgram
-from systolic.job import Field, Precision
+from systolic.job import Batch, Field, Job, Precision
 from systolic.job import data as job_data
 from systolic.models.program.function import MASK
 from systolic.models.program.making import made_by
 from systolic.models.program.torch_function import torch_function
+from systolic.steps.tasks.arrays import ArrayOutputs
 from tests.models.program import zoo
 
 CNN_FLOPS = 2 * (8 * 8 * 16 * 9 + 256 * 10)
@@ -176,6 +179,27 @@ def test_what_is_refused(tmp_path: Path) -> None:
         exported_function(other, about)
     with pytest.raises(NotFoundError, match="is no Bundle"):
         ExportedProgram.of(other)
+
+
+def test_a_job_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    """Its class of models has moved since."""
+    _, _, about = exported(zoo.coupled, tmp_path)
+    fields = {
+        name: Field(shape=port.shape, dtype=port.dtype) for name, port in about.inputs.items()
+    }
+    job = Job(
+        name="here",
+        model=ExportedProgram(about=about, folder=tmp_path),
+        task=ArrayOutputs(),
+        data=InputFiles(inputs=fields),
+        steps=1,
+        batch=Batch(per_device=1),
+    )
+    plain, types = json.loads(json.dumps(job.to_json())), types_of(job)
+    assert types["model"] == "systolic.formats.program.model.ExportedProgram"
+    assert job_from_json(plain, types, tmp_path) == job
+    before = {**types, "model": "systolic.interop.program.model.ExportedProgram"}
+    assert job_from_json(plain, before, tmp_path) == job
 
 
 def test_relative_error_by_hand() -> None:
