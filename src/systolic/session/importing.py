@@ -159,7 +159,7 @@ def _sound(path: Path | str, base: Path | None = None) -> Source:
     Raises:
         OptionError: as :func:`systolic.formats.source.open_source`.
     """
-    opened = open_source(path, base)
+    opened = open_source(path) if base is None else open_source(path, base)
     job_of(opened, texts=False)
     opened.verify()
     return opened
