@@ -29,7 +29,7 @@ import numpy as np
 
 from systolic.artifact.bundle import BundleDraft
 from systolic.artifact.tensors import TensorSpec
-from systolic.interop.source import open_source
+from systolic.formats.source import open_source
 
 SAMPLE_SECONDS = 0.01
 CONFIG_3B = {

@@ -35,7 +35,7 @@ IMPORTED = (
 )
 MODULES = (
     *("systolic.aot.child", "systolic.session.rehearsal"),
-    *("systolic.interop.program.child", "systolic.interop.program.parity"),
+    *("systolic.formats.program.child", "systolic.formats.program.exported"),
 )
 """Programs of the package that are forked."""
 SUBREAPER = 36

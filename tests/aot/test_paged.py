@@ -10,8 +10,8 @@ import pytest
 from systolic import recipes
 from systolic.aot import Compiled, Compiler, PagedProgram, compile
 from systolic.chips import slice
+from systolic.formats.quantizing import whole
 from systolic.hlo import Module, parse
-from systolic.interop.quantizing import whole
 from systolic.job import Job, Layout, ServedCache, WeightFormat
 
 pytest.importorskip("libtpu")

@@ -25,7 +25,7 @@ import numpy as np
 import sklearn.datasets
 
 from tests.compat.reading import ADDED_STEPS, READINGS, environment, losses
-from tests.interop import folders
+from tests.formats import folders
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -15,8 +15,8 @@ FOREIGN: dict[str, str] = {
     "systolic/aot/child.py:places:slice_index": "devices of JAX's plugins, of which some have none",
     "systolic/aot/functions.py:_placed:shape": "leaves of anyone's arguments",
     "systolic/aot/traced.py:name_of:__name__": "anyone's callable",
-    "systolic/exporting/unrolling.py:_turns:consts": "a loop's body, closed over its constants in some versions of JAX",
-    "systolic/exporting/unrolling.py:_turns:jaxpr": "the same",
+    "systolic/formats/conversion.py:_turns:consts": "a loop's body, closed over its constants in some versions of JAX",
+    "systolic/formats/conversion.py:_turns:jaxpr": "the same",
 }
 """``path:function:attribute`` of values of other projects."""
 
@@ -33,7 +33,7 @@ PRIVATE: dict[str, str] = {
     "systolic/aot/restored.py:jax._src.pmap": "what jax.pmap returns has no class of its own",
     "systolic/aot/restored.py:jax._src.tree_util": "how a class is a pytree; JAX only tells that of an object",
     "systolic/core/leave.py:_run_exitfuncs": "functions of atexit, before the process is ended at once",
-    "systolic/exporting/litert/convert.py:litert_converter.mlir._mlir_libs.converter_api_ext": "the converter's only entrance",
+    "systolic/formats/litert/child.py:litert_converter.mlir._mlir_libs.converter_api_ext": "the converter's only entrance",
     "systolic/forecasting/function.py:jax._src.mesh": "whether a mesh was entered with ``with mesh``",
     "systolic/models/product.py:qwix._src.core.dot_general_qt.DotGeneralQtConfig": "Qwix's quantized product without its rules",
     "systolic/models/product.py:qwix._src.core.dot_general_qt.dot_general_qt": "Qwix's quantized product without its rules",

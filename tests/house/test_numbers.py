@@ -13,7 +13,7 @@ COUNTED = "operations of an algorithm, counted; the fitted rates scale them"
 SEARCH = "no time or size of hardware: how far a search through the program goes, or what a note mentions"
 
 ALLOWED: dict[str, str] = {
-    "exporting/onnx/export.py:MOST_BYTES": "the largest file of protobuf",
+    "formats/onnx.py:MOST_BYTES": "the largest file of protobuf",
     "hlo/scalars.py:MOST_VALUES": SEARCH,
     "planning/analytic.py:ACCUMULATES": COUNTED,
     "planning/analytic.py:HALF": "bytes of a bf16 element",

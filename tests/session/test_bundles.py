@@ -25,7 +25,7 @@ from systolic.data.arrays import Arrays
 from systolic.data.audio.recordings import Recordings
 from systolic.job import Adapter, Job, Layout
 from systolic.steps.tasks.transcription import Transcription
-from tests.interop.outlines import outline
+from tests.formats.outlines import outline
 from tests.models import speech
 from tests.session import bundled
 from tests.training import tiny

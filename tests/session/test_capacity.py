@@ -13,7 +13,7 @@ from systolic.cli.main import main
 from systolic.core.errors import OptionError
 from systolic.forecasting import forecast_program
 from systolic.forecasting.serving import LatencyLimits, Load, ServingForecast, latency
-from systolic.interop.quantizing import whole
+from systolic.formats.quantizing import whole
 from systolic.job import Layout, WeightFormat
 from systolic.recipes.jobs.source import source_of
 from systolic.report.forecast.serving import lines

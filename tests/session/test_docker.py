@@ -31,7 +31,7 @@ from systolic.session.docker.folder import (
 )
 from systolic.session.docker.wheel import write_wheel
 from systolic.session.quantizing import quantize_model
-from tests.interop import folders
+from tests.formats import folders
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ from systolic.recipes.jobs.plan import candidate_of
 from systolic.recipes.jobs.source import source_of, with_plan
 from systolic.session.training import Audience
 from systolic.training.setup import set_up
-from tests.interop.outlines import outline
+from tests.formats.outlines import outline
 from tests.planning import fabricated
 from tests.session import train_child
 from tests.training import tiny

@@ -16,7 +16,7 @@ import systolic
 from systolic.artifact.weights import Weights
 from systolic.cli.main import main
 from systolic.core.errors import OptionError
-from systolic.interop.quantizing import Rounder, _matrices, formats_of
+from systolic.formats.quantizing import Rounder, _matrices, formats_of
 from systolic.job import Job, MatrixFormat, Precision, WeightFormat
 from systolic.models.decoder.config import Decoder
 from systolic.session.quantizing import Evaluated, QuantizedModel, _notes, quantize_model

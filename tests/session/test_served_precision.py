@@ -12,7 +12,7 @@ from systolic.job import Precision
 from systolic.serving.http.metrics import BatchMetrics, Metrics, TextMetrics
 from systolic.serving.http.telemetry import EventLog
 from systolic.session.serving import open_served, targets
-from tests.interop import folders
+from tests.formats import folders
 
 
 def test_files_in_bfloat16_are_served_in_the_precision_that_is_asked_for(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from systolic.aot import StepKind
 from systolic.aot.steps import trace_job
 from systolic.chips import slice
 from systolic.core.errors import OptionError
-from systolic.interop.outputs import outputs_of
-from systolic.interop.quantizing import whole
+from systolic.formats.probe import outputs_of
+from systolic.formats.quantizing import whole
 from systolic.job import (
     Adapter,
     AdapterKind,

@@ -27,7 +27,7 @@ from systolic.core.errors import RunError
 from systolic.steps.steps import StepFunctions
 
 SOURCES = (
-    *("aot", "chips", "core", "data", "hlo", "interop", "job", "models", "predicting"),
+    *("aot", "chips", "core", "data", "formats", "hlo", "job", "models", "predicting"),
     *("serving/batch", "serving/text", "steps"),
 )
 """Packages that say what is computed; those above them print, plan, train and price."""

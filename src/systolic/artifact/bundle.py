@@ -67,7 +67,7 @@ MODELS = {
     "Decoder": "systolic.models.decoder.config",
     "Encoder": "systolic.models.encoder.config",
     "MobileNetV2": "systolic.models.vision.mobilenet.config",
-    "ExportedProgram": "systolic.interop.program.model",
+    "ExportedProgram": "systolic.formats.program.model",
     "ResNet": "systolic.models.vision.resnet.config",
     "ViT": "systolic.models.vision.vit.config",
     "Whisper": "systolic.models.whisper.config",

@@ -15,7 +15,7 @@ from systolic.job import Job
 
 _PARTS = ("model", "task", "data")
 _PACKAGE = "systolic."
-MOVED: Mapping[str, str] = {}
+MOVED: Mapping[str, str] = {"systolic.interop.program.model": "systolic.formats.program.model"}
 """Modules and packages by the names that files of earlier versions have, to their names now; the longest that fits counts."""
 
 

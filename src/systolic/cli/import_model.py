@@ -54,7 +54,7 @@ class ImportOptions:
 def run(args: Sequence[str]) -> int:
     """The verb."""
     options = parse(ImportOptions, args, "systolic import")
-    from systolic.interop.program.convert import Framework
+    from systolic.formats.program.convert import Framework
     from systolic.session.importing import import_model
 
     begun = time.perf_counter()

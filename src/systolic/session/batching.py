@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from systolic.core.errors import MissingExtraError
+from systolic.formats.outline import model_contents
+from systolic.formats.registry import in_files
 from systolic.job import Precision
 from systolic.serving.offline.answerer import Answerer
 from systolic.serving.offline.files import BatchInput, BatchOutput, BatchProgress
-from systolic.session.contents import model_contents
 from systolic.session.serving import ServeSettings, ServeTarget, checked_targets, open_served
-from systolic.session.trained import in_files
 
 AHEAD = 2
 """Lines in flight for each text that is continued at once: while one runs, another waits for its place."""

@@ -22,7 +22,7 @@ from systolic.session.trained import TrainedModel, splits
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from systolic.interop.quantizing import Matrix
+    from systolic.formats.quantizing import Matrix
 
 EXAMPLES = 64
 """Most texts or pictures."""

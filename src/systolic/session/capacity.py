@@ -25,7 +25,7 @@ from systolic.forecasting.serving import (
     StepTimes,
     steady,
 )
-from systolic.interop.outline import outlined
+from systolic.formats.outline import outlined
 from systolic.job import Job, Served
 from systolic.job.serving_memory import PADDING_PAGES, ServingMemory
 from systolic.models.decoder.config import Decoder

@@ -16,7 +16,7 @@ from systolic.core.errors import NotFoundError, OptionError, RunError
 from systolic.data.text.chat import KEPT, TEMPLATE, TOOL_TEMPLATE
 from systolic.data.text.instructions import Instructions
 from systolic.data.text.text_data import TextData
-from systolic.interop.outline import kept_files
+from systolic.formats.outline import kept_files
 from systolic.job import Data, Job
 from systolic.models.families import CONFIG
 from systolic.recipes import Recipe
@@ -187,7 +187,7 @@ def check_folder(path: Path) -> None:
     """
     if not path.is_dir() or (path / JOB).is_file():
         return
-    from systolic.interop.source import gguf_inside
+    from systolic.formats.source import gguf_inside
 
     if said := gguf_inside(path):
         raise NotFoundError(f"{path} is no run and no model itself; {said}")

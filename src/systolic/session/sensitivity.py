@@ -24,7 +24,7 @@ from systolic.steps.tasks.language import LanguageModel
 if TYPE_CHECKING:
     import numpy as np
 
-    from systolic.interop.quantizing import Matrix, Rounder
+    from systolic.formats.quantizing import Matrix, Rounder
 
 
 SEARCH_BATCHES = 8

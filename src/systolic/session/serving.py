@@ -243,14 +243,14 @@ def _pending(
 
 
 def _contents(settings: ServeSettings, target: ServeTarget) -> str:
-    from systolic.session.contents import contents_of
+    from systolic.formats.outline import contents_of
 
     return contents_of(target.path, settings.checkpoint)
 
 
 def _smallest_first(found: Sequence[ServeTarget], settings: ServeSettings) -> Sequence[ServeTarget]:
     """By the size of their weights: small models answer while large ones are opened."""
-    from systolic.session.contents import weight_bytes
+    from systolic.formats.outline import weight_bytes
 
     return sorted(found, key=lambda one: weight_bytes(one.path, settings.checkpoint))
 

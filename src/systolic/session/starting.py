@@ -30,7 +30,7 @@ def with_start(
     start = setup.job.start
     if start is None:
         return setup, None
-    from systolic.interop.starting import starting_weights
+    from systolic.formats.weights import starting_weights
 
     try:
         weights, origin = starting_weights(start, setup.steps)

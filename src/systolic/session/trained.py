@@ -15,6 +15,7 @@ from systolic.core.units import si
 from systolic.data.text.instructions import Instructions
 from systolic.data.text.sentences import Sentences
 from systolic.data.text.stops import Continuation
+from systolic.formats.registry import in_files
 from systolic.job import Job, Layout, Precision, Remat, Sampling, Split
 from systolic.session.run_files import check_folder, rebuild
 from systolic.session.run_flags import kept_flags
@@ -22,7 +23,8 @@ from systolic.session.starting import with_frozen
 
 if TYPE_CHECKING:
     from systolic.artifact.weights import Weights
-    from systolic.interop.source import Source
+    from systolic.formats.source import Source
+    from systolic.steps.steps import StepFunctions
     from systolic.training.generate import Generator
     from systolic.training.setup import Setup
 
@@ -63,7 +65,7 @@ def open_model(
         OptionError: the folder holds a model that is not known, or a checkpoint or job was given for it.
     """
     if in_files(Path(path)):
-        from systolic.interop.source import open_source
+        from systolic.formats.source import open_source
 
         _refuse_choice(Path(path), job, checkpoint)
         return from_source(open_source(path), warn=warn, place=place)
@@ -102,9 +104,9 @@ def prepare_model(
 ) -> PreparedModel:
     """A model in files or a run, on this machine's devices, in its job's precision where none is given; else as :func:`open_model`."""
     if in_files(path):
-        from systolic.interop.jobs import job_of, notes_of
-        from systolic.interop.loading import weights_of
-        from systolic.interop.source import open_source
+        from systolic.formats.jobs import job_of, notes_of
+        from systolic.formats.source import open_source
+        from systolic.formats.weights import weights_of
 
         _refuse_choice(path, None, checkpoint)
         source = open_source(path)
@@ -143,15 +145,6 @@ def _refuse_choice(path: Path, job: Job | None, checkpoint: str | int) -> None:
         )
 
 
-def in_files(path: Path) -> bool:
-    """Whether a path is a model in files and no run."""
-    if not path.exists() or (path / JOB).is_file():
-        return False  # before NumPy is imported: a mistyped path is refused at once
-    from systolic.interop.source import known_source
-
-    return known_source(path)
-
-
 def is_model(path: Path) -> bool:
     """Whether a path looks like a run or a model in files."""
     return (path / JOB).is_file() or in_files(path)
@@ -176,8 +169,8 @@ def from_source(
 
     Raises: as :func:`open_model`.
     """
-    from systolic.interop.jobs import job_of, notes_of
-    from systolic.interop.loading import weights_of
+    from systolic.formats.jobs import job_of, notes_of
+    from systolic.formats.weights import weights_of
 
     keep_programs()
     job = _in_precision(job_of(source, texts=texts), precision)
@@ -241,6 +234,11 @@ class TrainedModel:
     def job(self) -> Job:
         """The job, laid out over this machine's devices."""
         return self.setup.job
+
+    @property
+    def steps(self) -> "StepFunctions":
+        """Programs of the job on this machine."""
+        return self.setup.steps
 
     @property
     def step(self) -> int:

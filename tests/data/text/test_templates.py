@@ -31,7 +31,7 @@ from systolic.serving.http.protocol import ProblemError
 from systolic.serving.http.tools import ToolCall
 from systolic.serving.registry import ServedText
 from tests.data.text.conversations import CONVERSATIONS, LOOP
-from tests.interop import folders
+from tests.formats import folders
 from tests.serving.http.echo import EchoEngine
 from tests.tiers import some
 

@@ -15,7 +15,7 @@ from systolic.predicting.rows import Bucket, Row
 from systolic.serving.batch.opening import intake_of
 from systolic.serving.batch.options import InputLimits
 from systolic.serving.compiles import COMPILED
-from tests.interop import test_sentences
+from tests.formats import test_sentences
 
 pytestmark = pytest.mark.own_programs
 

@@ -24,7 +24,7 @@ from systolic.serving.batch.model import DynamicBatches
 from systolic.serving.batch.opening import batch_model, intake_of
 from systolic.serving.batch.options import BatchOptions, InputLimits
 from systolic.serving.batch.request import ANY, BYTES, ArraySpec, ModelKind
-from tests.interop import test_sentences, test_speech
+from tests.formats import test_sentences, test_speech
 from tests.models import images
 from tests.models.program import zoo
 from tests.weights import package

@@ -27,7 +27,7 @@ from systolic.serving.batch.opening import batch_model
 from systolic.serving.batch.options import BatchOptions, InputLimits
 from systolic.serving.registry import ServedBatch
 from systolic.steps.steps import StepFunctions
-from tests.interop import test_speech
+from tests.formats import test_speech
 from tests.models import images
 from tests.serving.http.running import Running, running
 

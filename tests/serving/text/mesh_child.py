@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from systolic.data.text.text_data import TextData
-from systolic.interop.source import open_source
+from systolic.formats.source import open_source
 from systolic.job import Precision
 from systolic.models.decoder.config import Decoder, Dispatch, Latent
 from systolic.serving.layout import DeviceShares, ServingLayout

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from systolic.core.errors import DataError, OptionError
-from systolic.interop.program.model import ExportedProgram
+from systolic.formats.program.model import ExportedProgram
 from systolic.job import Job, Layout, Model, Remat
 from systolic.models.decoder.config import Decoder
 from systolic.models.families import CONFIG, Config, family, read_config

@@ -13,7 +13,7 @@ import numpy as np
 from systolic.aot.program_store import ProgramSpec, ProgramStore
 from systolic.core.errors import OptionError
 from systolic.data.input_files import InputFiles
-from systolic.interop.program.model import ExportedProgram
+from systolic.formats.program.model import ExportedProgram
 from systolic.job import Field
 from systolic.predicting.forms import FixedForm
 from systolic.predicting.readers import Example, Output
