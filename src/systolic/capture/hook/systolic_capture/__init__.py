@@ -1,8 +1,8 @@
 """Captures a JAX program: it sees the devices of a slice, its calls are recorded, and its step is compiled for the slice.
 
-``arrays``: what stands for an array on the slice. ``bridge``: the devices. ``dispatch``: what the program does with
-arrays. ``shardings``: where the results of a call are. ``hosts``: what several processes say to each other. ``pmap``:
-its functions as jitted ones. ``calls``: the calls, and which of them are a step.
+``arrays``: what stands for an array on the slice. ``counters``: those whose number is known. ``bridge``: the devices.
+``dispatch``: what the program does with arrays. ``shardings``: where the results of a call are. ``hosts``: what several
+processes say to each other. ``pmap``: its functions as jitted ones. ``calls``: the calls, and which of them are a step.
 ``compiling``: the schedule, and the answer in the folder that ``SYSTOLIC_CAPTURE`` names.
 """
 

@@ -7,7 +7,7 @@ of random numbers, counters, small tables. What the program's own jitted functio
 import functools
 import os
 
-from systolic_capture import arrays, bridge, calls, report, shardings
+from systolic_capture import arrays, bridge, calls, counters, report, shardings
 
 MOST_BYTES = 1 << 20
 """Largest result that is computed."""
@@ -124,7 +124,10 @@ def _operation(primitive, args, params):
         stand_in(aval, *shardings.of_operation(aval, args, mesh, first_device), born)
         for aval in made
     ]
-    return outs if primitive.multiple_results else outs[0]
+    if primitive.multiple_results:
+        return outs
+    counters.tell_operation(primitive.name, args, outs[0])
+    return outs[0]
 
 
 # dispatch: placing values
@@ -149,7 +152,10 @@ def put(value, where):
         return stand_in(aval, place, born=arrays.latest([value]))
     if not bridge.on_slice(target) and _bytes(aval) <= MOST_BYTES:
         return jax.device_put(np.asarray(value), target)
-    return stand_in(shardings.placed(aval, target), target, born=arrays.latest([value]))
+    made = stand_in(shardings.placed(aval, target), target, born=arrays.latest([value]))
+    if counters.is_counter(aval):
+        made.known = counters.of(value)
+    return made
 
 
 def patch_put(dispatch):
@@ -322,6 +328,7 @@ def jit_call(args, params):
     """A call on the slice: recorded, and its results in shape alone."""
     call = calls.Call(args, params, is_own(params["jaxpr"]))
     outs = call.results()
+    counters.tell(params["jaxpr"], args, outs)
     born = calls.record(call)
     born = arrays.latest(args) if born is None else born
     for one in filter(arrays.is_slice_array, outs):

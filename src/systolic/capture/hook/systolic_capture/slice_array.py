@@ -15,13 +15,15 @@ _serials = itertools.count()
 
 
 class SliceArray(_Array):
-    """Stands for an array on the slice: who reads it gets zeros."""
+    """Stands for an array on the slice: who reads it gets zeros, and of a counter its number."""
 
     def __init__(self, aval, sharding, committed=True, born=-1):
         self.aval = aval
         self.born = born
         """Number of the latest recorded call that it comes from; -1 of one from none."""
         self.serial = next(_serials)
+        self.known = None
+        """The number of a counter, where it is known."""
         self._sharding = sharding
         self._committed = committed
 
@@ -74,7 +76,8 @@ class SliceArray(_Array):
 
     @property
     def _value(self):
-        return np.zeros(self.physical.shape, self.physical.dtype)
+        known = 0 if self.known is None else self.known
+        return np.full(self.physical.shape, known, self.physical.dtype)
 
     def __array__(self, dtype=None, context=None, copy=None):
         value = self._value
@@ -132,7 +135,9 @@ class SliceArray(_Array):
     __str__ = __repr__
 
     def __copy__(self):
-        return type(self)(self.aval, self._sharding, self._committed, self.born)
+        made = type(self)(self.aval, self._sharding, self._committed, self.born)
+        made.known = self.known
+        return made
 
     def __deepcopy__(self, memo):
         return self.__copy__()
@@ -185,11 +190,13 @@ class _Shard:
         """The part, as an array of one device."""
         whole = self._whole
         shape = whole.sharding.shard_shape(whole.shape)
-        return SliceArray(
+        made = SliceArray(
             core.ShapedArray(shape, whole.dtype),
             jax.sharding.SingleDeviceSharding(self.device),
             born=whole.born,
         )
+        made.known = whole.known
+        return made
 
 
 def _format(sharding):
