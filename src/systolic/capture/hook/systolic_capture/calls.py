@@ -394,7 +394,9 @@ def _finish(ended):
             return
         _state["ended"] = True
         error = _state["error"]
-        known = _period() is not None or report.request().get("step")
+        period = _period()  # of a program that failed, what is not linked is its initialization
+        linked = period is not None and _is_linked(period)
+        known = linked or report.request().get("step")
         step = _best() if known or not error else []
         names = sorted({one.name for one, _ in counts().values()})
         if error and not step:

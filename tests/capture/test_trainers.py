@@ -6,8 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from systolic.capture import capture
 from systolic.chips import slice
+from systolic.core.errors import RunError
 
 PROGRAMS = Path(__file__).parent / "programs"
 HOOK = Path(__file__).parents[2] / "src/systolic/capture/hook"
@@ -45,3 +48,11 @@ def test_a_program_does_not_wait_for_what_is_left_of_the_one_before() -> None:
         [sys.executable, "-c", COMPILING, str(HOOK)], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "True", done.stderr
+
+
+def test_what_a_program_initialized_before_it_failed_is_no_step(tmp_path: Path) -> None:
+    folder = tmp_path / "answer"
+    folder.mkdir()
+    program = shutil.copy(PROGRAMS / "failing_late.py", tmp_path / "failing_late.py")
+    with pytest.raises(RunError, match="failed before its step was known: KeyError: 'no tokeni"):
+        capture([sys.executable, str(program)], slice("v5e-8"), folder, quick=True)
