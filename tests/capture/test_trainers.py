@@ -56,3 +56,12 @@ def test_what_a_program_initialized_before_it_failed_is_no_step(tmp_path: Path) 
     program = shutil.copy(PROGRAMS / "failing_late.py", tmp_path / "failing_late.py")
     with pytest.raises(RunError, match="failed before its step was known: KeyError: 'no tokeni"):
         capture([sys.executable, str(program)], slice("v5e-8"), folder, quick=True)
+
+
+def test_the_variable_of_the_platform_names_no_cpu(tmp_path: Path, monkeypatch) -> None:
+    folder = tmp_path / "answer"
+    folder.mkdir()
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    program = shutil.copy(PROGRAMS / "asking.py", tmp_path / "asking.py")
+    captured = capture([sys.executable, str(program)], slice("v5e-8"), folder, quick=True)
+    assert [one["name"] for one in captured.programs] == ["step"]

@@ -29,6 +29,19 @@ PATCHES = {
 """Modules of jax that are changed as soon as they are imported, before others take names from them."""
 
 
+PLATFORMS = "JAX_PLATFORMS"
+_asked_platforms = []
+
+
+def show_platforms():
+    """The variable as the program would find it on the slice: jax has read it, and others ask it whether there are TPUs."""
+    asked = _asked_platforms[-1]
+    if asked in (None, "cpu"):  # that of a machine without TPUs
+        del os.environ[PLATFORMS]
+    else:
+        os.environ[PLATFORMS] = asked
+
+
 class _Loader(importlib.abc.Loader):
     def __init__(self, loader, patch):
         self._loader, self._patch = loader, patch
@@ -56,9 +69,8 @@ class _Finder(importlib.abc.MetaPathFinder):
 
             report.say(stage="importing")
             report.check_environment()
-            os.environ["JAX_PLATFORMS"] = (
-                "cpu"  # whatever the program says: what is computed is on the CPU
-            )
+            _asked_platforms.append(os.environ.get(PLATFORMS))
+            os.environ[PLATFORMS] = "cpu"  # whatever the program says: what is computed is there
         module, function = PATCHES[name]
         patch = getattr(importlib.import_module(f"systolic_capture.{module}"), function)
         spec.loader = _Loader(spec.loader, patch)

@@ -363,8 +363,9 @@ def patch_stages(stages):
 
 def patch_jax(jax):
     """The last of jax has been imported."""
-    from systolic_capture import pmap
+    from systolic_capture import pmap, show_platforms
 
+    show_platforms()
     arrays.register()
     pmap.patch(jax)
     report.say(stage="running until the first call", jax=jax.__version__)
