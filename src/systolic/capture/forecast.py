@@ -23,7 +23,7 @@ from systolic.sim.timeline import Resource, Span, Timeline
 
 MOST_OTHERS = 6
 """Other calls that a note names."""
-ZEROS = "arrays on the slice read as zeros while the program was captured: where it branches on a loss, it took the branch of 0"
+ZEROS = "arrays on the slice read as zeros while the program was captured, but for counters: where it branches on a loss, it took the branch of 0"
 
 
 @dataclass(frozen=True, kw_only=True)

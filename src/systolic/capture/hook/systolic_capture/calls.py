@@ -465,7 +465,11 @@ def _finish(ended):
             return
         _state["ended"] = True
         error = _state["error"]
-        known = steps.period(_sequence) is not None or report.request().get("step")
+        period = steps.period(
+            _sequence
+        )  # of a program that failed, what is not linked is its initialization
+        linked = period is not None and steps.is_linked(_sequence, period)
+        known = linked or report.request().get("step")
         step = _best() if known or not error else None
         names = sorted({one.name for one, _ in counts().values()})
         if error and not step:
