@@ -106,7 +106,7 @@ def onnx(path: Path, inputs: dict[str, np.ndarray], sequence: int) -> Call:
 
 def generate(path: Path, inputs: dict[str, np.ndarray], sequence: int) -> Call:
     """The programs of ``systolic generate``."""
-    from systolic.predicting.latency import CallSizes, timed_call
+    from systolic.inference.latency import CallSizes, timed_call
     from systolic.session.trained import keep_programs, prepare_model
 
     keep_programs()
@@ -119,7 +119,7 @@ def generate(path: Path, inputs: dict[str, np.ndarray], sequence: int) -> Call:
 
 def predict(path: Path, inputs: dict[str, np.ndarray], sequence: int) -> Call:
     """The program of ``systolic predict``: as :func:`stablehlo`, made for this platform."""
-    from systolic.predicting.latency import CallSizes, timed_call
+    from systolic.inference.latency import CallSizes, timed_call
     from systolic.session.trained import keep_programs, prepare_model
 
     keep_programs()

@@ -41,7 +41,7 @@ NUMERIC = (
 DEFAULT = (
     *(
         *NUMERIC,
-        "artifact",
+        "runs",
         "cli",
         "data",
         "doctor",
@@ -50,7 +50,7 @@ DEFAULT = (
         "launching",
         "models",
     ),
-    *("planning", "predicting", "recipes", "report", "serving", "training", "tuning"),
+    *("planning", "inference", "recipes", "report", "serving", "training", "tuning"),
 )
 """The same of default tests; slow ones of the last folders have programs as users do."""
 

@@ -9,11 +9,11 @@ import numpy as np
 import psutil
 
 import systolic
-from systolic.artifact.tensors import TensorSpec, write
 from systolic.data.arrays import Arrays
 from systolic.formats.source import open_source
 from systolic.formats.weights import starting_weights
 from systolic.job import Adapter, AdapterKind, Batch, Field, Job, Layout
+from systolic.runs.bundle.tensors import TensorSpec, write
 from systolic.steps.mesh import make_mesh
 from systolic.steps.steps import StepFunctions
 from systolic.steps.target import MeshTarget

@@ -14,10 +14,10 @@ import pytest
 import safetensors.numpy
 
 import systolic
-from systolic.artifact.tensors import read_header
 from systolic.cli.main import main
 from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.models.families import family
+from systolic.runs.bundle.tensors import read_header
 from tests.formats import folders
 
 
@@ -115,7 +115,7 @@ def test_a_wrong_value_of_rotary_embeddings_is_named(
 def test_the_draft_of_a_killed_import_is_removed_by_the_next(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     draft = (
-        "import pathlib, sys, time; from systolic.artifact.bundle import draft\n"
+        "import pathlib, sys, time; from systolic.runs.bundle.folder import draft\n"
         f"with draft(pathlib.Path({str(out)!r})) as made:\n"
         "    made.add('weights', b'1234'); print('ready', flush=True); time.sleep(600)\n"
     )

@@ -21,7 +21,7 @@ from systolic.formats.probe import of_text, outputs_of
 from systolic.formats.source import open_source
 from systolic.job import Model
 from systolic.models.decoder.config import Decoder, Dispatch, Mlp, NormKind
-from systolic.models.decoder.switches import Mup
+from systolic.models.decoder.options import Mup
 from systolic.models.vision.cnn.config import CNN
 from tests.formats import folders
 from tests.formats.gguf.test_gguf import KINDS, write
@@ -107,7 +107,7 @@ def test_a_bundle_whose_layers_are_read_one_by_one_comes_home(tmp_path: Path) ->
 
 def test_a_shard_each_and_one_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = folders.folder(tmp_path / "theirs", dtype=torch.bfloat16)
-    monkeypatch.setattr("systolic.artifact.bundle.shards_of.__defaults__", (20_000,))
+    monkeypatch.setattr("systolic.runs.bundle.folder.shards_of.__defaults__", (20_000,))
     systolic.export_model(folder, tmp_path / "home")
     assert len(list((tmp_path / "home").glob("model-*.safetensors"))) > 1
     rows = np.arange(20, dtype=np.int32).reshape(2, 10)

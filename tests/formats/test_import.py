@@ -15,15 +15,15 @@ import torch
 import transformers
 
 import systolic
-from systolic.artifact.bundle import index_of, open_bundle, shards_of
-from systolic.artifact.bundle_record import FORMAT
-from systolic.artifact.tensors import TensorSpec
 from systolic.cli.main import main
 from systolic.core.errors import RunError, SystolicError, TakenError
 from systolic.formats import comparison
 from systolic.formats.comparison import Cosine
 from systolic.formats.source import Source, open_source
 from systolic.job import Sampling
+from systolic.runs.bundle.folder import index_of, open_bundle, shards_of
+from systolic.runs.bundle.record import FORMAT
+from systolic.runs.bundle.tensors import TensorSpec
 from systolic.session import importing
 from tests.formats import folders
 from tests.formats.test_source import arrays
@@ -260,7 +260,7 @@ def test_several_files_are_read_as_one(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cut_small = lambda planned: shards_of(planned, 20_000)  # noqa: E731
-    monkeypatch.setattr("systolic.artifact.bundle.shards_of", cut_small)
+    monkeypatch.setattr("systolic.runs.bundle.folder.shards_of", cut_small)
     systolic.import_model(folder, tmp_path / "out", parity=False)
     files = sorted(file.name for file in (tmp_path / "out").glob("weights-*"))
     assert len(files) > 1

@@ -15,7 +15,6 @@ import torch
 import transformers
 
 import systolic
-from systolic.artifact.weights import Weights
 from systolic.cli.main import main
 from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.formats.hugging_face.reference import impossible
@@ -33,6 +32,7 @@ from systolic.formats.probe import outputs_of
 from systolic.formats.source import open_source
 from systolic.formats.weights import starting_weights
 from systolic.job import Adapter, AdapterKind, Layout, Optimizer
+from systolic.runs.weights import Weights
 from systolic.session.trained import set_up_here
 from tests.formats import folders
 from tests.models.foreign import relative

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from systolic.artifact.saved_job import job_from_json, types_of
 from systolic.core.errors import DataError, NotFoundError, OptionError, RunError
 from systolic.data.input_files import InputFiles
 from systolic.formats.program.description import PROGRAM
@@ -23,6 +22,7 @@ from systolic.job import data as job_data
 from systolic.models.program.function import MASK
 from systolic.models.program.making import made_by
 from systolic.models.program.torch_function import torch_function
+from systolic.runs.saved_job import job_from_json, types_of
 from systolic.steps.tasks.arrays import ArrayOutputs
 from tests.models.program import zoo
 

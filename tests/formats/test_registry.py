@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from systolic.artifact.bundle import MANIFEST
 from systolic.cli.export import ExportOptions
 from systolic.core.errors import OptionError
 from systolic.formats.registry import (
@@ -26,6 +25,7 @@ from systolic.formats.registry import (
     model_format,
 )
 from systolic.formats.source import open_source
+from systolic.runs.bundle.folder import MANIFEST
 
 
 def test_functions_take_what_they_are_called_with() -> None:

@@ -12,7 +12,6 @@ import torch
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from systolic.artifact.tensors import read_header
 from systolic.cli.main import main
 from systolic.core.errors import DataError, NotFoundError, OptionError, SystolicError
 from systolic.formats.jobs import job_of
@@ -20,6 +19,7 @@ from systolic.formats.source import Source, open_source
 from systolic.formats.weights import structure_of
 from systolic.job import Model, Split, Stored, Target
 from systolic.models.decoder.config import Decoder
+from systolic.runs.bundle.tensors import read_header
 from tests.formats import folders
 from tests.models.foreign import relative, structure
 

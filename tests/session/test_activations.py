@@ -12,12 +12,12 @@ import transformers
 from PIL import Image
 
 import systolic
-from systolic.artifact.bundle import MANIFEST
 from systolic.cli.main import main
 from systolic.formats.probe import outputs_of, probe_of
 from systolic.formats.quantizing import Rounder, formats_of, matrices_in
 from systolic.formats.source import open_source
 from systolic.job import MatrixFormat, Read, Sampling, Split, WeightFormat
+from systolic.runs.bundle.folder import MANIFEST
 from systolic.serving.text.opening import open_engine
 from systolic.serving.text.request import SamplingParams, TextRequest
 from systolic.session.calibrating import largest_of

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from systolic.aot import Compiler, PagedProgram
 from systolic.chips import slice
 from systolic.chips.flags import resolved
 from systolic.cli.main import main
+from systolic.compiling import Compiler, PagedProgram
 from systolic.core.errors import OptionError
 from systolic.forecasting import forecast_program
 from systolic.forecasting.serving import LatencyLimits, Load, ServingForecast, latency

@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 import systolic
-from systolic.artifact.bundle import MODELS, open_bundle
 from systolic.cli.main import main
 from systolic.core.errors import DataError, OptionError, RunError, SystolicError, TakenError
 from systolic.job import MatrixFormat, WeightFormat
+from systolic.runs.bundle.folder import MODELS, open_bundle
 from systolic.serving.http.app import PATHS
 from systolic.session.docker.folder import (
     GRACE_SECONDS,

@@ -16,7 +16,6 @@ import torch
 import transformers
 
 import systolic
-from systolic.artifact.bundle import MANIFEST
 from systolic.cli.main import main
 from systolic.core.errors import OptionError
 from systolic.formats.export import file_payload, floats_line
@@ -27,6 +26,7 @@ from systolic.formats.weights import structure_of
 from systolic.job import AdapterKind, MatrixFormat, Sampling, Split, WeightFormat
 from systolic.models.decoder.config import Decoder
 from systolic.models.quantized import Quantized, held_dtype
+from systolic.runs.bundle.folder import MANIFEST
 from systolic.serving.text.opening import open_engine
 from systolic.serving.text.request import SamplingParams, TextRequest
 from systolic.session.quantizing import Evaluated, quantize_model

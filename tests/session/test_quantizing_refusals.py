@@ -18,8 +18,8 @@ from systolic.cli.main import main
 from systolic.core.errors import DataError, OptionError
 from systolic.data.image.images import Images
 from systolic.formats.quantizing import Rounder
+from systolic.inference.latency import TimedCall
 from systolic.job import MatrixFormat, WeightFormat
-from systolic.predicting.latency import TimedCall
 from systolic.session.calibrating import check_apart
 from tests.formats import folders
 from tests.formats.test_sentences import folder as encoder_folder

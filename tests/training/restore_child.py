@@ -14,9 +14,9 @@ import numpy as np
 from jax.experimental.multihost_utils import sync_global_devices
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from systolic.artifact import CheckpointStore, manifest
-from systolic.artifact.access import Access
 from systolic.core.errors import SystolicError
+from systolic.runs import CheckpointStore, manifest
+from systolic.runs.access import Access
 from systolic.training import distributed
 
 STEPS = (10, 20, 30)

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from systolic.artifact.weights import Weights
 from systolic.job import Batch
 from systolic.job.data import MASK
+from systolic.runs.weights import Weights
 from systolic.training.activation_stats import largest_inputs, watched
 from tests.steps import tiny
 

@@ -16,9 +16,9 @@ from systolic.cli.parse import parse
 from systolic.core.errors import OptionError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, dashed
 from systolic.core.units import GIB, si
-from systolic.doctor import Finding, Machine, Status, examine, gather, measure
+from systolic.doctor import Finding, Machine, Status, examine, measure
 from systolic.doctor.checks import FALLEN_BACK
-from systolic.doctor.gather import PACKAGES
+from systolic.doctor.collect import PACKAGES, gather
 from systolic.doctor.machine import Measured
 from systolic.doctor.measure import LIMIT_SECONDS
 from systolic.doctor.multi_host import WAIT_SECONDS, examine_hosts

@@ -11,8 +11,8 @@ import tyro
 
 from systolic.cli.parse import parse
 from systolic.core.errors import OptionError
-from systolic.core.leave import ends_cleanly
 from systolic.core.ranges import COUNT, NOT_NEGATIVE
+from systolic.core.shutdown import ends_cleanly
 from systolic.core.units import duration, si
 from systolic.formats.registry import PROGRAM_WRITERS, ROWS, ExportSettings, LiteQuantization
 from systolic.job import Precision

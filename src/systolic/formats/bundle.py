@@ -13,30 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from systolic.artifact.bundle import (
-    MANIFEST,
-    ORIGIN,
-    RECORDED,
-    Bundle,
-    BundleDraft,
-    arrays,
-    check_free,
-    draft,
-    model_record,
-    open_bundle,
-)
-from systolic.artifact.bundle_job import read_job, write_job
-from systolic.artifact.bundle_record import (
-    EvaluationRecord,
-    ImportedFrom,
-    RecipeRecord,
-    Recorded,
-    finite_metrics,
-)
-from systolic.artifact.job_record import JobRecord
-from systolic.artifact.packed import RestoredTensor
-from systolic.artifact.run import Run
-from systolic.artifact.tensors import TensorSpec, read_header, write
 from systolic.core.digest import digest
 from systolic.core.errors import DataError, OptionError, SystolicError
 from systolic.data.audio.recordings import Recordings
@@ -63,6 +39,30 @@ from systolic.job import Data, Job, Quantization
 from systolic.models.decoder.config import Decoder
 from systolic.models.encoder.config import Encoder
 from systolic.models.families import Config
+from systolic.runs.bundle.folder import (
+    MANIFEST,
+    ORIGIN,
+    RECORDED,
+    Bundle,
+    BundleDraft,
+    arrays,
+    check_free,
+    draft,
+    model_record,
+    open_bundle,
+)
+from systolic.runs.bundle.job import read_job, write_job
+from systolic.runs.bundle.packed import RestoredTensor
+from systolic.runs.bundle.record import (
+    EvaluationRecord,
+    ImportedFrom,
+    RecipeRecord,
+    Recorded,
+    finite_metrics,
+)
+from systolic.runs.bundle.tensors import TensorSpec, read_header, write
+from systolic.runs.job_record import JobRecord
+from systolic.runs.run import Run
 
 if TYPE_CHECKING:
     import jax
@@ -148,7 +148,7 @@ def _with_tokenizer(data: Data, folder: Path) -> Data:
 def open_bundled(folder: Path) -> BundleSource:
     """A Bundle.
 
-    Raises: as :func:`systolic.artifact.bundle.open_bundle`.
+    Raises: as :func:`systolic.runs.bundle.folder.open_bundle`.
     """
     bundle = open_bundle(folder)
     origin, model = folder / ORIGIN, bundle.model

@@ -11,9 +11,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from systolic.artifact.run import TOKENIZER
-from systolic.artifact.tensors import TensorSpec
-from systolic.artifact.weights import Weights
 from systolic.core.errors import RunError
 from systolic.core.units import si
 from systolic.data.audio.recordings import Recordings
@@ -26,6 +23,9 @@ from systolic.formats.registry import in_files
 from systolic.formats.source import OTHER_FILES, TEXT_FILES, Source, most_common, open_source
 from systolic.job import Job
 from systolic.models.families import CONFIG, Config, read_config
+from systolic.runs.bundle.tensors import TensorSpec
+from systolic.runs.run import TOKENIZER
+from systolic.runs.weights import Weights
 from systolic.steps.steps import StepFunctions
 
 if TYPE_CHECKING:

@@ -17,8 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from systolic.artifact import failure
-from systolic.artifact.bundle import check_free, write_file
 from systolic.core.errors import OptionError, RunError
 from systolic.formats.comparison import joined
 from systolic.formats.conversion import ModelExport, computed, metadata, plain_platform
@@ -27,6 +25,8 @@ from systolic.formats.inference import ExportableModel, Inference
 from systolic.formats.packages import ended, last_line, package_folder, run_module
 from systolic.formats.registry import ExportSettings
 from systolic.job import Precision
+from systolic.runs import failure
+from systolic.runs.bundle.folder import check_free, write_file
 
 CHILD = "systolic.formats.onnx"
 

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from systolic.artifact.job_record import JobRecord
-from systolic.artifact.run import JOB, TOKENIZER, Run
 from systolic.core.digest import digest
 from systolic.core.errors import DataError, NotFoundError, OptionError, SystolicError
 from systolic.data.text.instructions import Instructions
@@ -16,11 +14,13 @@ from systolic.data.text.text_data import TextData
 from systolic.data.text.tokenizer import Around
 from systolic.formats.registry import in_files
 from systolic.job import Model
+from systolic.models.config_fields import NESTED
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.rotary import Stretching
 from systolic.models.families import CONFIG, GENERATION, Config, family, read_config
 from systolic.models.published import PublishedModel, find_published, near_published
-from systolic.models.unread import NESTED
+from systolic.runs.job_record import JobRecord
+from systolic.runs.run import JOB, TOKENIZER, Run
 
 if TYPE_CHECKING:
     from systolic.formats.source import Source
@@ -288,7 +288,7 @@ def model_contents(path: Path, checkpoint: str) -> ModelContents:
     Raises: as opening the model.
     """
     if not in_files(path):
-        from systolic.artifact.weights import fingerprint
+        from systolic.runs.weights import fingerprint
 
         return ModelContents(weights=fingerprint(path, checkpoint), texts="", sampled=False)
     from systolic.data.fingerprint import SAMPLE_BYTES, of_files
@@ -324,7 +324,7 @@ def weight_bytes(path: Path, checkpoint: str = "best") -> int:
     """Size of a model's weights by its files, or by its run's checkpoint without the optimizer; 0 where that is not known."""
     try:
         if not in_files(path):
-            from systolic.artifact import weights
+            from systolic.runs import weights
 
             return weights.weight_bytes(path, checkpoint)
         files = _weight_files(path)

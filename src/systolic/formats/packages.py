@@ -15,10 +15,10 @@ import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 
-from systolic.artifact import failure
 from systolic.core.digest import digest
 from systolic.core.errors import OptionError, RunError
 from systolic.core.store import cache_home
+from systolic.runs import failure
 
 _ENVIRONMENT = {
     "KERAS_BACKEND": "jax",

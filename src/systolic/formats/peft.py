@@ -11,9 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from systolic.artifact.bundle import MANIFEST, check_free, draft
-from systolic.artifact.tensors import MappedTensor, TensorSpec, read_header
-from systolic.artifact.weights import plain_parameters
 from systolic.core.digest import digest
 from systolic.core.errors import DataError, NotFoundError, OptionError, RunError, SystolicError
 from systolic.data.fingerprint import of_files
@@ -37,6 +34,9 @@ from systolic.models.adapters import BASE, EXPERTS, STACKED, A, B, merged, num_i
 from systolic.models.decoder.config import Decoder
 from systolic.models.families import CONFIG, family
 from systolic.models.mapping import Rule
+from systolic.runs.bundle.folder import MANIFEST, check_free, draft
+from systolic.runs.bundle.tensors import MappedTensor, TensorSpec, read_header
+from systolic.runs.weights import plain_parameters
 
 if TYPE_CHECKING:
     import jax

@@ -11,10 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from systolic.artifact.bundle import BundleDraft
-from systolic.artifact.packed import PACKED, QuantizedRecord, packed
-from systolic.artifact.tensors import TensorSpec
-from systolic.artifact.weights import Weights
 from systolic.core.errors import DataError, OptionError, nearest
 from systolic.formats.source import Source
 from systolic.formats.weights import matrices_of, structure_of
@@ -33,6 +29,10 @@ from systolic.models.quantized import SCALES_DTYPE, Quantized, quantized, scales
 from systolic.models.quantizing import fitting
 from systolic.models.rounding import compensated, least_error
 from systolic.models.w8a8 import factors_shape, largest_shape, w8a8
+from systolic.runs.bundle.folder import BundleDraft
+from systolic.runs.bundle.packed import PACKED, QuantizedRecord, packed
+from systolic.runs.bundle.tensors import TensorSpec
+from systolic.runs.weights import Weights
 from systolic.steps.network import ModelStructure
 
 SCALE_BYTES = jnp.dtype(SCALES_DTYPE).itemsize

@@ -12,14 +12,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from systolic.artifact.run import JOB
 from systolic.core.errors import OptionError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, check
 from systolic.job import Precision
 from systolic.models.families import CONFIG
+from systolic.runs.run import JOB
 
 BUNDLE_FILE = "bundle.json"
-"""``systolic.artifact.bundle.MANIFEST``, whose module imports NumPy."""
+"""``systolic.runs.bundle.folder.MANIFEST``, whose module imports NumPy."""
 ADAPTERS = "adapter_config.json"
 """File that makes a folder one of PEFT, with adapters beside a model that lies elsewhere."""
 FULL_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")

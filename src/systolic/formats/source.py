@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from systolic.artifact.tensors import TensorSpec
 from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.core.files import refuse_pointer
 from systolic.data.fingerprint import of_files
@@ -20,6 +19,7 @@ from systolic.formats.registry import GGUF, MODELS, ONNX, function_of, model_for
 from systolic.job import Dtypes, Job, Model, Quantization, Stored
 from systolic.models.families import CONFIG, GENERATION, Config
 from systolic.models.mapping import Conversion, Tensor, Tensors
+from systolic.runs.bundle.tensors import TensorSpec
 
 if TYPE_CHECKING:
     import jax

@@ -10,14 +10,14 @@ import jax
 import jax.export
 import numpy as np
 
-from systolic.artifact.bundle import BundleDraft, draft
-from systolic.artifact.tensors import TensorSpec
 from systolic.core.errors import OptionError, RunError
 from systolic.formats.comparison import ExportDifference, joined
 from systolic.formats.conversion import ModelExport, described, each_platform
 from systolic.formats.examples import ExampleInputs
 from systolic.formats.inference import ExportableModel, Inference, run
 from systolic.formats.registry import ExportSettings
+from systolic.runs.bundle.folder import BundleDraft, draft
+from systolic.runs.bundle.tensors import TensorSpec
 
 PLATFORMS = ("cpu", "tpu", "cuda")
 MANIFEST, README = "manifest.json", "README.txt"

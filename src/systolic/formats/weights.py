@@ -10,17 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from systolic.artifact.bundle import BundleDraft
-from systolic.artifact.run import JOB
-from systolic.artifact.tensors import TensorSpec
-from systolic.artifact.weights import Weights, begin_with
 from systolic.core.errors import DataError, OptionError, RunError
-from systolic.core.heap import trim
+from systolic.core.malloc_trim import trim
 from systolic.core.units import si
 from systolic.formats.outline import published_at
 from systolic.formats.source import Source, open_source
 from systolic.job import Model
 from systolic.models.adapters import BASE, CODES, SCALES, STACKED, A, B, compact_base
+from systolic.runs.bundle.folder import BundleDraft
+from systolic.runs.bundle.tensors import TensorSpec
+from systolic.runs.run import JOB
+from systolic.runs.weights import Weights, begin_with
 from systolic.steps.network import ModelStructure
 from systolic.steps.sharding import parameter_spec
 from systolic.steps.steps import StepFunctions

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from systolic.aot import Compiler
 from systolic.chips import Slice, slice
 from systolic.chips.flags import resolved
+from systolic.compiling import Compiler
 from systolic.core.errors import OptionError
 from systolic.core.origin import Origin
 from systolic.core.ranges import COUNT

@@ -8,14 +8,14 @@ from typing import Annotated, Any
 import msgspec
 from rich.text import Text
 
-from systolic.artifact.bundle import MANIFEST, RECORDED, open_bundle
-from systolic.artifact.tensors import SUFFIX
 from systolic.core.arguments import with_types
 from systolic.core.errors import OptionError, called
 from systolic.core.ranges import NOT_NEGATIVE
 from systolic.data.text.instructions import Instructions
 from systolic.formats.registry import in_files
 from systolic.job import Job
+from systolic.runs.bundle.folder import MANIFEST, RECORDED, open_bundle
+from systolic.runs.bundle.tensors import SUFFIX
 from systolic.session.agreement import Agreement, agreement
 from systolic.session.answering import NO_ANSWERS, AnswerOptions, check_answers, scores_of
 from systolic.session.speeds import ModelSpeeds, SpeedOptions, speeds_of
@@ -200,7 +200,7 @@ def _refuse_other_tasks(paths: list[Path], jobs: list[Job]) -> None:
 
 
 def _described(model: TrainedModel) -> ComparedModel:
-    from systolic.artifact.weights import sizes_of
+    from systolic.runs.weights import sizes_of
 
     job, weights = model.job, model.weights
     frozen = model.setup.steps.network.frozen

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from systolic.artifact.bundle import check_free
 from systolic.core.arguments import with_types
 from systolic.core.errors import OptionError
 from systolic.formats.export import Exported, ExportSource
@@ -27,6 +26,7 @@ from systolic.formats.registry import (
 from systolic.formats.source import open_source
 from systolic.job import Job, Precision
 from systolic.models.decoder.config import Decoder, Dispatch
+from systolic.runs.bundle.folder import check_free
 from systolic.session.docker.folder import ExportedImage, ImageOptions, export_docker
 from systolic.session.replaying import answers
 from systolic.session.trained import (

@@ -7,14 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from systolic.artifact.bundle import (
-    ORIGIN,
-    BundleDraft,
-    check_free,
-    draft,
-    model_record,
-)
-from systolic.artifact.bundle_record import ImportedFrom, carried
 from systolic.core.arguments import with_types
 from systolic.core.errors import OptionError
 from systolic.core.files import check_room
@@ -32,10 +24,18 @@ from systolic.formats.program.convert import (
 from systolic.formats.registry import framework_format
 from systolic.formats.source import Source, most_common, open_source
 from systolic.formats.weights import planned, weight_progress, write_weights
+from systolic.runs.bundle.folder import (
+    ORIGIN,
+    BundleDraft,
+    check_free,
+    draft,
+    model_record,
+)
+from systolic.runs.bundle.record import ImportedFrom, carried
 from systolic.session.replaying import answers
 
 if TYPE_CHECKING:
-    from systolic.artifact.tensors import TensorSpec
+    from systolic.runs.bundle.tensors import TensorSpec
 
 FOLDER = Path("bundles")
 """Default folder of Bundles."""

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from systolic.artifact import manifest
 from systolic.core.errors import RunError
 from systolic.launching import GONE
 from systolic.launching.docker import KILLED
 from systolic.launching.supervisor import SAVE_SECONDS, unsaved
+from systolic.runs import manifest
 from systolic.session.clients import call, check_client, code_of, failed
 from systolic.session.launch_phase import check_here, phase
 from systolic.session.launched import (

@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from systolic.artifact.access import is_held
 from systolic.core.errors import RunError, TakenError
 from systolic.core.files import write_atomically
 from systolic.launching import Launch
 from systolic.launching.supervisor import STATE, identity, lives
+from systolic.runs.access import is_held
 from systolic.session.clients import NEEDS, call, check_client, here
 from systolic.session.launch_phase import check_here
 from systolic.session.launched import (

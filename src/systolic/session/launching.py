@@ -21,8 +21,8 @@ from systolic.session.docker.lock import lock, python
 from systolic.session.docker.wheel import write_wheel
 
 if TYPE_CHECKING:
-    from systolic.artifact.chosen import Chosen
     from systolic.job import Job
+    from systolic.runs.plan_choice import Chosen
 
 LOCAL, SLURM, DOCKER, GKE = "local", "slurm", "docker", "gke"
 OURS: Mapping[str, str] = {

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from systolic.artifact.bundle import MANIFEST
 from systolic.chips import Slice
 from systolic.core.errors import OptionError
 from systolic.launching import Launch, LaunchBill, Purchase, Site
 from systolic.launching.gke_serve import GkeServer
 from systolic.launching.names import is_bucket, refuse_secrets
+from systolic.runs.bundle.folder import MANIFEST
 from systolic.session.docker.folder import name_of
 from systolic.session.launching import default_name
 

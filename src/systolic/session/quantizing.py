@@ -10,15 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from rich.text import Text
 
-from systolic.artifact.bundle import (
-    ORIGIN,
-    BundleDraft,
-    check_free,
-    draft,
-    model_record,
-)
-from systolic.artifact.bundle_record import ImportedFrom, Recorded, carried
-from systolic.artifact.run import JOB
 from systolic.core.arguments import Alternative, argument, with_types
 from systolic.core.errors import OptionError, called
 from systolic.core.files import check_room
@@ -29,6 +20,15 @@ from systolic.formats.probe import PROBES, few, probe_of
 from systolic.formats.source import Source, open_source
 from systolic.formats.weights import weight_progress
 from systolic.job import Adapter, Job, MatrixFormat, WeightFormat
+from systolic.runs.bundle.folder import (
+    ORIGIN,
+    BundleDraft,
+    check_free,
+    draft,
+    model_record,
+)
+from systolic.runs.bundle.record import ImportedFrom, Recorded, carried
+from systolic.runs.run import JOB
 from systolic.session.answering import NO_ANSWERS, AnswerOptions, check_answers, scores_of
 from systolic.session.calibrating import (
     check_apart,

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from systolic.artifact.bundle_record import EvaluationRecord, finite_metrics
 from systolic.core.digest import digest
 from systolic.core.errors import OptionError
 from systolic.core.files import write_json
@@ -17,6 +16,7 @@ from systolic.core.store import cache_home
 from systolic.core.units import si
 from systolic.job import Job, MatrixFormat, Quantization
 from systolic.models.quantizing import INT8
+from systolic.runs.bundle.record import EvaluationRecord, finite_metrics
 from systolic.session.trained import Metrics, TrainedModel, splits
 from systolic.steps.steps import StepFunctions
 from systolic.steps.tasks.language import LanguageModel

@@ -5,9 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from systolic.aot import PagedProgram, Program, ServingProgram
-from systolic.artifact.bundle import MANIFEST, open_bundle
 from systolic.chips import Slice
+from systolic.compiling import PagedProgram, Program, ServingProgram
 from systolic.core.errors import LayoutError, OptionError
 from systolic.forecasting import Forecast
 from systolic.forecasting.serving import Load
@@ -23,6 +22,7 @@ from systolic.job import (
 )
 from systolic.models.decoder.checks import check_served
 from systolic.models.decoder.config import Decoder
+from systolic.runs.bundle.folder import MANIFEST, open_bundle
 from systolic.serving.layout import LEAST_ROWS
 
 ENGINE_AXES = (Axis.data, Axis.expert, Axis.tensor)

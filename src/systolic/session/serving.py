@@ -31,7 +31,7 @@ from systolic.session.trained import (
 )
 
 if TYPE_CHECKING:
-    from systolic.aot.program_store import ProgramStore
+    from systolic.compiling.program_store import ProgramStore
     from systolic.serving.batch.options import BatchOptions
     from systolic.serving.http.keys import Keys
     from systolic.serving.http.limits import HttpLimits
@@ -395,7 +395,7 @@ def _engine(
 
 def _store(model: PreparedModel, log: "EventLog") -> "ProgramStore":
     """Where programs are kept: where they can't be, JAX keeps them."""
-    from systolic.aot.program_store import ProgramStore
+    from systolic.compiling.program_store import ProgramStore
 
     store = ProgramStore(model.setup.steps, log.warn)
     if not store.used:

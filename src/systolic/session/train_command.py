@@ -265,8 +265,8 @@ def _begun(run: Path | None) -> bool:
     Raises:
         OptionError: no run is given.
     """
-    from systolic.artifact.buckets import has
-    from systolic.artifact.run import JOB as RECORD
+    from systolic.runs.remote.mirror import has
+    from systolic.runs.run import JOB as RECORD
     from systolic.training import distributed
 
     if run is None:
@@ -310,9 +310,9 @@ def _planned(
     options: dict[str, Any],
     warn: Callable[[str], None],
 ) -> JobSource:
-    from systolic.artifact.chosen import read
     from systolic.recipes.jobs.plan import candidate_of
     from systolic.recipes.jobs.source import with_plan
+    from systolic.runs.plan_choice import read
 
     if plan is None or isinstance(job, JobSource):
         return source_of(job, options)

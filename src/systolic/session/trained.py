@@ -5,8 +5,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from systolic.artifact.job_record import JobRecord
-from systolic.artifact.run import JOB, Run
 from systolic.core.arguments import with_types
 from systolic.core.errors import NotFoundError, OptionError, nearest
 from systolic.core.files import nearest_file
@@ -17,13 +15,15 @@ from systolic.data.text.sentences import Sentences
 from systolic.data.text.stops import Continuation
 from systolic.formats.registry import in_files
 from systolic.job import Job, Layout, Precision, Remat, Sampling, Split
+from systolic.runs.job_record import JobRecord
+from systolic.runs.run import JOB, Run
 from systolic.session.run_files import check_folder, rebuild
 from systolic.session.run_flags import kept_flags
 from systolic.session.starting import with_frozen
 
 if TYPE_CHECKING:
-    from systolic.artifact.weights import Weights
     from systolic.formats.source import Source
+    from systolic.runs.weights import Weights
     from systolic.steps.steps import StepFunctions
     from systolic.training.generate import Generator
     from systolic.training.setup import Setup
@@ -71,7 +71,7 @@ def open_model(
         return from_source(open_source(path), warn=warn, place=place)
     check_folder(Path(path))
     with Run.open(path) as run:
-        from systolic.artifact import weights
+        from systolic.runs import weights
 
         keep_programs()
         setup = set_up_here(rebuild(run, trust_code=trust, job=job).job, run, place)
@@ -120,7 +120,7 @@ def prepare_model(
         setup = set_up_here(job, run, place)
 
     def read() -> "Weights":
-        from systolic.artifact import weights
+        from systolic.runs import weights
 
         with Run.open(path) as run:
             found = weights.load(run, setup.steps, checkpoint)
@@ -217,7 +217,7 @@ class TrainedModel:
 
     def __repr__(self) -> str:
         """What it is, in one line."""
-        from systolic.artifact.weights import sizes_of
+        from systolic.runs.weights import sizes_of
 
         sizes = sizes_of({**self.weights.params, **self.weights.model_state})
         held = ", ".join(sizes.bytes_by_dtype)
@@ -430,19 +430,19 @@ class TrainedModel:
         Raises:
             OptionError: ``files`` is neither a path nor a list of paths.
         """
-        from systolic.predicting.files import predictions
+        from systolic.inference.files import predictions
 
         several = [files] if isinstance(files, str | Path) else files
         if not isinstance(several, Iterable):
             raise OptionError(f"files is {files!r}; give a path or a list of paths")
         if self.takes_texts:
-            from systolic.predicting.texts import embeddings
+            from systolic.inference.texts import embeddings
 
             yield from embeddings(self.setup.steps, self.weights, list(several))
             return
         paths = [Path(file) for file in several]
         if self.takes_rows:
-            from systolic.predicting.tables import rows_of
+            from systolic.inference.tables import rows_of
 
             yield from rows_of(self.setup.steps, self.weights, paths)
             return
@@ -456,14 +456,14 @@ class TrainedModel:
             NotFoundError: there is no such file.
             DataError: it lacks inputs, or has no examples.
         """
-        from systolic.predicting.files import output_arrays
+        from systolic.inference.files import output_arrays
 
         return output_arrays(self.setup.steps, self.weights, Path(file))
 
     @property
     def takes_rows(self) -> bool:
         """Whether :meth:`predict` takes tables of rows: the recipe's data has no files of single examples."""
-        from systolic.predicting.tables import are_rows
+        from systolic.inference.tables import are_rows
 
         return are_rows(self.job.data)
 

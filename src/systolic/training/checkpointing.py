@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from systolic.artifact import CheckpointStore, Run
-from systolic.artifact.checkpoint import Restored
 from systolic.core.errors import OptionError
+from systolic.runs import CheckpointStore, Run
+from systolic.runs.checkpoint import Restored
 from systolic.training import distributed
 from systolic.training.ledger import Ledger, Spent
 from systolic.training.progress import TrainingProgress

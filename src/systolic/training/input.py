@@ -1,7 +1,7 @@
 """Feed of a run: the part of the data that this process reads, and the placement of its batches."""
 
 from systolic.data.device_batches import DeviceBatches, share_of
-from systolic.data.process_share import Blocks, FirstExamples, ProcessShare
+from systolic.data.host_shard import Blocks, FirstExamples, ProcessShare
 from systolic.job import Job, Layout, Read, Split
 from systolic.job.data import MASK, Batches
 from systolic.steps.steps import StepFunctions

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Self
 
-from systolic.core.leave import raise_lost_interrupt
+from systolic.core.shutdown import raise_lost_interrupt
 from systolic.training import distributed
 
 AGREE = 8

@@ -4,11 +4,11 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from systolic.artifact.objects import origin
 from systolic.core.errors import SystolicError
 from systolic.data.text.chat import Messages
 from systolic.data.text.instructions import Instructions
 from systolic.job import Job, Sampling
+from systolic.runs.remote.store import origin
 from systolic.steps.steps import StepFunctions
 from systolic.training.generate import Generator
 from systolic.training.ledger import Ledger

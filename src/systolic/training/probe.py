@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import psutil
 
-from systolic.artifact import CheckpointStore, Run
-from systolic.artifact.access import Access
 from systolic.chips import usual
 from systolic.core.errors import NotFoundError
 from systolic.core.units import duration, gibibytes
+from systolic.runs import CheckpointStore, Run
+from systolic.runs.access import Access
 from systolic.steps.diagnose import jit_diagnose, num_parts
 from systolic.training import distributed
 from systolic.training.input import training

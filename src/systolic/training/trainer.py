@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from systolic.aot.executable import Loaded
-from systolic.artifact import Run
-from systolic.artifact.checkpoint import Restored
-from systolic.artifact.weights import plain_parameters
+from systolic.compiling.executable import Loaded
 from systolic.core.errors import RunError
-from systolic.data.process_share import first_reader
+from systolic.data.host_shard import first_reader
 from systolic.data.skipped_files import FILES
 from systolic.data.text.instructions import Instructions
 from systolic.job import GuardRule, Mode, Split
+from systolic.runs import Run
+from systolic.runs.checkpoint import Restored
+from systolic.runs.weights import plain_parameters
 from systolic.training import distributed
 from systolic.training.checkpointing import Checkpointer
 from systolic.training.distributed.consistency import (
@@ -204,7 +204,7 @@ class Trainer:
         self.probe.prepare()
         # Imports for the first save and the feed's thread, while XLA compiles. Not in a thread, since
         # two threads that import the same modules can see them partly initialised.
-        for name in ("systolic.artifact.backend", "grain"):
+        for name in ("systolic.runs.backend", "grain"):
             import_module(name)
         restored = self._restore(feed) if resume else None
         self.accept()

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 import pytest
 
-from systolic.aot.environment import QUIET
 from systolic.cli.main import main
+from systolic.compiling.environment import QUIET
 from systolic.core.errors import OptionError, RunError
 from systolic.data.text.prompts import Prompts
 from systolic.formats.comparison import difference, joined

@@ -8,7 +8,6 @@ import jax
 import numpy as np
 from flax import nnx
 
-from systolic.artifact.weights import Weights
 from systolic.data.arrays import Arrays
 from systolic.data.audio.recordings import Recordings, Writing
 from systolic.data.text.prompts import Prompts
@@ -18,6 +17,7 @@ from systolic.job import Batch, Job, Model, Task
 from systolic.job.data import MASK
 from systolic.models.encoder.config import Encoder
 from systolic.recipes.digits import digits
+from systolic.runs.weights import Weights
 from systolic.steps.steps import StepFunctions
 from systolic.steps.tasks.embedding import Embedding
 from systolic.steps.tasks.transcription import Transcription

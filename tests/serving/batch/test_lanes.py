@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from systolic.predicting.rows import Bucket, Row
+from systolic.inference.rows import Bucket, Row
 from systolic.serving.batch.batch_queue import BatchRequest, Lanes, QueuedRow
 from systolic.serving.batch.buckets import BucketGrid
 from systolic.serving.batch.model import ascending

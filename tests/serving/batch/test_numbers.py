@@ -17,8 +17,8 @@ import torch
 
 import systolic
 from systolic.core.errors import OptionError
-from systolic.predicting.predictor import Predictor
-from systolic.predicting.rows import Bucket, Row
+from systolic.inference.predictor import Predictor
+from systolic.inference.rows import Bucket, Row
 from systolic.serving.batch.buckets import Shapes
 from systolic.serving.batch.model import DynamicBatches
 from systolic.serving.batch.opening import batch_model, intake_of

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from systolic.predicting.readers import Example
-from systolic.predicting.rows import Row
+from systolic.inference.readers import Example
+from systolic.inference.rows import Row
 from systolic.serving.batch.batch_queue import BatchQueue, BatchRequest, Lanes
 from systolic.serving.batch.buckets import BucketGrid
 from systolic.serving.batch.completion import Completions

@@ -7,7 +7,7 @@ from dataclasses import replace
 import jax
 import jax.monitoring
 
-from systolic.aot.program_store import ProgramStore
+from systolic.compiling.program_store import ProgramStore
 from systolic.serving.compiles import COMPILED
 from systolic.serving.text.opening import EngineSizes, open_engine
 from systolic.serving.text.request import SamplingParams, TextRequest

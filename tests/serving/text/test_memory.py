@@ -6,8 +6,8 @@ import jax
 import psutil
 import pytest
 
-from systolic.aot import PagedProgram
 from systolic.chips import slice
+from systolic.compiling import PagedProgram
 from systolic.core.errors import RunError
 from systolic.job import ServedCache
 from systolic.job.serving_memory import ServingMemory

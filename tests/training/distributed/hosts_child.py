@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from systolic.data.arrays import Arrays
-from systolic.data.process_share import first_reader
+from systolic.data.host_shard import first_reader
 from systolic.job import Job, Layout, Read, Split
 from systolic.training import distributed
 from systolic.training.input import evaluation, training

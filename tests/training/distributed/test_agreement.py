@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from systolic.artifact import manifest
+from systolic.runs import manifest
 from systolic.training import distributed
 from systolic.training.interrupt import AGREE, AGREE_SECONDS, Interrupt
 from tests.training.children import environment, together

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import jax
 import pytest
 
-from systolic.core import leave
+from systolic.core import shutdown
 from systolic.core.errors import DataError, RunError
 from systolic.training.distributed import heartbeat
 from systolic.training.distributed.heartbeat import FOLDER, Heartbeat
@@ -65,7 +65,7 @@ class Job:
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     yield Job(monkeypatch)
-    leave._at_once.clear()
+    shutdown._at_once.clear()
 
 
 def test_the_ledger_says_what_the_time_goes_to():
@@ -113,7 +113,7 @@ def test_an_error_of_a_collective_names_the_dead(job: Job):
     ):
         job.calls[0].__exit__(None, jax.errors.JaxRuntimeError("Connection closed by peer"), None)
     assert [name for name, _ in job.told] == ["lost"]
-    assert leave._at_once
+    assert shutdown._at_once
 
 
 @pytest.mark.parametrize("error", [DataError("no data"), ValueError("a bug"), None])

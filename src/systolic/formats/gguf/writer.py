@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from systolic.artifact.bundle import BundleDraft, check_free, draft
-from systolic.artifact.tensors import TensorSpec
 from systolic.core.errors import DataError, MissingExtraError, OptionError, RunError
 from systolic.formats.comparison import Parity, compare
 from systolic.formats.export import (
@@ -43,6 +41,8 @@ from systolic.formats.weights import weight_progress
 from systolic.models.decoder.config import Decoder, Mlp
 from systolic.models.decoder.rotary import Stretching
 from systolic.models.families import Config, family
+from systolic.runs.bundle.folder import BundleDraft, check_free, draft
+from systolic.runs.bundle.tensors import TensorSpec
 
 Away = list[str]
 """Differences as text: ``model.window is 64, not 0``."""

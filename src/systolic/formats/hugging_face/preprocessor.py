@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from systolic.core.errors import OptionError
+from systolic.data.image.external_images import OutsidePictures
 from systolic.data.image.images import Images
-from systolic.data.image.outside import OutsidePictures
 from systolic.data.image.pictures import EVALUATION_SHARE
 from systolic.data.image.preparation import Preparation, Resample
 from systolic.formats.source import Source, dtypes_of

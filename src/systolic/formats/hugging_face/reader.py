@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from systolic.artifact.tensors import MappedTensor, read_header
 from systolic.core.errors import DataError, NotFoundError
 from systolic.core.files import refuse_pointer
 from systolic.formats.source import COPIES, TransformersSource, gguf_inside
+from systolic.models.config_fields import notes_of
 from systolic.models.decoder.families.mixtures import refuse_quantized
 from systolic.models.families import CONFIG, family, read_config
 from systolic.models.mapping import Conversion, Rule, Tensor, Tensors
-from systolic.models.unread import notes_of
+from systolic.runs.bundle.tensors import MappedTensor, read_header
 
 One = TypeVar("One", bound=Tensor)
 

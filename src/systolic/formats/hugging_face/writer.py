@@ -10,8 +10,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from systolic.artifact.bundle import Bundle, check_free, draft
-from systolic.artifact.tensors import TensorSpec
 from systolic.core.errors import OptionError
 from systolic.data.text.text_data import TextData
 from systolic.formats.export import Exported, ExportSource, compared, payload_of
@@ -19,9 +17,11 @@ from systolic.formats.source import Source, TransformersSource, most_common
 from systolic.formats.weights import weight_progress
 from systolic.job import Model
 from systolic.models.decoder.config import Decoder
-from systolic.models.decoder.width import StandardWeights, standard
+from systolic.models.decoder.mup import StandardWeights, standard
 from systolic.models.families import CONFIG, GENERATION, HOMES, Config, Family, UnsaidError
 from systolic.models.mapping import Conversion
+from systolic.runs.bundle.folder import Bundle, check_free, draft
+from systolic.runs.bundle.tensors import TensorSpec
 
 DTYPES = ("dtype", "torch_dtype")
 """Names of the weights' dtype in a config.json, of transformers 5 and before."""

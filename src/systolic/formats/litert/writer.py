@@ -17,8 +17,6 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 
-from systolic.artifact import failure
-from systolic.artifact.bundle import check_free, write_file
 from systolic.core.errors import DataError, NotFoundError, OptionError, RunError, called
 from systolic.core.units import si
 from systolic.data.text.sentences import Sentences
@@ -34,7 +32,9 @@ from systolic.formats.packages import ended, last_line, package_folder, run_modu
 from systolic.formats.registry import ExportSettings, LiteQuantization
 from systolic.job import Data, Job, Precision, Read, Split
 from systolic.job.data import MASK
-from systolic.steps.folding import FoldedProgram
+from systolic.runs import failure
+from systolic.runs.bundle.folder import check_free, write_file
+from systolic.steps.constant_folding import FoldedProgram
 from systolic.steps.tasks.arrays import ArrayClassification
 from systolic.steps.tasks.classification import Classification
 

@@ -11,9 +11,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from systolic.artifact.bundle import BundleDraft, draft, model_record
-from systolic.artifact.bundle_record import ImportedFrom, Recorded
-from systolic.artifact.tensors import TensorSpec, read_header
 from systolic.core.digest import digest
 from systolic.core.errors import (
     DataError,
@@ -28,6 +25,9 @@ from systolic.formats.comparison import check_passed
 from systolic.formats.packages import ended, last_line, run_module
 from systolic.formats.program.description import PROGRAM, SAMPLE, TOLERANCE, WEIGHTS, Description
 from systolic.formats.program.model import ExportedProgram
+from systolic.runs.bundle.folder import BundleDraft, draft, model_record
+from systolic.runs.bundle.record import ImportedFrom, Recorded
+from systolic.runs.bundle.tensors import TensorSpec, read_header
 
 _MISTAKES = {one.__name__: one for one in (OptionError, NotFoundError, DataError, RunError)}
 LOG = "log.txt"

@@ -10,7 +10,6 @@ import jax
 import jax.export
 import numpy as np
 
-from systolic.artifact.tensors import TensorSpec, write
 from systolic.core.errors import OptionError, SystolicError
 from systolic.formats.program.description import (
     PROGRAM,
@@ -21,6 +20,7 @@ from systolic.formats.program.description import (
     Port,
 )
 from systolic.models.program.function import Named, PureFunction, without_mask
+from systolic.runs.bundle.tensors import TensorSpec, write
 from systolic.steps import flops
 
 Run = Callable[[Named], dict[str, np.ndarray]]

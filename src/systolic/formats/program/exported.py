@@ -15,12 +15,12 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
-from systolic.artifact.tensors import SUFFIX, read_header
 from systolic.core.errors import DataError, NotFoundError, RunError, SystolicError
 from systolic.formats.program.description import PROGRAM, SAMPLE, TOLERANCE, Description
 from systolic.formats.program.export import relative_error
 from systolic.formats.program.model import ExportedProgram
 from systolic.models.program.function import Named, PureFunction
+from systolic.runs.bundle.tensors import SUFFIX, read_header
 
 _functions: dict[tuple[Path, str], PureFunction] = {}
 """Loaded once a process, by folder and digest."""

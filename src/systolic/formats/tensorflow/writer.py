@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from systolic.artifact.bundle import draft
 from systolic.core.errors import MissingExtraError, RunError
 from systolic.formats.comparison import joined
 from systolic.formats.conversion import LABELS, ModelExport, each_platform, label_lines
@@ -20,6 +19,7 @@ from systolic.formats.packages import ended, last_line, run_module
 from systolic.formats.registry import ExportSettings
 from systolic.formats.stablehlo import PLATFORMS, SUFFIX, serialized
 from systolic.formats.tensorflow.writer_child import FAILURE, MISSING, PARAMS, REQUEST
+from systolic.runs.bundle.folder import draft
 
 CHILD = "systolic.formats.tensorflow.writer_child"
 VERSION = "1"

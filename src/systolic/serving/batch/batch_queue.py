@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from systolic.predicting.readers import Example, Output
-from systolic.predicting.rows import Bucket, Row
+from systolic.inference.readers import Example, Output
+from systolic.inference.rows import Bucket, Row
 from systolic.serving.batch.buckets import BucketGrid
 from systolic.serving.batch.facts import AnswerFacts, Ended
 from systolic.serving.errors import RefusedError

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from systolic.core.errors import DataError, OptionError
 from systolic.core.ranges import COUNT, check
-from systolic.predicting.rows import Bucket
+from systolic.inference.rows import Bucket
 from systolic.serving.padding import fewest_padded, share_beyond
 
 

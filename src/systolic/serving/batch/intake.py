@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from systolic.core.errors import OptionError, nearest
-from systolic.predicting.forms import Form
-from systolic.predicting.readers import Example, Output
-from systolic.predicting.rows import Row
+from systolic.inference.forms import Form
+from systolic.inference.readers import Example, Output
+from systolic.inference.rows import Row
 from systolic.serving.batch.options import InputLimits
 from systolic.serving.batch.request import ANY, BYTES, ArraySpec, ModelKind
 from systolic.serving.errors import RefusedError

@@ -10,9 +10,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from systolic.core.errors import RunError
-from systolic.predicting.predictor import Predictor
-from systolic.predicting.readers import Example
-from systolic.predicting.rows import Bucket
+from systolic.inference.predictor import Predictor
+from systolic.inference.readers import Example
+from systolic.inference.rows import Bucket
 from systolic.serving.batch.batch_queue import BatchQueue, BatchRequest, Lanes
 from systolic.serving.batch.buckets import BucketGrid, Recorder, Traffic, choose
 from systolic.serving.batch.completion import Completions

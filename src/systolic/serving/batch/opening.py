@@ -2,15 +2,15 @@
 
 from typing import Any
 
-from systolic.aot.program_store import ProgramStore
+from systolic.compiling.program_store import ProgramStore
 from systolic.core.errors import OptionError
 from systolic.data.audio.recordings import Recordings
 from systolic.data.text.sentences import Sentences
+from systolic.inference.forms import FixedForm
+from systolic.inference.predictor import Predictor
+from systolic.inference.readers import SpeechReader, TextReader
 from systolic.job.data import Data
 from systolic.models.encoder.config import Encoder
-from systolic.predicting.forms import FixedForm
-from systolic.predicting.predictor import Predictor
-from systolic.predicting.readers import SpeechReader, TextReader
 from systolic.serving.batch.buckets import Recorder
 from systolic.serving.batch.facts import BatchWatcher
 from systolic.serving.batch.intake import Intake

@@ -10,14 +10,14 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 
-from systolic.aot.program_store import ProgramSpec, ProgramStore
+from systolic.compiling.program_store import ProgramSpec, ProgramStore
 from systolic.core.errors import OptionError
 from systolic.data.input_files import InputFiles
 from systolic.formats.program.model import ExportedProgram
+from systolic.inference.forms import FixedForm
+from systolic.inference.readers import Example, Output
+from systolic.inference.rows import Bucket, Row
 from systolic.job import Field
-from systolic.predicting.forms import FixedForm
-from systolic.predicting.readers import Example, Output
-from systolic.predicting.rows import Bucket, Row
 from systolic.serving.batch.intake import Inputs, Intake, form_of, spec_of, told
 from systolic.serving.batch.options import InputLimits
 from systolic.serving.batch.request import ANY, ArraySpec, ModelKind

@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from systolic.core.errors import RunError
-from systolic.predicting.predictor import Predictor
-from systolic.predicting.rows import Bucket
+from systolic.inference.predictor import Predictor
+from systolic.inference.rows import Bucket
 from systolic.serving.batch.batch_queue import BatchCall, BatchQueue, QueuedRow
 from systolic.serving.batch.buckets import Recorder
 from systolic.serving.batch.completion import Completions, line

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.extend.core
 
-from systolic.aot.program_store import ProgramSpec, ProgramStore, made_ready
+from systolic.compiling.program_store import ProgramSpec, ProgramStore, made_ready
 from systolic.models.adapters import CODES, INPUTS, SCALES
 from systolic.models.quantized import Quantized
 from systolic.steps.paged import PagedSteps, ServingWeights

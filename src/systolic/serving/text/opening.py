@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from systolic.aot.program_store import EntryCheck, ProgramStore
+from systolic.compiling.program_store import EntryCheck, ProgramStore
 from systolic.core.errors import OptionError
 from systolic.data.text.instructions import Instructions
 from systolic.data.text.text_data import TextData

@@ -7,11 +7,11 @@ from functools import cached_property
 import jax
 import numpy as np
 
-from systolic.aot.program_store import ProgramStore
-from systolic.artifact.weights import Weights
+from systolic.compiling.program_store import ProgramStore
 from systolic.core.errors import OptionError
 from systolic.data.text.text_data import TextData
-from systolic.predicting.latency import DECODE, PREFILL, CallSizes, Clock, TimedCall
+from systolic.inference.latency import DECODE, PREFILL, CallSizes, Clock, TimedCall
+from systolic.runs.weights import Weights
 from systolic.serving.text.converting import serving_weights
 from systolic.serving.text.opening import EngineSizes, context_of, plan_engine
 from systolic.serving.text.request import SamplingParams, Stream, TextRequest

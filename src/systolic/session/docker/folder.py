@@ -11,9 +11,9 @@ from typing import Any
 
 import jinja2
 
-from systolic.artifact.bundle import MANIFEST, Bundle, check_free, draft, open_bundle
 from systolic.core.errors import OptionError
 from systolic.core.files import check_room
+from systolic.runs.bundle.folder import MANIFEST, Bundle, check_free, draft, open_bundle
 from systolic.session.docker.lock import PackageLock, lock, python
 from systolic.session.docker.wheel import write_wheel
 

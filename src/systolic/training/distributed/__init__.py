@@ -12,9 +12,9 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
-from systolic.artifact.reading import Peers
 from systolic.core.errors import DataError, RunError
 from systolic.data.skipped_files import Skipped
+from systolic.runs.reading import Peers
 from systolic.training.distributed import detect, rendezvous
 
 TEXT_BYTES = 4096

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from systolic.core.errors import LostError, SystolicError
-from systolic.core.leave import leave_at_once
+from systolic.core.shutdown import leave_at_once
 from systolic.training import distributed
 from systolic.training.ledger import Ledger, Spent
 

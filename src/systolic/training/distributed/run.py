@@ -5,10 +5,10 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from systolic.artifact.objects import in_bucket
-from systolic.artifact.parts import Part
-from systolic.artifact.run import Run
 from systolic.core.errors import RunError, SystolicError
+from systolic.runs.remote.sharded_upload import Part
+from systolic.runs.remote.store import in_bucket
+from systolic.runs.run import Run
 
 
 def open_together(path: Path | None, begin: Callable[[Part | None], Run], verb: str) -> Run:
