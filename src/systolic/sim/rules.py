@@ -16,8 +16,7 @@ from systolic.sim.estimate import slowdown_of
 from systolic.sim.rates import LANES, REGISTER, Rates, cores, vector_rate
 from systolic.sim.timeline import PricedBy
 from systolic.sim.traffic import WORD_BITS, buffers_of, update_of
-from systolic.sim.windows import numbers, slice_sizes, window_sizes
-from systolic.sim.work import Work
+from systolic.sim.work import Work, numbers, slice_sizes, window_sizes
 
 OP_CYCLES: float = constant("rules.op_cycles")
 LANE_CYCLES: float = constant("rules.lane_cycles")
