@@ -101,7 +101,7 @@ def _exported(options: ExportOptions, out: Path, say: Callable[[str], None]) -> 
     Raises:
         OptionError: an option is given that the format does not have.
     """
-    from systolic.session.docker.folder import ImageOptions
+    from systolic.serving.docker.folder import ImageOptions
     from systolic.session.exporting import export_model
     from systolic.session.exporting_gguf import GgufOptions
     from systolic.session.program_exports import WRITERS, export_program

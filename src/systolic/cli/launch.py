@@ -18,8 +18,8 @@ from systolic.report.output import print_json, warn
 if TYPE_CHECKING:
     from systolic.job import Job
     from systolic.launching import Launch, LaunchBill, Prepared, Purchase
-    from systolic.session.launched import Launched
-    from systolic.session.launching import LaunchRequest
+    from systolic.launching.record import Launched
+    from systolic.launching.request import LaunchRequest
 
 FORMS = """usage: systolic launch RECIPE --on SLICE --via PLATFORM [options]
        systolic launch RECIPE --plan plan.json --via PLATFORM [options]
@@ -156,9 +156,10 @@ def run(args: Sequence[str]) -> int:
 
 def launch(asked: Request[LaunchOptions], args: Sequence[str]) -> int:
     """Writes and shows a launch, submits it with ``--submit``; returns the exit code."""
-    from systolic.cli.launch_checks import check_platform, trained, under_plan
     from systolic.launching import prepare
-    from systolic.session import launched, launching
+    from systolic.launching import record as launched
+    from systolic.launching import request as launching
+    from systolic.launching.checks import check_platform, trained, under_plan
     from systolic.session.training import check_data
 
     options = asked.verb
@@ -202,7 +203,9 @@ def finish(
     output: Output,
 ) -> "tuple[Launched, dict[str, Any]]":
     """Writes the files of a launch, prints its summary unless JSON is asked for, submits if ``submit``; returns the record and its JSON."""
-    from systolic.session import launch_submit, launched, launching
+    from systolic.launching import lifecycle as launch_submit
+    from systolic.launching import record as launched
+    from systolic.launching import request as launching
 
     folder = folder_of(made, out)
     launch_submit.check_free(made, folder, via)
@@ -236,7 +239,7 @@ def without_steps(args: Sequence[str]) -> list[str]:
 
 def folder_of(made: "Launch", out: Path | None) -> Path:
     """Folder for the files of a launch."""
-    from systolic.session.launched import FOLDERS
+    from systolic.launching.record import FOLDERS
 
     return out or Path(FOLDERS) / made.name
 
@@ -250,7 +253,7 @@ def request_of(asked: Request[LaunchOptions], args: Sequence[str]) -> "LaunchReq
     """
     from systolic.chips import slice
     from systolic.launching import Site, SlurmOptions
-    from systolic.session.launching import LaunchRequest
+    from systolic.launching.request import LaunchRequest
 
     options = asked.verb
     on = options.on or (asked.chosen.slice if asked.chosen is not None else "")
@@ -311,8 +314,8 @@ def words(option: str, text: str) -> list[str]:
 
 def bill_of(asked: Request[LaunchOptions], request: "LaunchRequest", job: "Job") -> "LaunchBill":
     """Bill before the launch; with ``--quick`` from a forecast of the step."""
+    from systolic.launching import request as launching
     from systolic.report.progress import ProgressLine
-    from systolic.session import launching
 
     seconds = None
     if asked.verb.quick and asked.chosen is None:

@@ -81,8 +81,9 @@ def run(args: Sequence[str]) -> int:
     options = parse(LaunchServeOptions, args, "systolic launch serve")
     from systolic.chips import slice
     from systolic.launching import Purchase, Site
+    from systolic.launching import record as launched
+    from systolic.launching import server as launching_server
     from systolic.launching.gke_serve import GkeServer, command, prepare
-    from systolic.session import launched, launching_server
 
     server = GkeServer(
         variant=options.variant,

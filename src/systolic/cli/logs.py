@@ -32,7 +32,9 @@ class LogsOptions:
 
 def run(args: Sequence[str]) -> int:
     """The verb."""
-    from systolic.session import launch_logs, launch_phase, launched
+    from systolic.launching import logs as launch_logs
+    from systolic.launching import record as launched
+    from systolic.launching import state as launch_phase
 
     words = ["--follow" if word == "-f" else word for word in args]
     options = parse(LogsOptions, words, "systolic logs")

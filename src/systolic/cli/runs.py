@@ -9,7 +9,7 @@ from systolic.cli.parse import parse
 from systolic.report.output import print_json, warn
 
 if TYPE_CHECKING:
-    from systolic.session.launched import Launched
+    from systolic.launching.record import Launched
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class RunsOptions:
 
 def run(args: Sequence[str]) -> int:
     """The verb."""
-    from systolic.session.launched import launches
+    from systolic.launching.record import launches
 
     options = parse(RunsOptions, args, "systolic runs")
     found = launches()
@@ -49,8 +49,8 @@ def run(args: Sequence[str]) -> int:
 
 def now_of(one: "Launched") -> dict[str, Any]:
     """State of a launch as this machine knows it: its phase, and its cost so far."""
-    from systolic.session.launch_cost import cost
-    from systolic.session.launch_phase import phase
+    from systolic.launching.cost import cost
+    from systolic.launching.state import phase
 
     used = cost(one, time.time())
     return {**phase(one), **({} if used is None else used.to_json())}

@@ -31,12 +31,13 @@ class StatusOptions:
 
 def run(args: Sequence[str]) -> int:
     """The verb."""
+    from systolic.launching import logs as launch_logs
+    from systolic.launching import record as launched
+    from systolic.launching.clients import call
+    from systolic.launching.cost import cost
+    from systolic.launching.request import OURS
+    from systolic.launching.state import ELSEWHERE, SUBMIT_FAILED, WRITTEN
     from systolic.launching.supervisor import unsaved
-    from systolic.session import launch_logs, launched
-    from systolic.session.clients import call
-    from systolic.session.launch_cost import cost
-    from systolic.session.launch_phase import ELSEWHERE, SUBMIT_FAILED, WRITTEN
-    from systolic.session.launching import OURS
 
     options = parse(StatusOptions, args, "systolic status")
     found = launched.listed(options.name)

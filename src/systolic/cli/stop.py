@@ -25,7 +25,8 @@ class StopOptions:
 
 def run(args: Sequence[str]) -> int:
     """The verb."""
-    from systolic.session import launch_stop, launched
+    from systolic.launching import record as launched
+    from systolic.launching import stop as launch_stop
 
     options = parse(StopOptions, args, "systolic stop")
     found = launched.find(options.name)

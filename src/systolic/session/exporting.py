@@ -18,7 +18,7 @@ from systolic.interop.exporting import Outgoing
 from systolic.interop.parity import Parity
 from systolic.interop.source import most_common
 from systolic.models.families import CONFIG
-from systolic.session.docker.folder import ExportedImage, ImageOptions, export_docker
+from systolic.serving.docker.folder import ExportedImage, ImageOptions, export_docker
 from systolic.session.exporting_gguf import ExportedGguf, GgufOptions, export_gguf
 from systolic.session.outgoing import checked, floats_line, in_files, leaving, origin_of, text_files
 from systolic.session.trained import open_model

@@ -15,8 +15,8 @@ import pytest
 
 from systolic.artifact import manifest
 from systolic.cli.main import main
+from systolic.launching.record import launches
 from systolic.launching.supervisor import BOOT, identity
-from systolic.session.launched import launches
 from tests.launching.docker_client import containers, docker
 from tests.launching.gcloud import gcloud
 from tests.launching.made import listed

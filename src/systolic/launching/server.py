@@ -9,8 +9,8 @@ from systolic.core.errors import OptionError
 from systolic.launching import Launch, LaunchBill, Purchase, Site
 from systolic.launching.gke_serve import GkeServer
 from systolic.launching.names import is_bucket, refuse_secrets
-from systolic.session.docker.folder import name_of
-from systolic.session.launching import default_name
+from systolic.launching.request import default_name
+from systolic.serving.docker.folder import name_of
 
 
 def describe(

@@ -14,10 +14,10 @@ import pytest
 
 from systolic.cli import runs
 from systolic.cli.main import main
-from systolic.session import launch_submit
-from systolic.session.launch_cost import cost
-from systolic.session.launch_phase import phase
-from systolic.session.launched import launches
+from systolic.launching import lifecycle as launch_submit
+from systolic.launching.cost import cost
+from systolic.launching.record import launches
+from systolic.launching.state import phase
 from tests.launching.gcloud import ANSWERS, gcloud
 from tests.launching.kubectl import stand_in
 from tests.launching.made import executable

@@ -8,8 +8,8 @@ import zipfile
 from pathlib import Path
 
 import systolic
+from systolic.core.distribution import PACKAGE
 from systolic.core.files import write_atomically
-from systolic.session.docker.lock import PACKAGE
 
 TAG = "py3-none-any"
 EPOCH = (1980, 1, 1, 0, 0, 0)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from systolic.core.errors import RunError
+from systolic.launching.record import ENDED, LOCAL, PROCESS, Launched, read_record
 from systolic.launching.supervisor import STATE
-from systolic.session.launched import ENDED, LOCAL, PROCESS, Launched, read_record
 
 ELSEWHERE = "elsewhere"
 """Phase of a launch whose process is on another host, so that it is not visible whether it is running."""

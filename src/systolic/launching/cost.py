@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from systolic.launching.record import ENDED, LOCAL, TIMES, Launched
 from systolic.report.figures import plural
-from systolic.session.launched import ENDED, LOCAL, TIMES, Launched
 
 HOUR = 3600.0
 

@@ -13,11 +13,9 @@ from pathlib import Path
 from systolic.artifact import manifest
 from systolic.core.errors import RunError
 from systolic.launching import GONE
+from systolic.launching.clients import call, check_client, code_of, failed
 from systolic.launching.docker import KILLED
-from systolic.launching.supervisor import SAVE_SECONDS, unsaved
-from systolic.session.clients import call, check_client, code_of, failed
-from systolic.session.launch_phase import check_here, phase
-from systolic.session.launched import (
+from systolic.launching.record import (
     LOCAL,
     POLL_SECONDS,
     PROCESS,
@@ -26,6 +24,8 @@ from systolic.session.launched import (
     read_record,
     utc_now,
 )
+from systolic.launching.state import check_here, phase
+from systolic.launching.supervisor import SAVE_SECONDS, unsaved
 
 NOTHING = (
     "Error from server (NotFound): ",

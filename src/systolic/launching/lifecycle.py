@@ -13,10 +13,8 @@ from systolic.artifact.access import is_held
 from systolic.core.errors import RunError, TakenError
 from systolic.core.files import write_atomically
 from systolic.launching import Launch
-from systolic.launching.supervisor import STATE, identity, lives
-from systolic.session.clients import NEEDS, call, check_client, here
-from systolic.session.launch_phase import check_here
-from systolic.session.launched import (
+from systolic.launching.clients import NEEDS, call, check_client, here
+from systolic.launching.record import (
     ENDED,
     OUTPUT,
     PROCESS,
@@ -32,6 +30,8 @@ from systolic.session.launched import (
     utc_now,
     where_of,
 )
+from systolic.launching.state import check_here
+from systolic.launching.supervisor import STATE, identity, lives
 
 SUBMISSION = ("slice", "bill", "submitted", "stopped", "untouched")
 """Fields of a submission that its cost is computed from."""

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from systolic.core.errors import RunError
+from systolic.launching.clients import check_client, here
+from systolic.launching.record import LOCAL, OUTPUT, POLL_SECONDS, Launched
 from systolic.launching.supervisor import LOGS
-from systolic.session.clients import check_client, here
-from systolic.session.launched import LOCAL, OUTPUT, POLL_SECONDS, Launched
 
 LIBRARY = re.compile(
     r"\[Gloo\]|[IWEF]\d{4} \d\d:\d\d:\d\d|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: [IWEF] "

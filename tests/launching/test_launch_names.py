@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_launch import RECIPE, run
+from tests.launching.test_launch import RECIPE, run
 
 
 @pytest.fixture(autouse=True)

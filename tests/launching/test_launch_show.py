@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_launch import GKE, RECIPE, SERVE, TPU, run
+from tests.launching.test_launch import GKE, RECIPE, SERVE, TPU, run
 
 
 @pytest.fixture(autouse=True)

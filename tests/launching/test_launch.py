@@ -13,13 +13,13 @@ import pytest
 
 from systolic import recipes
 from systolic.cli.launch import LaunchOptions, request_of
-from systolic.cli.launch_checks import trained
 from systolic.cli.main import VERBS, main
 from systolic.cli.target import planned_request
-from systolic.session import launching
-from systolic.session.clients import CLIENTS
-from systolic.session.launch_stop import stop
-from systolic.session.launched import LOCAL, launches
+from systolic.launching import request as launching
+from systolic.launching.checks import trained
+from systolic.launching.clients import CLIENTS
+from systolic.launching.record import LOCAL, launches
+from systolic.launching.stop import stop
 
 RECIPE = """
 from systolic.recipes.digits import digits

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from systolic.cli.launch import LaunchOptions
     from systolic.job import Job
     from systolic.launching import Launch
-    from systolic.session.launching import LaunchRequest
+    from systolic.launching.request import LaunchRequest
 
 INSTEAD = {
     "--run": "give --run to systolic launch",

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from systolic import recipes
 from systolic.chips import Slice
+from systolic.core.distribution import lock, python
 from systolic.core.errors import DataError, OptionError
 from systolic.core.files import write_atomically
 from systolic.core.option_words import option_words
 from systolic.core.ranges import dashed
+from systolic.core.wheel import write_wheel
 from systolic.launching import CODE, Launch, LaunchBill, Prepared, Purchase, Site, SlurmOptions
 from systolic.launching.names import NAME_LENGTH, fitting, is_bucket
 from systolic.recipes import Recipe
-from systolic.session.docker.lock import lock, python
-from systolic.session.docker.wheel import write_wheel
 
 if TYPE_CHECKING:
     from systolic.artifact.chosen import Chosen
