@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from systolic.forecasting import Forecast, Spread
     from systolic.forecasting.table import ForecastTable
     from systolic.job import MatrixFormat, Sampling, WeightFormat
+    from systolic.launching.command import launch, launch_server, logs, runs, status, stop
     from systolic.planning.command import plan
     from systolic.planning.serving import ServingPlan
     from systolic.session.answering import AnswerOptions
@@ -68,13 +69,19 @@ _HOME = {
     "export_program": "systolic.session.program_exports",
     "forecast": "systolic.session.forecast",
     "import_model": "systolic.session.importing",
+    "launch": "systolic.launching.command",
+    "launch_server": "systolic.launching.command",
+    "logs": "systolic.launching.command",
     "open": "systolic.session.trained",
     "plan": "systolic.planning.command",
     "plan_serving": "systolic.session.serving_plan",
     "ServingPlan": "systolic.planning.serving",
     "quantize_model": "systolic.session.quantizing",
     "resume": "systolic.session.public",
+    "runs": "systolic.launching.command",
     "slice": "systolic.chips",
+    "status": "systolic.launching.command",
+    "stop": "systolic.launching.command",
     "train": "systolic.session.public",
     "tune": "systolic.session.public_tuning",
     "verify_bundle": "systolic.session.verifying",
@@ -116,12 +123,18 @@ __all__ = [
     "export_program",
     "forecast",
     "import_model",
+    "launch",
+    "launch_server",
+    "logs",
     "open",
     "plan",
     "plan_serving",
     "quantize_model",
     "resume",
+    "runs",
     "slice",
+    "status",
+    "stop",
     "train",
     "tune",
     "verify_bundle",

@@ -19,8 +19,8 @@ import pytest
 import systolic
 from systolic.artifact.bundle import MODELS, open_bundle
 from systolic.cli.main import main
+from systolic.core.distribution import write_wheel
 from systolic.core.errors import DataError, OptionError, RunError, SystolicError, TakenError
-from systolic.core.wheel import write_wheel
 from systolic.job import MatrixFormat, WeightFormat
 from systolic.serving.docker.folder import (
     GRACE_SECONDS,

@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import tyro
 
 from systolic.core.arguments import NO_VALUE, OptionWords, OutputPath
+from systolic.core.ranges import dashed
 
 QUIET = inspect.Parameter("quiet", inspect.Parameter.KEYWORD_ONLY, annotation=bool, default=False)
 """The option that every verb has beside those of its function and view."""
@@ -38,6 +39,10 @@ class Options(NamedTuple):
     """Option to the view's parameter."""
     written: frozenset[str]
     """Options whose path is written."""
+    short: Mapping[str, str]
+    """Short form to the option: ``-f`` to ``--follow``."""
+    word: str = ""
+    """The positional argument, where the form takes one."""
 
     def given_to_function(self, values: SimpleNamespace) -> dict[str, Any]:
         """Arguments of the function."""
@@ -49,10 +54,19 @@ class Options(NamedTuple):
 
 
 @lru_cache
-def options_of(function: Callable[..., Any], view: Callable[..., Any]) -> Options:
-    """Options of a verb's function and of its view, as keyword parameters with types that words can give."""
+def options_of(
+    function: Callable[..., Any], view: Callable[..., Any], *, takes_word: bool = False
+) -> Options:
+    """Options of a verb's function and of its view, as keyword parameters with types that words can give.
+
+    Args:
+        function: The public function.
+        view: Its view.
+        takes_word: Whether the function's first parameter is a word among the options, as ``NAME``.
+    """
     mine, shown = _parameters(function), _parameters(view)
-    merged = {one.name: one for one in (*mine.values(), *shown.values())}
+    words = [_positional(function)] if takes_word else []
+    merged = {one.name: one for one in (*words, *mine.values(), *shown.values())}
     merged |= {one.name: one for one in (*mine.values(), QUIET)}
 
     def read(**values: Any) -> SimpleNamespace:
@@ -70,6 +84,24 @@ def options_of(function: Callable[..., Any], view: Callable[..., Any]) -> Option
             for name, one in merged.items()
             if any(isinstance(extra, OutputPath) for extra in _extras(one.annotation)[1])
         ),
+        short={
+            extra.short: f"--{dashed(name)}"
+            for name, one in merged.items()
+            for extra in _extras(one.annotation)[1]
+            if isinstance(extra, OptionWords) and extra.short
+        },
+        word=words[0].name if words else "",
+    )
+
+
+def _positional(function: Callable[..., Any]) -> inspect.Parameter:
+    """The first parameter as a word that stands anywhere among the options."""
+    plain = inspect.unwrap(function)
+    first = next(iter(inspect.signature(plain).parameters.values()))
+    shown = tyro.conf.arg(metavar=first.name.upper())
+    return first.replace(
+        kind=inspect.Parameter.KEYWORD_ONLY,
+        annotation=Annotated[str, tyro.conf.Positional, shown],
     )
 
 

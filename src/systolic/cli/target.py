@@ -54,10 +54,17 @@ class Request(Generic[Options]):
     def source(self) -> "JobSource":
         """The recipe with these options; no path depends on the working directory."""
         from systolic.artifact import paths
+
+        return replace(self.as_typed, options=paths.absolute(dict(self.options)))
+
+    @property
+    def as_typed(self) -> "JobSource":
+        """The recipe with these options, and paths as they were typed."""
         from systolic.recipes.jobs.source import JobSource
 
-        options = paths.absolute(dict(self.options))
-        return JobSource(recipe=self.recipe, options=options, given=self.names, chosen=self.chosen)
+        return JobSource(
+            recipe=self.recipe, options=self.options, given=self.names, chosen=self.chosen
+        )
 
     @property
     def names(self) -> frozenset[str]:
@@ -187,7 +194,7 @@ def planned_request(
     target: str,
     args: Sequence[str],
     verb: str,
-    options: type[PlanOptions],
+    options: Callable[..., PlanOptions],
     warn: Callable[[str], None],
 ) -> Request[PlanOptions]:
     """A recipe's options and the verb's; under a plan, the options that were planned where they are not given.

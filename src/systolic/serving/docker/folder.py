@@ -12,10 +12,9 @@ from typing import Any
 import jinja2
 
 from systolic.artifact.bundle import MANIFEST, Bundle, check_free, draft, open_bundle
-from systolic.core.distribution import PackageLock, lock, python
+from systolic.core.distribution import PackageLock, lock, python, write_wheel
 from systolic.core.errors import OptionError
 from systolic.core.files import check_room
-from systolic.core.wheel import write_wheel
 
 PORT, GRACE_SECONDS, STOP_SECONDS = 8000, 45, 60
 """Port; time for requests in flight; Docker's longer timeout before SIGKILL."""
