@@ -83,6 +83,7 @@ def streamed(folder: Path, words: Sequence[str]) -> Iterator[str]:
         try:
             while raw := os.read(client.stdout.fileno(), CHUNK_BYTES):
                 yield decoder.decode(raw)
+            yield decoder.decode(b"", final=True)
         except BaseException:
             client.terminate()
             raise

@@ -361,7 +361,7 @@ def output_of(
         OptionError: the launch has no such process.
         RunError: it has no log yet, or the client is missing; the iterator raises it where the client fails.
     """
-    count = launched.commands["hosts"] if launched.via == LOCAL else 1
+    count = launched.commands.get("hosts", 1) if launched.via == LOCAL else 1
     if process >= count:
         raise OptionError(
             f"process is {process}, but {launched.name} has {count} here, numbered from 0"
