@@ -68,7 +68,7 @@ def check_platform(via: str, options: Mapping[str, Any]) -> None:
         )
 
 
-def trained(request: LaunchRequest, made: Launch) -> Job:
+def trained(request: LaunchRequest, description: Launch) -> Job:
     """Job that a launch trains, checked as ``systolic train`` checks it on the machines.
 
     Raises:
@@ -77,25 +77,25 @@ def trained(request: LaunchRequest, made: Launch) -> Job:
     """
     if asks_help(request.train):
         raise OptionError("--train has --help; systolic train --help shows the options")
-    fewer = {} if made.min_slices is None else {"--for-devices": "leave it out"}
+    fewer = {} if description.min_slices is None else {"--for-devices": "leave it out"}
     for word in request.train:
         option = dashed(word.partition("=")[0])
         if (instead := {**INSTEAD, **fewer}.get(option)) is not None:
             raise OptionError(f"--train has {option}, which the launch sets; {instead}")
-    asked = request_for(request.recipe, made.options, "train", TrainOptions, {})
-    job = asked.job
+    command = request_for(request.recipe, description.options, "train", TrainOptions, {})
+    job = command.job
     check_data(job)
     job.check_effects()
-    check_sizes(request, asked, job)
+    check_sizes(request, command, job)
     return job
 
 
-def under_plan(request: LaunchRequest, made: Launch, job: Job) -> LaunchRequest:
+def under_plan(request: LaunchRequest, description: Launch, job: Job) -> LaunchRequest:
     """Request with the plan's forecast dropped, and a warning, if options in ``--train`` change the step.
 
     Args:
         request: The request.
-        made: Its launch.
+        description: Its launch.
         job: Job with the options in ``--train``.
 
     Raises:
@@ -104,10 +104,10 @@ def under_plan(request: LaunchRequest, made: Launch, job: Job) -> LaunchRequest:
     chosen, warn = request.chosen, reporter().warn
     if chosen is None or not request.train:
         return request
-    words = made.options[: len(made.options) - len(request.train)]
+    words = description.options[: len(description.options) - len(request.train)]
     before = request_for(request.recipe, words, "train", TrainOptions, {})
     kept = kept_choice(chosen, before.job, job, steps_given=True, warn=warn)
-    flags = request_for(request.recipe, made.options, "train", TrainOptions, {}).verb.flags
+    flags = request_for(request.recipe, description.options, "train", TrainOptions, {}).verb.flags
     if flags != before.verb.flags:
         if chosen.flags:
             raise OptionError(
@@ -118,13 +118,13 @@ def under_plan(request: LaunchRequest, made: Launch, job: Job) -> LaunchRequest:
     return replace(request, source=replace(request.source, chosen=kept))
 
 
-def check_sizes(request: LaunchRequest, asked: Request[TrainOptions], job: Job) -> None:
+def check_sizes(request: LaunchRequest, command: Request[TrainOptions], job: Job) -> None:
     """Checks that the layout divides the slice, the model and the batch, also on fewer slices down to ``--min-slices``.
 
     Raises:
         LayoutError: the layout does not divide one of them.
     """
-    on, devices = request.on, asked.verb.for_devices
+    on, devices = request.on, command.verb.for_devices
     if request.via == "local":
         # The processes form one slice of CPU devices, whatever slices they stand in for.
         _settle(job, on.num_devices, 1, devices)

@@ -89,7 +89,7 @@ def launch(  # noqa: PLR0913  the options of systolic launch
     keep: bool = False,
     **options: Any,
 ) -> "WrittenLaunch":
-    """Writes a platform's files that train a recipe on a slice, and submits them if asked to.
+    """Writes a platform's files that train a recipe on a slice; with ``submit`` submits them.
 
     A reporter's ``update`` gets the launch when its files are written, before it is submitted.
 
@@ -135,30 +135,30 @@ def launch(  # noqa: PLR0913  the options of systolic launch
         TakenError: the folder holds something else.
         RunError: a launch of that name is running; or with ``submit`` the client is missing or fails.
     """
-    given = {**locals()}
+    values = {**locals()}
     from systolic.launching import prepare, request
     from systolic.launching.checks import check_data, check_platform, trained, under_plan
     from systolic.launching.record import as_before
 
     source = request.source_of(job, options, request.plan_path(plan), candidate)
-    words = made_by(launch, [source.recipe.target], given, source.words)
-    asked = request.request_of(source, given, words)
-    request.check_paths(asked)
-    made = request.describe(asked)
-    folder = folder_of(made, out)
-    made = as_before(made, folder)
+    words = made_by(launch, [source.recipe.target], values, source.words)
+    launch_request = request.request_of(source, values, words)
+    request.check_paths(launch_request)
+    description = request.describe(launch_request)
+    folder = folder_of(description, out)
+    description = as_before(description, folder)
     if not train:
         check_data(source.job)  # before what the platform asks for; --train may give it yet
-    prepared = prepare(via, made)
-    check_platform(via, given)
-    trained_job = trained(asked, made)
-    asked = under_plan(asked, made, trained_job)
-    prepared = replace(prepared, notes=(*prepared.notes, *request.notes(asked)))
+    prepared = prepare(via, description)
+    check_platform(via, values)
+    trained_job = trained(launch_request, description)
+    launch_request = under_plan(launch_request, description, trained_job)
+    prepared = replace(prepared, notes=(*prepared.notes, *request.notes(launch_request)))
     seconds = None
     if quick and source.chosen is None:
-        seconds = request.quick_step_seconds(trained_job, asked.on)
-    bill = request.bill(asked, trained_job.steps, seconds)
-    return written(made, prepared, bill, via, folder, made.command(), submit=submit)
+        seconds = request.quick_step_seconds(trained_job, launch_request.on)
+    bill = request.bill(launch_request, trained_job.steps, seconds)
+    return written(description, prepared, bill, via, folder, description.command(), submit=submit)
 
 
 @command_of
@@ -184,7 +184,7 @@ def launch_server(  # noqa: PLR0913  the options of systolic launch serve
     namespace: str = "",
     service_account: str = "",
 ) -> "WrittenLaunch":
-    """Writes the objects that serve a Bundle on Google Kubernetes Engine, and submits them if asked to.
+    """Writes the objects that serve a Bundle on Google Kubernetes Engine; with ``submit`` applies them.
 
     A pod is a server on one TPU machine. The number of pods follows the load, up to ``max_replicas``.
 
@@ -215,7 +215,7 @@ def launch_server(  # noqa: PLR0913  the options of systolic launch serve
         TakenError: the folder holds something else.
         RunError: with ``submit``: the client is missing or fails.
     """
-    given = {**locals()}
+    values = {**locals()}
     from systolic.chips import slice
     from systolic.launching import Purchase, Site
     from systolic.launching.checks import served_words
@@ -232,21 +232,23 @@ def launch_server(  # noqa: PLR0913  the options of systolic launch serve
         target=target,
         keys_secret=keys_secret,
     )
-    made = describe_server(
+    description = describe_server(
         str(bundle),
         on=slice(on) if isinstance(on, str) else on,
         words=served_words(serve),
-        made_by=made_by(launch_server, ["serve", str(bundle)], given),
+        made_by=made_by(launch_server, ["serve", str(bundle)], values),
         names=(model, name),
         image=image,
         purchase=Purchase.spot if spot else Purchase.on_demand,
         site=Site(namespace=namespace, service_account=service_account),
     )
-    folder = folder_of(made, out)
-    made = as_before(made, folder)
-    prepared = prepare(made, server)
-    bill = server_bill(made, server)
-    return written(made, prepared, bill, via, folder, command(made, server), submit=submit)
+    folder = folder_of(description, out)
+    description = as_before(description, folder)
+    prepared = prepare(description, server)
+    bill = server_bill(description, server)
+    return written(
+        description, prepared, bill, via, folder, command(description, server), submit=submit
+    )
 
 
 def made_by(
@@ -281,15 +283,15 @@ def _plain(value: Any) -> Any:
     return shlex.join(value) if isinstance(value, list | tuple) else value
 
 
-def folder_of(made: "Launch", out: Path | str | None) -> Path:
+def folder_of(description: "Launch", out: Path | str | None) -> Path:
     """Folder for the files of a launch."""
     from systolic.launching.record import FOLDERS
 
-    return Path(FOLDERS) / made.name if out is None else Path(out)
+    return Path(FOLDERS) / description.name if out is None else Path(out)
 
 
 def written(
-    made: "Launch",
+    description: "Launch",
     prepared: "Prepared",
     bill: "LaunchBill",
     via: str,
@@ -302,16 +304,16 @@ def written(
     from systolic.launching import lifecycle, request
     from systolic.launching.record import WrittenLaunch, record
 
-    lifecycle.check_free(made, folder, via)
-    files = request.write(made, prepared, folder)
+    lifecycle.check_free(description, folder, via)
+    files = request.write(description, prepared, folder)
     result = WrittenLaunch(
-        launch=made,
+        launch=description,
         prepared=prepared,
         bill=bill,
         folder=folder,
         files=tuple(files),
         command=tuple(command),
-        record=record(via, made, prepared, bill, folder),
+        record=record(via, description, prepared, bill, folder),
     )
     reporter().update(result)
     return replace(result, record=lifecycle.submit(result.record)) if submit else result

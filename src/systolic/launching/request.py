@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from systolic import recipes
-from systolic.artifact.bundle import MANIFEST
 from systolic.artifact.chosen import Chosen, read
 from systolic.chips import Slice, slice
 from systolic.core.distribution import lock, python, write_wheel
@@ -34,7 +33,6 @@ from systolic.launching.names import NAME_LENGTH, fitting, is_bucket, refuse_sec
 from systolic.recipes import Recipe
 from systolic.recipes.jobs.plan import kept_choice, planned_options
 from systolic.recipes.jobs.source import JobSource, arguments_of
-from systolic.serving.docker.folder import name_of
 
 if TYPE_CHECKING:
     from systolic.job import Job
@@ -389,14 +387,14 @@ def quick_step_seconds(job: "Job", on: Slice) -> float:
     from systolic.session.forecast import forecast
 
     with working("forecasting") as progress:
-        made = forecast(job, on=on, quick=True, watch=progress.stage)
-    if not made.fits:
+        step = forecast(job, on=on, quick=True, watch=progress.stage)
+    if not step.fits:
         raise DataError(
             f"{job.name} does not fit on {on.name}; systolic explain with the same options shows how to make it fit"
         )
-    if made.step_seconds is None:
+    if step.step_seconds is None:
         raise DataError(f"the forecast of {job.name} on {on.name} has no time; leave out --quick")
-    return made.step_seconds
+    return step.step_seconds
 
 
 def write(launch: Launch, prepared: Prepared, folder: Path) -> list[Path]:
@@ -502,6 +500,9 @@ def describe_server(
     Raises:
         OptionError: the Bundle does not exist, or an argument looks like a secret.
     """
+    from systolic.artifact.bundle import MANIFEST
+    from systolic.serving.docker.folder import name_of
+
     refuse_secrets((*words, *made_by))
     if not is_bucket(bundle) and not (Path(bundle) / MANIFEST).is_file():
         raise OptionError(

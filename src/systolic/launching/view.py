@@ -48,7 +48,7 @@ def summary(written: "WrittenLaunch", *, show: bool) -> list[str]:
     """Lines with the slice, the command, the bill, the files and notes of a launch; ends with the texts of the files if asked for."""
     from systolic.launching.names import number_of
 
-    made, prepared, on = written.launch, written.prepared, written.launch.on
+    launch, prepared, on = written.launch, written.prepared, written.launch.on
     texts = {written.folder / name: text for name, text in prepared.files.items()}
     lines = {
         path: f" ({number_of(len(text.splitlines()), 'line')})" for path, text in texts.items()
@@ -56,9 +56,13 @@ def summary(written: "WrittenLaunch", *, show: bool) -> list[str]:
     kind = ("chip", on.num_chips) if on.platform == "tpu" else ("device", on.num_devices)
     chips, hosts = (number_of(count, what) for what, count in (kind, ("host", prepared.hosts)))
     rows = [
-        ("launch", f"{made.name} on {on.name}: {chips}, {hosts}"),
+        ("launch", f"{launch.name} on {on.name}: {chips}, {hosts}"),
         ("command", shlex.join(written.command)),
-        *((("run" if written.command[1] == "train" else "bundle", made.run),) if made.run else ()),
+        *(
+            (("run" if written.command[1] == "train" else "bundle", launch.run),)
+            if launch.run
+            else ()
+        ),
         ("bill", written.bill.text()),
         *(("file", f"{path}{lines.get(path, '')}") for path in written.files),
         *(() if show else (("", f"--show prints {', '.join(prepared.files)}"),)),
