@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from systolic.session.forecast import forecast
     from systolic.session.importing import Imported, import_model
     from systolic.session.program_exports import export_program
-    from systolic.session.public import resume, train
     from systolic.session.public_tuning import tune
     from systolic.session.quantizing import Evaluated, QuantizedModel, quantize_model
     from systolic.session.serving_plan import plan_serving
+    from systolic.session.train_command import resume, train
     from systolic.session.trained import TrainedModel
     from systolic.session.trained import open_model as open
     from systolic.session.training import TrainResult
@@ -77,12 +77,12 @@ _HOME = {
     "plan_serving": "systolic.session.serving_plan",
     "ServingPlan": "systolic.planning.serving",
     "quantize_model": "systolic.session.quantizing",
-    "resume": "systolic.session.public",
+    "resume": "systolic.session.train_command",
     "runs": "systolic.launching.command",
     "slice": "systolic.chips",
     "status": "systolic.launching.command",
     "stop": "systolic.launching.command",
-    "train": "systolic.session.public",
+    "train": "systolic.session.train_command",
     "tune": "systolic.session.public_tuning",
     "verify_bundle": "systolic.session.verifying",
 }

@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -187,17 +188,23 @@ def test_plan_knows_the_work_of_a_program_that_is_compiled_ahead(capsys, tmp_pat
     assert made["fastest"] == "v5e-8"
 
 
-def test_work_of_loops_and_kernels_by_hand() -> None:
-    import jax
-    import jax.numpy as jnp
-    from jax.experimental import pallas as pl
-
+def hook_flops() -> ModuleType:
+    """The module of what runs inside of a captured program."""
     where = ROOT / "src/systolic/capture/hook/systolic_capture/flops.py"
     spec = importlib.util.spec_from_file_location("flops", where)
     assert spec is not None
     assert spec.loader is not None
     flops = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(flops)
+    return flops
+
+
+def test_work_of_loops_and_kernels_by_hand() -> None:
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental import pallas as pl
+
+    flops = hook_flops()
 
     def kernel(a, b, c) -> None:
         c[...] = a[...] @ b[...]
@@ -231,6 +238,42 @@ def test_work_of_loops_and_kernels_by_hand() -> None:
         jaxpr = jax.make_jaxpr(function)(x).jaxpr
         assert flops.of_jaxpr(jaxpr) == times * one
         assert flops.in_open_loops(jaxpr) == is_least
+
+    def nested(x):
+        def outer(c):
+            y = jax.lax.scan(lambda z, _: (open_loop(z @ z), None), c[1], None, length=3)[0]
+            return c[0] + 1, y
+
+        return jax.lax.while_loop(lambda c: c[0] < 7, outer, (0, x))[1] @ x
+
+    (loop,) = flops.open_loops(jax.make_jaxpr(nested)(x).jaxpr)
+    (inner,) = loop["loops"]
+    assert (loop["times"], loop["flops"]) == (1, 3 * one)
+    assert (inner["times"], inner["flops"], inner["loops"]) == (3, one, [])
+    assert [name.split(":")[0] for name in (loop["source"], inner["source"])] == 2 * [
+        Path(__file__).name
+    ]
+    assert loop["source"] != inner["source"]
+
+
+def test_a_matmul_that_devices_of_a_shard_map_repeat_counts_once() -> None:
+    """Eight devices along two axes, the rows over four: pairs compute the same."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import AbstractMesh, AxisType
+    from jax.sharding import PartitionSpec as P
+
+    flops = hook_flops()
+    mesh = AbstractMesh((4, 2), ("rows", "same"), axis_types=(AxisType.Auto,) * 2)
+    x, w = jnp.ones((256, 256)), jnp.ones((256, 256))
+    for spec in (P("rows"), P(), P(("rows", "same"))):
+        mapped = jax.shard_map(lambda a, b: a @ b, mesh=mesh, in_specs=(spec, P()), out_specs=spec)
+        assert flops.of_jaxpr(jax.make_jaxpr(mapped)(x, w).jaxpr) == 2 * 256**3
+    # Where the program does not say which devices differ, each counts.
+    mapped = jax.shard_map(
+        lambda a, b: a @ b, mesh=mesh, in_specs=(P(), P()), out_specs=P(), check_vma=False
+    )
+    assert flops.of_jaxpr(jax.make_jaxpr(mapped)(x, w).jaxpr) == 8 * 2 * 256**3
 
 
 @pytest.mark.slow
@@ -277,3 +320,41 @@ def test_lines_that_are_refused(words: list[str], says: str, capsys) -> None:
     assert main(words) != 0
     told = capsys.readouterr()
     assert says in " ".join((told.err + told.out).split())
+
+
+REPEATED = """import jax, jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+mesh = jax.make_mesh((jax.device_count(),), ("d",))
+
+@jax.jit
+def step(w, x):
+    v = jnp.tanh(w @ w) @ w  # on each device: 2 x 2 x 1024^3
+    def body(c):
+        return c[0] + 1, jnp.tanh(c[1] @ v)  # over the devices: 2 x 2048 x 1024^2 a trip
+    return w, jax.lax.while_loop(lambda c: c[0] < 10, body, (0, x))[1]
+
+w = jax.device_put(jnp.ones((1024, 1024), jnp.bfloat16), NamedSharding(mesh, P()))
+x = jax.device_put(jnp.ones((2048, 1024), jnp.bfloat16), NamedSharding(mesh, P("d")))
+for _ in range(10):
+    w, x = step(w, x)
+"""
+
+
+@pytest.mark.slow
+def test_a_repeated_matmul_counts_once_beside_a_loop_with_its_trips(capsys, tmp_path: Path) -> None:
+    """The step does the same on one device and on four, though four execute the matmul of the weights four times."""
+    program = tmp_path / "train.py"
+    program.write_text(REPEATED)
+    words = ["plan", "--on", "v6e-1,v6e-4", "--json", "--", sys.executable, str(program)]
+    assert main(words) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert not any("work follows the slice" in note for note in made["notes"])
+    one, four = sorted(made["candidates"], key=lambda row: row["chips"])
+    for row in (one, four):
+        # HFU counts what each chip executes: the weights' matmul on all, the loop's tenth turn by turn.
+        executed = row["chips"] * 4 * 1024**3 + 10 * 2 * 2048 * 1024**2
+        assert row["hfu"] == pytest.approx(
+            executed / (row["chips"] * 918e12 * row["step_seconds"]), rel=0.01
+        )
+        assert row["steps_per_second"] == pytest.approx(1 / row["step_seconds"])

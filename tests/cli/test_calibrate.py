@@ -3,12 +3,18 @@
 import json
 import lzma
 import shutil
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import systolic
 from systolic.artifact.run import ENVIRONMENT, JOB
 from systolic.cli.main import main
+from systolic.core.errors import OptionError
+from systolic.forecasting.calibrations import CalibrationRecord, save
+from systolic.sim.calibration import Calibration, CostKind, Factor
 from tests.profile.real import BF16, EXCERPTS, HOST_OFFLOAD, KERNEL, whole
 from tests.recorded import hlo as recorded
 
@@ -161,6 +167,11 @@ def test_a_wrong_slice_and_a_profile_twice_are_refused(
 def test_profiles_of_two_generations_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     line = said(capsys, "calibrate", V6E, TPU7X, "--name", "a")
     assert "does not name its chip" in line
+    for more in (["--chip", "tpu7x"], ["--on", "tpu7x-8"]):
+        line = said(capsys, "calibrate", V6E, TPU7X, "--name", "a", *more)
+        assert f"{V6E} is of v6e and {TPU7X} of tpu7x; make a calibration of each" in line
+    line = said(capsys, "calibrate", V6E, "--name", "a", "--chip", "tpu7x")
+    assert "--chip is tpu7x, and the profile is of TPU v6" in line
 
 
 def test_another_chip_and_an_unknown_name_are_refused(
@@ -201,3 +212,115 @@ def test_a_damaged_one_is_listed_as_such(
     out, err = capsys.readouterr()
     assert [one["name"] for one in json.loads(out)["calibrations"]] == ["whole"]
     assert "half.json is not JSON" in err
+
+
+# Where prices go through the simulator
+
+
+def planted(folder: Path, chip: str, **factors: float) -> str:
+    """A calibration with these factors, as a file of the user's."""
+    by = {
+        CostKind[name]: Factor(value=value, low=value, high=value, ops=9, works=9, seconds=1.0)
+        for name, value in factors.items()
+    }
+    of = Calibration(name="planted", chip=chip, factors=by, made="2026-11-27", num_profiles=1)
+    save(CalibrationRecord(calibration=of, sources=()))
+    return "planted"
+
+
+def test_a_dump_is_explained_at_the_corrected_times(
+    capsys: pytest.CaptureFixture[str], own_folder: Path, dump: Path
+) -> None:
+    name = planted(own_folder, "v6e", matmul=1.5)
+
+    def made(verb: str, *words: str) -> dict[str, Any]:
+        assert main([verb, str(dump), "--on", "v6e-4", "--json", *words]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    plain, corrected = made("explain"), made("explain", "--calibration", name)
+    assert plain["calibration"] is None
+    assert corrected["calibration"] == "planted"
+    assert corrected["step_seconds"] > 1.05 * plain["step_seconds"]
+    forecast = made("forecast", "--calibration", name)
+    assert corrected["step_seconds"] == forecast["step_seconds"]
+    assert main(["explain", str(dump), "--on", "v6e-4", "--calibration", name]) == 0
+    assert "is corrected by the calibration planted" in " ".join(capsys.readouterr().out.split())
+
+
+def test_other_verbs_refuse_another_chip_before_anything_is_compiled(
+    capsys: pytest.CaptureFixture[str], own_folder: Path, dump: Path
+) -> None:
+    name = planted(own_folder, "v6e", matmul=1.5)
+    program = ["--", "python", "nowhere.py"]
+    for words in (
+        ["explain", "lm", "--on", "v5e-4"],
+        ["explain", str(dump), "--on", "v5e-4"],
+        ["explain", "--on", "v5e-4", *program],
+        ["plan", "--on", "v6e-4,v5e-4", *program],
+        ["forecast", "--serve", "llama-3.1-8b", "--on", "v5e-4"],
+        ["forecast", "--serve", "llama-3.1-8b", "--on", "cpu"],
+    ):
+        at = words.index("--") if "--" in words else len(words)
+        line = said(capsys, *words[:at], "--calibration", name, *words[at:])
+        assert "the calibration planted is of v6e and " in line, words
+
+
+def test_a_saved_forecast_and_a_profile_take_none_in_python() -> None:
+    with pytest.raises(OptionError, match="a run and a profile are measured"):
+        systolic.explain(V6E, calibration="planted")
+
+
+@pytest.mark.slow
+def test_slices_of_a_program_rank_by_the_corrected_times(
+    capsys: pytest.CaptureFixture[str], own_folder: Path, tmp_path: Path
+) -> None:
+    """A program of two matmuls: 1.5 times as long where it is nothing else."""
+    name = planted(own_folder, "v6e", matmul=1.5)
+    program = tmp_path / "train.py"
+    program.write_text(MATMULS)
+    seconds = []
+    for words in ([], ["--calibration", name]):
+        command = ["plan", "--on", "v6e-1", "--json", *words, "--", sys.executable, str(program)]
+        assert main(command) == 0
+        made = json.loads(capsys.readouterr().out)
+        seconds.append(made["candidates"][0]["step_seconds"])
+    assert any("corrected by the calibration planted" in note for note in made["notes"])
+    assert 1.3 < seconds[1] / seconds[0] < 1.51
+
+
+MATMULS = """import jax, jax.numpy as jnp
+
+@jax.jit
+def step(w, x):
+    return w - 1e-3 * jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w) @ w.T).astype(jnp.float32))(w)
+
+w = jnp.ones((4096, 4096), jnp.bfloat16)
+x = jnp.ones((8192, 4096), jnp.bfloat16)
+for _ in range(10):
+    w = step(w, x)
+"""
+
+
+@pytest.mark.slow
+def test_a_recipe_is_explained_and_a_server_forecast_at_the_corrected_times(
+    capsys: pytest.CaptureFixture[str], own_folder: Path
+) -> None:
+    name = planted(own_folder, "v6e", matmul=1.5)
+    tiny = ["--model.layers", "2", "--model.d-model", "256", "--model.vocab", "2048"]
+    step = ["explain", "lm", *tiny, "--on", "v6e-1", "--remedies", "0", "--json"]
+    server = ["forecast", "--serve", "lm", *tiny, "--on", "v6e-1", "--quick", "--concurrency", "4"]
+    times, points = [], []
+    for words in ([], ["--calibration", name]):
+        assert main([*step, *words]) == 0
+        times.append(json.loads(capsys.readouterr().out))
+        assert main([*server, "--json", *words]) == 0
+        points.append(json.loads(capsys.readouterr().out))
+    assert times[1]["step_seconds"] > 1.05 * times[0]["step_seconds"]
+    assert (times[0]["calibration"], times[1]["calibration"]) == (None, "planted")
+    assert (points[0]["calibration"], points[1]["calibration"]["name"]) == (None, "planted")
+    told = [note for note in points[1]["notes"] if "calibration planted" in note]
+    assert len(told) == 1
+    assert told[0].endswith("; the floors are not")
+    slower, faster = (made["steps"][-1]["seconds"] for made in reversed(points))
+    assert slower > faster
+    assert points[1]["steps"][-1]["floor_seconds"] == points[0]["steps"][-1]["floor_seconds"]

@@ -225,7 +225,7 @@ def test_a_comparison_that_fails_does_not_hide_the_end_of_a_run(
     told: list[str] = []
     result = TrainResult(run=traced, summary={"interrupted": None})
     with Run.open(traced, access=Access.write) as run:
-        made = _finished(result, run, SessionOptions(profile=2), Audience(tell=told.append))
+        made = _finished(result, run, SessionOptions(profile=2), Audience(warnings=told))
     assert made.beside is None
     assert told == ["the profile is not set beside a forecast: KeyError: 'fusion.7'"]
     assert made.warnings == tuple(told)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from systolic import recipes
 from systolic.cli import chips as chips_verb
-from systolic.cli import data, doctor, explain, forecast, generate, predict, train
+from systolic.cli import data, doctor, explain, forecast, generate, predict
 from systolic.cli import eval as evaluation
 from systolic.cli import recipes as recipes_verb
 from systolic.cli.main import VERBS
@@ -75,14 +75,18 @@ def commands(run: Path, text: Path) -> Iterator[Command]:
     for name in recipes.shipped():
         given = targets.get(name, ())
         own = tuple(_options(recipes.find(name).function))
-        yield Command(("train", name, *given, *small), (*own, *_options(train.TrainOptions)))
+        yield Command(
+            ("train", name, *given, *small), (*own, *_options(VERBS["train"].forms[0].options.read))
+        )
         on = ("--on", "v5e-4", "--quick")
         yield Command(("forecast", name, *given, *on), (*own, *_options(forecast.ForecastOptions)))
     yield Command(
         ("plan", "lm", "--on", "v5e-4"), tuple(_options(VERBS["plan"].forms[0].options.read))
     )
     yield Command(("explain", "lm", "--on", "v5e-4"), tuple(_options(explain.ExplainOptions)))
-    yield Command(("train", "--resume", str(run)), tuple(_options(train.ResumeOptions)))
+    yield Command(
+        ("train", "--resume", str(run)), tuple(_options(VERBS["train"].forms[1].options.read))
+    )
     yield Command(("eval", str(run)), tuple(_options(evaluation.EvalOptions)))
     yield Command(("generate", str(run), "ab"), tuple(_options(generate.GenerateOptions)))
     yield Command(("predict", str(run), str(text)), tuple(_options(predict.PredictOptions)))

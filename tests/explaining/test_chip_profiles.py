@@ -125,6 +125,10 @@ def test_a_kernel_is_called_three_times():
     assert row.op.traffic.hbm == 4 * (2048 * 1024 + 1024 * 2048 + 2048 * 2048)
     cause = explained(path)["custom-kernels"]
     assert "arrays of 33.6 MB at 44" in cause.evidence[0]
+    # Its time in the median step, as the table of ops has it, not what is left of it beyond the FLOPs of its cost estimate.
+    assert cause.seconds == pytest.approx(75.911e-6, rel=1e-5)
+    assert cause.share == pytest.approx(figures(profile)["shares"]["custom kernels"])
+    assert cause.evidence[0].startswith("0.0759 ms in matmul_optimized.1")
 
 
 # Serving on TPU7x
@@ -191,3 +195,15 @@ def test_rates_need_the_chip_that_a_trace_does_not_name(
     assert 0.5 < row["share"] < 1
     with pytest.raises(OptionError, match="is of TPU v6 Lite"):
         open_profile(excerpt_or_whole(HOST_OFFLOAD, "excerpt"), "v5e")
+
+
+def test_lines_that_price_nothing_name_what_does(capsys: pytest.CaptureFixture[str]) -> None:
+    path = whole(KERNEL)
+    assert main(["explain", str(path), "--against", "lines"]) == 2
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "no op of the profile is priced by its line alone" in line
+    assert line.endswith("give --against program")
+    assert main(["explain", str(path), "--against", "program"]) == 0
+    shown = capsys.readouterr().out
+    assert "measured 0.0758 ms a run (median of 3), simulated 0.0749 ms" in shown
+    assert "0.0748" not in shown

@@ -325,7 +325,9 @@ def test_the_newest_of_a_directory_is_read(tmp_path: Path):
             tpu(tmp_path / "plugins" / "profile" / run / f"{host}.xplane.pb", "")
     trace = load(tmp_path)
     assert trace.path.parent.name == "2026_01_02"
-    assert trace.notes == ["older traces beside 2026_01_02"]
+    assert trace.notes == [
+        "an older profile than plugins/profile/2026_01_02: plugins/profile/2026_01_01"
+    ]
     assert [one.device for one in load_all(tmp_path)] == ["a TPU:0", "b TPU:0"]
     found = figures(open_profile(tmp_path))
     assert found["hosts"] == ["a", "b"]

@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from systolic.core.origin import Origin
+from systolic.forecasting.text import FROM_SCHEDULE
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 READ = {
     "accuracy": ("--published", "published.json"),
@@ -322,3 +325,13 @@ def test_a_cut_last_line_of_an_earlier_run_is_ended_or_dropped(
     (made,) = called("operations", ["--measured", str(rows), "--out", str(out), "--again"])
     assert made["err"].splitlines()[-1].startswith("none of these rows was compiled before")
     assert out.read_text() == '{"id": "a"}\n' + kept
+
+
+@pytest.mark.parametrize("path", sorted(BENCHMARKS.glob("results/*-reach.jsonl")), ids=str)
+def test_a_row_says_once_where_its_memory_is_from(path: Path) -> None:
+    """The largest program's report of the compiler, though a small program beside it has none."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    said = {
+        (row["memory_origin"], FROM_SCHEDULE in row["notes"]) for row in rows if row.get("notes")
+    }
+    assert said == {(Origin.compiled.value, False), (Origin.simulated.value, True)}

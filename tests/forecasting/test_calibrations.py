@@ -85,7 +85,7 @@ def test_a_calibration_is_read_as_it_was_written(own_folder: Path) -> None:
     assert load("mine") == made == load(path)
     assert names() == ["mine"]
     plain = json.loads(path.read_text())
-    assert plain["version"] == 1
+    assert plain["version"] == 2
     assert plain["kinds"]["host copies"]["bytes_per_second"] == 28e9
     assert plain["kinds"]["matmul"] == {
         "factor": 1.1,
@@ -114,7 +114,7 @@ def test_a_write_that_fails_leaves_the_earlier_one(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"version": 2}, "is of version 2 and this Systolic reads 1"),
+        ({"version": 3}, "is of version 3 and this Systolic reads 1 and 2"),
         ({"format": "other"}, "is no calibration"),
         ({"kinds": {"matmuls": {}}}, "damaged"),
         ({"kinds": {"matmul": {"factor": 1.0}}}, "damaged"),
@@ -128,6 +128,15 @@ def test_a_damaged_file_is_one_line(change: dict[str, object], said: str) -> Non
         load("mine")
     assert "systolic calibrate" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_does_not_tell_memories_apart_keeps_its_other_kinds() -> None:
+    path = save(record(calibration(matmul=factor(1.1), formatting=factor(5.3))))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 1}))
+    read = load("mine")
+    assert set(read.calibration.factors) == {CostKind.matmul}
+    assert "formatting: the file is of version 1" in read.left_out[0]
+    assert "systolic calibrate PROFILE" in read.left_out[0]
 
 
 @pytest.mark.parametrize("number", [0, -1, 8.5, "NaN", "1e999"])
@@ -225,6 +234,101 @@ def test_the_host_link_takes_the_measured_rate() -> None:
     assert made.seconds == pytest.approx(4 * 2**20 / 28e9, rel=0.01)
     plain = simulate(parse(text), slice("v6e-1"))
     assert plain.seconds == pytest.approx(4 * 2**20 / 64e9, rel=0.02)
+
+
+def test_a_host_link_is_no_faster_than_it_is_published() -> None:
+    text = (
+        "HloModule m, is_scheduled=true\n\nENTRY %main () -> f32[1048576] {\n"
+        "  %p = f32[1048576]{0:T(1024)S(5)} parameter(0)\n"
+        "  %s = (f32[1048576]{0:T(1024)}, f32[1048576]{0:T(1024)S(5)}, u32[]) copy-start(%p)\n"
+        "  ROOT %d = f32[1048576]{0:T(1024)} copy-done(%s)\n}\n"
+    )
+    measured = calibration("v6e", host=factor(90e9))
+    made = simulate(parse(text), slice("v6e-1"), given=Given(calibration=measured))
+    assert made.seconds == simulate(parse(text), slice("v6e-1")).seconds
+    (note,) = (note for note in made.notes if "host link" in note)
+    assert "has host copies at 90 GB/s, and the host link carries 64 GB/s" in note
+
+
+PASS = """HloModule m, is_scheduled=true
+
+ENTRY %main (p: bf16[1024,4096]) -> bf16[1024,4096] {
+  %p = bf16[1024,4096]{1,0:T(8,128)(2,1)} parameter(0)
+  %in = bf16[1024,4096]{0,1:T(8,128)(2,1)S(1)} copy(%p)
+  %within = bf16[1024,4096]{1,0:T(8,128)(2,1)S(1)} copy(%in)
+  ROOT %out = bf16[1024,4096]{0,1:T(8,128)(2,1)} copy(%within)
+}
+"""
+
+
+def test_a_relayout_of_vector_memory_says_nothing_of_device_memory() -> None:
+    """Copies between vector memory are 11 times their price on TPU7x, those of device memory 3.4 times theirs."""
+
+    def of(**factors: Factor) -> dict[str, float]:
+        given = Given(calibration=calibration("tpu7x", **factors)) if factors else Given()
+        made = simulate(parse(PASS), slice("tpu7x-2"), given=given)
+        return {span.name: span.seconds for span, _ in made.leaves()}
+
+    plain, within, memory = of(), of(vmem_formatting=factor(8.0)), of(formatting=factor(3.0))
+    assert within == pytest.approx(plain | {"within": 8 * plain["within"]})
+    ends = {name: 3 * plain[name] for name in ("in", "out")}
+    assert memory == pytest.approx(plain | ends)
+
+
+REDUCE = """HloModule m, is_scheduled=true, num_partitions={devices}
+
+%sum (x: f32[], y: f32[]) -> f32[] {{
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %z = f32[] add(%x, %y)
+}}
+
+ENTRY %main (p: f32[{size}]) -> f32[{size}] {{
+  %p = f32[{size}]{{0:T(1024)}} parameter(0)
+  ROOT %sums = f32[{size}]{{0:T(1024)}} all-reduce(%p), channel_id=1, replica_groups={groups}, use_global_device_ids=true, to_apply=%sum
+}}
+"""
+SIZE = 1 << 28
+LINK = 50e9
+"""Bytes/s of a link of v5e, one way, as published."""
+
+
+@pytest.mark.parametrize(
+    ("on", "groups", "arrays"),
+    [
+        # A pair: each sends half of the array and then the other half of the sum, over one link.
+        ("v5e-4", "{{0,1},{2,3}}", 1.0),
+        # Four of 2 x 2: 2 x 3 arrays over four links, both ways.
+        ("v5e-4", "{{0,1,2,3}}", 6 / 8),
+        # All of 16 x 16: 2 x 255 arrays over 2 x 256 links, both ways.
+        ("v5e-256", "[1,256]<=[256]", 2 * 255 / (2 * 512)),
+    ],
+)
+def test_a_factor_makes_no_collective_faster_than_its_links(
+    on: str, groups: str, arrays: float
+) -> None:
+    devices = slice(on).num_devices
+    module = parse(REDUCE.format(devices=devices, size=SIZE, groups=groups))
+    made = simulate(
+        module, slice(on), given=Given(calibration=calibration(all_reduce=factor(0.25)))
+    )
+    (seconds,) = (span.seconds for span, _ in made.leaves())
+    assert seconds == pytest.approx(arrays * 4 * SIZE / LINK, rel=1e-6)
+    (note,) = made.notes
+    assert note.startswith("the factor 0.25 of all-reduce would make 1 op faster than the links")
+    assert note.endswith("(sums)")
+    slower = Given(calibration=calibration(all_reduce=factor(1.5)))
+    assert not simulate(module, slice(on), given=slower).notes
+
+
+def test_a_factor_beyond_the_peak_is_said() -> None:
+    made = simulated(calibration(matmul=factor(0.25)))
+    (note,) = (note for note in made.notes if "would make" in note)
+    assert note.startswith("the factor 0.25 of matmul would make ")
+    assert "faster than the peaks of the matrix units and of device memory allow" in note
+    assert not any(
+        "would make" in note for note in simulated(calibration(matmul=factor(1.5))).notes
+    )
 
 
 def test_what_runs_beside_the_core_is_not_corrected() -> None:

@@ -1,11 +1,14 @@
 import pytest
 
+from systolic.forecasting.lifetimes import num_tables
 from systolic.forecasting.memory import MemoryMap, kind_of, memory_map, state_of
 from systolic.hlo import parse
 from tests.recorded import hlo as recorded
 
 BIG = "f32[1024,1024]{1,0:T(8,128)}"
 BYTES = 4 * 2**20
+TABLE = 16 * 2**10
+"""Bytes of the table of a tuple."""
 
 
 def held(body: str, header: str = "", before: str = "") -> MemoryMap:
@@ -55,7 +58,7 @@ def test_updates_in_place_tuples_and_loops_are_no_new_memory() -> None:
   ROOT %w = (s32[]{{:T(128)}}, {BIG}) while(%t), condition=%condition, body=%body""",
         before=before,
     )
-    assert 2 * BYTES <= found.peak_bytes < 2 * BYTES + 8192
+    assert 2 * (BYTES + TABLE) <= found.peak_bytes < 2 * (BYTES + TABLE) + 8192
 
 
 def test_parts_of_a_tuple_live_by_themselves() -> None:
@@ -81,7 +84,7 @@ def test_parts_of_a_tuple_live_by_themselves() -> None:
   ROOT %s = f32[]{{:T(128)}} custom-call(%d), custom_call_target="Sum\"""",
         before=before,
     )
-    assert found.peak_bytes == 3 * BYTES + 4
+    assert found.peak_bytes == 3 * BYTES + 4 + TABLE
     assert {(b.name, b.bytes) for b in found.buffers} >= {("f", BYTES), ("a", BYTES)}
 
 
@@ -92,8 +95,8 @@ def test_a_part_that_nothing_reads_is_there_while_it_is_written() -> None:
   %a = {BIG} get-tuple-element(%k), index=0
   %b = {BIG} negate(%a)
   ROOT %s = f32[]{{:T(128)}} custom-call(%b), custom_call_target="Sum\"""")
-    assert found.peak_bytes == 2 * BYTES + 4
-    assert [b.bytes for b in found.buffers] == [BYTES, BYTES, 4]
+    assert found.peak_bytes == 2 * BYTES + 4 + TABLE
+    assert [b.bytes for b in found.buffers] == [BYTES, BYTES, TABLE, 4]
 
 
 def test_what_a_loop_makes_for_its_next_turn_takes_the_place_of_the_last() -> None:
@@ -124,7 +127,8 @@ def test_what_a_loop_makes_for_its_next_turn_takes_the_place_of_the_last() -> No
   ROOT %e = f32[]{{:T(128)}} custom-call(%r), custom_call_target="Sum\"""",
         before=before,
     )
-    assert 2 * BYTES <= found.peak_bytes < 2 * BYTES + 8192  # carried, and t
+    most = 2 * (BYTES + TABLE) + 8192
+    assert 2 * (BYTES + TABLE) <= found.peak_bytes < most  # carried, and t
 
 
 def test_an_asynchronous_start_counts_its_result_alone() -> None:
@@ -132,7 +136,7 @@ def test_an_asynchronous_start_counts_its_result_alone() -> None:
   %x = f32[512,1024]{{1,0:T(8,128)}} parameter(0)
   %s = (f32[512,1024]{{1,0:T(8,128)}}, {BIG}, u32[]{{:S(2)}}) all-gather-start(%x), replica_groups={{{{0,1}}}}
   ROOT %d = {BIG} all-gather-done(%s)""")
-    assert found.peak_bytes == BYTES // 2 + BYTES
+    assert found.peak_bytes == BYTES // 2 + BYTES + TABLE
     assert found.by_kind["collective buffers"] == BYTES
 
 
@@ -141,7 +145,46 @@ def test_a_copy_into_on_chip_memory_is_no_device_memory() -> None:
   %x = {BIG} parameter(0)
   %s = ({BIG[:-1]}S(1)}}, {BIG}, u32[]{{:S(2)}}) copy-start(%x)
   ROOT %d = {BIG[:-1]}S(1)}} copy-done(%s)""")
-    assert found.peak_bytes == BYTES
+    assert found.peak_bytes == BYTES + TABLE
+
+
+def test_a_tuple_has_a_table_where_it_is_made() -> None:
+    """Of a start of an asynchronous op two, of what passes a tuple on none, of the result of the program its caller's."""
+    module = parse(f"""\
+HloModule m, is_scheduled=true
+
+%moved (p: f32[1024,1024]) -> f32[1024,1024] {{
+  %p = {BIG} parameter(0)
+  ROOT %c = {BIG} copy(%p)
+}}
+
+%body (s: (f32[1024,1024])) -> (f32[1024,1024]) {{
+  %s = ({BIG}) parameter(0)
+  %v = {BIG} get-tuple-element(%s), index=0
+  ROOT %o = ({BIG}) tuple(%v)
+}}
+
+%condition (c: (f32[1024,1024])) -> pred[] {{
+  %q = ({BIG}) parameter(0)
+  ROOT %e = pred[]{{:T(512)}} constant(false)
+}}
+
+ENTRY %main (x: f32[1024,1024]) -> (f32[1024,1024]) {{
+  %x = {BIG} parameter(0)
+  %a = (({BIG}), {BIG}, u32[]{{:S(2)}}) async-start(%x), calls=%moved
+  %d = {BIG} async-done(%a)
+  %t = ({BIG}) tuple(%d)
+  %w = ({BIG}) while(%t), condition=%condition, body=%body
+  %r = {BIG} get-tuple-element(%w), index=0
+  ROOT %z = ({BIG}) tuple(%r)
+}}
+""")
+    assert num_tables(module) == 4
+
+
+def test_the_tables_of_a_mixture() -> None:
+    # Exact in buffer assignments: 236 of this recipe compiled anew, 387, 239 and 15 of others (libtpu 0.0.42.1 and 0.0.50.1).
+    assert num_tables(recorded.module("moe-2xv6e-4")) == 225
 
 
 @pytest.mark.parametrize(
@@ -199,9 +242,9 @@ def test_the_state_is_exactly_what_its_shapes_say(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "figure", "low"),
     [
-        ("lm-v5e-4", "peak_memory_in_bytes", 1.05),
-        # Of a program of 15 MB a quarter is not found in the schedule (0.86 of it before tuples were taken apart).
-        ("moe-2xv6e-4", "used_in_bytes", 1.4),
+        ("lm-v5e-4", "peak_memory_in_bytes", 1.02),
+        # Of its 15 MB a quarter are tables of tuples.
+        ("moe-2xv6e-4", "used_in_bytes", 1.05),
     ],
 )
 def test_the_schedule_alone_is_near_the_compilers_figure(

@@ -22,7 +22,7 @@ from systolic.forecasting.run import of_outcome
 from systolic.hlo import Groups, parse
 from systolic.report.forecast import readings
 from systolic.report.forecast.text import lines
-from systolic.report.printing import plain
+from systolic.report.terminal import plain
 from systolic.sim.roofline import ModuleSource, Peaks, gpu_peaks, roofline
 from systolic.sim.switched import switched
 from systolic.sim.timeline import PricedBy

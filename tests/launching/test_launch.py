@@ -150,10 +150,11 @@ def test_what_the_launch_runs_is_what_train_reads() -> None:
     words = ["--plan", "plan.json", "--via", "local", "--sequence", "128"]
     source, request = requested("lm", words)
     made = launching.describe(request)
-    from systolic.cli.train import TrainOptions
 
     command = made.command()
-    again = planned_request(command[2], command[3:], "train", TrainOptions, pytest.fail)
+    again = planned_request(
+        command[2], command[3:], "train", VERBS["train"].forms[0].options.read, pytest.fail
+    )
     assert again.verb.continue_
     assert str(again.verb.run) == made.run
     assert again.job == source.job

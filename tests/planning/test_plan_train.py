@@ -15,13 +15,15 @@ from systolic import recipes
 from systolic.artifact import Run
 from systolic.artifact.chosen import Chosen, apply, read
 from systolic.artifact.job_record import JobRecord
-from systolic.cli.main import main
-from systolic.cli.train import requested
+from systolic.cli.main import VERBS, main
+from systolic.cli.target import Request, planned_request
 from systolic.core.errors import DataError, NotFoundError, OptionError, SystolicError
 from systolic.core.files import write_json
+from systolic.core.reporter import reporter, reporting
 from systolic.job import Axis, Layout, Precision, Remat
 from systolic.recipes.jobs.plan import candidate_of, resumed
 from systolic.report.plan.readings import command
+from systolic.report.stderr import StderrReporter
 from systolic.session.run_files import rebuild
 from systolic.session.run_flags import new_flags
 from tests.planning import fabricated
@@ -35,6 +37,14 @@ SETTINGS: Mapping[str, Any] = {
     "batch": 8,
     "precision": "f32",
 }
+
+
+def requested(target: str, words: list[str]) -> Request[Any]:
+    """What the command reads."""
+    with reporting(StderrReporter()):
+        return planned_request(
+            target, words, "train", VERBS["train"].forms[0].options.read, reporter().warn
+        )
 
 
 @pytest.fixture(autouse=True)
@@ -352,7 +362,7 @@ def test_the_plan_of_a_job_is_refused_where_the_job_is_missing(
     assert replace(candidate_of(made, 1), path=str(path)) == read(path, of_job=True)
     assert command(made, path, 2) == "systolic.train(job, plan=plan, candidate=2)"
     with pytest.raises(SystolicError, match="and this machine has 1 x cpu"):
-        systolic.train(made.facts.job, plan=path, warn=lambda _: None)
+        systolic.train(made.facts.job, plan=path)
 
 
 def test_the_forecast_of_a_job_is_refused_by_what_it_lacks(

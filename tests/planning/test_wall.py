@@ -21,7 +21,7 @@ from systolic.report.plan import readings
 from systolic.report.plan.notes import text
 from systolic.report.plan.page import render
 from systolic.report.plan.text import lines
-from systolic.report.printing import plain
+from systolic.report.terminal import plain
 from tests.planning import fabricated
 
 STEP = 2.0

@@ -21,6 +21,7 @@ from systolic.artifact.saved_job import job_from_json, types_of
 from systolic.cli.main import main
 from systolic.core.errors import NotFoundError, OptionError, RunError, TakenError
 from systolic.core.files import write_json
+from systolic.core.reporter import Reporter, reporting
 from systolic.data.text.bytes import StandardLibrary
 from systolic.job import Job, Layout, Mode, Precision, Schedule
 from systolic.job.optimizer import Shortened
@@ -42,6 +43,16 @@ RECIPE = f"{Path(tiny.__file__)}:job"
 @pytest.fixture(autouse=True)
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+class Told(Reporter):
+    """Keeps warnings."""
+
+    def __init__(self, lines: list[str], *, shows_events: bool = False) -> None:
+        self.lines, self.shows_events = lines, shows_events
+
+    def warn(self, text: str) -> None:
+        self.lines.append(text)
 
 
 class StopAt:
@@ -321,7 +332,8 @@ def test_events_that_are_warnings_reach_python(tmp_path: Path) -> None:
     schedule = Schedule(warmup=2000).shortened(Schedule(warmup=2000), 20)
     job = replace(tiny.job(steps=20), schedule=schedule)
     shortened = "schedule.warmup is 2000 by default and the job has 20 steps"
-    first = systolic.train(job, run=run, watchers=[StopAt(10)], warn=told.append)
+    with reporting(Told(told)):
+        first = systolic.train(job, run=run, watchers=[StopAt(10)])
     assert [line.startswith(shortened) for line in first.warnings] == [True]
     assert tuple(told) == first.warnings
     kept = sorted(int(path.name) for path in (run / "checkpoints").glob("[0-9]*"))
@@ -334,17 +346,19 @@ def test_events_that_are_warnings_reach_python(tmp_path: Path) -> None:
     content[len(content) // 2] ^= 1
     victim.write_bytes(content)
     told.clear()
-    second = systolic.resume(run, job=job, warn=told.append)
+    with reporting(Told(told)):
+        second = systolic.resume(run, job=job)
     assert tuple(told) == second.warnings
     assert second.warnings[1].startswith(f"checkpoint of step {kept[-1]} is damaged (params/")
     assert second.warnings[1].endswith(f"; using the one of step {kept[-2]}")
 
 
-def test_watchers_that_show_events_leave_nothing_to_tell() -> None:
+def test_a_reporter_that_shows_events_is_told_nothing_twice() -> None:
     told: list[str] = []
     for shows in (False, True):
-        audience = Audience(tell=told.append, shows_events=shows)
-        audience.caution("no validation")
+        audience = Audience()
+        with reporting(Told(told, shows_events=shows)):
+            audience.caution("no validation")
         assert audience.warnings == ["no validation"]
     assert told == ["no validation"]
 
@@ -354,7 +368,7 @@ def test_watchers_that_show_events_leave_nothing_to_tell() -> None:
     [
         (tiny.job(), {"workers": -1}, "workers is -1; it must be at least 0"),
         (tiny.job(), {"workers": 1.5}, "workers is 1.5; it takes a whole number"),
-        (tiny.job(), {"log_every": 0}, "log_every is 0; it must be at least 1"),
+        (tiny.job(), {"log_every": 0}, "log-every is 0; it must be at least 1"),
         (tiny.job(), {"profile": -1}, "profile is -1; it must be at least 0"),
         (tiny.job(), {"flags": "--xla_nope=1"}, "refuses the flags --xla_nope=1"),
         (tiny.job(), {"layout": "fsdp"}, r"layout is 'fsdp'; it takes a systolic\.job\.Layout"),

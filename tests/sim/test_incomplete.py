@@ -15,7 +15,7 @@ from systolic.hlo import parse
 from systolic.report.forecast import readings
 from systolic.report.forecast.page import render
 from systolic.report.forecast.text import lines
-from systolic.report.printing import plain
+from systolic.report.terminal import plain
 from systolic.sim.incomplete import Ends, GapKind, Gaps, given
 from systolic.sim.roofline import ModuleSource, Peaks, roofline
 from systolic.sim.simulate import simulate

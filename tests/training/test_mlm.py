@@ -10,7 +10,7 @@ import pytest
 
 from systolic import recipes
 from systolic.cli.main import main
-from systolic.report.run.live import Quiet
+from systolic.session.training import ReporterWatcher
 from tests.training.sessions import losses
 
 SIZES = ("--model.layers", "1", "--model.d-model", "16", "--model.d-ff", "32", "--model.heads", "2")
@@ -37,12 +37,12 @@ def test_an_encoder_learns_hidden_letters_and_resumes(
     assert metrics["validation_loss"] < 0.7 * told[1][0]
     assert 0 < metrics["validation_accuracy"] <= 1
 
-    def see(self: Quiet, record: dict[str, Any]) -> None:
+    def see(self: ReporterWatcher, record: dict[str, Any]) -> None:
         if record["kind"] == "train" and record["step"] == 5:
             os.kill(os.getpid(), signal.SIGTERM)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Quiet, "see", see)
+        patch.setattr(ReporterWatcher, "see", see)
         part = [*map(str, train), "--run", str(tmp_path / "part"), "--json"]
         assert main(part) == 143
         capsys.readouterr()

@@ -11,13 +11,11 @@ import pytest
 from systolic import recipes
 from systolic.artifact import Run
 from systolic.artifact.job_record import JobRecord, RunFlags
-from systolic.cli.main import main
+from systolic.cli.main import VERBS, main
 from systolic.cli.target import request_for
-from systolic.cli.train import ResumeOptions
 from systolic.job import Layout
-from systolic.report.run.live import Quiet
 from systolic.session.resuming import OpenedRun, continued
-from systolic.session.training import SessionOptions
+from systolic.session.training import ReporterWatcher, SessionOptions
 from tests.training.sessions import losses
 
 RECIPE = f"{Path(__file__).with_name('tiny.py')}:job"
@@ -31,11 +29,11 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFact
 def ask(monkeypatch: pytest.MonkeyPatch, number: signal.Signals, step: int) -> None:
     """The view asks the process to stop at a step."""
 
-    def see(self: Quiet, record: dict[str, Any]) -> None:
+    def see(self: ReporterWatcher, record: dict[str, Any]) -> None:
         if record["kind"] == "train" and record["step"] == step:
             os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(Quiet, "see", see)
+    monkeypatch.setattr(ReporterWatcher, "see", see)
 
 
 def test_from_start_over_an_interruption_to_the_end(
@@ -130,7 +128,9 @@ def test_a_run_keeps_its_batch_on_other_devices(tmp_path: Path):
     recipe = recipes.find("lm")
     layout = {"data": 1, "pipeline": 1, "fsdp": 8, "expert": 1, "context": 1, "tensor": 1}
 
-    saved = request_for(recipe, ["--resume", "run"], "train", ResumeOptions, {}).options
+    saved = request_for(
+        recipe, ["--resume", "run"], "train", VERBS["train"].forms[1].options.read, {}
+    ).options
     saved = {**saved, "layout": Layout()}
     with Run.create(tmp_path / "run", {}) as directory:
         run = OpenedRun(
@@ -142,7 +142,9 @@ def test_a_run_keeps_its_batch_on_other_devices(tmp_path: Path):
     flags = RunFlags(given="", chip=None, compiler=())
 
     def batch(*args: str) -> int:
-        asked = request_for(recipe, ["--resume", "run", *args], "train", ResumeOptions, saved)
+        asked = request_for(
+            recipe, ["--resume", "run", *args], "train", VERBS["train"].forms[1].options.read, saved
+        )
         job, record = continued(run, run.source(asked.options), SessionOptions(), flags)
         assert record.layout == (layout if job.batch.total else job.layout.mesh_shape)
         return job.batch.resolve(job.layout.on(1))

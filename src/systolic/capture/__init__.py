@@ -5,7 +5,21 @@ the one that repeats is compiled for the slice by that environment's libtpu, and
 it; :mod:`.forecast` simulates what came back.
 """
 
-from systolic.capture.forecast import StepPart, forecast_captured, forecast_parts, parts_of
+from systolic.capture.forecast import (
+    StepPart,
+    forecast_captured,
+    forecast_parts,
+    parts_of,
+    schedule_of,
+)
 from systolic.capture.program import Captured, capture
 
-__all__ = ["Captured", "StepPart", "capture", "forecast_captured", "forecast_parts", "parts_of"]
+__all__ = [
+    "Captured",
+    "StepPart",
+    "capture",
+    "forecast_captured",
+    "forecast_parts",
+    "parts_of",
+    "schedule_of",
+]

@@ -7,12 +7,12 @@ from typing import Any
 from systolic.aot.dump import USAGE, used_bytes
 from systolic.aot.kernels import counted_elsewhere
 from systolic.capture.program import Captured
+from systolic.capture.schedule import WAITS, CallSchedule, Device, calls_of, schedule
 from systolic.chips import Slice
-from systolic.core.errors import OptionError
 from systolic.core.origin import Origin
-from systolic.core.units import plural
+from systolic.core.units import duration, gibibytes, plural
 from systolic.forecasting.forecast import Forecast
-from systolic.forecasting.memory import MemoryMap, memory_map
+from systolic.forecasting.memory import HELD, LiveBuffer, MemoryMap, memory_map, with_held
 from systolic.forecasting.run import assemble, capacity
 from systolic.forecasting.text import FROM_SCHEDULE, refused
 from systolic.hlo import Module, parse
@@ -39,6 +39,16 @@ class StepPart:
     """Whether the memory is the compiler's figure."""
 
     @property
+    def seconds(self) -> float:
+        """Seconds of a call; 0 of a program that the compiler refused."""
+        return self.timeline.seconds if self.timeline is not None else 0.0
+
+    @property
+    def devices(self) -> frozenset[Device]:
+        """Places of its devices in the slice."""
+        return frozenset(tuple(place) for place in self.facts["places"])
+
+    @property
     def calls(self) -> int:
         """Calls a step."""
         return self.facts["calls_per_step"]
@@ -58,10 +68,9 @@ def forecast_captured(captured: Captured, on: Slice, given: Given = NOTHING) -> 
         given: Trips and costs that the programs leave open.
 
     Raises:
-        OptionError: the program spreads its step over another number of devices than the slice has, or ``given`` has a name
-            that the step lacks.
+        OptionError: ``given`` has a name that the step lacks.
     """
-    return forecast_parts(captured, parts_of(captured, on, given), on)
+    return forecast_parts(captured, parts_of(captured, on, given), on, given)
 
 
 def parts_of(captured: Captured, on: Slice, given: Given = NOTHING) -> list[StepPart]:
@@ -69,22 +78,38 @@ def parts_of(captured: Captured, on: Slice, given: Given = NOTHING) -> list[Step
     return [_part(captured, facts, on, given) for facts in captured.programs]
 
 
-def forecast_parts(captured: Captured, parts: Sequence[StepPart], on: Slice) -> Forecast:
-    """The forecast of a captured step whose programs are simulated."""
-    answer = captured.answer
-    largest = max(parts, key=lambda part: part.memory.peak_bytes)
-    refusals = [part for part in parts if part.timeline is None]
-    main = max(parts, key=lambda part: part.calls * (part.timeline.seconds if part.timeline else 0))
+def schedule_of(captured: Captured, parts: Sequence[StepPart]) -> CallSchedule:
+    """When the calls of a step run on which devices."""
+    seconds, devices = [part.seconds for part in parts], [part.devices for part in parts]
+    return schedule(calls_of(captured.order, seconds, devices))
+
+
+def forecast_parts(
+    captured: Captured, parts: Sequence[StepPart], on: Slice, given: Given = NOTHING
+) -> Forecast:
+    """The forecast of a captured step whose programs are simulated.
+
+    Args:
+        captured: The answer that they are from.
+        parts: Programs of the step.
+        on: The slice that it was captured for.
+        given: Trips and costs of programs that come with some steps alone, where they have those names.
+    """
+    answer, plan = captured.answer, schedule_of(captured, parts)
+    rare = [_part(captured, one, on, replace(given, strict=False)) for one in answer["periodic"]]
+    largest = max([*parts, *rare], key=lambda part: part.memory.peak_bytes)
+    busiest = [part for part in parts if plan.device in part.devices]
+    main = max(busiest, key=lambda part: part.calls * part.seconds)
     made = assemble(
         module=main.module,
-        timeline=_sum(parts),
+        timeline=_sum(parts, plan),
         memory=largest.memory,
         facts={"notes": _notes(captured, parts, on)},
         name=" + ".join(part.facts["name"] for part in parts),
         on=on,
         compiler={
             **answer["versions"],
-            "seconds": round(sum(sum(part.facts["seconds"].values()) for part in parts), 3),
+            "seconds": round(sum(sum(one.facts["seconds"].values()) for one in parts), 3),
             "cached": False,
             "flags": answer["flags"].split(),
         },
@@ -93,13 +118,37 @@ def forecast_parts(captured: Captured, parts: Sequence[StepPart], on: Slice) -> 
     made = replace(
         made,
         compiled_for=on.chip.name,
-        cautions=(*_cautions(parts, on), *made.cautions),
+        cautions=(
+            *answer["cautions"],
+            *_cautions(parts, plan, on),
+            *map(_of_some_steps, rare),
+            *made.cautions,
+        ),
+        periodic=list(map(_periodic, rare)),
         **_flops(parts, on),
     )
-    if refusals:
-        worst = max(refusals, key=lambda part: part.memory.peak_bytes)
-        remedy = "choose a larger slice or a smaller batch, or shard more of it, and run the command again"
-        return refused(replace(made, memory=worst.memory), worst.memory, capacity(on), remedy)
+    return _checked(made, [*parts, *rare], on)
+
+
+def _checked(made: Forecast, parts: Sequence[StepPart], on: Slice) -> Forecast:
+    """The forecast, refused where a program or what is held beside it needs more memory than a device has."""
+    have = capacity(on)
+    refusals = [part for part in parts if part.timeline is None]
+    worst = max(refusals or parts, key=lambda part: part.memory.peak_bytes)
+    other = max(part.facts["held"]["other_bytes"] for part in parts)
+    memory = worst.memory
+    remedy = (
+        "choose a larger slice or a smaller batch, or shard more of it, and run the command again"
+    )
+    if held := memory.by_kind.get(HELD):
+        remedy = f"drop or shard arrays of the {gibibytes(held)} {HELD}, or {remedy}"
+    if other > max(have, memory.peak_bytes):
+        memory = MemoryMap(
+            peak_bytes=other, estimated_bytes=other, by_kind={HELD: other}, buffers=[]
+        )
+        remedy = "shard or drop the arrays that lie on a device which the step does not use"
+    if refusals or memory.peak_bytes > have:
+        return refused(replace(made, memory=memory), memory, have, remedy)
     return made
 
 
@@ -107,42 +156,49 @@ def _part(captured: Captured, facts: Mapping[str, Any], on: Slice, given: Given)
     path = captured.folder / facts["text"]
     module = parse(counted_elsewhere(path.read_text()))
     check(module)
-    num_devices, places = module.num_partitions, [tuple(place) for place in facts["places"]]
-    if num_devices not in (1, on.num_devices, on.num_devices // on.num_slices):
-        raise OptionError(
-            f"{facts['name']} of {captured.command} runs on {num_devices} devices but {on.name} has {on.num_devices}; choose a slice of that size, or a mesh over all of jax.devices()"
-        )
+    places = [tuple(place) for place in facts["places"]]
     usage = path.with_name(f"{path.name}.{USAGE}")
     told = used_bytes(usage.read_text()) if usage.exists() else None
     timeline = None
     if not facts["refused"]:
-        timeline = simulate(
-            module,
-            on,
-            places if len(places) == on.num_devices else None,
-            flags=captured.answer["flags"].split(),
-            given=given,
-        )
+        timeline = simulate(module, on, places, flags=captured.answer["flags"].split(), given=given)
+    arrays = [_array(**one) for one in captured.answer["held"] if one["memory"] == "device"]
     return StepPart(
         facts=facts,
         module=module,
         timeline=timeline,
-        memory=memory_map(module, told),
+        memory=with_held(memory_map(module, told), arrays, facts["held"]["bytes"]),
         told=told is not None,
     )
 
 
-def _sum(parts: Sequence[StepPart]) -> Timeline:
-    """The programs one after the other, as often as a step calls them."""
+def _array(
+    bytes: int, shape: Sequence[int] = (), dtype: str = "", made_by: str = "", **_: Any
+) -> LiveBuffer:
+    """An array that the program holds outside of its step."""
+    return LiveBuffer(
+        name="",
+        kind=HELD,
+        bytes=bytes,
+        shape=f"{dtype}{list(shape)}" if dtype else "",
+        layer="",
+        source="",
+        op=f"made by {made_by}" if made_by else HELD,
+    )
+
+
+def _sum(parts: Sequence[StepPart], plan: CallSchedule) -> Timeline:
+    """The programs of the busiest device one after the other, as often as a step calls them, and what others run meanwhile."""
+    if len(parts) == 1 and parts[0].calls == 1 and parts[0].timeline is not None:
+        return parts[0].timeline
     timelines = [part.timeline for part in parts if part.timeline is not None]
-    if len(parts) == 1 and parts[0].calls == 1 and timelines:
-        return timelines[0]
     spans: list[Span] = []
     start = 0.0
-    for part in parts:
-        if part.timeline is None:
+    for number, part in enumerate(parts):
+        calls = plan.own.get(number, 0)
+        if part.timeline is None or not calls:
             continue
-        seconds = part.calls * part.timeline.seconds
+        seconds = calls * part.seconds
         spans.append(
             Span(
                 name=part.facts["name"],
@@ -150,7 +206,7 @@ def _sum(parts: Sequence[StepPart]) -> Timeline:
                 start=start,
                 seconds=seconds,
                 resource=Resource.idle,
-                repeat=part.calls,
+                repeat=calls,
                 inside=tuple(part.timeline.spans),
             )
         )
@@ -158,8 +214,8 @@ def _sum(parts: Sequence[StepPart]) -> Timeline:
     notes = dict.fromkeys(note for one in timelines for note in one.notes)
     return Timeline(
         origin=Origin.simulated,
-        seconds=start,
-        spans=tuple(spans),
+        seconds=plan.seconds,
+        spans=(*spans, *_beside(parts, plan)),
         notes=tuple(notes),
         incomplete=tuple(gap for one in timelines for gap in one.incomplete),
         calibration=timelines[0].calibration if timelines else None,
@@ -168,13 +224,29 @@ def _sum(parts: Sequence[StepPart]) -> Timeline:
     )
 
 
+def _beside(parts: Sequence[StepPart], plan: CallSchedule) -> list[Span]:
+    """Calls on devices that the busiest one's leave out, each device in a lane of its own."""
+    return [
+        Span(
+            name=parts[call.program].facts["name"],
+            opcode="call",
+            start=start,
+            seconds=call.seconds,
+            resource=Resource.idle,
+            lane=f"device {','.join(map(str, min(call.devices)))}",
+        )
+        for call, start in plan.calls
+        if plan.device not in call.devices
+    ]
+
+
 def _flops(parts: Sequence[StepPart], on: Slice) -> dict[str, Any]:
-    """FLOPs of a device, the mean over all of the slice: a program may run on one alone."""
+    """FLOPs of a device, the mean over all of the slice: a program may run on some of them."""
     found: dict[str, float] = {}
     for part in parts:
         if part.timeline is None:
             continue
-        share = part.calls / (on.num_devices if part.module.num_partitions == 1 else 1)
+        share = part.calls * len(part.devices) / on.num_devices
         for name, flops in part.timeline.flops_by_format.items():
             found[name] = found.get(name, 0.0) + share * flops
     return {"hardware_flops": sum(found.values()), "flops_by_format": found}
@@ -195,7 +267,7 @@ def _notes(captured: Captured, parts: Sequence[StepPart], on: Slice) -> list[str
     ]
     if len(parts) > 1:
         notes.append(
-            "memory is that of the largest program of the step; arrays that another keeps meanwhile come on top"
+            f"memory is that of the program of the step with the largest need; what the other calls keep for theirs is in the line {HELD!r}"
         )
     if others := answer["others"]:
         named = [f"{one['name']} ({one['calls']})" for one in others[:MOST_OTHERS]]
@@ -207,6 +279,10 @@ def _notes(captured: Captured, parts: Sequence[StepPart], on: Slice) -> list[str
         notes.append(
             f"a step has {plural(number, 'operation')} on the slice's arrays outside of the program's own jitted functions, which the time leaves out"
         )
+    if host := max(part.facts["held"]["host_bytes"] for part in parts):
+        notes.append(
+            f"the program holds {gibibytes(host)} of arrays in the memory of a host beside those of its step"
+        )
     if on.num_hosts > 1:
         notes.append(
             f"the program ran as the first of {on.num_hosts} processes, one a host with {on.num_devices // on.num_hosts} of the {on.num_devices} devices; it was the only one: what others would have told it, it was told of itself"
@@ -216,10 +292,59 @@ def _notes(captured: Captured, parts: Sequence[StepPart], on: Slice) -> list[str
     return [*notes, ZEROS]
 
 
-def _cautions(parts: Sequence[StepPart], on: Slice) -> list[str]:
-    single = [part.facts["name"] for part in parts if part.module.num_partitions == 1]
-    if on.num_devices == 1 or not single:
-        return []
-    return [
-        f"{' and '.join(single)} runs on one of the {on.num_devices} devices of {on.name}: shard its arguments over a mesh of jax.devices() to use all"
-    ]
+def _cautions(parts: Sequence[StepPart], plan: CallSchedule, on: Slice) -> list[str]:
+    """Devices that the step leaves out, and calls that wait for each other."""
+    found = []
+    used = frozenset[Device]().union(*(part.devices for part in parts))
+    if len(used) == 1 < on.num_devices:
+        names = " and ".join(part.facts["name"] for part in parts)
+        found.append(
+            f"{names} runs on one of the {on.num_devices} devices of {on.name}, and the bill is for all: shard its arguments over a mesh of jax.devices() to use all"
+        )
+    elif len(used) < on.num_devices:
+        chips = len({(*place[:3], place[4]) for place in used})
+        found.append(
+            f"the step uses {chips} of the {on.num_chips} chips of {on.name}, and the bill is for all: make its mesh of all of jax.devices(), or choose a slice of {plural(chips, 'chip')}"
+        )
+    else:
+        found += [
+            f"{part.facts['name']} runs on one of the {on.num_devices} devices of {on.name}: shard its arguments over a mesh of jax.devices() to use all"
+            for part in parts
+            if len(part.devices) == 1 < on.num_devices and not _all_single(parts)
+        ]
+    waiting = plan.seconds - plan.busy
+    if waiting > WAITS * plan.seconds:
+        found.append(
+            f"calls of the step on different devices wait for each other's results: the busiest device computes {duration(plan.busy)} of {duration(plan.seconds)}"
+        )
+    return found
+
+
+def _all_single(parts: Sequence[StepPart]) -> bool:
+    return all(len(part.devices) == 1 for part in parts)
+
+
+def _periodic(part: StepPart) -> dict[str, Any]:
+    """Facts of a program that comes with some steps alone."""
+    calls = part.facts["calls"]
+    return {
+        "name": part.facts["name"],
+        "every_steps": part.facts["every"],
+        "calls": calls,
+        "seconds": calls * part.seconds if part.timeline is not None else None,
+        "peak_bytes": part.memory.peak_bytes,
+    }
+
+
+def _of_some_steps(part: StepPart) -> str:
+    """The line of a program that comes with some steps alone."""
+    found = _periodic(part)
+    calls, every = found["calls"], found["every_steps"]
+    times = "" if calls == 1 else f"{calls:g} calls "
+    taken = "" if found["seconds"] is None else f", {duration(found['seconds'])}"
+    share = (
+        ""
+        if found["seconds"] is None
+        else f" ({duration(found['seconds'] / every)} a step on average)"
+    )
+    return f"{found['name']}: {times}every {every:g} steps{taken}, which the step leaves out{share}; its memory counts"

@@ -50,6 +50,11 @@ class Captured:
         """Programs that a step calls, in the order of their first call."""
         return self.answer["programs"]
 
+    @property
+    def order(self) -> Sequence[Mapping[str, Any]]:
+        """Calls of a step in their order; of a step that was never called, one of its program."""
+        return self.answer["order"] or [{"program": 0, "after": []}]
+
 
 def capture(
     command: Sequence[str],

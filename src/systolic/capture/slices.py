@@ -1,7 +1,9 @@
 """One program over several slices: captured on each, and ranked by time or by cost for the same work."""
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from systolic.capture.forecast import StepPart, forecast_parts, parts_of
@@ -10,6 +12,7 @@ from systolic.chips import Slice
 from systolic.core.errors import DataError, LayoutError, OptionError, RunError
 from systolic.forecasting.table import ForecastRow, ForecastTable
 from systolic.sim.incomplete import NOTHING, Given
+from systolic.sim.timeline import Span
 
 SAME = 0.02
 """Difference of two steps' FLOPs below which they do the same work."""
@@ -25,11 +28,11 @@ class StepFlops:
     """FLOPs of a step's matmuls over all devices; programs without any, and those of unknown work, have 0."""
 
     written: float = 0.0
-    """As the program wrote them."""
+    """As the program wrote them, loops with the trips of the compiled program: what several devices compute alike counts once."""
     executed: float = 0.0
     """As the compiled programs execute them, loops with their trips: recomputed and replicated ones count."""
     is_least: bool = False
-    """Whether ``written`` leaves some out: a loop of unknown trips counts once, and a program that came lowered not at all."""
+    """Whether ``written`` leaves some out: a loop whose trips are not known from its program either, and a program that came lowered."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,15 +126,68 @@ def rank(
 
 
 def _work(parts: Sequence[StepPart]) -> StepFlops:
-    return StepFlops(
-        written=sum(part.calls * part.facts["flops"] for part in parts),
-        executed=sum(
-            part.calls * len(part.facts["places"]) * sum(part.timeline.flops_by_format.values())
-            for part in parts
-            if part.timeline is not None
-        ),
-        is_least=any(part.facts["flops_are_least"] for part in parts),
+    turned = [turns_of(part) for part in parts]
+    written = sum(
+        part.calls * (part.facts["flops"] + (more or 0.0))
+        for part, more in zip(parts, turned, strict=True)
     )
+    executed = sum(
+        part.calls * len(part.facts["places"]) * sum(part.timeline.flops_by_format.values())
+        for part in parts
+        if part.timeline is not None
+    )
+    # Devices execute no less than what is written: of a loop whose turns the compiler joined the trips are others.
+    joined = any(turned) and written > (1 + SAME) * executed
+    return StepFlops(
+        written=written,
+        executed=executed,
+        is_least=joined or any(more is None for more in turned),
+    )
+
+
+def turns_of(part: StepPart) -> float | None:
+    """FLOPs of a program's loops of unknown length beyond one trip of each, by the trips of its compiled loops; None where these are not known."""
+    if not part.facts["flops_are_least"]:
+        return 0.0
+    loops = part.facts.get("open_loops") or ()
+    if not loops or part.timeline is None or part.timeline.incomplete:
+        return None
+    trips = _trips(part.timeline.spans)
+    found = [_turned(loop, trips) for loop in loops]
+    if any(more is None for more in found):
+        return None
+    return sum(more or 0.0 for more in found) - sum(map(_once, loops))
+
+
+def _trips(spans: Sequence[Span]) -> dict[str, set[float]]:
+    """Trips of the loops with matmuls by their line."""
+    found: dict[str, set[float]] = defaultdict(set)
+    for span in spans:
+        if span.opcode == "while" and any(flops_of(one) for one in span.inside):
+            file, _, line = span.source.rpartition(":")
+            found[f"{Path(file).name}:{line}"].add(span.repeat)
+        for line, numbers in _trips(span.inside).items():
+            found[line] |= numbers
+    return found
+
+
+def flops_of(span: Span) -> float:
+    """FLOPs of one run of a span's matmuls, on whatever unit."""
+    own = span.flops + span.vector_flops
+    return own + span.repeat * sum(map(flops_of, span.inside))
+
+
+def _once(loop: Mapping[str, Any]) -> float:
+    return loop["times"] * (loop["flops"] + sum(map(_once, loop["loops"])))
+
+
+def _turned(loop: Mapping[str, Any], trips: Mapping[str, set[float]]) -> float | None:
+    """FLOPs of a loop with its trips; None where a line has none, or loops of several lengths."""
+    numbers = trips.get(loop["source"], set())
+    inner = [_turned(one, trips) for one in loop["loops"]]
+    if len(numbers) != 1 or any(one is None for one in inner):
+        return None
+    return loop["times"] * next(iter(numbers)) * (loop["flops"] + sum(one or 0.0 for one in inner))
 
 
 def _scaled(

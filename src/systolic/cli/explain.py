@@ -23,6 +23,7 @@ from systolic.core.ranges import NOT_NEGATIVE
 
 if TYPE_CHECKING:
     from systolic.session.saved import RecipeStep
+    from systolic.sim.incomplete import Given
 
 FORMS = """usage: systolic explain RECIPE --on SLICE [options]
        systolic explain FORECAST.json [--against OTHER.json] [options]
@@ -41,7 +42,7 @@ learning (spikes, dead gradients, learning rate, batch, rounding, overfitting) a
 the steps (input, recompilation, evaluation, checkpoints), worst first.
 
 PROFILE is an XProf xplane.pb or trace.json.gz of a TPU, GPU or CPU or a directory with some (those of several
-hosts are read together): RUN/profile after systolic train --profile N, or what jax.profiler.trace wrote. Where
+hosts are read together, of several runs the newest): RUN/profile after systolic train --profile N, or what jax.profiler.trace wrote. Where
 the median step's time goes: waiting for input, for the host, for copies from and to its memory and for other
 devices, recompilation, and the ops that are slow, each with its bytes and rate; of a run on TPUs also what
 changes of its settings gain, each forecast for its slice.
@@ -68,6 +69,7 @@ class ExplainOptions:
         workers: Compiles at once; 0 takes as many as cores and memory allow.
         trips: Trips of a loop that the program leaves open, NAME=NUMBER, such as while.5=100; may be repeated.
         cost: Time of one call of a kernel, custom call or callback, NAME=TIME, such as my_kernel=1.2ms; may be repeated.
+        calibration: Corrects the simulator by profiles of this chip: a name that systolic calibrations lists, or a calibration's file.
         json: Print one JSON object on stdout.
     """
 
@@ -78,6 +80,7 @@ class ExplainOptions:
     workers: Annotated[int, NOT_NEGATIVE] = 0
     trips: Repeated = ()
     cost: Repeated = ()
+    calibration: str = ""
     json: bool = False
 
 
@@ -94,6 +97,7 @@ class ExplainSavedOptions:
         workers: Compiles at once; 0 takes as many as cores and memory allow.
         trips: Trips of a loop that the program leaves open, NAME=NUMBER, such as while.5=100; may be repeated.
         cost: Time of one call of a kernel, custom call or callback, NAME=TIME, such as my_kernel=1.2ms; may be repeated.
+        calibration: Corrects the simulator by profiles of this chip: a name that systolic calibrations lists, or a calibration's file.
         json: Print one JSON object on stdout.
     """
 
@@ -105,6 +109,7 @@ class ExplainSavedOptions:
     workers: Annotated[int, NOT_NEGATIVE] = 0
     trips: Repeated = ()
     cost: Repeated = ()
+    calibration: str = ""
     json: bool = False
 
 
@@ -269,7 +274,14 @@ def explain_saved(target: str, args: Sequence[str]) -> int:
             f"{options.against} is not a forecast; write one with systolic forecast … --json"
         )
     other = saved_step(options.against, from_words)
-    return compare_steps((target, of), (str(options.against), other), options.json)
+    from systolic.forecasting.calibrations import calibration_for
+    from systolic.sim.incomplete import given
+
+    known = replace(
+        given(options.trips, options.cost),
+        calibration=calibration_for(options.calibration, [of.on, other.on]),
+    )
+    return compare_steps((target, of), (str(options.against), other), options.json, known)
 
 
 def saved_request(target: str, args: Sequence[str]) -> "tuple[RecipeStep, ExplainSavedOptions]":
@@ -297,28 +309,32 @@ def explain_step(
 ) -> int:
     """Explains with progress, prints; returns the exit code."""
     from systolic.cli.explain_view import ExplainView, show_step
-    from systolic.sim.incomplete import given
+    from systolic.forecasting.calibrations import given_with
 
+    known = given_with(options.trips, options.cost, options.calibration, of.on)
     with ExplainView(f"{of.recipe.target} for {of.on.name}", as_json=options.json) as view:
         explainer = replace(
             of.explainer(),
             remedies=options.remedies,
             workers=bounded_workers(options.workers),
             watch=view.see,
-            given=given(options.trips, options.cost),
+            given=known,
         )
         made = explainer.explain()
     return show_step(target, of, made, as_json=options.json)
 
 
 def compare_steps(
-    one: "tuple[str, RecipeStep]", two: "tuple[str, RecipeStep]", as_json: bool
+    one: "tuple[str, RecipeStep]",
+    two: "tuple[str, RecipeStep]",
+    as_json: bool,
+    given: "Given",
 ) -> int:
     """What makes the first slower or faster than the second; returns the exit code."""
     from systolic.cli.explain_view import show_comparison
     from systolic.session.saved import compare
 
-    return show_comparison(one[0], two[0], compare(one[1], two[1]), as_json=as_json)
+    return show_comparison(one[0], two[0], compare(one[1], two[1], given), as_json=as_json)
 
 
 # Runs and profiles

@@ -33,6 +33,7 @@ class ExplainProgramOptions:
         minutes: Minutes that the program may take to its step.
         trips: Trips of a loop that the program leaves open, NAME=NUMBER, such as while.5=100; may be repeated.
         cost: Time of one call of a kernel, custom call or callback, NAME=TIME, such as my_kernel=1.2ms; may be repeated.
+        calibration: Corrects the simulator by profiles of this chip: a name that systolic calibrations lists, or a calibration's file.
         json: Print one JSON object on stdout.
     """
 
@@ -41,6 +42,7 @@ class ExplainProgramOptions:
     minutes: Annotated[float, POSITIVE] = 20.0
     trips: Repeated = ()
     cost: Repeated = ()
+    calibration: str = ""
     json: bool = False
 
 
@@ -52,22 +54,24 @@ class ExplainDumpOptions:
         on: The slice that it was compiled for.
         trips: Trips of a loop that the program leaves open, NAME=NUMBER, such as while.5=100; may be repeated.
         cost: Time of one call of a kernel, custom call or callback, NAME=TIME, such as my_kernel=1.2ms; may be repeated.
+        calibration: Corrects the simulator by profiles of this chip: a name that systolic calibrations lists, or a calibration's file.
         json: Print one JSON object on stdout.
     """
 
     on: Annotated[str, SLICE]
     trips: Repeated = ()
     cost: Repeated = ()
+    calibration: str = ""
     json: bool = False
 
 
 def explain_program(args: Sequence[str]) -> int:
     """Explains the step of the program behind ``--``; returns the exit code."""
-    from systolic.capture import capture, forecast_parts, parts_of
+    from systolic.capture import capture, forecast_parts, parts_of, schedule_of
     from systolic.chips import slice
     from systolic.explaining.sources import StepProgram
+    from systolic.forecasting.calibrations import given_with
     from systolic.report.progress import ProgressLine
-    from systolic.sim.incomplete import given
 
     end = list(args).index(END)
     if end and not args[0].startswith("-"):
@@ -81,6 +85,7 @@ def explain_program(args: Sequence[str]) -> int:
             f"--on {options.on} names several slices, and a step is explained for one; systolic plan --on {options.on} -- … compares them"
         )
     on = slice(options.on)
+    known = given_with(options.trips, options.cost, options.calibration, on)
     title = f"{' '.join(command[:3])} for {on.name}"
     with (
         tempfile.TemporaryDirectory(prefix="systolic-") as folder,
@@ -96,12 +101,13 @@ def explain_program(args: Sequence[str]) -> int:
             watch=progress.say,
         )
         progress.say("simulating")
-        parts = parts_of(captured, on, given(options.trips, options.cost))
+        parts = parts_of(captured, on, known)
         made = forecast_parts(captured, parts, on)
+        busiest = schedule_of(captured, parts).device
     programs = [
         StepProgram(module=one.module, timeline=one.timeline, calls=one.calls, mesh=one.mesh)
         for one in parts
-        if one.timeline is not None
+        if one.timeline is not None and busiest in one.devices
     ]
     return show(captured.command, made, programs, on, as_json=options.json, quick=True)
 
@@ -110,12 +116,13 @@ def explain_dump(path: Path, args: Sequence[str]) -> int:
     """Explains scheduled HLO text; returns the exit code."""
     from systolic.chips import slice
     from systolic.explaining.sources import StepProgram
+    from systolic.forecasting.calibrations import given_with
     from systolic.forecasting.text import forecast_module
-    from systolic.sim.incomplete import given
 
     options = parse(ExplainDumpOptions, args, f"systolic explain {path}")
     on = slice(options.on)
-    made, module = forecast_module(path, on, given(options.trips, options.cost))
+    known = given_with(options.trips, options.cost, options.calibration, on)
+    made, module = forecast_module(path, on, known)
     programs = [] if made.timeline is None else [StepProgram(module=module, timeline=made.timeline)]
     return show(str(path), made, programs, on, as_json=options.json)
 
@@ -136,7 +143,7 @@ def show(
 
     causes = causes_of_programs(made, programs) if made.fits else []
     if as_json:
-        from systolic.cli.explain_view import plain
+        from systolic.cli.explain_view import calibration_name, plain
 
         print_json(
             {
@@ -151,6 +158,7 @@ def show(
                 "lower_bound": made.is_lower_bound,
                 "bound": made.bound.value,
                 "given": list(made.given),
+                "calibration": calibration_name(made),
                 "rejected": made.rejected,
                 "causes": [plain(cause) for cause in causes],
                 "notes": list(made.notes),

@@ -14,6 +14,7 @@ from systolic.core.option_words import option_words
 from systolic.core.units import duration, gibibytes
 from systolic.explaining.beside import Beside
 from systolic.explaining.cause import Cause
+from systolic.forecasting import Forecast
 from systolic.planning.candidate import Candidate
 from systolic.planning.ladder import difference
 from systolic.planning.plan import reason_of
@@ -182,6 +183,11 @@ def applied(
 # Steps
 
 
+def calibration_name(made: Forecast) -> str | None:
+    """Name of the calibration that corrects a forecast; None without one."""
+    return None if made.calibration is None else made.calibration.name
+
+
 def print_step(made: StepExplanation) -> None:
     """Causes of a step that fits."""
     title, remarks = (
@@ -211,6 +217,7 @@ def show_step(target: str, of: RecipeStep, made: StepExplanation, *, as_json: bo
                 "lower_bound": made.forecast.is_lower_bound,
                 "bound": made.forecast.bound.value,
                 "given": list(made.forecast.given),
+                "calibration": calibration_name(made.forecast),
                 "flags": list(made.flags),
                 "causes": [plain(cause) for cause in made.causes],
                 **told,

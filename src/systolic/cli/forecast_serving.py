@@ -33,6 +33,7 @@ class ServingOptions:
         expert_axis: What the expert axis splits beside experts: rows (texts), or heads (as the tensor axis does); by default neither, as systolic serve has it.
         flags: Compiler flags on top of the set that all jobs on the chip share; none leaves that set out.
         quick: Stop at the compiler's schedule, after seconds: memory is exact, the time of ops estimated.
+        calibration: Corrects the simulator by profiles of this chip: a name that systolic calibrations lists, or a calibration's file.
         json: Print one JSON object on stdout.
     """
 
@@ -50,6 +51,7 @@ class ServingOptions:
     expert_axis: ExpertAxis | None = None
     flags: str = ""
     quick: bool = False
+    calibration: str = ""
     json: bool = False
 
 
@@ -58,6 +60,7 @@ def forecast_server(args: Sequence[str]) -> int:
     from systolic.aot import Compiler
     from systolic.chips import slice
     from systolic.chips.flags import resolved
+    from systolic.forecasting.calibrations import calibration_for
     from systolic.forecasting.serving import LatencyLimits, latency
     from systolic.report.progress import ProgressLine
     from systolic.session.capacity import Load, check_context, forecast_serving
@@ -75,6 +78,7 @@ def forecast_server(args: Sequence[str]) -> int:
         host_seconds=options.host_ms / 1e3,
     )
     check_context(job, load, target)
+    calibration_for(options.calibration, [on])  # refused before anything is read or compiled
     job = with_formats(job, target, options.weights)
     if any(word.startswith("--layout.") for word in asked.typed):
         chosen = given_layout(job, on)
@@ -96,6 +100,7 @@ def forecast_server(args: Sequence[str]) -> int:
                 token_seconds=latency(options.tpot, "--tpot"),
             ),
             compiler=compiler.quick() if options.quick else compiler,
+            calibration=options.calibration,
             watch=progress.say,
         )
     if chosen.idle:

@@ -68,7 +68,39 @@ VERBS = {
         "explain", "why a run, a step or a profile is slow or fails to learn, and what to change"
     ),
     "train": Verb(
-        "train", "trains a recipe; resumes with --resume RUN; rehearses with --rehearse SLICE"
+        "systolic.session.train_command:USAGE",
+        "trains a recipe; resumes with --resume RUN; rehearses with --rehearse SLICE",
+        (
+            VerbForm(
+                function="systolic.session.train_command:train",
+                view="systolic.session.train_view:show",
+                reporter="systolic.session.train_view:TrainReporter",
+                takes=TargetKind.recipe,
+                needs="a recipe",
+            ),
+            VerbForm(
+                function="systolic.session.train_command:resume",
+                view="systolic.session.train_view:show",
+                reporter="systolic.session.train_view:TrainReporter",
+                takes=TargetKind.run,
+                option="resume",
+            ),
+            VerbForm(
+                function="systolic.session.train_command:replay",
+                view="systolic.session.train_view:show_replay",
+                takes=TargetKind.path,
+                option="replay",
+            ),
+            VerbForm(
+                function="systolic.session.train_command:rehearse",
+                view="systolic.session.train_view:show_rehearsal",
+                reporter="systolic.session.train_view:RehearsalReporter",
+                takes=TargetKind.recipe,
+                needs="a recipe",
+                with_option="rehearse",
+                beside="systolic.session.train_command:train",
+            ),
+        ),
     ),
     "tune": Verb("tune", "searches the settings that train a recipe best"),
     "launch": Verb(
@@ -79,7 +111,7 @@ VERBS = {
                 function="systolic.launching.command:launch",
                 view="systolic.launching.view:show_launch",
                 reporter="systolic.launching.view:LaunchReporter",
-                takes=TargetKind.planned,
+                takes=TargetKind.recipe_as_typed,
                 needs="a recipe",
             ),
             VerbForm(

@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.table import Table
 
 from systolic import recipes
-from systolic.cli import train
 from systolic.cli.parse import known, parse
 from systolic.cli.target import request
 from systolic.core.ranges import dashed
@@ -90,8 +89,10 @@ def show(target: str, args: Sequence[str]) -> int:
     if options.json:
         print_json(record(recipe, values, job))
         return 0
+    from systolic.cli.main import VERBS
+
     with contextlib.suppress(SystemExit):
-        request(target, ["--help"], "train", train.TrainOptions)
+        request(target, ["--help"], "train", VERBS["train"].forms[0].options.read)
     if job is None:
         names = ", ".join(f"--{dashed(name)}" for name in missing)
         print(f"The job depends on {names}: add it to see the resolved job.")

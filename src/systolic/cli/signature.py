@@ -55,26 +55,36 @@ class Options(NamedTuple):
 
 @lru_cache
 def options_of(
-    function: Callable[..., Any], view: Callable[..., Any], *, takes_word: bool = False
+    function: Callable[..., Any],
+    view: Callable[..., Any],
+    target: str = "",
+    beside: Callable[..., Any] | None = None,
+    *,
+    takes_word: bool = False,
 ) -> Options:
     """Options of a verb's function and of its view, as keyword parameters with types that words can give.
 
     Args:
-        function: The public function.
-        view: Its view.
-        takes_word: Whether the function's first parameter is a word among the options, as ``NAME``.
+        function: The verb's function.
+        view: What shows its result.
+        target: Option that gives the function's first parameter; empty where a word without one does.
+        beside: A function whose options are read, too, and given to nothing.
+        takes_word: Whether the first parameter is a word that stands anywhere among the options, as ``NAME``.
     """
     mine, shown = _parameters(function), _parameters(view)
-    words = [_positional(function)] if takes_word else []
-    merged = {one.name: one for one in (*words, *mine.values(), *shown.values())}
-    merged |= {one.name: one for one in (*mine.values(), QUIET)}
+    first = _first(function, target) if target else []
+    first += _positional(function) if takes_word else []
+    others = [] if beside is None else list(_parameters(beside).values())
+    merged = {one.name: one for one in (*first, *mine.values())}
+    for one in (*others, *shown.values(), QUIET):
+        merged.setdefault(one.name, one)
 
     def read(**values: Any) -> SimpleNamespace:
         return SimpleNamespace(**values)
 
     read.__signature__ = inspect.Signature(list(merged.values()))  # ty: ignore[missing-attribute]
     read.__annotations__ = {name: one.annotation for name, one in merged.items()}
-    read.__doc__ = _documented(function, view)
+    read.__doc__ = _documented(function, view, target, beside)
     return Options(
         read=read,
         of_function={one.name: parameter for parameter, one in mine.items()},
@@ -90,18 +100,7 @@ def options_of(
             for extra in _extras(one.annotation)[1]
             if isinstance(extra, OptionWords) and extra.short
         },
-        word=words[0].name if words else "",
-    )
-
-
-def _positional(function: Callable[..., Any]) -> inspect.Parameter:
-    """The first parameter as a word that stands anywhere among the options."""
-    plain = inspect.unwrap(function)
-    first = next(iter(inspect.signature(plain).parameters.values()))
-    shown = tyro.conf.arg(metavar=first.name.upper())
-    return first.replace(
-        kind=inspect.Parameter.KEYWORD_ONLY,
-        annotation=Annotated[str, tyro.conf.Positional, shown],
+        word=first[0].name if takes_word else "",
     )
 
 
@@ -130,6 +129,23 @@ def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
             default=default,
         )
     return typed
+
+
+def _first(function: Callable[..., Any], option: str) -> list[inspect.Parameter]:
+    """The function's first parameter as an option."""
+    plain = inspect.unwrap(function)
+    parameter = next(iter(inspect.signature(plain).parameters.values()))
+    kind, _ = _extras(_resolved(parameter.annotation, plain.__globals__))
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    return [parameter.replace(name=option, kind=keyword, annotation=_narrowed(kind))]
+
+
+def _positional(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The function's first parameter as a word, which help and messages call by its name in capitals."""
+    parameter = next(iter(inspect.signature(inspect.unwrap(function)).parameters.values()))
+    shown = tyro.conf.arg(metavar=parameter.name.upper())
+    kind = Annotated[str, tyro.conf.Positional, shown]
+    return [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=kind)]
 
 
 def _resolved(annotation: Any, names: Mapping[str, Any]) -> Any:
@@ -181,13 +197,21 @@ def _is_choice(kind: Any) -> bool:
     return is_enum or typing.get_origin(kind) is Literal
 
 
-def _documented(function: Callable[..., Any], view: Callable[..., Any]) -> str:
+def _documented(
+    function: Callable[..., Any],
+    view: Callable[..., Any],
+    target: str,
+    beside: Callable[..., Any] | None,
+) -> str:
     """The function's docstring as plain text, with the arguments of both."""
     summary = (inspect.getdoc(function) or "").partition("\n\n")[0]
-    shown = _arguments(view, without=_parameters(function))
-    return _MARKUP.sub(
-        "", "\n".join([summary, "", "Args:", *_arguments(function), *shown, QUIET_LINE])
-    )
+    mine = _arguments(function)
+    if target:
+        first = next(iter(inspect.signature(function).parameters))
+        mine = [re.sub(rf"^    {first}:", f"    {target}:", line) for line in mine]
+    others = () if beside is None else _arguments(beside, without=_parameters(function))
+    shown = _arguments(view, without=[*_parameters(function), target])
+    return _MARKUP.sub("", "\n".join([summary, "", "Args:", *mine, *others, *shown, QUIET_LINE]))
 
 
 def _arguments(function: Callable[..., Any], without: Collection[str] = ()) -> Sequence[str]:

@@ -2,7 +2,7 @@
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -120,6 +120,7 @@ def request_for(
     saved: Saved,
     *,
     target: str = "",
+    others: Collection[str] = (),
 ) -> Request[Options]:
     """Reads the verb's own options, then the recipe's from what is left; one that is not given has its ``saved`` value.
 
@@ -130,6 +131,7 @@ def request_for(
         options: The class of the verb's own options.
         saved: Values of the recipe's options that are not given.
         target: What was typed after the verb, in messages; by default the recipe.
+        others: Options of the verb's other forms, which a misspelt one may mean.
 
     Raises: as :func:`request`.
     """
@@ -155,7 +157,7 @@ def request_for(
     own = options(**given)
     defaults = saved if isinstance(saved, Mapping) else saved(found, own)
     function = _with_defaults(found, defaults)
-    names = option_names(function) | option_names(options)
+    names = option_names(function) | option_names(options) | set(others)
     takes = "a run made from a Job takes steps and layout only" if found.of_job else ""
     if found.file is None:
         # A shipped recipe's types name all of its options: no need to parse what is misspelt.
@@ -196,6 +198,7 @@ def planned_request(
     verb: str,
     options: Callable[..., PlanOptions],
     warn: Callable[[str], None],
+    others: Collection[str] = (),
 ) -> Request[PlanOptions]:
     """A recipe's options and the verb's; under a plan, the options that were planned where they are not given.
 
@@ -215,7 +218,7 @@ def planned_request(
             planned = planned_options(recipe, chosen)
         return planned
 
-    asked = request_for(target, args, verb, options, saved)
+    asked = request_for(target, args, verb, options, saved, others=others)
     if chosen is None:
         asked.job.check_effects()
         return asked

@@ -29,8 +29,8 @@ def option_words(
         without: Options to leave out, by dotted name as typed.
     """
     parameters = inspect.signature(function).parameters
-    defaults = _flat({n: p.default for n, p in parameters.items() if p.default is not p.empty})
-    given = _flat(values)
+    defaults = flat({n: p.default for n, p in parameters.items() if p.default is not p.empty})
+    given = flat(values)
     for name, value in (settings or {}).items():
         given[name.replace("-", "_")] = value
         if name == "batch":
@@ -39,19 +39,19 @@ def option_words(
     for name, value in given.items():
         if dashed(name) in without:
             continue
-        is_typed = not {dashed(name), _negated(name)}.isdisjoint(typed)
+        is_typed = not {dashed(name), negated(name)}.isdisjoint(typed)
         if is_typed or name not in defaults or _words(value) != _words(defaults[name]):
             found += _option(name, value)
     return found
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Values by dotted name: the fields of a dataclass each on their own."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         if is_dataclass(value) and not isinstance(value, type):
             inner = {field.name: getattr(value, field.name) for field in fields(value)}
-            found |= _flat(inner, f"{prefix}{name}.")
+            found |= flat(inner, f"{prefix}{name}.")
         else:
             found[f"{prefix}{name}"] = value
     return found
@@ -61,14 +61,14 @@ def _option(name: str, value: Any) -> list[str]:
     """An option as one or more words; a text that begins with a dash follows an equals sign."""
     option = f"--{dashed(name)}"
     if isinstance(value, bool):
-        return [option if value else f"--{_negated(name)}"]
+        return [option if value else f"--{negated(name)}"]
     words = _words(value)
     if (isinstance(value, str) and value.startswith("-")) or value == "":
         return [f"{option}={value}"]
     return [option, *words]
 
 
-def _negated(name: str) -> str:
+def negated(name: str) -> str:
     """Name that switches an option off: ``model.no-tie-embeddings``."""
     part, dot, last = dashed(name).rpartition(".")
     return f"{part}{dot}no-{last}"

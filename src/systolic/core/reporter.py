@@ -12,6 +12,9 @@ from typing import Any
 class Reporter:
     """Silent; subclasses show what they are given."""
 
+    shows_events = False
+    """Whether :meth:`update` shows the events of a training, so that those that are warnings need no line of their own."""
+
     def begin(self, title: str) -> None:
         """A piece of work begins: ``lm for v5e-16``. Its stages follow, until :meth:`end`."""
 

@@ -103,6 +103,9 @@ class Beside:
     """Seconds of the simulation in ops that the profile has not."""
     simulated_step: float
     measured_step: float
+    """Median of the program's runs."""
+    runs: float = 0.0
+    """Runs of the program on one device."""
     notes: Sequence[str] = ()
 
     @property
@@ -187,6 +190,7 @@ def beside(
         simulated_alone=sum(seconds for key, seconds in simulated.items() if key not in by),
         simulated_step=step,
         measured_step=main.median if main is not None else 0.0,
+        runs=main.runs if main is not None else 0.0,
     )
 
 

@@ -174,7 +174,7 @@ class _Prices:
             return None
         spans = [span for span, _ in made.leaves() if span.lane == "core"]
         found = self._usable(spans[0]) if len(spans) == 1 else None
-        if found is None or found.kind is not CostKind.elementwise:
+        if found is None or found.kind not in (CostKind.elementwise, CostKind.vmem_elementwise):
             return found
         # What a fusion computes is not known: only what passes over device memory stands for others.
         memory = spans[0].bytes / self.rates.hbm

@@ -309,8 +309,12 @@ def _queries(op: StepOp) -> tuple[int, ...]:
 
 
 def kernels(step: Step) -> Iterable[Cause]:
-    """Custom (Pallas) kernels besides attention: their time over what the peak needs, where their FLOPs are known."""
-    ops = [op for op in step.ops if op.kind is OpKind.kernel and not _is_attention(op)]
+    """Custom (Pallas) kernels besides attention, at their whole time; none whose known FLOPs fill the matrix units."""
+    ops = [
+        op
+        for op in step.ops
+        if op.kind is OpKind.kernel and not _is_attention(op) and (step.fill(op) or 0.0) < POOR
+    ]
     if ops:
         yield cause_of_ops(
             step,
@@ -322,7 +326,6 @@ def kernels(step: Step) -> Iterable[Cause]:
                 "a cost_estimate on its pallas_call, by which the compiler schedules around it",
             ],
             note=lambda op: moving.rated(op, f"{op.name}{_times(op)}", moving.ARRAYS),
-            seconds=lambda op: op.seconds * (1 - min(step.fill(op) or 0.0, 1.0)),
         )
 
 

@@ -28,7 +28,11 @@ from systolic.sim.cost_kinds import check_chip, corrected_seconds
 from systolic.sim.incomplete import Costs, Given, Trips, given
 from systolic.sim.timeline import Timeline
 
-FORMAT, VERSION = "systolic calibration", 1
+FORMAT, VERSION = "systolic calibration", 2
+FIRST = 1
+"""Version whose kinds do not tell memories apart."""
+MIXED = (CostKind.elementwise, CostKind.formatting)
+"""Kinds that had ops of vector memory among those of device memory in version :data:`FIRST`."""
 SUFFIX = ".json"
 AGAIN = "make it again: systolic calibrate PROFILE --name NAME"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -150,9 +154,9 @@ def load(name: str | Path) -> CalibrationRecord:
     value = read_given(path, AGAIN)
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise DataError(f"{path} is no calibration; {AGAIN}")
-    if value.get("version") != VERSION:
+    if value.get("version") not in (FIRST, VERSION):
         raise DataError(
-            f"{path} is of version {value.get('version')} and this Systolic reads {VERSION}; {AGAIN}"
+            f"{path} is of version {value.get('version')} and this Systolic reads {FIRST} and {VERSION}; {AGAIN}"
         )
     try:
         return _record(value)
@@ -206,7 +210,7 @@ def told(timeline: Timeline, low: float, high: float | None) -> list[str]:
         for kind in sorted(seconds, key=lambda kind: -seconds[kind])
         if seconds[kind] >= 5e-4 * step
     ]
-    made = f"the calibration {of.name} ({of.chip}, {plural(of.num_profiles, 'profile')}, {of.made})"
+    made = _name(of)
     if not parts:
         return [f"{made} has no kind of op that this step spends time in: nothing is corrected"]
     share = sum(seconds.values()) / step if step else 0.0
@@ -214,6 +218,27 @@ def told(timeline: Timeline, low: float, high: float | None) -> list[str]:
     return [
         f"{share:.0%} of the step is corrected by {made}: {', '.join(parts)}; the step takes {duration(low)} to {most}"
     ]
+
+
+def told_of_steps(timelines: Sequence[Timeline]) -> list[str]:
+    """A line on the calibration of several steps, in place of :func:`told` of each; none without one."""
+    shares = [
+        sum(corrected_seconds(one).values()) / one.seconds
+        for one in timelines
+        if one.calibration is not None and one.seconds
+    ]
+    of = next((one.calibration for one in timelines if one.calibration is not None), None)
+    if of is None or not shares:
+        return []
+    if max(shares) < 5e-4:
+        return [f"{_name(of)} has no kind of op that the steps spend time in: nothing is corrected"]
+    least, most = f"{min(shares):.0%}", f"{max(shares):.0%}"
+    share = most if least == most else f"{least} to {most}"
+    return [f"{share} of the steps' time is corrected by {_name(of)}"]
+
+
+def _name(of: Calibration) -> str:
+    return f"the calibration {of.name} ({of.chip}, {plural(of.num_profiles, 'profile')}, {of.made})"
 
 
 def _factor_text(kind: CostKind, factor: Factor) -> str:
@@ -251,6 +276,13 @@ def _record(value: Mapping[str, Any]) -> CalibrationRecord:
     factors = {
         CostKind(name): _factor(CostKind(name), entry) for name, entry in value["kinds"].items()
     }
+    left_out = [str(text) for text in value["left_out"]]
+    if value["version"] == FIRST:
+        for kind in MIXED:
+            if factors.pop(kind, None) is not None:
+                left_out.append(
+                    f"{kind.value}: the file is of version {FIRST}, which does not say whether its ops were of device or of vector memory; {AGAIN}"
+                )
     calibration = Calibration(
         name=str(value["name"]),
         chip=str(value["chip"]),
@@ -263,7 +295,7 @@ def _record(value: Mapping[str, Any]) -> CalibrationRecord:
         sources=sources,
         compiler=str(value["compiler"] or ""),
         systolic=str(value["systolic"]),
-        left_out=tuple(str(text) for text in value["left_out"]),
+        left_out=tuple(left_out),
     )
 
 

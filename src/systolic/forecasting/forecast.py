@@ -87,6 +87,8 @@ class Forecast:
     warnings: Sequence[str] = ()
     """Notes on settings that slow the program down; shown before all other notes."""
     notes: Sequence[str] = ()
+    periodic: Sequence[Mapping[str, Any]] = ()
+    """Calls that come with some steps alone and are not in the step: ``name``, ``every_steps``, ``calls``, their ``seconds`` and ``peak_bytes``."""
     answer: Compiled | None = field(default=None, repr=False)
     """The compiler's answer in the store: its text, its message, its executable; None of a dump."""
 
@@ -258,6 +260,8 @@ class Forecast:
             "notes": [*self.cautions, *self.warnings, *self.notes],
             **self._costs(),
         }
+        if self.periodic:
+            record["periodic"] = [dict(one) for one in self.periodic]
         if self.rejected is not None:
             record["rejected"] = dict(self.rejected)
         return record

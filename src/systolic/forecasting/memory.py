@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from systolic.forecasting.lifetimes import Alive, peak_of
+from systolic.forecasting.lifetimes import SLOT, Alive, num_tables, peak_of
 from systolic.hlo import Computation, Instruction, Module
 from systolic.hlo.origin import named
 from systolic.hlo.shape import HBM
@@ -26,6 +26,8 @@ KINDS = (
     "collective buffers",
     "temporaries",
 )
+HELD = "held outside the step"
+"""Kind of the arrays that a program keeps on a device beside the arguments of its step."""
 
 _PARAMETERS = re.compile(r"(^|\.)(params|model_state)\b|^weights\.(ends|layers)\b")
 """Weights that train and, among other variables, those that are frozen; and those of a server."""
@@ -72,7 +74,7 @@ def memory_map(module: Module, peak_bytes: int | None) -> MemoryMap:
     arguments = [_argument(i) for i in entry.parameters]
     inputs = tuple(held for held in arguments if held.bytes)
     made = [_held(module, alive) for alive in peak_of(module).held]
-    held = sorted((*inputs, *made), key=lambda h: -h.bytes)
+    held = sorted((*inputs, *made, *_tables(module)), key=lambda h: -h.bytes)
     estimated = sum(h.bytes for h in held)
     total = peak_bytes or estimated
     by_kind: Counter[str] = Counter()
@@ -92,6 +94,36 @@ def memory_map(module: Module, peak_bytes: int | None) -> MemoryMap:
         estimated_bytes=estimated,
         by_kind={kind: by_kind[kind] for kind in KINDS if by_kind[kind] > 0},
         buffers=held,
+    )
+
+
+def _tables(module: Module) -> list[LiveBuffer]:
+    """Tables of addresses, a slot each, as one buffer."""
+    number = num_tables(module)
+    if not number:
+        return []
+    return [
+        LiveBuffer(
+            name="tables of tuples",
+            kind="temporaries",
+            bytes=number * SLOT,
+            shape=f"{number} x u8[{SLOT}]",
+            layer="",
+            source="",
+            op="",
+        )
+    ]
+
+
+def with_held(memory: MemoryMap, arrays: Sequence[LiveBuffer], size: int) -> MemoryMap:
+    """A memory map with what the program holds beside the step; ``arrays`` are the largest of those ``size`` bytes of a device."""
+    if not size:
+        return memory
+    return MemoryMap(
+        peak_bytes=memory.peak_bytes + size,
+        estimated_bytes=memory.estimated_bytes + size,
+        by_kind={HELD: size, **memory.by_kind},
+        buffers=sorted((*arrays, *memory.buffers), key=lambda buffer: -buffer.bytes),
     )
 
 

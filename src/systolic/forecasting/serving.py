@@ -19,6 +19,7 @@ from systolic.core.ranges import COUNT, NOT_NEGATIVE, check
 from systolic.core.units import duration
 from systolic.forecasting.cost import Bill
 from systolic.forecasting.serving_memory import ServingMemory
+from systolic.sim.calibration import Calibration, factors_json
 
 EQUAL = 0.999
 """Share of the most tokens a second from which loads count as equal."""
@@ -369,6 +370,8 @@ class ServingForecast:
     limits: LatencyLimits = LatencyLimits()
     bill: Bill
     compiler: Mapping[str, Any] = field(default_factory=dict)
+    calibration: Calibration | None = None
+    """Corrections of the steps' times; floors have none."""
     notes: Sequence[str] = ()
 
     @property
@@ -409,5 +412,13 @@ class ServingForecast:
             "best": None if self.best is None else self.best.concurrency,
             "usd_per_hour": self.bill.usd_per_hour,
             "compiler": dict(self.compiler),
+            "calibration": None
+            if self.calibration is None
+            else {
+                "name": self.calibration.name,
+                "chip": self.calibration.chip,
+                "made": self.calibration.made,
+                "kinds": factors_json(self.calibration),
+            },
             "notes": list(self.notes),
         }

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from systolic.cli.main import VERBS
 from systolic.cli.parse import asks_help, parse
 from systolic.cli.serve import ServeOptions
 from systolic.cli.target import Request, request_for
-from systolic.cli.train import TrainOptions
 from systolic.core.errors import OptionError
 from systolic.core.ranges import dashed
 from systolic.core.reporter import reporter
@@ -82,12 +82,21 @@ def trained(request: LaunchRequest, description: Launch) -> Job:
         option = dashed(word.partition("=")[0])
         if (instead := {**INSTEAD, **fewer}.get(option)) is not None:
             raise OptionError(f"--train has {option}, which the launch sets; {instead}")
-    command = request_for(request.recipe, description.options, "train", TrainOptions, {})
+    command = train_request(request, description.options)
     job = command.job
     check_data(job)
     job.check_effects()
     check_sizes(request, command, job)
     return job
+
+
+def train_request(request: LaunchRequest, words: Sequence[str]) -> Request[Any]:
+    """What ``systolic train`` reads from words after the recipe.
+
+    Raises:
+        OptionError: an option is unknown or out of its range.
+    """
+    return request_for(request.recipe, words, "train", VERBS["train"].forms[0].options.read, {})
 
 
 def under_plan(request: LaunchRequest, description: Launch, job: Job) -> LaunchRequest:
@@ -105,9 +114,9 @@ def under_plan(request: LaunchRequest, description: Launch, job: Job) -> LaunchR
     if chosen is None or not request.train:
         return request
     words = description.options[: len(description.options) - len(request.train)]
-    before = request_for(request.recipe, words, "train", TrainOptions, {})
+    before = train_request(request, words)
     kept = kept_choice(chosen, before.job, job, steps_given=True, warn=warn)
-    flags = request_for(request.recipe, description.options, "train", TrainOptions, {}).verb.flags
+    flags = train_request(request, description.options).verb.flags
     if flags != before.verb.flags:
         if chosen.flags:
             raise OptionError(
@@ -118,7 +127,7 @@ def under_plan(request: LaunchRequest, description: Launch, job: Job) -> LaunchR
     return replace(request, source=replace(request.source, chosen=kept))
 
 
-def check_sizes(request: LaunchRequest, command: Request[TrainOptions], job: Job) -> None:
+def check_sizes(request: LaunchRequest, command: Request[Any], job: Job) -> None:
     """Checks that the layout divides the slice, the model and the batch, also on fewer slices down to ``--min-slices``.
 
     Raises:

@@ -190,6 +190,7 @@ def plan_program(  # noqa: PLR0913  the options of systolic plan -- COMMAND
         Mapping[str, float | str] | Sequence[str],
         OptionWords(tuple[str, ...], repeated=True, name="cost"),
     ] = (),
+    calibration: Annotated[Calibration | Path | str | None, OptionWords(str, default="")] = None,
 ) -> "Ranking":
     """Ranks slices for a program of your own (-- python train.py).
 
@@ -203,6 +204,7 @@ def plan_program(  # noqa: PLR0913  the options of systolic plan -- COMMAND
         max_chips: Chips at most of a slice that any or the name of a chip stands for.
         trips: Trips of a loop that the program leaves open, NAME=NUMBER, such as while.5=100; may be repeated.
         costs: Time of one call of a kernel, custom call or callback, NAME=TIME, such as my_kernel=1.2ms; may be repeated.
+        calibration: Corrects the simulator by profiles of the slices' chip: a name that systolic calibrations lists, or a calibration's file.
 
     Raises:
         OptionError: an option that does not parse, or a goal that ranks no slices.
@@ -210,6 +212,7 @@ def plan_program(  # noqa: PLR0913  the options of systolic plan -- COMMAND
     """
     from systolic.capture import capture
     from systolic.capture.slices import rank
+    from systolic.forecasting.calibrations import calibration_for
     from systolic.planning.slices import all_slices
     from systolic.sim.incomplete import given
 
@@ -217,6 +220,7 @@ def plan_program(  # noqa: PLR0913  the options of systolic plan -- COMMAND
         names = " or ".join(one.value for one in GOALS)
         raise OptionError(f"--goal is {goal.value}; slices of a program rank by {names}")
     slices = all_slices(on, max_chips, None)
+    known = replace(given(trips, costs), calibration=calibration_for(calibration, slices))
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="systolic-") as root:
 
@@ -240,7 +244,16 @@ def plan_program(  # noqa: PLR0913  the options of systolic plan -- COMMAND
             slices,
             captured_for,
             by_time=goal is Objective.time,
-            given=given(trips, costs),
+            given=known,
         )
     seconds = round(time.monotonic() - began, 1)
-    return replace(ranking, goal=goal.value, quick=not full, seconds=seconds)
+    ranking = replace(ranking, goal=goal.value, quick=not full, seconds=seconds)
+    return replace(ranking, notes=[*_corrected(ranking), *ranking.notes])
+
+
+def _corrected(ranking: "Ranking") -> list[str]:
+    """A line on the calibration of the steps' times; none without one."""
+    from systolic.forecasting.calibrations import told_of_steps
+
+    forecasts = [row.forecast for row in ranking.table if row.forecast is not None]
+    return told_of_steps([made.timeline for made in forecasts if made.timeline is not None])

@@ -2,7 +2,10 @@
 
 import gzip
 import os
+import re
+from collections import defaultdict
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 
 from systolic.core.errors import NotFoundError
@@ -13,7 +16,11 @@ CHROME = (".trace.json.gz", ".trace.json")
 SUFFIXES = (SUFFIX, *CHROME)
 WANTED = "give an xplane.pb, a trace.json.gz of XProf or a folder plugins/profile/RUN, as jax.profiler.trace and systolic train RECIPE --profile 5 write them"
 
+SHOWN = 3
+"""Most older profiles that a note names."""
 _HEAD = 4096
+_TIME = re.compile(r"\d{4}_\d{2}_\d{2}(_\d{2}){0,3}(?!\d)")
+"""Beginning of the name of a run's folder: 2026_01_11_21_26_41."""
 _OTHERS = {
     ".nsys-rep": "a report of Nsight Systems; trace the run with jax.profiler.trace",
     ".ncu-rep": "a report of Nsight Compute; trace the run with jax.profiler.trace",
@@ -68,12 +75,36 @@ def find(path: Path) -> tuple[Sequence[Path], list[str]]:
     files = [one for one in path.rglob("*") if one.name.endswith(SUFFIXES)] if path.is_dir() else []
     if not files:
         raise NotFoundError(f"{path} holds no profile; {WANTED}")
-    folders = {file.parent for file in files}
-    newest = max(folders)
-    held = [file for file in files if file.parent == newest]
-    full = sorted(file for file in held if file.name.endswith(SUFFIX))
-    notes = [f"older traces beside {newest.name}"] if len(folders) > 1 else []
-    return full or sorted(held), notes
+    folders: dict[Path, list[Path]] = defaultdict(list)
+    for file in files:
+        folders[file.parent].append(file)
+    *older, newest = sorted(folders, key=lambda folder: (_recorded(folders[folder]), folder))
+    full = sorted(file for file in folders[newest] if file.name.endswith(SUFFIX))
+    notes = []
+    if older:
+        names = [str(folder.relative_to(path)) for folder in reversed(older)]
+        what = "an older profile" if len(names) == 1 else f"{len(names)} older profiles"
+        notes.append(
+            f"{what} than {newest.relative_to(path)}: {', '.join(names[:SHOWN])}{', …' if names[SHOWN:] else ''}"
+        )
+    if full:
+        hosts = {host_of(file) for file in full}
+        beside = sorted(file.name for file in folders[newest] if host_of(file) not in hosts)
+        notes += [f"{name}, a viewer's copy beside an xplane.pb" for name in beside]
+    return full or sorted(folders[newest]), notes
+
+
+def _recorded(files: Sequence[Path]) -> datetime:
+    """Time of a run's folder: that of its name, as jax.profiler writes it, else of its newest file."""
+    named = _TIME.match(files[0].parent.name)
+    if named is not None:
+        try:
+            year, month, day, *rest = map(int, named[0].split("_"))
+            hour, minute, second = [*rest, 0, 0, 0][:3]
+            return datetime(year, month, day, hour, minute, second)
+        except ValueError:
+            pass
+    return datetime.fromtimestamp(max(file.stat().st_mtime for file in files))
 
 
 def host_of(path: Path) -> str:

@@ -108,6 +108,8 @@ class DeviceTrace:
     """The host's other threads."""
     modules: Mapping[int, Module] = field(default_factory=dict)
     """Modules by program id."""
+    recorded: tuple[float, float] | None = None
+    """Seconds since 1970 at which the profiler began and ended, by the host's clock; None where the file does not say."""
     notes: Sequence[str] = ()
 
     def peak(self, dtype: str = "bf16") -> float | None:

@@ -22,10 +22,23 @@ from systolic.hlo import Module, parse
 from systolic.profile import xspace
 from systolic.profile.chrome import read_chrome
 from systolic.profile.files import CHROME, WANTED, beginning, find, host_of, other
-from systolic.profile.planes import ASYNC, DEVICE, OPS, RUNS, SPARSE, STEPS, Plane, of_jax
+from systolic.profile.hosts import check_one_run
+from systolic.profile.planes import (
+    ASYNC,
+    DEVICE,
+    NANOSECONDS,
+    OPS,
+    RUNS,
+    SPARSE,
+    STEPS,
+    Plane,
+    of_jax,
+)
 from systolic.profile.trace import Backend, DeviceOp, DeviceTrace, Event, HostEvent, Mark
 
 HOST = "/host:CPU"
+ENVIRONMENT = "Task Environment"
+"""Plane that has the profiler's times as its stats."""
 
 _TEXT = re.compile(r"^%?(?P<name>\S+) = (?:.*?\s)?(?P<opcode>[a-z][\w-]*)\(", re.DOTALL)
 _DISPATCH = re.compile(r"^PjitFunction|Executable::Execute|^ExecuteReplicated")
@@ -46,22 +59,25 @@ def load_all(path: Path) -> list[DeviceTrace]:
 
     Raises:
         NotFoundError: there is no such file, or no profile in the directory.
+        OptionError: the files in the directory are not those of one run's hosts.
         DataError: a file is damaged, or nothing ran on a device while it was made.
     """
     files, notes = find(path)
-    found: list[DeviceTrace] = []
+    hosts: dict[Path, list[DeviceTrace]] = {}
     problem: DataError | None = None
     for file in files:
         try:
-            found += _of_host(file)
+            hosts[file] = _of_host(file)
         except DataError as error:
             if len(files) == 1:
                 raise
             problem = error
             notes.append(f"the host {host_of(file)}: {error}")
-    if not found:
+    if not hosts:
         assert problem is not None
         raise problem
+    check_one_run(path, hosts)
+    found = [trace for traces in hosts.values() for trace in traces]
     if len(files) > 1:
         found = [replace(one, device=f"{one.host} {one.device}") for one in found]
     first = replace(found[0], notes=[*notes, *found[0].notes])
@@ -70,7 +86,7 @@ def load_all(path: Path) -> list[DeviceTrace]:
 
 def _of_host(file: Path) -> list[DeviceTrace]:
     """The devices in one file."""
-    planes, protos, notes = _planes(file)
+    planes, protos, recorded, notes = _planes(file)
     devices = _devices(planes)
     host = next((plane for plane in planes if plane.name == HOST), None)
     lines = [] if host is None else host.lines
@@ -84,20 +100,30 @@ def _of_host(file: Path) -> list[DeviceTrace]:
     used = {(op.program, op.module) for trace in traces for op in trace.ops}
     modules, missing = _modules(protos, used)
     traces = [
-        replace(one, host=host_of(file), steps=steps, loop=loop, threads=threads, modules=modules)
+        replace(
+            one,
+            host=host_of(file),
+            steps=steps,
+            loop=loop,
+            threads=threads,
+            modules=modules,
+            recorded=recorded,
+        )
         for one in traces
     ]
     return [replace(traces[0], notes=[*notes, *missing]), *traces[1:]]
 
 
-def _planes(file: Path) -> tuple[list[Plane], Mapping[int, tuple[str, bytes]], list[str]]:
-    """Planes, compiled modules and notes of a file."""
+def _planes(
+    file: Path,
+) -> tuple[list[Plane], Mapping[int, tuple[str, bytes]], tuple[float, float] | None, Sequence[str]]:
+    """Planes, compiled modules, time and notes of a file."""
     import jax.profiler
 
     head = beginning(file)
     if file.name.endswith(CHROME) or head.lstrip()[:1] in (b"{", b"["):
         planes, notes = read_chrome(file)
-        return planes, {}, notes
+        return planes, {}, None, notes
     content = file.read_bytes()
     try:
         found = list(jax.profiler.ProfileData.from_serialized_xspace(content).planes)
@@ -111,7 +137,14 @@ def _planes(file: Path) -> tuple[list[Plane], Mapping[int, tuple[str, bytes]], l
     metadata = xspace.metadata(content)
     wanted = [p for p in found if p.name == HOST or DEVICE.match(p.name)]
     planes = [of_jax(plane, metadata.get(plane.name, {})) for plane in wanted]
-    return planes, xspace.modules(metadata), []
+    environment = next((dict(p.stats) for p in found if p.name == ENVIRONMENT), {})
+    return planes, xspace.modules(metadata), _recorded(environment), []
+
+
+def _recorded(stats: Mapping[str, Any]) -> tuple[float, float] | None:
+    """Beginning and end of the profiler's session."""
+    times = [_integer(stats.get(f"profile_{end}_time")) for end in ("start", "stop")]
+    return (times[0] / NANOSECONDS, times[1] / NANOSECONDS) if times[0] and times[1] else None
 
 
 def _devices(planes: Sequence[Plane]) -> list[tuple[Plane, Sequence[Plane]]]:

@@ -1,4 +1,4 @@
-"""Views for people: the live view, the end summary, TensorBoard events and the HTML page of a run.
+"""Views for people: what several screens and pages draw with; a verb's own screen, progress and page are in its folder.
 
-Everything here reads the records that a run writes; nothing is measured and jax is never imported.
+Views read the records that the other packages make; nothing is measured here and jax is never imported.
 """

@@ -1,7 +1,9 @@
-"""Formats numbers and names for people, the same in the terminal and on pages."""
+"""Numbers, names and verdicts as text, the same in the terminal and on pages."""
 
+import enum
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from systolic.artifact.metrics import number
@@ -140,3 +142,25 @@ def count(value: Any) -> str:
     if plain is None:
         return MISSING
     return f"{plain:,.0f}" if math.isfinite(plain) else figure(plain)
+
+
+class Tone(enum.Enum):
+    """How a verdict is coloured."""
+
+    good = "good"
+    fair = "fair"
+    bad = "bad"
+    neutral = "neutral"
+
+
+TONE_COLOURS = {Tone.good: "green", Tone.fair: "yellow", Tone.bad: "red", Tone.neutral: "cyan"}
+"""Colour of each tone in a terminal."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """Judgement of a run, a forecast or a plan."""
+
+    word: str
+    sentence: str
+    tone: Tone

@@ -2,7 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from html import escape
 from typing import Any
+
+from systolic.report import charts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +32,20 @@ def is_even(num_tiles: int) -> bool:
     return num_tiles % columns(num_tiles)[0] == 0
 
 
+@dataclass(frozen=True, slots=True)
+class OptionText:
+    """Text whose options are not broken after their dashes: ``--repeats``."""
+
+    text: str
+
+    def __html__(self) -> str:
+        words = (
+            f'<span class="word">{escape(word)}</span>' if word.startswith("--") else escape(word)
+            for word in self.text.split(" ")
+        )
+        return " ".join(words)
+
+
 def fill(template: str, page: Mapping[str, Any]) -> str:
     """Renders a page.
 
@@ -45,5 +62,6 @@ def fill(template: str, page: Mapping[str, Any]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    templates.filters |= {"hue": charts.hue, "unbroken": OptionText}
     grid = columns(len(page["tiles"]))
     return templates.get_template(template).render({**page, "columns": grid})

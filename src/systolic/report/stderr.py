@@ -16,8 +16,8 @@ class StderrReporter(Reporter):
     Pieces of work within another keep the outer line.
     """
 
-    def __init__(self, *, quiet: bool = False) -> None:
-        self._quiet = quiet
+    def __init__(self, *, quiet: bool = False, json: bool = False) -> None:
+        self._quiet, self._json = quiet, json
         self._open: list[ExitStack] = []
         self._line: ProgressLine | None = None
 
@@ -49,6 +49,12 @@ class StderrReporter(Reporter):
             self._line.told(f"systolic: {text}", sys.stderr, "")
         else:
             print(f"systolic: {text}", file=sys.stderr)
+
+    def _closing(self, shown: Any) -> ExitStack:
+        """A stack that closes what it is given."""
+        stack = ExitStack()
+        stack.callback(shown.close)
+        return stack
 
     def _clear(self) -> None:
         self._line = None

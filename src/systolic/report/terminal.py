@@ -1,9 +1,15 @@
-"""Terminals: whether they can be redrawn, sparklines, and text that is safe to print."""
+"""Terminals: whether they can be redrawn, screens in colour or plain, sparklines, and text that is safe to print."""
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
-from typing import TextIO
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 BAD = "×"
@@ -106,3 +112,41 @@ def say(stream: TextIO, line: str) -> None:
         stream.flush()
     except (OSError, ValueError):
         return
+
+
+def print_lines(
+    lines: "Callable[[int], Sequence[Text]]",
+    most: int,
+    *,
+    stream: TextIO | None = None,
+    environ: Mapping[str, str] | None = None,
+    width: int | None = None,
+    usual: int = 80,
+) -> None:
+    """Prints a screen.
+
+    Args:
+        lines: The screen by its number of columns.
+        most: Columns of the widest screen.
+        stream: Where to print; by default stdout.
+        environ: Variables that describe the terminal; by default those of this process.
+        width: Columns of the terminal; by default measured.
+        usual: Columns where there is no terminal to measure.
+    """
+    stream = sys.stdout if stream is None else stream
+    columns = width or shutil.get_terminal_size((usual, 24)).columns
+    shown = lines(min(columns, most))
+    if can_redraw(stream, os.environ if environ is None else environ, columns):
+        from rich.console import Console
+
+        console = Console(file=stream, force_terminal=True, width=columns, highlight=False)
+        for line in shown:
+            console.print(line, soft_wrap=True)
+        return
+    for line in plain(shown):
+        say(stream, line)
+
+
+def plain(shown: "Sequence[Text]") -> list[str]:
+    """Lines without colour."""
+    return [line.plain.rstrip() for line in shown]

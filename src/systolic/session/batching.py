@@ -79,7 +79,7 @@ def _answered(
     warn: Callable[[str], None],
 ) -> BatchProgress:
     try:
-        from systolic.report.serving_log import OpeningLog
+        from systolic.report.serving.log import OpeningLog
         from systolic.serving.http.meters import BatchMetrics, TextMetrics
         from systolic.serving.http.metrics import Metrics
         from systolic.serving.offline.run import BatchRun, WarningLog

@@ -39,8 +39,14 @@ def explain_beside(made: ProfileExplanation, against: str) -> Beside:
         on = _slice(made, devices_of(table))
         seconds, left = priced_alone(table, on)
         if not seconds:
+            # A file of XProf's trace viewer holds no program.
+            own = (
+                f"--against {PROGRAM}"
+                if programs_of(table)
+                else "the program's dump, --against DUMP.txt"
+            )
             raise OptionError(
-                "the profile has no op that its line prices; give the program's dump: --against DUMP.txt"
+                f"no op of the profile is priced by its line alone: kernels, and fusions without a matmul, need their program; give {own}"
             )
         note = f"each op alone, from its line in the profile, on {on.name}: {plural(left, 'op')} that are kernels or fusions without a matmul, or were never waited for, are not priced"
         return replace(beside(table, seconds, whole=False), notes=[note])

@@ -61,7 +61,7 @@ def calibrate(asked: CalibrationRequest) -> CalibrationRecord:
         raise OptionError(f"{twice[0]} is given twice, and would count twice; give it once")
     on_given = slice(asked.on) if asked.on else None
     dumps = _dumps(asked.against)
-    tables = [_table(path, asked.chip, on_given) for path in asked.profiles]
+    tables = _tables(asked.profiles, asked.chip or (on_given.chip.name if on_given else ""))
     for path, module in dumps.values():
         _check_dump(module, path, tables)
     chip = _chip_of(asked.profiles, tables)
@@ -104,8 +104,18 @@ def _dumps(paths: Sequence[Path]) -> Mapping[str, tuple[Path, Module]]:
     return found
 
 
-def _table(path: Path, chip: str, on: Slice | None) -> ProfileTable:
-    return ProfileTable(open_profile(path, chip or (on.chip.name if on is not None else "")))
+def _tables(paths: Sequence[Path], chip: str) -> list[ProfileTable]:
+    """The ops of profiles; ``chip`` is for those that do not name theirs."""
+    found, refused = [], []
+    for path in paths:
+        try:
+            found.append(ProfileTable(open_profile(path, chip)))
+        except OptionError as error:  # it names another
+            refused.append(error)
+            found.append(ProfileTable(open_profile(path)))
+    if len(refused) == len(paths):
+        raise refused[0]
+    return found  # of two generations, where one was refused
 
 
 def _check_dump(module: Module, path: Path, tables: Sequence[ProfileTable]) -> None:

@@ -14,6 +14,7 @@ from systolic.core.origin import Origin
 from systolic.core.ranges import COUNT
 from systolic.core.units import gibibytes, plural
 from systolic.forecasting import Forecast, forecast_program
+from systolic.forecasting.calibrations import calibration_for, told, told_of_steps
 from systolic.forecasting.cost import bill_of
 from systolic.forecasting.serving import (
     LatencyLimits,
@@ -31,6 +32,8 @@ from systolic.models.decoder.config import Decoder
 from systolic.recipes.models.named import is_model
 from systolic.session.server_layout import placed, with_heads_for
 from systolic.session.server_steps import BatchSteps, Key, ServerSteps, facts, server_steps
+from systolic.sim.calibration import Calibration
+from systolic.sim.incomplete import NOTHING, Given
 from systolic.steps.lengths import check_length, longest_by_files, longest_text
 
 PAGE_SIZE = 64
@@ -55,6 +58,7 @@ def forecast_serving(  # noqa: PLR0913  the options of systolic forecast --serve
     served: Served | None = None,
     limits: LatencyLimits = LatencyLimits(),  # noqa: B008
     compiler: Compiler | None = None,
+    calibration: Calibration | Path | str | None = None,
     watch: Callable[[str], None] = lambda _: None,
 ) -> ServingForecast:
     """Throughput, latency, memory and cost of a server.
@@ -69,10 +73,13 @@ def forecast_serving(  # noqa: PLR0913  the options of systolic forecast --serve
         served: Formats of weights and cache, and the use of the expert axis; None as ``systolic serve`` has them.
         limits: Latency that the best point keeps; the most requests that keep it are a point of their own.
         compiler: Flags and effort; by default the flags that jobs on the chip share.
+        calibration: Name or file of corrections of the steps' times from profiles of the slice's chip.
         watch: Called with each stage, a few words.
 
     Raises:
-        OptionError: a count below 1, a request longer than the model's positions, or the model has no cache.
+        OptionError: a count below 1, a request longer than the model's positions, the model has no cache, or the calibration
+            is of another chip.
+        NotFoundError: there is no such calibration.
         LayoutError: the layout does not divide the slice or the model.
         RunError: the model does not generate text, or the compiler failed.
     """
@@ -80,16 +87,18 @@ def forecast_serving(  # noqa: PLR0913  the options of systolic forecast --serve
         for count in counts:
             if count not in COUNT:
                 raise OptionError(f"{name} is {count}; it takes {COUNT}")
+    on = slice(on) if isinstance(on, str) else on
+    corrections = calibration_for(calibration, [on])
     server = _server(
         job,
-        slice(on) if isinstance(on, str) else on,
+        on,
         load,
         page_size=page_size,
         served=served,
         compiler=compiler,
         watch=watch,
     )
-    server.limits = limits
+    server.limits, server.given = limits, Given(calibration=corrections)
     return server.forecast(concurrency)
 
 
@@ -197,6 +206,8 @@ class _Server:
     compiler: Compiler
     watch: Callable[[str], None]
     limits: LatencyLimits = field(default_factory=LatencyLimits)
+    given: Given = NOTHING
+    """Corrections of the steps' times."""
     made: dict[Key, Forecast] = field(default_factory=dict)
     refusal: Forecast | None = None
     excess_bytes: int = 0
@@ -320,6 +331,7 @@ class _Server:
             self.on,
             compiler=self.compiler,
             say=lambda stage: self.watch(f"{what}: {stage}"),
+            given=self.given,
         )
         if made.fits and made.step_seconds is not None and self.chooses((rows, tokens), made):
             self.made[rows, tokens] = made
@@ -407,10 +419,13 @@ class _Server:
             notes.append(
                 f"a step of {many:,} texts needs more memory than a device has, with their logits and activations alone; {most:,} fit"
             )
+        timelines = [made.timeline for made in self.made.values() if made.timeline]
+        notes += [f"{text}; the floors are not" for text in told_of_steps(timelines)]
         for made in self.made.values():
-            notes += [
-                note for note in (*made.cautions, *made.warnings, *made.notes) if note not in notes
-            ]
+            known = made.timeline is not None and made.low is not None
+            own = told(made.timeline, made.low, made.high) if known else []
+            said = (*made.cautions, *made.warnings, *made.notes)
+            notes += [note for note in said if note not in notes and note not in own]
         return ServingForecast(
             name=self.job.name,
             on=self.on,
@@ -425,6 +440,7 @@ class _Server:
             refused=refused,
             limits=self.limits,
             bill=bill_of(self.on),
+            calibration=first.calibration,
             compiler={
                 key: first.compiler[key]
                 for key in ("jax", "libtpu", "flags")

@@ -21,6 +21,7 @@ from systolic.explaining.cause import Cause
 from systolic.explaining.causes import causes_of_forecast
 from systolic.explaining.settings import Settings
 from systolic.forecasting import Forecast
+from systolic.forecasting.calibrations import given_with
 from systolic.forecasting.run import of_outcome
 from systolic.hlo import parse
 from systolic.job import Job
@@ -39,7 +40,8 @@ from systolic.planning.remedies import (
 )
 from systolic.planning.search import Limits, SearchProgress
 from systolic.recipes.jobs.source import source_of
-from systolic.sim.incomplete import NOTHING, Costs, Given, Trips, given
+from systolic.sim.calibration import Calibration
+from systolic.sim.incomplete import NOTHING, Costs, Given, Trips
 
 REMEDIES = 10
 """Changes that are tried for a step, unless another number is asked for."""
@@ -169,7 +171,7 @@ class StepExplainer:
         workers: Compiles at once; 0 as many as cores and memory allow.
         watch: Is given the progress.
         evaluator: Tells what a change does; by default the compiler.
-        given: Trips and costs that the program leaves open.
+        given: Trips and costs that the program leaves open, and corrections from profiles.
     """
 
     job: Job
@@ -186,7 +188,8 @@ class StepExplainer:
     @property
     def _opens(self) -> OpenEvaluator:
         """What opens the evaluator of changes, with what was given."""
-        if self.evaluator is CompilingEvaluator and self.given:
+        known = bool(self.given) or self.given.calibration is not None
+        if self.evaluator is CompilingEvaluator and known:
             return partial(CompilingEvaluator, given=self.given)
         return self.evaluator
 
@@ -227,7 +230,7 @@ class StepExplainer:
         outcome = compile_program(JobProgram(job=job, verb=self.step), self.on, compiler)
         if not isinstance(outcome, Compiled):
             return result
-        made = of_outcome(outcome, job.name, self.on, 0.0)
+        made = of_outcome(outcome, job.name, self.on, 0.0, replace(self.given, strict=False))
         causes = causes_of_forecast(made, parse(outcome.hlo), job.model, self.known)
         return replace(result, remaining=causes)
 
@@ -335,6 +338,7 @@ def explain(  # noqa: PLR0913  the options of systolic explain
     watch: ExplainWatch = lambda _: None,
     trips: Trips = (),
     costs: Costs = (),
+    calibration: Calibration | Path | str | None = None,
     **options: Any,
 ) -> Any:
     """Why a step is slow or does not fit, or what keeps a run from learning, and what changes that.
@@ -350,6 +354,8 @@ def explain(  # noqa: PLR0913  the options of systolic explain
         watch: Is given the progress.
         trips: Trips of loops that a job's program leaves open: ``{"while.5": 100}``, by name or ``file.py:line``.
         costs: Time of one call of a kernel, a custom call or a callback: ``{"my_kernel": 1.2e-3}`` in seconds, or ``"1.2ms"``.
+        calibration: Corrections of the simulator from profiles of the slice's chip, for a job: a name that
+            ``systolic calibrations`` lists, or the path of a calibration's file.
         options: Of the recipe that ``target`` names; of a job ``steps`` and ``layout``.
 
     Returns:
@@ -374,8 +380,12 @@ def explain(  # noqa: PLR0913  the options of systolic explain
             flags=resolved(flags, place.chip),
             remedies=most,
             watch=watch,
-            given=given(trips, costs),
+            given=given_with(trips, costs, calibration, place),
         ).explain()
+    if calibration:
+        raise OptionError(
+            f"calibration is given and {what} is no job: a run and a profile are measured, and a saved forecast is of the steps that it names; give a recipe or a Job with on='v5e-16'"
+        )
     path = what
     explainers: Mapping[ExplainedKind, Callable[[], Any]] = {
         ExplainedKind.run: lambda: _run(path, trust, watch),

@@ -9,14 +9,16 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from systolic import recipes
 from systolic.artifact.chosen import Chosen
 from systolic.chips import Slice, slice
 from systolic.core.errors import OptionError, RunError, SystolicError
 from systolic.core.machine import end_with
+from systolic.core.reporter import reporter, working
 from systolic.recipes.jobs.plan import under_plan
 from systolic.recipes.jobs.source import JobSource
 from systolic.session.expected_devices import check_rehearsal
@@ -35,7 +37,7 @@ class RehearsalError(SystolicError):
         self.exit_code = exit_code
 
 
-def checked(source: JobSource, name: str) -> Slice:
+def checked(source: JobSource, wanted: Slice | str) -> Slice:
     """The slice that a job is rehearsed for.
 
     Raises:
@@ -43,9 +45,10 @@ def checked(source: JobSource, name: str) -> Slice:
         OptionError: it has more devices than a rehearsal can have, or is not the plan's.
         LayoutError: an axis does not divide the slice, the model or the batch.
     """
+    on = slice(wanted) if isinstance(wanted, str) else wanted
     if source.chosen is not None:
-        check_rehearsal(source.chosen, name)
-    on = slice(name)
+        check_rehearsal(source.chosen, on.name)
+
     if on.num_devices > MOST_DEVICES:
         raise OptionError(
             f"{on.name} has {on.num_devices} devices and a rehearsal runs up to {MOST_DEVICES} on this CPU; rehearse a smaller slice of that chip"
@@ -56,19 +59,37 @@ def checked(source: JobSource, name: str) -> Slice:
     return on
 
 
-def rehearse(
-    source: JobSource, on: Slice, workers: int, report: Callable[[str, str], None]
-) -> Mapping[str, Any]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rehearsal:
+    """What a rehearsal found."""
+
+    recipe: str
+    record: Mapping[str, Any]
+    """As :func:`systolic.training.rehearse.rehearse` returns it."""
+
+
+class RehearsalStart(NamedTuple):
+    """A rehearsal begins; given to the reporter."""
+
+    name: str
+    on: Slice
+
+
+class RehearsalStage(NamedTuple):
+    """A part of a rehearsal is over; given to the reporter."""
+
+    name: str
+    """``layout``, ``model``, ``shrunk``, ``steps`` …"""
+    detail: str
+
+
+def rehearse(source: JobSource, on: Slice, workers: int) -> Rehearsal:
     """Runs a job's steps on a slice's mesh of virtual devices, in a process of its own.
 
     Args:
         source: What the job is made from: a recipe.
         on: The slice; :func:`checked` finds it.
         workers: Processes that read data.
-        report: Called with what was done (``layout``, ``model``, ``shrunk``, ``steps`` …) and its detail.
-
-    Returns:
-        The record of :func:`systolic.training.rehearse.rehearse`.
 
     Raises:
         RehearsalError: the job does not fit, or a step failed.
@@ -84,19 +105,20 @@ def rehearse(
         "parent": os.getpid(),
         "pipe": write,
     }
+    reporter().update(RehearsalStart(source.job.name, on))
     command = [sys.executable, "-m", __name__, json.dumps(request)]
     sys.stdout.flush()
     child = subprocess.Popen(command, env=environment(on, os.environ), pass_fds=(write,))
     os.close(write)
-    with os.fdopen(read) as lines, child:
+    with os.fdopen(read) as lines, child, working("rehearsing"):
         for line in lines:
             message = json.loads(line)
             if "stage" in message:
-                report(message["stage"], message["detail"])
+                reporter().update(RehearsalStage(message["stage"], message["detail"]))
             elif "error" in message:
                 raise RehearsalError(message["error"], message["exit_code"])
             else:
-                return message["record"]
+                return Rehearsal(recipe=source.recipe.target, record=message["record"])
     raise RunError(
         f"the rehearsal ended with code {child.returncode} and no result; see what it printed above"
     )

@@ -21,6 +21,7 @@ from systolic.forecasting import Forecast
 from systolic.job import Job
 from systolic.recipes import Recipe
 from systolic.session.explaining import StepExplainer
+from systolic.sim.incomplete import NOTHING, Given
 
 ALIKE = 0.002
 """Share of the step below which two figures are the same."""
@@ -238,17 +239,24 @@ class StepComparison:
         return [one for one in self.causes if abs(one.seconds - one.against_seconds) > least]
 
 
-def compare(one: RecipeStep, two: RecipeStep) -> StepComparison:
+def compare(one: RecipeStep, two: RecipeStep, given: Given = NOTHING) -> StepComparison:
     """What makes the first slower or faster than the second, cause by cause.
+
+    ``given`` has trips and costs that the programs leave open, of which each may have some, and corrections.
 
     Raises: as :meth:`~systolic.session.explaining.StepExplainer.explain`.
     """
-    first, second = (replace(step.explainer(), remedies=0).explain() for step in (one, two))
-    known = [{c.name: c for c in made.causes if c.seconds is not None} for made in (first, second)]
+    known = replace(given, strict=False)
+    first, second = (
+        replace(step.explainer(), remedies=0, given=known).explain() for step in (one, two)
+    )
+    causes_by_name = [
+        {c.name: c for c in made.causes if c.seconds is not None} for made in (first, second)
+    ]
     rows = []
-    for name in dict.fromkeys([*known[0], *known[1]]):
-        a, b = (causes[name].seconds if name in causes else 0.0 for causes in known)
-        title = (known[0].get(name) or known[1][name]).title
+    for name in dict.fromkeys([*causes_by_name[0], *causes_by_name[1]]):
+        a, b = (causes[name].seconds if name in causes else 0.0 for causes in causes_by_name)
+        title = (causes_by_name[0].get(name) or causes_by_name[1][name]).title
         rows.append(
             CauseDifference(name=name, title=title, seconds=a or 0.0, against_seconds=b or 0.0)
         )

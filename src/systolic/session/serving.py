@@ -190,7 +190,7 @@ def serve(
         RunError: a model can't be opened, or the port can't be listened on.
     """
     try:
-        from systolic.report.serving_log import ConsoleLog
+        from systolic.report.serving.log import ConsoleLog
         from systolic.serving.http.desk import Desk
         from systolic.serving.http.logs import EventLog
         from systolic.serving.http.meters import BatchMetrics, TextMetrics

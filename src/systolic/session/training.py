@@ -13,6 +13,7 @@ from systolic.chips import Slice
 from systolic.core.errors import NotFoundError, OptionError, SystolicError
 from systolic.core.machine import bounded
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, check_arguments
+from systolic.core.reporter import reporter, working
 from systolic.core.store import cache_home
 from systolic.data.fingerprint import contents_of
 from systolic.job import Fewer, Job, on_fewer
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
     from systolic.aot.executable import Loaded
     from systolic.explaining.beside import Beside
     from systolic.training.setup import Setup
-
-Warn = Callable[[str], None]
-"""Called with a warning of one line."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,25 +86,30 @@ class Audience:
 
     watchers: Sequence[Watcher] = ()
     """Closed when the session ends."""
-    tell: Warn | None = None
-    """Called with each warning at once."""
     warnings: list[str] = field(default_factory=list)
     """All warnings so far."""
-    shows_events: bool = False
-    """Whether the watchers show a session's events, so that ``tell`` must not repeat those that are warnings."""
 
     def warn(self, text: str) -> None:
-        """Keeps a warning and passes it on."""
+        """Keeps a warning and reports it."""
         self.warnings.append(text)
-        if self.tell is not None:
-            self.tell(text)
+        reporter().warn(text)
 
     def caution(self, text: str) -> None:
-        """Keeps a warning that is also an event of the session."""
-        if self.shows_events:
-            self.warnings.append(text)
-        else:
-            self.warn(text)
+        """Keeps a warning that is also an event of the session, which the reporter may show."""
+        self.warnings.append(text)
+        if not reporter().shows_events:
+            reporter().warn(text)
+
+
+class ReporterWatcher:
+    """Hands the records of a session to the reporter."""
+
+    def see(self, record: dict[str, Any]) -> None:
+        """Reports a record."""
+        reporter().update(record)
+
+    def close(self) -> None:
+        """Does nothing: the piece of work ends with the session."""
 
 
 def start(
@@ -216,7 +219,7 @@ def run_session(
     loaded: "Loaded | None" = None,
     accept: Callable[[], None] | None = None,
 ) -> TrainResult:
-    """Trains in a run under watch and writes its report.
+    """Trains in a run and writes its report.
 
     Args:
         setup: The job on this machine.
@@ -232,8 +235,7 @@ def run_session(
     from systolic.training.trainer import Trainer
 
     compiler_cache(str(cache_home() / "xla"))
-    writes = directory.access is Access.write
-    accepted = False
+    writes, accepted = directory.access is Access.write, False
 
     def begin() -> None:
         nonlocal accepted
@@ -243,8 +245,8 @@ def run_session(
                 accept()
             directory.write_environment([*map(str, setup.machine.devices)], setup.flags)
 
-    tensorboard = (TensorBoard(directory.tensorboard),) if writes else ()
-    watchers: list[Watcher] = [*audience.watchers, *tensorboard]
+    tensorboard = [TensorBoard(directory.tensorboard)] if writes else []
+    watchers: list[Watcher] = [ReporterWatcher(), *audience.watchers, *tensorboard]
     trainer = Trainer(
         setup=setup,
         run=directory,
@@ -259,7 +261,8 @@ def run_session(
         warn=audience.caution,
     )
     try:
-        summary = trainer.train(accept is not None)
+        with working(setup.job.name):
+            summary = trainer.train(accept is not None)
     finally:
         for watcher in watchers:
             watcher.close()
@@ -321,7 +324,17 @@ def load_step(setup: "Setup", options: SessionOptions, ledger: Ledger) -> "Loade
         return setup.load(options.executable)
 
 
-def replay(path: Path, *, trust: bool = False) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayedStep:
+    """The train step of a bad batch, made again."""
+
+    path: Path
+    """The batch's file."""
+    found: Mapping[str, Any]
+    """What :func:`systolic.training.replay.replay` returns."""
+
+
+def replay(path: Path, *, trust: bool = False) -> ReplayedStep:
     """The train step of a run made again on the batch of a bad step; see :func:`systolic.training.replay.replay`.
 
     Args:
@@ -343,7 +356,7 @@ def replay(path: Path, *, trust: bool = False) -> dict[str, Any]:
         setup = set_up(job, flags=flags.compiler)
         if job.adapter or not any(directory.checkpoints.glob("[0-9]*")):
             setup, _ = with_start(setup, directory.path, record)
-        return again(setup, directory, path)
+        return ReplayedStep(path=path, found=again(setup, directory, path))
 
 
 def _workers(asked: int, audience: Audience) -> int:

@@ -23,6 +23,7 @@ from systolic.core.errors import (
     is_out_of_memory,
 )
 from systolic.core.leave import remembered
+from systolic.core.reporter import Reporter, reporting
 from systolic.core.units import dollars, gibibytes
 from systolic.job import Job, Precision, Split
 from systolic.planning.goal import HOUR, hourly
@@ -320,6 +321,10 @@ class TrialWorker:
 
     def _train(self, source: JobSource, run: Path, watcher: "TrialWatcher") -> TrainResult:
         """Trains a trial's run, or continues it from its newest checkpoint."""
+        with reporting(Reporter()):  # a search shows its trials, and no trial's session
+            return self._trained(source, run, watcher)
+
+    def _trained(self, source: JobSource, run: Path, watcher: "TrialWatcher") -> TrainResult:
         options = SessionOptions(diagnose=0)
         audience = Audience(watchers=(watcher,))
         if (run / JOB).is_file():

@@ -14,10 +14,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from systolic.hlo import Computation, Instruction, Module, Shape
 from systolic.sim.calibration import fitted
 from systolic.sim.masks import (
+    ComputedShare,
     Grid,
     block_share,
     compares_positions,
@@ -115,15 +117,36 @@ class Attention:
 
     def depths(self, width: int) -> float:
         """Sum over the matmuls of a head dim filled up to ``width``."""
-        first, second = (-(-dim // width) * width for dim in self.head_dims)
-        of_values = 1 if self.kind == FORWARD else 2 if self.kind in (DKV, DKV_FUSED) else 1
-        return (_MATMULS[self.kind] - of_values) * first + of_values * second
+        return depths(self.kind, self.head_dims, width)
 
     @property
     def fetched_bytes(self) -> float:
         """The two arrays that the inner dim of the grid runs over, once a block."""
         length = self.block_q if self.kind in (DKV, DKV_FUSED) else self.block_kv
         return self.blocks * length * sum(self.head_dims) * (4.0 if self.dtype == "f32" else 2.0)
+
+
+def depths(kind: str, head_dims: tuple[int, int], width: int) -> float:
+    """Sum over the matmuls of a kind of kernel of a head dim filled up to ``width``."""
+    first, second = (-(-dim // width) * width for dim in head_dims)
+    of_values = 2 if kind in (DKV, DKV_FUSED) else 1
+    return (_MATMULS[kind] - of_values) * first + of_values * second
+
+
+def _share_run(counted: Mapping[str, Any], whole: float) -> float | None:
+    """Share of the blocks that a kernel runs by the matmuls of its code; None where its conditions are data, or it has other matmuls.
+
+    A kernel that is not block sparse skips the blocks above the diagonal by a condition on the indices of its grid, and
+    without a causal mask it has no such condition: :mod:`systolic.aot.kernels` evaluates it at each step.
+
+    Args:
+        counted: What the code was counted to do.
+        whole: FLOPs of all blocks.
+    """
+    flops = sum(float(number) for number in counted.get("flops", {}).values())
+    if not counted.get("whole") or not flops or round(flops / whole, 2) > 1:
+        return None
+    return min(flops / whole, 1.0)
 
 
 def seconds_of(
@@ -154,7 +177,7 @@ def flops_of(attention: Attention) -> float:
 
 
 def attention_of(
-    module: Module, computation: Computation, call: Instruction, counted: Mapping[str, object]
+    module: Module, computation: Computation, call: Instruction, counted: Mapping[str, Any]
 ) -> Attention | None:
     """Attention that a call computes; None where its operands are not those of attention."""
     arrays = [s for s in computation.operand_shapes(call) if s.dtype in _FLOATS]
@@ -175,15 +198,11 @@ def attention_of(
         transposed=kind in (DKV, DKV_FUSED),
     )
     copies = math.prod(arrays[0].dims[:-2])
-    listed = listed_blocks(computation, call)
-    if listed is not None:  # the grid itself runs over the blocks that are left
-        share, assumed = min(listed / (grid.rows * grid.columns), 1.0), ""
-    else:
-        found = block_share(module, computation, call, grid)
-        share, assumed = found.value, found.assumed
-        told = _listed(module).get((queries, keys)) if assumed and kind != FORWARD else None
-        if told is not None:  # a mask that is data, of which the forward kernel lists the blocks
-            share, assumed = told, ""
+    flops = 2.0 * copies * queries * keys * depths(kind, (head_dim, value_dim), 1)
+    found = _share(
+        module, computation, call, grid, kind, (queries, keys), _share_run(counted, flops)
+    )
+    share, assumed = found.value, found.assumed
     made = counted.get("grid")
     whole = list(made) if isinstance(made, list) else []
     blocks = copies * grid.rows * grid.columns * share
@@ -211,6 +230,28 @@ def attention_of(
         staged=staged,
         assumed=assumed,
     )
+
+
+def _share(
+    module: Module,
+    computation: Computation,
+    call: Instruction,
+    grid: Grid,
+    kind: str,
+    lengths: tuple[int, int],
+    run: float | None,
+) -> ComputedShare:
+    """Share of the blocks that a call computes; ``run`` is that of its code, None where it does not say."""
+    listed = listed_blocks(computation, call)
+    if listed is not None:  # the grid itself runs over the blocks that are left
+        return ComputedShare(value=min(listed / (grid.rows * grid.columns), 1.0))
+    found = block_share(module, computation, call, grid)
+    if not found.assumed:
+        return found
+    told = _listed(module).get(lengths) if kind != FORWARD else None
+    if told is not None:  # a mask that is data, of which the forward kernel lists the blocks
+        return ComputedShare(value=told)
+    return found if run is None else ComputedShare(value=run)
 
 
 @lru_cache(maxsize=2)

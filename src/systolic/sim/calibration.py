@@ -52,6 +52,10 @@ BOUNDS: tuple[float, float] = constant("calibration.bounds")
 """Least and most measured over simulated seconds that count as a correction: beyond, the simulator does not know the op."""
 
 
+ROUNDING: float = constant("calibration.rounding")
+"""Share of an op's seconds below which a difference is none."""
+
+
 class CostKind(enum.Enum):
     """Kinds of op that are corrected apart, as files and screens name them."""
 
@@ -60,9 +64,13 @@ class CostKind(enum.Enum):
     kernel = "kernel"
     """Pallas kernels whose work the simulator knows."""
     elementwise = "elementwise"
-    """Fusions and single ops without a matmul that pass over their arrays in order."""
+    """Fusions and single ops without a matmul that pass over their arrays in order, some of them in device memory."""
+    vmem_elementwise = "elementwise in vector memory"
+    """The same on arrays that all lie in vector memory."""
     formatting = "formatting"
-    """Copies, transposes and reshapes on the core: another layout of the same array."""
+    """Copies, transposes and reshapes on the core that read or write device memory: another layout of the same array."""
+    vmem_formatting = "formatting in vector memory"
+    """The same from vector memory to vector memory: bound by the vector units, as those of device memory are not."""
     host = "host copies"
     """Between the device's memory and the host's: a rate, bytes/s of one device, one way."""
     all_reduce = "all-reduce"
@@ -109,12 +117,19 @@ class Calibration:
     """Date."""
     num_profiles: int = 0
 
-    def seconds(self, kind: CostKind | None, seconds: float, least: float = 0.0) -> float:
+    def seconds(self, kind: CostKind | None, seconds: float, least: float) -> float:
         """Corrected seconds of an op; no fewer than ``least``, its work at the published peaks, unless the price was less."""
         factor = self.factors.get(kind) if kind is not None else None
         if factor is None or kind is CostKind.host:
             return seconds
         return max(seconds * factor.value, min(seconds, least))
+
+    def holds(self, kind: CostKind | None, seconds: float, least: float) -> bool:
+        """Whether an op's factor would make it faster than ``least``, and :meth:`seconds` does not."""
+        factor = self.factors.get(kind) if kind is not None else None
+        if factor is None or kind is CostKind.host:
+            return False
+        return seconds * factor.value < min(seconds, least) * (1 - ROUNDING)
 
     @property
     def host_bytes_per_second(self) -> float | None:

@@ -2,18 +2,21 @@
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from systolic.chips import Slice
 from systolic.core.errors import OptionError
+from systolic.core.units import plural, si
 from systolic.hlo import Instruction
-from systolic.sim.calibration import Calibration, CostKind
+from systolic.sim.calibration import Calibration, CostKind, constant
 from systolic.sim.price import OpPrice
 from systolic.sim.rates import Rates
 from systolic.sim.timeline import PricedBy, Resource, Span, Timeline
 
 FORMATTING = ("copy", "transpose", "reshape")
 """Opcodes of ops on the core that give an array another layout, and beginnings of the names of such fusions."""
+FEW_BYTES: int = constant("cost_kinds.few_bytes")
+"""Bytes of device memory up to which an op is one of vector memory: scalars and indices lie in device memory."""
 LANES = ("core", "ici", "host")
 _BETWEEN_CHIPS = {
     kind.value: kind
@@ -38,8 +41,11 @@ def cost_kind(
     *,
     has_matmul: bool = False,
     within_chip: bool = False,
+    hbm_bytes: float = 0.0,
 ) -> CostKind | None:
     """The kind of an op; None of one that no kind of measured op stands for.
+
+    ``hbm_bytes`` are those of device memory, of an op on the core: a pass over arrays in vector memory is of another kind.
 
     Those are gathers, sorts and other ops that a rule prices with a range of its own, copies between memories that run
     beside compute, what crosses slices, what the user gave, and bookkeeping.
@@ -59,7 +65,9 @@ def cost_kind(
     if priced_by is not PricedBy.bytes or opcode.endswith("-start"):
         return None
     shown = name if opcode == "fusion" else opcode
-    return CostKind.formatting if shown.startswith(FORMATTING) else CostKind.elementwise
+    if hbm_bytes > FEW_BYTES:
+        return CostKind.formatting if shown.startswith(FORMATTING) else CostKind.elementwise
+    return CostKind.vmem_formatting if shown.startswith(FORMATTING) else CostKind.vmem_elementwise
 
 
 def kind_of_span(span: Span) -> CostKind | None:
@@ -72,6 +80,7 @@ def kind_of_span(span: Span) -> CostKind | None:
         span.lane,
         has_matmul=bool(span.flops or span.vector_flops),
         within_chip=span.within_chip,
+        hbm_bytes=span.bytes,
     )
 
 
@@ -84,15 +93,60 @@ def least_seconds(paid: OpPrice, rates: Rates) -> float:
     return matrix if paid.by is PricedBy.kernel else max(matrix, paid.bytes / rates.hbm)
 
 
-def corrected(
-    paid: OpPrice, instruction: Instruction, rates: Rates, calibration: Calibration
-) -> OpPrice:
-    """The price of an op on the core as the calibration of its kind has it."""
-    matmul = bool(paid.flops or paid.vector_flops)
-    name, opcode = instruction.name, instruction.opcode
-    kind = cost_kind(name, opcode, paid.by, paid.resource, "core", has_matmul=matmul)
-    seconds = calibration.seconds(kind, paid.seconds, least_seconds(paid, rates))
-    return replace(paid, seconds=seconds)
+@dataclass(frozen=True)
+class PriceCorrection:
+    """Corrected prices, and which of them would be faster than the chip."""
+
+    calibration: Calibration
+    held: dict[CostKind, dict[str, None]] = field(default_factory=lambda: defaultdict(dict))
+    """Names of the ops that a factor would make faster than published peaks, by kind."""
+
+    def seconds(self, kind: CostKind | None, name: str, seconds: float, least: float) -> float:
+        """Corrected seconds of an op; no fewer than ``least``, its work at published peaks."""
+        if kind is not None and self.calibration.holds(kind, seconds, least):
+            self.held[kind][name] = None
+        return self.calibration.seconds(kind, seconds, least)
+
+    def of(self, paid: OpPrice, instruction: Instruction, rates: Rates) -> OpPrice:
+        """The price of an op on the core as the calibration of its kind has it."""
+        kind = cost_kind(
+            instruction.name,
+            instruction.opcode,
+            paid.by,
+            paid.resource,
+            "core",
+            has_matmul=bool(paid.flops or paid.vector_flops),
+            hbm_bytes=paid.bytes,
+        )
+        least = least_seconds(paid, rates)
+        return replace(paid, seconds=self.seconds(kind, instruction.name, paid.seconds, least))
+
+    def host(self, published: float) -> float:
+        """Bytes/s of copies between a device and its host: as measured, at most as published."""
+        return min(self.calibration.host_bytes_per_second or published, published)
+
+    def notes(self, published: float) -> list[str]:
+        """A line for each kind whose factor goes beyond what the chip can do.
+
+        Args:
+            published: Bytes/s of the host link.
+        """
+        name, measured = self.calibration.name, self.calibration.host_bytes_per_second or 0.0
+        found = []
+        if measured > published:
+            found.append(
+                f"the calibration {name} has host copies at {si(measured, 'B/s')}, and the host link carries {si(published, 'B/s')}: they are taken at that"
+            )
+        for kind, ops in self.held.items():
+            what = (
+                "the links carry their bytes"
+                if kind in COLLECTIVES
+                else "the peaks of the matrix units and of device memory allow"
+            )
+            found.append(
+                f"the factor {self.calibration.factors[kind].value:.2f} of {kind.value} would make {plural(len(ops), 'op')} faster than {what}: they take what that does ({', '.join(list(ops)[:3])})"
+            )
+        return found
 
 
 def check_chip(calibration: Calibration, on: Slice) -> None:

@@ -7,9 +7,10 @@ for the softmax, whichever is longer, and a fixed time beside it, which is why l
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from systolic.core.units import duration
 from systolic.hlo import Computation, Instruction, Module
 from systolic.sim.attention import attention_of, flops_of, seconds_of
 from systolic.sim.calibration import constant
@@ -42,20 +43,26 @@ def kernel_cost(
 ) -> KernelCost | None:
     """Seconds of a Pallas call; None when nothing is known but its bytes."""
     config = call.config.get("custom_call_config", {})
-    known = None
+    counted = config.get("counted") or {}
     if is_ragged(call):
         return KernelCost(*ragged_seconds(computation, call, rates, _grid(config)))
     if any(_NAME.match(name) for name in (call.name, call.op_name.rpartition("/")[2])):
-        found = attention_of(module, computation, call, config.get("counted") or {})
+        found = attention_of(module, computation, call, counted)
         if found is not None:
             own_bytes = computation_bytes(computation, call)
             seconds = seconds_of(found, rates, own_bytes)
-            return KernelCost(seconds, flops_of(found), found.assumed)
-    if known is None and "flops" in (counted := config.get("counted") or {}):
-        known = _counted(computation, call, rates, counted)
+            note = found.assumed
+            if note and found.share < 1.0:
+                most = seconds_of(replace(found, share=1.0), rates, own_bytes)
+                note = f"{note}, since its mask is data: a call of {call.name} takes {duration(seconds)} so, and {duration(most)} if all blocks are left"
+            return KernelCost(seconds, flops_of(found), note)
+    known = _counted(computation, call, rates, counted) if "flops" in counted else None
     estimate = _estimated(rates, config.get("cost_estimate") or {})
     if estimate is None or (known is not None and known.seconds > estimate.seconds):
         # An estimate is what the author gives the scheduler: it cannot lower the count of what the body does.
+        return known
+    if known is not None and 0 < known.flops < estimate.flops and counted.get("whole"):
+        # Nor raise it, where each condition of the body is known: estimates leave out that causal kernels skip blocks.
         return known
     return estimate
 

@@ -5,6 +5,7 @@ without wrap over one; several axes of a group work at once (How to Scale Your M
 """
 
 import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -85,6 +86,8 @@ class CollectiveCost:
     """Steps one after the other, each to the next chip."""
     share: float = 1.0
     """Share of the directions of its links inside a slice that it reaches."""
+    least: float = 0.0
+    """Seconds of its bytes inside a slice at the published rate of the links, with nothing fixed; 0 without a published rate."""
 
 
 class Network:
@@ -197,12 +200,12 @@ class Network:
 
     def _cost(self, kind: str, extent: Extent, whole: float) -> CollectiveCost:
         seconds, moved = 0.0, 0.0
-        within = extent.members
+        within, least = extent.members, 0.0
         if within > 1:
             # What came over DCN goes through the links of the slice too; only an exchange leaves the rest out.
             here = whole / extent.slices if kind == "all-to-all" else whole
             part, moved = self._within(kind, extent, here)
-            seconds += part
+            seconds, least = seconds + part, self._least(kind, extent, here)
         names = tuple(f"{span.name}{way}" for span in extent.spans for way in "+-")
         lanes = names or ((DIES,) if extent.cores > 1 else ())
         if extent.slices > 1:
@@ -214,7 +217,8 @@ class Network:
             lanes = (*lanes, "dcn")
         steps = sum(span.hops for span in extent.spans)
         fixed = self.rates.collective_seconds
-        return CollectiveCost(seconds + fixed, lanes, moved, max(steps, 1), _summed(kind, extent))
+        share = _summed(kind, extent)
+        return CollectiveCost(seconds + fixed, lanes, moved, max(steps, 1), share, least)
 
     def _within(self, kind: str, extent: Extent, whole: float) -> tuple[float, float]:
         """Seconds and bytes inside a slice; ``whole`` is the gathered array on one device."""
@@ -236,6 +240,36 @@ class Network:
         moved = whole * (n - 1) / n
         rate *= _summed(kind, extent)
         return rounds * (moved / rate + latency), rounds * moved
+
+    def _least(self, kind: str, extent: Extent, whole: float) -> float:
+        """Seconds inside a slice below which no algorithm gets: the bytes over all the links at their published rate."""
+        chip, n = self.rates.chip, extent.members
+        if not extent.spans:  # the two dies of a chip
+            rate = chip.die_to_die_bytes_per_second
+            rounds = 2.0 if kind == "all-reduce" else 1.0
+            return rounds * whole / 2 / rate if rate else 0.0
+        link = chip.ici_bytes_per_second_per_link
+        if not link:
+            return 0.0
+        if kind == "all-to-all":
+            half = n // 2
+            return max(
+                half * (n - half) / n * whole * span.share / (span.rows * span.ways * link)
+                for span in extent.spans
+            )
+        rate = sum(link * span.ways / span.share for span in extent.spans)
+        moved = (n - 1) / n * whole
+        if kind != "all-reduce":
+            return moved / rate
+        # All devices together send 2 (n - 1) arrays, over every link between two of them, both ways.
+        chips = n / extent.cores
+        joined = sum(
+            2 * span.rows * (chips / span.rows - (not span.ring)) / span.share
+            for span in extent.spans
+        )
+        if joined <= 0:
+            return 2 * moved / rate
+        return min(2 * moved / rate, 2 * (n - 1) * whole / (joined * link))
 
     def _permute(self, groups: Groups, bytes_: float) -> CollectiveCost:
         """Every pair along the shortest way, dimension after dimension; the busiest link decides."""
@@ -264,6 +298,7 @@ class Network:
                     hops += 1
             most_hops = max(most_hops, hops)
         busiest = max(load.values(), default=0)
+        least = busiest * bytes_ / (self.rates.chip.ici_bytes_per_second_per_link or math.inf)
         seconds = busiest * bytes_ / self.rates.link + most_hops * self.rates.hop_seconds
         if busiest:
             seconds += PERMUTE_SECONDS
@@ -271,7 +306,7 @@ class Network:
         if crossing:
             seconds = max(seconds, bytes_ / self.rates.dcn)
             names = (*names, "dcn")
-        return CollectiveCost(seconds, names or (DIES,), bytes_)
+        return CollectiveCost(seconds, names or (DIES,), bytes_, least=least)
 
 
 def _summed(kind: str, extent: Extent) -> float:

@@ -26,8 +26,8 @@ from systolic.sim.asynchronous import (
     kind_of,
     role_of,
 )
-from systolic.sim.calibration import Calibration, constant
-from systolic.sim.cost_kinds import check_chip, corrected, cost_kind
+from systolic.sim.calibration import constant
+from systolic.sim.cost_kinds import PriceCorrection, check_chip, cost_kind
 from systolic.sim.incomplete import (
     BYTES,
     HOST_WORK,
@@ -88,10 +88,11 @@ def simulate(
         OptionError: the module has nothing of a name that is given, or contradicts a number of trips; or the corrections
             are of another generation.
     """
-    rates, calibration = rates_of(on, power_state, flags), given.calibration
-    if calibration is not None:
-        check_chip(calibration, on)
-        rates = replace(rates, host=calibration.host_bytes_per_second or rates.host)
+    rates, correction = rates_of(on, power_state, flags), None
+    if given.calibration is not None:
+        check_chip(given.calibration, on)
+        correction = PriceCorrection(given.calibration)
+        rates = replace(rates, host=correction.host(rates.host))
     places = list(places) if places else default_places(on)
     if on.num_slices > 1 and module.num_partitions * on.num_slices == on.num_devices:
         # Such a module numbers the devices of its own slice; what crosses slices is sent and received.
@@ -101,7 +102,7 @@ def simulate(
         module=module,
         rates=rates,
         network=Network(on, rates, places),
-        calibration=calibration,
+        correction=correction,
         num_devices=len(places),
         gaps=gaps,
     )
@@ -137,7 +138,7 @@ def _simulated(run: "_Run", on: Slice) -> Timeline:
         spans=spans,
         notes=merged(run.notes),
         turn_seconds=TURN_SECONDS,
-        calibration=run.calibration,
+        calibration=None if run.correction is None else run.correction.calibration,
     )
     if (over := memory_seconds(made, rates) - seconds) > 0:
         run.notes[
@@ -158,6 +159,7 @@ def _simulated(run: "_Run", on: Slice) -> Timeline:
             *_rule_notes(made),
             *_assumed_note(made),
             *_one_way(made, run.one_way),
+            *(() if run.correction is None else run.correction.notes(rates_of(on).host)),
         ),
     )
     estimated = sum(s.seconds * n for s, n in made.leaves() if s.priced_by is PricedBy.estimate)
@@ -232,7 +234,7 @@ class _Run:
     module: Module
     rates: Rates
     network: Network
-    calibration: Calibration | None
+    correction: PriceCorrection | None
     num_devices: int
     gaps: Gaps
     notes: dict[str, None] = field(default_factory=dict)
@@ -243,7 +245,7 @@ class _Run:
     @cached_property
     def aside(self) -> "_Run":
         """The same without corrections, which are of ops on the core: for what runs beside it."""
-        return self if self.calibration is None else replace(self, calibration=None, known={})
+        return self if self.correction is None else replace(self, correction=None, known={})
 
     def computation(self, computation: Computation) -> _Ran:
         """One run of it, simulated once."""
@@ -308,8 +310,8 @@ class _Order:
         if paid is None:
             return
         told = on.gaps.cost(self.computation, instruction)
-        if told is None and on.calibration is not None:
-            paid = corrected(paid, instruction, on.rates, on.calibration)
+        if told is None and on.correction is not None:
+            paid = on.correction.of(paid, instruction, on.rates)
         if told is not None:
             paid = replace(paid, seconds=told, by=PricedBy.given, note="", missing="")
         if paid.note:
@@ -568,13 +570,13 @@ class _Order:
         cost = self.on.network.collective(kind, groups, float(result.bytes), float(operands))
         if kind == "reduce-scatter" and cost.share <= REDUCE_SCATTER:
             self.on.one_way.add(instruction.name)
-        seconds, calibration = cost.seconds, self.on.calibration
+        seconds, correction = cost.seconds, self.on.correction
         resource = Resource.dcn if "dcn" in cost.lanes else Resource.ici
         within = cost.lanes == (DIES,)
-        if calibration is not None:
+        if correction is not None:
             paid = PricedBy.network
             of = cost_kind("", kind, paid, resource, "ici", within_chip=within)
-            seconds = calibration.seconds(of, seconds)
+            seconds = correction.seconds(of, instruction.name, seconds, cost.least)
         lane = "dcn" if resource is Resource.dcn else "ici"
         span = self.span(
             instruction,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from systolic.profile.xspace import _fields
-from systolic.report.forecast.protobuf import integer, message
+from systolic.report.forecast.xprof import integer, message
 
 HERE = Path(__file__).parent
 V6E = "v6e-8-allreduce-host-offload.xplane.pb"

@@ -7,7 +7,7 @@ from systolic.chips import slice
 from systolic.forecasting import forecast_text
 from systolic.report.forecast import readings
 from systolic.report.forecast.text import lines
-from systolic.report.printing import plain
+from systolic.report.terminal import plain
 from tests.recorded import hlo
 
 

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from systolic.report.forecast import tree as trees
-from systolic.report.forecast.page import render
-from systolic.report.forecast.roofline import roofline
+from systolic.report.forecast import page as trees
+from systolic.report.forecast.page import render, roofline
 from tests.report.forecast.recorded import dumped, fitting, refused, small
 from tests.report.run.test_page import Page
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from systolic.core.errors import DataError, OptionError, SystolicError
-from systolic.report import printing
+from systolic.report import terminal
 from systolic.report.forecast import comparison, text
 from systolic.report.progress import ProgressLine
 from tests.report.forecast.recorded import fitting, refused, small
@@ -71,7 +71,7 @@ def test_against_what_does_not_fit() -> None:
 @pytest.mark.parametrize("make", [fitting, refused, small])
 def test_a_forecast_fits_one_screen(make, width: int) -> None:
     notes = tuple(f"note {n} " + "long " * 40 for n in range(9))
-    shown = printing.plain(text.lines(replace(make(), notes=notes), width))
+    shown = terminal.plain(text.lines(replace(make(), notes=notes), width))
     assert len(shown) <= 23
     assert max(map(len, shown)) <= width
     assert "notes" in "\n".join(shown)

@@ -12,10 +12,8 @@ import pytest
 from systolic.aot import Compiled, dump
 from systolic.aot.outcome import PROTO
 from systolic.forecasting import Forecast
-from systolic.report.forecast.lanes import tracks, unroll
-from systolic.report.forecast.protobuf import varint
-from systolic.report.forecast.trace import CAP, trace, write_trace
-from systolic.report.forecast.xprof import STEPS, category, utilization, write_xprof
+from systolic.report.forecast.trace import CAP, trace, tracks, unroll, write_trace
+from systolic.report.forecast.xprof import STEPS, category, utilization, varint, write_xprof
 from systolic.sim.timeline import Resource, Span
 from tests.report.forecast.recorded import fitting, small, small_timeline
 

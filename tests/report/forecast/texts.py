@@ -3,14 +3,14 @@
 from collections.abc import Callable
 
 from systolic.forecasting import Forecast
-from systolic.report import printing
+from systolic.report import terminal
 from systolic.report.forecast import comparison, text
 from tests.report.forecast import recorded
 
 
 def screen(forecast: Forecast) -> str:
     """The screen without colour."""
-    return "\n".join(printing.plain(text.lines(forecast, 80))) + "\n"
+    return "\n".join(terminal.plain(text.lines(forecast, 80))) + "\n"
 
 
 def changes() -> str:

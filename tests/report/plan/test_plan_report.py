@@ -18,13 +18,14 @@ from systolic.planning.objective import Objective
 from systolic.planning.plan import Plan, SearchStop, Trial
 from systolic.planning.search import SearchProgress, SearchStage
 from systolic.planning.space import RefusalRule
+from systolic.report.charts import COLOURS
+from systolic.report.figures import Tone
 from systolic.report.plan import readings
 from systolic.report.plan.page import chart, places, render
 from systolic.report.plan.progress import SearchDisplay
 from systolic.report.plan.text import lines
-from systolic.report.plan.torus import COLOURS, torus
-from systolic.report.printing import plain
-from systolic.report.verdict import Tone
+from systolic.report.plan.torus import torus
+from systolic.report.terminal import plain
 from tests.planning.fabricated import GOAL, candidate, plan, tried
 from tests.report.run.test_page import Page
 
@@ -250,7 +251,7 @@ def test_the_chart_joins_the_front() -> None:
     assert drawn is not None
     assert len(drawn.dots) == 5
     assert [dot.css for dot in drawn.dots].count("best") == 1
-    assert len(re.findall("[ML]", drawn.front)) == len(made.pareto) == 2
+    assert len(re.findall("[ML]", drawn.line)) == len(made.pareto) == 2
     assert drawn.y_name == "dollars"
     limited = chart(
         replace(made, goal=replace(GOAL, budget_usd=700.0)),

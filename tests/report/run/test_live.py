@@ -11,7 +11,7 @@ from rich.console import Console
 
 from systolic.artifact.record import RunRecord
 from systolic.report.progress import ProgressLine
-from systolic.report.run.live import Live, Quiet
+from systolic.report.run.live import Live
 from systolic.report.run.plain import Plain, headline
 from systolic.report.run.screen import MAX_LINES, Screen
 from systolic.report.run.verdict import judge
@@ -167,12 +167,6 @@ def test_a_terminal_that_is_gone_does_not_end_the_run() -> None:
     view.draw()
     view.see(step(1))
     view.close()
-
-
-def test_quiet_is_a_watcher() -> None:
-    quiet = Quiet()
-    quiet.see(start())
-    quiet.close()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ The folder runs in the user's environment: standard library and that environment
 """
 
 import importlib.machinery
-import importlib.util
 import os
 import sys
 
@@ -15,7 +14,9 @@ def _run_next():
     others = [path for path in sys.path if os.path.abspath(path or os.curdir) != here]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
     if spec is not None and spec.loader is not None:
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+        from importlib.util import module_from_spec
+
+        spec.loader.exec_module(module_from_spec(spec))
 
 
 if os.environ.get("SYSTOLIC_CAPTURE"):

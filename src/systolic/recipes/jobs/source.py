@@ -10,7 +10,7 @@ from systolic.artifact import paths
 from systolic.artifact.chosen import Chosen
 from systolic.artifact.saved_job import types_of
 from systolic.core.errors import OptionError
-from systolic.core.option_words import option_words
+from systolic.core.option_words import flat, negated, option_words
 from systolic.core.ranges import dashed
 from systolic.job import Job, Layout
 from systolic.recipes import Recipe
@@ -40,6 +40,15 @@ class JobSource:
     def words(self) -> list[str]:
         """The options that were given, as words of a command line."""
         return option_words(self.recipe.function, self.options, typed=self.given)
+
+
+def given_options(source: JobSource) -> dict[str, Any]:
+    """The options that were given, by dotted name, as Python gives them."""
+    return {
+        name: value
+        for name, value in flat(source.options).items()
+        if not {dashed(name), negated(name)}.isdisjoint(source.given)
+    }
 
 
 def source_of(job: Job | JobSource | str, options: Mapping[str, Any]) -> JobSource:

@@ -8,7 +8,7 @@ from rich.text import Text
 from systolic.core.units import duration
 from systolic.explaining.beside import Beside, KindBeside, OpBeside
 from systolic.report import terminal
-from systolic.report.printing import print_lines
+from systolic.report.terminal import print_lines
 
 MAX_WIDTH = 140
 OPS = 12
@@ -23,6 +23,7 @@ def print_beside(found: Beside, *, stream: TextIO | None = None) -> None:
 def lines(found: Beside, width: int) -> list[Text]:
     """Kinds of op, then the ops that differ most."""
     title = f"{found.program}: measured {duration(found.measured_step)} a run"
+    title += f" (median of {found.runs:g})" if found.runs > 1 else ""
     if found.simulated_step:
         ratio = found.simulated_step / found.measured_step if found.measured_step else 0.0
         title += f", simulated {duration(found.simulated_step)}, {ratio:.2f} of it"

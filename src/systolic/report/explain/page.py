@@ -1,27 +1,31 @@
 """One HTML file for a profile: opens without a network; causes, time line by core and unit, steps, all ops."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from systolic.core.files import write_atomically
 from systolic.core.units import duration, si
 from systolic.explaining.cause import Cause
 from systolic.explaining.figures import figures as figures_of
-from systolic.profile import Profile
+from systolic.profile import Profile, ProfiledOp
+from systolic.profile.ceilings import MATRIX, MEMORY, VECTOR_MEMORY
+from systolic.profile.intervals import Interval, missing, union
 from systolic.profile.kinds import Activity
 from systolic.profile.table import DeviceRow, OpRow, ProfileTable
-from systolic.report import figures
+from systolic.profile.trace import DeviceOp, HostEvent
+from systolic.report import charts, figures
+from systolic.report.charts import COLOURS, BarPart
 from systolic.report.explain.text import overlap_remarks, profile_remark, program_remarks
-from systolic.report.explain.timeline import DEVICES, timeline
+from systolic.report.figures import Tone, Verdict
 from systolic.report.pages import Tile, fill
-from systolic.report.verdict import Tone, Verdict
+from systolic.sim.timeline import Resource
 
 MOST_ROWS = 1000
 """Most ops in the table; those that take longest are kept."""
 MOST_STEPS = 200
 """Most steps that are drawn of a device."""
-COLOURS = 9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,9 +77,9 @@ def render(
     notes: Sequence[str],
 ) -> str:
     """Renders the page of a profile."""
-    found = figures_of(profile)
-    shown = [name for name, share in found["shares"].items() if share and name != "idle"]
-    shown = sorted(shown, key=lambda name: -found["shares"][name])[:COLOURS]
+    summary = figures_of(profile)
+    shown = [name for name, share in summary["shares"].items() if share and name != "idle"]
+    shown = sorted(shown, key=lambda name: -summary["shares"][name])[:COLOURS]
     total = sum(row.seconds for row in table.ops) or 1.0
     rest = table.ops[MOST_ROWS:]
     page = {
@@ -85,15 +89,21 @@ def render(
         "facts": facts(profile, table),
         "tiles": tiles(profile, table),
         "notes": [
-            *overlap_remarks(found),
+            *overlap_remarks(summary),
             *program_remarks(table),
             *(f"not judged: {note}" for note in notes),
         ],
-        "remark": profile_remark(found),
-        "causes": [_cause(one) for one in causes],
+        "remark": profile_remark(summary),
+        "causes": [_cause(cause) for cause in causes],
         "parts": [
-            (name, share, colour_of(name, shown), duration(share * found["step_seconds"]))
-            for name, share in sorted(found["shares"].items(), key=lambda item: -item[1])
+            BarPart(
+                hue=hue_of(name, shown),
+                name=name,
+                share=share,
+                share_text=figures.percent(share),
+                text=duration(share * summary["step_seconds"]),
+            )
+            for name, share in sorted(summary["shares"].items(), key=lambda item: -item[1])
             if share > 0
         ],
         "legend": [*enumerate(shown), (len(shown), "everything else")],
@@ -104,7 +114,7 @@ def render(
         "columns_of_ops": [(name, name in WORDS) for name in COLUMNS],
         "rows": [cells(row, total) for row in table.ops[:MOST_ROWS]],
         "rest": rest and f"{figures.plural(len(rest), 'more op')}: {duration(_sum(rest))}",
-        "step": found["step_seconds"],
+        "step": summary["step_seconds"],
         "percent": figures.percent,
         "plural": figures.plural,
         "duration": duration,
@@ -112,11 +122,11 @@ def render(
     return fill("profile.html", page)
 
 
-def colour_of(name: str, shown: Sequence[str]) -> str:
+def hue_of(name: str, shown: Sequence[str]) -> str:
     """Class of a kind's colour."""
     if name == "idle":
         return "free"
-    return f"c{shown.index(name)}" if name in shown else "cx"
+    return charts.hue(shown.index(name) if name in shown else COLOURS)
 
 
 def _sum(rows: Sequence[OpRow]) -> float:
@@ -142,10 +152,10 @@ def _lead(causes: Sequence[Cause]) -> str:
 
 def facts(profile: Profile, table: ProfileTable) -> list[tuple[str, str]]:
     """Devices, hosts and files."""
-    found = figures_of(profile)
+    summary = figures_of(profile)
     known = [
-        ("devices", f"{found['devices']} × {found['device']}"),
-        ("hosts", ", ".join(found["hosts"])),
+        ("devices", f"{summary['devices']} × {summary['device']}"),
+        ("hosts", ", ".join(summary["hosts"])),
         ("programs", ", ".join(row.name for row in table.programs[:4])),
         ("file", str(profile.trace.path)),
     ]
@@ -154,11 +164,11 @@ def facts(profile: Profile, table: ProfileTable) -> list[tuple[str, str]]:
 
 def tiles(profile: Profile, table: ProfileTable) -> list[Tile]:
     """The key figures."""
-    found = figures_of(profile)
-    shares = found["shares"]
-    steps = figures.plural(found["steps"], "step")
+    summary = figures_of(profile)
+    shares = summary["shares"]
+    steps = figures.plural(summary["steps"], "step")
     result = [
-        Tile(label="step", value=duration(found["step_seconds"]), small=f"median of {steps}"),
+        Tile(label="step", value=duration(summary["step_seconds"]), small=f"median of {steps}"),
         Tile(
             label="bound by",
             value=table.devices[0].bound_by,
@@ -168,7 +178,7 @@ def tiles(profile: Profile, table: ProfileTable) -> list[Tile]:
     waits = (Activity.host.value, Activity.collective.value, "idle")
     for name in waits:
         if shares.get(name):
-            seconds = duration(shares[name] * found["step_seconds"])
+            seconds = duration(shares[name] * summary["step_seconds"])
             result.append(Tile(label=name, value=seconds, small=figures.percent(shares[name])))
     return result
 
@@ -233,3 +243,161 @@ def cells(row: OpRow, total: float) -> list[TableCell]:
         TableCell(text=moved.space, by=moved.space),
         TableCell(text=op.source or op.op_name, by=op.source or op.op_name),
     ]
+
+
+DEVICES = 4
+"""Devices with lanes of their own; the others' steps are in the table."""
+MAX_SPANS = 25_000
+"""Spans in a page; the shortest are left out above it."""
+UNITS = ("matrix units", "kernels", "vector units", "memory", "links", "host", "idle")
+"""Lanes of a core, of which it is in one at a time."""
+SPARSE, FLIGHT, LOOP = "SparseCore", "in flight", "host's loop"
+"""Lanes beside it."""
+_OF_UNIT = {MATRIX: "matrix units", MEMORY: "memory", VECTOR_MEMORY: "vector units"}
+_OF_RESOURCE = {
+    Resource.mxu: "matrix units",
+    Resource.hbm: "memory",
+    Resource.ici: "links",
+    Resource.dcn: "links",
+    Resource.host: "host",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrawnSpan:
+    """Something in a lane; seconds from the start of the step."""
+
+    lane: str
+    name: str
+    start: float
+    end: float
+    kind: str
+    opcode: str = ""
+    place: str = ""
+    """Source line, else the path of names."""
+    flops: float = 0.0
+    bytes: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Its length."""
+        return self.end - self.start
+
+
+def timeline(profile: Profile, colours: Mapping[str, int]) -> dict[str, Any]:
+    """Spans as arrays over tables of strings, as :func:`systolic.report.forecast.page.tree` writes those of a forecast.
+
+    Args:
+        profile: The profile; devices of the first one's host are shown in the first one's step, others in their own.
+        colours: Kind of op to its colour; other kinds share the last.
+    """
+    shown = profile.devices[:DEVICES]
+    lanes: list[str] = []
+    beside: list[str] = []
+    drawn: list[DrawnSpan] = []
+    for device in shown:
+        name = f"{device.trace.device} " if len(shown) > 1 else ""
+        step = profile.step if device.trace.host == profile.trace.host else device.step
+        lanes += [f"{name}{unit}" for unit in UNITS]
+        beside += [f"{name}{lane}" for lane in (FLIGHT, SPARSE)]
+        drawn += [
+            replace(span, lane=f"{name}{span.lane}")
+            for span in (*_core(device, step), *_beside(device, step))
+        ]
+    drawn += _loop(profile.trace.loop, profile.step)
+    order = {lane: number for number, lane in enumerate([*lanes, *beside, LOOP])}
+    spans, hidden, floor = _longest(drawn)
+    texts: dict[str, int] = {}
+
+    def text(value: str) -> int:
+        return texts.setdefault(value, len(texts))
+
+    rows = [
+        [
+            text(span.name),
+            text(span.opcode),
+            round(span.start * 1e9, 1),
+            round(span.seconds * 1e9, 1),
+            order[span.lane],
+            colours.get(span.kind, len(colours)),
+            text(span.kind),
+            text(span.place),
+            text(""),
+            round(span.flops),
+            round(span.bytes),
+        ]
+        for span in spans
+    ]
+    return {
+        "seconds": profile.seconds,
+        "lanes": [{"name": lane, "beside": number >= len(lanes)} for lane, number in order.items()],
+        "texts": list(texts),
+        "spans": rows,
+        "hidden": hidden,
+        "floor": floor,
+    }
+
+
+def _longest(spans: Sequence[DrawnSpan]) -> tuple[list[DrawnSpan], int, float]:
+    """The spans that are drawn in order, how many are not, and the length up to which."""
+    lengths = sorted((span.seconds for span in spans), reverse=True)
+    floor = lengths[MAX_SPANS] if len(lengths) > MAX_SPANS else 0.0
+    kept = sorted((span for span in spans if span.seconds > floor), key=lambda span: span.start)
+    return kept, sum(0 < seconds <= floor for seconds in lengths), floor
+
+
+def _core(profile: Profile, step: Interval) -> Iterator[DrawnSpan]:
+    ops = [(op, profile.describe(op)) for op in profile.within(profile.trace.ops, step)]
+    for op, described in ops:
+        if described.kind is not Activity.loop:
+            yield _span(_lane(profile, op, described), op, described, step)
+    low, _ = step
+    for start, end in missing(union((op.start, op.end) for op, _ in ops), step):
+        yield DrawnSpan(lane="idle", name="idle", start=start - low, end=end - low, kind="idle")
+
+
+def _lane(profile: Profile, op: DeviceOp, described: ProfiledOp) -> str:
+    rate = profile.rate(replace(described, raw=op, flight=profile.flight(op)))
+    if described.kind is Activity.kernel and (rate is None or rate.unit != MATRIX):
+        return "kernels"
+    if rate is not None and rate.unit in _OF_UNIT:
+        return _OF_UNIT[rate.unit]
+    return _OF_RESOURCE.get(described.resource, "vector units")
+
+
+def _span(lane: str, op: DeviceOp, described: ProfiledOp, step: Interval) -> DrawnSpan:
+    low, high = step
+    moved = described.traffic
+    return DrawnSpan(
+        lane=lane,
+        name=op.name,
+        opcode=described.opcode,
+        start=max(op.start, low) - low,
+        end=min(op.end, high) - low,
+        kind=described.kind.value,
+        place=described.source or described.op_name,
+        flops=described.flops,
+        bytes=moved.host or moved.link or moved.hbm or moved.vmem,
+    )
+
+
+def _beside(profile: Profile, step: Interval) -> Iterator[DrawnSpan]:
+    for op in profile.within(profile.trace.sparse, step):
+        yield _span(SPARSE, op, profile.describe(op), step)
+    for begun, done in profile.pairs:
+        if done.end > step[0] and begun.start < step[1]:
+            whole = replace(done, name=begun.name, start=begun.start)
+            yield _span(FLIGHT, whole, profile.describe(done), step)
+
+
+def _loop(events: Sequence[HostEvent], step: Interval) -> Iterator[DrawnSpan]:
+    """The outermost events of the host's thread."""
+    low, high = step
+    until = low
+    for event in events:
+        if event.end > until and event.start < high:
+            start, end = max(event.start, until), min(event.end, high)
+            until = event.end
+            yield DrawnSpan(
+                lane=LOOP, name=event.name, start=start - low, end=end - low, kind="host"
+            )

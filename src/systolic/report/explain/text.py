@@ -14,7 +14,7 @@ from systolic.forecasting import Forecast
 from systolic.profile.table import ProfileTable
 from systolic.report import terminal
 from systolic.report.forecast import readings
-from systolic.report.printing import print_lines
+from systolic.report.terminal import print_lines
 
 HEIGHT = 23
 """Lines of a screen, less one for the prompt."""
@@ -150,7 +150,7 @@ def step_title(forecast: Forecast, name: str) -> str:
 
 
 def step_remarks(forecast: Forecast, flags: Sequence[str]) -> list[str]:
-    """What a step's explanation says beside its causes; ``flags`` are the compiler's."""
+    """Remarks of a step's explanation beside its causes; ``flags`` are the compiler's."""
     words = described(flags)
     return [*forecast.cautions, QUICK, *([f"compiled with {words}"] if words else [])]
 
@@ -186,7 +186,7 @@ def profile_remark(found: Mapping[str, Any]) -> str:
 
 
 def overlap_remarks(found: Mapping[str, Any]) -> list[str]:
-    """What moved beside the device's work, in a line; none where nothing did."""
+    """Transfers beside the device's work, in a line; none without any."""
     parts = [
         f"{kind} {duration(one['hidden_seconds'])}, {duration(one['exposed_seconds'])} more exposed"
         for kind, one in found["beside"].items()

@@ -36,7 +36,7 @@ class PageRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Against:
-    """What a page has of the forecast that it is compared with."""
+    """Part of a page about the forecast that it is compared with."""
 
     name: str
     figures: Sequence[tuple[str, str, str, str]]
@@ -109,7 +109,7 @@ def to_json(rows: Sequence[OpChange], step_seconds: float) -> list[dict[str, Any
 def for_page(
     name: str, changes: Sequence[FigureChange], rows: Sequence[OpChange], step_seconds: float
 ) -> Against:
-    """What the page has of the forecast ``name`` before."""
+    """Part of the page about the earlier forecast ``name``."""
     told = shown(rows, step_seconds)
     return Against(
         name=name,

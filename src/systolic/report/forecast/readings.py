@@ -9,7 +9,7 @@ from systolic.forecasting import Forecast
 from systolic.forecasting.cautions import summary
 from systolic.forecasting.forecast import TimeBound
 from systolic.report import figures
-from systolic.report.verdict import Tone, Verdict
+from systolic.report.figures import Tone, Verdict
 
 SCALES = {
     "tokens": ("billion tokens", 1e9),
@@ -233,7 +233,7 @@ def figure(value: float | None) -> str:
 
 
 def notes(forecast: Forecast) -> list[str]:
-    """What makes the time wrong or one-sided, what slows it, what its price assumes; then all that changes no figure."""
+    """Notes on what makes the time wrong or one-sided, slows it, or underlies its price; then those that change no figure."""
     assumed = [] if forecast.timeline is None else forecast.timeline.notes
     priced = [note for note in forecast.notes if note in assumed]
     others = [note for note in forecast.notes if note not in assumed]

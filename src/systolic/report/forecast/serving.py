@@ -4,10 +4,10 @@ import textwrap
 
 from rich.text import Text
 
-from systolic.core.units import duration
+from systolic.core.units import duration, gibibytes, plural
 from systolic.forecasting.serving import ServingForecast, ServingPoint
-from systolic.report import serving_memory
-from systolic.report.printing import print_lines
+from systolic.forecasting.serving_memory import ServingMemory
+from systolic.report.terminal import print_lines
 
 WIDTH = 100
 COLUMNS = (
@@ -41,7 +41,7 @@ def lines(forecast: ServingForecast, width: int) -> list[Text]:
         ),
         Text("; ".join(filter(None, (forecast.program, forecast.attention)))),
         Text(""),
-        *map(Text, serving_memory.lines(forecast.memory, load.tokens)),
+        *map(Text, memory_lines(forecast.memory, load.tokens)),
     ]
     if forecast.points:
         shown += [Text(""), *_table(forecast)]
@@ -140,3 +140,24 @@ def _seconds(value: float | None) -> str:
 
 def _dollars(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
+
+
+NAME, SIZE = 14, 11
+
+
+def memory_lines(memory: ServingMemory, tokens: int | None = None) -> list[str]:
+    """The memory of a server of a language model as a table.
+
+    Args:
+        memory: Of one device.
+        tokens: Of a request at its end, for the number of requests that fit.
+    """
+    head = f"{gibibytes(memory.capacity_bytes)} of each device"
+    shown = [f"{'memory':<{NAME}}{head}  [{memory.origin.value}]"]
+    for row in memory.rows():
+        text = f"  {row.text}" if row.text else ""
+        shown.append(f"  {row.name:<{NAME - 2}}{gibibytes(row.bytes):>{SIZE}}{text}")
+    if tokens is not None:
+        number = memory.concurrency(tokens)
+        shown.append(f"{'room':<{NAME}}{plural(number, 'request')} of {tokens:,} tokens at once")
+    return shown

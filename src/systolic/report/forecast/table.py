@@ -10,7 +10,7 @@ from systolic.core.units import GIB, duration, gibibytes, si
 from systolic.forecasting.table import ForecastRow, ForecastTable
 from systolic.report import figures
 from systolic.report.forecast import readings
-from systolic.report.printing import print_lines
+from systolic.report.terminal import print_lines
 
 MAX_WIDTH = 140
 _MARK = "  cheapest"

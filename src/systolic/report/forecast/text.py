@@ -11,10 +11,10 @@ from systolic.core.units import duration, gibibytes
 from systolic.forecasting import Forecast
 from systolic.forecasting.costs import by_place
 from systolic.report import figures, terminal
+from systolic.report.figures import TONE_COLOURS
 from systolic.report.forecast import readings
 from systolic.report.forecast.readings import Portion
-from systolic.report.printing import print_lines
-from systolic.report.verdict import COLOURS
+from systolic.report.terminal import print_lines
 
 HEIGHT = 23
 """Lines of a screen that leave one for the prompt."""
@@ -80,7 +80,7 @@ def lines(forecast: Forecast, width: int, *, every_note: bool = False) -> list[T
 
 def _verdict(forecast: Forecast, width: int) -> list[Text]:
     verdict = readings.verdict(forecast)
-    colour = COLOURS[verdict.tone]
+    colour = TONE_COLOURS[verdict.tone]
     head = Text(f"{forecast.recipe} on {forecast.on.name}  ", style="bold")
     head.append(f" {verdict.word} ", f"bold reverse {colour}")
     told = Text(verdict.sentence, style="bold")

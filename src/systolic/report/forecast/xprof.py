@@ -10,16 +10,19 @@ which a TPU fills from its counters. The overview's two figures relative to the 
 published xprof for any profile: it is built without the limits that they are relative to. The graph viewer
 and the memory viewer draw the compiler's HloProto, which a profile carries in the plane ``/host:metadata``; a
 schedule that came as text has none, and these two pages stay empty.
+
+The few encodings of protocol buffers that a profile needs are here: varints, doubles, text and messages
+(https://protobuf.dev/programming-guides/encoding).
 """
 
+import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from systolic.core.files import write_atomically
 from systolic.forecasting import Forecast
-from systolic.report.forecast.lanes import LaneEvent, unroll
-from systolic.report.forecast.protobuf import double, integer, message, table, text
+from systolic.report.forecast.trace import LaneEvent, unroll
 from systolic.sim.timeline import Resource, Span, Timeline
 
 CAP = 100_000
@@ -285,7 +288,7 @@ def _text(name: str, value: str) -> bytes:
 
 
 def category(span: Span) -> str:
-    """As XLA names kinds of ops in a profile."""
+    """XLA's name of a kind of op in a profile."""
     opcode = span.opcode
     if span.inside:
         return opcode
@@ -297,3 +300,43 @@ def category(span: Span) -> str:
     if opcode in ("reshape", "transpose", "bitcast-convert"):
         return "data formatting"
     return opcode
+
+
+VARINT, FIXED64, BYTES = 0, 1, 2
+
+
+def varint(value: int) -> bytes:
+    """Seven bits a byte, the lowest first; negative numbers as 64-bit two's complement."""
+    value &= (1 << 64) - 1
+    made = bytearray()
+    while value > 0x7F:
+        made.append(value & 0x7F | 0x80)
+        value >>= 7
+    made.append(value)
+    return bytes(made)
+
+
+def integer(field: int, value: int) -> bytes:
+    """An int64, uint64 or bool field."""
+    return varint(field << 3 | VARINT) + varint(value)
+
+
+def double(field: int, value: float) -> bytes:
+    """A double field."""
+    return varint(field << 3 | FIXED64) + struct.pack("<d", value)
+
+
+def message(field: int, *parts: bytes) -> bytes:
+    """A field that holds a message of these fields, or raw bytes."""
+    body = b"".join(parts)
+    return varint(field << 3 | BYTES) + varint(len(body)) + body
+
+
+def text(field: int, value: str) -> bytes:
+    """A string field."""
+    return message(field, value.encode())
+
+
+def table(field: int, entries: Iterable[tuple[int, bytes]]) -> bytes:
+    """A map field from int64 to messages."""
+    return b"".join(message(field, integer(1, key), message(2, value)) for key, value in entries)

@@ -1,7 +1,6 @@
 """HTML page of a plan: time against cost, the ranking, the mesh on the torus, rejected layouts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,8 @@ from systolic.core.files import write_atomically
 from systolic.core.store import Store, cache_home, read_json
 from systolic.planning.goal import HOUR, days
 from systolic.planning.plan import Plan, Trial
-from systolic.report import curves, figures
-from systolic.report.curves import PlotAxis
+from systolic.report import charts, figures
+from systolic.report.charts import COLOURS, LegendKey, Limit, Plot, PlotAxis, PlotLine
 from systolic.report.pages import Tile, fill
 from systolic.report.plan import readings
 from systolic.report.plan.notes import notes
@@ -21,41 +20,11 @@ from systolic.report.plan.readings import RankingRow
 from systolic.report.plan.torus import Torus, torus
 
 ROWS = 40
-COLOURS = 9
 PAD = 1.12
 """Margin of the axes beyond the outermost dots, as a share."""
 LOG_PAD = 1.3
 WIDE = 8.0
 """Ratio of the largest to the smallest value from which an axis is logarithmic."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CandidateDot:
-    """Compiled candidate on the chart, in per cent of its size."""
-
-    left: float
-    bottom: float
-    colour: int
-    css: str
-    """``best``, ``front``, ``good`` or ``broken``."""
-    text: str
-    label: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScatterChart:
-    """Chart of time against dollars."""
-
-    x: PlotAxis
-    y: PlotAxis
-    dots: Sequence[CandidateDot]
-    front: str
-    """SVG path through the Pareto front."""
-    limits: Sequence[tuple[str, float, str]]
-    """Deadline and budget: axis, per cent, text."""
-    legend: Sequence[tuple[int, str]]
-    x_name: str
-    y_name: str
 
 
 def write_page(plan: Plan, path: Path, plan_path: Path | None) -> None:
@@ -76,9 +45,10 @@ def render(plan: Plan, plan_path: Path | None, root: Path | None = None) -> str:
         root: Store of the compiled programs; by default the user's.
     """
     best = plan.best
-    found = readings.rows(plan)
+    ranking = readings.rows(plan)
     colours = _colours(plan)
     verdict = readings.verdict(plan)
+    drawn = chart(plan, colours)
     page = {
         "heading": f"{plan.facts.job.name}: {readings.work(plan)}",
         "verdict": verdict,
@@ -86,29 +56,30 @@ def render(plan: Plan, plan_path: Path | None, root: Path | None = None) -> str:
         "facts": _facts(plan),
         "tiles": tiles(plan),
         "notes": notes(plan),
-        "commands": _commands(plan, plan_path, found),
-        "chart": chart(plan, colours),
-        "rows": found[:ROWS],
-        "more": max(len(found) - ROWS, 0),
+        "commands": _commands(plan, plan_path, ranking),
+        "chart": drawn,
+        "legend": [] if drawn is None else _legend(plan, colours, drawn),
+        "rows": ranking[:ROWS],
+        "more": max(len(ranking) - ROWS, 0),
         "colours": colours,
         "percent": figures.percent,
         "plural": figures.plural,
-        "interval": lambda one: _interval(one, best),
+        "interval": lambda trial: _interval(trial, best),
         "torus": None if best is None else _torus(best, root or cache_home()),
         "best": best,
         "reasons": readings.reasons(plan),
         "failed": [
-            (one.candidate.on.name, one.candidate.text, readings.reason_of(one))
-            for one in plan.failed
+            (trial.candidate.on.name, trial.candidate.text, readings.reason_of(trial))
+            for trial in plan.failed
         ],
         "searched": readings.searched(plan),
     }
     return fill("plan.html", page)
 
 
-def _interval(one: Trial, best: Trial | None) -> str:
+def _interval(trial: Trial, best: Trial | None) -> str:
     """Interval of a step time where it differs from the best's, which a tile shows."""
-    text = readings.interval(one)
+    text = readings.interval(trial)
     return "" if best is not None and text == readings.interval(best) else text
 
 
@@ -117,9 +88,9 @@ def tiles(plan: Plan) -> list[Tile]:
     best = plan.best
     if best is None or best.forecast is None or best.total is None:
         return []
-    made, total = best.forecast, best.total
-    price, kind = plan.goal.hourly(made.on), plan.goal.price_text
-    found = [
+    forecast, total = best.forecast, best.total
+    price, kind = plan.goal.hourly(forecast.on), plan.goal.price_text
+    shown = [
         Tile(
             label="done in",
             value=days(total.seconds),
@@ -134,47 +105,49 @@ def tiles(plan: Plan) -> list[Tile]:
         Tile(label="energy", value=f"{readings.energy(total.kwh)} kWh"),
         Tile(
             label="step",
-            value=readings.step(made.step_seconds or 0.0),
+            value=readings.step(forecast.step_seconds or 0.0),
             small=readings.interval(best),
         ),
-        Tile(label="MFU", value=figures.percent(made.mfu)),
+        Tile(label="MFU", value=figures.percent(forecast.mfu)),
         Tile(label="memory", value=readings.memory(best), small="of each device"),
-        Tile(label="chips", value=f"{made.on.num_chips:,}", small=made.on.chip.title),
+        Tile(label="chips", value=f"{forecast.on.num_chips:,}", small=forecast.on.chip.title),
     ]
-    return [tile for tile in found if figures.MISSING not in tile.value]
+    return [tile for tile in shown if figures.MISSING not in tile.value]
 
 
 def _wall_tiles(plan: Plan) -> list[Tile]:
     if plan.wall is None:
         return []
-    found = [
+    shown = [
         Tile(label="wall-clock", value=readings.wall_time(plan.wall), small="with all but steps")
     ]
     if plan.wall.kg_co2 is not None:
         kilograms = f"{readings.energy(plan.wall.kg_co2)} kg"
-        found.append(Tile(label="CO2", value=kilograms, small="by the given grid"))
-    return found
+        shown.append(Tile(label="CO2", value=kilograms, small="by the given grid"))
+    return shown
 
 
 def _facts(plan: Plan) -> list[tuple[str, str]]:
     best = plan.best
-    found = [
+    facts = [
         ("parameters", figures.si(plan.facts.parameters)),
         ("searched", readings.searched(plan)),
     ]
     if best is not None:
-        found.insert(0, ("layout", best.candidate.text))
-        found.insert(0, ("slice", best.candidate.on.name))
-        found.append(("flags", " ".join(best.candidate.compiler_flags)))
+        facts.insert(0, ("layout", best.candidate.text))
+        facts.insert(0, ("slice", best.candidate.on.name))
+        facts.append(("flags", " ".join(best.candidate.compiler_flags)))
     if plan.wall is not None:
-        found.append(("wall-clock", readings.wall(plan.wall)))
-    return [(name, text) for name, text in found if text]
+        facts.append(("wall-clock", readings.wall(plan.wall)))
+    return [(name, text) for name, text in facts if text]
 
 
-def _commands(plan: Plan, path: Path | None, found: Sequence[RankingRow]) -> list[tuple[str, str]]:
+def _commands(
+    plan: Plan, path: Path | None, ranking: Sequence[RankingRow]
+) -> list[tuple[str, str]]:
     """Commands that run the best candidate and the first of each other slice."""
     shown, seen = [], set()
-    for row in found:
+    for row in ranking:
         if row.slice not in seen and len(shown) < 3:
             seen.add(row.slice)
             what = "the best" if row.rank == 1 else f"on {row.slice}"
@@ -184,102 +157,124 @@ def _commands(plan: Plan, path: Path | None, found: Sequence[RankingRow]) -> lis
 
 def _colours(plan: Plan) -> dict[str, int]:
     """A colour for each slice, the best slices first."""
-    names = dict.fromkeys(one.candidate.on.name for one in [*plan.ranking, *plan.tried])
+    names = dict.fromkeys(trial.candidate.on.name for trial in [*plan.ranking, *plan.tried])
     return {name: min(number, COLOURS) for number, name in enumerate(names)}
 
 
-def chart(plan: Plan, colours: dict[str, int]) -> ScatterChart | None:
+def chart(plan: Plan, colours: dict[str, int]) -> Plot | None:
     """Every compiled candidate with a step time; None where none has one.
 
     Without prices, kilowatt-hours or chip-hours take the place of dollars.
     """
-    done = [one for one in plan.tried if one.total is not None]
+    done = [trial for trial in plan.tried if trial.total is not None]
     if not done:
         return None
     y_name, cost = _cost(done)
-    points = [(one, one.total.seconds / HOUR, cost(one)) for one in done if one.total is not None]
+    points = [
+        (trial, trial.total.seconds / HOUR, cost(trial))
+        for trial in done
+        if trial.total is not None
+    ]
     hours, costs = [x for _, x, _ in points], [y for *_, y in points]
     scale, x_name = (24.0, "days") if min(hours) >= 48 else (1.0, "hours")
     if max(hours) < 2:
         scale, x_name = 1 / 60, "minutes"
     x, y = _axis([h / scale for h in hours]), _axis(costs)
-    front = {id(one) for one in plan.pareto}
+    front = {id(trial) for trial in plan.pareto}
     best = plan.best
     dots = [
-        CandidateDot(
-            left=round(x.place(h / scale) * 100, 2),
-            bottom=round(y.place(c) * 100, 2),
-            colour=colours[one.candidate.on.name],
-            css="broken"
-            if one.broken
-            else "best"
-            if one is best
-            else "front"
-            if id(one) in front
-            else "good",
-            text=_hover(one),
-            label=one.candidate.on.name if id(one) in front else "",
+        charts.dot(
+            x,
+            y,
+            h / scale,
+            c,
+            _hover(trial),
+            hue=charts.hue(colours[trial.candidate.on.name]),
+            css=_css(trial, best, front),
+            label=trial.candidate.on.name if id(trial) in front else "",
         )
-        for one, h, c in points
+        for trial, h, c in points
     ]
-    joined = sorted((h / scale, c) for one, h, c in points if id(one) in front and not one.broken)
-    used = {one.candidate.on.name for one in done}
-    legend: dict[int, list[str]] = {}
-    for name, number in colours.items():
-        if name in used:
-            legend.setdefault(number, []).append(name)
-    return ScatterChart(
+    joined = sorted(
+        (h / scale, c) for trial, h, c in points if id(trial) in front and not trial.broken
+    )
+    return Plot(
         x=x,
         y=y,
+        lines=[PlotLine(css="front", path=charts.path(joined, x, y) if len(joined) > 1 else "")],
         dots=dots,
-        front=curves.path(joined, x, y) if len(joined) > 1 else "",
         limits=_limits(plan, x, y, scale),
-        legend=[(n, names[0] if len(names) == 1 else "others") for n, names in legend.items()],
         x_name=x_name,
         y_name=y_name,
     )
+
+
+def _css(trial: Trial, best: Trial | None, front: set[int]) -> str:
+    """Class of a candidate's dot."""
+    if trial.broken:
+        return "broken"
+    if trial is best:
+        return "best"
+    return "front" if id(trial) in front else "good"
+
+
+def _legend(plan: Plan, colours: dict[str, int], drawn: Plot) -> list[LegendKey]:
+    """Colours of the slices, and the marks of the best and of the front."""
+    used = {trial.candidate.on.name for trial in plan.tried if trial.total is not None}
+    names: dict[int, list[str]] = {}
+    for name, number in colours.items():
+        if name in used:
+            names.setdefault(number, []).append(name)
+    keys = [
+        LegendKey(text=group[0] if len(group) == 1 else "others", hue=charts.hue(number))
+        for number, group in names.items()
+    ]
+    keys.append(LegendKey(text="the best", mark="ring"))
+    if drawn.line:
+        keys.append(LegendKey(text="no other is faster and cheaper", mark="front"))
+    return keys
 
 
 def _axis(values: Sequence[float]) -> PlotAxis:
     """Axis from zero, or logarithmic for a wide range of values."""
     low, high = min(values), max(values)
     if low > 0 and high / low > WIDE:
-        return curves.log_axis(low / LOG_PAD, high * LOG_PAD)
-    return curves.linear_axis(0.0, high * PAD, num_ticks=6)
+        return charts.log_axis(low / LOG_PAD, high * LOG_PAD)
+    return charts.linear_axis(0.0, high * PAD, num_ticks=6)
 
 
 def _cost(done: Sequence[Trial]) -> tuple[str, Any]:
     """Label and value of the chart's cost axis."""
-    if all(one.total is not None and one.total.usd for one in done):
-        return "dollars", lambda one: one.total.usd
-    return "chip-hours", lambda one: one.total.seconds / HOUR * one.candidate.on.num_chips
+    if all(trial.total is not None and trial.total.usd for trial in done):
+        return "dollars", lambda trial: trial.total.usd
+    return "chip-hours", lambda trial: trial.total.seconds / HOUR * trial.candidate.on.num_chips
 
 
-def _limits(plan: Plan, x: PlotAxis, y: PlotAxis, scale: float) -> list[tuple[str, float, str]]:
-    found = []
+def _limits(plan: Plan, x: PlotAxis, y: PlotAxis, scale: float) -> list[Limit]:
+    limits = []
     goal = plan.goal
     if goal.deadline_seconds is not None and (at := goal.deadline_seconds / HOUR / scale) <= x.high:
-        found.append(("x", round(x.place(at) * 100, 2), "deadline"))
+        limits.append(Limit("x", x.percent(at), "deadline"))
     priced = goal.chip_usd != 0.0
     if goal.budget_usd is not None and priced and goal.budget_usd <= y.high:
-        found.append(("y", round(y.place(goal.budget_usd) * 100, 2), "budget"))
-    return found
+        limits.append(Limit("y", y.percent(goal.budget_usd), "budget"))
+    return limits
 
 
-def _hover(one: Trial) -> str:
-    return f"{one.candidate.name}\n{result(one)}"
+def _hover(trial: Trial) -> str:
+    return f"{trial.candidate.name}\n{result(trial)}"
 
 
 def _torus(best: Trial, root: Path) -> Torus | None:
     return torus(best.candidate.on, best.candidate.layout, places(best, root))
 
 
-def places(one: Trial, root: Path) -> Sequence[Sequence[int]]:
+def places(trial: Trial, root: Path) -> Sequence[Sequence[int]]:
     """Place of each device of the mesh in the compile; empty where the store has none."""
-    made = (one.forecast.compiler if one.forecast is not None else {}).get("program")
-    if not made:
+    program = (trial.forecast.compiler if trial.forecast is not None else {}).get("program")
+    if not program:
         return []
-    folder = Store("programs", root).path(made)
+    folder = Store("programs", root).path(program)
     try:
         return read_json(folder / REPORT)["places"]
     except (SystolicError, OSError, KeyError):

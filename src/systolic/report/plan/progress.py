@@ -5,26 +5,25 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 from rich.console import Group
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
 from systolic.core.units import duration
 from systolic.planning.goal import days
 from systolic.planning.plan import Trial, reason_of
 from systolic.planning.search import SearchProgress, SearchStage
-from systolic.report import figures, terminal
-from systolic.report.area import LiveArea
+from systolic.report import figures, progress, terminal
 from systolic.report.plan import readings
+from systolic.report.progress import LiveArea
 from systolic.report.stderr import StderrReporter
 
 RUNNING = 4
 """Most running compiles that are named."""
-BAR = 24
+NAMES = 11
+"""Columns of the names of rows."""
 
 
 class SearchDisplay(LiveArea):
-    """Context that shows a search; its :meth:`see` takes the progress."""
+    """Context that shows a search; its :meth:`see` takes its progress."""
 
     def __init__(
         self, stream: TextIO, *, environ: Mapping[str, str] | None = None, width: int | None = None
@@ -33,23 +32,23 @@ class SearchDisplay(LiveArea):
         self._stream = stream
         self._said = ""
 
-    def see(self, progress: SearchProgress) -> None:
+    def see(self, search: SearchProgress) -> None:
         """Shows the progress; a closed terminal does not end the search."""
         if self.drawn:
-            self.draw(drawing(progress))
+            self.draw(drawing(search))
             return
-        if progress.latest is not None:
-            terminal.say(self._stream, line(progress, progress.latest))
-        elif progress.stage is SearchStage.settling and stage(progress) != self._said:
-            terminal.say(self._stream, f"{_place(progress)} {stage(progress)}")
-        self._said = stage(progress)
+        if search.latest is not None:
+            terminal.say(self._stream, line(search, search.latest))
+        elif search.stage is SearchStage.settling and stage(search) != self._said:
+            terminal.say(self._stream, f"{_place(search)} {stage(search)}")
+        self._said = stage(search)
 
 
 class SearchReporter(StderrReporter):
     """The reporter of a search."""
 
-    def __init__(self, *, quiet: bool = False) -> None:
-        super().__init__(quiet=quiet)
+    def __init__(self, *, quiet: bool = False, json: bool = False) -> None:
+        super().__init__(quiet=quiet, json=json)
         self._display: SearchDisplay | None = None
 
     def begin(self, title: str) -> None:
@@ -64,20 +63,20 @@ class SearchReporter(StderrReporter):
             self._display.see(state)
 
 
-def stage(progress: SearchProgress) -> str:
+def stage(search: SearchProgress) -> str:
     """Stage of the search as text."""
     words = {
-        SearchStage.analysing: f"analysing {progress.subject}",
+        SearchStage.analysing: f"analysing {search.subject}",
         SearchStage.compiling: "compiling",
-        SearchStage.settling: f"full compile of {progress.subject}",
+        SearchStage.settling: f"full compile of {search.subject}",
     }
-    return words[progress.stage]
+    return words[search.stage]
 
 
-def line(progress: SearchProgress, one: Trial) -> str:
+def line(search: SearchProgress, one: Trial) -> str:
     """Line of a result: ``[ 3/24, 41.2 s] v5e-16 fsdp 16 remat full: 340 ms, 52.1 % MFU, …``."""
-    text = f"{_place(progress)} {one.candidate.name}: {result(one)}"
-    return f"{text}  <- best so far" if one is progress.best else text
+    text = f"{_place(search)} {one.candidate.name}: {result(one)}"
+    return f"{text}  <- best so far" if one is search.best else text
 
 
 def result(one: Trial) -> str:
@@ -95,40 +94,31 @@ def result(one: Trial) -> str:
     return f"{text}; {one.broken}" if one.broken else text
 
 
-def drawing(progress: SearchProgress) -> Group:
+def drawing(search: SearchProgress) -> Group:
     """Lines to redraw."""
-    head = Table.grid(padding=(0, 2))
-    bar = ProgressBar(
-        total=max(progress.of, 1),
-        completed=progress.compiled,
-        width=BAR,
-        complete_style="cyan",
-        finished_style="green",
-    )
-    counted = Text(f"{progress.compiled}", style="bold")
-    counted.append(f" of {progress.of} compiled", "not bold")
-    head.add_row(bar, counted, Text(duration(progress.seconds), style="dim"))
-    busy = list(progress.running)
+    counted = Text(f"{search.compiled}", style="bold")
+    counted.append(f" of {search.of} compiled", "not bold")
+    spent = Text(duration(search.seconds), style="dim")
+    busy = list(search.running)
     if not busy:
-        rows = [_row("now", stage(progress), "dim")]
+        rows = [_row("now", stage(search), "dim")]
     else:
         rows = [
             _row("compiling" if not i else "", name, "dim") for i, name in enumerate(busy[:RUNNING])
         ]
         if len(busy) > RUNNING:
             rows.append(_row("", f"and {len(busy) - RUNNING} more", "dim"))
-    best = progress.best
+    best = search.best
     if best is not None:
         rows.append(_row("best", best.candidate.name, "bold green"))
         rows.append(_row("", result(best), "green"))
-    return Group(head, *rows)
+    return Group(progress.bar(search.compiled, search.of, counted, spent), *rows)
 
 
-def _place(progress: SearchProgress) -> str:
-    width = len(str(progress.of))
-    return f"[{progress.compiled:>{width}}/{progress.of}, {duration(progress.seconds)}]"
+def _place(search: SearchProgress) -> str:
+    width = len(str(search.of))
+    return f"[{search.compiled:>{width}}/{search.of}, {duration(search.seconds)}]"
 
 
 def _row(name: str, text: str, style: str) -> Text:
-    line = Text(f"{name:<11}", style="dim", overflow="ellipsis", no_wrap=True)
-    return line.append(terminal.printable(text), f"not dim {style}" if style != "dim" else "dim")
+    return progress.row(name, text, style, columns=NAMES)

@@ -16,8 +16,8 @@ from systolic.planning.plan import CompileDepth, Plan, SearchStop, Trial, reason
 from systolic.planning.space import RefusalRule, Refused
 from systolic.planning.wall import Wall
 from systolic.report import figures
+from systolic.report.figures import Tone, Verdict
 from systolic.report.forecast import readings
-from systolic.report.verdict import Tone, Verdict
 
 PLAN = "plan.json"
 """File name in commands where no plan was written."""

@@ -9,7 +9,7 @@ from systolic.core.units import dollars, duration, plural
 from systolic.forecasting.demand import ASSUMED
 from systolic.planning.goal import priced
 from systolic.planning.serving import DIR, ServingCandidate, ServingPlan
-from systolic.report.printing import print_lines
+from systolic.report.terminal import print_lines
 
 WIDTH = 120
 REJECTED = 6

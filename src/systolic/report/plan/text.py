@@ -10,11 +10,11 @@ from rich.text import Text
 from systolic.planning.objective import Objective
 from systolic.planning.plan import Plan
 from systolic.report import figures, terminal
+from systolic.report.figures import TONE_COLOURS
 from systolic.report.plan import readings
 from systolic.report.plan.notes import notes
 from systolic.report.plan.readings import RankingRow
-from systolic.report.printing import print_lines
-from systolic.report.verdict import COLOURS
+from systolic.report.terminal import print_lines
 
 MAX_WIDTH = 120
 ROWS = 8
@@ -54,7 +54,7 @@ def print_plan(
 def lines(plan: Plan, path: Path | None, width: int) -> list[Text]:
     """Lines of the screen, ``width`` columns wide; commands are never cut."""
     verdict = readings.verdict(plan)
-    colour = COLOURS[verdict.tone]
+    colour = TONE_COLOURS[verdict.tone]
     head = Text(f"{plan.facts.job.name}: {readings.work(plan)}  ", style="bold")
     head.append(f" {verdict.word} ", f"bold reverse {colour}")
     shown = [head, *_wrapped(verdict.sentence, width, f"bold {colour}")]

@@ -2,15 +2,16 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from systolic.chips import Slice
 from systolic.job import Axis, Layout
+from systolic.report import charts
+from systolic.report.charts import COLOURS, Cell, Mesh
 from systolic.sim.network import default_places
 
-COLOURS = 9
-"""Most groups that all get a colour; of more the first few get one, the others are grey."""
 FEW = 4
+"""Groups with a colour where there are more than :data:`COLOURS`."""
 SMALL = 256
 """Most chips drawn with their places; in larger slices neighbours of a group are one block."""
 SLICES = 2
@@ -20,26 +21,10 @@ WIDTH = 480.0
 LARGEST_CELL = 34.0
 LEGIBLE = 17.0
 """Width of a device from which its index is written on it."""
-GAP = 0.12
-"""Gap between single chips, as a share of a cell."""
 PLANE_GAP = 0.7
 """Gap between the planes of a 3D torus, as a share of a cell."""
 
 Place = Sequence[int]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cell:
-    """Device, or a block of neighbours of one group."""
-
-    x: float
-    y: float
-    width: float
-    height: float
-    colour: int
-    text: str
-    label: str = ""
-    """Its index along the axis."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,11 +36,12 @@ class Drawing:
     groups: int
     coloured: int
     """The groups that have a colour."""
-    width: float
-    height: float
-    cells: Sequence[Cell]
-    planes: Sequence[tuple[float, float, str]]
-    """Positions of the planes' names."""
+    mesh: Mesh
+
+    @property
+    def cells(self) -> Sequence[Cell]:
+        """Devices, or blocks of neighbours of one group, labelled with their index along the axis."""
+        return self.mesh.cells
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,7 +116,7 @@ def _drawing(
     groups: dict[tuple[int, ...], int] = {}
     total = math.prod(sizes) // sizes[at]
     most = total if total <= COLOURS else FEW
-    found = []
+    cells = []
     for device in devices:
         rest = (*device.mesh[:at], *device.mesh[at + 1 :])
         group = groups.setdefault(rest, len(groups))
@@ -146,7 +132,7 @@ def _drawing(
             text=_text(device, sizes, cores),
             label=str(device.mesh[at]) if width >= LEGIBLE else "",
         )
-        found.append(spot)
+        cells.append(spot)
     small = on.num_chips // on.num_slices <= SMALL
     rows = math.ceil(len(planes) / across)
     return Drawing(
@@ -154,10 +140,13 @@ def _drawing(
         size=sizes[at],
         groups=total,
         coloured=most,
-        width=round(across * x * cell + (across - 1) * PLANE_GAP * cell, 2),
-        height=round(rows * step_y, 2),
-        cells=[_spaced(one, cell) for one in found] if small else _merged(found),
-        planes=names,
+        mesh=Mesh(
+            title=f"Groups of the axis {axis.value} on the chips",
+            width=round(across * x * cell + (across - 1) * PLANE_GAP * cell, 2),
+            height=round(rows * step_y, 2),
+            cells=charts.separated(cells, cell) if small else charts.merged(cells),
+            planes=names,
+        ),
     )
 
 
@@ -168,11 +157,11 @@ def _columns(planes: int) -> int:
 
 
 def _unravelled(index: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    found = []
+    indices = []
     for size in reversed(sizes):
         index, rest = divmod(index, size)
-        found.append(rest)
-    return tuple(reversed(found))
+        indices.append(rest)
+    return tuple(reversed(indices))
 
 
 def _text(device: _Device, sizes: tuple[int, ...], cores: int) -> str:
@@ -186,37 +175,3 @@ def _text(device: _Device, sizes: tuple[int, ...], cores: int) -> str:
         if size > 1
     ]
     return f"{where}: {', '.join(along)}"
-
-
-def _spaced(one: Cell, cell: float) -> Cell:
-    gap = GAP * cell
-    return replace(
-        one,
-        x=round(one.x + gap / 2, 2),
-        y=round(one.y + gap / 2, 2),
-        width=round(one.width - gap, 2),
-        height=round(one.height - gap, 2),
-    )
-
-
-def _merged(cells: Sequence[Cell]) -> list[Cell]:
-    """Merges neighbours of a colour along rows or columns, whichever leaves fewer, to keep large pages small."""
-    flipped = [_flipped(one) for one in cells]
-    by_row, by_column = _joined(cells), _joined(flipped)
-    return by_row if len(by_row) <= len(by_column) else [_flipped(one) for one in by_column]
-
-
-def _joined(cells: Sequence[Cell]) -> list[Cell]:
-    found: list[Cell] = []
-    for one in sorted(cells, key=lambda cell: (cell.y, cell.x)):
-        last = found[-1] if found else one
-        touches = last.y == one.y and abs(last.x + last.width - one.x) < 1e-6
-        if found and touches and last.colour == one.colour:
-            found[-1] = replace(last, width=last.width + one.width)
-        else:
-            found.append(replace(one, text="", label=""))
-    return found
-
-
-def _flipped(one: Cell) -> Cell:
-    return replace(one, x=one.y, y=one.x, width=one.height, height=one.width)

@@ -19,16 +19,6 @@ if TYPE_CHECKING:
     from systolic.report.run.screen import Screen
 
 
-class Quiet:
-    """A watcher that shows nothing, for ``--json``."""
-
-    def see(self, record: dict[str, Any]) -> None:
-        """Does nothing."""
-
-    def close(self) -> None:
-        """Does nothing."""
-
-
 class Live:
     """A watcher that draws the run on a terminal, or prints plain lines where it cannot draw.
 

@@ -3,16 +3,17 @@
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from systolic.artifact.record import Record, RunRecord, load_run
 from systolic.core.files import write_atomically
-from systolic.report import curves, figures
+from systolic.report import charts, figures
+from systolic.report.charts import BarPart, Lane, LaneChart, LaneSpan, PlotAxis
 from systolic.report.pages import Tile, fill, is_even
-from systolic.report.run import charts, plain, readings
+from systolic.report.run import curves, plain, readings
 from systolic.report.run.verdict import commands, judge
 from systolic.report.terminal import printable
 
@@ -32,25 +33,6 @@ _LANES = {
     "checkpoint": ("checkpoint",),
     "trouble": ("bad_step", "skip", "lost", "stop", "interrupt", "skipped_file"),
 }
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TimeBar:
-    """A bar on the time line, in per cent of the whole."""
-
-    left: float
-    width: float
-    text: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Lane:
-    """The bars of one kind."""
-
-    css: str
-    name: str
-    spans: tuple[TimeBar, ...]
-    num_hidden: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,17 +68,15 @@ def render(run: RunRecord) -> str:
         "lead": verdict.sentence,
         "facts": header_facts(run),
         "tiles": tiles(run),
-        "charts": charts.all_charts(run),
-        "hover": charts.hover_table(run),
-        "shares": readings.shares(run),
+        "figures": curves.all_charts(run),
+        "hover": curves.hover_table(run),
+        "shares": [_part(share) for share in readings.shares(run)],
         "is_measured": run.summary is not None,
         "goodput": readings.goodput(run),
         "wall": readings.wall(run),
         "scope": readings.scope(run),
         "lanes": lanes(run),
         "lead_in": lead_in(run),
-        "time_axis": time_axis(run),
-        "resumes": [round(r / run.seconds * 100, 2) for r in run.resumes] if run.seconds else [],
         "events": [(figures.seconds(e["elapsed"]), plain.event_text(e)) for e in events],
         "num_events": len(run.events),
         "samples": samples(run),
@@ -132,11 +112,11 @@ def header_facts(run: RunRecord) -> list[tuple[str, str]]:
 
 def tiles(run: RunRecord) -> list[Tile]:
     """The key figures: metrics first, then speed, then trouble."""
-    found = [Tile(label=name, value=text) for name, text in readings.metrics(run).items()]
+    shown = [Tile(label=name, value=text) for name, text in readings.metrics(run).items()]
     loss = run.final_loss
     if loss is not None:
         alarming = run.has_diverged or not math.isfinite(loss)
-        found.append(Tile(label="training loss", value=figures.figure(loss), is_alarming=alarming))
+        shown.append(Tile(label="training loss", value=figures.figure(loss), is_alarming=alarming))
     peaks = [b for r in run.train if (b := figures.number(r.get("memory_bytes"))) is not None]
     texts = [
         *readings.speed(run),
@@ -144,23 +124,33 @@ def tiles(run: RunRecord) -> list[Tile]:
         ("goodput", readings.goodput(run)),
         ("peak memory", figures.memory(max(peaks, default=None))),
     ]
-    found += [Tile(label=name, value=text) for name, text in texts if text != figures.MISSING]
+    shown += [Tile(label=name, value=text) for name, text in texts if text != figures.MISSING]
     for name in ("bad_steps", "skipped_files", "recompiles"):
         number = figures.number((run.summary or {}).get(name))
         if number:
             alarming = name != "recompiles"
             label = figures.label(name)
-            found.append(Tile(label=label, value=figures.count(number), is_alarming=alarming))
-    if is_even(len(found)):
-        return found
+            shown.append(Tile(label=label, value=figures.count(number), is_alarming=alarming))
+    if is_even(len(shown)):
+        return shown
     # The heading above the time line has it too; without it the last row is full.
-    return [tile for tile in found if tile.label != "goodput"]
+    return [tile for tile in shown if tile.label != "goodput"]
 
 
-def lanes(run: RunRecord) -> list[Lane]:
-    """The events and evaluations along the time of the run, a lane for each kind."""
+def _part(share: readings.TimeShare) -> BarPart:
+    return BarPart(
+        hue=charts.TIMES[share.kind],
+        name=share.name,
+        share=share.percent / 100,
+        share_text=share.share_text,
+        text=share.seconds_text,
+    )
+
+
+def lanes(run: RunRecord) -> LaneChart | None:
+    """The events and evaluations along the time of the run, a lane for each kind; None without any."""
     if run.seconds <= 0:
-        return []
+        return None
     groups: dict[str, list[tuple[Record, str]]] = {k: [] for k in ("compile", "evaluation")}
     for record in run.evals:
         text = f"step {record.get('step')}: {figures.metrics_text(record.get('metrics') or {})}"
@@ -170,21 +160,25 @@ def lanes(run: RunRecord) -> list[Lane]:
         lane = next((k for k, names in _LANES.items() if name in names), "notes")
         groups.setdefault(lane, []).append((event, plain.event_text(event)))
     order = ("compile", "evaluation", "checkpoint", "notes", "trouble")
-    return [_lane(run, name, groups[name]) for name in order if groups.get(name)]
+    shown = [_lane(run, name, groups[name]) for name in order if groups.get(name)]
+    breaks = [round(seconds / run.seconds * 100, 2) for seconds in run.resumes]
+    return LaneChart(lanes=shown, axis=time_axis(run), breaks=breaks) if shown else None
 
 
 def _lane(run: RunRecord, name: str, records: list[tuple[Record, str]]) -> Lane:
     chosen = records
     if len(records) > MAX_SPANS:
-        chosen = [records[i] for i in curves.evenly(len(records), MAX_SPANS)]
+        chosen = [records[i] for i in charts.evenly(len(records), MAX_SPANS)]
     spans = []
     for record, text in chosen:
         end = record["elapsed"]
         begin = max(end - (figures.number(record.get("seconds")) or 0.0), 0.0)
         left, width = begin / run.seconds * 100, (end - begin) / run.seconds * 100
-        spans.append(TimeBar(left=round(left, 2), width=round(width, 2), text=text))
-    css = {"evaluation": "eval", "notes": "other"}.get(name, name)
-    return Lane(css=css, name=name, spans=tuple(spans), num_hidden=len(records) - len(chosen))
+        spans.append(LaneSpan(left=round(left, 2), width=round(width, 2), text=text))
+    kind = {"evaluation": "eval", "notes": "other"}.get(name, name)
+    return Lane(
+        hue=charts.TIMES[kind], name=name, spans=tuple(spans), num_hidden=len(records) - len(chosen)
+    )
 
 
 def lead_in(run: RunRecord) -> str:
@@ -195,30 +189,28 @@ def lead_in(run: RunRecord) -> str:
     return figures.seconds(before) if before >= 1 else ""
 
 
-def time_axis(run: RunRecord) -> list[tuple[float, str]]:
-    """Ticks of the time line as (per cent, label)."""
-    if run.seconds <= 0:
-        return []
+def time_axis(run: RunRecord) -> PlotAxis:
+    """Axis of the time line in the largest unit that suits it."""
     unit, size = next(
         u for u in (("s", 1), ("min", 60), ("h", 3600)) if run.seconds < 180 * u[1] or u[0] == "h"
     )
-    axis = curves.linear_axis(0.0, run.seconds / size, num_ticks=5)
-    return [(place, f"{text} {unit}") for place, text in axis.percents()]
+    axis = charts.linear_axis(0.0, run.seconds / size, num_ticks=5)
+    return replace(axis, ticks=tuple((value, f"{text} {unit}") for value, text in axis.ticks))
 
 
 def samples(run: RunRecord) -> list[dict[str, str]]:
     """The last samples, newest first: step, prompt and what follows it."""
-    found = []
+    shown = []
     for record in reversed(run.samples[-MAX_SAMPLES:]):
         prompt, text = str(record.get("prompt") or ""), str(record.get("text") or "")
-        found.append(
+        shown.append(
             {
                 "step": figures.count(record.get("step")),
                 "prompt": printable(prompt),
                 "text": _cut(printable(text.removeprefix(prompt)), MAX_SAMPLE_CHARACTERS),
             }
         )
-    return found
+    return shown
 
 
 def job_view(run: RunRecord) -> Record:
@@ -267,15 +259,15 @@ def _cut(text: str, limit: int) -> str:
 
 def notes(run: RunRecord) -> list[str]:
     """Notes about the records: their scope, terms without a chart, damage."""
-    found = []
+    texts = []
     if readings.scope(run):
-        found.append(
+        texts.append(
             f"Times, throughput and goodput are of the {readings.scope(run)}; the charts show all."
         )
-    hidden = charts.hidden_terms(run)
+    hidden = curves.hidden_terms(run)
     if hidden:
-        found.append(f"Without a chart, in metrics.jsonl only: {', '.join(hidden)}.")
-    return [*found, *(f"{damage}." for damage in run.damage)]
+        texts.append(f"Without a chart, in metrics.jsonl only: {', '.join(hidden)}.")
+    return [*texts, *(f"{damage}." for damage in run.damage)]
 
 
 def _date(seconds: float) -> str:

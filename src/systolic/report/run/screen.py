@@ -1,23 +1,20 @@
 """The screen of a training run: a panel redrawn in place, with the log of events above it."""
 
-import contextlib
 import math
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TextIO
 
 from rich import box
-from rich.console import Console, Group, RenderableType
-from rich.live import Live as RichLive
+from rich.console import Group, RenderableType
 from rich.panel import Panel
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from systolic.core.units import plural
 from systolic.report import figures
+from systolic.report.progress import LiveArea, bar
 from systolic.report.run import plain
 from systolic.report.terminal import BoundedCurve, sparkline
 
@@ -53,7 +50,7 @@ class Screen:
     def __init__(
         self, *, stream: TextIO, clock: Callable[[], float], width: int | None = None
     ) -> None:
-        self._console = Console(file=stream, force_terminal=True, width=width, highlight=False)
+        self._area = LiveArea(stream, width=width, drawn=True)
         self._clock = clock
         self._noting = threading.Lock()
         self._drawing = threading.Lock()
@@ -65,8 +62,6 @@ class Screen:
         self._curves = {name: BoundedCurve() for name in _CURVES}
         self._lines: list[Text] = []
         self._unsaid = 0
-        self._live: RichLive | None = None
-        self._closed = False
         self.has_news = False
         """Whether a record came since the last drawing."""
 
@@ -105,7 +100,7 @@ class Screen:
                 curves={name: list(curve.values) for name, curve in self._curves.items()},
             )
             self.has_news = False
-        return panel(frame, self._clock(), self._console.width)
+        return panel(frame, self._clock(), self._area.width)
 
     def take_lines(self) -> list[Text]:
         """Returns the new lines of the log, once; the last counts those without room."""
@@ -118,17 +113,15 @@ class Screen:
     def draw(self) -> None:
         """Prints the new lines of the log and redraws the panel."""
         with self._drawing:
-            if not self._closed:
-                self._show(self.take_lines(), self.panel())
+            self._area.draw(self.panel(), self.take_lines())
 
     def close(self) -> None:
         """Prints the rest of the log and removes the panel; the final summary follows on stdout."""
         with self._drawing:
-            if not self._closed:
-                lines = self.take_lines()
-                if self._live is not None or lines:
-                    self._show(lines, Text(""))
-                self._stop()
+            lines = self.take_lines()
+            if self._area.is_begun or lines:
+                self._area.draw(Text(""), lines)
+            self._area.close()
 
     def _note_train(self, record: dict[str, Any]) -> None:
         self._latest = record
@@ -143,38 +136,6 @@ class Screen:
         for name, value in values.items():
             if value is not None:
                 self._curves[name].add(value)
-
-    def _show(self, lines: list[Text], drawing: RenderableType) -> None:
-        """Draws; a closed terminal is ignored, it must not end a run."""
-        try:
-            live = self._started(drawing)
-            live.update(drawing, refresh=not lines)
-            if lines:  # a print draws the panel again below it: one print for all of them
-                self._console.print(Group(*lines))
-        except (OSError, ValueError):
-            self._stop()
-
-    def _stop(self) -> None:
-        self._closed = True
-        if self._live is not None:
-            with contextlib.suppress(OSError, ValueError):
-                self._live.stop()
-
-    def _started(self, drawing: RenderableType) -> RichLive:
-        if self._live is None:
-            is_stderr = self._console.file is sys.stderr
-            self._live = RichLive(
-                drawing,
-                console=self._console,
-                auto_refresh=False,
-                transient=True,
-                # Only where both share the terminal: a print must not break the panel, and what
-                # is piped away must stay in the pipe.
-                redirect_stdout=is_stderr and sys.stdout.isatty(),
-                redirect_stderr=is_stderr,
-            )
-            self._live.start()
-        return self._live
 
 
 def panel(frame: Frame, now: float, width: int) -> Panel:
@@ -263,18 +224,7 @@ def _progress(frame: Frame, now: float, width: int) -> Table:
         left = figures.seconds(eta - (now - frame.latest_at))
         words.append(f"  {left} left", style="cyan")
     words.append(f"  {figures.seconds(now - frame.began)} so far", style="dim")
-    bar = ProgressBar(
-        total=steps or 1,
-        completed=step,
-        width=max(10, width - 8 - len(words.plain)),
-        complete_style="cyan",
-        finished_style="green",
-    )
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_row(bar, words)
-    return table
+    return bar(step, steps or 1, words, columns=max(10, width - 8 - len(words.plain)))
 
 
 def _style(record: Mapping[str, Any]) -> str:

@@ -16,10 +16,10 @@ from rich.text import Text
 from systolic.artifact.objects import origin
 from systolic.artifact.record import RunRecord, load_run, loss_of
 from systolic.report import figures, terminal
+from systolic.report.figures import TONE_COLOURS
 from systolic.report.run import readings
 from systolic.report.run.page import NAME
 from systolic.report.run.verdict import judge
-from systolic.report.verdict import COLOURS
 
 SAMPLE_LINES = 8
 SAMPLE_CHARACTERS = 600
@@ -145,7 +145,7 @@ def print_panel(run: RunRecord, console: Console) -> None:
             Text(""),
             Panel(Text(sample), title=title, title_align="left", border_style="dim"),
         ]
-    colour = COLOURS[verdict.tone]
+    colour = TONE_COLOURS[verdict.tone]
     console.print(
         Panel(
             Group(*parts),

@@ -10,7 +10,7 @@ from systolic.core.units import dollars
 from systolic.job import Mode
 from systolic.report import figures
 from systolic.report.pages import Tile, fill
-from systolic.report.tune import charts, readings
+from systolic.report.tune import plots, readings
 from systolic.tuning.results import StudyResult, TrialRow
 
 NAME = "report.html"
@@ -33,8 +33,9 @@ def render(study: StudyResult, folder: Path) -> str:
     """The page's HTML."""
     verdict = readings.verdict(study)
     hint = "" if study.repeats else readings.luck(study)
-    history = charts.history(study)
-    slices = charts.slices(study)
+    history = plots.history(study)
+    slices = plots.slices(study)
+    fronts = plots.front(study)
     page = {
         "heading": f"{study.recipe}: {figures.plural(study.total, 'trial')}",
         "verdict": verdict,
@@ -45,15 +46,16 @@ def render(study: StudyResult, folder: Path) -> str:
         "repeats": study.repeats,
         "chart": history,
         "slices": slices,
-        "outliers": charts.outliers(study),
-        "has_early": any(dot.css == "broken" for one in slices for dot in one.chart.dots),
-        "fronts": charts.front(study),
+        "fronts": fronts,
+        "chart_legend": plots.legend(study, [history] if history else []),
+        "slices_legend": plots.legend(study, slices),
+        "front_legend": plots.legend(study, [], "on the Pareto front"),
         "importance": list(study.importance.items()),
         "whole_percent": readings.whole_percent,
         "spreads": readings.spreads(study),
         "edges": readings.edges(study),
         "plural": figures.plural,
-        "coordinates": charts.coordinates(study),
+        "coordinates": plots.coordinates(study),
         "names": [one.name for one in study.searched],
         "aims": [aim.name for aim in study.aims],
         "label": figures.label,

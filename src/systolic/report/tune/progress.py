@@ -6,19 +6,18 @@ from collections.abc import Mapping
 from typing import TextIO
 
 from rich.console import Group
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
 from systolic.core.units import duration, plural
-from systolic.report import terminal
-from systolic.report.area import LiveArea
+from systolic.report import progress, terminal
+from systolic.report.progress import LiveArea
 from systolic.report.tune import readings
 from systolic.tuning.results import StudyResult, TrialRow
 
 RUNNING = 6
 """Most running trials that are listed."""
-BAR = 24
+NAMES = 9
+"""Columns of the names of rows."""
 
 
 class StudyDisplay(LiveArea):
@@ -97,17 +96,9 @@ def line(study: StudyResult, row: TrialRow, spent: str) -> str:
 
 def drawing(study: StudyResult, spent: str) -> Group:
     """Lines to redraw."""
-    head = Table.grid(padding=(0, 2))
-    bar = ProgressBar(
-        total=max(study.total, 1),
-        completed=study.finished,
-        width=BAR,
-        complete_style="cyan",
-        finished_style="green",
-    )
     counted = Text(f"{study.finished}", style="bold")
     counted.append(f" of {plural(study.total, 'trial')}", "not bold")
-    head.add_row(bar, counted, Text(spent, style="dim"))
+    head = progress.bar(study.finished, study.total, counted, Text(spent, style="dim"))
     rows = [_row("", readings.counted(study), "dim")]
     running = [row for row in study.rows if row.state == "running"]
     for place, row in enumerate(running[:RUNNING]):
@@ -128,5 +119,4 @@ def drawing(study: StudyResult, spent: str) -> Group:
 
 
 def _row(name: str, text: str, style: str) -> Text:
-    line = Text(f"{name:<9}", style="dim", overflow="ellipsis", no_wrap=True)
-    return line.append(terminal.printable(text), f"not dim {style}" if style != "dim" else "dim")
+    return progress.row(name, text, style, columns=NAMES)

@@ -7,7 +7,7 @@ from typing import Any
 
 from systolic.core.units import dollars, si
 from systolic.report import figures
-from systolic.report.verdict import Tone, Verdict
+from systolic.report.figures import Tone, Verdict
 from systolic.tuning.results import StudyResult, TrialRow
 
 STATES = ("done", "stopped early", "refused", "failed", "running", "waiting")

@@ -4,9 +4,9 @@ from rich.text import Text
 
 from systolic.core.units import dollars
 from systolic.report import figures
-from systolic.report.printing import print_lines
+from systolic.report.figures import TONE_COLOURS
+from systolic.report.terminal import print_lines
 from systolic.report.tune import readings
-from systolic.report.verdict import COLOURS
 from systolic.tuning.results import StudyResult
 
 WIDEST = 160
@@ -24,7 +24,7 @@ def print_study(study: StudyResult) -> None:
 def lines(study: StudyResult) -> list[Text]:
     """Lines of the results."""
     verdict = readings.verdict(study)
-    head = Text(f"{study.recipe}: ", style="bold").append(verdict.word, COLOURS[verdict.tone])
+    head = Text(f"{study.recipe}: ", style="bold").append(verdict.word, TONE_COLOURS[verdict.tone])
     found = [head, Text(verdict.sentence)]
     if study.rows:
         found.append(_row("trials", readings.counted(study)))

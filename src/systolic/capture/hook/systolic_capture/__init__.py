@@ -7,7 +7,6 @@ its functions as jitted ones. ``calls``: the calls, and which of them are a step
 """
 
 import importlib
-import importlib.abc
 import importlib.machinery
 import os
 import sys
@@ -29,7 +28,8 @@ PATCHES = {
 """Modules of jax that are changed as soon as they are imported, before others take names from them."""
 
 
-class _Loader(importlib.abc.Loader):
+# Neither is a class of importlib.abc, whose import takes longer than that of all else here.
+class _Loader:
     def __init__(self, loader, patch):
         self._loader, self._patch = loader, patch
 
@@ -44,7 +44,7 @@ class _Loader(importlib.abc.Loader):
         return getattr(self._loader, name)
 
 
-class _Finder(importlib.abc.MetaPathFinder):
+class _Finder:
     def find_spec(self, name, path=None, target=None):
         if name not in PATCHES:
             return None
@@ -61,7 +61,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             )
         module, function = PATCHES[name]
         patch = getattr(importlib.import_module(f"systolic_capture.{module}"), function)
-        spec.loader = _Loader(spec.loader, patch)
+        spec.loader = _Loader(spec.loader, patch)  # ty: ignore[invalid-assignment]
         return spec
 
 

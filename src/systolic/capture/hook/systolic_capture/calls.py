@@ -8,7 +8,7 @@ import threading
 import time
 from typing import Any
 
-from systolic_capture import arrays, bridge, dispatch, flops, report, shardings
+from systolic_capture import arrays, bridge, dispatch, flops, memory, report, shardings, steps
 
 SURE_CALLS = 40
 """Calls after which a repeated sequence is taken for the step, whatever the time."""
@@ -18,12 +18,8 @@ UNCHANGED_CALLS, UNCHANGED_SECONDS = 600, 20.0
 """The same where calls have large arguments that stay the same: a step may gather gradients of several batches before it
 changes the weights."""
 
-SAME = 0.05
-"""Share of the bytes of a call's arguments that the call before had too: above it they are taken for weights that stayed."""
-BESIDE = 0.1
-"""Share of a repeated sequence's FLOPs: below it, what is beside steps within the sequence is no part of them."""
-LONGEST = 300
-"""Most calls of a step."""
+LARGEST = 12
+"""Arrays beside a step that are named."""
 
 _lock = threading.RLock()
 _known = {}
@@ -32,6 +28,8 @@ _operations = {}
 _state: dict[str, Any] = {"ended": False, "error": "", "ours": False}
 notes = []
 """What the answer says beside."""
+cautions = []
+"""What it says before all others."""
 
 
 class Call:
@@ -45,8 +43,9 @@ class Call:
         self.params = dict(params)
         self.mesh = dispatch.context_mesh()
         self.args = [self._kept(one) for one in args]
+        self.given = list(args)
         self._hoist(body)
-        self.ids, self.links = arrays.serials(args), arrays.links(args)
+        _take(self, args, body.consts)
         self.key = (
             self.name,
             self.source,
@@ -57,16 +56,16 @@ class Call:
         self.eqns = len(body.jaxpr.eqns)
 
     def _kept(self, value):
-        """An argument without its data."""
+        """An argument without its data and memory."""
         if arrays.is_slice_array(value):
-            return value
-        return arrays.array_class()(dispatch.aval_of(value), dispatch.first_device(), False)
+            return value.without_memory()
+        return _of_host(value)
 
     def _constant(self, value):
         """An array that the function refers to: on one device it goes wherever the call does."""
         if arrays.is_slice_array(value) and len(value.sharding.device_set) > 1:
-            return value
-        return arrays.array_class()(dispatch.aval_of(value), dispatch.first_device(), False)
+            return value.without_memory()
+        return _of_host(value)
 
     def _hoist(self, body):
         """Makes arguments of arrays on the slice that the function refers to."""
@@ -79,6 +78,7 @@ class Call:
             partial_eval.convert_constvars_jaxpr(body.jaxpr)
         )
         self.args = [self._constant(one) for one in body.consts] + self.args
+        self.given = [*body.consts, *self.given]
         unspecified = _unspecified()
         for name, filler in (
             ("in_shardings", unspecified),
@@ -98,6 +98,11 @@ class Call:
         """Whether some of them are in loops of unknown length, counted once."""
         return flops.in_open_loops(shardings.inner(self.params["jaxpr"]).jaxpr)
 
+    @property
+    def open_loops(self):
+        """Loops of unknown length with matmuls."""
+        return flops.open_loops(shardings.inner(self.params["jaxpr"]).jaxpr)
+
     def results(self):
         """The results in shape alone."""
         avals = shardings.inner(self.params["jaxpr"]).outvars_avals()
@@ -109,10 +114,31 @@ class Call:
                 self.args, self.params, self.mesh, dispatch.first_device, self._chosen
             )
         self.places = places
+        body = shardings.inner(self.params["jaxpr"]).jaxpr
         return [
-            dispatch.stand_in(shardings.placed(aval, where[0]), *where)
-            for aval, where in zip(avals, places, strict=True)
+            dispatch.stand_in(
+                shardings.placed(aval, where[0]), *where, buffer=self._forwarded(var, where[0])
+            )
+            for var, aval, where in zip(body.outvars, avals, places, strict=True)
         ]
+
+    def _forwarded(self, var, where):
+        """The buffer of the argument that a result is, which jax gives as it is; None of a result that is computed."""
+        body = shardings.inner(self.params["jaxpr"]).jaxpr
+        index = next((n for n, one in enumerate(body.invars) if one is var), None)
+        donated = self.params.get("donated_invars")
+        if index is None or index >= len(self.given) or (donated and donated[index]):
+            return None
+        value = self.given[index]
+        same = arrays.is_slice_array(value) and value.sharding == where
+        return value.buffer or None if same else None
+
+    def donate(self):
+        """Frees the memory of the arguments that it donates."""
+        for value, gone in zip(self.given, self.params.get("donated_invars") or (), strict=False):
+            if gone and arrays.is_slice_array(value) and value.buffer:
+                value.buffer.free()
+        self.given = []
 
     def _chosen(self):
         """Shardings of the results that the compiler chooses; None where it fails."""
@@ -143,6 +169,21 @@ class Call:
         )
 
 
+def _take(call, args, consts=()):
+    """Notes what a call takes, and what the program holds beside that."""
+    call.ids, call.links = arrays.serials(args), arrays.links(args)
+    taken = list(filter(arrays.is_slice_array, [*args, *consts]))
+    call.held = {} if call.own else memory.beside(taken)
+    call.taken = {one.buffer.number for one in taken if one.buffer}
+
+
+def _of_host(value):
+    """Stands for an argument from the host."""
+    return arrays.array_class()(
+        dispatch.aval_of(value), dispatch.first_device(), False, buffer=False
+    )
+
+
 def _least_effort():
     """Options of the quickest compile; jax 0.11 took the finer one away."""
     from jax._src import config
@@ -162,17 +203,21 @@ class Lowered:
     """A program that the program under capture lowered and compiled itself."""
 
     own = False
-    flops_are_least = True  # its body is gone
+    flops_are_least, open_loops = True, ()  # its body is gone
 
     def __init__(self, lowered, options):
         lowering = lowered._lowering
         self.name = str(getattr(lowering, "_name", "program"))
         self.source, self.options = "", dict(options or {})
         self._lowering, self.args, self.ids = lowering, [], []
-        self.links = arrays.links([])
+        self.links, self.held, self.taken = arrays.links([]), {}, frozenset()
         self.key = ("lowered", id(lowering))
         self.flops, self.eqns = 0.0, 0
         self.places = None
+
+    def take(self, args):
+        """Notes the arguments of a call of it."""
+        _take(self, args)
 
     def lower(self):
         """As it is."""
@@ -239,19 +284,6 @@ def _is_ours(trace):
     return os.path.dirname(trace.tb_frame.f_code.co_filename) == os.path.dirname(__file__)
 
 
-def _is_alike(before, now, constant):
-    """Whether a call has, by bytes, large arrays that the call before had and that are not constant."""
-    known = {serial for serial, _ in before} - constant
-    same = sum(size for serial, size in now if serial in known)
-    return same > SAME * sum(size for _, size in now)
-
-
-def _is_unchanged(length, end, constant=frozenset()):
-    """Whether a call of the repeated sequence that ends there has large arguments of the one before it."""
-    now, before = _sequence[end - length : end], _sequence[end - 2 * length : end - length]
-    return any(_is_alike(b[2], a[2], constant) for a, b in zip(now, before, strict=True))
-
-
 def record(call):
     """Adds a call to the sequence, and ends the program when its step is known; returns its number, None of jax's own."""
     if call.own:
@@ -265,7 +297,7 @@ def record(call):
         now = time.monotonic()
         if not _sequence:
             report.say(stage="running until a step repeats")
-        _sequence.append((known, now, call.ids, sum(_operations.values()), call.links))
+        _sequence.append(steps.Entry(known, now, sum(_operations.values()), call))
         if (found := _settled(now)) is not None:
             _state["ended"] = True
     if found is not None:
@@ -276,17 +308,17 @@ def record(call):
 
 
 def _settled(now):
-    """The calls of a step once they have repeated for long enough; None before."""
-    period = _period()
-    if period is None:
+    """The step once it has repeated for long enough; None before."""
+    length = steps.period(_sequence)
+    if length is None:
         return None
-    chosen = report.request().get("step")
-    step = [entry[0] for entry in _sequence[-period:]]
-    if not any(one.name == chosen for one in step) if chosen else not _is_linked(period):
+    chosen, end = report.request().get("step"), len(_sequence)
+    if not (_has(_sequence[-length:], chosen) if chosen else steps.is_linked(_sequence, length)):
         return None
-    repeats = _sequence[-min(len(_sequence), _repeats(period) * period) :]
-    waited = now - repeats[0][1]
-    unchanged = _is_unchanged(period, len(_sequence))
+    repeats = _sequence[-min(end, steps.repeats(_sequence, length) * length) :]
+    waited = now - repeats[0].at
+    last = range(end - length, end)
+    unchanged = steps.is_unchanged(_sequence, last, [n - length for n in last])
     most_calls = UNCHANGED_CALLS if unchanged else SURE_CALLS
     most_seconds = UNCHANGED_SECONDS if unchanged else SURE_SECONDS
     if len(repeats) < 3 or (len(repeats) < most_calls and waited < most_seconds):
@@ -296,96 +328,130 @@ def _settled(now):
             "the large arguments of the step stayed the same from one to the next: of a program that gathers gradients of many batches, "
             "this is one of them; --step takes another function"
         )
-    return step if chosen else _within(step)
+    return _within(length)
 
 
-def _within(step):
-    """The steps inside of a repeated sequence that has little beside them, as of a log after each ten; else the sequence."""
-    total, end = sum(one.flops for one in step), len(_sequence)
-    # What the sequence before had too does not change with a step: a batch that is used again.
-    before = _sequence[end - 2 * len(step) : end - len(step)]
-    constant = {serial for entry in before for serial, _ in entry[2]}
-    for length in range(1, len(step) // 3 + 1):
-        for last in range(end, end - len(step) + 3 * length - 1, -1):
-            inner = [entry[0] for entry in _sequence[last - length : last]]
-            times = _repeats(length, last)
-            beside = total - min(times, len(step) // length) * sum(one.flops for one in inner)
-            if (
-                times < 3
-                or not total
-                or beside > BESIDE * total
-                or _is_unchanged(length, last, constant)
-            ):
-                continue
-            skipped = len(step) - min(times, len(step) // length) * length
-            note(f"{skipped} calls beside each {times} steps are not counted")
-            return inner
+def _has(entries, name):
+    return any(entry.call.name == name for entry in entries)
+
+
+def _within(length):
+    """The step in a repeated sequence of that length."""
+    chosen = report.request().get("step")
+    step = steps.within(_sequence, length)
+    if chosen and not _has([_sequence[n] for n in step.numbers], chosen):
+        return steps.CalledStep(range(len(_sequence) - length, len(_sequence)))
+    if step.evaluations:
+        note(
+            f"{', '.join(sorted(step.evaluations))} was called again and again on what the step makes, and makes nothing for it: it is taken for an evaluation, which the step leaves out; --step takes it for the step"
+        )
+    if step.skipped:
+        note(f"{step.skipped} calls beside each {step.times} steps are not counted")
     return step
 
 
-def _period():
-    """Length of the shortest sequence of calls that the last ones repeat; None without one."""
-    keys = [entry[0].key for entry in _sequence[-2 * LONGEST :]]
-    for length in range(1, len(keys) // 2 + 1):
-        if (length == 1 and len(keys) < 3) or keys[-1] is not keys[-1 - length]:
-            continue
-        if keys[-length:] == keys[-2 * length : -length]:
-            return length
-    return None
+def entries_of(step):
+    """The recorded calls of a step; one that was never called stands for itself."""
+    if step.numbers:
+        return [_sequence[n] for n in step.numbers]
+    return [steps.Entry(step.call, 0.0, 0, step.call)]
 
 
-def _is_linked(length):
-    """Whether the last of the repeated sequences takes what the one before made or took: not so where the same function
-    initializes one array after the other."""
-    now, before = _sequence[-length:], _sequence[-2 * length : -length]
-    start = len(_sequence) - 2 * length
-    if any(start <= born < start + length for entry in now for born in entry[4][1]):
-        return True
-    taken = frozenset().union(*(entry[4][0] for entry in before))
-    return any(taken & entry[4][0] for entry in now)
+def entry(number):
+    """A recorded call."""
+    return _sequence[number]
 
 
-def _repeats(length, end=None):
-    """How often the last calls before ``end`` repeat."""
-    keys = [entry[0].key for entry in _sequence[:end]]
-    times = 1
-    while keys[-(times + 1) * length : -times * length or None] == keys[-length:]:
-        times += 1
-    return times
+def order(step, kinds):
+    """The calls of a step in their order: which of ``kinds``, and the calls that it waits for, as place in the step and steps back."""
+    places = {number: place for place, number in enumerate(step.numbers)}
+    keys = {_sequence[number].call.key: place for number, place in places.items()}
+    index = {call.key: n for n, call in enumerate(kinds)}
+    found = []
+    for number in step.numbers:
+        now = _sequence[number]
+        after = set()
+        for born in now.links[1]:
+            if born in places:
+                after.add((places[born], 0))
+            elif born >= 0 and _sequence[born].call.key in keys:
+                after.add((keys[_sequence[born].call.key], 1))
+        found.append({"program": index[now.call.key], "after": sorted(after)})
+    return found
+
+
+def largest_held(step):
+    """The largest arrays that the program holds beside those of a step, with the function that made each."""
+    if not step.numbers:
+        return []
+    first, taken = step.numbers[0], set()
+    for number in range(first, len(_sequence)):
+        taken |= _sequence[number].taken
+    found = [one for one in memory.largest(LARGEST, taken) if one["born"] < first]
+    for one in found:
+        born = one.pop("born")
+        one["made_by"] = _sequence[born].call.name if 0 <= born < len(_sequence) else ""
+    return found
 
 
 def operations_in(step):
     """Operations outside of jit between two steps."""
-    length = len(step)
+    length = len(step.numbers)
     if len(_sequence) <= length:
         return 0
-    return _sequence[-1][3] - _sequence[-1 - length][3]
+    return _sequence[-1].operations - _sequence[-1 - length].operations
 
 
 def counts():
     """Calls by program, in the order of their first."""
     found = {}
     for entry in _sequence:
-        found[entry[0].key] = found.get(entry[0].key, 0) + 1
+        found[entry.call.key] = found.get(entry.call.key, 0) + 1
     return {key: (_known[key], found.get(key, 0)) for key in _known}
 
 
 def _best():
-    """The step of a program that ended, or was stopped, before one was sure."""
+    """The step of a program that ended, or was stopped, before one was sure; None of one that called nothing."""
     chosen = report.request().get("step")
     tallied = list(counts().values())
     if chosen:
         tallied = [one for one in tallied if one[0].name == chosen]
-        return [tallied[0][0]] if tallied else []
-    if (period := _period()) is not None and _is_linked(period):
-        return _within([entry[0] for entry in _sequence[-period:]])
+        return _one(tallied[0][0]) if tallied else None
+    if (length := steps.period(_sequence)) is not None and steps.is_linked(_sequence, length):
+        return _within(length)
     repeated = [one for one in tallied if one[1] > 1]
     if repeated:
-        return [max(repeated, key=lambda one: (one[1] * one[0].flops, one[1]))[0]]
+        taken, times = max(repeated, key=lambda one: (one[1] * one[0].flops, one[1]))
+        if not _follows(taken):
+            cautions.append(
+                f"no step is known: no call takes what an earlier call of its kind made or took; {taken.name}, called {times} times, is taken for it; "
+                "let the program do three steps or more, or choose with --step NAME"
+            )
+        return _one(taken)
     if not tallied:
-        return []
-    note("no jitted call was made twice: the one with the most FLOPs is taken for the step")
-    return [max(tallied, key=lambda one: (one[0].flops, one[0].eqns))[0]]
+        return None
+    taken = max(tallied, key=lambda one: (one[0].flops, one[0].eqns))[0]
+    others = sorted({one.name for one, _ in tallied} - {taken.name})
+    beside = f" of {', '.join([taken.name, *others])}" if others else ""
+    cautions.append(
+        f"the program repeated no jitted call, and no step is known: {taken.name}, the call with the most FLOPs{beside}, is taken for it; "
+        "let the program do three steps or more, or choose with --step NAME"
+    )
+    return _one(taken)
+
+
+def _follows(call):
+    """Whether calls of a kind take what others of it made or took."""
+    own = {n: entry for n, entry in enumerate(_sequence) if entry.call is call}
+    taken = [serial for entry in own.values() for serial in entry.links[0]]
+    made = any(born in own for entry in own.values() for born in entry.links[1])
+    return made or len(set(taken)) < len(taken)
+
+
+def _one(call):
+    """A step of one call, the last of its kind."""
+    numbers = [n for n, entry in enumerate(_sequence) if entry.call is call]
+    return steps.CalledStep(numbers[-1:], call=call)
 
 
 def _finish(ended):
@@ -394,8 +460,8 @@ def _finish(ended):
             return
         _state["ended"] = True
         error = _state["error"]
-        known = _period() is not None or report.request().get("step")
-        step = _best() if known or not error else []
+        known = steps.period(_sequence) is not None or report.request().get("step")
+        step = _best() if known or not error else None
         names = sorted({one.name for one, _ in counts().values()})
         if error and not step:
             report.say(program_failed=error, ours=_state["ours"], called=names)

@@ -1,5 +1,7 @@
 """What ``jitted.lower(...).compile()`` gives the program; imported once jax is there."""
 
+import functools
+
 import jax
 from jax._src import core
 
@@ -7,10 +9,10 @@ from systolic_capture import arrays, bridge, calls, dispatch, report, shardings
 
 
 class CapturedCompiled:
-    """Stands for ``jax.stages.Compiled``: nothing is compiled yet, and its calls are recorded."""
+    """Stands for ``jax.stages.Compiled``: its calls are recorded, and it is compiled once its analyses are asked for."""
 
-    def __init__(self, lowered, options):
-        self._lowered = lowered
+    def __init__(self, lowered, options, compile):
+        self._lowered, self._compile = lowered, compile
         self._call = calls.Lowered(lowered, options)
         report.say(stage=f"running with {self._call.name} lowered")
         calls.know(self._call)
@@ -26,13 +28,24 @@ class CapturedCompiled:
         made, tree = jax.tree.flatten(self._lowered.out_info)
         if self._call.places is None:
             self._call.places = self._places(list(filter(arrays.is_slice_array, leaves)), made)
-        self._call.ids, self._call.links = arrays.serials(leaves), arrays.links(leaves)
+        self._call.take(leaves)
         born = calls.record(self._call)
+        for one, gone in zip(leaves, self._donated(len(leaves)), strict=True):
+            if gone and arrays.is_slice_array(one) and one.buffer:
+                one.buffer.free()
         outs = [
             dispatch.stand_in(core.ShapedArray(info.shape, info.dtype), where, born=born)
             for info, where in zip(made, self._call.places, strict=True)
         ]
         return jax.tree.unflatten(tree, outs)
+
+    def _donated(self, number):
+        """Whether each of the arguments is donated."""
+        told = [
+            bool(getattr(one, "donated", False))
+            for one in jax.tree.leaves(getattr(self._lowered, "args_info", ()))
+        ]
+        return told if len(told) == number else [False] * number
 
     def _places(self, given, made):
         """Shardings of the results: as lowered, or like an argument."""
@@ -46,17 +59,31 @@ class CapturedCompiled:
             for where, info in zip(told, made, strict=True)
         ]
 
+    @functools.cached_property
+    def _compiled(self):
+        """The compiler's own; None where it refuses the program, which the forecast says."""
+        report.say(stage=f"compiling {self._call.name}, whose analysis the program asks for")
+        try:
+            return self._compile()
+        except Exception as error:
+            reason = " ".join(str(error).split())[:160]
+            calls.note(
+                f"the program asked for the compiler's analysis of {self._call.name} and was given none: compiling it failed ({reason})"
+            )
+            return None
+
     def cost_analysis(self):
-        """Nothing: it is not compiled yet."""
-        return {}
+        """The compiler's, in the form of this jax."""
+        return self._compiled.cost_analysis() if self._compiled else {}
 
     def memory_analysis(self):
-        """Nothing: it is not compiled yet."""
-        return None
+        """The compiler's, in the form of this jax."""
+        return self._compiled.memory_analysis() if self._compiled else None
 
     def as_text(self):
-        """The program as it was lowered."""
-        return self._lowered.as_text()
+        """The program as it was lowered, or compiled where it is."""
+        made = vars(self).get("_compiled")
+        return (made or self._lowered).as_text()
 
     @property
     def input_shardings(self):

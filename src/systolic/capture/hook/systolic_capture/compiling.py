@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 
-from systolic_capture import bridge, calls, report, shardings
+from systolic_capture import bridge, calls, memory, report, shardings
 
 SCHEDULED = "after_optimizations.txt"
 USAGE = "after_optimizations-memory-usage-report.txt"
@@ -59,24 +59,36 @@ def answer(step, ended):
 
 
 def _answer(step, ended):
-    counted = {}
-    for one in step:
-        counted[one.key] = counted.get(one.key, 0) + 1
-    programs = []
-    distinct = {one.key: one for one in step}
-    for number, (key, one) in enumerate(distinct.items()):
-        programs.append({**_program(one, number), "calls_per_step": counted[key]})
+    entries = calls.entries_of(step)
+    distinct = list({entry.call.key: entry.call for entry in entries}.values())
+    programs = [_program(call, number) for number, call in enumerate(distinct)]
+    for call, program in zip(distinct, programs, strict=True):
+        mine = [entry for entry in entries if entry.call is call]
+        program |= {"calls_per_step": len(mine), "held": _held(mine, program.pop("ids"))}
+    periodic = []
+    for number, count, every in step.periodic:
+        entry = calls.entry(number)
+        program = _program(entry.call, len(programs) + len(periodic))
+        held = _held([entry], program.pop("ids"))
+        periodic.append({**program, "calls": count, "every": every, "held": held})
+    known = {entry.call.key for entry in entries} | {
+        calls.entry(number).call.key for number, *_ in step.periodic
+    }
     others = [
         {"name": one.name, "source": one.source, "calls": count, "flops": one.flops}
         for key, (one, count) in calls.counts().items()
-        if key not in counted
+        if key not in known
     ]
     return {
         "programs": programs,
+        "order": calls.order(step, distinct),
+        "periodic": periodic,
+        "held": calls.largest_held(step),
         "others": others,
         "operations_per_step": calls.operations_in(step),
         "ended": ended,
         "notes": calls.notes,
+        "cautions": calls.cautions,
         "versions": {
             **{name: report.version_of(name) for name in ("jax", "jaxlib")},
             "libtpu": report.libtpu()[0],
@@ -86,6 +98,14 @@ def _answer(step, ended):
         "flags": os.environ.get("LIBTPU_INIT_ARGS", ""),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
+
+
+def _held(entries, ids):
+    """The most that the program holds beside the arguments of one of some calls, in bytes of a device."""
+    host_of = {device.id: device.process_index for device in bridge.slice_devices()}
+    others = set(host_of) - set(ids)
+    found = [memory.on_devices(entry.held, ids, others, host_of) for entry in entries]
+    return {name: max(one[name] for one in found) for name in found[0]}
 
 
 def _program(call, number):
@@ -114,6 +134,7 @@ def _program(call, number):
         "refused": refused,
         "flops": call.flops,
         "flops_are_least": call.flops_are_least,
+        "open_loops": list(call.open_loops),
         "places": [
             [
                 *(*device.coords, 0, 0)[:3],
@@ -122,6 +143,7 @@ def _program(call, number):
             ]
             for device in devices
         ],
+        "ids": [device.id for device in devices],
         "mesh": _mesh(call, devices),
         "seconds": {"lower": round(lowering, 3), "compile": round(time.monotonic() - began, 3)},
     }

@@ -7,7 +7,7 @@ of random numbers, counters, small tables. What the program's own jitted functio
 import functools
 import os
 
-from systolic_capture import arrays, bridge, calls, report, shardings
+from systolic_capture import arrays, bridge, calls, memory, report, shardings
 
 MOST_BYTES = 1 << 20
 """Largest result that is computed."""
@@ -33,11 +33,11 @@ def _bytes(aval):
     return size * getattr(getattr(aval, "dtype", None), "itemsize", 4)
 
 
-def stand_in(aval, sharding, committed=True, born=-1):
-    """An array of the slice; one that is not an array, such as a token, as it is."""
+def stand_in(aval, sharding, committed=True, born=-1, buffer=None):
+    """An array of the slice; one that is not an array, such as a token, as it is. ``buffer``: of the array that it is a view of."""
     if not hasattr(aval, "shape"):
         return aval
-    return arrays.array_class()(aval, sharding, committed, born)
+    return arrays.array_class()(aval, sharding, committed, born, buffer)
 
 
 def first_device():
@@ -149,7 +149,10 @@ def put(value, where):
         return stand_in(aval, place, born=arrays.latest([value]))
     if not bridge.on_slice(target) and _bytes(aval) <= MOST_BYTES:
         return jax.device_put(np.asarray(value), target)
-    return stand_in(shardings.placed(aval, target), target, born=arrays.latest([value]))
+    # Where it lies already, jax gives the array itself under another name.
+    buffer = value.buffer if arrays.is_slice_array(value) and value.sharding == target else None
+    born = arrays.latest([value])
+    return stand_in(shardings.placed(aval, target), target, born=born, buffer=buffer)
 
 
 def patch_put(dispatch):
@@ -228,7 +231,7 @@ def patch_array(module):
         if not bridge.on_slice(sharding):
             return real_single(shape, sharding, parts, **kwargs)
         dtype = parts[0].dtype if len(parts) else kwargs["dtype"]
-        return array_of(tuple(shape), dtype, sharding)
+        return array_of(tuple(shape), dtype, sharding, memory.joined(parts))
 
     module.make_array_from_callback = make_array_from_callback
     module.make_array_from_process_local_data = make_array_from_process_local_data
@@ -247,14 +250,14 @@ def whole_shape(own, sharding, given):
     return tuple(own[axis] if dim is None else dim for axis, dim in enumerate(given))
 
 
-def array_of(shape, dtype, sharding):
-    """An array on the slice."""
+def array_of(shape, dtype, sharding, buffer=None):
+    """An array on the slice; ``buffer``: of the array that it is a view of."""
     from jax._src import core, dtypes
 
     if hasattr(dtypes, "canonicalize_dtype"):
         dtype = dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
     aval = core.ShapedArray(tuple(shape), dtype)
-    return stand_in(shardings.placed(aval, sharding), sharding)
+    return stand_in(shardings.placed(aval, sharding), sharding, buffer=buffer)
 
 
 # pjit: calls
@@ -323,9 +326,11 @@ def jit_call(args, params):
     call = calls.Call(args, params, is_own(params["jaxpr"]))
     outs = call.results()
     born = calls.record(call)
+    call.donate()
     born = arrays.latest(args) if born is None else born
     for one in filter(arrays.is_slice_array, outs):
         one.born = born
+        memory.made_by(one.buffer, born)
     return outs
 
 
@@ -349,7 +354,7 @@ def patch_stages(stages):
         from systolic_capture import compiled
 
         options = args[0] if args else kwargs.get("compiler_options")
-        return compiled.CapturedCompiled(self, options)
+        return compiled.CapturedCompiled(self, options, lambda: real_compile(self, *args, **kwargs))
 
     stages.Traced.lower, stages.Lowered.compile = lower, compile
 

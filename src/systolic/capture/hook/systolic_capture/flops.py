@@ -1,9 +1,15 @@
 """FLOPs of the matmuls and convolutions of a program, to tell which of its calls is the large one."""
 
+import os
+import re
 
-def of_jaxpr(jaxpr):
-    """FLOPs of a body, over all devices; loops of unknown length count once."""
-    return sum(_of(eqn) for eqn in jaxpr.eqns)
+
+def of_jaxpr(jaxpr, mesh=None):
+    """FLOPs of a body, over all devices; loops of unknown length count once, and what several devices compute alike does too.
+
+    ``mesh`` is that of the shard_map whose body it is, as :func:`_manual` has it.
+    """
+    return sum(_of(eqn, mesh) for eqn in jaxpr.eqns)
 
 
 def in_open_loops(jaxpr):
@@ -12,6 +18,48 @@ def in_open_loops(jaxpr):
         (_is_open(eqn) and _of(eqn) > 0) or any(in_open_loops(body) for body in _bodies(eqn.params))
         for eqn in jaxpr.eqns
     )
+
+
+def open_loops(jaxpr, mesh=None):
+    """Loops of unknown length that have matmuls, each with those inside of it.
+
+    ``source`` is the line of the loop, empty where its trips are none of a line's: of a kernel's grid and in branches;
+    ``times`` how often it runs in one run of what holds it, ``flops`` those of one trip without the ``loops`` inside.
+    """
+    found = []
+    for eqn in jaxpr.eqns:
+        name, params = eqn.primitive.name, eqn.params
+        if _is_open(eqn):
+            once = _of(eqn, mesh)
+            if once > 0:
+                inner = []
+                if name == "while":
+                    inner = [one for body in _bodies(params) for one in open_loops(body, mesh)]
+                own = once - sum(map(_once, inner))
+                source = _line(eqn) if name == "while" else ""
+                found.append({"source": source, "times": 1.0, "flops": own, "loops": inner})
+            continue
+        held = _manual(params, mesh) if name == "shard_map" else mesh
+        for body in _bodies(params):
+            for one in open_loops(body, held):
+                source = "" if name == "cond" else one["source"]
+                found.append({**one, "source": source, "times": one["times"] * _times(eqn)})
+    return found
+
+
+def _once(loop):
+    return loop["times"] * (loop["flops"] + sum(map(_once, loop["loops"])))
+
+
+def _line(eqn):
+    """``file.py:12`` of an equation; empty where this JAX does not say."""
+    try:
+        from jax._src import source_info_util
+
+        found = re.match(r"(.+?):(\d+)", source_info_util.summarize(eqn.source_info))
+    except Exception:
+        return ""
+    return f"{os.path.basename(found[1])}:{found[2]}" if found else ""
 
 
 def _is_open(eqn):
@@ -27,27 +75,63 @@ def _size(dims):
     return float(size)
 
 
-def _of(eqn):
+def _manual(params, mesh):
+    """Sizes of the axes that a shard_map, in that of ``mesh``, splits; whether its values say along which they differ."""
+    sizes = dict(params["mesh"].shape)
+    manual = params.get("newly_manual_axes") or params.get("manual_axes")
+    manual = manual or set(sizes) - set(params.get("auto") or ())
+    outer, told = mesh or ({}, True)
+    split = {name: sizes[name] for name in manual}
+    return {**outer, **split}, told and bool(params.get("check_vma"))
+
+
+def _devices(eqn, mesh):
+    """Devices of a shard_map that each compute something else; one of those that compute alike counts."""
+    if mesh is None:
+        return 1.0
+    sizes, told = mesh
+    varying = _varying(eqn.outvars[0].aval) if told else None
+    return _size(size for name, size in sizes.items() if varying is None or name in varying)
+
+
+def _varying(aval):
+    """Axes along which a value differs; None where this JAX does not say. JAX 0.7 to 0.9 has it as ``vma``."""
+    kind = getattr(aval, "manual_axis_type", None)
+    return getattr(aval, "vma", None) if kind is None else kind.varying
+
+
+def _times(eqn):
+    """Runs of what an equation holds."""
+    if eqn.primitive.name == "scan":
+        return eqn.params.get("length", 1)
+    if eqn.primitive.name == "pallas_call":
+        return _size(dim for dim in eqn.params["grid_mapping"].grid if isinstance(dim, int))
+    return 1
+
+
+def _of(eqn, mesh=None):
     name, params = eqn.primitive.name, eqn.params
     try:
         if name == "dot_general":
             left = eqn.invars[0].aval.shape
             contracted = [left[axis] for axis in params["dimension_numbers"][0][0]]
-            return 2 * _size(eqn.outvars[0].aval.shape) * _size(contracted)
+            of_one = 2 * _size(eqn.outvars[0].aval.shape) * _size(contracted)
+            return of_one * _devices(eqn, mesh)
         if name == "conv_general_dilated":
             kernel = eqn.invars[1].aval.shape
             out = kernel[params["dimension_numbers"].rhs_spec[0]]
-            return 2 * _size(eqn.outvars[0].aval.shape) * _size(kernel) / max(out, 1)
-        times = params.get("length", 1) if name == "scan" else 1
-        if name == "shard_map":
-            times = getattr(params["mesh"], "size", 1)
+            of_one = 2 * _size(eqn.outvars[0].aval.shape) * _size(kernel) / max(out, 1)
+            return of_one * _devices(eqn, mesh)
         if name == "pallas_call":
-            times = _size(dim for dim in params["grid_mapping"].grid if isinstance(dim, int))
+            # Values inside of a kernel do not say where they differ; those that come out of it do.
+            inner = sum(of_jaxpr(body) for body in _bodies(params))
+            return _times(eqn) * inner * _devices(eqn, mesh)
         if name == "cond":
-            return max(of_jaxpr(_body(one)) for one in params["branches"])
+            return max(of_jaxpr(_body(one), mesh) for one in params["branches"])
+        held = _manual(params, mesh) if name == "shard_map" else mesh
     except Exception:
         return 0.0
-    return times * sum(of_jaxpr(body) for body in _bodies(params))
+    return _times(eqn) * sum(of_jaxpr(body, held) for body in _bodies(params))
 
 
 def _bodies(params):

@@ -206,7 +206,8 @@ def _over(value, axis, sharding, size):
     shape = list(aval.shape)
     if axis is not None:
         shape[axis] = size
-    made = dispatch.stand_in(core.ShapedArray(tuple(shape), aval.dtype), sharding)
+    buffer = value.buffer if arrays.is_slice_array(value) else None
+    made = dispatch.stand_in(core.ShapedArray(tuple(shape), aval.dtype), sharding, buffer=buffer)
     if arrays.is_slice_array(value):
         made.serial, made.born = value.serial, value.born
     return made

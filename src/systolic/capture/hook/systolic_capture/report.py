@@ -3,8 +3,6 @@
 import contextlib
 import fcntl
 import functools
-import importlib.metadata
-import importlib.util
 import json
 import os
 import signal
@@ -36,6 +34,8 @@ def say(**record):
 
 def version_of(name):
     """Version of an installed package; None without it."""
+    import importlib.metadata
+
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -44,6 +44,8 @@ def version_of(name):
 
 def check_environment():
     """Ends the process, with a reason, in an environment that can't compile for a TPU."""
+    import importlib.util
+
     jax = version_of("jax")
     numbers = tuple(int(part) for part in (jax or "0").split(".")[:3] if part.isdigit())
     if numbers < LEAST_JAX:

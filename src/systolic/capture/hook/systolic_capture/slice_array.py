@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax._src import basearray, core, dtypes
 
-from systolic_capture import bridge
+from systolic_capture import bridge, memory, saving
 
 _Array: Any = basearray.Array
 _serials = itertools.count()
@@ -17,13 +17,16 @@ _serials = itertools.count()
 class SliceArray(_Array):
     """Stands for an array on the slice: who reads it gets zeros."""
 
-    def __init__(self, aval, sharding, committed=True, born=-1):
+    def __init__(self, aval, sharding, committed=True, born=-1, buffer=None):
         self.aval = aval
+        self.buffer = memory.ArrayMemory(aval, sharding, born) if buffer is None else buffer
+        """Its memory; False of one that stands for no array of the program."""
         self.born = born
         """Number of the latest recorded call that it comes from; -1 of one from none."""
         self.serial = next(_serials)
         self._sharding = sharding
         self._committed = committed
+        self._deleted = False
 
     shape = property(lambda self: self.aval.shape)
     dtype = property(lambda self: self.aval.dtype)
@@ -74,6 +77,7 @@ class SliceArray(_Array):
 
     @property
     def _value(self):
+        saving.read(self)
         return np.zeros(self.physical.shape, self.physical.dtype)
 
     def __array__(self, dtype=None, context=None, copy=None):
@@ -142,6 +146,7 @@ class SliceArray(_Array):
         return self.__copy__()
 
     def __reduce__(self):
+        saving.warn()
         return (np.asarray, (self._value,))
 
     def block_until_ready(self):
@@ -152,13 +157,21 @@ class SliceArray(_Array):
         """Nothing to copy."""
         return None
 
+    def without_memory(self):
+        """The same, of no memory: what is kept of an argument holds none of the program's."""
+        made = type(self)(self.aval, self._sharding, self._committed, self.born, buffer=False)
+        made.serial = self.serial
+        return made
+
     def is_deleted(self):
-        """Donated arrays are not told apart."""
-        return False
+        """Whether the program deleted it; donated arrays are not told apart."""
+        return self._deleted
 
     def delete(self):
-        """Nothing to free."""
-        return None
+        """Frees its memory."""
+        self._deleted = True
+        if self.buffer:
+            self.buffer.free()
 
     def is_ready(self):
         """Nothing is computed."""
@@ -189,6 +202,7 @@ class _Shard:
             core.ShapedArray(shape, whole.dtype),
             jax.sharding.SingleDeviceSharding(self.device),
             born=whole.born,
+            buffer=whole.buffer,
         )
 
 

@@ -1,0 +1,246 @@
+"""Which of the recorded calls are a step, and which come with some steps alone."""
+
+import itertools
+
+LONGEST = 300
+"""Most calls of a step."""
+SAME = 0.05
+"""Share of the bytes of a call's arguments that the call before had too: above it they are taken for weights that stayed."""
+BESIDE = 0.1
+"""Share of a repeated sequence's FLOPs: below it, what is beside steps within the sequence is no part of them."""
+
+
+class Entry:
+    """A recorded call."""
+
+    __slots__ = ("at", "call", "held", "ids", "links", "operations", "taken")
+
+    def __init__(self, call, at, operations, now):
+        self.call = call
+        """The first call of its kind."""
+        self.at = at
+        """Seconds of a clock."""
+        self.operations = operations
+        """Operations outside of jit before it."""
+        self.ids, self.links, self.held, self.taken = now.ids, now.links, now.held, now.taken
+
+
+class CalledStep:
+    """A step: the numbers of its calls in the sequence, and what comes with some steps alone."""
+
+    def __init__(self, numbers, periodic=(), skipped=0, times=0, call=None):
+        self.numbers, self.call = list(numbers), call
+        self.periodic = list(periodic)
+        """Of each kind of call: the number of its last, the calls at a time, and how many steps lie between two times."""
+        self.skipped, self.times = skipped, times
+        """Small calls that are beside that many steps, and in no list."""
+        self.evaluations = set()
+        """Names of functions that were called again and again after it, on what it makes."""
+
+
+def period(sequence, least=1):
+    """Length of the shortest sequence of calls, ``least`` or more, that the last ones repeat; None without one."""
+    keys = [entry.call.key for entry in sequence[-2 * LONGEST :]]
+    for length in range(least, len(keys) // 2 + 1):
+        if (length == 1 and len(keys) < 3) or keys[-1] is not keys[-1 - length]:
+            continue
+        if keys[-length:] == keys[-2 * length : -length]:
+            return length
+    return None
+
+
+def repeats(sequence, length, end=None):
+    """How often the last calls before ``end`` repeat."""
+    keys = [entry.call.key for entry in sequence[:end]]
+    times = 1
+    while keys[-(times + 1) * length : -times * length or None] == keys[-length:]:
+        times += 1
+    return times
+
+
+def is_linked(sequence, length):
+    """Whether the last of the repeated sequences takes what the one before made or took: not so where the same function
+    initializes one array after the other."""
+    now, before = sequence[-length:], sequence[-2 * length : -length]
+    start = len(sequence) - 2 * length
+    if any(start <= born < start + length for entry in now for born in entry.links[1]):
+        return True
+    taken = frozenset().union(*(entry.links[0] for entry in before))
+    return any(taken & entry.links[0] for entry in now)
+
+
+def _is_alike(before, now, constant):
+    """Whether a call has, by bytes, large arrays that the call before had and that are not constant."""
+    known = {serial for serial, _ in before} - constant
+    same = sum(size for serial, size in now if serial in known)
+    return same > SAME * sum(size for _, size in now)
+
+
+def is_unchanged(sequence, now, before, constant=frozenset()):
+    """Whether calls, by their numbers, have large arguments of those before them."""
+    return any(
+        _is_alike(sequence[b].ids, sequence[n].ids, constant)
+        for n, b in zip(now, before, strict=True)
+    )
+
+
+def within(sequence, length):
+    """The step inside of a repeated sequence: all of it, but for what comes with some of its steps alone."""
+    main = _before_evaluation(sequence, length)
+    if main is None:
+        return _chain(sequence, length) or _small(sequence, length)
+    rest, last = main
+    if longer := period(sequence, least=len(sequence) - len(rest) + 1):  # with the steps before it
+        return _chain(sequence, longer) or _small(sequence, longer)
+    inner = period(rest)
+    step = within(rest, inner) if inner and is_linked(rest, inner) else CalledStep([last])
+    names = {entry.call.name for entry in sequence[-length:]}
+    step.evaluations |= names - {sequence[n].call.name for n in step.numbers}
+    return step
+
+
+def _before_evaluation(sequence, length):
+    """The sequence without calls at its end that only take what steps made, and the number of the last of these steps; None
+    where it ends with steps."""
+    kinds = {entry.call.key for entry in sequence[-length:]}
+    takers = _takers(sequence, range(len(sequence)))
+    # A loop that makes what the step takes, such as episodes of its policy, is a part of it.
+    feeds = set().union(*(_reached(takers, key) for key in kinds))
+    makers = {
+        sequence[n].call.key: n for entry in sequence[-length:] for n in entry.links[1] if n >= 0
+    }
+    steps = {
+        key: n for key, n in makers.items() if key in _reached(takers, key) and key not in feeds
+    }
+    if not steps:
+        return None
+    start = len(sequence)
+    while sequence[start - 1].call.key in kinds:
+        start -= 1
+    return sequence[:start], max(steps.values())
+
+
+def _small(sequence, length):
+    """The steps inside of a sequence that has little beside them, as of a log after each ten; else the sequence."""
+    end = len(sequence)
+    whole = range(end - length, end)
+    total = sum(sequence[n].call.flops for n in whole)
+    constant = _constant(sequence, length)
+    for inner in range(1, length // 3 + 1):
+        for last in range(end, end - length + 3 * inner - 1, -1):
+            now = range(last - inner, last)
+            times = repeats(sequence, inner, last)
+            inside = min(times, length // inner)
+            beside = total - inside * sum(sequence[n].call.flops for n in now)
+            if times < 3 or not total or beside > BESIDE * total:
+                continue
+            if not is_unchanged(sequence, now, range(last - 2 * inner, last - inner), constant):
+                return CalledStep(now, skipped=length - inside * inner, times=times)
+    return CalledStep(whole)
+
+
+def _constant(sequence, length):
+    """Arrays that the sequence before had too, which do not change with a step: a batch that is used again."""
+    end = len(sequence)
+    before = sequence[end - 2 * length : end - length]
+    return {serial for entry in before for serial, _ in entry.ids}
+
+
+def _chain(sequence, length):
+    """The step by what its calls take of each other; None where the sequence is one step.
+
+    A step changes what the next one takes. An evaluation takes what steps made, and none takes what it makes.
+    """
+    end = len(sequence)
+    whole = range(end - length, end)
+    main = _main(sequence, length)
+    chain = [n for n in whole if sequence[n].call.key in main]
+    size = _cycle([sequence[n].call.key for n in chain])
+    if size is None:
+        return None
+    groups = [chain[at : at + size] for at in range(0, len(chain), size)]
+    before = [[n - length for n in groups[-1]], *groups]
+    if not all(_takes(sequence, now, last) for last, now in itertools.pairwise(before)):
+        return None  # the layers of one step
+    if is_unchanged(sequence, groups[-1], groups[-2], _constant(sequence, length)):
+        return None
+    starts = [group[0] for group in groups[1:]]
+    parts = [[] for _ in groups]
+    for n in whole:
+        if sequence[n].call.key not in main:
+            parts[sum(n > start for start in starts) if n > chain[0] else -1].append(n)
+    kinds = dict.fromkeys(sequence[n].call.key for part in parts for n in part)
+    rare, step = [], [*groups[-2]]
+    for key in kinds:
+        found = [[n for n in part if sequence[n].call.key == key] for part in parts]
+        if len({len(part) for part in found}) == 1:
+            step += found[-2]
+        else:
+            rare.append(found)
+    if not rare:
+        return CalledStep(sorted(step)) if len(step) < length else None
+    return _sorted_out(sequence, sorted(step), rare)
+
+
+def _takes(sequence, now, before):
+    """Whether calls take what others made."""
+    return any(born in before for n in now for born in sequence[n].links[1])
+
+
+def _sorted_out(sequence, step, rare):
+    """The step, and what is beside it: what is small by FLOPs is only counted."""
+    times = len(rare[0])
+    least = BESIDE * times * sum(sequence[n].call.flops for n in step)
+    periodic, skipped = [], 0
+    for found in rare:
+        calls = sum(map(len, found))
+        number = max(n for part in found for n in part)
+        if calls * sequence[number].call.flops < least:
+            skipped += calls
+            continue
+        visits = sum(map(bool, found))
+        periodic.append((number, calls / visits, times / visits))
+    return CalledStep(step, periodic, skipped, times)
+
+
+def _main(sequence, length):
+    """Kinds of calls that change what they take again, and those whose results these take."""
+    end = len(sequence)
+    takers = _takers(sequence, range(end - length, end), end - 2 * length)
+    behind = {key: _reached(takers, key) for key in takers}
+    cyclic = {key for key, found in behind.items() if key in found}
+    # Not what another cycle is the source of: an evaluation that adds up its own results.
+    first = {
+        key
+        for key in cyclic
+        if all(other in behind[key] for other in cyclic if key in behind[other])
+    }
+    return first | {key for key, found in behind.items() if found & first}
+
+
+def _takers(sequence, numbers, first=0):
+    """For each kind of call those that take what it made since the call ``first``."""
+    found = {}
+    for number in numbers:
+        for born in sequence[number].links[1]:
+            if born >= first:
+                found.setdefault(sequence[born].call.key, set()).add(sequence[number].call.key)
+    return found
+
+
+def _reached(takers, key):
+    found, todo = set(), [key]
+    while todo:
+        for other in takers.get(todo.pop(), ()):
+            if other not in found:
+                found.add(other)
+                todo.append(other)
+    return found
+
+
+def _cycle(keys):
+    """Length of the shortest sequence that some keys are two or more of; None without one."""
+    for size in range(1, len(keys) // 2 + 1):
+        if len(keys) % size == 0 and keys == keys[:size] * (len(keys) // size):
+            return size
+    return None

@@ -1,0 +1,1 @@
+"""Terminal views of servers and of offline batches."""
