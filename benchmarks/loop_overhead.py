@@ -18,12 +18,12 @@ from typing import Any
 import jax
 
 from systolic import recipes
-from systolic.artifact import Run
 from systolic.job import Checkpoints
 from systolic.report.run.live import Live
 from systolic.report.run.tensorboard import TensorBoard
+from systolic.runs import Run
 from systolic.steps.programs import jit_train
-from systolic.training.feed import training
+from systolic.training.input import training
 from systolic.training.interrupt import Interrupt
 from systolic.training.setup import Setup, set_up
 from systolic.training.trainer import Trainer

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[1]
 PACKAGES = (
     *("sim", "hlo", "job", "chips", "steps", "models", "training", "artifact", "serving/text"),
-    *("interop", "planning", "launching"),
+    *("formats", "planning", "launching"),
 )
 PER_PACKAGE = 5
 PATIENCE_SECONDS = 1200

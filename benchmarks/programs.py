@@ -22,8 +22,8 @@ os.environ["KERAS_BACKEND"] = "jax"  # of the scripts that save files
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import systolic
-from systolic.interop.program.convert import Framework
-from tests.interop.test_import_program import SAVED, SAVED_PROGRAMS
+from systolic.formats.program.convert import Framework
+from tests.formats.test_import_program import SAVED, SAVED_PROGRAMS
 
 HERE = Path(__file__).resolve()
 ZOO = HERE.parents[1] / "tests" / "models" / "program" / "zoo.py"

@@ -26,11 +26,11 @@ import numpy as np
 import systolic
 from systolic.core.errors import SystolicError
 from systolic.core.units import si
+from systolic.inference.latency import CallSizes, medians, timed_call
 from systolic.job import MatrixFormat, WeightFormat
 from systolic.models.decoder.config import Decoder
 from systolic.models.encoder.config import Encoder
 from systolic.models.whisper.config import Whisper
-from systolic.predicting.latency import CallSizes, medians, timed_call
 from systolic.session.quantizing import Evaluated, QuantizedModel, quantize_model
 from systolic.session.trained import TrainedModel
 

@@ -87,7 +87,7 @@ def stablehlo(path: Path, inputs: dict[str, np.ndarray], sequence: int) -> Call:
 def litert(path: Path, inputs: dict[str, np.ndarray], sequence: int) -> Call:
     """The interpreter with XNNPACK."""
     del sequence
-    from systolic.exporting.litert.run import LiteProgram
+    from systolic.formats.litert.child import LiteProgram
 
     program = LiteProgram(path.read_bytes(), threads=cores())
     return lambda: timed(lambda: program.call(inputs))
@@ -106,7 +106,7 @@ def onnx(path: Path, inputs: dict[str, np.ndarray], sequence: int) -> Call:
 
 def generate(path: Path, inputs: dict[str, np.ndarray], sequence: int) -> Call:
     """The programs of ``systolic generate``."""
-    from systolic.predicting.latency import CallSizes, timed_call
+    from systolic.inference.latency import CallSizes, timed_call
     from systolic.session.trained import keep_programs, prepare_model
 
     keep_programs()
@@ -119,7 +119,7 @@ def generate(path: Path, inputs: dict[str, np.ndarray], sequence: int) -> Call:
 
 def predict(path: Path, inputs: dict[str, np.ndarray], sequence: int) -> Call:
     """The program of ``systolic predict``: as :func:`stablehlo`, made for this platform."""
-    from systolic.predicting.latency import CallSizes, timed_call
+    from systolic.inference.latency import CallSizes, timed_call
     from systolic.session.trained import keep_programs, prepare_model
 
     keep_programs()
@@ -224,7 +224,7 @@ class Worker:
     """A runtime's process."""
 
     def __init__(self, made: Program, folder: Path, batch: int, sequence: int) -> None:
-        from systolic.exporting.packages import package_folder
+        from systolic.formats.packages import package_folder
 
         env = dict(os.environ)
         if made.runtime in PACKAGES:

@@ -153,7 +153,7 @@ def kills(recipe: str, out: Path, seed: int) -> None:
     """Kills workers at random; counts missing trials and runs with repeated or missing steps."""
     import psutil
 
-    from systolic.artifact.record import load_run
+    from systolic.runs.record import load_run
 
     chance, killed = random.Random(seed), 0
     with tempfile.TemporaryDirectory() as name:

@@ -77,7 +77,7 @@ def by_transformers(folder: Path, recordings: list[Path]) -> tuple[list[str], fl
     from scipy.signal import resample_poly
 
     import systolic
-    from systolic.interop.source import open_source
+    from systolic.formats.source import open_source
     from systolic.models.families import family
 
     source = open_source(folder)

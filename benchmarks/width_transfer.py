@@ -21,7 +21,7 @@ from records import lines
 
 from systolic.job import Guard, GuardRule, Job, Optimizer, Read, Schedule, Split
 from systolic.models.decoder.config import Decoder
-from systolic.models.decoder.switches import Mup
+from systolic.models.decoder.options import Mup
 from systolic.recipes.lm import lm
 from systolic.steps.steps import StepFunctions
 from systolic.steps.target import MeshTarget

@@ -27,7 +27,13 @@ VERSIONS = ("jax", "jaxlib", "numpy")
 KEPT_BYTES = 1 << 30
 """Bytes of kept programs, beyond which the oldest go."""
 NUMERIC = (
-    *("interop", "models/families", "models/test_attention", "models/test_convolutions.py"),
+    *(
+        "formats/test_",
+        "formats/gguf",
+        "models/families",
+        "models/test_attention",
+        "models/test_convolutions.py",
+    ),
     *("models/test_decoder.py", "models/test_dense_switches.py", "models/test_dropless.py"),
     *("models/test_interleaved.py", "models/test_rolling.py", "session", "steps"),
 )
@@ -35,16 +41,16 @@ NUMERIC = (
 DEFAULT = (
     *(
         *NUMERIC,
-        "artifact",
+        "runs",
         "cli",
         "data",
         "doctor",
         "explaining",
-        "exporting",
+        "formats",
         "launching",
         "models",
     ),
-    *("planning", "predicting", "recipes", "report", "serving", "training", "tuning"),
+    *("planning", "inference", "recipes", "report", "serving", "training", "tuning"),
 )
 """The same of default tests; slow ones of the last folders have programs as users do."""
 
@@ -123,9 +129,9 @@ class KeptPrograms:
 
 
 def with_packages(home: Path) -> None:
-    """Lets a cache of the tests have the packages of formats that the user's has (``python -m systolic.exporting.packages``)."""
+    """Lets a cache of the tests have the packages of formats that the user's has (``python -m systolic.formats.packages``)."""
     from systolic.core.store import cache_home
-    from systolic.exporting.packages import FOLDER
+    from systolic.formats.packages import FOLDER
 
     home.mkdir(parents=True, exist_ok=True)
     installed = cache_home() / FOLDER

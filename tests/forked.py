@@ -31,11 +31,11 @@ from typing import Any
 TESTS = Path(__file__).parent
 IMPORTED = (
     *("jax.experimental.topologies", "cloudpickle", "flax.nnx", "optax", "orbax.checkpoint"),
-    *("systolic.aot.child", "systolic.artifact", "systolic.steps", "systolic.models"),
+    *("systolic.compiling.child", "systolic.runs", "systolic.steps", "systolic.models"),
 )
 MODULES = (
-    *("systolic.aot.child", "systolic.session.rehearsal"),
-    *("systolic.interop.program.child", "systolic.interop.program.parity"),
+    *("systolic.compiling.child", "systolic.session.rehearsal"),
+    *("systolic.formats.program.child", "systolic.formats.program.exported"),
 )
 """Programs of the package that are forked."""
 SUBREAPER = 36

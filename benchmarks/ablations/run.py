@@ -24,7 +24,7 @@ from ask import (
 from records import Kind, Record, check_out, lines, none_chosen, records, refuse, tabled, used
 from rows import half
 
-from systolic.aot import Compiler
+from systolic.compiling import Compiler
 
 HERE = Path(__file__).parent
 LEAST = 0.015

@@ -11,9 +11,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from records import lines
 
 from systolic import recipes
-from systolic.aot import Compiled, Compiler, Failed, JobProgram, Rejected
-from systolic.aot import compile as compile_program
 from systolic.chips import slice
+from systolic.compiling import Compiled, Compiler, Failed, JobProgram, Rejected
+from systolic.compiling import compile as compile_program
 from systolic.core.errors import SystolicError
 from systolic.forecasting.run import of_outcome
 from systolic.hlo import Computation, Instruction, Module, parse

@@ -20,7 +20,7 @@ import rows as published
 from ask import append, forecast, settled
 from records import check_out, count, lines, none_chosen, refuse, tabled
 
-from systolic.aot import Compiler
+from systolic.compiling import Compiler
 from systolic.core.store import cache_home
 
 LARGE = 0.15

@@ -20,8 +20,8 @@ from ask import append, fitting, settled
 from records import Kind, Record, check_out, records, refuse
 from rows import narrow
 
-from systolic.aot import Compiler
 from systolic.chips.flags import merged
+from systolic.compiling import Compiler
 
 HERE = Path(__file__).parent
 CATEGORIES: Mapping[str, Sequence[str]] = {

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from systolic import recipes
-from systolic.aot import StepKind
 from systolic.chips import chip, named_slices, slice
+from systolic.compiling import StepKind
 from systolic.core.digest import digest
 from systolic.core.errors import SystolicError
 from systolic.job import Layout, Remat

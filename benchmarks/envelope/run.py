@@ -29,9 +29,9 @@ from cases import Case, case_of, jobs
 from physics import floor_of, table
 from records import check_out
 
-from systolic.aot import Compiler, StepKind
 from systolic.chips import slice
 from systolic.chips.flags import resolved
+from systolic.compiling import Compiler, StepKind
 from systolic.core.errors import SystolicError
 from systolic.core.store import Store
 from systolic.forecasting import forecast_job

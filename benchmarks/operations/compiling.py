@@ -18,8 +18,8 @@ from typing import Any
 
 import rows as measured
 
-from systolic.aot.environment import child_environment
 from systolic.chips import slice
+from systolic.compiling.environment import child_environment
 from systolic.core.errors import SystolicError
 from systolic.core.store import cache_home
 
@@ -68,10 +68,10 @@ def _write(row: measured.Row, report: dict[str, Any]) -> None:
 
 
 def _compile(row: measured.Row, devices: dict[str, Any]) -> dict[str, Any]:
-    from systolic.aot.child import places, topology
-    from systolic.aot.dump import SCHEDULED, dump_options
-    from systolic.aot.functions import trace_function
-    from systolic.aot.kernels import counted
+    from systolic.compiling.child import places, topology
+    from systolic.compiling.dump import SCHEDULED, dump_options
+    from systolic.compiling.functions import trace_function
+    from systolic.compiling.kernels import counted
     from systolic.forecasting.function import Spread, function_program
 
     on = slice(measured.slice_of(row))

@@ -21,8 +21,8 @@ from systolic.job import Job
 from systolic.planning.candidate import Candidate
 from systolic.planning.evaluator import CandidateEvaluator, CompilingEvaluator, PendingForecast
 from systolic.planning.facts import facts_of
+from systolic.planning.fit_ladder import find_fit
 from systolic.planning.goal import Goal
-from systolic.planning.ladder import find_fit
 from systolic.planning.search import Limits, Search
 from systolic.recipes.jobs.source import source_of
 from systolic.session.explaining import StepExplainer

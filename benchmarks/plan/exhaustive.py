@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from systolic import recipes
-from systolic.aot import Compiler, JobProgram
-from systolic.aot.compile import Pool
 from systolic.chips import slice
+from systolic.compiling import Compiler, JobProgram
+from systolic.compiling.compile import Pool
 from systolic.core.files import write_json
 from systolic.forecasting.run import of_outcome
 from systolic.job import Job, Layout, Precision, Remat

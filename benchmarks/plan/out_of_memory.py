@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from systolic import recipes
-from systolic.aot import Compiler, JobProgram
-from systolic.aot import compile as compile_program
 from systolic.chips import slice
+from systolic.compiling import Compiler, JobProgram
+from systolic.compiling import compile as compile_program
 from systolic.core.files import write_json
 from systolic.forecasting.run import of_outcome
 from systolic.planning.facts import facts_of
-from systolic.planning.ladder import find_fit
+from systolic.planning.fit_ladder import find_fit
 from systolic.planning.search import shared
 
 SMALL = {

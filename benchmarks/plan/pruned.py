@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.plan.exhaustive import job as decoder_job
-from systolic.aot import Compiler, JobProgram
-from systolic.aot.compile import Pool
 from systolic.chips import slice
+from systolic.compiling import Compiler, JobProgram
+from systolic.compiling.compile import Pool
 from systolic.core.files import write_json
 from systolic.forecasting import Forecast
 from systolic.forecasting.run import of_outcome

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from systolic import recipes
-from systolic.aot import Compiler, JobProgram
-from systolic.aot import compile as compile_program
 from systolic.chips import slice
+from systolic.compiling import Compiler, JobProgram
+from systolic.compiling import compile as compile_program
 from systolic.core.errors import SystolicError
 from systolic.core.files import write_json
 from systolic.forecasting.run import of_outcome

@@ -161,8 +161,8 @@ def onnx_answer(model: str, file: Path) -> Any:
     """A function of a request's body; called in FastAPI's threads."""
     import onnxruntime
 
-    from systolic.interop.jobs import job_of
-    from systolic.interop.source import open_source
+    from systolic.formats.jobs import job_of
+    from systolic.formats.source import open_source
 
     job: Any = job_of(open_source(weights(model)))
     session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])

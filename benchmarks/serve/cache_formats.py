@@ -12,7 +12,7 @@ from pathlib import Path
 from systolic.core.units import si
 from systolic.job import ServedCache
 from systolic.serving.text.opening import EngineSizes, open_engine
-from systolic.serving.text.request import TextRequest, TokenChoice
+from systolic.serving.text.request import SamplingParams, TextRequest
 from systolic.session.trained import open_model
 
 LENGTH, BEGINNING, NEW = 512, 96, 32
@@ -34,18 +34,18 @@ def figures(model, cache: ServedCache, count: int):
     sizes = EngineSizes(**SIZES, cache=cache)
     engine = open_engine(model.setup.steps, weights.params, weights.model_state, sizes)
     engine.start()
-    greedy = TokenChoice(temperature=0.0)
+    greedy = SamplingParams(temperature=0.0)
     losses, made = [], []
     for tokens in texts(model.setup.job.data.get_tokenizer(), count):
         scored = TextRequest(
-            tokens=tokens, max_tokens=1, choice=greedy, ignore_ends=True, prompt_logprobs=True
+            tokens=tokens, max_tokens=1, sampling=greedy, ignore_ends=True, prompt_logprobs=True
         )
         pieces = list(engine.submit(scored))
-        losses += [-one.logprob for piece in pieces for one in piece.prompt if one.logprob]
+        losses += [-value for piece in pieces for value, _ in piece.prompt_logprobs if value]
         begin = TextRequest(
-            tokens=tokens[:BEGINNING], max_tokens=NEW, choice=greedy, ignore_ends=True
+            tokens=tokens[:BEGINNING], max_tokens=NEW, sampling=greedy, ignore_ends=True
         )
-        made.append([one.id for piece in engine.submit(begin) for one in piece.tokens])
+        made.append([token for piece in engine.submit(begin) for token in piece.token_ids])
     engine.stop()
     return engine.memory.page_bytes, sum(losses) / len(losses), made
 

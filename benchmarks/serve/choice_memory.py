@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from systolic.aot.environment import QUIET
+from systolic.compiling.environment import QUIET
 
 SIZES = ((8, 128_256), (16, 49_152), (16, 128_256), (64, 128_256))
 """Texts and tokens of the vocabulary."""
@@ -47,7 +47,7 @@ def compiled(mesh: Any, texts: int, vocab: int) -> Any:
     import jax.numpy as jnp
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from systolic.steps.choice import Cuts, Draw, choose_by_all
+    from systolic.steps.sampling import Cuts, Draw, choose_by_all
 
     whole = NamedSharding(mesh, PartitionSpec())
     split = NamedSharding(mesh, PartitionSpec(None, "tensor"))

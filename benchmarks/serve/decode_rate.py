@@ -88,8 +88,8 @@ def seconds_of_a_step(paged, weights, rows, prompt=0):
     import jax.numpy as jnp
     import numpy as np
 
-    from systolic.steps.choice import Draw, choose
     from systolic.steps.paged import StepInput, StepShape
+    from systolic.steps.sampling import Draw, choose
 
     parts, behind = (1, 0) if prompt else (0, CONTEXT)
     wide = -(-(prompt or CONTEXT + 4 * STEPS) // SIZE)

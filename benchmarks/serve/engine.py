@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.serve.decode_rate import median, model
-from systolic.serving.text.facts import RequestFacts, StepFacts
+from systolic.serving.text.facts import EngineLoad, StepFacts
 from systolic.serving.text.opening import EngineSizes, open_engine
-from systolic.serving.text.request import TextRequest, TokenChoice
+from systolic.serving.text.request import SamplingParams, TextOutput, TextRequest
 
 ROUNDS = 3
 
@@ -32,12 +32,12 @@ class Log:
 
     def __init__(self) -> None:
         self.steps: list[StepFacts] = []
-        self.ended: list[RequestFacts] = []
+        self.ended: list[TextOutput] = []
 
     def stepped(self, facts: StepFacts) -> None:
         self.steps.append(facts)
 
-    def ended_request(self, facts: RequestFacts) -> None:
+    def ended_request(self, facts: TextOutput) -> None:
         self.ended.append(facts)
 
 
@@ -49,7 +49,7 @@ class Watch:
     def stepped(self, facts: StepFacts) -> None:
         self.log.stepped(facts)
 
-    def ended(self, facts: RequestFacts) -> None:
+    def ended(self, facts: TextOutput, load: EngineLoad) -> None:
         self.log.ended_request(facts)
 
 
@@ -91,9 +91,9 @@ def load(engine, watch, streams, options):
     def one(rounds):
         for _ in range(rounds):
             tokens = [draw.randrange(vocab) for _ in range(options.prompt)]
-            choice = TokenChoice(temperature=0.0)
+            choice = SamplingParams(temperature=0.0)
             asked = TextRequest(
-                tokens=tokens, max_tokens=options.answer, choice=choice, ignore_ends=True
+                tokens=tokens, max_tokens=options.answer, sampling=choice, ignore_ends=True
             )
             for _ in engine.submit(asked):
                 pass

@@ -28,9 +28,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from known import Row, expressed
 from records import check_out, lines, refuse, tabled
 
-from systolic.aot import Compiler
 from systolic.chips import Slice
 from systolic.chips.flags import resolved
+from systolic.compiling import Compiler
 from systolic.core.errors import SystolicError
 from systolic.forecasting.serving import (
     Load,

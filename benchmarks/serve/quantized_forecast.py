@@ -11,9 +11,9 @@ import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
-from systolic.aot import Compiler, PagedProgram
 from systolic.chips import Slice, slice
 from systolic.chips.flags import resolved
+from systolic.compiling import Compiler, PagedProgram
 from systolic.forecasting import Forecast, forecast_program
 from systolic.forecasting.serving import Load
 from systolic.job import Job, ServedWeights

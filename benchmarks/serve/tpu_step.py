@@ -14,9 +14,9 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from systolic.aot import Compiler, PagedProgram
 from systolic.chips import Slice, slice
 from systolic.chips.flags import resolved
+from systolic.compiling import Compiler, PagedProgram
 from systolic.forecasting import forecast_program
 from systolic.hlo import Module, parse
 from systolic.job import Job, Layout

@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from systolic.chips import Chip, Slice, chip, chips, slice
     from systolic.core.errors import SystolicError
-    from systolic.exporting.settings import ExportSettings, LiteQuantization
     from systolic.forecasting import Forecast, Spread
     from systolic.forecasting.table import ForecastTable
+    from systolic.formats.export import Exported
+    from systolic.formats.registry import ExportSettings, LiteQuantization
     from systolic.job import MatrixFormat, Sampling, WeightFormat
-    from systolic.launching.command import launch, launch_server, logs, runs, status, stop
+    from systolic.launching.command import launch, launch_server, launches, logs, status, stop
     from systolic.planning.command import plan
     from systolic.planning.serving import ServingPlan
     from systolic.session.answering import AnswerOptions
     from systolic.session.comparing import Comparison, ComparisonOptions, compare_models
     from systolic.session.explaining import explain
-    from systolic.session.exporting import Exported, export_model
+    from systolic.session.exporting import export_model, export_program
     from systolic.session.forecast import forecast
     from systolic.session.importing import Imported, import_model
-    from systolic.session.program_exports import export_program
     from systolic.session.public_tuning import tune
     from systolic.session.quantizing import Evaluated, QuantizedModel, quantize_model
     from systolic.session.serving_plan import plan_serving
@@ -44,12 +44,12 @@ _HOME = {
     "Comparison": "systolic.session.comparing",
     "ComparisonOptions": "systolic.session.comparing",
     "Evaluated": "systolic.session.quantizing",
-    "ExportSettings": "systolic.exporting.settings",
-    "Exported": "systolic.session.exporting",
+    "ExportSettings": "systolic.formats.registry",
+    "Exported": "systolic.formats.export",
     "Forecast": "systolic.forecasting",
     "ForecastTable": "systolic.forecasting.table",
     "Imported": "systolic.session.importing",
-    "LiteQuantization": "systolic.exporting.settings",
+    "LiteQuantization": "systolic.formats.registry",
     "MatrixFormat": "systolic.job",
     "QuantizedModel": "systolic.session.quantizing",
     "Sampling": "systolic.job",
@@ -66,11 +66,12 @@ _HOME = {
     "compare_models": "systolic.session.comparing",
     "explain": "systolic.session.explaining",
     "export_model": "systolic.session.exporting",
-    "export_program": "systolic.session.program_exports",
+    "export_program": "systolic.session.exporting",
     "forecast": "systolic.session.forecast",
     "import_model": "systolic.session.importing",
     "launch": "systolic.launching.command",
     "launch_server": "systolic.launching.command",
+    "launches": "systolic.launching.command",
     "logs": "systolic.launching.command",
     "open": "systolic.session.trained",
     "plan": "systolic.planning.command",
@@ -78,7 +79,6 @@ _HOME = {
     "ServingPlan": "systolic.planning.serving",
     "quantize_model": "systolic.session.quantizing",
     "resume": "systolic.session.train_command",
-    "runs": "systolic.launching.command",
     "slice": "systolic.chips",
     "status": "systolic.launching.command",
     "stop": "systolic.launching.command",
@@ -125,13 +125,13 @@ __all__ = [
     "import_model",
     "launch",
     "launch_server",
+    "launches",
     "logs",
     "open",
     "plan",
     "plan_serving",
     "quantize_model",
     "resume",
-    "runs",
     "slice",
     "status",
     "stop",

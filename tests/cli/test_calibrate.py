@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 import systolic
-from systolic.artifact.run import ENVIRONMENT, JOB
 from systolic.cli.main import main
 from systolic.core.errors import OptionError
 from systolic.forecasting.calibrations import CalibrationRecord, save
+from systolic.runs.run import ENVIRONMENT, JOB
 from systolic.sim.calibration import Calibration, CostKind, Factor
 from tests.profile.real import BF16, EXCERPTS, HOST_OFFLOAD, KERNEL, whole
 from tests.recorded import hlo as recorded

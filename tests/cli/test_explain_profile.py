@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from systolic.artifact.access import Access
-from systolic.artifact.run import JOB, Run
 from systolic.cli.main import main
 from systolic.core.errors import NotFoundError
 from systolic.explaining.beside import Beside
 from systolic.report.explain.beside import print_beside
+from systolic.runs.access import Access
+from systolic.runs.run import JOB, Run
 from systolic.session import traced as session_traced
 from systolic.session.profiles import is_profile, slice_of
 from systolic.session.traced import traced_beside

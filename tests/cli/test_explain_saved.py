@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from systolic.artifact.chosen import FORMAT
 from systolic.chips import slice
 from systolic.chips.flags import merged, resolved
 from systolic.cli.explain import saved_request
 from systolic.cli.main import main
 from systolic.core.errors import DataError
 from systolic.planning.flags import SETS
+from systolic.runs.plan_choice import FORMAT
 
 TINY = f"{Path(__file__).with_name('tiny.py')}:job"
 ON = slice("v6e-8")

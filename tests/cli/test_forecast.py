@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from systolic.aot import Compiled, Compiler, JobProgram
-from systolic.aot.compile import _Asked, _request_name, version
 from systolic.chips import slice
 from systolic.chips.flags import resolved
 from systolic.cli import forecast as verb
 from systolic.cli.main import main
 from systolic.cli.target import request
+from systolic.compiling import Compiled, Compiler, JobProgram
+from systolic.compiling.compile import _Asked, _request_name, version
 from systolic.core.store import Store
 from systolic.session.forecast import save_executable
 from tests.report.forecast import recorded

@@ -124,7 +124,7 @@ def test_workers_end_with_a_killed_parent(tmp_path: Path, source: str) -> None:
 def test_a_jaxlib_that_fuses_convolutions_wrongly_is_told_not_to(
     monkeypatch: pytest.MonkeyPatch, jaxlib: str, given: str, sound: bool
 ) -> None:
-    """``tests/exporting/test_stablehlo.py`` computes with the jaxlib that is here."""
+    """``tests/formats/programs/test_stablehlo.py`` computes with the jaxlib that is here."""
     monkeypatch.setattr("importlib.metadata.version", {"jaxlib": jaxlib}.__getitem__)
     monkeypatch.setenv("XLA_FLAGS", given)
     set_up_xla()

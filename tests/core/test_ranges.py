@@ -26,7 +26,7 @@ from systolic.core.ranges import (
     ranges_of,
 )
 from systolic.job import Job, Optimizer, OptimizerChange, OptimizerKind
-from tests.interop.outlines import outline
+from tests.formats.outlines import outline
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,10 +7,10 @@ import pytest
 
 from systolic.doctor import Finding, Machine, Status, gather
 from systolic.doctor.machine import MachineKind, Nvidia
-from systolic.doctor.place import platform
-from systolic.training import peers
+from systolic.doctor.platforms import platform
+from systolic.training.distributed import detect
 from tests.doctor.machines import LAPTOP
-from tests.training.test_peers import RECORDED
+from tests.training.distributed.test_detect import RECORDED
 
 KINDS = {
     "cloud-tpu-one": MachineKind.cloud_tpu_vm,
@@ -29,7 +29,7 @@ KINDS = {
 @pytest.fixture(autouse=True)
 def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """The metadata server, which does not answer here, is asked again at once."""
-    monkeypatch.setattr(peers.time, "sleep", lambda _: None)
+    monkeypatch.setattr(detect.time, "sleep", lambda _: None)
 
 
 def met(name: str, root: Path, **changed: str) -> Machine:
@@ -43,7 +43,7 @@ def met(name: str, root: Path, **changed: str) -> Machine:
         (bus / "vendor").write_text("0x1ae0\n")
         (bus / "device").write_text("0x0062\n")
     environment = RECORDED[name]["environment"] | {"GCE_METADATA_IP": "127.0.0.1:1"} | changed
-    peers._attribute.cache_clear()
+    detect._attribute.cache_clear()
     return gather(root, {key: value for key, value in environment.items() if value})
 
 

@@ -83,7 +83,7 @@ def test_slots_are_of_experts_and_of_no_dense_layer(tmp_path) -> None:
     model = Decoder(vocab=64, experts=4, capacity_factor=4.0)
     step = step_of_forecast(made(name, tmp_path), hlo.module(name), model)
     (slots,) = empty_slots(step)
-    dense = [replace(op, source="src/systolic/models/decoder/parts.py:40") for op in step.ops]
+    dense = [replace(op, source="src/systolic/models/decoder/layers.py:40") for op in step.ops]
     both = [*step.ops, *dense]
     assert next(iter(empty_slots(replace(step, ops=both)))).seconds == slots.seconds
     assert not list(empty_slots(replace(step, ops=dense)))

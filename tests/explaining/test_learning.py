@@ -12,9 +12,6 @@ import pytest
 
 import systolic
 from systolic import recipes
-from systolic.artifact import Run
-from systolic.artifact.access import Access
-from systolic.artifact.record import RunRecord, load_run
 from systolic.cli.data import InspectRecipeOptions
 from systolic.cli.main import main
 from systolic.cli.target import request
@@ -30,8 +27,11 @@ from systolic.explaining.speed import checkpoints, evaluation, speed
 from systolic.job import Evaluation, GuardRule, Job, Layout, Optimizer, OptimizerKind
 from systolic.recipes.jobs.source import source_of
 from systolic.report.explain.text import HEIGHT, lines
+from systolic.runs import Run
+from systolic.runs.access import Access
+from systolic.runs.record import RunRecord, load_run
 from systolic.session.resuming import finished
-from systolic.training.feed import training
+from systolic.training.input import training
 from systolic.training.ledger import Ledger
 from systolic.training.probe import Probe
 from systolic.training.setup import first_state, set_up

@@ -9,13 +9,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from systolic.artifact import Run
 from systolic.cli.main import main
 from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.core.origin import Origin
 from systolic.explaining.cause import Cause
 from systolic.explaining.causes import causes_of_profile
-from systolic.explaining.figures import figures, unjudged
+from systolic.explaining.profile_stats import figures, unjudged
 from systolic.explaining.sources import step_of_profile
 from systolic.job import Evaluation
 from systolic.profile import open_profile, read_profile
@@ -23,6 +22,7 @@ from systolic.profile.intervals import union
 from systolic.profile.trace import Backend
 from systolic.profile.xplane import load, load_all
 from systolic.report.forecast.xprof import STEPS, write_xprof
+from systolic.runs import Run
 from systolic.sim.timeline import Resource
 from systolic.training.profile import WARM_UP, SessionTrace
 from systolic.training.setup import set_up

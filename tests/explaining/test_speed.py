@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from systolic.artifact.record import RunRecord
 from systolic.explaining import speed
 from systolic.explaining.settings import Settings, inspecting
+from systolic.runs.record import RunRecord
 
 
 def history(**more: object) -> RunRecord:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import systolic
-from systolic.aot import Compiled, Outcome
-from systolic.aot.compile import Pool
-from systolic.aot.outcome import HLO, REPORT
 from systolic.chips import slice
+from systolic.compiling import Compiled, Outcome
+from systolic.compiling.compile import Pool
+from systolic.compiling.outcome import HLO, REPORT
 from systolic.core import files
 from systolic.core.errors import DataError, NotFoundError, OptionError, RunError
 from systolic.forecasting.calibrations import (

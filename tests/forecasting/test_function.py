@@ -23,8 +23,8 @@ from jax.sharding import PartitionSpec as P
 
 import systolic
 from systolic import Spread
-from systolic.aot.child import _told
 from systolic.chips import slice
+from systolic.compiling.child import _told
 from systolic.core.errors import OptionError
 from systolic.forecasting import function as forecasting_function
 from systolic.forecasting.costs import by_op

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
-from systolic.aot import Compiler, FunctionProgram, Outcome, compile
-from systolic.aot.host import MOST_DEVICES
 from systolic.chips import Slice, slice
+from systolic.compiling import Compiler, FunctionProgram, Outcome, compile
+from systolic.compiling.host_backend import MOST_DEVICES
 from systolic.core.errors import NotFoundError, OptionError
 from systolic.core.origin import Origin
 from systolic.forecasting import Forecast, Spread, forecast_program
@@ -23,8 +23,8 @@ from systolic.hlo import Groups, parse
 from systolic.report.forecast import readings
 from systolic.report.forecast.text import lines
 from systolic.report.terminal import plain
+from systolic.sim.gpu_network import switched
 from systolic.sim.roofline import ModuleSource, Peaks, gpu_peaks, roofline
-from systolic.sim.switched import switched
 from systolic.sim.timeline import PricedBy
 
 ROWS, WIDE, DEEP = 4096, 1024, 2048

@@ -13,7 +13,7 @@ from systolic.forecasting.serving import (
     burst_seconds,
     steady,
 )
-from systolic.forecasting.serving_memory import ServingMemory
+from systolic.job.serving_memory import ServingMemory
 
 LOAD = Load(prompt_tokens=1000, output_tokens=101, chunk=512)
 

@@ -10,7 +10,7 @@ from importlib.metadata import packages_distributions
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from systolic.exporting.packages import SETS
+from systolic.formats.packages import SETS
 from tests.house.budget import ROOT
 from tests.house.names import GUESTS
 from tests.house.trees import nodes, statements, tree

@@ -12,31 +12,31 @@ PUBLIC: dict[str, str] = {
 """Names for users of the package that nothing here uses, with the reason."""
 
 FOREIGN: dict[str, str] = {
-    "systolic/aot/child.py:places:slice_index": "devices of JAX's plugins, of which some have none",
-    "systolic/aot/functions.py:_placed:shape": "leaves of anyone's arguments",
-    "systolic/aot/traced.py:name_of:__name__": "anyone's callable",
-    "systolic/exporting/unrolling.py:_turns:consts": "a loop's body, closed over its constants in some versions of JAX",
-    "systolic/exporting/unrolling.py:_turns:jaxpr": "the same",
+    "systolic/compiling/child.py:places:slice_index": "devices of JAX's plugins, of which some have none",
+    "systolic/compiling/functions.py:_placed:shape": "leaves of anyone's arguments",
+    "systolic/compiling/traced.py:name_of:__name__": "anyone's callable",
+    "systolic/formats/conversion.py:_turns:consts": "a loop's body, closed over its constants in some versions of JAX",
+    "systolic/formats/conversion.py:_turns:jaxpr": "the same",
 }
 """``path:function:attribute`` of values of other projects."""
 
 PRIVATE: dict[str, str] = {
-    "systolic/aot/child.py:jax._src.source_info_util": "that lines of this package are not the user's",
-    "systolic/aot/functions.py:_jit_info": "whether a jitted function was given shardings",
-    "systolic/aot/host.py:jax._src.cudnn.fused_attention_stablehlo": "cuDNN's version, which JAX asks of a GPU that is not here",
-    "systolic/aot/kernels.py:jax._src.lib.mlir.ir": "parser of MLIR, for the operations of a kernel",
-    "systolic/aot/kernels.py:jax._src.lib.tpu": "dialect of Mosaic, for the operations of a kernel",
-    "systolic/aot/pickled.py:_GeneratorContextManager": "what contextlib.contextmanager makes has no public class",
-    "systolic/aot/pickled.py:_lru_cache_wrapper": "what functools.lru_cache makes has no public class",
-    "systolic/aot/restored.py:_GeneratorContextManager": "what contextlib.contextmanager makes has no public class",
-    "systolic/aot/restored.py:_registry": "how a class is a pytree; JAX only tells that of an object",
-    "systolic/aot/restored.py:jax._src.pmap": "what jax.pmap returns has no class of its own",
-    "systolic/aot/restored.py:jax._src.tree_util": "how a class is a pytree; JAX only tells that of an object",
-    "systolic/core/leave.py:_run_exitfuncs": "functions of atexit, before the process is ended at once",
-    "systolic/exporting/litert/convert.py:litert_converter.mlir._mlir_libs.converter_api_ext": "the converter's only entrance",
+    "systolic/compiling/child.py:jax._src.source_info_util": "that lines of this package are not the user's",
+    "systolic/compiling/functions.py:_jit_info": "whether a jitted function was given shardings",
+    "systolic/compiling/host_backend.py:jax._src.cudnn.fused_attention_stablehlo": "cuDNN's version, which JAX asks of a GPU that is not here",
+    "systolic/compiling/kernels.py:jax._src.lib.mlir.ir": "parser of MLIR, for the operations of a kernel",
+    "systolic/compiling/kernels.py:jax._src.lib.tpu": "dialect of Mosaic, for the operations of a kernel",
+    "systolic/compiling/pickled.py:_GeneratorContextManager": "what contextlib.contextmanager makes has no public class",
+    "systolic/compiling/pickled.py:_lru_cache_wrapper": "what functools.lru_cache makes has no public class",
+    "systolic/compiling/restored.py:_GeneratorContextManager": "what contextlib.contextmanager makes has no public class",
+    "systolic/compiling/restored.py:_registry": "how a class is a pytree; JAX only tells that of an object",
+    "systolic/compiling/restored.py:jax._src.pmap": "what jax.pmap returns has no class of its own",
+    "systolic/compiling/restored.py:jax._src.tree_util": "how a class is a pytree; JAX only tells that of an object",
+    "systolic/core/shutdown.py:_run_exitfuncs": "functions of atexit, before the process is ended at once",
+    "systolic/formats/litert/child.py:litert_converter.mlir._mlir_libs.converter_api_ext": "the converter's only entrance",
     "systolic/forecasting/function.py:jax._src.mesh": "whether a mesh was entered with ``with mesh``",
-    "systolic/models/product.py:qwix._src.core.dot_general_qt.DotGeneralQtConfig": "Qwix's quantized product without its rules",
-    "systolic/models/product.py:qwix._src.core.dot_general_qt.dot_general_qt": "Qwix's quantized product without its rules",
+    "systolic/models/linear.py:qwix._src.core.dot_general_qt.DotGeneralQtConfig": "Qwix's quantized product without its rules",
+    "systolic/models/linear.py:qwix._src.core.dot_general_qt.dot_general_qt": "Qwix's quantized product without its rules",
     "systolic/models/program/torch_function.py:torch.nn.utils.stateless._reparametrize_module": "parameters of a module for one call of any of its methods",
     "systolic/models/program/torch_function.py:torch.utils._pytree": "pytrees as torch.export has them",
     "systolic/models/program/torch_training.py:torch.nn.utils.stateless._reparametrize_module": "parameters of a module for one call of any of its methods",
@@ -48,7 +48,7 @@ PRIVATE: dict[str, str] = {
     "systolic/models/quantized.py:qwix._src.core.qarray": "Qwix's quantized arrays without its rules",
     "systolic/models/splash.py:_ComputableMask": "the base of masks that are computed in the kernel",
     "systolic/profile/xplane.py:jaxlib._hlo": "reader of the compiled modules in a profile",
-    "systolic/training/roll_call.py:jax._src.distributed": "key-value store of the coordinator",
+    "systolic/training/distributed/heartbeat.py:jax._src.distributed": "key-value store of the coordinator",
 }
 """``path:name`` of other projects, with what no public name of theirs gives."""
 

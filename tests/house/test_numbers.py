@@ -13,14 +13,14 @@ COUNTED = "operations of an algorithm, counted; the fitted rates scale them"
 SEARCH = "no time or size of hardware: how far a search through the program goes, or what a note mentions"
 
 ALLOWED: dict[str, str] = {
-    "exporting/onnx/export.py:MOST_BYTES": "the largest file of protobuf",
+    "formats/onnx.py:MOST_BYTES": "the largest file of protobuf",
     "hlo/scalars.py:MOST_VALUES": SEARCH,
     "planning/analytic.py:ACCUMULATES": COUNTED,
     "planning/analytic.py:HALF": "bytes of a bf16 element",
     "planning/analytic.py:LOGIT_BYTES": "bytes of elements, added up",
     "planning/analytic.py:WHOLE": "bytes of an f32 element",
     "planning/analytic.py:RESERVED": "room for rounding",
-    "serving/batch/limits.py:InputLimits": "pixels of a picture that is read",
+    "serving/batch/options.py:InputLimits": "pixels of a picture that is read",
     "sim/attention.py:_CAUSAL,_SEGMENTS,_SOFT_CAP": COUNTED,
     "sim/attention.py:_MATMULS": COUNTED,
     "sim/attention.py:_SEQUENCE_MINOR": "a layout's number, as the kernels have it",
@@ -31,9 +31,9 @@ ALLOWED: dict[str, str] = {
     "sim/incomplete.py:_SECONDS": "units of time",
     "sim/masks.py:_STEPS": SEARCH,
     "sim/price.py:_SMALL": SEARCH,
-    "sim/reads.py:_LEAST_BYTES": SEARCH,
+    "sim/consumers.py:_LEAST_BYTES": SEARCH,
     "sim/simulate.py:MUCH": SEARCH,
-    "sim/switched.py:_ROUNDS": COUNTED,
+    "sim/gpu_network.py:_ROUNDS": COUNTED,
     "sim/traffic.py:WORD_BITS": "the layout of arrays in HLO",
     "sim/work.py:PASSES": "XLA's bf16_6x and bf16_3x",
 }

@@ -33,8 +33,8 @@ def test_what_a_file_imports_through_others_calls_for_it() -> None:
     helped = TESTS / "models/test_attention.py"
     assert due([helped], ["tests/devices.py"], turn_of(helped) + 1)[helped] == "tests/devices.py"
     # A child that a string names.
-    same = TESTS / "training/test_same.py"
-    assert reaches("tests/training/same_child.py", same)
+    same = TESTS / "training/distributed/test_consistency.py"
+    assert reaches("tests/training/distributed/same_child.py", same)
     recorded = TESTS / "hlo/test_parse.py"
     assert reaches("tests/recorded/hlo/lm-v5e-4.hlo.gz", recorded)
     for file in (helped, same):

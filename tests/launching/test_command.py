@@ -102,7 +102,7 @@ def test_a_reporter_gets_the_launch_before_it_is_submitted(
     (before,) = seen
     assert before.record.submitted is None
     assert launched.record.submitted is not None
-    (run,) = systolic.runs()
+    (run,) = systolic.launches()
     assert (run.name, run.phase) == ("digits-v5e-16", "submitted")
     assert run.cost is not None
     assert run.cost.usd_per_hour == pytest.approx(19.2)

@@ -129,8 +129,7 @@ def test_probes_and_metrics_are_the_servers() -> None:
     from prometheus_client import CollectorRegistry
 
     from systolic.serving.http.app import PATHS
-    from systolic.serving.http.meters import TextMetrics
-    from systolic.serving.http.metrics import PREFIX, Metrics
+    from systolic.serving.http.metrics import PREFIX, Metrics, TextMetrics
 
     known = {path.path for path in PATHS}
     (container,) = pod()["containers"]

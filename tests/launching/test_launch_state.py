@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from systolic.artifact import manifest
 from systolic.cli.main import main
 from systolic.launching.record import launches
 from systolic.launching.supervisor import BOOT, identity
+from systolic.runs import manifest
 from tests.launching.docker_client import containers, docker
 from tests.launching.gcloud import gcloud
 from tests.launching.made import listed
@@ -257,7 +257,7 @@ def test_a_stop_that_killed_processes_fails_and_names_the_checkpoint(
 HOLDS = """
 import sys, time
 from pathlib import Path
-from systolic.artifact.access import Lock
+from systolic.runs.access import Lock
 lock = Lock(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(600)

@@ -165,7 +165,7 @@ def test_files_say_what_made_them_and_the_script_passes_shellcheck(tmp_path: Pat
 
 TRAIN = """#!{python}
 import os, sys
-from systolic.training.peers import find
+from systolic.training.distributed.detect import find
 found = find(os.environ)
 place = found and [found.by, found.coordinator, found.count, found.index]
 print(place, os.environ["JAX_PLATFORMS"], sys.argv[1:])

@@ -11,7 +11,7 @@ import pytest
 
 from systolic.core.errors import OptionError
 from systolic.models.decoder.config import Decoder, Mlp, NormKind
-from systolic.models.decoder.switches import Latent
+from systolic.models.decoder.options import Latent
 from systolic.steps.optimizer import is_matrix
 from tests.models.decoders import arrays, check_cache, module, program
 from tests.steps import tiny
@@ -120,7 +120,7 @@ def test_what_contradicts_itself_is_refused(change: dict[str, object], message: 
 
 def test_gelu_has_two_forms() -> None:
     """By the definitions at 1: x times the normal distribution function, and its tanh form."""
-    from systolic.models.decoder.parts import ACTIVATIONS
+    from systolic.models.decoder.layers import ACTIVATIONS
 
     values = {kind: float(of(1.0)) for kind, of in ACTIVATIONS.items()}
     assert values[Mlp.gelu_exact] == values[Mlp.geglu_exact] == pytest.approx(0.841345, abs=1e-6)

@@ -15,7 +15,7 @@ from systolic.job import Layout, MatrixFormat, WeightFormat
 from systolic.models.decoder.config import Dispatch, Mlp
 from systolic.models.decoder.dropless import _grouped, dropless
 from systolic.models.decoder.moe import Mixture
-from systolic.models.decoder.switches import Router
+from systolic.models.decoder.options import Router
 from systolic.models.grouped import grouped_product
 from systolic.models.layered import Layered
 from systolic.models.quantized import Quantized, members_apart, quantized

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from systolic.aot import Compiler, PagedProgram
 from systolic.chips import slice
 from systolic.chips.flags import resolved
+from systolic.compiling import Compiler, PagedProgram
 from systolic.forecasting import Forecast, forecast_program
 from systolic.job import Layout
 from systolic.models.decoder import few

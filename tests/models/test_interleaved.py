@@ -11,7 +11,7 @@ from flax import nnx
 from systolic.core.errors import LayoutError, OptionError
 from systolic.job import Layout, Remat
 from systolic.models.decoder.config import Decoder, Dispatch
-from systolic.models.decoder.switches import Router, Score
+from systolic.models.decoder.options import Router, Score
 from tests.models.decoders import arrays, check_cache, module, program
 from tests.steps import tiny
 from tests.tiers import some

@@ -15,8 +15,8 @@ from systolic.core.errors import LayoutError, OptionError
 from systolic.job import Layout, Remat
 from systolic.models.attention import attention
 from systolic.models.decoder.config import Decoder, Dispatch
+from systolic.models.decoder.options import Latent, Router, Score
 from systolic.models.decoder.router import choose, moved
-from systolic.models.decoder.switches import Latent, Router, Score
 from systolic.models.masking import Logits, Masking
 from systolic.models.splash import splash_attention
 from systolic.steps import flops

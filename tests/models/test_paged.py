@@ -13,10 +13,10 @@ import pytest
 from systolic.job import ServedCache
 from systolic.models.decoder.cache import coded
 from systolic.models.decoder.config import Dispatch
+from systolic.models.decoder.options import Latent
 from systolic.models.decoder.page_arrays import PageArrays, PageRows
 from systolic.models.decoder.page_kernels import LayerPages, kernel_of_gpus
 from systolic.models.decoder.paged import Reading, layers_of, page_arrays, read
-from systolic.models.decoder.switches import Latent
 from systolic.models.masking import Logits
 from tests.models.decoders import module, program
 from tests.steps import tiny

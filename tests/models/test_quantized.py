@@ -12,7 +12,7 @@ import pytest
 from systolic.core.errors import OptionError
 from systolic.job import MatrixFormat, WeightFormat
 from systolic.models.adapters import inputs_of
-from systolic.models.product import product
+from systolic.models.linear import product
 from systolic.models.quantized import (
     FEW_ROWS,
     NF4_VALUES,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from systolic.models.decoder.config import Decoder
-from systolic.models.decoder.switches import Latent
+from systolic.models.decoder.options import Latent
 from tests.models.decoders import module, program
 from tests.steps import tiny
 from tests.tiers import some

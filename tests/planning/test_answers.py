@@ -21,14 +21,14 @@ from systolic.job import Job, Layout, Placement, Precision, Remat, Residual
 from systolic.planning.analytic import analyse
 from systolic.planning.candidate import Candidate
 from systolic.planning.facts import Facts, facts_of
+from systolic.planning.fit_ladder import find_fit
 from systolic.planning.flags import DEFAULT, SETS, FlagSet, joined
 from systolic.planning.goal import Goal
-from systolic.planning.judge import Judge, Ranked
-from systolic.planning.ladder import find_fit
 from systolic.planning.limits import Limits
 from systolic.planning.margin import margin_of
 from systolic.planning.plan import Trial
 from systolic.planning.remedies import base_of
+from systolic.planning.scoring import Judge, Ranked
 from systolic.planning.search import Search
 from systolic.recipes.jobs.source import source_of
 from systolic.session.explaining import StepExplainer

@@ -14,7 +14,7 @@ from systolic.core.reporter import Reporter, reporting
 from systolic.core.units import duration
 from systolic.forecasting import Forecast
 from systolic.job import Batch, Job
-from systolic.planning import ladder, slices, wanted
+from systolic.planning import fit_ladder, slices, wanted
 from systolic.planning.analytic import analyse
 from systolic.planning.candidate import Candidate
 from systolic.planning.goal import Goal
@@ -200,7 +200,7 @@ def test_the_smallest_slice_that_fits_is_the_answer() -> None:
     larger = {one.on.name: one.reason for one in made.refused if one.rule is RefusalRule.larger}
     assert larger["v5e-4"] == "has 4 chips, and v6e-1 with 1 fits"
     assert len(larger) == len(slices.slices_of("v5e,v6e", 256, None)) - 2
-    dearer = ladder._larger_than(slice("v5e-1"), slice("v6e-1"), made.goal)
+    dearer = fit_ladder._larger_than(slice("v5e-1"), slice("v6e-1"), made.goal)
     assert dearer.endswith("fits; v6e-1 has $2.70 an hour, v5e-1 $1.20 an hour")
     assert made.to_json()["goal"]["objective"] == "fit"
     assert "the smallest slice that fits" in readings.work(made)

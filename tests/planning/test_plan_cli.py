@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from systolic.artifact.chosen import read
 from systolic.cli.main import main
 from systolic.job import Layout
 from systolic.planning import answer
 from systolic.planning.plan import Plan, SearchStop
 from systolic.planning.search import Search, SearchProgress, SearchStage
+from systolic.runs.plan_choice import read
 from tests.planning import fabricated
 
 TINY = f"{Path(__file__).parents[1] / 'cli' / 'tiny.py'}:job"

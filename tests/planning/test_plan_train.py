@@ -12,9 +12,6 @@ import pytest
 
 import systolic
 from systolic import recipes
-from systolic.artifact import Run
-from systolic.artifact.chosen import Chosen, apply, read
-from systolic.artifact.job_record import JobRecord
 from systolic.cli.main import VERBS, main
 from systolic.cli.target import Request, planned_request
 from systolic.core.errors import DataError, NotFoundError, OptionError, SystolicError
@@ -24,6 +21,9 @@ from systolic.job import Axis, Layout, Precision, Remat
 from systolic.recipes.jobs.plan import candidate_of, resumed
 from systolic.report.plan.readings import command
 from systolic.report.stderr import StderrReporter
+from systolic.runs import Run
+from systolic.runs.job_record import JobRecord
+from systolic.runs.plan_choice import Chosen, apply, read
 from systolic.session.run_files import rebuild
 from systolic.session.run_flags import new_flags
 from tests.planning import fabricated

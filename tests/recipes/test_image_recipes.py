@@ -10,7 +10,6 @@ import pytest
 from PIL import Image
 
 from systolic import recipes
-from systolic.artifact import Run
 from systolic.cli.main import main
 from systolic.core.errors import NotFoundError, OptionError
 from systolic.data.image.digits import Digits
@@ -21,6 +20,7 @@ from systolic.models.vision.resnet.config import Stem
 from systolic.recipes.digits import DigitsModel, digits
 from systolic.recipes.fashion import CLASSES, FashionModel, fashion
 from systolic.recipes.image import PRESETS, ImageModel, image, network
+from systolic.runs import Run
 from systolic.steps.mesh import make_mesh
 from systolic.steps.optimizer import schedule
 from systolic.steps.steps import StepFunctions

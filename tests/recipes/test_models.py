@@ -8,7 +8,6 @@ import pytest
 
 import systolic
 from systolic import recipes
-from systolic.artifact.bundle import MANIFEST, model_record
 from systolic.cli.main import main
 from systolic.core.errors import LayoutError, NotFoundError, OptionError
 from systolic.job import Layout, Remat
@@ -17,6 +16,7 @@ from systolic.models.encoder.config import Encoder
 from systolic.models.families import CONFIG, family
 from systolic.models.published import published
 from systolic.recipes.models.named import BUNDLE
+from systolic.runs.bundle.folder import MANIFEST, model_record
 from tests.compiles import cheap
 from tests.models import speech
 from tests.models.foreign import structure

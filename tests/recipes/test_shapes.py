@@ -12,7 +12,7 @@ import pytest
 
 import systolic
 from systolic import recipes
-from systolic.aot import JobProgram
+from systolic.compiling import JobProgram
 from systolic.core.errors import NotFoundError, OptionError
 from systolic.job import (
     Adapter,

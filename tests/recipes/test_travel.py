@@ -7,7 +7,7 @@ from pathlib import Path
 import cloudpickle
 
 from systolic import recipes
-from systolic.aot import JobProgram
+from systolic.compiling import JobProgram
 
 OURS = """\
 from dataclasses import replace

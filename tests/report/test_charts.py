@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from systolic.artifact.record import load_run
 from systolic.report import charts
 from systolic.report.forecast import page as forecast_page
 from systolic.report.plan import page as plan_page
 from systolic.report.run import page as run_page
+from systolic.runs.record import load_run
 from systolic.sim.timeline import Resource
 from tests.planning.fabricated import plan
 from tests.report.forecast.recorded import fitting, refused

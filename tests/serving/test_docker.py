@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 
 import systolic
-from systolic.artifact.bundle import MODELS, open_bundle
 from systolic.cli.main import main
 from systolic.core.distribution import write_wheel
 from systolic.core.errors import DataError, OptionError, RunError, SystolicError, TakenError
 from systolic.job import MatrixFormat, WeightFormat
+from systolic.runs.bundle.folder import MODELS, open_bundle
 from systolic.serving.docker.folder import (
     GRACE_SECONDS,
     PACKAGES,
@@ -31,7 +31,7 @@ from systolic.serving.docker.folder import (
 )
 from systolic.serving.http.app import PATHS
 from systolic.session.quantizing import quantize_model
-from tests.interop import folders
+from tests.formats import folders
 
 
 @pytest.fixture(scope="module")

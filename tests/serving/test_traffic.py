@@ -12,12 +12,11 @@ import pytest
 from systolic.core.errors import DataError, NotFoundError, OptionError, RunError
 from systolic.serving.batch.buckets import Shapes, Traffic, choose
 from systolic.serving.batch.request import ModelKind
-from systolic.serving.http.meters import TextMetrics
-from systolic.serving.http.metrics import Metrics
+from systolic.serving.http.metrics import Metrics, TextMetrics
 from systolic.serving.text.buckets import Buckets, TextTraffic
 from systolic.serving.text.opening import open_engine
-from systolic.serving.text.request import TextRequest, TokenChoice
-from systolic.serving.traffic import RecordedEngine, TrafficBook, read_traffic
+from systolic.serving.text.request import SamplingParams, TextRequest
+from systolic.serving.workload import RecordedEngine, TrafficBook, read_traffic
 from tests.serving.http.running import echo_model, running, toy_model
 from tests.serving.text.engine import SIZES, shared
 
@@ -181,7 +180,7 @@ def test_padding_is_what_was_expected_of_the_traffic(tmp_path: Path) -> None:
         TextRequest(
             tokens=[number, *range(1, draw.choice([3, 11, 14, 60]))],
             max_tokens=draw.choice([2, 5, 9]),
-            choice=TokenChoice(temperature=0.0),
+            sampling=SamplingParams(temperature=0.0),
             ignore_ends=True,
         )
         for number in range(24)

@@ -3,7 +3,7 @@
 import sys
 
 from systolic.cli.main import main
-from systolic.core.leave import remember_interrupts
+from systolic.core.shutdown import remember_interrupts
 from systolic.serving.batch.request import ModelKind
 from systolic.serving.offline.answerer import Answerer
 from systolic.session import batching

@@ -12,20 +12,19 @@ import transformers
 from PIL import Image
 
 import systolic
-from systolic.artifact.bundle import MANIFEST
 from systolic.cli.main import main
-from systolic.interop.outputs import outputs_of
-from systolic.interop.probe import probe_of
-from systolic.interop.quantizing import Rounder, formats_of, matrices_in
-from systolic.interop.source import open_source
+from systolic.formats.probe import outputs_of, probe_of
+from systolic.formats.quantizing import Rounder, formats_of, matrices_in
+from systolic.formats.source import open_source
 from systolic.job import MatrixFormat, Read, Sampling, Split, WeightFormat
+from systolic.runs.bundle.folder import MANIFEST
 from systolic.serving.text.opening import open_engine
-from systolic.serving.text.request import TextRequest, TokenChoice
+from systolic.serving.text.request import SamplingParams, TextRequest
 from systolic.session.calibrating import largest_of
 from systolic.session.quantizing import Evaluated, quantize_model
 from systolic.session.sensitivity import Measure, choose
-from tests.interop import folders
-from tests.interop.test_sentences import folder as encoder_folder
+from tests.formats import folders
+from tests.formats.test_sentences import folder as encoder_folder
 from tests.serving.text.engine import SIZES
 from tests.session.test_quantizing import Given, matrices
 
@@ -102,7 +101,7 @@ def test_a_server_writes_what_generate_does(made: Any) -> None:
         asked = TextRequest(
             tokens=tokenizer.prompt("the capital of"),
             max_tokens=8,
-            choice=TokenChoice(temperature=0.0),
+            sampling=SamplingParams(temperature=0.0),
         )
         found = [token.id for piece in engine.submit(asked) for token in piece.tokens]
     finally:

@@ -19,11 +19,11 @@ from systolic.cli.serve import ServeOptions, settings
 from systolic.serving.offline.files import digest_of
 from systolic.serving.offline.lines import LineProblem, problem_line, result_id
 from systolic.session import batching
-from systolic.session.answerers import answerer_of
+from systolic.session.batching import answerer_of
 from systolic.session.serving import targets
 from systolic.session.trained import open_model
-from tests.interop import folders
-from tests.interop.test_sentences import folder as encoder_folder
+from tests.formats import folders
+from tests.formats.test_sentences import folder as encoder_folder
 from tests.session import batch_child
 
 CHILD = [sys.executable, "-m", "tests.session.batch_child"]

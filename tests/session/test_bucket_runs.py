@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from systolic.artifact.objects import Objects, in_bucket
+from systolic.runs.remote.store import Objects, in_bucket
 from tests.buckets import s3_server
 from tests.training.children import (
     PATIENCE_SECONDS,

@@ -16,16 +16,16 @@ from safetensors.numpy import load_file, save_file
 
 import systolic
 from systolic import recipes
-from systolic.artifact.bundle import MANIFEST, model_record
-from systolic.artifact.bundle_job import read_job, write_job
-from systolic.artifact.bundle_record import BundleRecord, ImportedFrom, sealed
 from systolic.cli.main import main
 from systolic.core.errors import DataError, NotFoundError, OptionError, SystolicError
 from systolic.data.arrays import Arrays
 from systolic.data.audio.recordings import Recordings
 from systolic.job import Adapter, Job, Layout
+from systolic.runs.bundle.folder import MANIFEST, model_record
+from systolic.runs.bundle.job import read_job, write_job
+from systolic.runs.bundle.record import BundleRecord, ImportedFrom, sealed
 from systolic.steps.tasks.transcription import Transcription
-from tests.interop.outlines import outline
+from tests.formats.outlines import outline
 from tests.models import speech
 from tests.session import bundled
 from tests.training import tiny
@@ -361,7 +361,7 @@ def test_a_damaged_or_foreign_one_is_refused_in_one_line(
 
 def test_every_flipped_byte_of_the_manifest_is_found_or_harmless(copy: Path) -> None:
     """A byte that changes what is read is found; one between the entries may be another space."""
-    from systolic.artifact.bundle_check import checked_bundle
+    from systolic.runs.bundle.check import checked_bundle
 
     raw = (copy / MANIFEST).read_bytes()
     whole = record(copy)

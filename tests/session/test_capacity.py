@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from systolic.aot import Compiler, PagedProgram
 from systolic.chips import slice
 from systolic.chips.flags import resolved
 from systolic.cli.main import main
+from systolic.compiling import Compiler, PagedProgram
 from systolic.core.errors import OptionError
 from systolic.forecasting import forecast_program
 from systolic.forecasting.serving import LatencyLimits, Load, ServingForecast, latency
-from systolic.interop.quantizing import whole
+from systolic.formats.quantizing import whole
 from systolic.job import Layout, WeightFormat
 from systolic.recipes.jobs.source import source_of
 from systolic.report.forecast.serving import lines

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import systolic
-from systolic.artifact.weights import sizes_of
 from systolic.cli.main import main
 from systolic.core.errors import OptionError
-from systolic.predicting.latency import TimedCall, medians
+from systolic.inference.latency import TimedCall, medians
+from systolic.runs.weights import sizes_of
 from systolic.session.agreement import shared_inputs
 from systolic.session.comparing import ComparedModel, Comparison, ComparisonOptions
 from systolic.session.comparing_text import lines
@@ -170,7 +170,7 @@ def test_sizes_count_bits_and_leave_scales_out() -> None:
 def test_models_that_read_different_things_are_not_compared(tmp_path: Path) -> None:
     one = bundled.job("cnn", tmp_path)
     pixels = replace(bundled.PIXELS, size=16)
-    from systolic.data.image.outside import OutsidePictures
+    from systolic.data.image.external_images import OutsidePictures
     from systolic.data.image.preparation import Preparation
 
     data = OutsidePictures(preparation=Preparation(side=16), channels=1)

@@ -13,7 +13,7 @@ from systolic.core.errors import OptionError
 from systolic.job import Checkpoints, Evaluation, Layout, Optimizer, Sampling
 from systolic.session.answering import AnswerOptions, metrics_of
 from systolic.session.trained import turns_of
-from tests.interop import folders
+from tests.formats import folders
 
 GREEDY = Sampling(temperature=0)
 ANSWER = "7"

@@ -10,9 +10,9 @@ import pytest
 
 import systolic
 from systolic import recipes
-from systolic.aot import StepKind
 from systolic.chips import slice
 from systolic.cli.explain_view import ExplainView, show_step
+from systolic.compiling import StepKind
 from systolic.core.errors import NotFoundError, OptionError
 from systolic.session.explaining import ExplainProgress, ExplainStage, StepExplainer
 from systolic.session.saved import RecipeStep

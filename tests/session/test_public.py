@@ -15,9 +15,6 @@ import pytest
 
 import systolic
 from systolic import recipes
-from systolic.artifact import Run
-from systolic.artifact.chosen import read
-from systolic.artifact.saved_job import job_from_json, types_of
 from systolic.cli.main import main
 from systolic.core.errors import NotFoundError, OptionError, RunError, TakenError
 from systolic.core.files import write_json
@@ -28,9 +25,12 @@ from systolic.job.optimizer import Shortened
 from systolic.recipes.digits import MODELS, DigitsModel
 from systolic.recipes.jobs.plan import candidate_of
 from systolic.recipes.jobs.source import source_of, with_plan
+from systolic.runs import Run
+from systolic.runs.plan_choice import read
+from systolic.runs.saved_job import job_from_json, types_of
 from systolic.session.training import Audience
 from systolic.training.setup import set_up
-from tests.interop.outlines import outline
+from tests.formats.outlines import outline
 from tests.planning import fabricated
 from tests.session import train_child
 from tests.training import tiny

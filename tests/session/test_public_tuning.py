@@ -9,9 +9,9 @@ import pytest
 pytest.importorskip("optuna")
 
 import systolic
-from systolic.artifact.record import load_run
 from systolic.cli.main import main
 from systolic.core.errors import TakenError
+from systolic.runs.record import load_run
 from systolic.session.tuning_processes import Processes
 from systolic.tuning.results import StudyResult
 from tests.session.test_tuning import RATES, RECIPE

@@ -16,29 +16,28 @@ import torch
 import transformers
 
 import systolic
-from systolic.artifact.bundle import MANIFEST
 from systolic.cli.main import main
 from systolic.core.errors import OptionError
-from systolic.interop.importing import structure_of
-from systolic.interop.outputs import outputs_of
-from systolic.interop.probe import probe_of
-from systolic.interop.quantizing import Matrix, Rounder, formats_of, matrices_in, whole
-from systolic.interop.source import open_source
+from systolic.formats.export import file_payload, floats_line
+from systolic.formats.probe import outputs_of, probe_of
+from systolic.formats.quantizing import Matrix, Rounder, formats_of, matrices_in, whole
+from systolic.formats.source import open_source
+from systolic.formats.weights import structure_of
 from systolic.job import AdapterKind, MatrixFormat, Sampling, Split, WeightFormat
 from systolic.models.decoder.config import Decoder
 from systolic.models.quantized import Quantized, held_dtype
+from systolic.runs.bundle.folder import MANIFEST
 from systolic.serving.text.opening import open_engine
-from systolic.serving.text.request import TextRequest, TokenChoice
-from systolic.session.outgoing import floats_line, leaving
+from systolic.serving.text.request import SamplingParams, TextRequest
 from systolic.session.quantizing import Evaluated, quantize_model
 from systolic.session.restored import restored_on_cpu
 from systolic.session.sensitivity import Measure, choose, moments_of
 from systolic.session.trained import PreparedModel, TrainedModel, set_up_here, splits
 from systolic.steps.paged import PagedSteps
 from systolic.steps.paged_sharding import with_copied_heads
-from systolic.training.feed import evaluation
-from tests.interop import folders
-from tests.interop.test_sentences import folder as encoder_folder
+from systolic.training.input import evaluation
+from tests.formats import folders
+from tests.formats.test_sentences import folder as encoder_folder
 from tests.serving.text.engine import SIZES
 from tests.tiers import some
 
@@ -169,7 +168,7 @@ def test_a_server_writes_what_generate_does(
         asked = TextRequest(
             tokens=tokenizer.prompt("the capital of"),
             max_tokens=12,
-            choice=TokenChoice(temperature=0.0),
+            sampling=SamplingParams(temperature=0.0),
         )
         found = [token.id for piece in engine.submit(asked) for token in piece.tokens]
     finally:
@@ -369,7 +368,7 @@ def test_a_quantized_model_is_imported_in_floats(int8: Any, tmp_path: Path) -> N
 
 
 def test_floats_of_codes_say_where_they_were_rounded(int8: Any) -> None:
-    exact = floats_line(leaving(int8.path, "best", trust=False).restored)
+    exact = floats_line(file_payload(open_source(int8.path)).restored)
     assert exact == [f"{len(int8.matrices)} quantized matrices {STAND}"]
     (rounded,) = floats_line(["bfloat16", "float32"])
     assert rounded.startswith(f"2 quantized matrices {STAND}, rounded to bfloat16: what was")

@@ -17,12 +17,12 @@ from safetensors.numpy import load_file, save_file
 from systolic.cli.main import main
 from systolic.core.errors import DataError, OptionError
 from systolic.data.image.images import Images
-from systolic.interop.quantizing import Rounder
+from systolic.formats.quantizing import Rounder
+from systolic.inference.latency import TimedCall
 from systolic.job import MatrixFormat, WeightFormat
-from systolic.predicting.latency import TimedCall
 from systolic.session.calibrating import check_apart
-from tests.interop import folders
-from tests.interop.test_sentences import folder as encoder_folder
+from tests.formats import folders
+from tests.formats.test_sentences import folder as encoder_folder
 from tests.session import bundled
 from tests.session.test_quantizing import matrices
 

@@ -9,11 +9,10 @@ import torch
 from systolic.cli.parse import parse
 from systolic.cli.serve import ServeOptions, settings
 from systolic.job import Precision
-from systolic.serving.http.logs import EventLog
-from systolic.serving.http.meters import BatchMetrics, TextMetrics
-from systolic.serving.http.metrics import Metrics
+from systolic.serving.http.metrics import BatchMetrics, Metrics, TextMetrics
+from systolic.serving.http.telemetry import EventLog
 from systolic.session.serving import open_served, targets
-from tests.interop import folders
+from tests.formats import folders
 
 
 def test_files_in_bfloat16_are_served_in_the_precision_that_is_asked_for(tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from systolic.aot import PagedProgram, ServingProgram
-from systolic.aot.serving import _read_share
 from systolic.chips import slice
+from systolic.compiling import PagedProgram, ServingProgram
+from systolic.compiling.serving import _read_share
 from systolic.core.errors import OptionError
 from systolic.forecasting.serving import Load
 from systolic.job import ExpertAxis, Layout, Served, ServedCache, ServedWeights
@@ -127,7 +127,7 @@ def test_the_choice_by_all_settings_needs_what_is_counted_for_it() -> None:
     import jax
     import jax.numpy as jnp
 
-    from systolic.steps.choice import Cuts, Draw, choose_by_all
+    from systolic.steps.sampling import Cuts, Draw, choose_by_all
 
     def some(dtype: Any, *size: int) -> Any:
         return jax.ShapeDtypeStruct(size, dtype)

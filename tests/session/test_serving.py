@@ -25,20 +25,20 @@ from systolic.cli.serve import ServeOptions, settings
 from systolic.core.errors import NotFoundError, OptionError
 from systolic.data import fingerprint
 from systolic.data.text.text_data import TextData
-from systolic.interop.source import open_source
+from systolic.formats import outline
+from systolic.formats.outline import contents_of, weight_bytes
+from systolic.formats.source import open_source
 from systolic.serving.batch.request import ModelKind
-from systolic.serving.http.desk import Desk
 from systolic.serving.http.limits import HttpLimits
 from systolic.serving.http.metrics import Metrics
-from systolic.serving.served import Arrival, Shelf
+from systolic.serving.http.state import ServerState
+from systolic.serving.registry import ModelLoad, ModelRegistry
 from systolic.serving.text.opening import EngineSizes, context_of
-from systolic.session import contents
-from systolic.session.contents import contents_of, weight_bytes
 from systolic.session.serving import _changes, serve, targets
 from systolic.session.serving_plan import plan_serving
 from systolic.session.trained import open_model, prepare_model
-from tests.interop import folders
-from tests.interop.test_sentences import folder as encoder_folder
+from tests.formats import folders
+from tests.formats.test_sentences import folder as encoder_folder
 from tests.serving.http.running import toy_model
 
 SMALL = ("--rows", "4", "--context", "192", "--chunk", "64")
@@ -68,11 +68,11 @@ def test_something_else_among_versions_retires_none(tmp_path: Path, stray: str) 
     for version in ("1", "2"):
         (tmp_path / "m" / version).mkdir(parents=True)
     models = [toy_model(ModelKind.tensors, "m", version) for version in (1, 2)]
-    desk = Desk(shelf=Shelf(models), limits=HttpLimits(), metrics=Metrics())
+    state = ServerState(registry=ModelRegistry(models), limits=HttpLimits(), metrics=Metrics())
 
     def changes() -> Any:
         found = _changes(
-            [str(tmp_path / "m")], desk, lambda target: pytest.fail(str(target)), str, None
+            [str(tmp_path / "m")], state, lambda target: pytest.fail(str(target)), str, None
         )
         return found.added, found.gone
 
@@ -99,13 +99,13 @@ def test_a_folder_with_other_contents_is_opened_again(
     folders.folder(path, model)
     weights = path / "model.safetensors"
     served = replace(toy_model(ModelKind.tensors, "m"), contents=contents_of(path, "best"))
-    desk = Desk(shelf=Shelf([served]), limits=HttpLimits(), metrics=Metrics())
+    state = ServerState(registry=ModelRegistry([served]), limits=HttpLimits(), metrics=Metrics())
 
     def changed() -> bool:
         found = _changes(
             [str(path)],
-            desk,
-            lambda target: Arrival(key=(target.name, target.version), open=lambda: served),
+            state,
+            lambda target: ModelLoad(key=(target.name, target.version), open=lambda: served),
             lambda target: contents_of(target.path, "best"),
             "m",
         )
@@ -128,7 +128,7 @@ def test_a_folder_with_other_contents_is_opened_again(
         assert not changed()
     # Where only a sample is read, the time of a large file counts.
     monkeypatch.setattr(fingerprint, "SAMPLE_BYTES", fingerprint.BLOCK_BYTES)
-    monkeypatch.setattr(contents, "LARGE_BYTES", 1 << 16)
+    monkeypatch.setattr(outline, "LARGE_BYTES", 1 << 16)
     object.__setattr__(served, "contents", contents_of(path, "best"))
     assert not changed()
     sampled = open_source(path).fingerprint()

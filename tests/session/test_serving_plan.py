@@ -24,8 +24,8 @@ from systolic.forecasting import demand
 from systolic.forecasting.cost import bill_of
 from systolic.forecasting.demand import engine_state
 from systolic.forecasting.serving import Load, ServingForecast, StepTimes
-from systolic.forecasting.serving_memory import ServingMemory
 from systolic.job import Job, Layout
+from systolic.job.serving_memory import ServingMemory
 from systolic.planning.goal import hourly
 from systolic.planning.objective import PriceTerm
 from systolic.planning.serving import ServingPlan

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 import systolic
-from systolic.artifact import Run
 from systolic.cli.main import main
 from systolic.core.errors import DataError, NotFoundError, OptionError, RunError
-from systolic.interop.outline import outlined
-from systolic.interop.outputs import outputs_of
+from systolic.formats.outline import outlined
+from systolic.formats.probe import outputs_of
 from systolic.job import (
     AdapterKind,
     Checkpoints,
@@ -29,9 +28,10 @@ from systolic.models.adapters import compact_base
 from systolic.models.decoder.config import Decoder
 from systolic.recipes.lm import lm
 from systolic.recipes.sft import sft
+from systolic.runs import Run
 from systolic.serving.text.opening import EngineSizes, context_of, plan_engine
 from systolic.steps.lengths import learned_text, longest_text
-from tests.interop import folders
+from tests.formats import folders
 from tests.models.foreign import relative
 
 

@@ -11,7 +11,7 @@ import pytest
 import systolic
 from systolic.cli.main import main
 from systolic.core.errors import NotFoundError, OptionError
-from systolic.session.contents import contents_of, weight_bytes
+from systolic.formats.outline import contents_of, weight_bytes
 
 SIZES = "--model.layers 1 --model.d-model 16 --model.d-ff 16 --model.heads 2 --model.kv-heads 2"
 JOB = f"{SIZES} --model.head-dim 8 --sequence 32 --batch 4 --steps 3 --checkpoints.every 2"

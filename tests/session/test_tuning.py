@@ -12,12 +12,12 @@ import pytest
 
 pytest.importorskip("optuna")
 
-from systolic.artifact.record import load_run
 from systolic.chips import slice
 from systolic.cli.main import main
 from systolic.cli.tune import tuning_of
 from systolic.core.errors import OptionError, RunError
 from systolic.report.tune.page import render
+from systolic.runs.record import load_run
 from systolic.session import tuning_processes
 from systolic.session.trials import BEGUN, TrialWatcher, TrialWorker
 from systolic.session.tuning import Tuning, with_values

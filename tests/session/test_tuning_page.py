@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("optuna")
 
 from systolic.report.tune.page import write_page
-from systolic.tuning.luck import Repeated
+from systolic.tuning.seeds import Repeated
 from tests.session.test_tuning import RATES, tuning, work
 
 CHROMIUM = Path("/usr/bin/chromium")

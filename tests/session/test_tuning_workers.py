@@ -20,9 +20,9 @@ import pytest
 
 pytest.importorskip("optuna")
 
-from systolic.artifact.record import load_run
 from systolic.cli.tune import tuning_of
 from systolic.core.errors import RunError
+from systolic.runs.record import load_run
 from systolic.session.trials import TrialWorker
 from systolic.tuning.study import SharedStudy, address
 from systolic.tuning.worker import this_worker

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from systolic.aot import StepKind
-from systolic.aot.steps import trace_job
 from systolic.chips import slice
+from systolic.compiling import StepKind
+from systolic.compiling.steps import trace_job
 from systolic.core.errors import OptionError
 from systolic.job import Precision, RoundedBackward, Rounding
 from systolic.models.decoder.config import Decoder
-from systolic.models.product import product
+from systolic.models.linear import product
 from systolic.models.vision.cnn.config import CNN
 from systolic.steps.mesh import make_mesh
 from systolic.steps.steps import StepFunctions

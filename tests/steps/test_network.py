@@ -3,7 +3,7 @@
 from flax import nnx
 
 from systolic.models.vision.cnn.config import CNN
-from tests.exporting.tiny import JOBS
+from tests.formats.programs.tiny import JOBS
 from tests.steps import tiny
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from systolic.models.decoder.config import Decoder
-from systolic.models.product import plain_product
+from systolic.models.linear import plain_product
 from systolic.steps.paged import PagedSteps, StepInput, StepShape
 from systolic.steps.paged_sharding import paged_target
 from tests.steps import tiny

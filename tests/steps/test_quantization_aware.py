@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from systolic.aot import StepKind
-from systolic.aot.steps import trace_job
 from systolic.chips import slice
+from systolic.compiling import StepKind
+from systolic.compiling.steps import trace_job
 from systolic.core.errors import OptionError
-from systolic.interop.outputs import outputs_of
-from systolic.interop.quantizing import whole
+from systolic.formats.probe import outputs_of
+from systolic.formats.quantizing import whole
 from systolic.job import (
     Adapter,
     AdapterKind,

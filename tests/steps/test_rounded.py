@@ -12,10 +12,10 @@ from systolic.core.errors import OptionError
 from systolic.job import Job, Layout, Precision, Sampling, Served, ServedCache, ServedWeights
 from systolic.models.decoder.cache import Coded, coded
 from systolic.models.decoder.config import Decoder, Dispatch
-from systolic.models.decoder.switches import Latent
+from systolic.models.decoder.options import Latent
 from systolic.models.quantized import Quantized
-from systolic.steps.apart import ApartDecode, ApartState
 from systolic.steps.decode import Decode
+from systolic.steps.static_decode import ApartDecode, ApartState
 from systolic.steps.steps import StepFunctions
 from systolic.steps.target import MeshTarget
 from tests.tiers import some

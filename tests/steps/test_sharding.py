@@ -7,8 +7,8 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from systolic import recipes
-from systolic.aot import Compiled, Compiler, JobProgram, compile
 from systolic.chips import slice
+from systolic.compiling import Compiled, Compiler, JobProgram, compile
 from systolic.job import Axis, Layout
 from systolic.steps.sharding import parameter_spec
 from systolic.steps.target import RULES, SERVING, MeshTarget

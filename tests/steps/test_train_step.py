@@ -10,7 +10,6 @@ import numpy as np
 import optax
 import pytest
 
-from systolic.artifact.tree import flatten
 from systolic.job import (
     Guard,
     GuardRule,
@@ -22,6 +21,7 @@ from systolic.job import (
     Schedule,
     ScheduleKind,
 )
+from systolic.runs.tree import flatten
 from systolic.steps.optimizer import build, schedule
 from systolic.steps.programs import jit_train
 from systolic.steps.sharding import optimizer_specs

@@ -14,10 +14,10 @@ import numpy as np
 from jax.experimental.multihost_utils import sync_global_devices
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from systolic.artifact import CheckpointStore, manifest
-from systolic.artifact.access import Access
 from systolic.core.errors import SystolicError
-from systolic.training import hosts
+from systolic.runs import CheckpointStore, manifest
+from systolic.runs.access import Access
+from systolic.training import distributed
 
 STEPS = (10, 20, 30)
 
@@ -32,7 +32,7 @@ def flip(step: Path) -> None:
 
 
 def save(folder: Path, abstract: Any) -> None:
-    with CheckpointStore(folder, keep_last=3, peers=hosts.peers()) as store:
+    with CheckpointStore(folder, keep_last=3, peers=distributed.peers()) as store:
         for step in STEPS:
             state = jax.tree.map(
                 lambda leaf, step=step: jax.make_array_from_callback(
@@ -67,7 +67,7 @@ def answer(what: str, folder: Path) -> dict[str, Any]:
         folder = shutil.copytree(folder / "saved", folder / str(jax.process_index()))
         if jax.process_index() == 1:
             flip(folder / str(STEPS[-1]))
-    with CheckpointStore(folder, access=Access.read, peers=hosts.peers()) as store:
+    with CheckpointStore(folder, access=Access.read, peers=distributed.peers()) as store:
         try:
             restored = store.restore(abstract)
         except SystolicError as error:
@@ -83,5 +83,5 @@ def answer(what: str, folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    hosts.join()
+    distributed.join()
     print(json.dumps(answer(sys.argv[1], Path(sys.argv[2]))))

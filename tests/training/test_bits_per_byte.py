@@ -8,13 +8,13 @@ from pathlib import Path
 import jax
 import pytest
 
-from systolic.artifact.weights import Weights
 from systolic.data.text.bytes import StandardLibrary
 from systolic.data.text.documents import Documents
 from systolic.data.text.text_data import TextData
+from systolic.inference.files import predictions
 from systolic.job import Split
 from systolic.models.decoder.config import Decoder
-from systolic.predicting.files import predictions
+from systolic.runs.weights import Weights
 from systolic.training.evaluate import evaluate
 from systolic.training.setup import Setup, set_up
 from tests.cli.tiny import job

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from systolic.artifact import Run
+from systolic.runs import Run
 from tests.training.children import RECIPE, environment, finish, start, together
 from tests.training.sessions import losses
 from tests.training.test_kept import SIZES

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from systolic import recipes
-from systolic.aot import Compiled, Compiler, JobProgram, compile, executable
 from systolic.chips import slice
 from systolic.cli.main import main
+from systolic.compiling import Compiled, Compiler, JobProgram, compile, executable
 from tests.training.sessions import events, losses
 
 pytestmark = pytest.mark.own_programs

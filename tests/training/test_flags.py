@@ -11,11 +11,11 @@ import pytest
 
 import systolic.training.setup as module
 from systolic import recipes
-from systolic.artifact.job_record import JobRecord
-from systolic.artifact.run import Run
 from systolic.chips import chip
 from systolic.chips.flags import SHARED
 from systolic.cli.main import main
+from systolic.runs.job_record import JobRecord
+from systolic.runs.run import Run
 from systolic.session.run_flags import kept_flags
 from systolic.session.trained import set_up_here
 from systolic.steps.programs import jit_evaluate, jit_train

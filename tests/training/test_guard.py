@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from systolic.artifact import CheckpointStore, Run
-from systolic.artifact.access import Access
 from systolic.core.errors import DataError, RunError
 from systolic.job import Checkpoints, Guard, GuardRule, Precision
+from systolic.runs import CheckpointStore, Run
+from systolic.runs.access import Access
 from systolic.steps.state import GuardState
 from systolic.training.replay import replay
 from systolic.training.setup import Setup, set_up

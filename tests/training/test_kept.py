@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from systolic.artifact import Run, trust
 from systolic.cli.main import main
 from systolic.core.errors import RunError
 from systolic.recipes.folder import opened
+from systolic.runs import Run, trust
 from tests.training import tiny
 from tests.training.children import environment
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from systolic.artifact import Run
+from systolic.runs import Run
 from tests.training.children import RECIPE, ROOT, environment, finish, start
 from tests.training.sessions import evaluations, losses
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from systolic.artifact import CheckpointStore, Run
-from systolic.artifact.access import Access
 from systolic.chips import slice
 from systolic.launching import Launch, prepare
 from systolic.launching.local import SETTINGS
 from systolic.launching.supervisor import LOGS, STATE
+from systolic.runs import CheckpointStore, Run
+from systolic.runs.access import Access
 from tests.training.children import RECIPE, ROOT, environment, finish, start
 from tests.training.sessions import evaluations, losses
 from tests.training.test_kill import last_step

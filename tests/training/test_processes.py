@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.training.children import environment, together
-from tests.training.hosts_child import CASES
+from tests.training.distributed.hosts_child import CASES
 
 ONE_SLICE = [name for name in CASES if not name.startswith("v5e-16")]
 TOLERANCE = 2e-5
@@ -19,7 +19,7 @@ def run(
 ) -> list[dict[str, dict[str, Any]]]:
     """Result of each case, for each process."""
     told = together(
-        ["tests.training.hosts_child", what, *names],
+        ["tests.training.distributed.hosts_child", what, *names],
         environment(cache, num_devices // count),
         count,
     )

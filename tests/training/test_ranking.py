@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from systolic.artifact import CheckpointStore
-from systolic.artifact.access import Access
 from systolic.data.arrays import Arrays
 from systolic.job import Evaluation
+from systolic.runs import CheckpointStore
+from systolic.runs.access import Access
 from systolic.training.setup import Setup, set_up
 from systolic.training.trainer import UNRATED
 from tests.training import tiny

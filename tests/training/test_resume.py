@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from systolic.artifact import CheckpointStore, Run
 from systolic.core.errors import RunError, SystolicError
-from systolic.core.leave import remember_interrupts, remembered
+from systolic.core.shutdown import remember_interrupts, remembered
 from systolic.data.text.documents import Documents
 from systolic.job import (
     Batch,
@@ -29,6 +28,7 @@ from systolic.job import (
     Stored,
 )
 from systolic.models.decoder.config import Decoder
+from systolic.runs import CheckpointStore, Run
 from systolic.steps.tasks.language import LanguageModel, Unit
 from systolic.training.interrupt import end_training
 from systolic.training.setup import Setup, set_up

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from systolic.aot import StepKind
-from systolic.aot.steps import trace_job
 from systolic.chips import slice
+from systolic.compiling import StepKind
+from systolic.compiling.steps import trace_job
 from systolic.core.errors import OptionError
 from systolic.data.arrays import Arrays
 from systolic.data.text.bytes import StandardLibrary

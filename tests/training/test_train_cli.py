@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from systolic import recipes
-from systolic.artifact import Run
-from systolic.artifact.job_record import JobRecord, RunFlags
 from systolic.cli.main import VERBS, main
 from systolic.cli.target import request_for
 from systolic.job import Layout
+from systolic.runs import Run
+from systolic.runs.job_record import JobRecord, RunFlags
 from systolic.session.resuming import OpenedRun, continued
 from systolic.session.training import ReporterWatcher, SessionOptions
 from tests.training.sessions import losses

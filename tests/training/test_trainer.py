@@ -10,11 +10,11 @@ import jax
 import numpy as np
 import pytest
 
-from systolic.artifact import CheckpointStore, Run, weights
-from systolic.artifact.access import Access
 from systolic.core.errors import OptionError
 from systolic.job import Checkpoints, Evaluation, Guard, GuardRule, Layout, Mode, Schedule, Split
 from systolic.job.model import Mean
+from systolic.runs import CheckpointStore, Run, weights
+from systolic.runs.access import Access
 from systolic.training.evaluate import Evaluator
 from systolic.training.interrupt import Interrupt
 from systolic.training.ledger import Ledger, Spent

@@ -23,9 +23,9 @@ from optuna import create_study, delete_study
 from optuna.storages import RDBStorage
 from optuna.trial import TrialState, create_trial
 
-from systolic.artifact.access import is_held
 from systolic.core.errors import DataError, OptionError, RunError
 from systolic.job import Mode
+from systolic.runs.access import is_held
 from systolic.tuning import sampling
 from systolic.tuning.importance import ENOUGH, _mean_shares, _shares, importance
 from systolic.tuning.objective import Aim
@@ -133,7 +133,7 @@ def test_two_that_find_a_worker_gone_do_not_both_get_its_trial(
 CHILD = """
 import sys
 from pathlib import Path
-from systolic.artifact.access import Lock
+from systolic.runs.access import Lock
 from systolic.tuning.study import SharedStudy, address
 from systolic.tuning.worker import this_worker
 

@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from systolic.aot.dump import USAGE, used_bytes
-from systolic.aot.kernels import counted_elsewhere
 from systolic.capture.program import Captured
 from systolic.capture.schedule import WAITS, CallSchedule, Device, calls_of, schedule
 from systolic.chips import Slice
+from systolic.compiling.dump import USAGE, used_bytes
+from systolic.compiling.kernels import counted_elsewhere
 from systolic.core.origin import Origin
 from systolic.core.units import duration, gibibytes, plural
 from systolic.forecasting.forecast import Forecast
@@ -23,7 +23,7 @@ from systolic.sim.timeline import Resource, Span, Timeline
 
 MOST_OTHERS = 6
 """Other calls that a note names."""
-ZEROS = "arrays on the slice read as zeros while the program was captured: where it branches on a loss, it took the branch of 0"
+ZEROS = "arrays on the slice read as zeros while the program was captured, but for counters: where it branches on a loss, it took the branch of 0"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from systolic.aot.environment import QUIET
 from systolic.chips import Slice
+from systolic.compiling.environment import QUIET
 from systolic.core.errors import NotFoundError, OptionError, RunError
 
 HOOK = Path(__file__).parent / "hook"

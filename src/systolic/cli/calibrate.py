@@ -19,7 +19,10 @@ xplane.pb holds; without it a dump takes its place (--against), else ops are pri
 without a matmul and kernels can't be. What comes out are a few factors: measured over simulated seconds of matmuls,
 kernels, elementwise fusions, data formatting and each kind of collective, and the bytes a second of the host link.
 
-systolic forecast and systolic plan take them: --calibration NAME. systolic calibrations lists them."""
+Passes and formatting in vector memory have factors of their own, and no factor makes an op faster than the published
+rates of the matrix units, device memory, links and host link.
+
+systolic forecast, plan and explain take them: --calibration NAME. systolic calibrations lists them."""
 
 NAME = Required("a name; add --name my-v5e, which --calibration my-v5e then takes")
 

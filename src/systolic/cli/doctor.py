@@ -16,13 +16,14 @@ from systolic.cli.parse import parse
 from systolic.core.errors import OptionError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, dashed
 from systolic.core.units import GIB, si
-from systolic.doctor import Finding, Machine, Status, examine, gather, measure
+from systolic.doctor import Finding, Machine, Status, examine, measure
 from systolic.doctor.checks import FALLEN_BACK
-from systolic.doctor.gather import PACKAGES
+from systolic.doctor.collect import PACKAGES, gather
 from systolic.doctor.machine import Measured
 from systolic.doctor.measure import LIMIT_SECONDS
 from systolic.doctor.multi_host import WAIT_SECONDS, examine_hosts
-from systolic.training import hosts, peers
+from systolic.training import distributed
+from systolic.training.distributed import detect
 
 WIDTH = 100
 LONGEST_VARIABLE = 70
@@ -69,7 +70,7 @@ def run(args: Sequence[str]) -> int:
     if not options.multi_host:
         check_alone(options)
     else:
-        hosts.describe(options.coordinator, options.processes, options.process)
+        distributed.describe(options.coordinator, options.processes, options.process)
     machine = gather()
     # On a multi-host slice no device responds until all hosts open theirs, so hosts connect first.
     shared = others(options, machine) if options.multi_host else []
@@ -102,7 +103,7 @@ def others(options: DoctorOptions, machine: Machine) -> list[Finding]:
     Raises:
         OptionError: no multi-process job is described.
     """
-    place = peers.find(os.environ)
+    place = detect.find(os.environ)
     if place is None:
         raise OptionError(
             "no other processes found: neither Cloud TPU, GKE, SkyPilot, Slurm nor MPI describes a multi-process job; give --coordinator HOST:PORT --processes N --process I in every process"

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from systolic.aot import StepKind
 from systolic.cli.explain_program import (
     END,
     ExplainDumpOptions,
@@ -16,6 +15,7 @@ from systolic.cli.explain_program import (
 )
 from systolic.cli.parse import Repeated, parse, print_verb_help
 from systolic.cli.target import Request, first, renamed, request, request_for
+from systolic.compiling import StepKind
 from systolic.core.arguments import Required
 from systolic.core.errors import NotFoundError, OptionError, nearest
 from systolic.core.machine import bounded_workers
@@ -209,7 +209,7 @@ def is_recipe(target: str) -> bool:
 def unknown(target: str) -> NotFoundError:
     """What a target is not; names the nearest run or recipe."""
     from systolic import recipes
-    from systolic.artifact.run import JOB
+    from systolic.runs.run import JOB
 
     if Path(target).exists():
         from systolic.profile.files import other

@@ -8,15 +8,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-from systolic.aot import StepKind
 from systolic.chips.flags import spoken
+from systolic.compiling import StepKind
 from systolic.core.option_words import option_words
 from systolic.core.units import duration, gibibytes
 from systolic.explaining.beside import Beside
 from systolic.explaining.cause import Cause
 from systolic.forecasting import Forecast
 from systolic.planning.candidate import Candidate
-from systolic.planning.ladder import difference
+from systolic.planning.fit_ladder import difference
 from systolic.planning.plan import reason_of
 from systolic.planning.remedies import Remedy
 from systolic.report.explain.beside import beside_json, print_beside

@@ -11,10 +11,10 @@ import tyro
 
 from systolic.cli.parse import parse
 from systolic.core.errors import OptionError
-from systolic.core.leave import ends_cleanly
 from systolic.core.ranges import COUNT, NOT_NEGATIVE
+from systolic.core.shutdown import ends_cleanly
 from systolic.core.units import duration, si
-from systolic.exporting.settings import ROWS, ExportSettings, LiteQuantization
+from systolic.formats.registry import PROGRAM_WRITERS, ROWS, ExportSettings, LiteQuantization
 from systolic.job import Precision
 from systolic.report.output import print_json
 from systolic.report.progress import ProgressLine
@@ -101,13 +101,12 @@ def _exported(options: ExportOptions, out: Path, say: Callable[[str], None]) -> 
     Raises:
         OptionError: an option is given that the format does not have.
     """
+    from systolic.formats.gguf.writer import GgufOptions
     from systolic.serving.docker.folder import ImageOptions
-    from systolic.session.exporting import export_model
-    from systolic.session.exporting_gguf import GgufOptions
-    from systolic.session.program_exports import WRITERS, export_program
+    from systolic.session.exporting import export_model, export_program
 
     image = ImageOptions(platform=options.for_, mount=options.mount)
-    programs = options.to in WRITERS
+    programs = options.to in PROGRAM_WRITERS
     settings = ExportSettings(
         precision=_computed(options.precision) if programs else Precision.f32,
         quantization=_quantization(options.precision) if programs else LiteQuantization.none,
@@ -142,8 +141,8 @@ def _quantization(precision: str) -> LiteQuantization:
 
 def _check_edge_tpu(options: ExportOptions) -> int:
     """Prints what the Edge TPU takes of a file that is there."""
-    from systolic.exporting.litert.edge_tpu import edge_tpu_report
-    from systolic.exporting.litert.graph import read_graph
+    from systolic.formats.litert.edge_tpu import edge_tpu_report
+    from systolic.formats.litert.graph import read_graph
 
     report = edge_tpu_report(read_graph(options.run))
     if options.json:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from systolic.aot import StepKind
 from systolic.cli.forecast_capture import END, CaptureOptions, forecast_program
 from systolic.cli.forecast_serving import SERVE, ServingOptions, forecast_server
 from systolic.cli.parse import Repeated, parse, print_verb_help
 from systolic.cli.target import Request, first, request
+from systolic.compiling import StepKind
 from systolic.core.arguments import Required
 from systolic.core.errors import OptionError
 from systolic.core.files import check_writable, write_atomically

@@ -57,9 +57,9 @@ class ServingOptions:
 
 def forecast_server(args: Sequence[str]) -> int:
     """Forecasts a server; ``args`` are the words of the line without ``--serve``. Returns the exit code."""
-    from systolic.aot import Compiler
     from systolic.chips import slice
     from systolic.chips.flags import resolved
+    from systolic.compiling import Compiler
     from systolic.forecasting.calibrations import calibration_for
     from systolic.forecasting.serving import LatencyLimits, latency
     from systolic.report.progress import ProgressLine

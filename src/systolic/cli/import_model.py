@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import tyro
 
 from systolic.cli.parse import parse
-from systolic.core.leave import ends_cleanly
+from systolic.core.shutdown import ends_cleanly
 from systolic.core.units import duration, si
 from systolic.report.output import print_json, warn
 from systolic.report.progress import ProgressLine
@@ -54,7 +54,7 @@ class ImportOptions:
 def run(args: Sequence[str]) -> int:
     """The verb."""
     options = parse(ImportOptions, args, "systolic import")
-    from systolic.interop.program.convert import Framework
+    from systolic.formats.program.convert import Framework
     from systolic.session.importing import import_model
 
     begun = time.perf_counter()

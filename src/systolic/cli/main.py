@@ -7,9 +7,9 @@ from typing import NamedTuple, NoReturn
 
 from systolic.cli.forms import TargetKind, VerbForm, run_forms
 from systolic.core.errors import OptionError, SystolicError, nearest
-from systolic.core.leave import TerminatedError, leave, remember_interrupts
 from systolic.core.machine import set_up_xla
 from systolic.core.reporter import reporting
+from systolic.core.shutdown import TerminatedError, leave, remember_interrupts
 from systolic.report.stderr import StderrReporter
 
 
@@ -130,7 +130,7 @@ VERBS = {
         "lists launches: where, at what price, what they have used",
         (
             VerbForm(
-                function="systolic.launching.command:runs",
+                function="systolic.launching.command:launches",
                 view="systolic.launching.view:show_runs",
                 takes=TargetKind.nothing,
             ),
@@ -283,7 +283,7 @@ def _copied(args: list[str]) -> list[str]:
                 f"out is {value}, and results are written into a folder here; give --out FOLDER and copy it there"
             )
         if value.startswith(("s3://", "gs://")) and not written:
-            from systolic.artifact.buckets import pull
+            from systolic.runs.remote.mirror import pull
 
             value = str(pull(value, lambda text: print(f"systolic: {text}", file=sys.stderr)))
         found.append(f"{name}{equals}{value}")

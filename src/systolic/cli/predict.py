@@ -57,7 +57,8 @@ def run(args: Sequence[str]) -> int:
         )
     if options.out is not None:
         _check_out(files, options.out)
-    from systolic.session.trained import in_files, open_model
+    from systolic.formats.registry import in_files
+    from systolic.session.trained import open_model
 
     if not in_files(options.run):
         _check(files)

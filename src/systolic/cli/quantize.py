@@ -12,8 +12,8 @@ import tyro
 
 from systolic.cli.parse import parse
 from systolic.core.errors import OptionError, SystolicError
-from systolic.core.leave import ends_cleanly
 from systolic.core.ranges import COUNT, NOT_NEGATIVE
+from systolic.core.shutdown import ends_cleanly
 from systolic.core.units import duration
 from systolic.job import MatrixFormat, WeightFormat
 from systolic.report.output import print_json, warn

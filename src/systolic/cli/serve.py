@@ -17,7 +17,7 @@ from systolic.report.output import print_json
 from systolic.serving.layout import ServingLayout
 
 if TYPE_CHECKING:
-    from systolic.serving.traffic import ModelTraffic
+    from systolic.serving.workload import ModelTraffic
     from systolic.session.serving import ServeSettings
 
 
@@ -154,7 +154,7 @@ def settings(options: ServeOptions) -> "ServeSettings":
     from systolic.serving.http.limits import HttpLimits
     from systolic.serving.http.process import Address
     from systolic.serving.text.opening import EngineSizes
-    from systolic.serving.traffic import TrafficBook
+    from systolic.serving.workload import TrafficBook
     from systolic.session.serving import LogForm, ServeSettings
 
     keys = None
@@ -204,10 +204,10 @@ def settings(options: ServeOptions) -> "ServeSettings":
 def _traffic(options: ServeOptions) -> "Mapping[str, ModelTraffic]":
     """What is expected of each model.
 
-    Raises: as :func:`~systolic.serving.traffic.read_traffic`, and
+    Raises: as :func:`~systolic.serving.workload.read_traffic`, and
         OptionError: the file is about other models.
     """
-    from systolic.serving.traffic import read_traffic
+    from systolic.serving.workload import read_traffic
     from systolic.session.serving import targets
 
     if options.traffic is None:

@@ -20,10 +20,10 @@ from systolic.core.errors import OptionError
 from systolic.core.ranges import dashed
 
 if TYPE_CHECKING:
-    from systolic.artifact.chosen import Chosen
     from systolic.job import Job
     from systolic.recipes import Recipe
     from systolic.recipes.jobs.source import JobSource
+    from systolic.runs.plan_choice import Chosen
 
 Options = TypeVar("Options")
 """A verb's own options, a dataclass."""
@@ -53,7 +53,7 @@ class Request(Generic[Options]):
     @property
     def source(self) -> "JobSource":
         """The recipe with these options; no path depends on the working directory."""
-        from systolic.artifact import paths
+        from systolic.runs import paths
 
         return replace(self.as_typed, options=paths.absolute(dict(self.options)))
 
@@ -202,11 +202,11 @@ def planned_request(
 ) -> Request[PlanOptions]:
     """A recipe's options and the verb's; under a plan, the options that were planned where they are not given.
 
-    Raises: as :func:`request`, and what :func:`systolic.artifact.chosen.read` and
+    Raises: as :func:`request`, and what :func:`systolic.runs.plan_choice.read` and
         :func:`systolic.recipes.jobs.plan.kept_choice` raise of the plan.
     """
-    from systolic.artifact.chosen import read
     from systolic.recipes.jobs.plan import kept_choice, planned_options
+    from systolic.runs.plan_choice import read
 
     chosen: Chosen | None = None
     planned: Mapping[str, Any] = {}

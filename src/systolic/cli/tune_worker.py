@@ -6,8 +6,8 @@ from contextlib import closing
 
 from systolic.cli.main import guarded
 from systolic.cli.tune import REPEATS_OF, tuning_of
-from systolic.core.leave import leave
 from systolic.core.machine import end_with
+from systolic.core.shutdown import leave
 
 
 def work(words: list[str]) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from systolic.core.errors import DataError
-from systolic.data.process_share import Blocks, ProcessShare
+from systolic.data.host_shard import Blocks, ProcessShare
 
 Index = tuple[slice, ...]
 
@@ -108,7 +108,7 @@ class DeviceBatches:
         """Moves to the position that :meth:`get_state` returned in each process of a run, in their order.
 
         Raises:
-            DataError: see :meth:`systolic.data.process_share.Blocks.set_states`.
+            DataError: see :meth:`systolic.data.host_shard.Blocks.set_states`.
         """
         self._halt()
         self._blocks.set_states(states)

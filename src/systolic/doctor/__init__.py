@@ -6,7 +6,7 @@ its record.
 """
 
 from systolic.doctor.checks import Finding, Status, examine
-from systolic.doctor.gather import gather
+from systolic.doctor.collect import gather
 from systolic.doctor.machine import Machine
 from systolic.doctor.measure import measure
 

@@ -7,7 +7,7 @@ from packaging.version import InvalidVersion, Version
 
 from systolic.chips import Chip, by_device_kind, chip
 from systolic.core.units import GIB, si
-from systolic.doctor import flags, place
+from systolic.doctor import flags, platforms
 from systolic.doctor.findings import Finding, Status, failed, fine, noted, warned
 from systolic.doctor.machine import Death, Machine, MachineKind, Measured, Unmeasured
 
@@ -33,7 +33,7 @@ def examine(machine: Machine) -> list[Finding]:
         tensorflow,
         holders,
         lock_file,
-        place.platform,
+        platforms.platform,
         flags.environment,
         devices,
         rates,

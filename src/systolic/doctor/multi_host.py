@@ -12,8 +12,8 @@ from systolic.core.errors import RunError, SystolicError
 from systolic.data.fingerprint import SAMPLE_BYTES, of_files
 from systolic.doctor.findings import Finding, failed, fine, noted, warned
 from systolic.doctor.machine import Machine
-from systolic.training.meeting import HostReport, differing, meet
-from systolic.training.peers import Member
+from systolic.training.distributed.detect import Member
+from systolic.training.distributed.rendezvous import HostReport, differing, meet
 
 WAIT_SECONDS = 60.0
 SKEW_SECONDS = 1.0

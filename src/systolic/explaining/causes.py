@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from systolic.explaining import waiting
+from systolic.explaining import host_idle
 from systolic.explaining.cause import Cause
 from systolic.explaining.rules import RULES
 from systolic.explaining.settings import Settings
@@ -59,7 +59,7 @@ def causes_of_profile(profile: Profile, mesh: Mapping[str, int] | None = None) -
             recipe made the program.
     """
     step = step_of_profile(profile, mesh)
-    return _sorted([*waiting.causes(profile), *_by_rules(step)])
+    return _sorted([*host_idle.causes(profile), *_by_rules(step)])
 
 
 def _by_rules(step: Step) -> list[Cause]:

@@ -5,10 +5,10 @@ import shlex
 import statistics
 from collections.abc import Sequence
 
-from systolic.artifact.record import Record, RunRecord
 from systolic.explaining import layers
 from systolic.explaining.cause import Cause
 from systolic.explaining.settings import changes, inspecting, settings_of
+from systolic.runs.record import Record, RunRecord
 
 FEW = 12
 """Fewest records from which a curve is judged."""

@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from systolic.artifact.record import Record, RunRecord
 from systolic.explaining.cause import Cause
 from systolic.explaining.settings import advise, changes, settings_of
+from systolic.runs.record import Record, RunRecord
 
 DEAD = 1e-8
 """Ratio to the model's median gradient (per element) below which a gradient counts as none."""

@@ -4,10 +4,10 @@ import math
 import shlex
 from typing import Any
 
-from systolic.artifact.record import RunRecord, State
 from systolic.explaining import curve, layers
 from systolic.explaining.cause import Cause
 from systolic.explaining.settings import settings_of
+from systolic.runs.record import RunRecord, State
 
 EVERY = 50
 """Steps between probes in advice."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
-from systolic.aot.kernels import counted_elsewhere
+from systolic.compiling.kernels import counted_elsewhere
 from systolic.hlo import Computation, Instruction, Module
 from systolic.hlo.collectives import COLLECTIVES
 from systolic.profile.line import replica_groups

@@ -1,7 +1,7 @@
 """The rule book: causes of a step's time, from its ops.
 
 A rule sees a :class:`~systolic.explaining.step.Step`, simulated or measured. Causes that need a
-forecast's job or a profile's host are in :mod:`~systolic.explaining.causes` and :mod:`~systolic.explaining.waiting`. Shares may
+forecast's job or a profile's host are in :mod:`~systolic.explaining.causes` and :mod:`~systolic.explaining.host_idle`. Shares may
 overlap: recomputed ops may also be bound by memory.
 """
 

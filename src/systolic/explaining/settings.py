@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from systolic import recipes
-from systolic.artifact.paths import DIRECTORY, located
-from systolic.artifact.record import RunRecord
 from systolic.core.ranges import dashed
+from systolic.runs.paths import DIRECTORY, located
+from systolic.runs.record import RunRecord
 
 TRAINING = (
     *("steps", "batch", "batch_per_device", "seed", "sample", "prompt", "precision", "optimizer"),

@@ -6,11 +6,11 @@ import statistics
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from systolic.artifact import spent as records
-from systolic.artifact.record import RunRecord
 from systolic.core.units import duration
 from systolic.explaining.cause import Cause
 from systolic.explaining.settings import changes, settings_of
+from systolic.runs import time_breakdown as records
+from systolic.runs.record import RunRecord
 
 WAIT = 0.05
 """Share of the wall time from which waiting for data is reported."""

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from systolic.aot import Compiled
 from systolic.chips import Slice
+from systolic.compiling import Compiled
 from systolic.core.notebook import notebook_html
 from systolic.core.origin import Origin
 from systolic.core.units import duration

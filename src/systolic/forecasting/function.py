@@ -11,12 +11,12 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from systolic.aot import Compiler, FunctionProgram
-from systolic.aot.pickled import MeshFound, SentValue, packed
-from systolic.aot.restored import Key, is_pmapped, key_of, shape_text
-from systolic.aot.traced import CalledFunction, is_filtered, name_of
 from systolic.chips import Slice
 from systolic.chips import slice as slice_named
+from systolic.compiling import Compiler, FunctionProgram
+from systolic.compiling.pickled import MeshFound, SentValue, packed
+from systolic.compiling.restored import Key, is_pmapped, key_of, shape_text
+from systolic.compiling.traced import CalledFunction, is_filtered, name_of
 from systolic.core.arguments import Wording, with_types
 from systolic.core.errors import OptionError
 from systolic.core.units import gibibytes
@@ -297,7 +297,7 @@ def _context() -> tuple[Any, bool]:
 
 @dataclass(frozen=True, kw_only=True)
 class _MeshPlace:
-    """The mesh of a program; see :class:`~systolic.aot.traced.FunctionCall`."""
+    """The mesh of a program; see :class:`~systolic.compiling.traced.FunctionCall`."""
 
     axes: Mapping[str, int]
     axis_types: tuple[Any, ...] | None = None

@@ -7,9 +7,9 @@ partitioned and scheduled on a CPU, and its forecast is marked as assumed.
 from collections.abc import Mapping
 from typing import Any
 
-from systolic.aot import Compiled
-from systolic.aot.host import Built
 from systolic.chips import Slice
+from systolic.compiling import Compiled
+from systolic.compiling.host_backend import Built
 from systolic.core.errors import NotFoundError
 from systolic.core.origin import Origin
 from systolic.core.units import duration, gibibytes
@@ -119,7 +119,7 @@ def _timeline(
 
 
 def cpu_peaks(rates: Mapping[str, float]) -> Peaks:
-    """Peaks of this CPU by its rates, as :func:`systolic.aot.host.measured_rates` has them."""
+    """Peaks of this CPU by its rates, as :func:`systolic.compiling.host_backend.measured_rates` has them."""
     return Peaks(
         matmul={"f32": rates["matmul_flops_per_second"]},
         memory=rates["memory_bytes_per_second"],

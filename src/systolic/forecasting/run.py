@@ -5,7 +5,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from systolic.aot import (
+from systolic.chips import Slice
+from systolic.chips.flags import resolved
+from systolic.compiling import (
     Compiled,
     Compiler,
     Failed,
@@ -15,9 +17,7 @@ from systolic.aot import (
     Rejected,
     StepKind,
 )
-from systolic.aot import compile as compile_program
-from systolic.chips import Slice
-from systolic.chips.flags import resolved
+from systolic.compiling import compile as compile_program
 from systolic.core.errors import RunError
 from systolic.core.origin import Origin
 from systolic.forecasting.calibrations import told

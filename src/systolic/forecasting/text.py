@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from systolic.aot.dump import REFUSED, USAGE, used_bytes
-from systolic.aot.kernels import counted_elsewhere
 from systolic.chips import Slice, by_device_kind, chips
 from systolic.chips.slices import named_slices
+from systolic.compiling.dump import REFUSED, USAGE, used_bytes
+from systolic.compiling.kernels import counted_elsewhere
 from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.core.origin import Origin
 from systolic.core.units import gibibytes

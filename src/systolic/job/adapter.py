@@ -5,8 +5,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Annotated
 
+from systolic.core.dependent_options import Needs, check_needs
 from systolic.core.errors import OptionError, nearest
-from systolic.core.needs import Needs, check_needs
 from systolic.core.ranges import POSITIVE, Range, check
 
 

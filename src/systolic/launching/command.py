@@ -1,4 +1,4 @@
-"""``systolic launch``, ``runs``, ``status``, ``logs`` and ``stop``, and the functions of :mod:`systolic` of these names."""
+"""``systolic launch``, ``runs``, ``status``, ``logs`` and ``stop``, and the functions of :mod:`systolic`: of these names, and ``launches``."""
 
 import inspect
 import shlex
@@ -323,12 +323,12 @@ NAME = Wording("the name of a launch or its folder")
 
 
 @command_of
-def runs() -> "list[LaunchState]":
+def launches() -> "list[LaunchState]":
     """Lists the launches of this account, newest first."""
-    from systolic.launching.record import launches
+    from systolic.launching import record
     from systolic.launching.state import state_of
 
-    return [state_of(each) for each in launches()]
+    return [state_of(each) for each in record.launches()]
 
 
 @command_of

@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from systolic.artifact import manifest
-from systolic.artifact.access import is_held
 from systolic.core.errors import RunError, TakenError
 from systolic.core.files import write_atomically
 from systolic.launching.clients import NEEDS, call, check_client, code_of, failed, here
@@ -40,6 +38,8 @@ from systolic.launching.record import (
 )
 from systolic.launching.state import check_here, phase
 from systolic.launching.supervisor import SAVE_SECONDS, STATE, identity, lives, unsaved
+from systolic.runs import manifest
+from systolic.runs.access import is_held
 
 SUBMISSION = ("slice", "bill", "submitted", "stopped", "untouched")
 """Fields of a submission that its cost is computed from."""

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from systolic import recipes
-from systolic.artifact.chosen import Chosen, read
 from systolic.chips import Slice, slice
 from systolic.core.distribution import lock, python, write_wheel
 from systolic.core.errors import DataError, OptionError
@@ -33,6 +32,7 @@ from systolic.launching.names import NAME_LENGTH, fitting, is_bucket, refuse_sec
 from systolic.recipes import Recipe
 from systolic.recipes.jobs.plan import kept_choice, planned_options
 from systolic.recipes.jobs.source import JobSource, arguments_of
+from systolic.runs.plan_choice import Chosen, read
 
 if TYPE_CHECKING:
     from systolic.job import Job
@@ -500,7 +500,7 @@ def describe_server(
     Raises:
         OptionError: the Bundle does not exist, or an argument looks like a secret.
     """
-    from systolic.artifact.bundle import MANIFEST
+    from systolic.runs.bundle.folder import MANIFEST
     from systolic.serving.docker.folder import name_of
 
     refuse_secrets((*words, *made_by))

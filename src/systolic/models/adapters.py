@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from systolic.job import GROUP, Adapter, AdapterKind, MatrixFormat, WeightFormat
-from systolic.models.product import LowRank
+from systolic.models.linear import LowRank
 from systolic.models.quantized import Quantized, quantized
 
 STACKED = ("layers",)
@@ -37,7 +37,7 @@ class Frozen(nnx.Variable):
 class AdaptedWeight(nnx.Module):
     """A frozen matrix with an adapter, in the place of a parameter.
 
-    Reading it as a parameter is read, ``weight[...]``, gives what :func:`~systolic.models.product.product` takes.
+    Reading it as a parameter is read, ``weight[...]``, gives what :func:`~systolic.models.linear.product` takes.
     """
 
     def __init__(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from systolic.models.order import Order
+from systolic.models.context_order import Order
 
 
 @dataclass(frozen=True, kw_only=True)

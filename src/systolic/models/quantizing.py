@@ -38,7 +38,7 @@ LEAST_GROUP = 16
 class QuantizedWeight(nnx.Module):
     """A matrix in codes, scales and, for rounded activations, factors of its inputs, in the place of a parameter.
 
-    Reading it as a parameter is read, ``weight[...]``, gives what :func:`~systolic.models.product.product` takes.
+    Reading it as a parameter is read, ``weight[...]``, gives what :func:`~systolic.models.linear.product` takes.
     """
 
     def __init__(self, codes: Frozen, scales: Frozen, inputs: Frozen | None = None) -> None:

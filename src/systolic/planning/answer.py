@@ -10,7 +10,7 @@ from systolic.core.errors import OptionError
 from systolic.core.files import write_json
 from systolic.core.reporter import reporter
 from systolic.planning.evaluator import CompilingEvaluator, OpenEvaluator
-from systolic.planning.ladder import smallest_fit
+from systolic.planning.fit_ladder import smallest_fit
 from systolic.planning.notes import after_search, before_search
 from systolic.planning.objective import Objective
 from systolic.planning.plan import Plan

@@ -8,8 +8,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self
 
-from systolic.aot import Compiler, JobProgram, Outcome
-from systolic.aot.compile import Pool
+from systolic.compiling import Compiler, JobProgram, Outcome
+from systolic.compiling.compile import Pool
 from systolic.forecasting import Forecast
 from systolic.forecasting.run import of_outcome
 from systolic.job import Job

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from systolic.artifact.chosen import FORMAT
 from systolic.chips import Slice
 from systolic.core.notebook import notebook_html
 from systolic.core.units import plural
@@ -20,6 +19,7 @@ from systolic.planning.facts import Facts
 from systolic.planning.goal import Goal, Total, front
 from systolic.planning.objective import Objective
 from systolic.planning.space import RefusalRule, Refused
+from systolic.runs.plan_choice import FORMAT
 
 if TYPE_CHECKING:
     from systolic.planning.margin import Margin

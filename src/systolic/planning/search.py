@@ -20,6 +20,7 @@ from systolic.job.layout import Group
 from systolic.planning.analytic import Analysis, analyse, capacity
 from systolic.planning.candidate import Candidate
 from systolic.planning.change import ChangedPart
+from systolic.planning.enumeration import Survey
 from systolic.planning.evaluator import (
     CandidateEvaluator,
     CompilingEvaluator,
@@ -29,13 +30,12 @@ from systolic.planning.evaluator import (
 from systolic.planning.facts import Facts
 from systolic.planning.flags import joined
 from systolic.planning.goal import Goal, days
-from systolic.planning.judge import Judge, Ranked
 from systolic.planning.limits import Limits
 from systolic.planning.margin import margin_of
 from systolic.planning.neighbours import Kind, Neighbour, neighbours
 from systolic.planning.plan import CompileDepth, Plan, SearchStop, Trial, ranking
+from systolic.planning.scoring import Judge, Ranked
 from systolic.planning.space import Freedom, RefusalRule, Refused, check
-from systolic.planning.survey import Survey
 from systolic.planning.variants import like
 
 HOPELESS = 1.15

@@ -9,7 +9,7 @@ from systolic.core.ranges import COUNT, POSITIVE, SHARE
 from systolic.data.text.chat import template_for
 from systolic.data.text.instructions import Filling, Instructions, TooLong
 from systolic.data.text.row_forms import Columns, NamedColumns, Pairs, RowReading
-from systolic.interop.outline import outlined
+from systolic.formats.outline import outlined
 from systolic.job import (
     Adapter,
     AdapterKind,

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from systolic.artifact.metrics import number
 from systolic.core.units import duration, gibibytes, si
 from systolic.core.units import plural as plural
+from systolic.runs.metrics import number
 
 MISSING = "–"
 """Text for an unknown number; never a zero."""

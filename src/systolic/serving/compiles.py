@@ -17,7 +17,7 @@ class CompileFacts:
 
     bucket: str
     seconds: float
-    """Of tracing, lowering and compiling, or of reading it from the disk."""
+    """Time of tracing, lowering and compiling, or of reading it from the disk."""
     cached: bool
     """Whether it was on the disk."""
     phases: Mapping[str, float] = field(default_factory=dict)

@@ -50,7 +50,7 @@ class EngineNeed:
     bytes: int
     """Weights and pages on each device."""
     capacity_bytes: int
-    """Of a device."""
+    """Memory of a device."""
 
     @property
     def fits(self) -> bool:
@@ -63,7 +63,7 @@ class DeviceShares:
     """Engines of a model and the devices of each."""
 
     devices: int
-    """Of this machine."""
+    """Devices of this machine."""
     engines: int
     tensor: int
     expert: int
@@ -82,7 +82,7 @@ class DeviceShares:
 
     @property
     def told_idle(self) -> str:
-        """What is idle, why, and what to change; "" where nothing is."""
+        """Idle devices, why, and what to change; "" if there are none."""
         if not self.idle:
             return ""
         engines = "1 engine" if self.engines == 1 else f"{self.engines} engines"

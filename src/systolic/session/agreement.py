@@ -11,8 +11,8 @@ from systolic.data.input_files import InputFiles
 from systolic.data.text.sentences import Sentences
 from systolic.data.text.text_data import TextData
 from systolic.data.text.tokenizer import Tokenizer
-from systolic.interop.cosine import Cosine
-from systolic.interop.probe import PASSAGE, ROWS, TOKENS
+from systolic.formats.comparison import Cosine
+from systolic.formats.probe import PASSAGE, ROWS, TOKENS
 from systolic.job import Job
 from systolic.models.decoder.config import Decoder
 from systolic.models.encoder.config import Encoder
@@ -178,10 +178,10 @@ def _outputs(model: "TrainedModel", inputs: Named) -> dict[str, np.ndarray]:
     """Outputs float32[rows, ..., n] by name."""
     steps, weights, data = model.setup.steps, model.weights, model.job.data
     if not isinstance(data, InputFiles):
-        from systolic.interop.outputs import outputs_of
+        from systolic.formats.probe import outputs_of
 
         return {"outputs": outputs_of(steps, weights, inputs)}
-    from systolic.predicting.files import Runner
+    from systolic.inference.files import Runner
 
     rows = next(len(one) for name, one in inputs.items() if name not in data.repeated)
     examples = (

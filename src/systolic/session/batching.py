@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from systolic.core.errors import MissingExtraError
-from systolic.serving.offline.files import BatchInput, BatchOutput
-from systolic.serving.offline.progress import BatchProgress
-from systolic.session.answerers import answerer_of
+from systolic.formats.outline import model_contents
+from systolic.formats.registry import in_files
+from systolic.job import Precision
+from systolic.serving.offline.answerer import Answerer
+from systolic.serving.offline.files import BatchInput, BatchOutput, BatchProgress
 from systolic.session.serving import ServeSettings, ServeTarget, checked_targets, open_served
 
 AHEAD = 2
@@ -80,10 +82,9 @@ def _answered(
 ) -> BatchProgress:
     try:
         from systolic.report.serving.log import OpeningLog
-        from systolic.serving.http.meters import BatchMetrics, TextMetrics
-        from systolic.serving.http.metrics import Metrics
+        from systolic.serving.http.metrics import BatchMetrics, Metrics, TextMetrics
         from systolic.serving.offline.run import BatchRun, WarningLog
-        from systolic.serving.served import ServedText
+        from systolic.serving.registry import ServedText
     except ImportError as error:
         raise MissingExtraError("systolic batch", "serve") from error
     settings, metrics = order.settings, Metrics()
@@ -107,3 +108,28 @@ def _answered(
         return run.progress
     finally:
         served.drain(0.0)
+
+
+def answerer_of(target: ServeTarget, settings: ServeSettings) -> Answerer:
+    """What a model's answers depend on.
+
+    Raises: as :func:`~systolic.session.trained.prepare_model`.
+    """
+    contents = model_contents(target.path, settings.checkpoint)
+    return Answerer(
+        model=target.name,
+        version=target.version,
+        weights=contents.weights,
+        texts=contents.texts,
+        precision=_precision(target, settings),
+        context=settings.sizes.context,
+    )
+
+
+def _precision(target: ServeTarget, settings: ServeSettings) -> str:
+    asked = settings.precision
+    if not in_files(target.path):
+        return "the run's" if asked is Precision.auto else asked.value
+    from systolic.training.machine import LocalDevices
+
+    return asked.resolve(LocalDevices.here().platform).value

@@ -22,7 +22,7 @@ from systolic.session.trained import TrainedModel, splits
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from systolic.interop.quantizing import Matrix
+    from systolic.formats.quantizing import Matrix
 
 EXAMPLES = 64
 """Most texts or pictures."""
@@ -53,7 +53,7 @@ def largest_of(
         OptionError: the data is of another kind.
         DataError: there is too little of it, a file can't be read, or a number is not finite.
     """
-    from systolic.training.moments import largest_inputs
+    from systolic.training.activation_stats import largest_inputs
 
     shapes = {
         path: matrices[path].largest_shape
@@ -207,7 +207,7 @@ def _batches(model: TrainedModel, path: Path | None) -> Iterator[Mapping[str, An
 
 def _of_split(model: TrainedModel, path: Path | None) -> Iterator[Mapping[str, Any]]:
     """The first batches of the training data, or of data at a path as ``systolic eval --path`` takes it."""
-    from systolic.training.feed import evaluation
+    from systolic.training.input import evaluation
 
     job = model.job_on(path)
     split = Split.train if path is None else splits(job, None)[0]

@@ -8,9 +8,8 @@ from datetime import date
 from pathlib import Path
 
 from systolic import __version__
-from systolic.aot.kernels import counted_elsewhere
-from systolic.artifact.run import ENVIRONMENT
 from systolic.chips import Chip, Slice, slice
+from systolic.compiling.kernels import counted_elsewhere
 from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.core.units import plural
 from systolic.explaining.alone import devices_named, devices_of
@@ -21,6 +20,7 @@ from systolic.hlo import Module, Shape, parse
 from systolic.profile import open_profile
 from systolic.profile.table import ProfileTable
 from systolic.profile.trace import Backend
+from systolic.runs.run import ENVIRONMENT
 from systolic.session.profiles import run_of, slice_with
 from systolic.sim.calibration import Calibration
 from systolic.sim.rates import rates_of

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from systolic.aot import Compiler
 from systolic.chips import Slice, slice
 from systolic.chips.flags import resolved
+from systolic.compiling import Compiler
 from systolic.core.errors import OptionError
 from systolic.core.origin import Origin
 from systolic.core.ranges import COUNT
@@ -25,9 +25,9 @@ from systolic.forecasting.serving import (
     StepTimes,
     steady,
 )
-from systolic.forecasting.serving_memory import PADDING_PAGES, ServingMemory
-from systolic.interop.outline import outlined
+from systolic.formats.outline import outlined
 from systolic.job import Job, Served
+from systolic.job.serving_memory import PADDING_PAGES, ServingMemory
 from systolic.models.decoder.config import Decoder
 from systolic.recipes.models.named import is_model
 from systolic.session.server_layout import placed, with_heads_for

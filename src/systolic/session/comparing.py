@@ -8,17 +8,18 @@ from typing import Annotated, Any
 import msgspec
 from rich.text import Text
 
-from systolic.artifact.bundle import MANIFEST, RECORDED, open_bundle
-from systolic.artifact.tensors import SUFFIX
 from systolic.core.arguments import with_types
 from systolic.core.errors import OptionError, called
 from systolic.core.ranges import NOT_NEGATIVE
 from systolic.data.text.instructions import Instructions
+from systolic.formats.registry import in_files
 from systolic.job import Job
+from systolic.runs.bundle.folder import MANIFEST, RECORDED, open_bundle
+from systolic.runs.bundle.tensors import SUFFIX
 from systolic.session.agreement import Agreement, agreement
 from systolic.session.answering import NO_ANSWERS, AnswerOptions, check_answers, scores_of
 from systolic.session.speeds import ModelSpeeds, SpeedOptions, speeds_of
-from systolic.session.trained import TrainedModel, in_files, keep_programs, prepare_model
+from systolic.session.trained import TrainedModel, keep_programs, prepare_model
 from systolic.steps.lengths import longest_text
 
 Say = Callable[[str], None]
@@ -199,7 +200,7 @@ def _refuse_other_tasks(paths: list[Path], jobs: list[Job]) -> None:
 
 
 def _described(model: TrainedModel) -> ComparedModel:
-    from systolic.artifact.weights import sizes_of
+    from systolic.runs.weights import sizes_of
 
     job, weights = model.job, model.weights
     frozen = model.setup.steps.network.frozen
@@ -222,8 +223,8 @@ def _file_bytes(path: Path) -> int | None:
     """Bytes of the files of a model's weights."""
     if not in_files(path):
         return None
-    from systolic.interop.bundled import BundleSource
-    from systolic.interop.source import TransformersSource, open_source
+    from systolic.formats.bundle import BundleSource
+    from systolic.formats.source import TransformersSource, open_source
 
     source = open_source(path)
     if isinstance(source, BundleSource):
@@ -240,7 +241,7 @@ def _file_bytes(path: Path) -> int | None:
 
 def _recorded(model: TrainedModel) -> list[dict[str, Any]]:
     """Evaluations of the weights that the run, or the Bundle, has on record."""
-    from systolic.session.exporting_bundle import evaluations_of
+    from systolic.formats.bundle import evaluations_of
 
     if not in_files(model.path):
         found = evaluations_of(model.path, model.step)

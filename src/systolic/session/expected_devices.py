@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from systolic.artifact.chosen import Chosen
 from systolic.chips import Slice, by_device_kind, slice
 from systolic.core.errors import OptionError, RunError
+from systolic.runs.plan_choice import Chosen
 
 
 def expected(chosen: Chosen | None) -> Any:

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from systolic import recipes
-from systolic.aot import Compiled, Compiler, JobProgram, StepKind
-from systolic.aot import compile as compile_program
-from systolic.artifact.run import JOB
 from systolic.chips import SLICE, Slice, slice
 from systolic.chips.flags import resolved
+from systolic.compiling import Compiled, Compiler, JobProgram, StepKind
+from systolic.compiling import compile as compile_program
 from systolic.core.arguments import Wording, member, with_types
 from systolic.core.errors import NotFoundError, OptionError
 from systolic.core.ranges import NOT_NEGATIVE, check_arguments
@@ -27,7 +26,7 @@ from systolic.hlo import parse
 from systolic.job import Job
 from systolic.planning.evaluator import CompilingEvaluator, OpenEvaluator
 from systolic.planning.facts import facts_of
-from systolic.planning.ladder import Attempt, find_fit
+from systolic.planning.fit_ladder import Attempt, find_fit
 from systolic.planning.plan import Trial
 from systolic.planning.remedies import (
     GAIN,
@@ -40,6 +39,7 @@ from systolic.planning.remedies import (
 )
 from systolic.planning.search import Limits, SearchProgress
 from systolic.recipes.jobs.source import source_of
+from systolic.runs.run import JOB
 from systolic.sim.calibration import Calibration
 from systolic.sim.incomplete import NOTHING, Costs, Given, Trips
 

@@ -1,81 +1,53 @@
-"""``systolic.export_model``: a run or a Bundle in the format of another library."""
+"""``systolic.export_model`` and ``systolic.export_program``: a run or a model in files in a format of another library.
 
-import json
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+Formats are lines in :mod:`systolic.formats.registry`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from systolic.artifact.bundle import MANIFEST, check_free, draft
-from systolic.artifact.tensors import TensorSpec
 from systolic.core.arguments import with_types
 from systolic.core.errors import OptionError
-from systolic.data.text.tokenizer import BYTES_START
-from systolic.interop.exporting import Outgoing
-from systolic.interop.parity import Parity
-from systolic.interop.source import most_common
-from systolic.models.families import CONFIG
+from systolic.formats.export import Exported, ExportSource
+from systolic.formats.gguf.writer import ExportedGguf, GgufOptions
+from systolic.formats.jobs import job_of
+from systolic.formats.registry import (
+    MODEL_WRITERS,
+    PROGRAM_WRITERS,
+    ExportSettings,
+    function_of,
+    in_files,
+)
+from systolic.formats.source import open_source
+from systolic.job import Job, Precision
+from systolic.models.decoder.config import Decoder, Dispatch
+from systolic.runs.bundle.folder import check_free
 from systolic.serving.docker.folder import ExportedImage, ImageOptions, export_docker
-from systolic.session.exporting_gguf import ExportedGguf, GgufOptions, export_gguf
-from systolic.session.outgoing import checked, floats_line, in_files, leaving, origin_of, text_files
-from systolic.session.trained import open_model
-from systolic.session.written import written
+from systolic.session.replaying import answers
+from systolic.session.trained import (
+    TrainedModel,
+    from_source,
+    keep_programs,
+    open_model,
+    prepare_model,
+)
+from systolic.steps.lengths import learned_text
 
-DTYPES = ("dtype", "torch_dtype")
-"""Names of the weights' dtype in a config.json, of transformers 5 and before."""
-HF, PEFT, BUNDLE, GGUF, DOCKER = "hf", "peft", "bundle", "gguf", "docker"
-FORMATS = (HF, PEFT, BUNDLE, GGUF, DOCKER)
-"""Formats of an export: ``hf`` is a folder of Hugging Face transformers, ``peft`` a run's adapters alone, ``bundle`` a Bundle, ``gguf`` a file of llama.cpp, ``docker`` an image's build folder."""
+if TYPE_CHECKING:
+    from systolic.formats.conversion import ModelExport
+    from systolic.formats.litert.writer import LiteExport
 
-
-Check = Callable[[Path, list[TensorSpec]], dict[str, Any]]
-"""Compares what is in a folder, with its tensors, with its source; fields of :class:`Exported`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Exported:
-    """A folder that was written."""
-
-    path: Path
-    kind: str
-    """``model_type`` of its config.json; ``bundle`` for a Bundle."""
-    parameters: int
-    """Elements of all tensors."""
-    bytes: int
-    """Of the tensors."""
-    restored: tuple[str, ...] = ()
-    """Dtypes of the matrices that were quantized, now floats."""
-    reads_bytes: bool = False
-    """Whether a token is a byte, so that no tokenizer was written."""
-    parity: Parity | None = None
-    """Differences between the outputs of what was written and those of its source."""
-    notes: tuple[str, ...] = ()
-    """Why there is no parity, and what the folder does not hold."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return {
-            "path": str(self.path),
-            "model_type": self.kind,
-            "parameters": self.parameters,
-            "bytes": self.bytes,
-            "restored": len(self.restored),
-            "parity": None if self.parity is None else self.parity.to_json(),
-            "notes": list(self.notes),
-        }
-
-    def lines(self) -> list[str]:
-        """The comparison, notes, and what became of quantized matrices and of bytes."""
-        made = [*([self.parity.line()] if self.parity else []), *self.notes]
-        made += floats_line(self.restored)
-        if self.reads_bytes:
-            made.append(
-                f"no tokenizer is in it: the model reads bytes, a token is the value of a byte of UTF-8, and {BYTES_START} begins and ends a text"
-            )
-        return made
+DOCKER = "docker"
+"""An image's build folder, which is no format of a model but a way to serve one."""
+FORMATS = (*MODEL_WRITERS, DOCKER)
+"""Formats of :func:`export_model`."""
+MOST_NAMES = 20
+"""Classes whose names a line has room for."""
 
 
 @with_types
@@ -119,86 +91,162 @@ def export_model(
     if to not in FORMATS:
         raise OptionError(f"to is {to!r}; it takes {' or '.join(FORMATS)}")
     path, out = Path(path), Path(out)
-    _check_used(to, gguf, image)
-    if to == GGUF:
-        return export_gguf(path, out, gguf, checkpoint=checkpoint, trust=trust, say=say)
+    options = {"gguf": gguf, DOCKER: image}
+    _check_used(to, options)
     if to == DOCKER:
         return export_docker(path, out, image, say=say)
-    check_free(out)
-    if to == PEFT:
-        from systolic.session.exporting_peft import export_peft
-
-        return export_peft(path, out, checkpoint=checkpoint, trust=trust, say=say)
-    check = partial(checked, path, checkpoint, trust=trust, say=say)
-    if to == BUNDLE:
-        return _bundle(path, out, checkpoint, trust, say, check)
-    found = leaving(path, checkpoint, trust=trust)
-    made = _write(found.made, found.files, out, say, check)
-    return replace(made, restored=found.restored, reads_bytes=found.reads_bytes)
+    source = ExportSource(
+        path=path,
+        open_run=partial(open_model, path, checkpoint, trust=trust),
+        outputs=partial(_outputs, path, checkpoint, trust),
+        answers=answers,
+    )
+    return function_of(MODEL_WRITERS[to].write)(source, out, options.get(to), say)
 
 
-def _bundle(
-    path: Path,
-    out: Path,
-    checkpoint: str | int,
-    trust: bool,
-    say: Callable[[str], None],
-    check: Check,
-) -> Exported:
-    """A run as a Bundle; errors as :func:`export_model`."""
-    if (path / MANIFEST).is_file():
-        raise OptionError(f"{path} is a Bundle already; copy its folder to {out}")
-    if in_files(path):
-        raise OptionError(
-            f"{path} is a model in files already; write it as a Bundle with systolic import {path} --out {out}"
-        )
-    model = open_model(path, checkpoint, trust=trust)
-    from systolic.session.exporting_bundle import write_bundle
-
-    files = text_files(model.job.data)
-    specs, about = write_bundle(model, files, origin_of(model), out, say, check)
-    return replace(_exported(out, BUNDLE, specs), **about)
-
-
-def _check_used(to: str, gguf: GgufOptions, image: ImageOptions) -> None:
+def _check_used(to: str, options: Mapping[str, Any]) -> None:
     """Refuses options that a format does not have.
 
+    Args:
+        to: The format.
+        options: Format to its options.
+
     Raises:
-        OptionError: one is given.
+        OptionError: options of another format are given.
     """
-    for given, of in ((gguf, GGUF), (image, DOCKER)):
-        if given != type(given)() and to != of:
-            names = ", ".join(
-                f"{n} {v}" for n, v in vars(given).items() if v != vars(type(given)())[n]
-            )
-            raise OptionError(f"{names} is for --to {of} and given with --to {to}; leave it out")
+    for owner, given in options.items():
+        default = type(given)()
+        if given != default and to != owner:
+            names = ", ".join(f"{n} {v}" for n, v in vars(given).items() if v != vars(default)[n])
+            raise OptionError(f"{names} is for --to {owner} and given with --to {to}; leave it out")
 
 
-def _write(
-    made: Outgoing,
-    files: dict[str, bytes],
-    out: Path,
+def _outputs(
+    path: Path, checkpoint: str | int, trust: bool, inputs: Mapping[str, np.ndarray]
+) -> np.ndarray:
+    """Outputs float32[rows, ..., n] of a run or a model in files, opened for this call."""
+    from systolic.formats.probe import outputs_of
+
+    if in_files(path):
+        return answers(open_source(path), inputs)[0]
+    prepared = prepare_model(path, str(checkpoint), precision=Precision.f32, trust=trust)
+    return outputs_of(prepared.setup.steps, prepared.read(), inputs)
+
+
+@with_types
+def export_program(
+    path: Path | str,
+    out: Path | str,
+    *,
+    to: str,
+    settings: ExportSettings = ExportSettings(),  # noqa: B008
+    checkpoint: str | int = "best",
+    trust: bool = False,
+    say: Callable[[str], None] = lambda _: None,
+) -> "ModelExport | LiteExport":
+    """Writes a run, a Bundle or another model in files as programs, compared with the source; adapters are merged.
+
+    Args:
+        path: The run's directory, or the model.
+        out: The new folder, or for litert and onnx the new file.
+        to: One of :data:`~systolic.formats.registry.PROGRAM_WRITERS`.
+        settings: How.
+        checkpoint: Of a run: ``best``, ``last`` or the number of a step.
+        trust: Execute the run's recipe although it is not yours, now and later.
+        say: Called with each stage.
+
+    Raises:
+        OptionError: a setting does not fit the model, or its task names no outputs.
+        MissingExtraError: the format's packages are not installed.
+        TakenError: there is something at ``out``.
+        RunError: the run can't be opened, a program can't be written or differs from its source, or the disk is
+            full; nothing is left at ``out``.
+    """
+    from systolic.formats.conversion import class_names, text_notes, with_codes
+    from systolic.formats.examples import example_inputs
+    from systolic.formats.inference import exportable
+
+    if to not in PROGRAM_WRITERS:
+        raise OptionError(f"to is {to!r}; programs are written as {' or '.join(PROGRAM_WRITERS)}")
+    path, out = Path(path), Path(out)
+    check_free(out)
+    form = PROGRAM_WRITERS[to]
+    if form.suffix and out.suffix != form.suffix:
+        raise OptionError(
+            f"--out is {out}, and --to {to} writes one file; give a name that ends in {form.suffix}, such as {out}{form.suffix}"
+        )
+    settings.check_format(to)
+    if form.check:
+        function_of(form.check)(settings)
+    model = _opened(path, checkpoint, settings, trust, say)
+    weights = {name: np.asarray(array) for name, array in model.plain_weights.items()}
+    leaving = exportable(model.job, weights, settings.precision, settings.sizes)
+    leaving, notes = with_codes(leaving, kept=form.codes)
+    notes = (*notes, *_warnings(model.job), *text_notes(model.job))
+    notes = (*notes, *_length_note(model.job, settings.sequence))
+    examples = example_inputs(leaving, settings.examples, settings.inputs)
+    if settings.sizes:
+        for name, function in leaving.functions.items():
+            leaving.check_memory(name, next(examples.calls(function)))
+    made = function_of(form.write)(leaving, examples, out, settings, say)
+    return replace(made, notes=(*notes, *_classes(class_names(model.job), form.labels)))
+
+
+def _classes(names: Sequence[str], where: str) -> list[str]:
+    """The line that says the classes in the order of the outputs; none where they have no names."""
+    if not names:
+        return []
+    shown = ", ".join(names)
+    if len(names) > MOST_NAMES:
+        shown = f"{names[0]} to {names[-1]} ({len(names)})"
+    return [f"classes in the order of its outputs: {shown}; their names are in {where}"]
+
+
+def _opened(
+    path: Path,
+    checkpoint: str | int,
+    settings: ExportSettings,
+    trust: bool,
     say: Callable[[str], None],
-    check: Check,
-) -> Exported:
-    stored = next((name for name in DTYPES if name in made.config), DTYPES[0])
-    # What came with another dtype, such as a run's frozen weights, is said to be what it is now.
-    config = {stored: None, **made.config} | {stored: most_common(made.specs)}
-    with draft(out) as folder:
-        folder.add(CONFIG, json.dumps(config, indent=2).encode())
-        for name, content in files.items():
-            folder.add(name, content)
-        size = sum(spec.nbytes for spec in made.specs)
-        folder.weights(made.specs, made.pieces, written(size, say), stem="model")
-        about = check(folder.folder, made.specs)
-        folder.rename()
-    return replace(_exported(out, made.config["model_type"], made.specs), **about)
+) -> TrainedModel:
+    """The model; what it does not have is refused before its weights are read."""
+    from systolic.formats.inference import exportable
+
+    def check(job: Job) -> None:
+        exportable(job, {}, settings.precision, settings.sizes).function(settings.function or None)
+        say("reading weights")
+
+    # A model in files computes without its tokenizer too.
+    if in_files(path):
+        source = open_source(path)
+        check(job_of(source, texts=False))
+        return from_source(source, Precision.f32, texts=False)
+    keep_programs()
+    prepared = prepare_model(path, str(checkpoint), trust=trust)
+    check(prepared.setup.job)
+    return TrainedModel(path, prepared.setup, prepared.read(), None)
 
 
-def _exported(out: Path, kind: str, specs: list[TensorSpec]) -> Exported:
-    return Exported(
-        path=out,
-        kind=kind,
-        parameters=sum(int(np.prod(spec.shape)) for spec in specs),
-        bytes=sum(spec.nbytes for spec in specs),
-    )
+def _warnings(job: Job) -> list[str]:
+    """Warnings about what the outputs of an exported model depend on besides its weights."""
+    lines = []
+    if job.precision.weight_format is not None:
+        lines.append(
+            f"the matrices are float32, not rounded as in its training ({job.precision.value}), so that its outputs are others than those of systolic eval: export what systolic quantize --to {job.precision.weight_format.value} writes"
+        )
+    model = job.model
+    if isinstance(model, Decoder) and model.experts > 1 and model.dispatch is Dispatch.slots:
+        lines.append(
+            "the experts have slots for a share of a text's tokens, of which padding takes some: give texts without padding"
+        )
+    return lines
+
+
+def _length_note(job: Job, sequence: int) -> list[str]:
+    """The warning that a fixed length is beyond what a run was trained on, which rotary embeddings allow."""
+    learned = learned_text(job)
+    if learned is None or sequence <= learned:
+        return []
+    return [
+        f"texts of {sequence} tokens are longer than the {learned} of a row in training; what lies beyond is worse"
+    ]

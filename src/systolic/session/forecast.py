@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, overload
 
-from systolic.aot import Compiler, StepKind, executable
-from systolic.aot.restored import made_here
-from systolic.aot.traced import name_of
 from systolic.chips import SLICE, SLICES, Slice, slice
 from systolic.chips.flags import resolved
+from systolic.compiling import Compiler, StepKind, executable
+from systolic.compiling.restored import made_here
+from systolic.compiling.traced import name_of
 from systolic.core.arguments import Wording, with_types
 from systolic.core.errors import DataError, LayoutError, OptionError, RunError, nearest
 from systolic.core.ranges import dashed

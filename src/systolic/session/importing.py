@@ -7,40 +7,38 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from systolic.artifact.bundle import (
+from systolic.core.arguments import with_types
+from systolic.core.errors import OptionError
+from systolic.core.files import check_room
+from systolic.formats.bundle import BundleSource, few_outputs, record, record_answers
+from systolic.formats.comparison import Parity, check_passed
+from systolic.formats.hugging_face.reference import check, impossible
+from systolic.formats.jobs import job_of
+from systolic.formats.probe import ParityInputs, few
+from systolic.formats.program.convert import (
+    Framework,
+    ProgramParity,
+    ProgramRequest,
+    import_program,
+)
+from systolic.formats.registry import framework_format
+from systolic.formats.source import Source, most_common, open_source
+from systolic.formats.weights import planned, weight_progress, write_weights
+from systolic.runs.bundle.folder import (
     ORIGIN,
     BundleDraft,
     check_free,
     draft,
     model_record,
 )
-from systolic.artifact.bundle_record import ImportedFrom, carried
-from systolic.core.arguments import with_types
-from systolic.core.errors import OptionError
-from systolic.core.files import check_room
-from systolic.interop import recorded
-from systolic.interop.bundled import BundleSource
-from systolic.interop.importing import planned, write_weights
-from systolic.interop.jobs import job_of
-from systolic.interop.parity import Parity, check, impossible
-from systolic.interop.peft import open_peft
-from systolic.interop.probe import ParityInputs
-from systolic.interop.program.convert import (
-    Framework,
-    ProgramParity,
-    ProgramRequest,
-    kind_of,
-)
-from systolic.interop.source import Source, is_peft, most_common, open_source
-from systolic.session.importing_program import check_passed, import_program
-from systolic.session.replaying import answers, record_answers
-from systolic.session.written import written
+from systolic.runs.bundle.record import ImportedFrom, carried
+from systolic.session.replaying import answers
 
 if TYPE_CHECKING:
-    from systolic.artifact.tensors import TensorSpec
+    from systolic.runs.bundle.tensors import TensorSpec
 
 FOLDER = Path("bundles")
-"""Where a Bundle goes that has no ``out``."""
+"""Default folder of Bundles."""
 DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 """Dtypes of stored weights by their names in options; ``auto`` keeps the source's."""
 AUTO = "auto"
@@ -66,13 +64,13 @@ class Imported:
     parameters: int
     """Elements of all weights."""
     bytes: int
-    """Of the weights."""
+    """Size of the weights."""
     dtype: str
     parity: Parity | ProgramParity | None
     unchecked: str | None
     """Why there is no parity; ``None`` where there is."""
     unusable: str | None = None
-    """What the Bundle lacks for the command that uses it; ``None`` where it lacks nothing."""
+    """The file that the Bundle lacks for the command that uses it, in words; ``None`` for a complete Bundle."""
     notes: tuple[str, ...] = ()
     """Warnings about the source's files, or about the batches of an exported program."""
     use: str
@@ -124,9 +122,9 @@ def import_model(
     """
     if dtype not in (AUTO, *DTYPES):
         raise OptionError(f"dtype is {dtype!r}; it takes {AUTO}, {' or '.join(DTYPES)}")
-    if (kind := kind_of(str(source))) is not None:
-        asked = ProgramRequest(source=str(source), kind=kind, how=framework)
-        return _program(asked, out, dtype, parity, say)
+    if (form := framework_format(str(source))) is not None:
+        request = ProgramRequest(source=str(source), read=form.read, how=framework)
+        return _program(request, out, dtype, parity, say)
     framework.check_unused(source)
     opened = _sound(source, None if base is None else Path(base))
     final = FOLDER / opened.path.resolve().stem if out is None else Path(out)
@@ -159,17 +157,12 @@ def _sound(path: Path | str, base: Path | None = None) -> Source:
     """An opened source whose files do not contradict each other and are those that were written.
 
     Raises:
-        OptionError: a base is given for what is no PEFT folder; and as :func:`systolic.interop.source.open_source`.
+        OptionError: as :func:`systolic.formats.source.open_source`.
     """
-    if base is None:
-        found = open_source(path)
-    elif is_peft(Path(path)):
-        found = open_peft(Path(path), base)
-    else:
-        raise OptionError(f"--base is {base} and {path} is no PEFT folder; leave it out")
-    job_of(found, texts=False)
-    found.verify()
-    return found
+    opened = open_source(path) if base is None else open_source(path, base)
+    job_of(opened, texts=False)
+    opened.verify()
+    return opened
 
 
 def _unusable(source: Source) -> str | None:
@@ -232,8 +225,8 @@ def _compared(
     found = check(source, ours, rounded=rounded)
     check_passed(found)
     probe, outputs, platform = held[0]
-    inputs, outputs = recorded.few(probe.ours), recorded.few_outputs(outputs)
-    kept = recorded.record(made, inputs, outputs, platform)
+    inputs, outputs = few(probe.ours), few_outputs(outputs)
+    kept = record(made, inputs, outputs, platform)
     about |= {"parity": found.to_json(), "recorded": kept}
     return found
 
@@ -247,11 +240,11 @@ def _keep(source: Source, made: BundleDraft, about: dict[str, Any], rounded: str
         own, same = source.bundle.record, rounded is None and not source.quantization
         about |= carried(own) | {"evaluations": own.evaluations if same else []}
         if own.recorded is not None:
-            about["recorded"] = record_answers(made, about)
+            about["recorded"] = record_answers(made, about, answers)
 
 
 def _floats(source: Source) -> list[str]:
-    """What became of quantized matrices, and of what was measured of them."""
+    """Notes on quantized matrices, and on evaluations of them."""
     if not isinstance(source, BundleSource) or not source.quantization:
         return []
     line = f"{len(source.quantization.matrices)} quantized matrices are now the floats that their codes stand for, in the dtype that they had"
@@ -268,7 +261,7 @@ def _fill(
     say: Callable[[str], None],
 ) -> None:
     """Writes weights and other files."""
-    write_weights(source, made, tensors, written(size, say))
+    write_weights(source, made, tensors, weight_progress(size, say))
     for name, file in source.files().items():
         made.add(name, file.read_bytes())
     if source.config:

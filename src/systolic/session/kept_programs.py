@@ -15,7 +15,7 @@ from systolic.session.serving import (
 )
 
 if TYPE_CHECKING:
-    from systolic.aot.program_store import EntryCheck, ProgramStore
+    from systolic.compiling.program_store import EntryCheck, ProgramStore
     from systolic.serving.batch.options import BatchOptions
     from systolic.steps.steps import StepFunctions
 
@@ -63,7 +63,7 @@ def check_cache(words: Sequence[str], settings: ServeSettings) -> list[KeptProgr
 
 
 def _checked(target: ServeTarget, settings: ServeSettings) -> KeptPrograms:
-    from systolic.aot.program_store import ProgramStore
+    from systolic.compiling.program_store import ProgramStore
 
     steps, notes = _steps(target, settings), list[str]()
     store = ProgramStore(steps, notes.append)
@@ -85,16 +85,16 @@ def _checked(target: ServeTarget, settings: ServeSettings) -> KeptPrograms:
 
 def _steps(target: ServeTarget, settings: ServeSettings) -> "StepFunctions":
     """Programs of the first of a model's engines."""
-    from systolic.serving.text.placing import Placing
+    from systolic.serving.text.replica_placement import ReplicaPlacement
 
-    placing = Placing(asked=settings.layout, sizes=settings.sizes)
-    return opened(target, settings, placing, 0, lambda _: None).setup.steps
+    placement = ReplicaPlacement(asked=settings.layout, sizes=settings.sizes)
+    return opened(target, settings, placement, 0, lambda _: None).setup.steps
 
 
 def _of_batches(
     steps: "StepFunctions", options: "BatchOptions", store: "ProgramStore"
 ) -> "list[EntryCheck]":
-    from systolic.predicting.predictor import Predictor
+    from systolic.inference.predictor import Predictor
     from systolic.serving.batch.model import buckets_of
     from systolic.serving.batch.opening import intake_of
 

@@ -6,9 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from systolic.artifact.job_record import JobRecord
-from systolic.artifact.record import load_run
-from systolic.artifact.run import JOB, Run
 from systolic.chips import Slice, by_device_kind, slice
 from systolic.core.errors import NotFoundError, OptionError, RunError, SystolicError
 from systolic.explaining.cause import Cause
@@ -21,6 +18,9 @@ from systolic.profile.profile import Profile
 from systolic.profile.table import ProfileTable
 from systolic.report.explain.text import lines, profile_remark
 from systolic.report.notebook import WIDTH, screen
+from systolic.runs.job_record import JobRecord
+from systolic.runs.record import load_run
+from systolic.runs.run import JOB, Run
 from systolic.session.explaining import (
     ExplainProgress,
     ExplainStage,
@@ -118,7 +118,7 @@ def explain_profile(
         DataError: the profile is damaged, or has no steps.
     """
     from systolic.explaining.causes import causes_of_profile
-    from systolic.explaining.figures import figures, unjudged
+    from systolic.explaining.profile_stats import figures, unjudged
 
     profile = open_profile(path, chip)
     folder = run_of(path)

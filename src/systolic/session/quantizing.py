@@ -10,25 +10,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from rich.text import Text
 
-from systolic.artifact.bundle import (
+from systolic.core.arguments import Alternative, argument, with_types
+from systolic.core.errors import OptionError, called
+from systolic.core.files import check_room
+from systolic.formats.bundle import BundleSource, few_outputs, record, record_answers
+from systolic.formats.comparison import Parity, compare
+from systolic.formats.jobs import job_of
+from systolic.formats.probe import PROBES, few, probe_of
+from systolic.formats.source import Source, open_source
+from systolic.formats.weights import weight_progress
+from systolic.job import Adapter, Job, MatrixFormat, WeightFormat
+from systolic.runs.bundle.folder import (
     ORIGIN,
     BundleDraft,
     check_free,
     draft,
     model_record,
 )
-from systolic.artifact.bundle_record import ImportedFrom, Recorded, carried
-from systolic.artifact.run import JOB
-from systolic.core.arguments import Alternative, argument, with_types
-from systolic.core.errors import OptionError, called
-from systolic.core.files import check_room
-from systolic.interop.bundled import BundleSource
-from systolic.interop.jobs import job_of
-from systolic.interop.parity import Parity, compare
-from systolic.interop.probe import PROBES, probe_of
-from systolic.interop.recorded import few, few_outputs, record
-from systolic.interop.source import Source, open_source
-from systolic.job import Adapter, Job, MatrixFormat, WeightFormat
+from systolic.runs.bundle.record import ImportedFrom, Recorded, carried
+from systolic.runs.run import JOB
 from systolic.session.answering import NO_ANSWERS, AnswerOptions, check_answers, scores_of
 from systolic.session.calibrating import (
     check_apart,
@@ -37,8 +37,8 @@ from systolic.session.calibrating import (
     digests_at,
     largest_of,
 )
-from systolic.session.exporting import BUNDLE, export_model
-from systolic.session.replaying import record_answers
+from systolic.session.exporting import export_model
+from systolic.session.replaying import answers
 from systolic.session.sensitivity import Choice, Measure, Quality, choose, moments_of
 from systolic.session.trained import (
     Metrics,
@@ -47,10 +47,9 @@ from systolic.session.trained import (
     prepare_model,
     set_up_here,
 )
-from systolic.session.written import written
 
 if TYPE_CHECKING:
-    from systolic.interop.quantizing import Matrix, Rounder
+    from systolic.formats.quantizing import Matrix, Rounder
 
 MOST_LOST = {"accuracy": 0.1, "perplexity": 0.2, "loss": 0.2}
 """Loss of quality from which a model is said to have fallen far: of accuracy 10 points, else relative."""
@@ -211,7 +210,7 @@ def quantize_model(
     path, out, to = Path(path), Path(out), _format(to) if isinstance(to, str) else to
     check_free(out)
     check_answers(on.answers, on.data)
-    from systolic.interop.quantizing import formats_of, matrices_in, planned_tensors
+    from systolic.formats.quantizing import formats_of, matrices_in, planned_tensors
 
     run, unmeasured = _known(path, to, keep, on, budget, trust)
     measured = on.data is not None or (run is not None and unmeasured is None)
@@ -235,7 +234,7 @@ def quantize_model(
             formats = dict(choice.formats)
         before = _Figures.of(model, source, measure, on)
         del model, measure
-        after = _written(source, out, (rounder, formats), (job, before, on), say)
+        after = _weight_progress(source, out, (rounder, formats), (job, before, on), say)
         made = _result((out, to), source, (rounder, formats), (before, after), choice)
         known = measured or job.data.read_elsewhere
         return replace(made, measurable=known, unmeasured=unmeasured, notes=_notes(job, to))
@@ -256,7 +255,7 @@ def _known(
     """A run's job, and why its own data can't be measured on; what it lacks is refused before its weights are read. ``None`` of a model in files."""
     if not (path / JOB).is_file():
         return None, None
-    from systolic.interop.quantizing import formats_of, matrices_of_model
+    from systolic.formats.quantizing import formats_of, matrices_of_model
 
     job = prepare_model(path, trust=trust).setup.job
     matrices = matrices_of_model(job.model)
@@ -307,7 +306,7 @@ def _rounder(
     say: Callable[[str], None],
 ) -> "Rounder":
     """What makes the codes, fitted to the inputs that calibration data gives the matrices."""
-    from systolic.interop.quantizing import Rounder
+    from systolic.formats.quantizing import Rounder
 
     if any(how.format.activations for how in formats.values()):
         return Rounder(matrices, largest_of(model, matrices, formats, calibration, say))
@@ -325,7 +324,7 @@ def _rounder(
     return Rounder(matrices, moments_of(model, matrices, fitted, calibration, say), trained)
 
 
-def _written(
+def _weight_progress(
     source: Source,
     out: Path,
     chosen: Chosen,
@@ -363,7 +362,7 @@ def _recorded(
     """Records what the Bundle answers to the first inputs of its probe: outputs that are known, where they were made in float32."""
     model, outputs = known
     if model.setup.steps.target.dtype != "float32":
-        return record_answers(made, about)
+        return record_answers(made, about, answers)
     inputs = few(probe_of(source).ours)
     return record(made, inputs, few_outputs(outputs), model.setup.machine.platform)
 
@@ -375,7 +374,7 @@ def _result(
     figures: "tuple[_Figures, _Figures]",
     choice: Choice | None,
 ) -> QuantizedModel:
-    from systolic.interop.quantizing import planned_tensors
+    from systolic.formats.quantizing import planned_tensors
 
     (rounder, formats), (before, after), (out, asked) = chosen, figures, written
     matrices = rounder.matrices
@@ -416,7 +415,7 @@ def _as_source(path: Path, out: Path, trust: bool, say: Callable[[str], None]) -
     with draft(out) as scratch:
         whole = scratch.folder / path.resolve().name
         try:
-            export_model(path, whole, to=BUNDLE, trust=trust, say=say)
+            export_model(path, whole, to="bundle", trust=trust, say=say)
         except OptionError as error:
             reason = str(error).partition("; ")[0]
             raise OptionError(
@@ -443,7 +442,7 @@ class _Figures:
     def of(
         cls, model: TrainedModel, source: Source, measure: Measure | None, on: Evaluated
     ) -> "_Figures":
-        from systolic.interop.outputs import outputs_of
+        from systolic.formats.probe import outputs_of
 
         outputs = None
         if type(source.model) in PROBES:
@@ -474,8 +473,8 @@ class _Figures:
 
 def _opened(source: Source, job: Job) -> TrainedModel:
     """A source's model under a job with its data; adapters of a run are merged in its files."""
-    from systolic.interop.loading import weights_of
-    from systolic.interop.quantizing import check_finite
+    from systolic.formats.quantizing import check_finite
+    from systolic.formats.weights import weights_of
 
     keep_programs()
     plain = replace(job, adapter=Adapter(), start=None, quantization=source.quantization)
@@ -493,11 +492,11 @@ def _write(
 ) -> dict[str, Any]:
     """Writes weights and other files of a draft; what its bundle.json says."""
     from systolic import __version__
-    from systolic.interop.quantizing import planned_tensors, write_quantized
+    from systolic.formats.quantizing import planned_tensors, write_quantized
 
     rounder, formats = chosen
     size = sum(spec.nbytes for spec in planned_tensors(source, rounder.matrices, formats))
-    progress = written(size, say)
+    progress = weight_progress(size, say)
     records = write_quantized(source, made, rounder, formats, progress)
     for name, file in source.files().items():
         made.add(name, file.read_bytes())

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from systolic import recipes
-from systolic.artifact.chosen import Chosen
 from systolic.chips import Slice, slice
 from systolic.core.errors import OptionError, RunError, SystolicError
 from systolic.core.machine import end_with
 from systolic.core.reporter import reporter, working
 from systolic.recipes.jobs.plan import under_plan
 from systolic.recipes.jobs.source import JobSource
+from systolic.runs.plan_choice import Chosen
 from systolic.session.expected_devices import check_rehearsal
 from systolic.session.training import check_data
 

@@ -10,11 +10,11 @@ from systolic.models.decoder.config import Decoder
 from systolic.session.trained import PreparedModel
 
 if TYPE_CHECKING:
-    from systolic.artifact.weights import Weights
+    from systolic.runs.weights import Weights
     from systolic.training.setup import Setup
 
 MULTIPLIED = WeightFormat.int8, WeightFormat.w8a8
-"""Formats whose codes are multiplied as they are, see :func:`systolic.models.product.codes_product`."""
+"""Formats whose codes are multiplied as they are, see :func:`systolic.models.linear.codes_product`."""
 
 
 def restored_on_cpu(
@@ -66,7 +66,7 @@ def _restored(weights: "Weights", paths: list[str], setup: "Setup") -> "Weights"
 
 
 def _bytes(setup: "Setup") -> int:
-    from systolic.artifact.weights import sizes_of
+    from systolic.runs.weights import sizes_of
 
     network = setup.steps.network
     return sum(sizes_of({**network.params, **network.model_state}).bytes_by_dtype.values())

@@ -7,10 +7,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from systolic import recipes
-from systolic.artifact import manifest
-from systolic.artifact.chosen import Chosen
-from systolic.artifact.job_record import JobRecord
-from systolic.artifact.run import Run
 from systolic.core.errors import DataError, OptionError, SystolicError
 from systolic.core.option_words import plain_words, typed
 from systolic.core.ranges import dashed
@@ -18,6 +14,10 @@ from systolic.data.fingerprint import contents_of, difference
 from systolic.job import Job, Split
 from systolic.job.data import Contents
 from systolic.recipes import Recipe
+from systolic.runs import manifest
+from systolic.runs.job_record import JobRecord
+from systolic.runs.plan_choice import Chosen
+from systolic.runs.run import Run
 
 Result = TypeVar("Result")
 
@@ -127,16 +127,16 @@ def agreed(check: Callable[[], Result]) -> Result:
     Raises:
         SystolicError: the check raised it in a process.
     """
-    from systolic.training import hosts
+    from systolic.training import distributed
 
-    if not hosts.joined():
+    if not distributed.joined():
         return check()
     try:
         checked = check()
     except SystolicError as error:
-        hosts.exchange(str(error))
+        distributed.exchange(str(error))
         raise
-    for process, text in enumerate(hosts.exchange("")):
+    for process, text in enumerate(distributed.exchange("")):
         if text:
             raise DataError(f"process {process}: {text}")
     return checked

@@ -8,12 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from systolic import recipes
-from systolic.artifact import paths
-from systolic.artifact.access import Access
-from systolic.artifact.job_record import JobRecord, RunFlags
-from systolic.artifact.parts import Part
-from systolic.artifact.run import Run
-from systolic.artifact.saved_job import types_of
 from systolic.chips import Slice
 from systolic.chips.flags import resolved
 from systolic.core.errors import NotFoundError, RunError
@@ -22,12 +16,17 @@ from systolic.job import Batch, Job
 from systolic.recipes import Recipe
 from systolic.recipes.jobs.plan import resumed
 from systolic.recipes.jobs.source import JobSource
+from systolic.runs import paths
+from systolic.runs.access import Access
+from systolic.runs.job_record import JobRecord, RunFlags
+from systolic.runs.remote.sharded_upload import Part
+from systolic.runs.run import Run
+from systolic.runs.saved_job import types_of
 from systolic.session import run_files
 from systolic.session.expected_devices import check_slice, expected
 from systolic.session.resume_checks import agreed, check_resume, flat
 from systolic.session.run_flags import kept_flags
 from systolic.session.starting import with_start
-from systolic.session.together import open_together
 from systolic.session.training import (
     Audience,
     SessionOptions,
@@ -39,6 +38,7 @@ from systolic.session.training import (
     run_session,
     with_initial,
 )
+from systolic.training.distributed.run import open_together
 from systolic.training.ledger import Ledger
 
 if TYPE_CHECKING:
@@ -118,9 +118,9 @@ def opened(path: Path, *, trust: bool = False, job: Job | None = None) -> Genera
         RunError: another process writes to it, or its recipe or Job is missing or has changed.
         OptionError: a job is given, but the run was made from a recipe.
     """
-    from systolic.training import hosts
+    from systolic.training import distributed
 
-    hosts.join()
+    distributed.join()
 
     def begin(part: Part | None) -> Run:
         return Run.open(path, access=Access.write, part=part)

@@ -7,21 +7,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from systolic import recipes
-from systolic.artifact import paths, trust
-from systolic.artifact.job_record import JobRecord
-from systolic.artifact.revision import check_revision
-from systolic.artifact.run import JOB, MODULES, RECIPE, TOKENIZER, Run
-from systolic.artifact.saved_job import job_from_json
 from systolic.core.errors import NotFoundError, OptionError, RunError
 from systolic.data.text.chat import KEPT, TEMPLATE, TOOL_TEMPLATE
 from systolic.data.text.instructions import Instructions
 from systolic.data.text.text_data import TextData
-from systolic.interop.outline import kept_files
+from systolic.formats.outline import kept_files
 from systolic.job import Data, Job
 from systolic.models.families import CONFIG
 from systolic.recipes import Recipe
 from systolic.recipes.jobs.plan import under_plan
 from systolic.recipes.jobs.source import JobSource, recipe_of
+from systolic.runs import paths, trust
+from systolic.runs.job_record import JobRecord
+from systolic.runs.revision import check_revision
+from systolic.runs.run import JOB, MODULES, RECIPE, TOKENIZER, Run
+from systolic.runs.saved_job import job_from_json
 
 
 class Rebuilt(NamedTuple):
@@ -107,7 +107,7 @@ def rebuild(run: Run, *, trust_code: bool = False, job: Job | None = None) -> Re
 
     Raises:
         OptionError: a job is given and the run was made from a recipe.
-        TrustError: its recipe is not the user's own, see :mod:`systolic.artifact.trust`.
+        TrustError: its recipe is not the user's own, see :mod:`systolic.runs.trust`.
         RunError: it holds no copy of its recipe, the recipe no longer takes the run's options, or its
             weights mean something else in this version.
     """
@@ -187,7 +187,7 @@ def check_folder(path: Path) -> None:
     """
     if not path.is_dir() or (path / JOB).is_file():
         return
-    from systolic.interop.source import gguf_inside
+    from systolic.formats.source import gguf_inside
 
     if said := gguf_inside(path):
         raise NotFoundError(f"{path} is no run and no model itself; {said}")

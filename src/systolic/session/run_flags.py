@@ -1,9 +1,9 @@
 """Compiler flags of a run: what ``--flags``, its plan and its own record say of them."""
 
-from systolic.artifact.chosen import Chosen
-from systolic.artifact.job_record import JobRecord, RunFlags
 from systolic.chips import slice
 from systolic.chips.flags import NONE, resolved
+from systolic.runs.job_record import JobRecord, RunFlags
+from systolic.runs.plan_choice import Chosen
 
 
 def new_flags(given: str, chosen: Chosen | None) -> RunFlags:

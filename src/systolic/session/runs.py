@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from systolic.artifact.job_record import JobRecord
-from systolic.artifact.record import load_run
-from systolic.artifact.run import Run
 from systolic.core.errors import SystolicError
 from systolic.explaining import learning, speed
 from systolic.explaining.cause import Cause
+from systolic.runs.job_record import JobRecord
+from systolic.runs.record import load_run
+from systolic.runs.run import Run
 from systolic.session.explaining import ExplainProgress, ExplainStage, ExplainWatch
 
 

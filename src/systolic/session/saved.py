@@ -9,17 +9,17 @@ from typing import Any
 import msgspec
 
 from systolic import recipes
-from systolic.aot import StepKind
-from systolic.artifact import trust
-from systolic.artifact.chosen import apply, is_plan, load
 from systolic.chips import Slice, slice
 from systolic.chips.flags import resolved, spoken
+from systolic.compiling import StepKind
 from systolic.core.errors import DataError, RunError
 from systolic.core.files import read_given
 from systolic.explaining.settings import Settings
 from systolic.forecasting import Forecast
 from systolic.job import Job
 from systolic.recipes import Recipe
+from systolic.runs import trust
+from systolic.runs.plan_choice import apply, is_plan, load
 from systolic.session.explaining import StepExplainer
 from systolic.sim.incomplete import NOTHING, Given
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from systolic.artifact.bundle_record import EvaluationRecord, finite_metrics
 from systolic.core.digest import digest
 from systolic.core.errors import OptionError
 from systolic.core.files import write_json
@@ -17,6 +16,7 @@ from systolic.core.store import cache_home
 from systolic.core.units import si
 from systolic.job import Job, MatrixFormat, Quantization
 from systolic.models.quantizing import INT8
+from systolic.runs.bundle.record import EvaluationRecord, finite_metrics
 from systolic.session.trained import Metrics, TrainedModel, splits
 from systolic.steps.steps import StepFunctions
 from systolic.steps.tasks.language import LanguageModel
@@ -24,7 +24,7 @@ from systolic.steps.tasks.language import LanguageModel
 if TYPE_CHECKING:
     import numpy as np
 
-    from systolic.interop.quantizing import Matrix, Rounder
+    from systolic.formats.quantizing import Matrix, Rounder
 
 
 SEARCH_BATCHES = 8
@@ -133,7 +133,7 @@ class Measure:
     @property
     def _rows(self) -> int:
         """Examples of a batch."""
-        from systolic.training.feed import evaluation_rows
+        from systolic.training.input import evaluation_rows
 
         return evaluation_rows(self.job, self.model.setup.steps)
 
@@ -284,7 +284,7 @@ def moments_of(
     Raises:
         OptionError: they would take more than :data:`MOST_MOMENTS`, or none of the matrices has inputs that are seen.
     """
-    from systolic.training.moments import input_moments
+    from systolic.training.activation_stats import input_moments
 
     shapes = {
         path: matrices[path].moments_shape

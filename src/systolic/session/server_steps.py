@@ -5,9 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from systolic.aot import PagedProgram, Program, ServingProgram
-from systolic.artifact.bundle import MANIFEST, open_bundle
 from systolic.chips import Slice
+from systolic.compiling import PagedProgram, Program, ServingProgram
 from systolic.core.errors import LayoutError, OptionError
 from systolic.forecasting import Forecast
 from systolic.forecasting.serving import Load
@@ -23,6 +22,7 @@ from systolic.job import (
 )
 from systolic.models.decoder.checks import check_served
 from systolic.models.decoder.config import Decoder
+from systolic.runs.bundle.folder import MANIFEST, open_bundle
 from systolic.serving.layout import LEAST_ROWS
 
 ENGINE_AXES = (Axis.data, Axis.expert, Axis.tensor)
@@ -105,7 +105,7 @@ def with_formats(job: Job, target: str, weights: ServedWeights) -> Job:
         weights: The format that was asked for, of all matrices.
     """
     if weights is not ServedWeights.plain:
-        from systolic.interop.quantizing import whole
+        from systolic.formats.quantizing import whole
 
         return replace(job, quantization=whole(job.model, WeightFormat(weights.value)))
     if (Path(target) / MANIFEST).is_file():

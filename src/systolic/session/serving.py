@@ -19,7 +19,7 @@ from systolic.core.errors import (
 )
 from systolic.data.text.text_data import TextData
 from systolic.job import Job, Precision
-from systolic.serving.names import ENDS
+from systolic.serving.registry import ENDS
 from systolic.session.restored import restored_on_cpu
 from systolic.session.run_files import check_folder
 from systolic.session.trained import (
@@ -31,20 +31,20 @@ from systolic.session.trained import (
 )
 
 if TYPE_CHECKING:
-    from systolic.aot.program_store import ProgramStore
+    from systolic.compiling.program_store import ProgramStore
     from systolic.serving.batch.options import BatchOptions
-    from systolic.serving.http.desk import Desk
     from systolic.serving.http.keys import Keys
     from systolic.serving.http.limits import HttpLimits
-    from systolic.serving.http.logs import EventLog
-    from systolic.serving.http.meters import BatchMeter, BatchMetrics, TextMetrics
+    from systolic.serving.http.metrics import BatchMeter, BatchMetrics, TextMetrics
     from systolic.serving.http.process import Address
+    from systolic.serving.http.state import ServerState
+    from systolic.serving.http.telemetry import EventLog
     from systolic.serving.layout import ServingLayout
-    from systolic.serving.served import Arrival, Key, Renewal, Served
+    from systolic.serving.registry import Key, ModelLoad, ReloadPlan, Served
     from systolic.serving.text.engine import Engine
     from systolic.serving.text.opening import EngineSizes
-    from systolic.serving.text.placing import Placing
-    from systolic.serving.traffic import ModelTraffic, TrafficBook
+    from systolic.serving.text.replica_placement import ReplicaPlacement
+    from systolic.serving.workload import ModelTraffic, TrafficBook
 
 SHOWN = 3
 """Models inside a folder that a message names."""
@@ -191,33 +191,35 @@ def serve(
     """
     try:
         from systolic.report.serving.log import ConsoleLog
-        from systolic.serving.http.desk import Desk
-        from systolic.serving.http.logs import EventLog
-        from systolic.serving.http.meters import BatchMetrics, TextMetrics
-        from systolic.serving.http.metrics import Metrics
+        from systolic.serving.http.metrics import BatchMetrics, Metrics, TextMetrics
         from systolic.serving.http.process import Process
+        from systolic.serving.http.state import ServerState
+        from systolic.serving.http.telemetry import EventLog
     except ImportError as error:
         raise MissingExtraError("systolic serve", "serve") from error
-    from systolic.serving.served import Shelf
+    from systolic.serving.registry import ModelRegistry
 
     metrics = Metrics()
     texts, batches = TextMetrics(metrics), BatchMetrics(metrics)
     log = ConsoleLog() if settings.readable else EventLog()
-    desk = Desk(
-        shelf=Shelf(), limits=settings.limits, metrics=metrics, log_prompts=settings.log_prompts
+    state = ServerState(
+        registry=ModelRegistry(),
+        limits=settings.limits,
+        metrics=metrics,
+        log_prompts=settings.log_prompts,
     )
 
     pending = partial(_pending, settings, texts, batches, log)
-    renewal = partial(_changes, words, desk, pending, partial(_contents, settings))
+    renewal = partial(_changes, words, state, pending, partial(_contents, settings))
     first = list(map(pending, _smallest_first(checked_targets(words), settings)))
-    process = Process(desk, first, settings.address, log, settings.keys, renewal, listening)
+    process = Process(state, first, settings.address, log, settings.keys, renewal, listening)
     if settings.model_control:
-        desk.control = process
+        state.control = process
     process.run()
     if settings.book is not None:
         log.write("traffic", path=str(settings.book.path), models=settings.book.save())
-    if desk.failed is not None:
-        raise RunError(desk.failed)
+    if state.failed is not None:
+        raise RunError(state.failed)
     if process.refused is not None:
         raise process.refused
     return not process.opening
@@ -229,38 +231,38 @@ def _pending(
     batches: "BatchMetrics",
     log: "EventLog",
     target: ServeTarget,
-) -> "Arrival":
+) -> "ModelLoad":
     """A model that is to be opened."""
-    from systolic.serving.served import Arrival
+    from systolic.serving.registry import ModelLoad
 
     def opened() -> "Served":
         contents = _contents(settings, target)  # before its weights are read, which may be newer
         return replace(open_served(target, settings, texts, batches, log), contents=contents)
 
-    return Arrival(key=(target.name, target.version), open=opened)
+    return ModelLoad(key=(target.name, target.version), open=opened)
 
 
 def _contents(settings: ServeSettings, target: ServeTarget) -> str:
-    from systolic.session.contents import contents_of
+    from systolic.formats.outline import contents_of
 
     return contents_of(target.path, settings.checkpoint)
 
 
 def _smallest_first(found: Sequence[ServeTarget], settings: ServeSettings) -> Sequence[ServeTarget]:
     """By the size of their weights: small models answer while large ones are opened."""
-    from systolic.session.contents import weight_bytes
+    from systolic.formats.outline import weight_bytes
 
     return sorted(found, key=lambda one: weight_bytes(one.path, settings.checkpoint))
 
 
 def _changes(
     words: Sequence[str],
-    desk: "Desk",
-    pending: "Callable[[ServeTarget], Arrival]",
+    state: "ServerState",
+    pending: "Callable[[ServeTarget], ModelLoad]",
     contents: Callable[[ServeTarget], str],
     name: str | None,
-) -> "Renewal":
-    """What the folders have now and the desk has not or with other contents, and the other way round; of all models, or those of a name.
+) -> "ReloadPlan":
+    """Differences between the folders and the served models: versions to load, to take out, and those that stay; of all models, or those of a name.
 
     Raises: as :func:`targets`, and
         NotFoundError: no model has that name.
@@ -270,12 +272,14 @@ def _changes(
     if not wanted:
         known = ", ".join(dict.fromkeys(one.name for one in given))
         raise NotFoundError(f"the server was not given a model {name}; it has {known}")
-    from systolic.serving.served import Renewal
+    from systolic.serving.registry import ReloadPlan
 
     # What a client took out stays out until one asks for it.
-    out = desk.unloaded if name is None else ()
+    out = state.unloaded if name is None else ()
     now = {(one.name, one.version): one for one in wanted if one.name not in out}
-    held = {one.key: one.contents for one in desk.shelf.everything() if name in (None, one.name)}
+    held = {
+        one.key: one.contents for one in state.registry.everything() if name in (None, one.name)
+    }
 
     def same(key: "Key", target: ServeTarget) -> bool:
         try:
@@ -284,8 +288,8 @@ def _changes(
             return False  # Opening it says what is wrong with it.
 
     unchanged = [key for key, one in now.items() if key in held and same(key, one)]
-    failed = [key for key in desk.failures if name in (None, key[0])]
-    return Renewal(
+    failed = [key for key in state.failures if name in (None, key[0])]
+    return ReloadPlan(
         added=[pending(one) for key, one in now.items() if key not in unchanged],
         gone=[key for key in dict.fromkeys([*held, *failed]) if key not in now],
         unchanged=unchanged,
@@ -303,14 +307,14 @@ def open_served(
 
     Raises: as :func:`~systolic.session.trained.prepare_model`, and OptionError for one that can't be served.
     """
-    from systolic.serving.http.opened import layout_told
-    from systolic.serving.served import ServedText
-    from systolic.serving.text.placing import Placing
+    from systolic.serving.http.load_metrics import layout_told
+    from systolic.serving.registry import ServedText
+    from systolic.serving.text.replica_placement import ReplicaPlacement
 
     log.write("opening", model=target.name, version=target.version, path=str(target.path))
     told = layout_told(target.name, log)
-    placing = Placing(asked=settings.layout, sizes=settings.sizes, told=told)
-    model = opened(target, settings, placing, 0, log.warn)
+    placement = ReplicaPlacement(asked=settings.layout, sizes=settings.sizes, told=told)
+    model = opened(target, settings, placement, 0, log.warn)
     settings = expecting(settings, target.name, model.setup.job)
     if not writes(model.setup.job):
         return _open_batch(target, settings, model, batches.of(target.name, target.version), log)
@@ -319,8 +323,8 @@ def open_served(
     data = model.setup.job.data
     assert isinstance(data, TextData)
     engines = [_engine(target, settings, model, 0, texts, log)]
-    for number in range(1, placing.engines):
-        model = opened(target, settings, placing, number, log.warn)
+    for number in range(1, placement.engines):
+        model = opened(target, settings, placement, number, log.warn)
         engines.append(_engine(target, settings, model, number, texts, log))
     return ServedText(
         name=target.name,
@@ -334,14 +338,14 @@ def open_served(
 def opened(
     target: ServeTarget,
     settings: ServeSettings,
-    placing: "Placing",
+    placement: "ReplicaPlacement",
     number: int,
     warn: Callable[[str], None],
 ) -> PreparedModel:
     """The model on the devices of one of its engines, its weights not read."""
 
     def place(job: Job, platform: str, devices: Sequence[Any]) -> Any:
-        return placing.place(job, platform, devices, number)
+        return placement.place(job, platform, devices, number)
 
     made = prepare_model(
         target.path,
@@ -363,9 +367,9 @@ def _engine(
     log: "EventLog",
 ) -> "Engine":
     """One of the engines of a model."""
-    from systolic.serving.http.opened import TextOpening
+    from systolic.serving.http.load_metrics import TextLoadMetrics
     from systolic.serving.text.opening import engine_of, plan_engine
-    from systolic.serving.traffic import RecordedEngine
+    from systolic.serving.workload import RecordedEngine
 
     meter, store = texts.of(target.name, target.version, number), _store(model, log)
 
@@ -380,7 +384,7 @@ def _engine(
         log.write("context", model=target.name, context=plan.context, origin=plan.origin)
         if plan.beyond is not None:
             log.warn(f"{target.name}: {plan.beyond}")
-    book, opening = settings.book, TextOpening(target.name, meter, log, number)
+    book, opening = settings.book, TextLoadMetrics(target.name, meter, log, number)
     watcher = (
         meter if book is None else RecordedEngine(inner=meter, recorder=book.text(target.name))
     )
@@ -391,7 +395,7 @@ def _engine(
 
 def _store(model: PreparedModel, log: "EventLog") -> "ProgramStore":
     """Where programs are kept: where they can't be, JAX keeps them."""
-    from systolic.aot.program_store import ProgramStore
+    from systolic.compiling.program_store import ProgramStore
 
     store = ProgramStore(model.setup.steps, log.warn)
     if not store.used:
@@ -407,13 +411,13 @@ def _open_batch(
     log: "EventLog",
 ) -> "Served":
     from systolic.serving.batch.opening import batch_model
-    from systolic.serving.http.opened import BatchOpening
-    from systolic.serving.served import ServedBatch
+    from systolic.serving.http.load_metrics import BatchLoadMetrics
+    from systolic.serving.registry import ServedBatch
 
     begin, store = time.perf_counter(), _store(model, log)
     weights = model.read()
     meter.read(time.perf_counter() - begin)
-    watcher, steps = BatchOpening(target.name, meter, log), model.setup.steps
+    watcher, steps = BatchLoadMetrics(target.name, meter, log), model.setup.steps
     made = batch_model(
         target.name,
         steps,

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from systolic.chips import Slice
 from systolic.forecasting.serving import Load, StepTimes
-from systolic.interop.quantizing import saved_bytes
+from systolic.formats.quantizing import saved_bytes
 from systolic.job import Job, Layout, ServedCache
-from systolic.models.decoder import count
+from systolic.models.decoder import sizes
 from systolic.models.decoder.config import Decoder
 from systolic.session.server_layout import position_elements, served_parameters
 from systolic.sim.rates import rates_of
@@ -42,7 +42,7 @@ class LeastServer:
     def weight_bytes(self, chosen: float = 1.0) -> float:
         """Bytes of a device's weights, of the experts a share ``chosen``; quantized ones save alike in all matrices."""
         model, tensor = self.model, self.layout.tensor
-        experts = model.mixtures * model.experts * count.expert(model) if model.experts > 1 else 0
+        experts = model.mixtures * model.experts * sizes.expert(model) if model.experts > 1 else 0
         all_of = served_parameters(model, tensor) * tensor
         rest = (all_of - experts) / tensor
         kept = 1 - saved_bytes(self.job, self.item) / (all_of * self.item)
@@ -69,7 +69,7 @@ class LeastServer:
         """Seconds of steps, none of them above what a compile could give."""
         model = self.model
         reading = min(self.load.chunk, self.load.prompt_tokens)
-        flops = reading * count.work(model).token + count.work(model).logits
+        flops = reading * sizes.work(model).token + sizes.work(model).logits
         return StepTimes(
             decode={rows: self._step(rows, rows * self._context, rows) for rows in SIZES},
             chunk=self._step(reading, 0.0, flops / self.model.decode_flops(self.load.mean_context)),

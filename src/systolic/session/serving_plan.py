@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
-from systolic.aot import Compiler
 from systolic.chips import SLICES, Slice
 from systolic.chips.flags import resolved
+from systolic.compiling import Compiler
 from systolic.core.arguments import PYTHON, Required, Wording, command_of
 from systolic.core.errors import LayoutError, OptionError, SystolicError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE

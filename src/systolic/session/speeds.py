@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from systolic.aot import Compiler, StepKind
 from systolic.chips import Slice, slice
 from systolic.chips.flags import resolved
+from systolic.compiling import Compiler, StepKind
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, check
 from systolic.data.text.text_data import TextData
 from systolic.forecasting import forecast_job
@@ -27,7 +27,7 @@ from systolic.session.trained import (
 from systolic.steps.lengths import longest_text
 
 if TYPE_CHECKING:
-    from systolic.predicting.latency import CallSizes, TimedCall
+    from systolic.inference.latency import CallSizes, TimedCall
 
 Say = Callable[[str], None]
 CHUNK = 256
@@ -136,7 +136,7 @@ def speeds_beside(
 
 def _fit(models: Sequence[PreparedModel]) -> bool:
     """Whether there is memory for the weights of models, and as much again for what is computed with them."""
-    from systolic.artifact.weights import sizes_of
+    from systolic.runs.weights import sizes_of
     from systolic.serving.text.memory import capacity_bytes
 
     devices = models[0].setup.machine.devices
@@ -149,7 +149,7 @@ def _fit(models: Sequence[PreparedModel]) -> bool:
 def _speeds_after_writing(
     models: Sequence[TrainedModel], options: SpeedOptions, say: Say
 ) -> tuple[list[ModelSpeeds], Mapping[str, int]]:
-    from systolic.predicting.latency import LargeCallError
+    from systolic.inference.latency import LargeCallError
 
     try:
         return speeds_of(models, options, say)
@@ -166,7 +166,7 @@ def _timed_in_turn(
     """Median seconds of each stage of each model's calls, made in turn; and what a call computed."""
     if not options.repeats:
         return [ModelSpeeds() for _ in models], {}
-    from systolic.predicting.latency import CallSizes, medians
+    from systolic.inference.latency import CallSizes, medians
 
     say("latency")
     sizes = CallSizes(
@@ -195,20 +195,20 @@ def server_call(model: TrainedModel, sizes: "CallSizes") -> "TimedCall":
         OptionError: a text is longer than the model takes.
     """
     if not isinstance(model.job.model, Decoder) or not isinstance(model.job.data, TextData):
-        from systolic.predicting.latency import timed_call
+        from systolic.inference.latency import timed_call
 
         return timed_call(model.setup.steps, model.weights, sizes)
-    from systolic.aot.program_store import ProgramStore
+    from systolic.compiling.program_store import ProgramStore
     from systolic.serving.layout import ServingLayout
     from systolic.serving.text.opening import EngineSizes
-    from systolic.serving.text.placing import Placing
+    from systolic.serving.text.replica_placement import ReplicaPlacement
     from systolic.serving.text.timed import ServedTexts
 
     told: list[str] = []
-    placing = Placing(asked=ServingLayout(), sizes=EngineSizes())
+    placement = ReplicaPlacement(asked=ServingLayout(), sizes=EngineSizes())
 
     def place(job: Job, platform: str, devices: Sequence[Any]) -> Any:
-        return placing.place(job, platform, devices, 0)
+        return placement.place(job, platform, devices, 0)
 
     held = restored_on_cpu(
         PreparedModel(setup=set_up_here(model.job, place=place), read=lambda: model.weights),

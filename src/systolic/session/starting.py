@@ -5,11 +5,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from systolic.artifact.job_record import JobRecord
 from systolic.core.errors import NotFoundError
+from systolic.runs.job_record import JobRecord
 
 if TYPE_CHECKING:
-    from systolic.artifact.weights import Weights
+    from systolic.runs.weights import Weights
     from systolic.training.setup import Setup
 
 
@@ -30,7 +30,7 @@ def with_start(
     start = setup.job.start
     if start is None:
         return setup, None
-    from systolic.interop.starting import starting_weights
+    from systolic.formats.weights import starting_weights
 
     try:
         weights, origin = starting_weights(start, setup.steps)

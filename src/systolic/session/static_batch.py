@@ -8,16 +8,16 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from systolic.aot import Compiler, ServingProgram
 from systolic.chips import Slice
+from systolic.compiling import Compiler, ServingProgram
 from systolic.core.errors import OptionError
 from systolic.forecasting import Forecast, forecast_program
 from systolic.job import Job, LayerArrays, Served
 from systolic.models.decoder.config import Decoder
 from systolic.session.capacity import floor_seconds
 from systolic.session.server_layout import with_heads_for
+from systolic.sim.hbm_contention import memory_seconds
 from systolic.sim.rates import rates_of
-from systolic.sim.shared import memory_seconds
 
 PERIODS = (2, 4)
 """Periods of layers after the dense ones in the programs that are compiled; the ends hide no more of a longer one."""

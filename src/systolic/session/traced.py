@@ -3,10 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
-from systolic.aot.host import measured_rates
-from systolic.artifact.job_record import JobRecord
-from systolic.artifact.run import Run
 from systolic.chips import Slice
+from systolic.compiling.host_backend import measured_rates
 from systolic.core.errors import NotFoundError
 from systolic.explaining.beside import Beside, beside, by_name
 from systolic.explaining.programs import programs_of
@@ -14,6 +12,8 @@ from systolic.forecasting.platforms import cpu_peaks
 from systolic.hlo import Module
 from systolic.profile import open_profile
 from systolic.profile.table import ProfileTable
+from systolic.runs.job_record import JobRecord
+from systolic.runs.run import Run
 from systolic.session.profiles import slice_of
 from systolic.session.run_flags import compiled_with
 from systolic.sim.roofline import ModuleSource, gpu_peaks, roofline

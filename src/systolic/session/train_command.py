@@ -97,11 +97,11 @@ def train(  # noqa: PLR0913  the options of systolic train
         DataError: the data is empty or damaged.
     """
     from systolic.session.training import Audience, SessionOptions, start
-    from systolic.training import hosts
+    from systolic.training import distributed
     from systolic.training.ledger import Ledger
 
     ledger, audience = Ledger(), Audience(watchers=watchers)
-    hosts.describe(coordinator, processes, process)
+    distributed.describe(coordinator, processes, process)
     settings = SessionOptions(
         executable=_path(executable),
         flags=flags,
@@ -179,11 +179,11 @@ def resume(  # noqa: PLR0913  the options of systolic train --resume
     from systolic.recipes import expanded
     from systolic.session.resuming import continue_run, opened
     from systolic.session.training import Audience, SessionOptions
-    from systolic.training import hosts
+    from systolic.training import distributed
     from systolic.training.ledger import Ledger
 
     ledger, audience = Ledger(), Audience(watchers=watchers)
-    hosts.describe(coordinator, processes, process)
+    distributed.describe(coordinator, processes, process)
     settings = SessionOptions(
         executable=_path(executable),
         flags=flags,
@@ -265,15 +265,15 @@ def _begun(run: Path | None) -> bool:
     Raises:
         OptionError: no run is given.
     """
-    from systolic.artifact.buckets import has
-    from systolic.artifact.run import JOB as RECORD
-    from systolic.training import hosts
+    from systolic.runs.remote.mirror import has
+    from systolic.runs.run import JOB as RECORD
+    from systolic.training import distributed
 
     if run is None:
         raise OptionError("--continue needs the run; add --run DIR, the same at every start")
-    hosts.join()
-    here = (not hosts.joined() or hosts.is_first()) and has(run, RECORD)
-    return bool(hosts.share("begun" if here else "")) if hosts.joined() else here
+    distributed.join()
+    here = (not distributed.joined() or distributed.is_first()) and has(run, RECORD)
+    return bool(distributed.share("begun" if here else "")) if distributed.joined() else here
 
 
 def _again(
@@ -310,9 +310,9 @@ def _planned(
     options: dict[str, Any],
     warn: Callable[[str], None],
 ) -> JobSource:
-    from systolic.artifact.chosen import read
     from systolic.recipes.jobs.plan import candidate_of
     from systolic.recipes.jobs.source import with_plan
+    from systolic.runs.plan_choice import read
 
     if plan is None or isinstance(job, JobSource):
         return source_of(job, options)

@@ -65,9 +65,9 @@ def show(result: "TrainResult", *, json: bool = False) -> int:
     """
     from systolic.report.explain.beside import beside_json, print_beside
     from systolic.report.run.summary import print_summary
-    from systolic.training import hosts
+    from systolic.training import distributed
 
-    first = hosts.is_first()
+    first = distributed.is_first()
     if json and (first or not result.trained):
         more = {} if result.beside is None else {"profile": beside_json(result.beside)}
         print_json({**result.summary, **more})

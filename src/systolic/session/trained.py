@@ -5,8 +5,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from systolic.artifact.job_record import JobRecord
-from systolic.artifact.run import JOB, Run
 from systolic.core.arguments import with_types
 from systolic.core.errors import NotFoundError, OptionError, nearest
 from systolic.core.files import nearest_file
@@ -15,14 +13,18 @@ from systolic.core.units import si
 from systolic.data.text.instructions import Instructions
 from systolic.data.text.sentences import Sentences
 from systolic.data.text.stops import Continuation
+from systolic.formats.registry import in_files
 from systolic.job import Job, Layout, Precision, Remat, Sampling, Split
+from systolic.runs.job_record import JobRecord
+from systolic.runs.run import JOB, Run
 from systolic.session.run_files import check_folder, rebuild
 from systolic.session.run_flags import kept_flags
 from systolic.session.starting import with_frozen
 
 if TYPE_CHECKING:
-    from systolic.artifact.weights import Weights
-    from systolic.interop.source import Source
+    from systolic.formats.source import Source
+    from systolic.runs.weights import Weights
+    from systolic.steps.steps import StepFunctions
     from systolic.training.generate import Generator
     from systolic.training.setup import Setup
 
@@ -63,13 +65,13 @@ def open_model(
         OptionError: the folder holds a model that is not known, or a checkpoint or job was given for it.
     """
     if in_files(Path(path)):
-        from systolic.interop.source import open_source
+        from systolic.formats.source import open_source
 
         _refuse_choice(Path(path), job, checkpoint)
         return from_source(open_source(path), warn=warn, place=place)
     check_folder(Path(path))
     with Run.open(path) as run:
-        from systolic.artifact import weights
+        from systolic.runs import weights
 
         keep_programs()
         setup = set_up_here(rebuild(run, trust_code=trust, job=job).job, run, place)
@@ -102,9 +104,9 @@ def prepare_model(
 ) -> PreparedModel:
     """A model in files or a run, on this machine's devices, in its job's precision where none is given; else as :func:`open_model`."""
     if in_files(path):
-        from systolic.interop.jobs import job_of, notes_of
-        from systolic.interop.loading import weights_of
-        from systolic.interop.source import open_source
+        from systolic.formats.jobs import job_of, notes_of
+        from systolic.formats.source import open_source
+        from systolic.formats.weights import weights_of
 
         _refuse_choice(path, None, checkpoint)
         source = open_source(path)
@@ -118,7 +120,7 @@ def prepare_model(
         setup = set_up_here(job, run, place)
 
     def read() -> "Weights":
-        from systolic.artifact import weights
+        from systolic.runs import weights
 
         with Run.open(path) as run:
             found = weights.load(run, setup.steps, checkpoint)
@@ -141,15 +143,6 @@ def _refuse_choice(path: Path, job: Job | None, checkpoint: str | int) -> None:
         raise OptionError(
             f"{path} is no run but a model in files, which takes no {given.removeprefix('a ')}; leave it out"
         )
-
-
-def in_files(path: Path) -> bool:
-    """Whether a path is a model in files and no run."""
-    if not path.exists() or (path / JOB).is_file():
-        return False  # before NumPy is imported: a mistyped path is refused at once
-    from systolic.interop.source import known_source
-
-    return known_source(path)
 
 
 def is_model(path: Path) -> bool:
@@ -176,8 +169,8 @@ def from_source(
 
     Raises: as :func:`open_model`.
     """
-    from systolic.interop.jobs import job_of, notes_of
-    from systolic.interop.loading import weights_of
+    from systolic.formats.jobs import job_of, notes_of
+    from systolic.formats.weights import weights_of
 
     keep_programs()
     job = _in_precision(job_of(source, texts=texts), precision)
@@ -224,7 +217,7 @@ class TrainedModel:
 
     def __repr__(self) -> str:
         """What it is, in one line."""
-        from systolic.artifact.weights import sizes_of
+        from systolic.runs.weights import sizes_of
 
         sizes = sizes_of({**self.weights.params, **self.weights.model_state})
         held = ", ".join(sizes.bytes_by_dtype)
@@ -241,6 +234,11 @@ class TrainedModel:
     def job(self) -> Job:
         """The job, laid out over this machine's devices."""
         return self.setup.job
+
+    @property
+    def steps(self) -> "StepFunctions":
+        """Programs of the job on this machine."""
+        return self.setup.steps
 
     @property
     def step(self) -> int:
@@ -432,19 +430,19 @@ class TrainedModel:
         Raises:
             OptionError: ``files`` is neither a path nor a list of paths.
         """
-        from systolic.predicting.files import predictions
+        from systolic.inference.files import predictions
 
         several = [files] if isinstance(files, str | Path) else files
         if not isinstance(several, Iterable):
             raise OptionError(f"files is {files!r}; give a path or a list of paths")
         if self.takes_texts:
-            from systolic.predicting.texts import embeddings
+            from systolic.inference.texts import embeddings
 
             yield from embeddings(self.setup.steps, self.weights, list(several))
             return
         paths = [Path(file) for file in several]
         if self.takes_rows:
-            from systolic.predicting.tables import rows_of
+            from systolic.inference.tables import rows_of
 
             yield from rows_of(self.setup.steps, self.weights, paths)
             return
@@ -458,14 +456,14 @@ class TrainedModel:
             NotFoundError: there is no such file.
             DataError: it lacks inputs, or has no examples.
         """
-        from systolic.predicting.files import output_arrays
+        from systolic.inference.files import output_arrays
 
         return output_arrays(self.setup.steps, self.weights, Path(file))
 
     @property
     def takes_rows(self) -> bool:
         """Whether :meth:`predict` takes tables of rows: the recipe's data has no files of single examples."""
-        from systolic.predicting.tables import are_rows
+        from systolic.inference.tables import are_rows
 
         return are_rows(self.job.data)
 

@@ -5,10 +5,6 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from systolic.artifact.access import Access
-from systolic.artifact.job_record import JobRecord, RunFlags
-from systolic.artifact.parts import Part
-from systolic.artifact.run import JOB, Run
 from systolic.chips import Slice
 from systolic.core.errors import NotFoundError, OptionError, SystolicError
 from systolic.core.machine import bounded
@@ -18,16 +14,20 @@ from systolic.core.store import cache_home
 from systolic.data.fingerprint import contents_of
 from systolic.job import Fewer, Job, on_fewer
 from systolic.recipes.jobs.source import JobSource
+from systolic.runs.access import Access
+from systolic.runs.job_record import JobRecord, RunFlags
+from systolic.runs.remote.sharded_upload import Part
+from systolic.runs.run import JOB, Run
 from systolic.session import run_files
 from systolic.session.expected_devices import check_machine, check_slice, expected
 from systolic.session.run_flags import kept_flags, new_flags
 from systolic.session.starting import with_start
-from systolic.session.together import open_together
+from systolic.training.distributed.run import open_together
 from systolic.training.ledger import Ledger, Spent
 from systolic.training.watch import Watcher
 
 if TYPE_CHECKING:
-    from systolic.aot.executable import Loaded
+    from systolic.compiling.executable import Loaded
     from systolic.explaining.beside import Beside
     from systolic.training.setup import Setup
 
@@ -133,12 +133,12 @@ def start(
         on: The slice that the local devices are expected to be.
         ledger: Opened when the caller started, so that start-up counts.
     """
-    from systolic.training import hosts
+    from systolic.training import distributed
     from systolic.training.setup import set_up
 
     ledger = ledger or Ledger()
     check_data(source.job)
-    hosts.join()
+    distributed.join()
     if on is not None:
         check_slice(on)
     if source.chosen is not None:
@@ -306,7 +306,7 @@ def with_initial(
     """A set-up that begins with the weights of another run, and the path of their checkpoint."""
     if source is None:
         return setup, None
-    from systolic.artifact.weights import begin_with
+    from systolic.runs.weights import begin_with
 
     path = Path(source).absolute()
     weights = begin_with(path, setup.steps)

@@ -9,11 +9,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from systolic.artifact import failure
-from systolic.artifact.access import is_held
-from systolic.artifact.metrics import number
-from systolic.artifact.record import load_run
-from systolic.artifact.run import JOB
 from systolic.chips import slice
 from systolic.core.errors import (
     LayoutError,
@@ -22,12 +17,17 @@ from systolic.core.errors import (
     SystolicError,
     is_out_of_memory,
 )
-from systolic.core.leave import remembered
 from systolic.core.reporter import Reporter, reporting
+from systolic.core.shutdown import remembered
 from systolic.core.units import dollars, gibibytes
 from systolic.job import Job, Precision, Split
 from systolic.planning.goal import HOUR, hourly
 from systolic.recipes.jobs.source import JobSource
+from systolic.runs import failure
+from systolic.runs.access import is_held
+from systolic.runs.metrics import number
+from systolic.runs.record import load_run
+from systolic.runs.run import JOB
 from systolic.session.forecast import forecast_step
 from systolic.session.resuming import continue_run, opened
 from systolic.session.training import Audience, SessionOptions, TrainResult, start

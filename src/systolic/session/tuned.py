@@ -12,8 +12,8 @@ from systolic.report.tune.page import write_page
 from systolic.session.tuning import Tuning
 from systolic.tuning.folder import RESULTS, num_results
 from systolic.tuning.importance import importance
-from systolic.tuning.luck import Repeated
 from systolic.tuning.results import StudyResult, rows_of
+from systolic.tuning.seeds import Repeated
 from systolic.tuning.study import SharedStudy
 
 

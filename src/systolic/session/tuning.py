@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from systolic import recipes
-from systolic.artifact import paths
-from systolic.artifact.run import JOB, job_fields
 from systolic.core.digest import digest
 from systolic.core.errors import OptionError, OutOfRangeError, SystolicError
 from systolic.core.option_words import typed
@@ -21,11 +19,13 @@ from systolic.job.optimizer import Shortened
 from systolic.planning.objective import PriceTerm
 from systolic.recipes import Recipe
 from systolic.recipes.jobs.source import JobSource
+from systolic.runs import paths
+from systolic.runs.run import JOB, job_fields
 from systolic.session.resume_checks import flat
 from systolic.tuning import sampling
-from systolic.tuning.edges import Edge, edge
 from systolic.tuning.folder import check_free
 from systolic.tuning.objective import Aim
+from systolic.tuning.range_limits import Edge, edge
 from systolic.tuning.results import StudyResult
 from systolic.tuning.sampling import Pruner, Sampler
 from systolic.tuning.search import Searched

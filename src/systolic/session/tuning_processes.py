@@ -10,7 +10,7 @@ from pathlib import Path
 
 from systolic.core.errors import OptionError, RunError
 from systolic.core.files import cure
-from systolic.core.leave import remembered
+from systolic.core.shutdown import remembered
 from systolic.session.tuned import beyond, study_result
 from systolic.session.tuning import Tuning
 from systolic.tuning.results import StudyResult

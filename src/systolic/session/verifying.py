@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from systolic.artifact.bundle import Bundle
-from systolic.artifact.bundle_check import checked_bundle
 from systolic.core.arguments import with_types
 from systolic.core.errors import DataError, RunError
-from systolic.interop.bundled import open_bundled
-from systolic.interop.program.model import ExportedProgram
-from systolic.interop.recorded import Replay, compare, inputs_of
+from systolic.formats.bundle import Replay, inputs_of, open_bundled
+from systolic.formats.bundle import replay as compare
+from systolic.formats.program.model import ExportedProgram
+from systolic.runs.bundle.check import checked_bundle
+from systolic.runs.bundle.folder import Bundle
 from systolic.session.replaying import answers
 
 UNRECORDED = "the Bundle holds no recorded inputs: only digests were checked"
@@ -86,7 +86,7 @@ def _replayed(bundle: Bundle) -> Replay:
     about = bundle.record.recorded
     assert about is not None
     if isinstance(bundle.model, ExportedProgram):
-        from systolic.interop.program.parity import replayed
+        from systolic.formats.program.exported import replayed
 
         made = replayed(bundle.folder, bundle.folder / about.file)
         return Replay(

@@ -137,7 +137,7 @@ def _share_run(counted: Mapping[str, Any], whole: float) -> float | None:
     """Share of the blocks that a kernel runs by the matmuls of its code; None where its conditions are data, or it has other matmuls.
 
     A kernel that is not block sparse skips the blocks above the diagonal by a condition on the indices of its grid, and
-    without a causal mask it has no such condition: :mod:`systolic.aot.kernels` evaluates it at each step.
+    without a causal mask it has no such condition: :mod:`systolic.compiling.kernels` evaluates it at each step.
 
     Args:
         counted: What the code was counted to do.

@@ -85,7 +85,7 @@ def _estimated(rates: Rates, estimate: Mapping[str, Any]) -> KernelCost | None:
 def _counted(
     computation: Computation, call: Instruction, rates: Rates, counted: Mapping[str, Any]
 ) -> KernelCost:
-    """Seconds of a kernel by what its body was counted to do (:mod:`systolic.aot.kernels`)."""
+    """Seconds of a kernel by what its body was counted to do (:mod:`systolic.compiling.kernels`)."""
     narrow = f32_passes(rates)
     passes = {"f32": narrow, "f32x6": max(narrow, PASSES["highest"])}
     flops = {name: float(number) for name, number in counted["flops"].items()}

@@ -17,7 +17,9 @@ from systolic.hlo import Computation, Instruction, Module
 from systolic.hlo.collectives import COLLECTIVES
 from systolic.hlo.groups import groups_of
 from systolic.sim.calibration import constant
+from systolic.sim.consumers import OperandReads
 from systolic.sim.estimate import vector_operations
+from systolic.sim.gpu_network import Switched, switched
 from systolic.sim.incomplete import (
     BYTES,
     HOST_WORK,
@@ -38,9 +40,7 @@ from systolic.sim.irregular import IrregularRates, irregular, note, without_tile
 from systolic.sim.notes import merged
 from systolic.sim.price import FREE
 from systolic.sim.rates import number_format
-from systolic.sim.reads import OperandReads
 from systolic.sim.spans import span_of
-from systolic.sim.switched import Switched, switched
 from systolic.sim.timeline import PricedBy, Resource, Span, Timeline
 from systolic.sim.work import Work, work_of
 

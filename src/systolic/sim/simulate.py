@@ -18,6 +18,7 @@ from systolic.hlo import Computation, Instruction, Module, crosses
 from systolic.hlo.collectives import COLLECTIVES
 from systolic.hlo.groups import groups_of
 from systolic.hlo.shape import HBM, HOST, Shape
+from systolic.sim.async_pairs import started
 from systolic.sim.asynchronous import (
     Role,
     asked_as_reduce_scatter,
@@ -28,6 +29,7 @@ from systolic.sim.asynchronous import (
 )
 from systolic.sim.calibration import constant
 from systolic.sim.cost_kinds import PriceCorrection, check_chip, cost_kind
+from systolic.sim.hbm_contention import DMA_SHARE, memory_seconds, shared
 from systolic.sim.incomplete import (
     BYTES,
     HOST_WORK,
@@ -50,11 +52,9 @@ from systolic.sim.network import DIES, REDUCE_SCATTER, Network, Place, crossings
 from systolic.sim.notes import merged
 from systolic.sim.price import SMALL_SECONDS, price
 from systolic.sim.rates import Rates, rates_of
-from systolic.sim.shared import DMA_SHARE, memory_seconds, shared
 from systolic.sim.spans import span_of
-from systolic.sim.starts import started
+from systolic.sim.stragglers import slowest_slice, wait_for_slices
 from systolic.sim.timeline import ASSUMED_SPREAD, PricedBy, Resource, Span, Timeline
-from systolic.sim.waits import slowest_slice, wait_for_slices
 
 DMA_SECONDS: float = constant("simulate.dma_seconds")
 TURN_SECONDS: float = constant("simulate.turn_seconds")

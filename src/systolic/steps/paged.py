@@ -10,14 +10,14 @@ from flax import nnx
 
 from systolic.core.errors import RunError
 from systolic.job import ServedCache
+from systolic.models.decoder.layer_groups import EXPERT_MATRICES
 from systolic.models.decoder.module import DecoderModule
 from systolic.models.decoder.page_arrays import PageArrays
 from systolic.models.decoder.page_ragged import RaggedArrays
 from systolic.models.decoder.paged import Layer, Reading, layers_of, page_arrays, read
-from systolic.models.decoder.stretch import EXPERT_MATRICES
 from systolic.steps import paged_sharding
-from systolic.steps.choice import ChosenTokens, score
 from systolic.steps.network import Arrays
+from systolic.steps.sampling import ChosenTokens, score
 from systolic.steps.steps import StepFunctions
 
 BLOCKS = ("blocks/", "dense_blocks/")

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 
 from systolic.job import Sampling
-from systolic.steps.apart import ApartDecode
 from systolic.steps.decode import Decode
 from systolic.steps.paged import PagedSteps, StepInput, StepShape
+from systolic.steps.static_decode import ApartDecode
 from systolic.steps.steps import StepFunctions
 
 

@@ -20,7 +20,7 @@ from systolic.job import GuardRule, Job, Stored
 from systolic.job.data import MASK
 from systolic.job.model import Mean
 from systolic.models.adapters import A
-from systolic.steps import flops, storage
+from systolic.steps import bf16_state, flops
 from systolic.steps.network import Arrays, ModelStructure
 from systolic.steps.optimizer import build, num_updates, schedule
 from systolic.steps.shape_errors import shapes_named
@@ -188,13 +188,13 @@ class StepFunctions:
         """The state before the first step, of these weights and variables."""
         dtypes = self.job.dtypes
         # A model may keep weights in bf16; optimizer state and average are float32 by default.
-        optimizer = self.optimizer.init(storage.widened(params))
-        params = storage.cast(params, dtypes.parameters.dtype)
+        optimizer = self.optimizer.init(bf16_state.widened(params))
+        params = bf16_state.cast(params, dtypes.parameters.dtype)
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
             model_state=model_state,
-            optimizer=storage.cast(optimizer, dtypes.moments.dtype),
+            optimizer=bf16_state.cast(optimizer, dtypes.moments.dtype),
             ema=wide_copy(params) if self.job.optimizer.ema else None,
             scale=LossScale.start() if self.target.dtype == "float16" else None,
             guard=GuardState.start(),
@@ -220,7 +220,9 @@ class StepFunctions:
             # A plain mean early on, since a decayed average would keep the initial weights.
             decay = jnp.minimum(self.job.optimizer.ema, (1 + state.step) / (10 + state.step))
             ema = jax.tree.map(
-                lambda old, new: old * decay + new * (1 - decay), state.ema, storage.widened(params)
+                lambda old, new: old * decay + new * (1 - decay),
+                state.ema,
+                bf16_state.widened(params),
             )
 
         loss = sums["loss"].total / weight
@@ -260,11 +262,11 @@ class StepFunctions:
 
     def updates(self, gradients: Arrays, state: TrainState) -> tuple[Arrays, Any]:
         """Update of each weight (f32), and the optimizer's next state."""
-        wide: Any = storage.widened(state.optimizer)
+        wide: Any = bf16_state.widened(state.optimizer)
         assert state.rates is not None
         rule = self._rule(state.rates)
-        made: Any = rule.update(gradients, wide, storage.widened(state.params))
-        return made[0], storage.narrowed(made[1], state.optimizer, _salt(state, 0))
+        made: Any = rule.update(gradients, wide, bf16_state.widened(state.params))
+        return made[0], bf16_state.narrowed(made[1], state.optimizer, _salt(state, 0))
 
     def learning_rate(self, state: TrainState) -> jax.Array:
         """f32[]: the learning rate of the next update."""
@@ -283,8 +285,8 @@ class StepFunctions:
             # Weights that the model itself keeps in bf16 are rounded to nearest, as in other frameworks.
             moved: Any = optax.apply_updates(state.params, updates)
             return moved
-        wide: Any = optax.apply_updates(storage.widened(state.params), updates)
-        return storage.narrowed(wide, state.params, _salt(state, 1))
+        wide: Any = optax.apply_updates(bf16_state.widened(state.params), updates)
+        return bf16_state.narrowed(wide, state.params, _salt(state, 1))
 
     def evaluate(self, params: Arrays, model_state: Arrays, batch: Batch) -> dict[str, Mean]:
         """The task's terms of one batch as sums, so that batches add up to the mean over a split."""
@@ -411,7 +413,7 @@ class StepFunctions:
 
 def _salt(state: TrainState, use: int) -> jax.Array:
     """Salt of a step's stochastic rounding; it depends on the step alone, so that a resumed run repeats it."""
-    return storage.salted(use, state.step)
+    return bf16_state.salted(use, state.step)
 
 
 def wide_copy(params: Arrays) -> Arrays:

@@ -9,11 +9,11 @@ import jax
 from systolic.core.errors import DataError
 from systolic.job import Job, Split
 from systolic.steps.steps import StepFunctions
-from systolic.training.feed import evaluation, evaluation_rows
+from systolic.training.distributed.consistency import SameBatches
+from systolic.training.input import evaluation, evaluation_rows
 from systolic.training.interrupt import Interrupt
 from systolic.training.ledger import Ledger, Spent
 from systolic.training.programs import CompiledStep
-from systolic.training.same import SameBatches
 from systolic.training.setup import Setup
 
 

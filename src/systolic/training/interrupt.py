@@ -10,8 +10,8 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Self
 
-from systolic.core.leave import raise_lost_interrupt
-from systolic.training import hosts
+from systolic.core.shutdown import raise_lost_interrupt
+from systolic.training import distributed
 
 AGREE = 8
 """Maximum number of steps or batches between two collective checks for a stop."""
@@ -64,7 +64,7 @@ class Interrupt:
 
     def alone(self) -> bool:
         """Whether a single-process job should stop; valid at any point."""
-        return self.signal is not None and not hosts.several()
+        return self.signal is not None and not distributed.several()
 
     def agreed(self) -> bool:
         """Whether any process of the job was asked to stop. Collective."""
@@ -78,7 +78,7 @@ class Interrupt:
         Every process calls it before each step or batch. It communicates every :data:`AGREE` calls, or about every
         :data:`AGREE_SECONDS` if the slowest process takes longer, and otherwise returns False.
         """
-        if not hosts.several():
+        if not distributed.several():
             return self.signal is not None
         self._calls += 1
         if self._calls >= self._interval:
@@ -90,7 +90,7 @@ class Interrupt:
         """Communicates with all processes unless a stop is agreed; ``pace`` is this process's seconds between calls."""
         if self._told:
             return
-        self._told, slowest = hosts.agree(self.signal is not None, pace)
+        self._told, slowest = distributed.agree(self.signal is not None, pace)
         self._asked_at, self._calls = self._clock(), 0
         self._interval = max(1, min(AGREE, int(AGREE_SECONDS / max(slowest, 1e-9))))
         if self._told:

@@ -52,7 +52,7 @@ class Ledger:
             self.add(kind, now - start - inner)
 
     def doing(self) -> tuple[Spent, float]:
-        """What the time goes to now, and for how many seconds without a change."""
+        """Present account of the time, and seconds since it last changed."""
         kind, since = self._doing
         return kind, self.clock() - since
 

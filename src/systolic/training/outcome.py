@@ -4,11 +4,11 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from systolic.artifact.objects import origin
 from systolic.core.errors import SystolicError
 from systolic.data.text.chat import Messages
 from systolic.data.text.instructions import Instructions
 from systolic.job import Job, Sampling
+from systolic.runs.remote.store import origin
 from systolic.steps.steps import StepFunctions
 from systolic.training.generate import Generator
 from systolic.training.ledger import Ledger
@@ -82,7 +82,7 @@ def _question(data: Instructions) -> str:
 
 
 def sample_prompt(job: Job) -> str | Messages | None:
-    """What a job's model is asked for a sample: ``job.sample``, of conversations as a message, and for an empty one the first held-out conversation; ``None`` for no sample."""
+    """Prompt of a job's samples: ``job.sample``, for conversations as a message, and the first held-out conversation in place of an empty one; ``None`` for no sample."""
     if job.sample is None or not isinstance(job.data, Instructions):
         return job.sample
     return [{"role": "user", "content": job.sample}] if job.sample else job.data.question()

@@ -9,14 +9,14 @@ from typing import Any
 import jax
 import psutil
 
-from systolic.artifact import CheckpointStore, Run
-from systolic.artifact.access import Access
 from systolic.chips import usual
 from systolic.core.errors import NotFoundError
 from systolic.core.units import duration, gibibytes
+from systolic.runs import CheckpointStore, Run
+from systolic.runs.access import Access
 from systolic.steps.diagnose import jit_diagnose, num_parts
-from systolic.training import hosts
-from systolic.training.feed import training
+from systolic.training import distributed
+from systolic.training.input import training
 from systolic.training.ledger import Ledger, Spent
 from systolic.training.programs import CompiledStep
 from systolic.training.setup import Setup
@@ -75,7 +75,7 @@ class Probe:
         if not self.every or step % self.every:
             return False
         # The first process's clock decides, so that all processes probe or none does.
-        return self._asked or hosts.any_of(hosts.is_first() and self._affordable())
+        return self._asked or distributed.any_of(distributed.is_first() and self._affordable())
 
     def measure(self, step: int, state: Any, batch: dict[str, jax.Array]) -> dict[str, Any] | None:
         """Record of the step that would be made on ``batch``; ``None`` for a batch of another shape or where the program fails."""

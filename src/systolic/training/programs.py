@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from systolic.core.heap import trim
-from systolic.core.leave import start_native
+from systolic.core.malloc_trim import trim
+from systolic.core.shutdown import start_native
 from systolic.training.ledger import Ledger, Spent
 
 Signature = Mapping[str, tuple[tuple[int, ...], str]]

@@ -15,17 +15,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from systolic.artifact import CheckpointStore
-from systolic.artifact.weights import plain_parameters
 from systolic.chips import Slice
 from systolic.core.errors import LayoutError, RunError
 from systolic.core.units import duration, gibibytes
 from systolic.job import Batch, Job, Split
+from systolic.runs import CheckpointStore
+from systolic.runs.weights import plain_parameters
 from systolic.steps.programs import jit_evaluate, jit_train
 from systolic.steps.steps import StepFunctions
 from systolic.steps.target import MeshTarget
 from systolic.training.evaluate import evaluate
-from systolic.training.feed import evaluation_rows, training
+from systolic.training.input import evaluation_rows, training
 from systolic.training.ledger import Ledger, Spent
 from systolic.training.machine import LocalDevices
 from systolic.training.programs import CompiledStep

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from systolic.artifact import CheckpointStore, Run
-from systolic.artifact.access import Access
 from systolic.core.errors import DataError
+from systolic.runs import CheckpointStore, Run
+from systolic.runs.access import Access
 from systolic.training.setup import Setup
 
 

@@ -10,13 +10,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from systolic.aot.executable import Loaded, flags_of, load
-from systolic.aot.steps import described
-from systolic.artifact.weights import Weights
 from systolic.chips.flags import compile_options, name_of, resolved
+from systolic.compiling.executable import Loaded, flags_of, load
+from systolic.compiling.steps import described
 from systolic.core.errors import DataError, OptionError, nearest
 from systolic.job import Job, Layout, Read, Split, Target
 from systolic.job.data import MASK
+from systolic.runs.weights import Weights
 from systolic.steps.mesh import slices_of
 from systolic.steps.paged_sharding import paged_target
 from systolic.steps.programs import jit_evaluate, jit_train
@@ -24,7 +24,7 @@ from systolic.steps.state import TrainState
 from systolic.steps.steps import StepFunctions, wide_copy
 from systolic.steps.target import MeshTarget
 from systolic.training.expected import Expected
-from systolic.training.feed import evaluation_rows
+from systolic.training.input import evaluation_rows
 from systolic.training.machine import LocalDevices
 from systolic.training.programs import compiled, never
 

@@ -12,20 +12,26 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from systolic.aot.executable import Loaded
-from systolic.artifact import Run
-from systolic.artifact.checkpoint import Restored
-from systolic.artifact.weights import plain_parameters
+from systolic.compiling.executable import Loaded
 from systolic.core.errors import RunError
-from systolic.data.process_share import first_reader
+from systolic.data.host_shard import first_reader
 from systolic.data.skipped_files import FILES
 from systolic.data.text.instructions import Instructions
 from systolic.job import GuardRule, Mode, Split
-from systolic.training import hosts
+from systolic.runs import Run
+from systolic.runs.checkpoint import Restored
+from systolic.runs.weights import plain_parameters
+from systolic.training import distributed
+from systolic.training.checkpointing import Checkpointer
+from systolic.training.distributed.consistency import (
+    SameBatches,
+    require_same_data,
+    require_same_job,
+)
+from systolic.training.distributed.heartbeat import Heartbeat
 from systolic.training.evaluate import Evaluator
-from systolic.training.feed import training
+from systolic.training.input import training
 from systolic.training.interrupt import Interrupt
-from systolic.training.keeper import Keeper
 from systolic.training.ledger import Ledger, Spent
 from systolic.training.meter import Meter
 from systolic.training.outcome import next_command, said, sample, sample_prompt, summarise
@@ -33,8 +39,6 @@ from systolic.training.probe import Probe
 from systolic.training.profile import DATA, FOLDER, METRICS, SessionTrace, part
 from systolic.training.programs import CompiledStep
 from systolic.training.progress import TrainingProgress
-from systolic.training.roll_call import RollCall
-from systolic.training.same import SameBatches, require_same_data, require_same_job
 from systolic.training.setup import Setup, computed_in
 from systolic.training.watch import Watcher
 
@@ -102,8 +106,8 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.job, self.steps = self.setup.job, self.setup.steps
-        self.keeper = Keeper(self.setup, self.run, self.ledger, self.event)
-        self.store = self.keeper.store
+        self.checkpointer = Checkpointer(self.setup, self.run, self.ledger, self.event)
+        self.store = self.checkpointer.store
         self.train_program = CompiledStep("train", self.setup.jitted_train, self.ledger, self.event)
         self.eval_program = CompiledStep(
             "eval", self.setup.jitted_evaluate, self.ledger, self.event
@@ -117,7 +121,7 @@ class Trainer:
         )
         self.meter = Meter(self.setup, self.ledger, 0)
         self.probe = Probe(self.setup, self.ledger, self.event, self.diagnose)
-        traced = self.profile if hosts.is_first() else 0
+        traced = self.profile if distributed.is_first() else 0
         self.trace = SessionTrace(self.run.path / FOLDER, traced, self.job.steps, self.event)
         self.examples = self.job.data.size(Split.train)
         self.validates = self.job.data.size(Split.validation) != 0
@@ -128,13 +132,13 @@ class Trainer:
         """Step of the last sample; -1 after a failure."""
         self.notes_told = 0
         self.same = SameBatches()
-        self.roll_call = RollCall(self.ledger, lambda: self.progress.step, self.caution)
+        self.heartbeat = Heartbeat(self.ledger, lambda: self.progress.step, self.caution)
 
     # Records
 
     def say(self, kind: str, **values: Any) -> None:
         """Writes a record and gives it to the watchers, in the first process only."""
-        if not hosts.is_first():
+        if not distributed.is_first():
             return
         record = {"kind": kind, "step": self.progress.step, "time": time.time()} | values
         self.run.append(record)
@@ -143,7 +147,7 @@ class Trainer:
 
     def show(self, record: dict[str, Any]) -> None:
         """Gives the watchers a record that is not written."""
-        if hosts.is_first():
+        if distributed.is_first():
             for watcher in self.watchers:
                 watcher.see({"step": self.progress.step} | record)
 
@@ -172,7 +176,7 @@ class Trainer:
         FILES.clear()
         require_same_job(self.setup)
         require_same_data(self.job.data)
-        with self.roll_call, Interrupt() as interrupt:
+        with self.heartbeat, Interrupt() as interrupt:
             feed = training(self.job, self.steps, self.workers, self.setup.meant)
             try:
                 state = self._begin(feed, resume, interrupt)
@@ -194,18 +198,18 @@ class Trainer:
         """
         steps = self.steps
         if resume:
-            self.keeper.check()
+            self.checkpointer.check()
         if self.loaded is None:
             self.train_program.prepare(steps.abstract_state, steps.abstract_batch())
         self.probe.prepare()
         # Imports for the first save and the feed's thread, while XLA compiles. Not in a thread, since
         # two threads that import the same modules can see them partly initialised.
-        for name in ("systolic.artifact.backend", "grain"):
+        for name in ("systolic.runs.backend", "grain"):
             import_module(name)
         restored = self._restore(feed) if resume else None
         self.accept()
         if resume:
-            self.keeper.go_back(restored, self._comes_again)
+            self.checkpointer.go_back(restored, self._comes_again)
         feed.start()
         self.say(
             "start",
@@ -251,7 +255,7 @@ class Trainer:
 
     def _restore(self, feed: Any) -> Restored | None:
         """The newest intact checkpoint, ``None`` where there is none yet; changes nothing on disk."""
-        restored = self.keeper.restore(feed)
+        restored = self.checkpointer.restore(feed)
         if restored is not None:
             self.progress = TrainingProgress.from_json(restored.extra["progress"])
             self._judge_patience()
@@ -318,7 +322,7 @@ class Trainer:
     def _probe(self, state: Any, batch: dict[str, jax.Array], feed: Any) -> None:
         """Records a gradient probe of the next step."""
         figures = self.probe.measure(self.progress.step + 1, state, batch)
-        if figures is not None and hosts.is_first():
+        if figures is not None and distributed.is_first():
             now = {"time": time.time(), "epochs": self._epochs(feed)}
             self.run.append_diagnosis(now | figures)
 
@@ -372,7 +376,7 @@ class Trainer:
             # Raises the failure of a background save now, not at the next one.
             self.store.poll()
             # Processes make this record at different steps, so they must not communicate here.
-            if not hosts.several():
+            if not distributed.several():
                 self._skipped()
         if regular:  # Depends on the step alone, so that a resumed run has the same means.
             self.progress.record()
@@ -382,7 +386,7 @@ class Trainer:
 
         All processes call it at the same point.
         """
-        for line in hosts.share_lines(FILES)[:NAMED]:
+        for line in distributed.share_lines(FILES)[:NAMED]:
             self.caution("skipped_file", f"{line}; it was left out")
 
     def _bad(self, done: Pending, loss: float) -> None:
@@ -394,9 +398,9 @@ class Trainer:
         guard, progress = self.job.guard, self.progress
         progress.bad_steps += 1
         progress.in_a_row += 1
-        batch = hosts.gather(done.batch)
+        batch = distributed.gather(done.batch)
         path = self.run.path / "bad" / f"step-{done.step}.npz"
-        if hosts.is_first():
+        if distributed.is_first():
             self.run.write_bad(done.step, batch)
         what = "is not a number" if not np.isfinite(loss) else f"jumped to {loss:.4g}"
         name = "skip" if guard.rule is GuardRule.skip else "bad_step"
@@ -435,7 +439,7 @@ class Trainer:
         if self._due(self.job.checkpoints.every) or (
             metrics is not None and self.job.checkpoints.keep_best
         ):
-            self.keeper.save(state, feed, self.progress, metrics)
+            self.checkpointer.save(state, feed, self.progress, metrics)
         self._skipped()
         if self.stop_reason:
             self.event("stop", 0.0, self.stop_reason)
@@ -453,14 +457,14 @@ class Trainer:
 
         The checkpoint comes first, since the process may be killed during the evaluation.
         """
-        self.keeper.save(state, feed, self.progress, None)
+        self.checkpointer.save(state, feed, self.progress, None)
         ranked = self.evaluator.ranking(state, interrupt) if self._unranked() else None
         measured = self.evaluator.final(state, interrupt)
         if self.evaluator.alike():
             # Ranks by validation only, so that test metrics stay unbiased.
             ranked = measured.get(Split.validation)
         if ranked is not None:
-            self.keeper.rate(self.progress.step, ranked)
+            self.checkpointer.rate(self.progress.step, ranked)
         final = {f"{s.value}_{k}": v for s, metrics in measured.items() for k, v in metrics.items()}
         with self.ledger.spend(Spent.checkpoint):
             self.store.wait()
@@ -482,7 +486,7 @@ class Trainer:
             metrics=final,
             meter=self.meter,
             ledger=self.ledger,
-            checkpoint=self.keeper.path(),
+            checkpoint=self.checkpointer.path(),
         ) | {
             "interrupted": stopped.name if stopped else None,
             "stopped": self.stop_reason or None,
@@ -492,18 +496,18 @@ class Trainer:
             "next": next_command(self.job, self.run.path, unfinished=bool(stopped)),
         }
         self.say("end", **summary)
-        if hosts.is_first():
+        if distributed.is_first():
             self.run.write_summary(summary)
         return summary
 
     def _unranked(self) -> bool:
         """Whether the last checkpoint needs its own evaluation to be compared with earlier ones."""
-        unrated = self.keeper.unrated(self.progress.step)
+        unrated = self.checkpointer.unrated(self.progress.step)
         return unrated and bool(self.job.checkpoints.keep_best) and not self.evaluator.alike()
 
     def _sample(self, state: Any) -> None:
         """Records the text that a language model generates after the job's prompt; once a step, and no more after a failure."""
-        if self._sampled in (self.progress.step, -1) or hosts.several():
+        if self._sampled in (self.progress.step, -1) or distributed.several():
             return
         try:
             prompt = sample_prompt(self.job)
@@ -517,6 +521,6 @@ class Trainer:
             return
         self._sampled = self.progress.step
         self.say("sample", prompt=said(prompt), text=text)
-        if hosts.is_first():
+        if distributed.is_first():
             record = {"step": self.progress.step, "prompt": said(prompt), "text": text}
             self.run.append_sample(record)

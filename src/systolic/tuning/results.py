@@ -9,8 +9,8 @@ from typing import Any
 from systolic.core.notebook import notebook_html
 from systolic.core.units import plural
 from systolic.job import Mode
-from systolic.tuning.edges import Edge
 from systolic.tuning.objective import Aim
+from systolic.tuning.range_limits import Edge
 from systolic.tuning.search import Searched
 from systolic.tuning.study import SharedStudy
 

@@ -1,5 +1,7 @@
 """Trains on four of eight devices and keeps arrays beside its step: some count, some do not."""
 
+import gc
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,6 +34,10 @@ dropped = jax.device_put(jnp.zeros(GIB), whole)
 del dropped
 deleted = jax.device_put(jnp.zeros(GIB), whole)
 deleted.delete()
+gc.disable()
+garbage = [jax.device_put(jnp.zeros(GIB), whole)]
+garbage.append(garbage)
+del garbage
 
 weights = jax.device_put(jnp.ones((1024, 1024)), whole)
 batch = jax.device_put(jnp.ones((4096, 1024)), split)

@@ -12,7 +12,7 @@ from systolic.core.errors import DataError
 from systolic.data.text.chat import find_template, template_for
 from systolic.data.text.conversations import Line, closing, tokenized
 from systolic.data.text.tokenizer import Tokenizer
-from tests.interop import folders
+from tests.formats import folders
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."},

@@ -26,13 +26,12 @@ from systolic.data.text.chat import DATE, ChatTemplate, find_template
 from systolic.data.text.conversations import Line, closing, read, tokenized
 from systolic.data.text.messages import is_learned, takes_of
 from systolic.data.text.tokenizer import Tokenizer
-from systolic.serving.http.chat import ChatFields
-from systolic.serving.http.messages import checked_messages, rendered
-from systolic.serving.http.problems import ProblemError
+from systolic.serving.http.chat import ChatFields, checked_messages, rendered
+from systolic.serving.http.protocol import ProblemError
 from systolic.serving.http.tools import ToolCall
-from systolic.serving.served import ServedText
+from systolic.serving.registry import ServedText
 from tests.data.text.conversations import CONVERSATIONS, LOOP
-from tests.interop import folders
+from tests.formats import folders
 from tests.serving.http.echo import EchoEngine
 from tests.tiers import some
 

@@ -11,7 +11,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from systolic.core.errors import OptionError
 from systolic.models.decoder.families.fields import rotary, rotary_fields
 from systolic.models.decoder.families.llama import decoder
-from systolic.models.decoder.parts import frequencies
+from systolic.models.decoder.layers import frequencies
 from systolic.models.decoder.rotary import RopeScaling, Rotary, Stretching
 
 LLAMA3 = {

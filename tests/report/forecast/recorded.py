@@ -6,9 +6,9 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from systolic.aot import Compiled, Rejected
-from systolic.aot.outcome import HLO, REPORT, Buffer
 from systolic.chips import slice
+from systolic.compiling import Compiled, Rejected
+from systolic.compiling.outcome import HLO, REPORT, Buffer
 from systolic.core.origin import Origin
 from systolic.forecasting import Forecast, forecast_text
 from systolic.forecasting.cost import bill_of

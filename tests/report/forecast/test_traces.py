@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from systolic.aot import Compiled, dump
-from systolic.aot.outcome import PROTO
+from systolic.compiling import Compiled, dump
+from systolic.compiling.outcome import PROTO
 from systolic.forecasting import Forecast
 from systolic.report.forecast.trace import CAP, trace, tracks, unroll, write_trace
 from systolic.report.forecast.xprof import STEPS, category, utilization, varint, write_xprof

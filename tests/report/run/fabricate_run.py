@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from systolic.artifact import metrics
+from systolic.runs import metrics
 
 START = 1_760_000_000.0
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from systolic.artifact.record import RunRecord
 from systolic.report.progress import ProgressLine
 from systolic.report.run.live import Live
 from systolic.report.run.plain import Plain, headline
 from systolic.report.run.screen import MAX_LINES, Screen
 from systolic.report.run.verdict import judge
 from systolic.report.terminal import BoundedCurve, can_redraw, one_line, sparkline
+from systolic.runs.record import RunRecord
 from tests.report.run.fabricate_run import event, records, start, train
 
 UTF = {"TERM": "xterm-256color"}

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from systolic.artifact.record import load_run
 from systolic.core.errors import RunError
 from systolic.report import charts
 from systolic.report.pages import columns, is_even
 from systolic.report.run import curves
 from systolic.report.run.page import MAX_EVENTS, render, tiles, write_report
+from systolic.runs.record import load_run
 from systolic.training.ledger import Spent
 from tests.report.run.fabricate_run import (
     JOB,

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from systolic.artifact.record import RunRecord, State, load_run
 from systolic.report.figures import Tone
 from systolic.report.run import readings
 from systolic.report.run.summary import plain_summary, print_summary
 from systolic.report.run.verdict import commands, judge
+from systolic.runs.record import RunRecord, State, load_run
 from tests.report.run.fabricate_run import failed_records, records, summary, write_run
 
 

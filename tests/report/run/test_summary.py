@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from systolic.artifact.objects import BucketFolder
 from systolic.report.run.summary import shown
+from systolic.runs.remote.store import BucketFolder
 
 
 def test_a_run_in_a_bucket_is_shown_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

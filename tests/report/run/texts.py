@@ -8,10 +8,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from systolic.artifact.record import RunRecord, load_run
 from systolic.report.run.plain import Plain
 from systolic.report.run.screen import Screen
 from systolic.report.run.summary import plain_summary, print_panel
+from systolic.runs.record import RunRecord, load_run
 from tests.report.run import fabricate_run
 
 PATH = Path("runs/bytes")

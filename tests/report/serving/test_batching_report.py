@@ -4,7 +4,7 @@ import io
 
 from systolic.report.serving.batch import line, summary
 from systolic.report.serving.log import OpeningLog
-from systolic.serving.offline.progress import BatchProgress
+from systolic.serving.offline.files import BatchProgress
 
 
 def test_generated_tokens_and_prompts_are_told_apart() -> None:

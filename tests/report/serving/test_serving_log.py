@@ -2,13 +2,12 @@
 
 import io
 
-from systolic.forecasting.serving_memory import ServingMemory
+from systolic.job.serving_memory import ServingMemory
 from systolic.report.serving.log import ConsoleLog
 from systolic.serving.batch.buckets import Shapes, choose
 from systolic.serving.compiles import CompileFacts
-from systolic.serving.http.meters import BatchMetrics, TextMetrics
-from systolic.serving.http.metrics import Metrics
-from systolic.serving.http.opened import BatchOpening, TextOpening
+from systolic.serving.http.load_metrics import BatchLoadMetrics, TextLoadMetrics
+from systolic.serving.http.metrics import BatchMetrics, Metrics, TextMetrics
 from systolic.serving.text.buckets import Buckets, TextTraffic
 
 
@@ -16,7 +15,7 @@ def test_the_first_minute() -> None:
     file = io.StringIO()
     log, metrics = ConsoleLog(file), Metrics()
     log.write("opening", model="smol", version=1, path="bundles/smol")
-    text = TextOpening("smol", TextMetrics(metrics).of("smol"), log)
+    text = TextLoadMetrics("smol", TextMetrics(metrics).of("smol"), log)
     traffic = TextTraffic.assumed(512)
     text.sized(
         Buckets.of(traffic, rows=4, chunk=128, context=512, page_size=64, mixed=False),
@@ -36,7 +35,7 @@ def test_the_first_minute() -> None:
         text.compiled(
             CompileFacts(bucket=f"p{done}", seconds=1.0, cached=False, done=done, programs=21)
         )
-    batch = BatchOpening("pictures", BatchMetrics(metrics).of("pictures"), log)
+    batch = BatchLoadMetrics("pictures", BatchMetrics(metrics).of("pictures"), log)
     batch.sized(choose(Shapes(largest=8)))
     log.write("warm", model="smol", version=1, seconds=61.25)
     kinds = ("chat", "embedding", "image", "transcription", "tensors", "text")

@@ -15,10 +15,10 @@ from systolic.report.tune.page import ranked, render
 from systolic.report.tune.plots import history, slices
 from systolic.report.tune.progress import StudyDisplay, drawing, line, times
 from systolic.report.tune.text import lines
-from systolic.tuning.luck import Repeated
 from systolic.tuning.objective import Aim
 from systolic.tuning.results import StudyResult, TrialRow
 from systolic.tuning.search import Searched
+from systolic.tuning.seeds import Repeated
 
 RIGHT = (178, 160, 177, 177, 178, 176)
 """Correct ones of 179 examples by trial, from a search over the recipe digits."""

@@ -10,15 +10,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from systolic.aot.program_store import ReadyProgram
+from systolic.compiling.program_store import ReadyProgram
 from systolic.core.errors import DataError
-from systolic.predicting.readers import Example, Output
-from systolic.predicting.rows import Bucket, Row
+from systolic.inference.readers import Example, Output
+from systolic.inference.rows import Bucket, Row
 from systolic.serving.batch.facts import AnswerFacts, BatchFacts
 from systolic.serving.batch.intake import Intake
-from systolic.serving.batch.limits import InputLimits
 from systolic.serving.batch.model import DynamicBatches
-from systolic.serving.batch.options import BatchOptions
+from systolic.serving.batch.options import BatchOptions, InputLimits
 from systolic.serving.batch.request import ANY, BYTES, ArraySpec, ModelKind
 from systolic.serving.compiles import CompileFacts
 

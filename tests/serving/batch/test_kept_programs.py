@@ -8,14 +8,14 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 import systolic
-from systolic.aot.program_store import ProgramStore
-from systolic.predicting.forms import FixedForm
-from systolic.predicting.predictor import Predictor
-from systolic.predicting.rows import Bucket, Row
-from systolic.serving.batch.limits import InputLimits
+from systolic.compiling.program_store import ProgramStore
+from systolic.inference.forms import FixedForm
+from systolic.inference.predictor import Predictor
+from systolic.inference.rows import Bucket, Row
 from systolic.serving.batch.opening import intake_of
+from systolic.serving.batch.options import InputLimits
 from systolic.serving.compiles import COMPILED
-from tests.interop import test_sentences
+from tests.formats import test_sentences
 
 pytestmark = pytest.mark.own_programs
 

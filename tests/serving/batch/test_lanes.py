@@ -6,22 +6,23 @@ from concurrent.futures import Future
 
 import pytest
 
-from systolic.predicting.rows import Bucket, Row
-from systolic.serving.batch.asked import Asked, Waiting
+from systolic.inference.rows import Bucket, Row
+from systolic.serving.batch.batch_queue import BatchRequest, Lanes, QueuedRow
 from systolic.serving.batch.buckets import BucketGrid
-from systolic.serving.batch.lanes import Lanes
 from systolic.serving.batch.model import ascending
 
 FOUR = BucketGrid(rows=[1, 4, 8], lengths=[None], padding_share=0)
 
 
-def asked() -> Asked:
-    return Asked(future=Future(), count=1, bytes=1, submitted=0.0, deadline=None)
+def new_request() -> BatchRequest:
+    return BatchRequest(future=Future(), count=1, bytes=1, submitted=0.0, deadline=None)
 
 
-def waiting(request: Asked | None = None, since: float = 0.0, shared: bytes = b"") -> Waiting:
+def waiting(
+    request: BatchRequest | None = None, since: float = 0.0, shared: bytes = b""
+) -> QueuedRow:
     row = Row(arrays={}, shared=shared)
-    return Waiting(row=row, asked=request or asked(), example=0, part=0, since=since)
+    return QueuedRow(row=row, request=request or new_request(), example=0, part=0, since=since)
 
 
 def calls(lanes: Lanes, count: int) -> list[tuple[int, int]]:
@@ -73,7 +74,7 @@ def of_lengths(*lengths: int) -> Lanes:
     lanes = Lanes(GRID)
     for length in lengths:
         row = Row(arrays={}, length=length)
-        lanes.add(Waiting(row=row, asked=asked(), example=0, part=0, since=0.0))
+        lanes.add(QueuedRow(row=row, request=new_request(), example=0, part=0, since=0.0))
     return lanes
 
 
@@ -124,13 +125,13 @@ def test_rows_with_other_shared_arrays_have_calls_of_their_own() -> None:
 
 def test_alone_a_request_is_a_call() -> None:
     lanes = Lanes(BucketGrid(rows=[3], lengths=[None], padding_share=0), alone=True)
-    requests = [asked(), asked()]
+    requests = [new_request(), new_request()]
     for request in requests:
         for _ in range(3):
             lanes.add(waiting(request))
     assert lanes.due(60.0) == 0.0
     found = [lanes.take(0.0, 60.0) for _ in range(2)]
-    assert [{one.asked for one in call.rows} for call in found] == [{one} for one in requests]
+    assert [{one.request for one in call.rows} for call in found] == [{one} for one in requests]
 
 
 def test_a_full_lane_goes_before_an_older_row_that_may_wait() -> None:
@@ -147,10 +148,10 @@ def test_a_full_lane_goes_before_an_older_row_that_may_wait() -> None:
 
 def test_rows_of_requests_that_ended_are_dropped() -> None:
     lanes = Lanes(FOUR)
-    gone, kept = asked(), asked()
+    gone, kept = new_request(), new_request()
     lanes.add(waiting(gone))
     lanes.add(waiting(kept))
     gone.ended = True
     lanes.purge()
-    assert [one.asked for one in lanes.take(0.0, 0.0).rows] == [kept]
+    assert [one.request for one in lanes.take(0.0, 0.0).rows] == [kept]
     assert lanes.due(0.0) is None

@@ -13,12 +13,12 @@ from PIL import Image
 
 from systolic.core.errors import DataError, OptionError
 from systolic.data.audio.sound import read_sound
-from systolic.data.image.outside import OutsidePictures
+from systolic.data.image.external_images import OutsidePictures
 from systolic.data.image.pictures import check_picture
 from systolic.data.image.preparation import Preparation
-from systolic.serving.batch.limits import InputLimits
 from systolic.serving.batch.media import ImageIntake, SpeechIntake, TextIntake
-from systolic.serving.refused import RefusedError
+from systolic.serving.batch.options import InputLimits
+from systolic.serving.errors import RefusedError
 
 DATA = OutsidePictures(preparation=Preparation(side=8, shorter=9), classes=("a", "b"))
 LIMITS = InputLimits(pixels=10_000, bytes=50_000, seconds=2.0, examples=4)

@@ -15,12 +15,11 @@ from systolic.core.errors import DataError, OptionError, RunError
 from systolic.serving.batch.buckets import Shapes, Traffic
 from systolic.serving.batch.facts import AnswerFacts, Ended
 from systolic.serving.batch.model import DynamicBatches
-from systolic.serving.http.logs import EventLog
-from systolic.serving.http.meters import BatchMetrics
-from systolic.serving.http.metrics import Metrics
-from systolic.serving.http.opened import BatchOpening
-from systolic.serving.refused import ExpiredError, RefusedError
-from systolic.serving.served import ServedBatch
+from systolic.serving.errors import ExpiredError, RefusedError
+from systolic.serving.http.load_metrics import BatchLoadMetrics
+from systolic.serving.http.metrics import BatchMetrics, Metrics
+from systolic.serving.http.telemetry import EventLog
+from systolic.serving.registry import ServedBatch
 from tests.serving.batch.stub import Told, Twice, model, numbers
 
 WAIT = 10
@@ -240,7 +239,7 @@ def test_a_worker_that_dies_is_replaced(twice: Twice, made: Any) -> None:
             raise SystemExit(3)
 
     metrics, log = Metrics(), io.StringIO()
-    of = made(BatchOpening("m", BatchMetrics(metrics).of("m"), EventLog(log)))  # ty: ignore[invalid-argument-type]
+    of = made(BatchLoadMetrics("m", BatchMetrics(metrics).of("m"), EventLog(log)))  # ty: ignore[invalid-argument-type]
     first = hold(twice, of)
     futures = [of.submit(numbers(n)) for n in (2, 13)]
     until(lambda: of.waiting == 2)

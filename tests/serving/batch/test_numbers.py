@@ -17,15 +17,14 @@ import torch
 
 import systolic
 from systolic.core.errors import OptionError
-from systolic.predicting.predictor import Predictor
-from systolic.predicting.rows import Bucket, Row
+from systolic.inference.predictor import Predictor
+from systolic.inference.rows import Bucket, Row
 from systolic.serving.batch.buckets import Shapes
-from systolic.serving.batch.limits import InputLimits
 from systolic.serving.batch.model import DynamicBatches
 from systolic.serving.batch.opening import batch_model, intake_of
-from systolic.serving.batch.options import BatchOptions
+from systolic.serving.batch.options import BatchOptions, InputLimits
 from systolic.serving.batch.request import ANY, BYTES, ArraySpec, ModelKind
-from tests.interop import test_sentences, test_speech
+from tests.formats import test_sentences, test_speech
 from tests.models import images
 from tests.models.program import zoo
 from tests.weights import package

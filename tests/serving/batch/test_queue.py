@@ -8,14 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from systolic.predicting.readers import Example
-from systolic.predicting.rows import Row
-from systolic.serving.batch.asked import Asked
+from systolic.inference.readers import Example
+from systolic.inference.rows import Row
+from systolic.serving.batch.batch_queue import BatchQueue, BatchRequest, Lanes
 from systolic.serving.batch.buckets import BucketGrid
-from systolic.serving.batch.ending import Endings
+from systolic.serving.batch.completion import Completions
 from systolic.serving.batch.facts import Ended
-from systolic.serving.batch.lanes import Lanes
-from systolic.serving.batch.queue import BatchQueue
 from tests.serving.batch.stub import Told
 
 
@@ -26,10 +24,10 @@ def opened(rows: Sequence[int] = (8,)) -> BatchQueue:
     return queue
 
 
-def asked(queue: BatchQueue, count: int) -> Asked:
+def admitted(queue: BatchQueue, count: int) -> BatchRequest:
     """A request of some rows, read and queued; nobody listens to its future yet."""
     now = time.monotonic()
-    made = Asked(future=Future(), count=count, bytes=1, submitted=now, deadline=now)
+    made = BatchRequest(future=Future(), count=count, bytes=1, submitted=now, deadline=now)
     queue.admit(made)
     queue.put(made, [Example(rows=[Row(arrays={"x": np.zeros(1)})]) for _ in range(count)])
     return made
@@ -38,17 +36,17 @@ def asked(queue: BatchQueue, count: int) -> Asked:
 def test_a_request_that_is_cancelled_while_it_is_taken_holds_up_nobody() -> None:
     queue, told = opened(rows=(2,)), Told()
     intake: Any = SimpleNamespace(answer_of=lambda examples, outputs: {"y": np.zeros(1)})
-    endings = Endings("numbers", queue, intake, told)
-    gone, stranger = asked(queue, 5), asked(queue, 1)
+    completions = Completions("numbers", queue, intake, told)
+    gone, stranger = admitted(queue, 5), admitted(queue, 1)
     assert gone.future.cancel()
     # Two rows of it were in the first call, two in the next, and one beside the stranger's.
     call = queue.take()
     assert call is not None
-    assert [one.asked for one in call.rows] == [stranger]
-    gone.future.add_done_callback(lambda _: endings.cancel(gone))
+    assert [one.request for one in call.rows] == [stranger]
+    gone.future.add_done_callback(lambda _: completions.cancel(gone))
     assert queue.waiting == 0
     assert queue.done(call.rows[0], {}, 0.1)
-    endings.answer(stranger)
+    completions.answer(stranger)
     assert stranger.future.result(0) == {"y": np.zeros(1)}
     assert queue.empty(0)
     assert [facts.ended for facts in told.answers] == [Ended.cancelled, Ended.answered]
@@ -57,14 +55,14 @@ def test_a_request_that_is_cancelled_while_it_is_taken_holds_up_nobody() -> None
 def test_a_deadline_that_passes_meanwhile_ends_it_once() -> None:
     queue, told = opened(), Told()
     intake: Any = SimpleNamespace()
-    endings = Endings("numbers", queue, intake, told)
-    gone, stranger = asked(queue, 1), asked(queue, 1)
+    completions = Completions("numbers", queue, intake, told)
+    gone, stranger = admitted(queue, 1), admitted(queue, 1)
     gone.future.cancel()
     call = queue.take()
     assert call is not None
-    assert [one.asked for one in call.rows] == [stranger]
-    assert queue.expired(endings.expire)
-    gone.future.add_done_callback(lambda _: endings.cancel(gone))
+    assert [one.request for one in call.rows] == [stranger]
+    assert queue.expired(completions.expire)
+    gone.future.add_done_callback(lambda _: completions.cancel(gone))
     assert [facts.ended for facts in told.answers] == [Ended.cancelled, Ended.expired]
     assert queue.waiting == 0
     assert queue.empty(0)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 
 import numpy as np
 
@@ -15,9 +16,9 @@ from systolic.core.errors import DataError, OptionError
 from systolic.data.text.tokenizer import TextStream as Decoder
 from systolic.data.text.tokenizer import Tokenizer
 from systolic.serving.batch.request import BYTES, ArraySpec, ModelKind
-from systolic.serving.refused import RefusedError
-from systolic.serving.text.facts import EngineWatcher, RequestFacts, StepFacts
-from systolic.serving.text.request import Finish, TextPiece, TextRequest, TextTimes, Token, Usage
+from systolic.serving.errors import RefusedError
+from systolic.serving.text.facts import EngineLoad, EngineWatcher, StepFacts
+from systolic.serving.text.request import Finish, Logprob, TextOutput, TextRequest
 
 
 class EchoStream:
@@ -31,12 +32,12 @@ class EchoStream:
         self.text = ""
         self.given = 0
         self.begun = time.monotonic()
-        self.pieces: queue.SimpleQueue[TextPiece] = queue.SimpleQueue()
+        self.pieces: queue.SimpleQueue[TextOutput] = queue.SimpleQueue()
         self.made: list[float] = []
         self._waiting: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def put(self, piece: TextPiece) -> None:
+    def put(self, piece: TextOutput) -> None:
         self.pieces.put(piece)
         if self._loop is not None and self._waiting is not None:
             with contextlib.suppress(RuntimeError):  # The loop is closed: nobody reads any more.
@@ -47,14 +48,14 @@ class EchoStream:
             self.cancelled_at = time.monotonic()
             self.cancelled.set()
 
-    def __iter__(self) -> Iterator[TextPiece]:
+    def __iter__(self) -> Iterator[TextOutput]:
         while True:
             piece = self.pieces.get()
             yield piece
             if piece.finish is not None:
                 return
 
-    async def __aiter__(self) -> AsyncIterator[TextPiece]:
+    async def __aiter__(self) -> AsyncIterator[TextOutput]:
         self._waiting, self._loop = asyncio.Event(), asyncio.get_running_loop()
         while True:
             self._waiting.clear()
@@ -151,19 +152,22 @@ class EchoEngine:
     def _advance(self, stream: EchoStream) -> bool:
         request = stream.request
         source = self.answer or list(request.tokens)
-        prompt: list[Token] = []
+        output = TextOutput()
         if stream.done == 0 and request.prompt_logprobs:
-            prompt = [_token(one, request, first=n == 0) for n, one in enumerate(request.tokens)]
+            output.prompt_ids = list(request.tokens)
+            output.prompt_logprobs = [
+                _logprob(one, request, first=n == 0) for n, one in enumerate(request.tokens)
+            ]
         finish = None
         late = request.deadline_seconds
         if stream.cancelled.is_set():
             finish = Finish.cancelled
         elif late is not None and time.monotonic() - stream.begun > late:
             finish = Finish.deadline
-        tokens: list[Token] = []
         if finish is None:
             one = source[stream.done % len(source)]
-            tokens = [_token(one, request)]
+            output.token_ids = [one]
+            output.logprobs = [] if request.logprobs is None else [_logprob(one, request)]
             stream.text += stream.decoder.push(one)
             stream.done += 1
             if stream.done == request.max_tokens:
@@ -176,39 +180,30 @@ class EchoEngine:
             if stop in stream.text:
                 stream.text, finish = stream.text[: stream.text.index(stop)], Finish.stop
         # For the test's purpose nothing is held back, whatever stop strings there are.
-        text, stream.given = stream.text[stream.given :], len(stream.text)
-        usage = None
-        if finish is not None:
-            size = len(request.tokens)
-            usage = Usage(
-                prompt_tokens=size, completion_tokens=stream.done, cached_tokens=size // 2
-            )
-            if self.watcher is not None:
-                self.watcher.ended(_ended(stream, finish, len(self.streams) - 1))
+        output.text, stream.given = stream.text[stream.given :], len(stream.text)
         stream.made.append(time.monotonic())
-        times = None
         if finish is not None:
-            total = time.monotonic() - stream.begun
-            times = TextTimes(
-                submitted_ns=time.time_ns() - int(total * 1e9),
-                queue_seconds=total / 4,
-                first_token_seconds=total / 2,
-                seconds=total,
-            )
-        stream.put(
-            TextPiece(
-                text=text, tokens=tokens, prompt=prompt, finish=finish, usage=usage, times=times
-            )
-        )
+            total, size = time.monotonic() - stream.begun, len(request.tokens)
+            output.finish, output.message = finish, ""
+            output.prompt_tokens, output.completion_tokens = size, stream.done
+            output.cached_tokens, output.started = size // 2, True
+            output.submitted_ns = time.time_ns() - int(total * 1e9)
+            output.queue_seconds, output.first_token_seconds = total / 4, total / 2
+            output.seconds = total
+            if self.watcher is not None:
+                running = len(self.streams) - 1
+                told = replace(output, cached_tokens=0, queue_seconds=0.0)
+                self.watcher.ended(told, EngineLoad(running, 0, running, 100))
+        stream.put(output)
         return finish is not None
 
 
-def _token(index: int, request: TextRequest, *, first: bool = False) -> Token:
-    """A token whose log-probability is -1/(1 + id), beside a likelier one."""
+def _logprob(index: int, request: TextRequest, *, first: bool = False) -> Logprob:
+    """The log-probability -1/(1 + id) of a token, beside a likelier one."""
     if request.logprobs is None or first:
-        return Token(id=index)
+        return None, ()
     top = [(index, -1 / (1 + index)), (index + 1, -2.0)][: request.logprobs]
-    return Token(id=index, logprob=-1 / (1 + index), top=top)
+    return -1 / (1 + index), top
 
 
 def _facts(rows: int) -> StepFacts:
@@ -224,24 +219,6 @@ def _facts(rows: int) -> StepFacts:
         preempted=0,
         host_seconds=0.0,
         seconds=0.001,
-    )
-
-
-def _ended(stream: EchoStream, finish: Finish, running: int) -> RequestFacts:
-    now = time.monotonic() - stream.begun
-    return RequestFacts(
-        prompt_tokens=len(stream.request.tokens),
-        completion_tokens=stream.done,
-        cached_tokens=0,
-        queried_tokens=0,
-        finish=finish,
-        queue_seconds=0.0,
-        first_token_seconds=now / 2,
-        seconds=now,
-        begun=True,
-        running=running,
-        waiting=0,
-        pages_in_use=running,
     )
 
 

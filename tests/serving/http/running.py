@@ -15,14 +15,13 @@ import httpx
 from systolic.data.text.chat import ChatTemplate
 from systolic.data.text.tokenizer import Tokenizer
 from systolic.serving.batch.request import ModelKind
-from systolic.serving.http.desk import Desk
 from systolic.serving.http.keys import Keys
 from systolic.serving.http.limits import HttpLimits
-from systolic.serving.http.logs import EventLog
-from systolic.serving.http.meters import BatchMetrics, TextMetrics
-from systolic.serving.http.metrics import Metrics
+from systolic.serving.http.metrics import BatchMetrics, Metrics, TextMetrics
 from systolic.serving.http.process import Address, Process
-from systolic.serving.served import Arrival, Served, ServedBatch, ServedText, Shelf
+from systolic.serving.http.state import ServerState
+from systolic.serving.http.telemetry import EventLog
+from systolic.serving.registry import ModelLoad, ModelRegistry, Served, ServedBatch, ServedText
 from tests.serving.http.echo import EchoEngine, ToyModel
 
 CHAT = (
@@ -45,8 +44,8 @@ class Running:
         return f"http://127.0.0.1:{self.port}"
 
     @property
-    def desk(self) -> Desk:
-        return self.process.desk
+    def state(self) -> ServerState:
+        return self.process.state
 
     def client(self, **options: Any) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=20, **options)
@@ -73,8 +72,8 @@ def everything() -> list[Served]:
     return [echo_model(), *metrics]
 
 
-def pending(served: Served) -> Arrival:
-    return Arrival(key=served.key, open=lambda: served)
+def pending(served: Served) -> ModelLoad:
+    return ModelLoad(key=served.key, open=lambda: served)
 
 
 @contextmanager
@@ -96,12 +95,15 @@ def running(
             one.engine.watcher = texts.of(one.name)
         elif isinstance(one, ServedBatch):
             batches.of(one.name)
-    desk = Desk(
-        shelf=Shelf(), limits=limits or HttpLimits(), metrics=metrics, log_prompts=log_prompts
+    state = ServerState(
+        registry=ModelRegistry(),
+        limits=limits or HttpLimits(),
+        metrics=metrics,
+        log_prompts=log_prompts,
     )
     found: list[int] = []
     process = Process(
-        desk,
+        state,
         [pending(one) for one in models],
         Address(port=0, grace_seconds=grace_seconds),
         EventLog(lines),
@@ -112,7 +114,7 @@ def running(
     thread.start()
     _wait(lambda: bool(found))
     if ready:
-        _wait(lambda: desk.ready)
+        _wait(lambda: state.ready)
     try:
         yield Running(process=process, port=found[0], lines=lines)
     finally:

@@ -18,17 +18,16 @@ from PIL import Image
 from tritonclient.utils import InferenceServerException
 
 import systolic
-from systolic.data.image.outside import OutsidePictures
+from systolic.data.image.external_images import OutsidePictures
 from systolic.data.image.preparation import Preparation
-from systolic.predicting.predictor import Predictor
-from systolic.predicting.rows import Bucket, Row
+from systolic.inference.predictor import Predictor
+from systolic.inference.rows import Bucket, Row
 from systolic.serving.batch.buckets import Shapes
-from systolic.serving.batch.limits import InputLimits
 from systolic.serving.batch.opening import batch_model
-from systolic.serving.batch.options import BatchOptions
-from systolic.serving.served import ServedBatch
+from systolic.serving.batch.options import BatchOptions, InputLimits
+from systolic.serving.registry import ServedBatch
 from systolic.steps.steps import StepFunctions
-from tests.interop import test_speech
+from tests.formats import test_speech
 from tests.models import images
 from tests.serving.http.running import Running, running
 

@@ -10,7 +10,7 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 
-from systolic.serving.http import patience
+from systolic.serving.http import process
 from systolic.serving.http.limits import HttpLimits
 from tests.serving.http.running import Running, echo_model, running, wait
 
@@ -35,7 +35,7 @@ def test_raw_bytes_never_end_it(server: Running) -> None:
             link.shutdown(socket.SHUT_WR)
             found = link.recv(64)
             assert found == b"" or not found.startswith(b"HTTP/1.1 5"), bytes(raw)
-    wait(lambda: server.desk.in_flight == 0)
+    wait(lambda: server.state.in_flight == 0)
     with server.client() as http:
         assert http.get("/health").status_code == 200
     assert server.log("failed") == []
@@ -119,7 +119,7 @@ def test_silent_connections_do_not_hold_up_others(server: Running) -> None:
 
 
 def test_headers_and_bodies_byte_by_byte_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "HEADER_SECONDS", 0.15)
+    monkeypatch.setattr(process, "HEADER_SECONDS", 0.15)
     with running([echo_model()], limits=HttpLimits(body_seconds=0.15)) as one:
         head = POST + b"Content-Length: 5000\r\n\r\n"
         for raw in (b"", POST + b"X: " + b"x" * 200, head + b"x" * 200):
@@ -157,7 +157,7 @@ def answers(server: Running) -> None:
     with server.client() as http:
         assert http.get("/health").status_code == 200
         assert http.post("/v1/completions", content=ASKED).status_code == 200
-    wait(lambda: server.desk.in_flight == 0)
+    wait(lambda: server.state.in_flight == 0)
     assert server.log("failed") == []
 
 

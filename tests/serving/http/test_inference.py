@@ -12,9 +12,9 @@ from tritonclient.utils import InferenceServerException
 
 from systolic.core.errors import NotFoundError
 from systolic.serving.batch.request import ModelKind
-from systolic.serving.http.problems import ProblemError
+from systolic.serving.http.protocol import ProblemError
 from systolic.serving.http.tensors import DTYPES, datatype, named, to_bytes, to_json
-from systolic.serving.served import Renewal
+from systolic.serving.registry import ReloadPlan
 from tests.serving.http.running import Running, pending, running, toy_model
 
 X = np.array([[1, 2], [3, 4.5]], np.float32)
@@ -204,14 +204,14 @@ def test_models_out_and_in_again() -> None:
     def renewal(name: str | None) -> Any:
         if name != "toy":
             raise NotFoundError(f"the server was not given a model {name}")
-        held = {it.version for it in one.desk.shelf.everything() if it.name == name}
+        held = {it.version for it in one.state.registry.everything() if it.name == name}
         made.extend(version for version in (1, 2) if version not in held)
         toys = [toy_model(ModelKind.tensors, "toy", version) for version in (1, 2)]
-        return Renewal(added=[pending(toy) for toy in toys if toy.version not in held])
+        return ReloadPlan(added=[pending(toy) for toy in toys if toy.version not in held])
 
     first = [toy_model(ModelKind.tensors, "toy"), toy_model(ModelKind.embedding, "other")]
     with running(first) as one:
-        one.process._renewal, one.desk.control = renewal, one.process
+        one.process._renewal, one.state.control = renewal, one.process
         client = triton.InferenceServerClient(one.url.removeprefix("http://"))
         client.unload_model("toy")
         assert not client.is_model_ready("toy")

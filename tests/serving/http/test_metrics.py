@@ -5,8 +5,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from systolic.serving.http.meters import BatchMetrics, TextMetrics
-from systolic.serving.http.metrics import PREFIX, Metrics
+from systolic.serving.http.metrics import PREFIX, BatchMetrics, Metrics, TextMetrics
 
 DOCS = Path(__file__).parents[3] / "docs" / "serving.md"
 

@@ -61,8 +61,8 @@ def test_choices_have_their_own_seeds(server: Running, client: openai.OpenAI) ->
         (2, "c"),
         (3, "c"),
     ]
-    engine = server.desk.shelf.newest()[0].engine
-    assert [one.choice.seed for one in engine.requests[-4:]] == [5, 6, 5, 6]
+    engine = server.state.registry.newest()[0].engine
+    assert [one.sampling.seed for one in engine.requests[-4:]] == [5, 6, 5, 6]
     assert made.usage is not None
     assert (made.usage.prompt_tokens, made.usage.completion_tokens) == (5, 8)  # prompts count once
 
@@ -73,8 +73,8 @@ def test_fields_reach_the_engine(server: Running, client: openai.OpenAI) -> None
         presence_penalty=1, frequency_penalty=-1, logit_bias={"7": 3.5}, stop="z",
         extra_body={"top_k": 4, "min_p": 0.125, "repetition_penalty": 1.5, "ignore_eos": True, "stop_token_ids": [9]},
     )  # fmt: skip
-    found = server.desk.shelf.newest()[0].engine.requests[-1]
-    choice = found.choice
+    found = server.state.registry.newest()[0].engine.requests[-1]
+    choice = found.sampling
     assert (choice.temperature, choice.top_p, choice.top_k, choice.min_p) == (0.5, 0.25, 4, 0.125)
     assert (choice.presence_penalty, choice.frequency_penalty) == (1, -1)
     assert (choice.repetition_penalty, choice.logit_bias, choice.seed) == (1.5, {7: 3.5}, 2**31 - 1)
@@ -243,7 +243,7 @@ def test_tools() -> None:
         assert (said.strip(), end) == ("Let me.", "tool_calls")
         assert calls == [(0, "add", '{"x": 1}'), (1, "sub", "{}")]
         # The model is told of the tools, and of what it called before.
-        engine = one.desk.shelf.newest()[0].engine
+        engine = one.state.registry.newest()[0].engine
         assert isinstance(engine, EchoEngine)
         prompt = engine.tokenizer.decode(engine.requests[-1].tokens)
         assert "(tool add)" in prompt
@@ -281,7 +281,7 @@ def test_a_call_that_is_demanded(
         (call,) = whole.message.tool_calls or []
         assert (call.function.name, call.function.arguments) == made
         assert whole.message.content is None
-        engine = one.desk.shelf.newest()[0].engine
+        engine = one.state.registry.newest()[0].engine
         assert engine.tokenizer.decode(engine.requests[-1].tokens).endswith(f"<assistant>{begin}")
         parts = [
             part.choices[0].delta for part in http.chat.completions.create(**asked, stream=True)

@@ -141,9 +141,9 @@ def test_what_was_accepted_ends_when_the_server_does() -> None:
         asking = [threading.Thread(target=ask) for _ in range(4)]
         for thread in asking:
             thread.start()
-        wait(lambda: one.desk.in_flight == 4)
+        wait(lambda: one.state.in_flight == 4)
         one.process.end()
-        wait(lambda: one.desk.draining)
+        wait(lambda: one.state.draining)
         with one.client() as http:
             assert http.get("/health").status_code == 503
             late = http.post("/v1/completions", json=ASKED)
@@ -168,7 +168,7 @@ def test_streams_that_outlast_the_grace_time_end_with_an_error() -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_place_at_once(server: Running, stream: bool) -> None:
-    engine = server.desk.shelf.newest()[0].engine
+    engine = server.state.registry.newest()[0].engine
     before = len(engine.everything)
     body = json.dumps({**ASKED, "max_tokens": 4000, "stream": stream}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -179,7 +179,7 @@ def test_a_client_that_leaves_frees_its_place_at_once(server: Running, stream: b
     found = engine.everything[-1]
     wait(found.cancelled.is_set)
     assert found.cancelled_at - left < 1.0
-    wait(lambda: server.desk.in_flight == 0)
+    wait(lambda: server.state.in_flight == 0)
     wait(lambda: server.log("request")[-1]["status"] == 499)
 
 
@@ -474,7 +474,7 @@ def test_spans_of_requests(server: Running, spans: InMemorySpanExporter) -> None
 
 
 def test_the_first_byte_follows_the_first_token(server: Running) -> None:
-    engine = server.desk.shelf.newest()[0].engine
+    engine = server.state.registry.newest()[0].engine
     late = []
     with server.client() as http:
         for _ in range(30):

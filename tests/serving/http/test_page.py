@@ -265,7 +265,7 @@ def test_a_model_that_is_ready_later_is_listed() -> None:
         page.fill("#text", "half a questi")
         second = echo_model("second")
         second.start()
-        server.desk.shelf.put(second)
+        server.state.registry.put(second)
         expect(page.locator("#model option")).to_have_text(["first", "second"], timeout=20_000)
         expect(page.locator("#text")).to_have_value("half a questi")
         browser.close()

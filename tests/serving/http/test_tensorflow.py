@@ -14,7 +14,7 @@ import tritonclient.http
 
 from systolic.core.errors import DataError
 from systolic.serving.batch.request import ModelKind
-from systolic.serving.served import Arrival, Renewal, Served
+from systolic.serving.registry import ModelLoad, ReloadPlan, Served
 from tests.serving.http.running import Running, echo_model, pending, running, toy_model, wait
 
 
@@ -130,10 +130,10 @@ def test_versions_are_swapped_without_a_dropped_request() -> None:
             target=lambda: answers.append(ask(one, "toy", {"instances": [[1, 2]]}))
         )
         slow.start()
-        while not one.desk.in_flight:
+        while not one.state.in_flight:
             pass
-        one.desk.shelf.put(second)
-        assert one.desk.shelf.retire("toy", 1, 5.0)
+        one.state.registry.put(second)
+        assert one.state.registry.retire("toy", 1, 5.0)
         slow.join()
         assert answers == [{"predictions": [[2, 4]]}]
         with one.client() as http:
@@ -151,7 +151,7 @@ def test_folders_are_read_again_on_demand() -> None:
             )
 
         assert started() == ["1"]
-        one.process._renewal = lambda _: Renewal(added=[pending(second)], gone=[("toy", 1)])
+        one.process._renewal = lambda _: ReloadPlan(added=[pending(second)], gone=[("toy", 1)])
         one.process.renew()
         wait(lambda: one.log("retired"))
         assert one.log("retired")[0]["whole"]
@@ -160,8 +160,8 @@ def test_folders_are_read_again_on_demand() -> None:
         assert [state["version"] for state in states] == ["2"]
 
         def damaged() -> Served:
-            gauges = one.desk.metrics.gauges("toy", version)
-            gauges.add(one.desk.metrics.startup, ("toy", str(version), "weights"), 7.0)
+            gauges = one.state.metrics.gauges("toy", version)
+            gauges.add(one.state.metrics.startup, ("toy", str(version), "weights"), 7.0)
             raise DataError(f"version {version} is damaged")
 
         def status(path: str) -> Any:
@@ -169,8 +169,10 @@ def test_folders_are_read_again_on_demand() -> None:
 
         for version, phases in ((3, {"total"}), (2, {"total"})):
             # Neither a new version nor new contents of the one that is served.
-            asked = Arrival(key=("toy", version), open=damaged)
-            one.process._renewal = lambda _, asked=asked: Renewal(added=[asked], gone=[("toy", 2)])
+            asked = ModelLoad(key=("toy", version), open=damaged)
+            one.process._renewal = lambda _, asked=asked: ReloadPlan(
+                added=[asked], gone=[("toy", 2)]
+            )
             one.process.renew()
             wait(lambda version=version: one.log("failed")[-1:] and one.log("failed")[-1]["version"] == version)  # fmt: skip
             (line,) = [line for line in one.log("failed") if line["version"] == version]
@@ -189,7 +191,7 @@ def test_folders_are_read_again_on_demand() -> None:
         assert status("3") == [{"version": "3", "state": "END", "status": failed}]
         assert [it["state"] for it in status("2")] == ["AVAILABLE"]
         # Its folder is gone.
-        one.process._renewal = lambda _: Renewal(gone=[("toy", 3)])
+        one.process._renewal = lambda _: ReloadPlan(gone=[("toy", 3)])
         one.process.renew()
         wait(lambda: http.get("/v1/models/toy/versions/3").status_code == 404)
 
@@ -198,21 +200,21 @@ def test_new_contents_of_a_version_take_its_place_without_a_dropped_request() ->
     first, second = toy_model(ModelKind.tensors, "toy"), toy_model(ModelKind.tensors, "toy")
     with running([first]) as one, one.client() as http:
         first.model.delay_seconds = 0.5
-        one.desk.control = one.process
+        one.state.control = one.process
         answers: list[Any] = []
         slow = threading.Thread(
             target=lambda: answers.append(ask(one, "toy", {"instances": [[1, 2]]}))
         )
         slow.start()
-        wait(lambda: one.desk.in_flight)
-        one.process._renewal = lambda _: Renewal(added=[pending(second)])
+        wait(lambda: one.state.in_flight)
+        one.process._renewal = lambda _: ReloadPlan(added=[pending(second)])
         told = http.post("/v2/repository/models/toy/load")
         assert told.json() == {"name": "toy", "loaded": ["1"], "unchanged": [], "unloaded": []}
         slow.join()
         assert answers == [{"predictions": [[2, 4]]}]
         assert one.log("replaced")[0]["whole"]
-        assert (first.ready, one.desk.shelf.versions("toy")) == (False, [second])
-        one.process._renewal = lambda _: Renewal(unchanged=[("toy", 1)])
+        assert (first.ready, one.state.registry.versions("toy")) == (False, [second])
+        one.process._renewal = lambda _: ReloadPlan(unchanged=[("toy", 1)])
         told = http.post("/v2/repository/models/toy/load")
         assert told.json() == {"name": "toy", "loaded": [], "unchanged": ["1"], "unloaded": []}
         assert [it["model"] for it in one.log("unchanged")] == ["toy"]

@@ -12,18 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from systolic.data.text.text_data import TextData
-from systolic.interop.source import open_source
+from systolic.formats.source import open_source
 from systolic.job import Precision
 from systolic.models.decoder.config import Decoder, Dispatch, Latent
 from systolic.serving.layout import DeviceShares, ServingLayout
-from systolic.serving.text import placing as placing_module
+from systolic.serving.text import replica_placement as placement_module
 from systolic.serving.text.engine import Engine
-from systolic.serving.text.facts import RequestFacts, StepFacts
+from systolic.serving.text.facts import EngineLoad, StepFacts
 from systolic.serving.text.memory import held_bytes
 from systolic.serving.text.opening import EngineSizes, open_engine
-from systolic.serving.text.placing import Placing
+from systolic.serving.text.replica_placement import ReplicaPlacement
 from systolic.serving.text.replicas import Replicas
-from systolic.serving.text.request import TextRequest, TokenChoice
+from systolic.serving.text.request import SamplingParams, TextOutput, TextRequest
 from systolic.session.trained import from_source
 from systolic.steps.mesh import make_mesh
 from systolic.steps.paged import PagedSteps
@@ -93,17 +93,21 @@ def collectives(compiled: Any) -> dict[str, int]:
 
 def ask(engine: Engine | Replicas, **more: Any) -> list[list[tuple[int, float]]]:
     """Tokens and log-probabilities of greedy answers to all prompts at once."""
-    greedy = TokenChoice(temperature=0.0)
+    greedy = SamplingParams(temperature=0.0)
     streams = [
         engine.submit(
             TextRequest(
-                tokens=prompt, max_tokens=NEW, choice=greedy, ignore_ends=True, logprobs=0, **more
+                tokens=prompt, max_tokens=NEW, sampling=greedy, ignore_ends=True, logprobs=0, **more
             )
         )
         for prompt in PROMPTS
     ]
     return [
-        [(token.id, token.logprob) for piece in stream for token in piece.tokens]
+        [
+            (token, value)
+            for piece in stream
+            for token, (value, _) in zip(piece.token_ids, piece.logprobs, strict=True)
+        ]
         for stream in streams
     ]
 
@@ -165,9 +169,9 @@ def answers(name: str, tensor: int, expert: int) -> dict[str, Any]:
 def busy(engine: Engine) -> dict[str, Any]:
     """An engine with too few pages for all its texts, of which one is cancelled: preempts, and ends with every page free."""
     engine.start()
-    greedy = TokenChoice(temperature=0.0)
+    greedy = SamplingParams(temperature=0.0)
     requests = [
-        TextRequest(tokens=prompt, max_tokens=40, choice=greedy, ignore_ends=True)
+        TextRequest(tokens=prompt, max_tokens=40, sampling=greedy, ignore_ends=True)
         for prompt in (*PROMPTS, [9, 8, 7], [5] * 20)
     ]
     streams = [engine.submit(request) for request in requests]
@@ -193,7 +197,7 @@ def crowded(name: str) -> dict[str, Any]:
         def stepped(self, facts: StepFacts) -> None:
             preempted.append(facts.preempted)
 
-        def ended(self, facts: RequestFacts) -> None:
+        def ended(self, output: TextOutput, load: EngineLoad) -> None:
             pass
 
     steps = steps_on(MODELS[name], 0, 2)
@@ -205,12 +209,12 @@ def crowded(name: str) -> dict[str, Any]:
 
 def chosen(name: str, capacity: int) -> dict[str, Any]:
     """What is chosen for a model where nothing is asked for, with so many bytes a device."""
-    placing = Placing(asked=ServingLayout(), sizes=SIZES)
-    placing_module.capacity_bytes = lambda _: capacity
+    placement = ReplicaPlacement(asked=ServingLayout(), sizes=SIZES)
+    placement_module.capacity_bytes = lambda _: capacity
     given = job(model=MODELS[name], batch=2)
-    places = [placing.place(given, "cpu", jax.devices(), number) for number in range(4)]
+    places = [placement.place(given, "cpu", jax.devices(), number) for number in range(4)]
     return {
-        "engines": placing.engines,
+        "engines": placement.engines,
         "tensor": [one[0].tensor for one in places if one is not None],
         "devices": [[device.id for device in one[1]] for one in places if one is not None],
     }
@@ -238,12 +242,12 @@ def replicated(name: str) -> dict[str, Any]:
 
 def real() -> dict[str, Any]:
     """SmolLM2, whose nine heads three devices divide, as a server opens it."""
-    placing = Placing(asked=ServingLayout(data=1, tensor=3), sizes=SIZES)
+    placement = ReplicaPlacement(asked=ServingLayout(data=1, tensor=3), sizes=SIZES)
     model = from_source(
         open_source(weights.smollm2()),
         Precision.f32,
         warn=print_to_stderr,
-        place=lambda job, platform, devices: placing.place(job, platform, devices, 0),
+        place=lambda job, platform, devices: placement.place(job, platform, devices, 0),
     )
     sizes = EngineSizes(rows=1, context=32, chunk=32, page_size=32, programs=(1, 1, 1))
     held = model.weights.params["blocks/query"].addressable_shards
@@ -252,8 +256,8 @@ def real() -> dict[str, Any]:
     data = model.job.data
     assert isinstance(data, TextData)
     tokens = data.get_tokenizer().encode("The capital of France is")
-    greedy = TokenChoice(temperature=0.0)
-    stream = engine.submit(TextRequest(tokens=tokens, max_tokens=6, choice=greedy))
+    greedy = SamplingParams(temperature=0.0)
+    stream = engine.submit(TextRequest(tokens=tokens, max_tokens=6, sampling=greedy))
     text = "".join(piece.text for piece in stream)
     engine.stop()
     return {

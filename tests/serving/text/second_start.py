@@ -7,10 +7,10 @@ from dataclasses import replace
 import jax
 import jax.monitoring
 
-from systolic.aot.program_store import ProgramStore
+from systolic.compiling.program_store import ProgramStore
 from systolic.serving.compiles import COMPILED
 from systolic.serving.text.opening import EngineSizes, open_engine
-from systolic.serving.text.request import TextRequest, TokenChoice
+from systolic.serving.text.request import SamplingParams, TextRequest
 from tests.serving.text.engine import SMALL, Small
 
 MODEL = replace(SMALL, layers=1, d_model=16, d_ff=16, head_dim=8)
@@ -39,13 +39,20 @@ def main() -> None:
     jax.monitoring.register_event_duration_secs_listener(counted)
     engine = open_engine(small.steps, small.params, small.rest, SIZES, None, Opening(), store)
     engine.start()
-    greedy, drawn = TokenChoice(temperature=0.0), TokenChoice(temperature=1.0, top_k=40, seed=7)
+    greedy, drawn = (
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=1.0, top_k=40, seed=7),
+    )
     tokens = []
     for choice, scores in ((greedy, True), (drawn, False)):
         asked = TextRequest(
-            tokens=(5, 9, 2), max_tokens=8, ignore_ends=True, choice=choice, prompt_logprobs=scores
+            tokens=(5, 9, 2),
+            max_tokens=8,
+            ignore_ends=True,
+            sampling=choice,
+            prompt_logprobs=scores,
         )
-        tokens += [token.id for piece in engine.submit(asked) for token in piece.tokens]
+        tokens += [token for piece in engine.submit(asked) for token in piece.token_ids]
     engine.stop()
     print(json.dumps({"tokens": tokens, "compiles": len(compiled), "lines": lines, **made}))
 

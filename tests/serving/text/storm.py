@@ -14,16 +14,14 @@ from typing import Any
 
 import psutil
 
-from systolic.serving.refused import RefusedError
-from systolic.serving.text.answer import Answer
+from systolic.serving.errors import RefusedError
 from systolic.serving.text.engine import Engine
-from systolic.serving.text.facts import RequestFacts, StepFacts
-from systolic.serving.text.request import Finish, TextRequest, TokenChoice
-from systolic.serving.text.scheduler import Text
-from systolic.serving.text.stream import Stream
+from systolic.serving.text.facts import EngineLoad, StepFacts
+from systolic.serving.text.request import Finish, SamplingParams, Stream, TextOutput, TextRequest
+from systolic.serving.text.sequence import Sequence
 from tests.serving.http.running import Running
 
-GREEDY = TokenChoice(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 MOST = 24
 """New tokens of a request."""
 AT_ONCE = 5
@@ -47,8 +45,8 @@ class StormWatch:
         self.most_running = max(self.most_running, facts.running)
         self.fullest = max(self.fullest, facts.pages_in_use / facts.pages_total)
 
-    def ended_request(self, facts: RequestFacts) -> None:
-        self.ended[facts.finish] += 1
+    def ended_request(self, output: TextOutput) -> None:
+        self.ended[output.finish] += 1
 
 
 class Watched:
@@ -60,8 +58,8 @@ class Watched:
     def stepped(self, facts: StepFacts) -> None:
         self.counts.stepped(facts)
 
-    def ended(self, facts: RequestFacts) -> None:
-        self.counts.ended_request(facts)
+    def ended(self, output: TextOutput, load: EngineLoad) -> None:
+        self.counts.ended_request(output)
 
 
 @dataclass
@@ -120,7 +118,7 @@ class Storm:
         if self.failures:
             raise self.failures[0]
         assert sum(self.did.values()) == first + requests
-        until(lambda: self.engine.live == 0 and self.server.desk.in_flight == 0)
+        until(lambda: self.engine.live == 0 and self.server.state.in_flight == 0)
 
     def check(self) -> None:
         """Everything has ended once, and nothing is left of it."""
@@ -148,7 +146,7 @@ class Storm:
         self.server.lines.truncate()
         gc.collect()
         # The loop's last step names its texts while nothing follows it.
-        for kind in (Answer, Stream, Text):
+        for kind in (Sequence, Stream):
             left = [one for one in gc.get_objects() if type(one) is kind]
             assert len(left) <= self.engine.scheduler.limits.rows + 1
         return Held(tracemalloc.get_traced_memory()[0], psutil.Process().memory_info().rss)
@@ -165,12 +163,12 @@ class Storm:
 
     def _request(self, prompt: list[int], most: int, **more: Any) -> TextRequest:
         return TextRequest(
-            tokens=prompt, max_tokens=most, **{"choice": GREEDY, "ignore_ends": True, **more}
+            tokens=prompt, max_tokens=most, **{"sampling": GREEDY, "ignore_ends": True, **more}
         )
 
     def _ids(self, request: TextRequest) -> list[int]:
         pieces = list(self.engine.submit(request))
-        return [token.id for piece in pieces for token in piece.tokens]
+        return [token for piece in pieces for token in piece.token_ids]
 
     def _some(self, numbers: list[int]) -> None:
         """Several requests of one thread, begun together and read one after the other."""
@@ -192,7 +190,9 @@ class Storm:
         if kind < 0.15:
             more["deadline_seconds"] = draw.choice([0.0, 0.01, 0.05, 0.2])
         elif kind < 0.25:
-            more["choice"] = TokenChoice(temperature=1.0, top_k=5, presence_penalty=0.5, seed=place)
+            more["sampling"] = SamplingParams(
+                temperature=1.0, top_k=5, presence_penalty=0.5, seed=place
+            )
             more["logprobs"] = 2
         elif kind < 0.3:
             more |= {"prompt_logprobs": True, "logprobs": 0}
@@ -225,19 +225,18 @@ class Storm:
         assert [piece.finish for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
         last = pieces[-1]
         assert last.finish is not None
-        assert last.usage is not None
-        ids = [token.id for piece in pieces for token in piece.tokens]
-        assert last.usage.completion_tokens == len(ids) <= request.max_tokens
+        ids = [token for piece in pieces for token in piece.token_ids]
+        assert last.completion_tokens == len(ids) <= request.max_tokens
         if last.finish is Finish.length:
             assert len(ids) == request.max_tokens
         else:
             expected = Finish.deadline if request.deadline_seconds is not None else None
             assert last.finish in (Finish.cancelled, expected)
-        scored = [token.id for piece in pieces for token in piece.prompt]
+        scored = [token for piece in pieces for token in piece.prompt_ids]
         assert scored == list(request.tokens[: len(scored)])
         if request.prompt_logprobs and ids:
             assert len(scored) == len(request.tokens)
-        if request.choice is GREEDY:
+        if request.sampling is GREEDY:
             assert ids == self.alone[place][: len(ids)]
         self._count(f"read to {last.finish.value}")
 

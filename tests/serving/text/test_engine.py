@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import pytest
 
 from systolic.job import ServedCache
-from systolic.serving.refused import RefusedError
-from systolic.serving.text.request import Finish, TextRequest, TokenChoice
+from systolic.serving.errors import RefusedError
+from systolic.serving.text.request import Finish, SamplingParams, TextRequest
 from tests.serving.text.engine import SIZES, SMALL, Small, shared
 
-GREEDY = TokenChoice(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -30,11 +30,13 @@ def engine(small):
 
 
 def ids(pieces) -> list[int]:
-    return [token.id for piece in pieces for token in piece.tokens]
+    return [token for piece in pieces for token in piece.token_ids]
 
 
-def ask(engine, tokens, most, choice=GREEDY, **more) -> list:
-    request = TextRequest(tokens=tokens, max_tokens=most, choice=choice, ignore_ends=True, **more)
+def ask(engine, tokens, most, sampling=GREEDY, **more) -> list:
+    request = TextRequest(
+        tokens=tokens, max_tokens=most, sampling=sampling, ignore_ends=True, **more
+    )
     return list(engine.submit(request))
 
 
@@ -45,11 +47,11 @@ def test_a_text_has_the_tokens_of_reading_it_whole(small, engine, length):
     wanted, scores = small.greedy(prompt, 12)
     pieces = ask(engine, prompt, 12, logprobs=0)
     assert ids(pieces) == wanted
-    found = [token.logprob for piece in pieces for token in piece.tokens]
+    found = [value for piece in pieces for value, _ in piece.logprobs]
     assert found == pytest.approx(scores, abs=1e-4)
     assert pieces[-1].finish is Finish.length
-    assert pieces[-1].usage.prompt_tokens == length
-    assert pieces[-1].usage.completion_tokens == 12
+    assert pieces[-1].prompt_tokens == length
+    assert pieces[-1].completion_tokens == 12
 
 
 def test_many_at_once_have_the_tokens_of_each_alone(small, engine):
@@ -61,7 +63,9 @@ def test_many_at_once_have_the_tokens_of_each_alone(small, engine):
     ]
     counts = [draw.randrange(1, 20) for _ in prompts]
     streams = [
-        engine.submit(TextRequest(tokens=prompt, max_tokens=count, choice=GREEDY, ignore_ends=True))
+        engine.submit(
+            TextRequest(tokens=prompt, max_tokens=count, sampling=GREEDY, ignore_ends=True)
+        )
         for prompt, count in zip(prompts, counts, strict=True)
     ]
     for prompt, count, stream in zip(prompts, counts, streams, strict=True):
@@ -83,7 +87,7 @@ def test_greedy_texts_are_the_same_at_every_concurrency(small):
         for at_once in (1, 2, 3, 5, 8, 16, 24):
             places = draw.sample(range(24), at_once)
             requests = [
-                TextRequest(tokens=prompts[n], max_tokens=24, choice=GREEDY, ignore_ends=True)
+                TextRequest(tokens=prompts[n], max_tokens=24, sampling=GREEDY, ignore_ends=True)
                 for n in places
             ]
             streams = [engine.submit(request) for request in requests]
@@ -97,7 +101,7 @@ def test_a_prompt_seen_before_is_not_read_again(small, engine):
     first, again = ask(engine, prompt, 5), ask(engine, prompt, 5)
     assert ids(first) == ids(again) == small.greedy(prompt, 5)[0]
     # 49 of 50 tokens can be found, in whole pages of 8.
-    assert again[-1].usage.cached_tokens == 48
+    assert again[-1].cached_tokens == 48
 
 
 @pytest.mark.slow
@@ -107,7 +111,7 @@ def test_over_pages_in_int8_a_text_is_the_same_alone_and_beside_others_cached_an
     prompts = [begin + [draw.randrange(256) for _ in range(12)] for _ in range(5)]
     lost = []
     watcher = SimpleNamespace(
-        stepped=lambda facts: lost.append(facts.preempted), ended=lambda facts: None
+        stepped=lambda facts: lost.append(facts.preempted), ended=lambda output, load: None
     )
     sizes = replace(SIZES, cache=ServedCache.int8, pages=16, programs=(1, 1, 1), mixed=True)
     engine = small.opened(sizes, watcher)
@@ -116,13 +120,13 @@ def test_over_pages_in_int8_a_text_is_the_same_alone_and_beside_others_cached_an
         alone = [ids(ask(engine, prompt, 40)) for prompt in prompts]
         streams = [
             engine.submit(
-                TextRequest(tokens=prompt, max_tokens=40, choice=GREEDY, ignore_ends=True)
+                TextRequest(tokens=prompt, max_tokens=40, sampling=GREEDY, ignore_ends=True)
             )
             for prompt in prompts
         ]
         together = [list(stream) for stream in streams]
         assert [ids(pieces) for pieces in together] == alone
-        assert any(pieces[-1].usage.cached_tokens for pieces in together)
+        assert any(pieces[-1].cached_tokens for pieces in together)
         assert sum(lost) > 0
     finally:
         engine.stop()
@@ -155,7 +159,7 @@ def test_too_few_pages_make_texts_wait_or_read_again(overflowing, scarce):
             TextRequest(
                 tokens=prompt,
                 max_tokens=50,
-                choice=GREEDY,
+                sampling=GREEDY,
                 ignore_ends=True,
                 logprobs=1,
                 prompt_logprobs=number % 2 == 0,
@@ -167,7 +171,7 @@ def test_too_few_pages_make_texts_wait_or_read_again(overflowing, scarce):
         pieces = list(stream)
         assert ids(pieces) == overflowing.greedy(prompt, 50)[0]
         # Those that were read again are scored once.
-        scored = [token.id for piece in pieces for token in piece.prompt]
+        scored = [token for piece in pieces for token in piece.prompt_ids]
         assert scored == (prompt if number % 2 == 0 else [])
     assert scarce.scheduler.pool.in_use == 0
 
@@ -177,10 +181,10 @@ def test_a_text_that_overflows_ends_and_no_other_sees_it(overflowing, scarce):
     # In the first of two chunks, in the last, and alone.
     for prompt in ([OVERFLOWS, *range(30)], [*range(30), OVERFLOWS, 1], [OVERFLOWS]):
         stream = scarce.submit(
-            TextRequest(tokens=beside, max_tokens=12, choice=GREEDY, ignore_ends=True)
+            TextRequest(tokens=beside, max_tokens=12, sampling=GREEDY, ignore_ends=True)
         )
         last = ask(scarce, prompt, 4)[-1]
-        assert (last.finish, last.usage.completion_tokens) == (Finish.error, 0)
+        assert (last.finish, last.completion_tokens) == (Finish.error, 0)
         assert "not finite" in last.message
         assert ids(stream) == overflowing.greedy(beside, 12)[0]
     for prompt in after:
@@ -197,19 +201,19 @@ def test_pages_of_a_text_that_overflows_are_found_by_none(overflowing, scarce):
     ):
         for more in ([], [], [5], [6, 7]):
             last = ask(scarce, [*prompt, *more], 4)[-1]
-            assert last.finish is Finish.error, (prompt, more, last.usage)
+            assert last.finish is Finish.error, (prompt, more, last)
             read = prompt.index(OVERFLOWS)
-            assert last.usage.cached_tokens <= read
+            assert last.cached_tokens <= read
 
 
 def test_settings_that_do_not_fit_end_one_text_alone(small, engine):
-    stream = engine.submit(TextRequest(tokens=[9, 8], max_tokens=20, choice=GREEDY))
-    last = ask(engine, [1, 2], 3, TokenChoice(logit_bias={1 << 40: 1.0}))[-1]
+    stream = engine.submit(TextRequest(tokens=[9, 8], max_tokens=20, sampling=GREEDY))
+    last = ask(engine, [1, 2], 3, SamplingParams(logit_bias={1 << 40: 1.0}))[-1]
     assert last.finish is Finish.error
     # NumPy before 2.4 warns, which is an error in tests.
     assert "OverflowError" in last.message or "out-of-bound" in last.message
     with pytest.raises(RefusedError, match="301 tokens and at most 300") as found:
-        ask(engine, [1, 2], 3, TokenChoice(logit_bias=dict.fromkeys(range(301), 1.0)))
+        ask(engine, [1, 2], 3, SamplingParams(logit_bias=dict.fromkeys(range(301), 1.0)))
     assert found.value.parameter == "logit_bias"
     assert ids(stream) == small.greedy([9, 8], 20)[0]
     assert engine.ready
@@ -226,10 +230,10 @@ def test_a_decoder_that_fails_ends_one_text_alone(small, engine, monkeypatch):
         def stream(self, *_):
             return Broken()
 
-    stream = engine.submit(TextRequest(tokens=[9, 8], max_tokens=20, choice=GREEDY))
+    stream = engine.submit(TextRequest(tokens=[9, 8], max_tokens=20, sampling=GREEDY))
     with monkeypatch.context() as patch:
         patch.setattr(engine, "tokenizer", BrokenTokenizer())
-        broken = engine.submit(TextRequest(tokens=[1], max_tokens=4, choice=GREEDY))
+        broken = engine.submit(TextRequest(tokens=[1], max_tokens=4, sampling=GREEDY))
     last = list(broken)[-1]
     assert (last.finish, last.message) == (Finish.error, "ValueError: no such token")
     assert ids(stream) == small.greedy([9, 8], 20)[0]
@@ -237,11 +241,11 @@ def test_a_decoder_that_fails_ends_one_text_alone(small, engine, monkeypatch):
 
 
 def test_a_seed_gives_the_same_text_alone_and_beside_others(engine):
-    choice = TokenChoice(temperature=1.0, seed=7)
+    choice = SamplingParams(temperature=1.0, seed=7)
     alone = ids(ask(engine, [5, 6, 7], 16, choice))
-    request = TextRequest(tokens=[5, 6, 7], max_tokens=16, choice=choice, ignore_ends=True)
+    request = TextRequest(tokens=[5, 6, 7], max_tokens=16, sampling=choice, ignore_ends=True)
     others = [
-        TextRequest(tokens=[n], max_tokens=16, choice=TokenChoice(seed=n), ignore_ends=True)
+        TextRequest(tokens=[n], max_tokens=16, sampling=SamplingParams(seed=n), ignore_ends=True)
         for n in range(5)
     ]
     streams = [engine.submit(one) for one in [*others, request]]
@@ -251,10 +255,10 @@ def test_a_seed_gives_the_same_text_alone_and_beside_others(engine):
 
 def test_the_cuts_of_a_row_do_not_touch_another(small, engine):
     prompt = [9, 8, 7]
-    narrow = TokenChoice(temperature=2.0, top_k=1)
-    wide = TokenChoice(temperature=0.0, logit_bias={33: 100.0})
+    narrow = SamplingParams(temperature=2.0, top_k=1)
+    wide = SamplingParams(temperature=0.0, logit_bias={33: 100.0})
     streams = [
-        engine.submit(TextRequest(tokens=prompt, max_tokens=8, choice=one, ignore_ends=True))
+        engine.submit(TextRequest(tokens=prompt, max_tokens=8, sampling=one, ignore_ends=True))
         for one in (narrow, wide, GREEDY)
     ]
     wanted = small.greedy(prompt, 8)[0]
@@ -268,7 +272,7 @@ def test_a_penalty_counts_the_token_chosen_last(small, engine):
     tokens = sorted({*range(40, 60)})
     # Among twenty tokens, so that some come again and the penalty decides.
     bias = dict.fromkeys(tokens, 30.0)
-    choice = TokenChoice(temperature=0.0, frequency_penalty=2.0, logit_bias=bias)
+    choice = SamplingParams(temperature=0.0, frequency_penalty=2.0, logit_bias=bias)
 
     def change(logits, text):
         for token in tokens:
@@ -287,7 +291,7 @@ def test_waiting_for_the_device_is_no_time_of_the_host(engine, monkeypatch, pena
         def stepped(self, facts) -> None:
             self.seconds.append((facts.host_seconds, facts.seconds))
 
-        def ended(self, facts) -> None:
+        def ended(self, output, load) -> None:
             pass
 
     watch, now, collect = Watch(), [0.0], engine.runner.collect
@@ -302,7 +306,7 @@ def test_waiting_for_the_device_is_no_time_of_the_host(engine, monkeypatch, pena
     monkeypatch.setattr("systolic.serving.text.engine.time", clock)
     monkeypatch.setattr(engine.runner, "collect", slow)
     monkeypatch.setattr(engine, "watcher", watch)
-    ask(engine, [1, 2], 6, TokenChoice(temperature=0.0, presence_penalty=penalty))
+    ask(engine, [1, 2], 6, SamplingParams(temperature=0.0, presence_penalty=penalty))
     assert sum(seconds for _, seconds in watch.seconds) >= 4
     assert [host for host, _ in watch.seconds] == [0.0] * len(watch.seconds)
 
@@ -312,19 +316,19 @@ def test_log_probabilities_of_a_prompt_are_those_of_reading_it_whole(small, engi
     prompt = [draw.randrange(256) for _ in range(40)]
     ask(engine, prompt, 1)  # Its pages could be shared; scores need all of it.
     pieces = ask(engine, prompt, 1, logprobs=3, prompt_logprobs=True)
-    found = [token for piece in pieces for token in piece.prompt]
-    assert [token.id for token in found] == prompt
-    assert found[0].logprob is None
+    found = [value for piece in pieces for value in piece.prompt_logprobs]
+    assert [token for piece in pieces for token in piece.prompt_ids] == prompt
+    assert found[0][0] is None
     every = small.whole(jnp.asarray([prompt], jnp.int32))
-    for place, token in enumerate(found[1:]):
-        assert token.logprob == pytest.approx(float(every[place, token.id]), abs=1e-4)
-        assert len(token.top) == 3
-        assert token.top[0][1] == pytest.approx(float(every[place].max()), abs=1e-4)
+    for place, (token, (logprob, top)) in enumerate(zip(prompt[1:], found[1:], strict=True)):
+        assert logprob == pytest.approx(float(every[place, token]), abs=1e-4)
+        assert len(top) == 3
+        assert top[0][1] == pytest.approx(float(every[place].max()), abs=1e-4)
 
 
 def test_a_cancelled_text_gives_its_pages_back(engine):
     stream = engine.submit(
-        TextRequest(tokens=[1] * 20, max_tokens=70, choice=GREEDY, ignore_ends=True)
+        TextRequest(tokens=[1] * 20, max_tokens=70, sampling=GREEDY, ignore_ends=True)
     )
     pieces = iter(stream)
     next(pieces)
@@ -367,7 +371,7 @@ def test_what_can_never_run_is_refused(engine, tokens, most, said):
 
 def test_a_full_queue_refuses_and_a_drain_loses_nothing(small):
     engine = small.engine(rows=1, queued=2, programs=(1, 1, 1))
-    request = TextRequest(tokens=[1], max_tokens=60, choice=GREEDY, ignore_ends=True)
+    request = TextRequest(tokens=[1], max_tokens=60, sampling=GREEDY, ignore_ends=True)
     streams, refused = [], []
     for _ in range(12):
         try:
@@ -390,15 +394,15 @@ def test_a_compile_after_the_start_is_noticed(small):
     engine = small.engine(rows=1, queued=2, programs=(1, 1, 1))
     try:
         runner = engine.runner
-        real = runner.dispatch
+        real = runner.run
 
-        def dispatch(work, live):
+        def run(work):
             import jax
 
             jax.jit(lambda x: x * 3 + 1)(jnp.ones((5, 7)))
-            return real(work, live)
+            return real(work)
 
-        runner.dispatch = dispatch
+        runner.run = run
         last = ask(engine, [1, 2, 3], 4)[-1]
         assert last.finish is Finish.error
         assert "compiled after the engine was ready" in last.message

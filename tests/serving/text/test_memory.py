@@ -6,11 +6,11 @@ import jax
 import psutil
 import pytest
 
-from systolic.aot import PagedProgram
 from systolic.chips import slice
+from systolic.compiling import PagedProgram
 from systolic.core.errors import RunError
-from systolic.forecasting.serving_memory import ServingMemory
 from systolic.job import ServedCache
+from systolic.job.serving_memory import ServingMemory
 from systolic.serving.text import memory
 from systolic.serving.text.memory import held_bytes
 from systolic.serving.text.opening import open_engine, plan_engine

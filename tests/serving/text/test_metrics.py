@@ -7,15 +7,14 @@ from dataclasses import replace
 import pytest
 
 from systolic.serving.compiles import CompileFacts
-from systolic.serving.http.desk import Desk
 from systolic.serving.http.limits import HttpLimits
-from systolic.serving.http.meters import TextMetrics
-from systolic.serving.http.metrics import Metrics
-from systolic.serving.http.opened import TextOpening
-from systolic.serving.served import ServedText, Shelf
+from systolic.serving.http.load_metrics import TextLoadMetrics
+from systolic.serving.http.metrics import Metrics, TextMetrics
+from systolic.serving.http.state import ServerState
+from systolic.serving.registry import ModelRegistry, ServedText
 from systolic.serving.text.engine import Engine
 from systolic.serving.text.opening import open_engine
-from systolic.serving.text.request import TextRequest, TokenChoice
+from systolic.serving.text.request import SamplingParams, TextRequest
 from tests.serving.http.running import wait
 from tests.serving.text.engine import SIZES, Small, shared
 
@@ -28,7 +27,7 @@ class Silent:
 def opened(small: Small, metrics: Metrics, **changed) -> Engine:
     meter = TextMetrics(metrics).of("m")
     sizes = replace(SIZES, programs=(1, 1, 1), **changed)
-    opening = TextOpening("m", meter, Silent())
+    opening = TextLoadMetrics("m", meter, Silent())
     return open_engine(small.steps, small.params, small.rest, sizes, meter, opening)
 
 
@@ -37,7 +36,7 @@ def request(first: int, size: int, answer: int) -> TextRequest:
     return TextRequest(
         tokens=[first, *range(1, size)],
         max_tokens=answer,
-        choice=TokenChoice(temperature=0.0),
+        sampling=SamplingParams(temperature=0.0),
         ignore_ends=True,
     )
 
@@ -163,13 +162,15 @@ def test_a_step_that_hangs_is_not_ready_and_comes_back(
     engine, _ = alone
     served = ServedText(name="m", engine=engine, tokenizer=engine.tokenizer)
     limits = HttpLimits(heartbeat_seconds=0.1)
-    desk = Desk(shelf=Shelf([served]), limits=limits, metrics=Metrics(), opened=True)
+    state = ServerState(
+        registry=ModelRegistry([served]), limits=limits, metrics=Metrics(), opened=True
+    )
     go_on, collect = threading.Event(), engine.runner.collect
     monkeypatch.setattr(engine.runner, "collect", lambda flight: go_on.wait(60) and collect(flight))
-    wait(lambda: desk.ready and desk.alive)
+    wait(lambda: state.ready and state.alive)
     stream = engine.submit(request(100, 8, 3))
-    wait(lambda: not desk.ready)
-    wait(lambda: not desk.alive)
+    wait(lambda: not state.ready)
+    wait(lambda: not state.alive)
     go_on.set()
-    assert sum(len(piece.tokens) for piece in stream) == 3
-    wait(lambda: desk.ready and desk.alive)
+    assert sum(len(piece.token_ids) for piece in stream) == 3
+    wait(lambda: state.ready and state.alive)

@@ -5,8 +5,23 @@ import random
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from systolic.serving.text.pages import NOWHERE, PagePool
-from systolic.serving.text.scheduler import PENDING, Scheduler, StepLimits, Text
+from systolic.data.text.tokenizer import Tokenizer
+from systolic.serving.text.request import Stream, TextRequest
+from systolic.serving.text.scheduler import NOWHERE, PagePool, Scheduler, StepLimits
+from systolic.serving.text.sequence import PENDING, Sequence
+
+TOKENIZER = Tokenizer()
+
+
+def sequence(number: int, tokens: list[int], most: int) -> Sequence:
+    return Sequence(
+        number=number,
+        request=TextRequest(tokens=tokens, max_tokens=most - len(tokens)),
+        stream=Stream(lambda _: None),
+        tokenizer=TOKENIZER,
+        ends=(),
+        context=most,
+    )
 
 
 class Device:
@@ -17,9 +32,9 @@ class Device:
         self.rows: dict[tuple[int, int], tuple[int, ...]] = {}
         self.known: dict[int, list[int]] = {}
 
-    def read(self, text: Text, count: int) -> None:
+    def read(self, text: Sequence, count: int) -> None:
         """Reads ``count`` more; what lies in the pages alone decides the token after the last."""
-        tokens = self.known.setdefault(text.number, text.tokens[: text.prompt])
+        tokens = self.known.setdefault(text.number, text.tokens[: text.prompt_tokens])
         for at in range(text.read, text.read + count):
             page = text.pages[at // self.size]
             assert page != NOWHERE
@@ -67,15 +82,15 @@ def test_every_text_ends_as_it_would_alone(
     pool = PagePool(num_pages=num_pages, page_size=page_size, reuse=reuse)
     scheduler = Scheduler(pool=pool, limits=StepLimits(rows=rows, chunk=chunk, prefills=prefills))
     device = Device(page_size)
-    texts: list[Text] = []
+    texts: list[Sequence] = []
     for number in range(draw.randint(1, 12)):
         prompt = [draw.randint(0, 1) for _ in range(draw.randint(1, 12))]
         most = len(prompt) + draw.randint(1, 10)
         if scheduler.fits(most):
-            texts.append(Text(number=number, tokens=prompt, prompt=len(prompt), most=most))
-    expected = {text.number: alone(text.tokens[: text.prompt], text.most) for text in texts}
+            texts.append(sequence(number, prompt, most))
+    expected = {t.number: alone(t.tokens[: t.prompt_tokens], t.max_length) for t in texts}
     coming, ended, cancelled = list(texts), set(), set()
-    flight: list[Text] = []
+    flight: list[Sequence] = []
     for _ in range(3000):
         while coming and draw.random() < 0.4:
             scheduler.add(coming.pop(0))
@@ -84,7 +99,7 @@ def test_every_text_ends_as_it_would_alone(
             scheduler.remove(gone)
             cancelled.add(gone.number)
         before, flight = flight, []
-        work = scheduler.next()
+        work = scheduler.schedule()
         assert len(scheduler.running) <= rows
         assert len({text.slot for text in scheduler.running}) == len(scheduler.running)
         assert len(work.prefill) <= prefills
@@ -118,16 +133,16 @@ def test_every_text_ends_as_it_would_alone(
 def test_a_prompt_that_begins_the_same_reads_the_rest_only() -> None:
     pool = PagePool(num_pages=16, page_size=4)
     scheduler = Scheduler(pool=pool, limits=StepLimits(rows=4, chunk=64, prefills=4))
-    first = Text(number=0, tokens=list(range(10)), prompt=10, most=12)
+    first = sequence(0, list(range(10)), 12)
     scheduler.add(first)
-    ((_, count),) = scheduler.next().prefill
+    ((_, count),) = scheduler.schedule().prefill
     assert count == 10
     first.read += 10
     scheduler.publish(first, first.read)
-    second = Text(number=1, tokens=[*range(8), 99, 98], prompt=10, most=12)
+    second = sequence(1, [*range(8), 99, 98], 12)
     scheduler.add(second)
-    work = scheduler.next()
+    work = scheduler.schedule()
     assert [(text.number, count) for text, count in work.prefill] == [(1, 2)]
-    assert second.reused == 8
+    assert second.cached_tokens == 8
     assert second.pages[:2] == first.pages[:2]
     assert second.pages[2] != first.pages[2]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from systolic.serving.served import ServedText
+from systolic.serving.registry import ServedText
 from tests.serving.http.running import running
 from tests.serving.text.engine import SIZES, shared
 from tests.serving.text.storm import Storm, Watched

@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from systolic.serving.text.request import Finish, TextPiece, TextTimes
-from systolic.serving.text.stream import Stream
+from systolic.serving.text.request import Finish, Stream, TextOutput
 
-PIECES = [TextPiece(text=word) for word in "abc"] + [TextPiece(text="d", finish=Finish.length)]
+PIECES = [TextOutput(text=word) for word in "abc"] + [TextOutput(text="d", finish=Finish.length)]
 
 
 def nothing(_: Stream) -> None:
@@ -33,7 +32,7 @@ def writing(stream: Stream, before: Callable[[], object] = lambda: None) -> thre
 def test_pieces_come_in_order(early: bool) -> None:
     read, looped, reading = Stream(nothing), Stream(nothing), threading.Event()
 
-    async def follow() -> list[TextPiece]:
+    async def follow() -> list[TextOutput]:
         if not early:
             # Runs when the reader below waits for its first piece.
             asyncio.get_running_loop().call_soon(reading.set)
@@ -65,7 +64,7 @@ def test_a_piece_for_a_loop_that_is_closed_cancels_the_request() -> None:
 
 
 def test_phases_are_a_partition_of_the_time() -> None:
-    whole = TextTimes(submitted_ns=0, queue_seconds=1.0, first_token_seconds=3.0, seconds=7.0)
+    whole = TextOutput(submitted_ns=0, queue_seconds=1.0, first_token_seconds=3.0, seconds=7.0)
     assert whole.phases() == {"queue": 1.0, "prefill": 2.0, "decode": 4.0}
-    none = TextTimes(submitted_ns=0, queue_seconds=1.0, first_token_seconds=None, seconds=7.0)
+    none = TextOutput(submitted_ns=0, queue_seconds=1.0, first_token_seconds=None, seconds=7.0)
     assert none.phases() == {"queue": 1.0, "prefill": 6.0}

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from systolic.artifact.weights import Weights
 from systolic.core.errors import OptionError
-from systolic.predicting.latency import CallSizes
+from systolic.inference.latency import CallSizes
+from systolic.runs.weights import Weights
 from systolic.serving.text.opening import EngineSizes, plan_engine
 from systolic.serving.text.timed import ServedTexts
 from tests.serving.text.engine import SMALL, Small, shared

@@ -8,15 +8,15 @@ from flax import nnx
 
 from systolic.job import Target
 from systolic.models.attention import attention, plain_dtype
+from systolic.models.context_order import Order
 from systolic.models.decoder.cache import ScorePart, Sight, attend_one
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.latent import LatentAttention
+from systolic.models.decoder.layers import MLP, added, bias, norm, rope
 from systolic.models.decoder.moe import Mixture
-from systolic.models.decoder.parts import MLP, added, bias, norm, rope
+from systolic.models.linear import product
 from systolic.models.masking import Logits, Masking
-from systolic.models.order import Order
 from systolic.models.parameters import weight
-from systolic.models.product import product
 from systolic.models.remat import name
 from systolic.models.residual import STREAM, gathered
 

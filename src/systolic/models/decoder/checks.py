@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from systolic.core.errors import LayoutError, OptionError, nearest
 from systolic.job import Layout, OptimizerKind, Remat
 from systolic.models.decoder.config import Dispatch
-from systolic.models.decoder.switches import Score
+from systolic.models.decoder.options import Score
 
 if TYPE_CHECKING:
     from systolic.models.decoder.config import Decoder

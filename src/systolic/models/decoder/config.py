@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
+from systolic.core.dependent_options import Needs, check_needs
 from systolic.core.errors import OptionError
-from systolic.core.needs import Needs, check_needs
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, Range, check
 from systolic.job import (
     Axis,
@@ -21,9 +21,9 @@ from systolic.job import (
     Rounding,
     Target,
 )
-from systolic.models.decoder import count
+from systolic.models.decoder import sizes
+from systolic.models.decoder.options import Latent, Mup, Router
 from systolic.models.decoder.rotary import RopeScaling, Rotary
-from systolic.models.decoder.switches import Latent, Mup, Router
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -294,7 +294,7 @@ class Decoder(Model):
     @property
     def num_parameters(self) -> int:
         """Parameters, embeddings included."""
-        return count.parameters(self)
+        return sizes.parameters(self)
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -349,7 +349,7 @@ class Decoder(Model):
 
     def update_factor(self, path: str, kind: OptimizerKind) -> float:
         """Factor of updates: below 1 for matrices whose fan-in is larger than at the base width."""
-        from systolic.models.decoder.width import update_factor
+        from systolic.models.decoder.mup import update_factor
 
         return update_factor(self, path, kind)
 
@@ -370,12 +370,12 @@ class Decoder(Model):
 
     def flops(self, fields: Mapping[str, Field]) -> float:
         """Matmul FLOPs of the forward pass of one sequence; attention counts what the causal mask or window leaves."""
-        sequence, work = fields["tokens"].shape[0], count.work(self)
-        return sequence * (work.token + work.logits) + work.pair * count.pairs(self, sequence)
+        sequence, work = fields["tokens"].shape[0], sizes.work(self)
+        return sequence * (work.token + work.logits) + work.pair * sizes.pairs(self, sequence)
 
     def weight_flops(self, fields: Mapping[str, Field]) -> float:
         """FLOPs of one sequence without attention's own products."""
-        work = count.work(self)
+        work = sizes.work(self)
         return fields["tokens"].shape[0] * (work.token + work.logits)
 
     @property
@@ -385,7 +385,7 @@ class Decoder(Model):
 
     def adaptable(self) -> Mapping[str, int]:
         """Matrices of attention, of dense feed-forward parts and of shared experts; other experts have no adapters."""
-        return count.adapters(self)
+        return sizes.adapters(self)
 
     def quantizable(self, path: str) -> bool:
         """The matrices of :meth:`adaptable`, those of experts, the embedding and the output matrix."""
@@ -399,13 +399,13 @@ class Decoder(Model):
 
     def prefill_flops(self, sequence: int) -> float:
         """Matmul FLOPs of reading a prompt of so many tokens: logits of the last one only."""
-        work = count.work(self)
-        return sequence * work.token + work.logits + work.pair * count.pairs(self, sequence)
+        work = sizes.work(self)
+        return sequence * work.token + work.logits + work.pair * sizes.pairs(self, sequence)
 
     def decode_flops(self, sequence: int) -> float:
         """Matmul FLOPs of the last token of so many, the others in a cache."""
-        work = count.work(self)
-        seen = count.pairs(self, sequence) - count.pairs(self, sequence - 1)
+        work = sizes.work(self)
+        seen = sizes.pairs(self, sequence) - sizes.pairs(self, sequence - 1)
         return work.token + work.logits + work.cached * seen
 
     def axes(self) -> frozenset[Axis]:

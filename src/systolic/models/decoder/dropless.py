@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from systolic.job import Target
 from systolic.models.decoder.config import Mlp
 from systolic.models.decoder.few import few_product, takes
-from systolic.models.decoder.parts import gated
+from systolic.models.decoder.layers import gated
 from systolic.models.grouped import grouped_product
 from systolic.models.layered import Layered
 from systolic.models.quantized import Quantized

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from systolic.job import Target
 from systolic.models.decoder.config import Mlp
-from systolic.models.decoder.parts import gated
+from systolic.models.decoder.layers import gated
 from systolic.models.grouped import ARRAY_ROWS, VMEM_BYTES
 from systolic.models.quantized import NARROW_DTYPES, Quantized
 

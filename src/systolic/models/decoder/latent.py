@@ -13,10 +13,10 @@ from flax import nnx
 
 from systolic.job import Target
 from systolic.models.decoder.config import Decoder
-from systolic.models.decoder.parts import norm, rope
+from systolic.models.decoder.layers import norm, rope
 from systolic.models.decoder.rotary import Rotary
+from systolic.models.linear import product
 from systolic.models.parameters import weight
-from systolic.models.product import product
 from systolic.models.remat import name
 from systolic.models.residual import STREAM, gathered
 

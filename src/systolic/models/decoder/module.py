@@ -9,21 +9,21 @@ from flax import nnx
 
 from systolic.core.errors import OptionError
 from systolic.job import IncrementalDecoder, Target, TokenScorer
+from systolic.models.context_order import Order, balanced
 from systolic.models.decoder.block import DecoderBlock
 from systolic.models.decoder.cache import Cache, appended_rows, latest, no_rows, stored_rows
 from systolic.models.decoder.chunks import score_chunks
 from systolic.models.decoder.config import Decoder
+from systolic.models.decoder.layer_groups import Step, Stretch
+from systolic.models.decoder.layers import norm
 from systolic.models.decoder.moe import Mixture
 from systolic.models.decoder.ngrams import NGrams
-from systolic.models.decoder.parts import norm
 from systolic.models.decoder.pipeline import run_stages
 from systolic.models.decoder.router import balance, moved
 from systolic.models.decoder.stack import at, run_layers, stack
-from systolic.models.decoder.stretch import Step, Stretch
+from systolic.models.linear import plain_product, product, served_on_cpu
 from systolic.models.masking import Masking, soft_cap
-from systolic.models.order import Order, balanced
 from systolic.models.parameters import weight
-from systolic.models.product import plain_product, product, served_on_cpu
 from systolic.models.quantized import Quantized
 from systolic.models.remat import rematerialise
 from systolic.models.residual import STREAM, gathered

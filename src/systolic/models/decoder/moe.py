@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from systolic.job import Target
+from systolic.models.context_order import Order
 from systolic.models.decoder.config import Decoder, Dispatch
 from systolic.models.decoder.dropless import dropless
-from systolic.models.decoder.parts import MLP, gated
+from systolic.models.decoder.layers import MLP, gated
 from systolic.models.decoder.router import RouterBias, choose, routed_as
-from systolic.models.order import Order
+from systolic.models.linear import product
 from systolic.models.parameters import weight
-from systolic.models.product import product
 from systolic.models.remat import name
 from systolic.models.residual import gathered
 

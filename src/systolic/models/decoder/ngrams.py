@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from systolic.job import Target
+from systolic.models.context_order import Order
 from systolic.models.decoder.config import Decoder
-from systolic.models.order import Order
+from systolic.models.linear import product
 from systolic.models.parameters import weight
-from systolic.models.product import product
 
 MULTIPLIER = 0x9E3779B1
 """The 32-bit golden ratio prime of multiplicative hashing (Knuth, TAOCP 3, 6.4)."""

@@ -4,7 +4,7 @@ import math
 from typing import TYPE_CHECKING
 
 from systolic.job import Layout, ModelStats, Remat
-from systolic.models.decoder import count
+from systolic.models.decoder import sizes
 from systolic.models.decoder.config import Dispatch
 
 if TYPE_CHECKING:
@@ -99,10 +99,10 @@ def _key_heads(config: "Decoder") -> int:
 def _costs(config: "Decoder") -> dict[str, float]:
     """Parameters of the matmul that makes each activation: its share of the FLOPs of a mean layer."""
     d, keys = config.d_model, config.kv_heads * config.head_dim
-    hidden = count.feed_forward(config, config.experts_per_token) / config.layers
+    hidden = sizes.feed_forward(config, config.experts_per_token) / config.layers
     router = d * config.experts * config.mixtures / config.layers
     down = (hidden - router) / config.mlp_matrices
-    ends = {"out": count.out(config), "mlp": hidden - router - down, "down": down}
+    ends = {"out": sizes.out(config), "mlp": hidden - router - down, "down": down}
     if latent := config.latent:
         q, r = latent.q_lora_rank, latent.kv_lora_rank
         return ends | {

@@ -5,8 +5,8 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
+from systolic.core.dependent_options import Needs, check_needs
 from systolic.core.errors import OptionError
-from systolic.core.needs import Needs, check_needs
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, Range, check
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from systolic.models.decoder.switches import Router, Score
+from systolic.models.decoder.options import Router, Score
 
 LEAST = 1e-20
 """Added to the sum of sigmoid scores before it divides (DeepSeek-V3's published code)."""

@@ -11,9 +11,9 @@ from systolic.job import Target
 from systolic.models.attention import attention
 from systolic.models.encoder.config import Encoder, FeedForward
 from systolic.models.layers import LayerNorm, zeros
+from systolic.models.linear import product
 from systolic.models.masking import Masking
 from systolic.models.parameters import weight
-from systolic.models.product import product
 from systolic.models.remat import name, rematerialise
 from systolic.models.residual import STREAM, gathered
 

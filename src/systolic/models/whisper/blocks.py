@@ -7,9 +7,9 @@ from flax import nnx
 from systolic.job import Target
 from systolic.models.attention import attention
 from systolic.models.layers import LayerNorm, zeros
+from systolic.models.linear import product
 from systolic.models.masking import Masking
 from systolic.models.parameters import weight
-from systolic.models.product import product
 from systolic.models.remat import name
 from systolic.models.residual import STREAM, gathered
 from systolic.models.whisper.config import Whisper

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 import msgspec
 
 from systolic import recipes
-from systolic.artifact.chosen import Chosen, SavedPlan, candidate
 from systolic.core.errors import OptionError
 from systolic.job import Job
 from systolic.recipes import Recipe
+from systolic.runs.plan_choice import Chosen, SavedPlan, candidate
 
 
 class PlanLike(Protocol):

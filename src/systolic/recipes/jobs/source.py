@@ -6,15 +6,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from systolic import recipes
-from systolic.artifact import paths
-from systolic.artifact.chosen import Chosen
-from systolic.artifact.saved_job import types_of
 from systolic.core.errors import OptionError
 from systolic.core.option_words import flat, negated, option_words
 from systolic.core.ranges import dashed
 from systolic.job import Job, Layout
 from systolic.recipes import Recipe
 from systolic.recipes.jobs.plan import kept_choice, planned_options, under_plan
+from systolic.runs import paths
+from systolic.runs.plan_choice import Chosen
+from systolic.runs.saved_job import types_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,12 +17,12 @@ from typing import Any
 import msgspec
 
 from systolic.core.errors import DataError, OptionError
-from systolic.interop.program.model import ExportedProgram
+from systolic.formats.program.model import ExportedProgram
 from systolic.job import Job, Layout, Model, Remat
+from systolic.models.config_fields import notes_of
 from systolic.models.decoder.config import Decoder
 from systolic.models.families import CONFIG, Config, family, read_config
 from systolic.models.published import find_published, published
-from systolic.models.unread import notes_of
 from systolic.recipes.lm import BATCH, lm
 
 ROW = 4096
@@ -186,7 +186,7 @@ def _row(config: Config) -> int:
 
 def _of_bundle(fields: Config, file: Path) -> Model:
     """The model of a bundle.json."""
-    from systolic.artifact.bundle import MODELS  # imports NumPy
+    from systolic.runs.bundle.folder import MODELS  # imports NumPy
 
     record = dict(fields.get("model") or {})
     kind = record.pop("type", None)

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 from systolic.core.ranges import COUNT, POSITIVE
-from systolic.interop.bundled import open_bundled
-from systolic.interop.jobs import job_of
+from systolic.formats.bundle import open_bundled
+from systolic.formats.jobs import job_of
 from systolic.job import Batch, Job, Layout
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from systolic.core.files import write_atomically
 from systolic.core.units import duration, si
 from systolic.explaining.cause import Cause
-from systolic.explaining.figures import figures as figures_of
+from systolic.explaining.profile_stats import figures as figures_of
 from systolic.profile import Profile, ProfiledOp
 from systolic.profile.ceilings import MATRIX, MEMORY, VECTOR_MEMORY
 from systolic.profile.intervals import Interval, missing, union

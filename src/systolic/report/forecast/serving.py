@@ -6,7 +6,7 @@ from rich.text import Text
 
 from systolic.core.units import duration, gibibytes, plural
 from systolic.forecasting.serving import ServingForecast, ServingPoint
-from systolic.forecasting.serving_memory import ServingMemory
+from systolic.job.serving_memory import ServingMemory
 from systolic.report.terminal import print_lines
 
 WIDTH = 100

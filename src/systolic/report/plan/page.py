@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from systolic.aot.outcome import REPORT
+from systolic.compiling.outcome import REPORT
 from systolic.core.errors import SystolicError
 from systolic.core.files import write_atomically
 from systolic.core.store import Store, cache_home, read_json

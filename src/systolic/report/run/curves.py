@@ -5,9 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from systolic.artifact.record import Record, RunRecord, loss_of
 from systolic.report import charts, figures
 from systolic.report.charts import Chart, LegendKey, Plot, PlotAxis, PlotLine, Points
+from systolic.runs.record import Record, RunRecord, loss_of
 
 TABLE_ROWS = 400
 """Records in the page for the hover read-out; more are sampled evenly."""

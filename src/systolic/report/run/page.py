@@ -8,7 +8,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from systolic.artifact.record import Record, RunRecord, load_run
 from systolic.core.files import write_atomically
 from systolic.report import charts, figures
 from systolic.report.charts import BarPart, Lane, LaneChart, LaneSpan, PlotAxis
@@ -16,6 +15,7 @@ from systolic.report.pages import Tile, fill, is_even
 from systolic.report.run import curves, plain, readings
 from systolic.report.run.verdict import commands, judge
 from systolic.report.terminal import printable
+from systolic.runs.record import Record, RunRecord, load_run
 
 NAME = "report.html"
 

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from systolic.artifact import spent as records
-from systolic.artifact.record import RunRecord
 from systolic.report import figures
+from systolic.runs import time_breakdown as records
+from systolic.runs.record import RunRecord
 
 _ORDER = (
     "step",

@@ -13,13 +13,13 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from systolic.artifact.objects import origin
-from systolic.artifact.record import RunRecord, load_run, loss_of
 from systolic.report import figures, terminal
 from systolic.report.figures import TONE_COLOURS
 from systolic.report.run import readings
 from systolic.report.run.page import NAME
 from systolic.report.run.verdict import judge
+from systolic.runs.record import RunRecord, load_run, loss_of
+from systolic.runs.remote.store import origin
 
 SAMPLE_LINES = 8
 SAMPLE_CHARACTERS = 600

@@ -5,12 +5,12 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from systolic.artifact.record import RunRecord, State
-from systolic.artifact.run import RECIPE
 from systolic.report import figures
 from systolic.report.figures import Tone, Verdict
 from systolic.report.run import readings
 from systolic.report.terminal import one_line
+from systolic.runs.record import RunRecord, State
+from systolic.runs.run import RECIPE
 
 LEVEL = 0.02
 """Difference to gzip's compression that counts as equal."""

@@ -9,7 +9,7 @@ from rich.text import Text
 from systolic.core.units import duration, plural
 from systolic.report import terminal
 from systolic.report.progress import LiveArea, bar
-from systolic.serving.offline.progress import BatchProgress
+from systolic.serving.offline.files import BatchProgress
 
 LINE_SECONDS = 30.0
 """Seconds between lines where there is no terminal."""

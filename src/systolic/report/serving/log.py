@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Any, TextIO
 
 from systolic.core.units import gibibytes, plural
-from systolic.serving.http.logs import EventLog
+from systolic.serving.http.telemetry import EventLog
 
 JSON = '-H "content-type: application/json"'
 EXAMPLES: Mapping[str, tuple[str, ...]] = {

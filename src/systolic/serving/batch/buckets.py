@@ -1,18 +1,20 @@
 """Which shapes are compiled: sizes that pad the expected traffic least, under a number of programs."""
 
+import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from systolic.core.errors import DataError, OptionError
 from systolic.core.ranges import COUNT, check
-from systolic.predicting.rows import Bucket
+from systolic.inference.rows import Bucket
 from systolic.serving.padding import fewest_padded, share_beyond
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """What comes, as histograms: value to how often; {} where nothing is known, then each doubling is as likely."""
+    """Histograms of traffic, value to how often; {} if nothing is known: then each doubling is as likely."""
 
     examples: Mapping[int, float] = field(default_factory=dict)
     """How many examples waited when a batch was taken."""
@@ -242,3 +244,32 @@ def _weights(histogram: Mapping[int, float], most: int, step: int) -> dict[int, 
         up = min(-(-value // step) * step, most)
         made[up] = made.get(up, 0.0) + weight
     return made
+
+
+class Recorder:
+    """Histograms of what came; from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._examples: Counter[int] = Counter()
+        self._lengths: Counter[int] = Counter()
+
+    def record(self, waited: int, lengths: list[int]) -> None:
+        """A batch.
+
+        Args:
+            waited: Rows that could have been in it.
+            lengths: Of its rows, 0 where all have one shape.
+        """
+        with self._lock:
+            self._examples[waited] += 1
+            self._lengths.update(length for length in lengths if length)
+
+    @property
+    def traffic(self) -> Traffic:
+        """Traffic so far."""
+        with self._lock:
+            return Traffic(
+                examples={value: float(count) for value, count in self._examples.items()},
+                lengths={value: float(count) for value, count in self._lengths.items()},
+            )

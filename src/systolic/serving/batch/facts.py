@@ -1,4 +1,4 @@
-"""What a batch model tells whoever watches it: metrics, traces and logs are made of these."""
+"""Events of a batch model, of which metrics, traces and logs are made."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,9 +31,9 @@ class BatchFacts:
     rows: int
     """Rows of the program."""
     useful_positions: int
-    """Of rows that hold an example: rows, or their lengths."""
+    """Positions that hold an example: rows, or their lengths."""
     padded_positions: int
-    """Of the program, without them."""
+    """The program's other positions."""
     padding_share: float
     """Share of the program's positions (rows, or rows x length) that hold nothing."""
     requests: int
@@ -57,7 +57,7 @@ class AnswerFacts:
     queue_seconds: float
     """From then until its last example was in a batch."""
     compute_seconds: float
-    """Of the batches that held it, the longest."""
+    """Time of the longest of the batches that held it."""
     seconds: float
     """From submit to answer."""
 

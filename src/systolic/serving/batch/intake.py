@@ -1,4 +1,4 @@
-"""What requests hold and answers give, by kind: checks, reading of files, and arrays of results."""
+"""Inputs and outputs of requests by kind of model: checks, reading of files, and arrays of results."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 
 from systolic.core.errors import OptionError, nearest
-from systolic.predicting.forms import Form
-from systolic.predicting.readers import Example, Output
-from systolic.predicting.rows import Row
-from systolic.serving.batch.limits import InputLimits
+from systolic.inference.forms import Form
+from systolic.inference.readers import Example, Output
+from systolic.inference.rows import Row
+from systolic.serving.batch.options import InputLimits
 from systolic.serving.batch.request import ANY, BYTES, ArraySpec, ModelKind
-from systolic.serving.refused import RefusedError
+from systolic.serving.errors import RefusedError
 
 Inputs = Mapping[str, np.ndarray]
 
@@ -118,7 +118,7 @@ def size_of(inputs: Inputs) -> int:
 
 
 def names_of(name: str, count: int) -> list[str]:
-    """What messages call the examples."""
+    """Names of the examples in messages."""
     return [f"the {name}"] if count == 1 else [f"{name} {index}" for index in range(count)]
 
 

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from systolic.core.errors import DataError, OptionError
-from systolic.predicting.forms import FixedForm
-from systolic.predicting.readers import Example, Output, SpeechReader, TextReader, joined
+from systolic.inference.forms import FixedForm
+from systolic.inference.readers import Example, Output, SpeechReader, TextReader, joined
 from systolic.serving.batch.intake import Inputs, Intake, encoded, form_of, names_of, one, spec_of
-from systolic.serving.batch.limits import InputLimits
+from systolic.serving.batch.options import InputLimits
 from systolic.serving.batch.request import ANY, BYTES, ArraySpec, ModelKind
-from systolic.serving.refused import RefusedError
+from systolic.serving.errors import RefusedError
 
 
 class ImageIntake(Intake):

@@ -10,18 +10,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from systolic.core.errors import RunError
-from systolic.predicting.predictor import Predictor
-from systolic.predicting.readers import Example
-from systolic.predicting.rows import Bucket
-from systolic.serving.batch.asked import Asked
-from systolic.serving.batch.buckets import BucketGrid, Traffic, choose
-from systolic.serving.batch.ending import Endings
+from systolic.inference.predictor import Predictor
+from systolic.inference.readers import Example
+from systolic.inference.rows import Bucket
+from systolic.serving.batch.batch_queue import BatchQueue, BatchRequest, Lanes
+from systolic.serving.batch.buckets import BucketGrid, Recorder, Traffic, choose
+from systolic.serving.batch.completion import Completions
 from systolic.serving.batch.facts import BatchWatcher, Ended
 from systolic.serving.batch.intake import Inputs, Intake, size_of
-from systolic.serving.batch.lanes import Lanes
 from systolic.serving.batch.options import BatchOptions
-from systolic.serving.batch.queue import BatchQueue
-from systolic.serving.batch.recorded import Recorder
 from systolic.serving.batch.request import ArraySpec, ModelKind
 from systolic.serving.batch.workers import Workers
 from systolic.serving.compiles import CompileFacts, count_compiles
@@ -67,12 +64,12 @@ class DynamicBatches:
             delay_seconds=self._options.delay_ms / 1e3,
             name=name,
         )
-        self._endings = Endings(name, self._queue, intake, watcher)
+        self._completions = Completions(name, self._queue, intake, watcher)
         self._workers = Workers(
             name,
             self._queue,
             predictor,
-            self._endings,
+            self._completions,
             watcher,
             strict=self._fail if self._options.strict else None,
             recorder=recorder,
@@ -93,7 +90,7 @@ class DynamicBatches:
 
     @property
     def kind(self) -> ModelKind:
-        """What it is asked for."""
+        """Its task."""
         return self._intake.kind
 
     @property
@@ -113,7 +110,7 @@ class DynamicBatches:
 
     @property
     def traffic(self) -> Traffic:
-        """What has come so far, for the choice of buckets at the next start."""
+        """Traffic so far, for the choice of buckets at the next start."""
         return self._workers.recorder.traffic
 
     @property
@@ -190,7 +187,7 @@ class DynamicBatches:
         return best
 
     def _watch_deadlines(self) -> None:
-        while self._queue.expired(self._endings.expire):
+        while self._queue.expired(self._completions.expire):
             pass
 
     @property
@@ -218,20 +215,20 @@ class DynamicBatches:
         """Ends at once; requests that are left fail with RunError."""
         self._ended = True
         self._queue.close("has ended")
-        for asked in self._queue.stop():
-            self._end(asked)
+        for request in self._queue.stop():
+            self._end(request)
         self._readers.shutdown(wait=False, cancel_futures=True)
 
     def _fail(self, reason: str) -> None:
         """Ends for a reason that whoever waits is told."""
         self._ended, self._failed = True, time.monotonic()
         self._queue.close(f"has failed ({reason})")
-        for asked in self._queue.stop():
-            self._endings.fail(asked, Ended.failed, RunError(reason))
+        for request in self._queue.stop():
+            self._completions.fail(request, Ended.failed, RunError(reason))
 
-    def _end(self, asked: Asked) -> None:
+    def _end(self, request: BatchRequest) -> None:
         reason = RunError(f"{self._name} ended before the answer was known; ask again")
-        self._endings.fail(asked, Ended.failed, reason)
+        self._completions.fail(request, Ended.failed, reason)
 
     # Requests
 
@@ -240,44 +237,46 @@ class DynamicBatches:
     ) -> "Future[Mapping[str, np.ndarray]]":
         """Queues a request; see :class:`~systolic.serving.batch.request.BatchModel`."""
         now = time.monotonic()
-        asked = Asked(
+        request = BatchRequest(
             future=Future(),
             count=self._intake.check(inputs),
             bytes=size_of(inputs),
             submitted=now,
             deadline=None if deadline_seconds is None else now + deadline_seconds,
         )
-        self._queue.admit(asked)
-        asked.future.add_done_callback(lambda _: self._endings.cancel(asked))
+        self._queue.admit(request)
+        request.future.add_done_callback(lambda _: self._completions.cancel(request))
         try:
             parts = self._intake.parts(inputs)
         except Exception as error:  # else it would count for ever
-            self._endings.refuse(asked, error)
-            return asked.future
+            self._completions.refuse(request, error)
+            return request.future
         try:
-            self._read(asked, parts)
+            self._read(request, parts)
         except RuntimeError:  # the readers were shut down meanwhile
-            self._end(asked)
-        return asked.future
+            self._end(request)
+        return request.future
 
-    def _read(self, asked: Asked, parts: Sequence[Callable[[], Sequence[Example]]]) -> None:
+    def _read(
+        self, request: BatchRequest, parts: Sequence[Callable[[], Sequence[Example]]]
+    ) -> None:
         """Reads a request's examples, each part in a thread; the last one queues the rows."""
         found: list[Sequence[Example]] = [()] * len(parts)
         lock, left = threading.Lock(), [len(parts)]
 
         def read(index: int) -> None:
-            if asked.ended:
+            if request.ended:
                 return
             try:
                 found[index] = parts[index]()
             except BaseException as error:  # of a library, on a stranger's bytes
-                self._endings.refuse(asked, error)
+                self._completions.refuse(request, error)
                 return
             with lock:
                 left[0] -= 1
                 last = left[0] == 0
             if last:
-                self._queue.put(asked, [one for part in found for one in part])
+                self._queue.put(request, [one for part in found for one in part])
 
         for index in range(len(parts)):
             if self._intake.reads:

@@ -2,22 +2,21 @@
 
 from typing import Any
 
-from systolic.aot.program_store import ProgramStore
+from systolic.compiling.program_store import ProgramStore
 from systolic.core.errors import OptionError
 from systolic.data.audio.recordings import Recordings
 from systolic.data.text.sentences import Sentences
+from systolic.inference.forms import FixedForm
+from systolic.inference.predictor import Predictor
+from systolic.inference.readers import SpeechReader, TextReader
 from systolic.job.data import Data
 from systolic.models.encoder.config import Encoder
-from systolic.predicting.forms import FixedForm
-from systolic.predicting.predictor import Predictor
-from systolic.predicting.readers import SpeechReader, TextReader
+from systolic.serving.batch.buckets import Recorder
 from systolic.serving.batch.facts import BatchWatcher
 from systolic.serving.batch.intake import Intake
-from systolic.serving.batch.limits import InputLimits
 from systolic.serving.batch.media import ImageIntake, SpeechIntake, TextIntake
 from systolic.serving.batch.model import DynamicBatches
-from systolic.serving.batch.options import BatchOptions
-from systolic.serving.batch.recorded import Recorder
+from systolic.serving.batch.options import BatchOptions, InputLimits
 from systolic.serving.batch.tensors import ArrayIntake, used_inputs
 from systolic.steps.steps import StepFunctions
 
@@ -60,7 +59,7 @@ def intake_of(
     limits: InputLimits,
     store: ProgramStore | None = None,
 ) -> Intake:
-    """What requests of a job's model hold.
+    """Intake of requests for a job's model.
 
     Raises:
         OptionError: its program takes nothing.

@@ -1,11 +1,31 @@
-"""How a model is served: batches, queue, limits and promises."""
+"""Options of a batch model: batches, queue, limits and promises."""
 
 from dataclasses import dataclass, field
 from typing import Annotated
 
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, Range, check
 from systolic.serving.batch.buckets import Shapes
-from systolic.serving.batch.limits import InputLimits
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InputLimits:
+    """Largest inputs.
+
+    Raises:
+        OptionError: a value out of its range.
+    """
+
+    examples: Annotated[int, COUNT] = 256
+    """Examples of a request."""
+    bytes: Annotated[int, COUNT] = 32 * 2**20
+    """Size of an encoded file, or of a text."""
+    pixels: Annotated[int, COUNT] = 40_000_000
+    """Width x height of a picture, by its header."""
+    seconds: Annotated[float, Range(above=0)] = 1800.0
+    """Length of a recording."""
+
+    def __post_init__(self) -> None:
+        check(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,7 +16,7 @@ ANY = -1
 
 
 class ModelKind(StrEnum):
-    """What a model is asked for."""
+    """Task of a model."""
 
     image = "image"
     """Classes of pictures."""
@@ -68,7 +68,7 @@ class BatchModel(Protocol):
 
     @property
     def kind(self) -> ModelKind:
-        """What it is asked for."""
+        """Its task."""
         ...
 
     @property
@@ -93,7 +93,7 @@ class BatchModel(Protocol):
 
         ``Future.cancel`` drops a request that no batch holds yet; ``asyncio.wrap_future`` awaits it. The
         future fails with :class:`~systolic.core.errors.DataError` for an input that can't be read (a damaged
-        picture), with :class:`~systolic.serving.refused.ExpiredError` after the deadline, and with
+        picture), with :class:`~systolic.serving.errors.ExpiredError` after the deadline, and with
         :class:`~systolic.core.errors.RunError` where the device or the worker failed.
 
         Args:

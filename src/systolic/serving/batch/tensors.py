@@ -7,20 +7,51 @@ from typing import Any
 
 import jax
 import jax.extend.core
+import jax.numpy as jnp
 import numpy as np
 
-from systolic.aot.program_store import ProgramSpec, ProgramStore
+from systolic.compiling.program_store import ProgramSpec, ProgramStore
 from systolic.core.errors import OptionError
 from systolic.data.input_files import InputFiles
-from systolic.interop.program.model import ExportedProgram
+from systolic.formats.program.model import ExportedProgram
+from systolic.inference.forms import FixedForm
+from systolic.inference.readers import Example, Output
+from systolic.inference.rows import Bucket, Row
 from systolic.job import Field
-from systolic.predicting.forms import FixedForm
-from systolic.predicting.readers import Example, Output
-from systolic.predicting.rows import Bucket, Row
-from systolic.serving.batch.dtypes import check_range, kind_of
 from systolic.serving.batch.intake import Inputs, Intake, form_of, spec_of, told
-from systolic.serving.batch.limits import InputLimits
+from systolic.serving.batch.options import InputLimits
 from systolic.serving.batch.request import ANY, ArraySpec, ModelKind
+
+
+def kind_of(dtype: Any) -> str:
+    """``f``, ``i``, ``u`` or ``b`` as of NumPy's own dtypes."""
+    return "f" if jnp.issubdtype(dtype, jnp.floating) else np.dtype(dtype).kind
+
+
+def check_range(name: str, array: np.ndarray, dtype: Any) -> None:
+    """Refuses numbers that a dtype can't hold; infinities and NaN are no numbers, and pass to floats.
+
+    Raises:
+        OptionError: some are too large or too small.
+    """
+    dtype, kind = np.dtype(dtype), kind_of(dtype)
+    if array.dtype == dtype or not array.size or kind not in "fiu":
+        return
+    numbers = array if kind_of(array.dtype) != "f" else array[np.isfinite(array)]
+    if not numbers.size:
+        return
+    least, most = numbers.min(), numbers.max()
+    about: Any = jnp.finfo(dtype) if kind == "f" else jnp.iinfo(dtype)
+    if kind == "f":
+        with np.errstate(over="ignore"):
+            fits = np.isfinite(np.stack([least, most]).astype(dtype)).all()
+    else:
+        fits = least >= about.min and most <= about.max
+    if not fits:
+        raise OptionError(
+            f"{name} has numbers from {least} to {most}, and {dtype} holds {about.min} to {about.max}"
+        )
+
 
 KINDS = {"f": "fiu", "i": "iu", "u": "iu", "b": "b"}
 """Kinds of numbers that become a kind."""

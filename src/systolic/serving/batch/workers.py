@@ -5,14 +5,12 @@ import time
 from collections.abc import Callable, Sequence
 
 from systolic.core.errors import RunError
-from systolic.predicting.predictor import Predictor
-from systolic.predicting.rows import Bucket
-from systolic.serving.batch.asked import Waiting
-from systolic.serving.batch.ending import Endings, line
+from systolic.inference.predictor import Predictor
+from systolic.inference.rows import Bucket
+from systolic.serving.batch.batch_queue import BatchCall, BatchQueue, QueuedRow
+from systolic.serving.batch.buckets import Recorder
+from systolic.serving.batch.completion import Completions, line
 from systolic.serving.batch.facts import BatchFacts, BatchWatcher, Ended
-from systolic.serving.batch.lanes import BatchCall
-from systolic.serving.batch.queue import BatchQueue
-from systolic.serving.batch.recorded import Recorder
 from systolic.serving.compiles import COUNT, CompileFacts
 
 RECENT = 0.1
@@ -26,7 +24,7 @@ class Workers:
         name: Of the model, for messages.
         queue: Where batches come from.
         predictor: The programs.
-        endings: Where answers go.
+        completions: Where answers go.
         watcher: Told of batches.
         strict: Called with the reason after a compile, to end the model; None lets it go on.
         recorder: Of traffic; by default one of its own.
@@ -42,14 +40,14 @@ class Workers:
         name: str,
         queue: BatchQueue,
         predictor: Predictor,
-        endings: Endings,
+        completions: Completions,
         watcher: BatchWatcher | None,
         *,
         strict: Callable[[str], None] | None,
         recorder: Recorder | None = None,
     ) -> None:
         self._name, self._queue, self._predictor = name, queue, predictor
-        self._endings, self._watcher, self._strict = endings, watcher, strict
+        self._completions, self._watcher, self._strict = completions, watcher, strict
         self._busy: dict[int, float] = {}
         self.recorder = recorder or Recorder()
         self.compiles = self.replaced = 0
@@ -80,11 +78,11 @@ class Workers:
                     f"the worker of {self._name} that held the request died ({line(error)}); send it again"
                 )
                 for waiting in call.rows:
-                    self._endings.fail(waiting.asked, Ended.failed, reason)
+                    self._completions.fail(waiting.request, Ended.failed, reason)
             self.replaced += 1
             self.hire(number)
 
-    def _run(self, rows: Sequence[Waiting], call: BatchCall) -> None:
+    def _run(self, rows: Sequence[QueuedRow], call: BatchCall) -> None:
         """A call, and its answers; where it fails, its requests are tried one by one."""
         compiled, start = COUNT.compiled, time.perf_counter()
         try:
@@ -104,25 +102,25 @@ class Workers:
         recent = self._queue.seconds_per_row
         self._queue.seconds_per_row = recent + RECENT * (each - recent) if recent else each
         ready = [
-            waiting.asked
+            waiting.request
             for waiting, output in zip(rows, outputs, strict=True)
             if self._queue.done(waiting, output, seconds)
         ]
-        for asked in ready:
-            self._endings.answer(asked)
+        for request in ready:
+            self._completions.answer(request)
         self._tell(rows, call, start, seconds)
 
-    def _failed(self, rows: Sequence[Waiting], call: BatchCall, error: Exception) -> None:
-        requests = {waiting.asked: None for waiting in rows}
+    def _failed(self, rows: Sequence[QueuedRow], call: BatchCall, error: Exception) -> None:
+        requests = {waiting.request: None for waiting in rows}
         if len(requests) == 1:
-            (asked,) = requests
+            (request,) = requests
             reason = RunError(
                 f"{self._name} could not compute the request ({line(error)}); send it again"
             )
-            self._endings.fail(asked, Ended.failed, reason)
+            self._completions.fail(request, Ended.failed, reason)
             return
-        for asked in requests:
-            self._run([waiting for waiting in rows if waiting.asked is asked], call)
+        for request in requests:
+            self._run([waiting for waiting in rows if waiting.request is request], call)
 
     def _compiled(self, bucket: Bucket, seconds: float) -> None:
         """A broken promise."""
@@ -133,7 +131,9 @@ class Workers:
             )
             self._watcher.compiled(facts)
 
-    def _tell(self, rows: Sequence[Waiting], call: BatchCall, start: float, seconds: float) -> None:
+    def _tell(
+        self, rows: Sequence[QueuedRow], call: BatchCall, start: float, seconds: float
+    ) -> None:
         lengths = [waiting.row.length for waiting in rows]
         self.recorder.record(call.waited, lengths)
         if self._watcher is None:
@@ -148,9 +148,9 @@ class Workers:
                 useful_positions=held,
                 padded_positions=call.bucket.positions - held,
                 padding_share=1 - held / call.bucket.positions,
-                requests=len({waiting.asked for waiting in rows}),
+                requests=len({waiting.request for waiting in rows}),
                 waiting=self._queue.waiting,
-                queue_seconds=max(min(w.asked.taken or oldest for w in rows) - oldest, 0.0),
+                queue_seconds=max(min(w.request.taken or oldest for w in rows) - oldest, 0.0),
                 compute_seconds=seconds,
             )
         )

@@ -11,10 +11,10 @@ from typing import Any
 
 import jinja2
 
-from systolic.artifact.bundle import MANIFEST, Bundle, check_free, draft, open_bundle
 from systolic.core.distribution import PackageLock, lock, python, write_wheel
 from systolic.core.errors import OptionError
 from systolic.core.files import check_room
+from systolic.runs.bundle.folder import MANIFEST, Bundle, check_free, draft, open_bundle
 
 PORT, GRACE_SECONDS, STOP_SECONDS = 8000, 45, 60
 """Port; time for requests in flight; Docker's longer timeout before SIGKILL."""

@@ -14,17 +14,16 @@ from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from systolic.core.errors import SystolicError
-from systolic.serving.http import inference, listing, page, tensorflow
-from systolic.serving.http.bodies import encode
+from systolic.serving.http import inference, listing, tensorflow
 from systolic.serving.http.chat import ChatFields, chat_completions
 from systolic.serving.http.completions import CompletionFields, completions
-from systolic.serving.http.desk import Desk
 from systolic.serving.http.embeddings import EmbeddingFields, embeddings
-from systolic.serving.http.problems import Dialect, ProblemError, problem_of
+from systolic.serving.http.protocol import Dialect, ProblemError, encode, problem_of
+from systolic.serving.http.state import ServerState
 from systolic.serving.http.transcriptions import FORMATS, transcriptions
-from systolic.serving.names import NAME_IN_PATH
+from systolic.serving.registry import NAME_IN_PATH
 
-Handler = Callable[[Request, Desk], Awaitable[Response]]
+Handler = Callable[[Request, ServerState], Awaitable[Response]]
 
 
 class Path(NamedTuple):
@@ -86,7 +85,7 @@ MODEL = "/v2/models/{name:model}"
 VERSION = f"{MODEL}/versions/{{version}}"
 REPOSITORY = "/v2/repository/models/{name:model}"
 PATHS: Sequence[Path] = (
-    Path("GET", "/", page.page, "A page for trying the models"),
+    Path("GET", "/", listing.page, "A page for trying the models"),
     Path("GET", "/health", listing.health, "200 where every model answers"),
     Path("GET", "/readyz", listing.health, "The same"),
     Path("GET", "/livez", listing.liveness, "200 unless a model failed or hangs"),
@@ -124,21 +123,21 @@ PATHS: Sequence[Path] = (
 )
 
 
-def application(desk: Desk) -> FastAPI:
-    """All routes over the models of a desk; a :class:`~systolic.serving.http.gate.Gate` goes around it."""
+def application(state: ServerState) -> FastAPI:
+    """All routes over the models of a server; a :class:`~systolic.serving.http.middleware.RequestMiddleware` goes around it."""
     app = FastAPI(
         title="Systolic",
         version=version("systolic"),
         docs_url=None,  # It loads scripts from elsewhere.
         redoc_url=None,
-        telemetry={"tracing": False},  # The gate's span is of the whole request.
+        telemetry={"tracing": False},  # The middleware's span is of the whole request.
     )
-    bodies = [one.body for one in PATHS if isinstance(one.body, type)]
+    bodies = [path.body for path in PATHS if isinstance(path.body, type)]
     _, components = msgspec.json.schema_components(
         bodies, ref_template="#/components/schemas/{name}"
     )
     for path in PATHS:
-        endpoint = _endpoint(path.handler, desk)
+        endpoint = _endpoint(path.handler, state)
         app.add_api_route(
             path.path,
             endpoint,
@@ -153,9 +152,9 @@ def application(desk: Desk) -> FastAPI:
     plain = app.openapi
 
     def openapi() -> dict[str, Any]:
-        found = plain()
-        found.setdefault("components", {}).setdefault("schemas", {}).update(components)
-        return found
+        document = plain()
+        document.setdefault("components", {}).setdefault("schemas", {}).update(components)
+        return document
 
     app.openapi = openapi
     for kind in (ProblemError, SystolicError, HTTPException, ClientDisconnect, Exception):
@@ -167,7 +166,7 @@ _SIGNS = str.maketrans("/{}:", "____")
 
 
 def label(app: FastAPI, scope: Scope) -> str:
-    """What metrics and the log call the path of a request, answered or refused before; ``unknown`` for one that is not there."""
+    """Label of a request's path in metrics and the log; ``unknown`` for a path that does not exist."""
     for route in app.routes:
         if isinstance(route, Route) and route.matches(scope)[0] is not Match.NONE:
             own = route.path_format.startswith(tensorflow.ROUTES)
@@ -175,31 +174,31 @@ def label(app: FastAPI, scope: Scope) -> str:
     return "unknown"
 
 
-def _endpoint(handler: Handler, desk: Desk) -> Callable[[Request], Awaitable[Response]]:
+def _endpoint(handler: Handler, state: ServerState) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
-        return await handler(request, desk)
+        return await handler(request, state)
 
     return endpoint
 
 
 def _described(path: Path) -> dict[str, Any]:
-    """What FastAPI can't see in a handler: parameters of the path and the body."""
-    found: dict[str, Any] = {}
+    """Parameters of the path and schema of the body, which FastAPI can't see in a handler."""
+    extra: dict[str, Any] = {}
     names = [part.split("}")[0].split(":")[0] for part in path.path.split("{")[1:]]
     if names:
-        found["parameters"] = [
+        extra["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
             for name in names
         ]
     if isinstance(path.body, type):
         schema = {"$ref": f"#/components/schemas/{path.body.__name__}"}
-        found["requestBody"] = {
+        extra["requestBody"] = {
             "required": True,
             "content": {"application/json": {"schema": schema}},
         }
     elif path.body is not None:
-        found["requestBody"] = {"required": True, "content": path.body}
-    return found
+        extra["requestBody"] = {"required": True, "content": path.body}
+    return extra
 
 
 async def _answer(request: Request, error: Exception) -> Response:

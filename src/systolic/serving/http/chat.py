@@ -1,26 +1,138 @@
-"""``POST /v1/chat/completions``: answers to chats."""
+"""``POST /v1/chat/completions``: messages written as the model's template takes them, and answers to them."""
 
-import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from systolic.data.text.messages import takes_of
-from systolic.serving.http.bodies import encode, read
-from systolic.serving.http.desk import Desk, Ticket, new_id
-from systolic.serving.http.events import DONE, attended, event, streamed
-from systolic.serving.http.fields import Count, TextFields, Top, refuse, room
-from systolic.serving.http.messages import checked_messages, rendered, size_of
-from systolic.serving.http.problems import bad
-from systolic.serving.http.texts import Tally, Whole, merged, off_loop, submit, token_ids, whole
-from systolic.serving.http.tools import CLOSE, OPEN, CallReader, ForcedCall
+from systolic.core.errors import SystolicError
+from systolic.data.text.messages import REASONING, arguments_of, takes_of
+from systolic.serving.http.protocol import Count, TextFields, Top, bad, encode, read, refuse, room
+from systolic.serving.http.responses import (
+    DONE,
+    attended,
+    event,
+    merged,
+    off_loop,
+    streamed,
+    submit,
+    token_ids,
+    whole,
+)
+from systolic.serving.http.state import RequestContext, ServerState
+from systolic.serving.http.tools import CLOSE, OPEN, CallReader, ForcedCall, ToolCall
 from systolic.serving.http.vocabulary import vocabulary_of
-from systolic.serving.served import ServedText
-from systolic.serving.text.request import AnswerStream, TextRequest, Token
+from systolic.serving.registry import ServedText
+from systolic.serving.text.request import AnswerStream, Finish, Logprob, TextOutput, TextRequest
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Roles of OpenAI's API; others are taken where the template names them."""
+OWN = ("messages", "tools", "documents", "add_generation_prompt")
+"""Names of a template that the request itself gives."""
+
+
+def checked_messages(
+    messages: Sequence[Mapping[str, Any]], served: ServedText | None = None
+) -> Sequence[Mapping[str, Any]]:
+    """Messages as they came, once each is of a form that a template can take.
+
+    Raises:
+        ProblemError: a role, a content or a part of one is of a kind that is not taken.
+    """
+    if not messages:
+        raise bad("messages is empty; send at least one", "messages")
+    template = None if served is None else served.template
+    named = frozenset() if template is None else takes_of(template.text).constants
+    for number, message in enumerate(messages):
+        _check(message, f"messages[{number}]", named)
+    return messages
+
+
+def size_of(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Characters of the contents, at least."""
+    return sum(len(str(message.get("content") or "")) for message in messages)
+
+
+def _check(message: Mapping[str, Any], where: str, named: frozenset[str]) -> None:
+    role = message.get("role")
+    if not isinstance(role, str) or not (role in ROLES or role in named):
+        raise bad(
+            f"{where}.role is {str(role)[:40]!r}; it takes {', '.join(ROLES)}", f"{where}.role"
+        )
+    calls, content = message.get("tool_calls"), message.get("content")
+    alone = calls or message.get("function_call") or any(message.get(one) for one in REASONING)
+    if content is None and not (role == "assistant" and alone):
+        raise bad(f"{where}.content is missing; send a text", f"{where}.content")
+    if content is not None:
+        _check_content(content, f"{where}.content")
+    if calls:
+        _check_calls(calls, f"{where}.tool_calls")
+
+
+def _check_content(content: Any, where: str) -> None:
+    if isinstance(content, str):
+        return
+    if not isinstance(content, list):
+        raise bad(f"{where} is no text; send a text or a list of parts", where)
+    for number, part in enumerate(content):
+        place = f"{where}[{number}]"
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise bad(
+                f"{place} is a part of type {str(kind)[:40]!r}; this model reads text only", place
+            )
+
+
+def _check_calls(calls: Any, where: str) -> None:
+    for number, call in enumerate(calls if isinstance(calls, list) else [None]):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise bad(
+                f"{where}[{number}] is no call; send {{type, function: {{name, arguments}}}}",
+                f"{where}[{number}]",
+            )
+        try:
+            arguments_of(call)
+        except ValueError as error:
+            raise bad(
+                f"{where}[{number}].function.arguments is no JSON", f"{where}[{number}]"
+            ) from error
+
+
+def rendered(
+    served: ServedText,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    documents: Sequence[Mapping[str, Any]] = (),
+    names: Mapping[str, Any] | None = None,
+) -> str:
+    """The text of a chat up to where the model answers.
+
+    Raises:
+        ProblemError: the model knows no chat, or its template refuses the messages.
+    """
+    if served.template is None:
+        raise bad(f"{served.name} has no chat template; ask /v1/completions", "model")
+    for own in OWN:
+        if names and own in names:
+            raise bad(
+                f"chat_template_kwargs has {own}, which the request itself says; leave it out",
+                "chat_template_kwargs",
+            )
+    if documents and not served.template.takes_documents:
+        raise bad(
+            f"the chat template of {served.name} takes no documents; leave them out", "documents"
+        )
+    try:
+        return served.template.render(
+            messages, answer=True, tools=tools, documents=documents, names=names or {}
+        )
+    except SystolicError as error:
+        raise bad(str(error), "messages") from error
 
 
 class ChatFields(TextFields, kw_only=True):
@@ -103,75 +215,36 @@ class ChatFields(TextFields, kw_only=True):
         )
 
 
-@dataclass(kw_only=True)
-class _AskedChat:
-    """A request that was understood."""
-
-    fields: ChatFields
-    served: ServedText
-    ticket: Ticket
-    requests: list[TextRequest]
-    tools: list[str]
-    """Names of those that the model is told of."""
-    forced: ForcedCall | None
-    id: str = field(default_factory=lambda: new_id("chatcmpl"))
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    def body(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        """An answer or an event."""
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.ticket.model,
-            "choices": choices,
-            **more,
-        }
-
-    @property
-    def short_ids(self) -> bool:
-        """Whether the template takes back ids of calls of nine characters alone."""
-        template = self.served.template
-        return template is not None and takes_of(template.chosen(tools=True)).short_ids
-
-    def reader(self) -> CallReader | None:
-        """What finds calls in a choice's text; None where no tools were given."""
-        template = self.served.template
-        if not self.tools or template is None:
-            return None
-        return CallReader(
-            marked=OPEN in template.chosen(tools=True), names=self.tools, forced=self.forced
-        )
-
-
-async def chat_completions(request: Request, desk: Desk) -> Response:
+async def chat_completions(request: Request, state: ServerState) -> Response:
     """Answers a request; errors as the parts that it calls."""
     fields = await read(request, ChatFields)
     fields.check()
-    asked = await _understood(request, desk, fields)
-    streams = submit(asked.served.engine, asked.requests, asked.ticket)
+    served, context = state.text(request, fields.model), RequestContext.of(request)
+    requests, forced = await _requests(fields, served, context, state)
+    context.answer("chatcmpl")
+    writers = [_ChatWriter(fields, served, context, n, forced) for n in range(len(requests))]
+    streams = submit(served.engine, requests, context)
     if fields.stream:
-        return await streamed(request, _events(asked, streams))
-    texts = await attended(request, whole(streams, asked.ticket))
-    bill = Tally(choices=len(texts))
-    choices = []
-    for number, text in enumerate(texts):
-        bill.add(number, text.usage)
-        choices.append(_choice(asked, number, text))
-    asked.ticket.finish = ",".join(sorted({str(one["finish_reason"]) for one in choices}))
-    answer = asked.body("chat.completion", choices, usage=bill.close(asked.ticket))
+        return await streamed(request, _events(fields, context, streams, writers))
+    outputs = await attended(request, whole(streams, context))
+    choices = [writer.choice(output) for writer, output in zip(writers, outputs, strict=True)]
+    context.finish = ",".join(sorted({str(choice["finish_reason"]) for choice in choices}))
+    usage = context.count(outputs, len(outputs))
+    answer = context.body("chat.completion", choices, usage=usage)
     return Response(encode(answer), media_type="application/json")
 
 
-async def _understood(request: Request, desk: Desk, fields: ChatFields) -> _AskedChat:
-    served, ticket = desk.text(request, fields.model), Ticket.of(request)
+async def _requests(
+    fields: ChatFields, served: ServedText, context: RequestContext, state: ServerState
+) -> tuple[list[TextRequest], ForcedCall | None]:
+    """The engine's requests, one for each choice, and how their answers have to begin."""
     if fields.top_logprobs is not None and not fields.logprobs:
         raise bad("top_logprobs goes with logprobs: true", "top_logprobs")
     if fields.modalities not in (None, ["text"]):
         raise bad("modalities other than text are not supported; leave them out", "modalities")
-    if (fields.n or 1) > desk.limits.prompts:
+    if (fields.n or 1) > state.limits.prompts:
         raise bad(
-            f"n is {fields.n}; at most {desk.limits.prompts} answers are written at once", "n"
+            f"n is {fields.n}; at most {state.limits.prompts} answers are written at once", "n"
         )
     tools = fields.used_tools(served)
     messages = checked_messages(fields.messages, served)
@@ -183,13 +256,13 @@ async def _understood(request: Request, desk: Desk, fields: ChatFields) -> _Aske
         size_of(messages),
         lambda: rendered(served, messages, tools=tools, documents=documents, names=names),
     )
-    marked = served.template is not None and OPEN in served.template.chosen(tools=bool(tools))
+    marked = _marks(served, tools)
     forced = fields.forced(tools, marked=marked)
     text += "" if forced is None else forced.begin
     one_call = forced is not None and forced.name is not None
     one_call |= bool(tools) and fields.parallel_tool_calls is False
-    if desk.log_prompts:
-        ticket.prompt = text
+    if state.log_prompts:
+        context.prompt = text
     tokens = await token_ids(served.tokenizer, text, special=False)
     field = "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens"
     most = room(len(tokens), fields.most, served.engine.context, "messages", field)
@@ -200,110 +273,157 @@ async def _understood(request: Request, desk: Desk, fields: ChatFields) -> _Aske
             vocab_size=served.tokenizer.vocab_size,
             max_tokens=most,
             logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
-            deadline_seconds=ticket.deadline_seconds,
+            deadline_seconds=context.deadline_seconds,
         )
         for number in range(fields.n or 1)
     ]
     if one_call and marked:
         requests = [replace(one, stop=[*one.stop, CLOSE]) for one in requests]
-    return _AskedChat(
-        fields=fields,
-        served=served,
-        ticket=ticket,
-        requests=requests,
-        tools=[one["function"]["name"] for one in tools],
-        forced=forced,
-    )
+    return requests, forced
 
 
-def _choice(asked: _AskedChat, number: int, text: Whole) -> dict[str, Any]:
-    said, calls, reason = text.text, [], text.finish.value
-    if (reader := asked.reader()) is not None:
-        (first, early), (last, late) = reader.push(text.text), reader.flush()
-        said, calls = first + last, [*early, *late]
-    message: dict[str, Any] = {"role": "assistant", "content": said, "refusal": None}
-    if calls:
-        message["content"] = said.strip() or None
-        message["tool_calls"] = [one.body(short=asked.short_ids) for one in calls]
-        reason = "tool_calls" if reason == "stop" else reason
-    logprobs = _logprobs(text.tokens, asked) if asked.fields.logprobs else None
-    return {"index": number, "message": message, "logprobs": logprobs, "finish_reason": reason}
+def _marks(served: ServedText, tools: list[dict[str, Any]]) -> bool:
+    """Whether the model's template marks calls of tools."""
+    return served.template is not None and OPEN in served.template.chosen(tools=bool(tools))
 
 
-async def _events(asked: _AskedChat, streams: Sequence[AnswerStream]) -> AsyncIterator[bytes]:
-    bill, finishes = Tally(choices=len(streams)), set()
-    writers = [_ChatWriter(asked, number) for number in range(len(streams))]
-    async with aclosing(merged(streams, asked.ticket)) as pieces:
-        async for number, piece in pieces:
-            written = writers[number].events(
-                Whole(text=piece.text, tokens=[*piece.tokens]),
-                None if piece.finish is None else piece.finish.value,
-            )
-            if piece.finish is not None:
-                bill.add(number, piece.usage)
-                finishes.add(piece.finish.value)
+async def _events(
+    fields: ChatFields,
+    context: RequestContext,
+    streams: Sequence[AnswerStream],
+    writers: "Sequence[_ChatWriter]",
+) -> AsyncIterator[bytes]:
+    last: dict[int, TextOutput] = {}
+    async with aclosing(merged(streams, context)) as outputs:
+        async for number, output in outputs:
+            written = writers[number].events(output)
+            if output.finish is not None:
+                last[number] = output
             if written:
                 yield written
-    asked.ticket.finish = ",".join(sorted(finishes))
-    usage = bill.close(asked.ticket)
-    options = asked.fields.stream_options
-    if options is not None and options.include_usage:
-        yield event(asked.body("chat.completion.chunk", [], usage=usage))
+    ended = [last[number] for number in sorted(last)]
+    context.finish = ",".join(sorted({output.finish.value for output in ended if output.finish}))
+    usage = context.count(ended, len(streams))
+    if fields.stream_options is not None and fields.stream_options.include_usage:
+        yield event(context.body("chat.completion.chunk", [], usage=usage))
     yield DONE
 
 
 class _ChatWriter:
-    """Turns the pieces of one choice into events."""
+    """Writes one choice as JSON, whole or in events.
 
-    def __init__(self, asked: _AskedChat, number: int) -> None:
-        self._asked, self._index = asked, number
-        self._reader = asked.reader()
+    Args:
+        fields: Body of the request.
+        served: The model.
+        context: Of the request.
+        number: Which choice.
+        forced: How its answer begins.
+    """
+
+    def __init__(
+        self,
+        fields: ChatFields,
+        served: ServedText,
+        context: RequestContext,
+        number: int,
+        forced: ForcedCall | None,
+    ) -> None:
+        self._fields, self._served, self._context, self._index = fields, served, context, number
+        tools = fields.used_tools(served)
+        self._reader: CallReader | None = None
+        if tools and served.template is not None:
+            self._reader = CallReader(
+                marked=_marks(served, tools),
+                names=[tool["function"]["name"] for tool in tools],
+                forced=forced,
+            )
         self._begun = False
         self._calls = 0
-        self._tokens: list[Token] = []
+        self._ids: list[int] = []
+        """Tokens without an event so far."""
+        self._likely: list[Logprob] = []
+        """Their log-probabilities."""
 
-    def events(self, piece: Whole, finish: str | None) -> bytes:
-        """Events of the next piece; the last one with the reason of the end."""
-        out = b""
+    def choice(self, output: TextOutput) -> dict[str, Any]:
+        """The whole choice."""
+        said, calls = self._split(output, last=True)
+        reason = "stop" if output.finish is None else output.finish.value
+        message: dict[str, Any] = {"role": "assistant", "content": said, "refusal": None}
+        if calls:
+            message["content"] = said.strip() or None
+            message["tool_calls"] = [call.body(short=self._short_ids) for call in calls]
+            reason = "tool_calls" if reason == "stop" else reason
+        logprobs = None
+        if self._fields.logprobs:
+            logprobs = self._logprobs(output.token_ids, output.logprobs)
+        return {
+            "index": self._index,
+            "message": message,
+            "logprobs": logprobs,
+            "finish_reason": reason,
+        }
+
+    def events(self, output: TextOutput) -> bytes:
+        """Events of the next output; the last one with the reason of the end."""
+        written, finish = b"", output.finish
         if not self._begun:
             self._begun = True
-            out += self._one({"role": "assistant", "content": ""})
-        said, calls = piece.text, []
-        if self._reader is not None:
-            said, calls = self._reader.push(piece.text)
-            if finish is not None:
-                last, late = self._reader.flush()
-                said, calls = said + last, [*calls, *late]
-        self._tokens += piece.tokens
-        if said or (self._asked.fields.logprobs and self._tokens):
-            out += self._one({"content": said}, logprobs=True)
+            written += self._event({"role": "assistant", "content": ""})
+        said, calls = self._split(output, last=finish is not None)
+        if self._fields.logprobs:
+            self._ids += output.token_ids
+            self._likely += output.logprobs
+        if said or self._ids:
+            written += self._event({"content": said}, logprobs=True)
         for call in calls:
-            out += self._one({"tool_calls": [call.body(self._calls, short=self._asked.short_ids)]})
+            body = call.body(self._calls, short=self._short_ids)
+            written += self._event({"tool_calls": [body]})
             self._calls += 1
         if finish is not None:
-            reason = "tool_calls" if self._calls and finish == "stop" else finish
-            out += self._one({}, finish=reason)
-        return out
+            called = self._calls and finish is Finish.stop
+            written += self._event({}, finish="tool_calls" if called else finish.value)
+        return written
 
-    def _one(
+    def _split(self, output: TextOutput, *, last: bool) -> tuple[str, list[ToolCall]]:
+        """Text and calls that are certain now."""
+        if self._reader is None:
+            return output.text, []
+        said, calls = self._reader.push(output.text)
+        if last:
+            rest, late = self._reader.flush()
+            said, calls = said + rest, [*calls, *late]
+        return said, calls
+
+    def _event(
         self, delta: dict[str, Any], *, finish: str | None = None, logprobs: bool = False
     ) -> bytes:
-        found = None
-        if logprobs and self._asked.fields.logprobs:
-            found, self._tokens = _logprobs(self._tokens, self._asked), []
-        choice = {"index": self._index, "delta": delta, "logprobs": found, "finish_reason": finish}
-        return event(self._asked.body("chat.completion.chunk", [choice]))
+        written = None
+        if logprobs and self._fields.logprobs:
+            written = self._logprobs(self._ids, self._likely)
+            self._ids, self._likely = [], []
+        choice = {
+            "index": self._index,
+            "delta": delta,
+            "logprobs": written,
+            "finish_reason": finish,
+        }
+        return event(self._context.body("chat.completion.chunk", [choice]))
 
+    @property
+    def _short_ids(self) -> bool:
+        """Whether the template takes back ids of calls of nine characters alone."""
+        template = self._served.template
+        return template is not None and takes_of(template.chosen(tools=True)).short_ids
 
-def _logprobs(tokens: Sequence[Token], asked: _AskedChat) -> dict[str, Any]:
-    words = vocabulary_of(asked.served.tokenizer)
-    write = asked.fields.written(words)
+    def _logprobs(self, ids: Sequence[int], logprobs: Sequence[Logprob]) -> dict[str, Any]:
+        words = vocabulary_of(self._served.tokenizer)
+        write = self._fields.written(words)
 
-    def written(index: int, value: float | None) -> dict[str, Any]:
-        return {"token": write(index), "logprob": value, "bytes": words.raw(index)}
+        def written(index: int, value: float | None) -> dict[str, Any]:
+            return {"token": write(index), "logprob": value, "bytes": words.raw(index)}
 
-    found = []
-    for one in tokens:
-        tops = [written(index, value) for index, value in one.top]
-        found.append({**written(one.id, one.logprob), "top_logprobs": tops})
-    return {"content": found, "refusal": None}
+        content = []
+        for index, (value, top) in zip(ids, logprobs, strict=True):
+            tops = [written(*likely) for likely in top]
+            content.append({**written(index, value), "top_logprobs": tops})
+        return {"content": content, "refusal": None}

@@ -1,24 +1,29 @@
 """``POST /v1/completions``: texts that continue prompts."""
 
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Annotated, Any
 
 from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from systolic.serving.http.bodies import encode, read
-from systolic.serving.http.desk import Desk, Ticket, new_id
-from systolic.serving.http.events import DONE, attended, event, streamed
-from systolic.serving.http.fields import TextFields, Top, room
-from systolic.serving.http.problems import bad
-from systolic.serving.http.texts import Tally, Whole, merged, opening_ids, submit, whole
-from systolic.serving.http.vocabulary import Vocabulary, vocabulary_of
-from systolic.serving.served import ServedText
-from systolic.serving.text.request import TextRequest, Token
+from systolic.serving.http.protocol import TextFields, Top, bad, encode, read, room
+from systolic.serving.http.responses import (
+    DONE,
+    attended,
+    event,
+    merged,
+    opening_ids,
+    streamed,
+    submit,
+    whole,
+)
+from systolic.serving.http.state import RequestContext, ServerState
+from systolic.serving.http.vocabulary import vocabulary_of
+from systolic.serving.registry import ServedText
+from systolic.serving.text.request import AnswerStream, Logprob, TextOutput, TextRequest
 
 DEFAULT_TOKENS = 16
 """``max_tokens`` where none is given, as OpenAI has it."""
@@ -34,76 +39,49 @@ class CompletionFields(TextFields, kw_only=True):
     suffix: str | None = None
 
 
-@dataclass(kw_only=True)
-class _AskedTexts:
-    """A request that was understood."""
-
-    fields: CompletionFields
-    served: ServedText
-    ticket: Ticket
-    prompts: list[list[int]]
-    requests: list[TextRequest]
-    id: str = field(default_factory=lambda: new_id("cmpl"))
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    @property
-    def choices(self) -> int:
-        """Choices of each prompt."""
-        return self.fields.n or 1
-
-    def chunk(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        """An answer or an event."""
-        return {
-            "id": self.id,
-            "object": "text_completion",
-            "created": self.created,
-            "model": self.ticket.model,
-            "choices": choices,
-            **more,
-        }
-
-
-async def completions(request: Request, desk: Desk) -> Response:
+async def completions(request: Request, state: ServerState) -> Response:
     """Answers a request; errors as the parts that it calls."""
     fields = await read(request, CompletionFields)
     fields.check()
-    asked = await _understood(request, desk, desk.text(request, fields.model), fields)
-    streams = submit(asked.served.engine, asked.requests, asked.ticket)
+    served, context = state.text(request, fields.model), RequestContext.of(request)
+    requests = await _requests(fields, served, context, state)
+    context.answer("cmpl")
+    writers = [_ChoiceWriter(fields, served, n, requests[n].tokens) for n in range(len(requests))]
+    streams = submit(served.engine, requests, context)
     if fields.stream:
-        return await streamed(request, _events(asked, streams))
-    texts = await attended(request, whole(streams, asked.ticket))
-    bill = Tally(choices=asked.choices, only_prompts=asked.fields.max_tokens == 0)
-    choices = []
-    for number, text in enumerate(texts):
-        bill.add(number, text.usage)
-        choices.append(_ChoiceWriter(asked, number).all(text))
-    asked.ticket.finish = ",".join(sorted({str(one["finish_reason"]) for one in choices}))
-    answer = asked.chunk(choices, usage=bill.close(asked.ticket))
+        return await streamed(request, _events(fields, context, streams, writers))
+    outputs = await attended(request, whole(streams, context))
+    choices = [writer.all(output) for writer, output in zip(writers, outputs, strict=True)]
+    context.finish = ",".join(sorted({str(choice["finish_reason"]) for choice in choices}))
+    usage = context.count(outputs, fields.n or 1, only_prompts=fields.max_tokens == 0)
+    answer = context.body("text_completion", choices, usage=usage)
     return Response(encode(answer), media_type="application/json")
 
 
 async def continued(
-    request: Request, desk: Desk, served: ServedText, fields: CompletionFields
+    request: Request, state: ServerState, served: ServedText, fields: CompletionFields
 ) -> list[str]:
     """The texts that continue the prompts of a request of another protocol; errors as the parts that it calls."""
     fields.check()
-    asked = await _understood(request, desk, served, fields)
-    streams = submit(served.engine, asked.requests, asked.ticket)
-    texts = await attended(request, whole(streams, asked.ticket))
-    bill = Tally(choices=asked.choices)
-    for number, text in enumerate(texts):
-        bill.add(number, text.usage)
-    bill.close(asked.ticket)
-    asked.ticket.finish = ",".join(sorted({one.finish.value for one in texts}))
-    return [one.text for one in texts]
+    context = RequestContext.of(request)
+    requests = await _requests(fields, served, context, state)
+    streams = submit(served.engine, requests, context)
+    outputs = await attended(request, whole(streams, context))
+    context.count(outputs, fields.n or 1)
+    context.finish = _finishes(outputs)
+    return [output.text for output in outputs]
 
 
-async def _understood(
-    request: Request, desk: Desk, served: ServedText, fields: CompletionFields
-) -> _AskedTexts:
-    ticket = Ticket.of(request)
+def _finishes(outputs: Sequence[TextOutput]) -> str:
+    return ",".join(sorted({output.finish.value for output in outputs if output.finish}))
+
+
+async def _requests(
+    fields: CompletionFields, served: ServedText, context: RequestContext, state: ServerState
+) -> list[TextRequest]:
+    """The engine's requests, the choices of a prompt beside each other."""
     prompts = await _prompts(fields.prompt, served)
-    count, most = len(prompts) * (fields.n or 1), desk.limits.prompts
+    count, most = len(prompts) * (fields.n or 1), state.limits.prompts
     if count > most:
         if len(prompts) > most:
             raise bad(
@@ -113,34 +91,32 @@ async def _understood(
             f"the request asks for {count} texts; at most {most} are written at once, ask for n {most // len(prompts)} or less",
             "n",
         )
-    if desk.log_prompts:
-        ticket.prompt = str(fields.prompt)
-    context = served.engine.context
+    if state.log_prompts:
+        context.prompt = str(fields.prompt)
+    length = served.engine.context
     if fields.max_tokens == 0 and not fields.echo:
         raise bad(
             "max_tokens is 0, which goes with echo: true only; ask for 1 or more", "max_tokens"
         )
+    scored = bool(fields.echo) and fields.logprobs is not None
     requests = []
     for tokens in prompts:
         # Without a number there are OpenAI's, or as many as are left.
-        asked = min(DEFAULT_TOKENS, max(context - len(tokens), 1))
+        wanted = min(DEFAULT_TOKENS, max(length - len(tokens), 1))
         if fields.max_tokens is not None:
-            asked = max(fields.max_tokens, 1)
-        new = room(len(tokens), asked, context, "prompt", "max_tokens")
+            wanted = max(fields.max_tokens, 1)
+        new = room(len(tokens), wanted, length, "prompt", "max_tokens")
         for number in range(fields.n or 1):
-            made = fields.text_request(
+            choice = fields.text_request(
                 tokens,
                 number=number,
                 vocab_size=served.tokenizer.vocab_size,
                 max_tokens=new,
                 logprobs=fields.logprobs,
-                deadline_seconds=ticket.deadline_seconds,
+                deadline_seconds=context.deadline_seconds,
             )
-            scored = bool(fields.echo) and fields.logprobs is not None
-            requests.append(replace(made, prompt_logprobs=scored))
-    return _AskedTexts(
-        fields=fields, served=served, ticket=ticket, prompts=prompts, requests=requests
-    )
+            requests.append(replace(choice, prompt_logprobs=scored))
+    return requests
 
 
 async def _prompts(given: str | list[Any], served: ServedText) -> list[list[int]]:
@@ -173,72 +149,88 @@ def checked_ids(ids: Sequence[int], served: ServedText, param: str) -> list[int]
     return list(ids)
 
 
-async def _events(asked: _AskedTexts, streams: Sequence[Any]) -> AsyncIterator[bytes]:
-    writers = [_ChoiceWriter(asked, number) for number in range(len(streams))]
-    bill, finishes = Tally(choices=asked.choices, only_prompts=asked.fields.max_tokens == 0), set()
-    async with aclosing(merged(streams, asked.ticket)) as pieces:
-        async for number, piece in pieces:
-            text = Whole(text=piece.text, tokens=[*piece.tokens], prompt=[*piece.prompt])
-            choice = writers[number].part(text)
-            if piece.finish is not None:
-                bill.add(number, piece.usage)
-                choice["finish_reason"] = piece.finish.value
-                finishes.add(piece.finish.value)
+async def _events(
+    fields: CompletionFields,
+    context: RequestContext,
+    streams: Sequence[AnswerStream],
+    writers: "Sequence[_ChoiceWriter]",
+) -> AsyncIterator[bytes]:
+    last: dict[int, TextOutput] = {}
+    async with aclosing(merged(streams, context)) as outputs:
+        async for number, output in outputs:
+            choice = writers[number].part(output)
+            if output.finish is not None:
+                last[number] = output
+                choice["finish_reason"] = output.finish.value
             elif not choice["text"] and choice["logprobs"] is None:
                 continue
-            yield event(asked.chunk([choice]))
-    asked.ticket.finish = ",".join(sorted(finishes))
-    usage = bill.close(asked.ticket)
-    options = asked.fields.stream_options
-    if options is not None and options.include_usage:
-        yield event(asked.chunk([], usage=usage))
+            yield event(context.body("text_completion", [choice]))
+    ended = [last[number] for number in sorted(last)]
+    context.finish = _finishes(ended)
+    usage = context.count(ended, fields.n or 1, only_prompts=fields.max_tokens == 0)
+    if fields.stream_options is not None and fields.stream_options.include_usage:
+        yield event(context.body("text_completion", [], usage=usage))
     yield DONE
 
 
 class _ChoiceWriter:
-    """Turns one choice into its JSON, whole or in parts."""
+    """Writes one choice as JSON, whole or in parts.
 
-    def __init__(self, asked: _AskedTexts, number: int) -> None:
-        self._asked, self._index = asked, number
+    Args:
+        fields: Body of the request.
+        served: The model.
+        number: Which choice.
+        prompt: Its prompt.
+    """
+
+    def __init__(
+        self, fields: CompletionFields, served: ServedText, number: int, prompt: Sequence[int]
+    ) -> None:
+        self._fields, self._served, self._index, self._prompt = fields, served, number, prompt
         self._offset = 0
-        self._echo = bool(asked.fields.echo)
-        self._prompt = asked.prompts[number // asked.choices]
+        self._echo = bool(fields.echo)
 
-    def all(self, text: Whole) -> dict[str, Any]:
+    def all(self, output: TextOutput) -> dict[str, Any]:
         """The whole choice."""
-        return {**self.part(text), "finish_reason": text.finish.value}
+        reason = "stop" if output.finish is None else output.finish.value
+        return {**self.part(output), "finish_reason": reason}
 
-    def part(self, text: Whole) -> dict[str, Any]:
+    def part(self, output: TextOutput) -> dict[str, Any]:
         """The next part of it."""
-        fields, tokens, written = self._asked.fields, text.tokens, text.text
-        if fields.max_tokens == 0:
-            tokens, written = [], ""  # One was generated, since the engine's requests have one.
+        ids, logprobs, text = output.token_ids, output.logprobs, output.text
+        if self._fields.max_tokens == 0:
+            ids, logprobs, text = (
+                [],
+                [],
+                "",
+            )  # One was generated, since an engine's request has one.
         if self._echo:
             self._echo = False
-            tokenizer = self._asked.served.tokenizer
-            written = tokenizer.decode(self._prompt) + written
-            tokens = [*text.prompt, *tokens]
-        logprobs = None
-        if fields.logprobs is not None and tokens:
-            logprobs = self._logprobs(tokens, vocabulary_of(self._asked.served.tokenizer))
-        return {"text": written, "index": self._index, "logprobs": logprobs, "finish_reason": None}
+            text = self._served.tokenizer.decode(self._prompt) + text
+            ids = [*output.prompt_ids, *ids]
+            logprobs = [*output.prompt_logprobs, *logprobs]
+        written = None
+        if self._fields.logprobs is not None and ids:
+            written = self._logprobs(ids, logprobs)
+        return {"text": text, "index": self._index, "logprobs": written, "finish_reason": None}
 
-    def _logprobs(self, tokens: Sequence[Token], words: Vocabulary) -> dict[str, Any]:
-        write = self._asked.fields.written(words)
+    def _logprobs(self, ids: Sequence[int], logprobs: Sequence[Logprob]) -> dict[str, Any]:
+        words = vocabulary_of(self._served.tokenizer)
+        write = self._fields.written(words)
         offsets = []
-        for one in tokens:
+        for index in ids:
             offsets.append(self._offset)
-            self._offset += len(words.text(one.id))
+            self._offset += len(words.text(index))
         tops = []
-        for one in tokens:
+        for _, likeliest in logprobs:
             top: dict[str, float] = {}
             # Of tokens with the same text the most probable one stays.
-            for index, value in sorted(one.top, key=lambda pair: -pair[1]):
+            for index, value in sorted(likeliest, key=lambda pair: -pair[1]):
                 top.setdefault(write(index), value)
             tops.append(top or None)
         return {
-            "tokens": [write(one.id) for one in tokens],
-            "token_logprobs": [one.logprob for one in tokens],
-            "top_logprobs": tops if self._asked.fields.logprobs else None,
+            "tokens": list(map(write, ids)),
+            "token_logprobs": [value for value, _ in logprobs],
+            "top_logprobs": tops if self._fields.logprobs else None,
             "text_offset": offsets,
         }

@@ -10,11 +10,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from systolic.serving.batch.request import ModelKind
-from systolic.serving.http.batches import answered
-from systolic.serving.http.bodies import encode, read
-from systolic.serving.http.desk import Desk, Ticket
-from systolic.serving.http.fields import Count
-from systolic.serving.http.problems import bad
+from systolic.serving.http.protocol import Count, bad, encode, read
+from systolic.serving.http.responses import answered
+from systolic.serving.http.state import RequestContext, ServerState
 
 Index = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Ids = list[Index]
@@ -30,23 +28,23 @@ class EmbeddingFields(Struct, kw_only=True):
     user: str | None = None
 
 
-async def embeddings(request: Request, desk: Desk) -> Response:
+async def embeddings(request: Request, state: ServerState) -> Response:
     """Answers a request; errors as the parts that it calls."""
     fields = await read(request, EmbeddingFields)
-    served = desk.batch(request, fields.model)
+    served = state.batch(request, fields.model)
     if served.model.kind is not ModelKind.embedding:
         raise bad(
             f"{served.name} is a model of kind {served.model.kind.value} and makes no vectors of texts",
             "model",
         )
     texts = _texts(fields.input)
-    if len(texts) > desk.limits.prompts:
+    if len(texts) > state.limits.prompts:
         raise bad(
-            f"input has {len(texts)} texts; at most {desk.limits.prompts} are taken at once",
+            f"input has {len(texts)} texts; at most {state.limits.prompts} are taken at once",
             "input",
         )
-    if desk.log_prompts:
-        Ticket.of(request).prompt = str(fields.input)
+    if state.log_prompts:
+        RequestContext.of(request).prompt = str(fields.input)
     rows = np.empty(len(texts), object)
     for number, text in enumerate(texts):
         rows[number] = text

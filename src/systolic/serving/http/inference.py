@@ -11,12 +11,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from systolic.serving.batch.request import ANY, BYTES, ArraySpec
-from systolic.serving.http.batches import answered, objects
-from systolic.serving.http.bodies import decode, encode
 from systolic.serving.http.completions import CompletionFields, continued
-from systolic.serving.http.desk import Desk, ModelControl, Phase
 from systolic.serving.http.listing import json_response
-from systolic.serving.http.problems import ProblemError, bad
+from systolic.serving.http.protocol import ProblemError, bad, decode, encode
+from systolic.serving.http.responses import answered, objects
+from systolic.serving.http.state import ModelControl, Phase, ServerState
 from systolic.serving.http.tensors import (
     WireTensor,
     datatype,
@@ -26,13 +25,13 @@ from systolic.serving.http.tensors import (
     to_bytes,
     to_json,
 )
-from systolic.serving.served import Served, ServedText
+from systolic.serving.registry import Served, ServedText
 
 HEADER = "inference-header-content-length"
 TEXT_INPUT, TEXT_OUTPUT = (
     ArraySpec(name=name, dtype=BYTES, shape=(ANY,)) for name in ("text_input", "text_output")
 )
-"""What a language model takes and gives, as Triton's backends of such models name it."""
+"""Inputs and outputs of a language model, as Triton's backends for such models name them."""
 NOT_HERE = ("stream", "stream_options", "n", "echo", "logprobs", "model", "prompt")
 """Fields of completions that this protocol has no place for in its answers, or elsewhere in its requests."""
 
@@ -65,26 +64,26 @@ class ControlFields(Struct, kw_only=True):
     parameters: dict[str, Any] = field(default_factory=dict)
 
 
-async def live(request: Request, desk: Desk) -> Response:
+async def live(request: Request, state: ServerState) -> Response:
     """``GET /v2/health/live``."""
     del request
-    return json_response({"live": desk.alive}, 200 if desk.alive else 503)
+    return json_response({"live": state.alive}, 200 if state.alive else 503)
 
 
-async def ready(request: Request, desk: Desk) -> Response:
+async def ready(request: Request, state: ServerState) -> Response:
     """``GET /v2/health/ready``."""
     del request
-    up = desk.ready
+    up = state.ready
     models = [
         {"name": one.name, "version": str(one.version), "ready": one.phase is Phase.ready}
-        for one in desk.states()
+        for one in state.states()
     ]
     return json_response({"ready": up, "models": models}, 200 if up else 503)
 
 
-async def server(request: Request, desk: Desk) -> Response:
+async def server(request: Request, state: ServerState) -> Response:
     """``GET /v2``."""
-    del request, desk
+    del request, state
     return json_response(
         {
             "name": "systolic",
@@ -94,7 +93,7 @@ async def server(request: Request, desk: Desk) -> Response:
     )
 
 
-async def index(request: Request, desk: Desk) -> Response:
+async def index(request: Request, state: ServerState) -> Response:
     """``POST /v2/repository/index``: all models with their states."""
     raw = await request.body()
     only_ready = bool(raw) and bool(decode(raw, IndexFields).ready)
@@ -105,25 +104,25 @@ async def index(request: Request, desk: Desk) -> Response:
             "state": one.phase.triton,
             "reason": one.reason,
         }
-        for one in desk.states()
+        for one in state.states()
         if one.phase is Phase.ready or not only_ready
     ]
     if not only_ready:
         found += [
             {"name": name, "version": "", "state": "UNAVAILABLE", "reason": "unloaded"}
-            for name in sorted(desk.unloaded)
+            for name in sorted(state.unloaded)
         ]
     return json_response(found)
 
 
-async def load(request: Request, desk: Desk) -> Response:
+async def load(request: Request, state: ServerState) -> Response:
     """``POST /v2/repository/models/NAME/load``."""
     raw = await request.body()
     given = decode(raw, ControlFields).parameters if raw else {}
     if given:
         raise bad(f"{next(iter(given))} is not taken; models are loaded as their folders have them")
     name = request.path_params["name"]
-    done = await asyncio.to_thread(_control(desk).load, name)
+    done = await asyncio.to_thread(_control(state).load, name)
     return json_response(
         {
             "name": name,
@@ -134,37 +133,37 @@ async def load(request: Request, desk: Desk) -> Response:
     )
 
 
-async def unload(request: Request, desk: Desk) -> Response:
+async def unload(request: Request, state: ServerState) -> Response:
     """``POST /v2/repository/models/NAME/unload``; there are no models that depend on others."""
     await request.body()
-    await asyncio.to_thread(_control(desk).unload, request.path_params["name"])
+    await asyncio.to_thread(_control(state).unload, request.path_params["name"])
     return Response()
 
 
-def _control(desk: Desk) -> ModelControl:
-    if desk.control is None:
+def _control(state: ServerState) -> ModelControl:
+    if state.control is None:
         raise ProblemError(
             status=403,
             message="models are not loaded and unloaded by clients here; start the server with --model-control",
         )
-    if not desk.opened:
-        raise desk.not_ready("the server")
-    return desk.control
+    if not state.opened:
+        raise state.not_ready("the server")
+    return state.control
 
 
-async def model_ready(request: Request, desk: Desk) -> Response:
+async def model_ready(request: Request, state: ServerState) -> Response:
     """``GET /v2/models/NAME/ready``."""
-    served = _find(request, desk)
-    up = served.ready and not desk.draining
+    served = _find(request, state)
+    up = served.ready and not state.draining
     return json_response({"name": served.name, "ready": up}, 200 if up else 503)
 
 
-async def metadata(request: Request, desk: Desk) -> Response:
+async def metadata(request: Request, state: ServerState) -> Response:
     """``GET /v2/models/NAME``."""
-    served = _find(request, desk)
+    served = _find(request, state)
     found: dict[str, Any] = {
         "name": served.name,
-        "versions": [str(one.version) for one in desk.shelf.versions(served.name)],
+        "versions": [str(one.version) for one in state.registry.versions(served.name)],
         "platform": "systolic_jax",
     }
     inputs, outputs = _specs(served)
@@ -183,7 +182,7 @@ def _specs(served: Served) -> tuple[Sequence[ArraySpec], Sequence[ArraySpec]]:
     return served.model.inputs, served.model.outputs
 
 
-async def infer(request: Request, desk: Desk) -> Response:
+async def infer(request: Request, state: ServerState) -> Response:
     """``POST /v2/models/NAME/infer``."""
     raw = await request.body()
     size = request.headers.get(HEADER)
@@ -191,7 +190,7 @@ async def infer(request: Request, desk: Desk) -> Response:
         raise bad(f"{HEADER} is {size[:40]!r} and the body has {len(raw)} bytes")
     end = len(raw) if size is None else int(size)
     fields = decode(raw[:end], InferFields)
-    served = desk.use(request, request.path_params["name"], version_in(request))
+    served = state.use(request, request.path_params["name"], version_in(request))
     inputs = read_tensors(fields.inputs, raw[end:])
     # A scalar per example may come as [n, 1], as Triton's clients send texts and files.
     for spec in _specs(served)[0]:
@@ -199,7 +198,7 @@ async def infer(request: Request, desk: Desk) -> Response:
         if spec.dtype == BYTES and given is not None and given.dtype == object and given.ndim == 2:
             inputs[spec.name] = given[:, 0] if given.shape[1] == 1 else given
     if isinstance(served, ServedText):
-        found = await _texts(request, desk, served, fields, inputs)
+        found = await _texts(request, state, served, fields, inputs)
     else:
         found = await answered(request, served, inputs)
     return _response(fields, served, found)
@@ -207,7 +206,7 @@ async def infer(request: Request, desk: Desk) -> Response:
 
 async def _texts(
     request: Request,
-    desk: Desk,
+    state: ServerState,
     served: ServedText,
     fields: InferFields,
     inputs: Mapping[str, np.ndarray],
@@ -226,7 +225,7 @@ async def _texts(
         if fields.parameters.get(name):
             raise bad(f"parameters.{name} is not taken here; leave it out, or ask /v1/completions")
     body = encode({**fields.parameters, "model": served.name, "prompt": prompts})
-    texts = await continued(request, desk, served, decode(body, CompletionFields))
+    texts = await continued(request, state, served, decode(body, CompletionFields))
     return {TEXT_OUTPUT.name: objects([one.encode() for one in texts])}
 
 
@@ -265,8 +264,8 @@ def _response(fields: InferFields, served: Served, found: Mapping[str, np.ndarra
     return Response(body, media_type="application/octet-stream", headers=headers)
 
 
-def _find(request: Request, desk: Desk) -> Served:
-    return desk.versions(request.path_params["name"], version_in(request))[-1]
+def _find(request: Request, state: ServerState) -> Served:
+    return state.versions(request.path_params["name"], version_in(request))[-1]
 
 
 def version_in(request: Request) -> int | None:

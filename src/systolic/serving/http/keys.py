@@ -82,7 +82,7 @@ class Keys:
         return found
 
     def rates(self, key: Key) -> dict[str, TokenBucket]:
-        """What a key may still ask: ``requests`` and ``tokens``, each where it has a bound."""
+        """Rates of a key: ``requests`` and ``tokens``, each if it is bounded."""
         given = {
             "requests": (key.rate_per_minute, self.rate_per_minute),
             "tokens": (key.tokens_per_minute, self.tokens_per_minute),

@@ -1,6 +1,7 @@
-"""What is served, whether it answers, and its tokenizer: ``/v1/models``, health, ``/tokenize``."""
+"""Models that are served, their health and tokenizers, and a page for trying them: ``/``, ``/v1/models``, ``/health``, ``/tokenize``."""
 
 from importlib.metadata import version
+from importlib.resources import files
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
@@ -8,13 +9,12 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
-from systolic.serving.http.bodies import encode, read
+from systolic.serving.http.chat import checked_messages, rendered
 from systolic.serving.http.completions import checked_ids
-from systolic.serving.http.desk import Desk
-from systolic.serving.http.messages import checked_messages, rendered
-from systolic.serving.http.problems import bad
-from systolic.serving.http.texts import off_loop, token_ids
-from systolic.serving.served import Served, ServedText
+from systolic.serving.http.protocol import bad, encode, read
+from systolic.serving.http.responses import off_loop, token_ids
+from systolic.serving.http.state import ServerState
+from systolic.serving.registry import Served, ServedText
 
 
 def json_response(value: Any, status: int = 200) -> Response:
@@ -43,38 +43,38 @@ def entry(name: str, created: int = 0) -> dict[str, Any]:
     }
 
 
-async def models(request: Request, desk: Desk) -> Response:
+async def models(request: Request, state: ServerState) -> Response:
     """``GET /v1/models``: those that answer, then those that are opened."""
     del request
-    found = [described(one) for one in desk.shelf.newest()]
+    found = [described(one) for one in state.registry.newest()]
     names = [one["id"] for one in found]
-    opening = dict.fromkeys(name for name, _ in desk.opening if name not in names)
+    opening = dict.fromkeys(name for name, _ in state.opening if name not in names)
     return json_response({"object": "list", "data": [*found, *map(entry, opening)]})
 
 
-async def health(request: Request, desk: Desk) -> Response:
+async def health(request: Request, state: ServerState) -> Response:
     """Empty, 200 where every model answers, else 503."""
     del request
-    return Response(status_code=200 if desk.ready else 503)
+    return Response(status_code=200 if state.ready else 503)
 
 
-async def liveness(request: Request, desk: Desk) -> Response:
+async def liveness(request: Request, state: ServerState) -> Response:
     """Empty, 200 unless a model failed or hangs, else 503."""
     del request
-    return Response(status_code=200 if desk.alive else 503)
+    return Response(status_code=200 if state.alive else 503)
 
 
-async def metrics(request: Request, desk: Desk) -> Response:
+async def metrics(request: Request, state: ServerState) -> Response:
     """Prometheus' text format."""
     del request
-    desk.metrics.ready.set(desk.ready)
-    desk.metrics.http_in_flight.set(desk.in_flight)
-    return Response(desk.metrics.page(), media_type=CONTENT_TYPE_LATEST)
+    state.metrics.ready.set(state.ready)
+    state.metrics.http_in_flight.set(state.in_flight)
+    return Response(state.metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
 
-async def version_of(request: Request, desk: Desk) -> Response:
+async def version_of(request: Request, state: ServerState) -> Response:
     """``GET /version``."""
-    del request, desk
+    del request, state
     return json_response({"version": version("systolic")})
 
 
@@ -95,10 +95,10 @@ class DetokenizeFields(Struct, kw_only=True):
     model: str | None = None
 
 
-async def tokenize(request: Request, desk: Desk) -> Response:
+async def tokenize(request: Request, state: ServerState) -> Response:
     """``POST /tokenize``."""
     fields = await read(request, TokenizeFields)
-    served = desk.text(request, fields.model)
+    served = state.text(request, fields.model)
     if (fields.prompt is None) == (fields.messages is None):
         raise bad("send either prompt or messages", "prompt")
     if fields.prompt is not None:
@@ -117,10 +117,21 @@ async def tokenize(request: Request, desk: Desk) -> Response:
     return json_response(answer)
 
 
-async def detokenize(request: Request, desk: Desk) -> Response:
+async def detokenize(request: Request, state: ServerState) -> Response:
     """``POST /detokenize``."""
     fields = await read(request, DetokenizeFields)
-    served = desk.text(request, fields.model)
+    served = state.text(request, fields.model)
     ids = checked_ids(fields.tokens, served, "tokens")
     text = await off_loop(len(ids) * 4, lambda: served.tokenizer.decode(ids))
     return json_response({"prompt": text})
+
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data: blob:; media-src blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+
+
+async def page(request: Request, state: ServerState) -> Response:
+    """The page."""
+    del request, state
+    text = files("systolic.serving.http").joinpath("page.html").read_text()
+    headers = {"content-security-policy": POLICY, "x-content-type-options": "nosniff"}
+    return Response(text, media_type="text/html", headers=headers)

@@ -14,21 +14,60 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Any
 
+import h11
 import psutil
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from systolic.core.errors import NotFoundError, OptionError, RunError, SystolicError
 from systolic.core.ranges import NOT_NEGATIVE, Range, check
 from systolic.serving.http.app import application
-from systolic.serving.http.desk import Desk
-from systolic.serving.http.gate import Gate
 from systolic.serving.http.keys import Keys
-from systolic.serving.http.logs import EventLog
-from systolic.serving.http.patience import PatientProtocol
-from systolic.serving.http.traces import find_traces
-from systolic.serving.served import Arrival, Renewal, Served
+from systolic.serving.http.middleware import RequestMiddleware
+from systolic.serving.http.state import ServerState
+from systolic.serving.http.telemetry import EventLog, find_traces
+from systolic.serving.registry import ModelLoad, ReloadPlan, Served
+
+HEADER_SECONDS = 60.0
+"""From the first byte of a connection, or of a further request on it, to the end of its headers."""
+
+
+class HeaderTimeoutProtocol(H11Protocol):
+    """Closes a connection that holds no request and does not complete the headers of one in time."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        """Begins to wait."""
+        super().connection_made(transport)
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        """Reads on; waits as long as headers are incomplete."""
+        super().data_received(data)
+        if self.conn.their_state is h11.IDLE:
+            self._wait()
+        else:
+            self._rest()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Waits no more."""
+        self._rest()
+        super().connection_lost(exc)
+
+    def _wait(self) -> None:
+        if self._late is None:
+            self._late = self.loop.call_later(HEADER_SECONDS, self.transport.close)
+
+    def _rest(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
 
 TICK_SECONDS = 0.05
 LAST_SECONDS = 2.0
@@ -38,7 +77,7 @@ BACKLOG = 2048
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Address:
-    """Where a server listens and how it ends.
+    """Address of a server, and how it ends.
 
     Raises:
         OptionError: a value out of its range, or one of the two TLS files without the other.
@@ -93,14 +132,14 @@ def _check_certificate(cert: Path, key: Path) -> None:
 
 
 class Process(uvicorn.Server):
-    """A server of one desk's models.
+    """A server of models.
 
     The first SIGTERM or SIGINT drains: not ready, new requests are refused with 503, those in flight end, at most
     ``grace_seconds`` long. The second ends at once.
 
     Args:
-        desk: The models.
-        pending: The models, opened in the background and in this order; each is started and put into the desk.
+        state: The models.
+        pending: The models, opened in the background and in this order; each is started and put into the state.
         address: Where to listen.
         log: What happens.
         keys: API keys; None lets everyone in.
@@ -110,24 +149,26 @@ class Process(uvicorn.Server):
 
     def __init__(
         self,
-        desk: Desk,
-        pending: Sequence[Arrival],
+        state: ServerState,
+        pending: Sequence[ModelLoad],
         address: Address,
         log: EventLog,
         keys: Keys | None = None,
-        renewal: Callable[[str | None], Renewal] | None = None,
+        renewal: Callable[[str | None], ReloadPlan] | None = None,
         listening: Callable[[int], None] | None = None,
     ) -> None:
-        gate = Gate(app=application(desk), desk=desk, log=log, traces=find_traces(), keys=keys)
+        middleware = RequestMiddleware(
+            app=application(state), state=state, log=log, traces=find_traces(), keys=keys
+        )
         super().__init__(
             uvicorn.Config(
-                gate,
+                middleware,
                 host=address.host,
                 port=address.port,
                 ssl_certfile=address.tls_cert,
                 ssl_keyfile=address.tls_key,
                 backlog=BACKLOG,
-                http=PatientProtocol,  # It bounds the size and the time of headers.
+                http=HeaderTimeoutProtocol,  # It bounds the size and the time of headers.
                 lifespan="off",
                 log_config=None,
                 access_log=False,
@@ -137,9 +178,9 @@ class Process(uvicorn.Server):
                 h11_max_incomplete_event_size=1 << 16,
             )
         )
-        self.desk, self.address, self.log = desk, address, log
+        self.state, self.address, self.log = state, address, log
         self._pending, self._keys = pending, keys
-        desk.opening = [one.key for one in pending]
+        state.opening = [one.key for one in pending]
         self._listening, self._renewal = listening, renewal
         self._renewing = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -165,7 +206,7 @@ class Process(uvicorn.Server):
             own.disabled = False
         port = self.servers[0].sockets[0].getsockname()[1]
         imported = time.time() - psutil.Process().create_time()
-        self.desk.metrics.startup.labels("all", "", "import").set(imported)
+        self.state.metrics.startup.labels("all", "", "import").set(imported)
         self.log.write(
             "listening",
             host=self.address.host,
@@ -189,7 +230,7 @@ class Process(uvicorn.Server):
 
     @property
     def url(self) -> str:
-        """Where a client of this machine finds it."""
+        """URL for a client on this machine."""
         scheme = "http" if self.address.tls_cert is None else "https"
         host = "127.0.0.1" if self.address.host in ("0.0.0.0", "::") else self.address.host
         port = self.servers[0].sockets[0].getsockname()[1]
@@ -198,50 +239,50 @@ class Process(uvicorn.Server):
     def _start_models(self) -> None:
         begun = time.monotonic()
         with self._renewing:
-            self.desk.failed = next(filter(None, map(self._start, self._pending)), None)
-        if self.desk.failed is not None:
+            self.state.failed = next(filter(None, map(self._start, self._pending)), None)
+        if self.state.failed is not None:
             self.end()
             return
         total = time.monotonic() - begun
-        self.desk.metrics.startup.labels("all", "", "total").set(total)
-        self.desk.opened = True
+        self.state.metrics.startup.labels("all", "", "total").set(total)
+        self.state.opened = True
         self.log.write(
             "ready",
             seconds=round(total, 3),
             url=self.url,
-            models=[{"name": one.name, "kind": one.kind} for one in self.desk.shelf.newest()],
+            models=[{"name": one.name, "kind": one.kind} for one in self.state.registry.newest()],
             keys=self._keys is not None or None,
         )
 
-    def _start(self, pending: Arrival) -> str | None:
+    def _start(self, pending: ModelLoad) -> str | None:
         """Opens a model, makes it ready and adds it, in the place of one of its name and version; the reason where that fails."""
-        at, desk, (name, version) = time.monotonic(), self.desk, pending.key
+        at, state, (name, version) = time.monotonic(), self.state, pending.key
         try:
             served = pending.open()
             served.start()
             seconds = time.monotonic() - at
-            desk.failures.pop(pending.key, None)
-            desk.metrics.opened(name, version, seconds)
+            state.failures.pop(pending.key, None)
+            state.metrics.opened(name, version, seconds)
             self._add(served)
         except Exception as error:
             own = isinstance(error, SystolicError)
             reason = str(error) if own else f"{type(error).__name__}: {error}"
-            desk.metrics.failed(name, version)
-            desk.failures[pending.key] = reason
+            state.metrics.failed(name, version)
+            state.failures[pending.key] = reason
             self.log.write("failed", model=name, version=version, error=reason)
             return reason
         finally:
-            desk.opening = [one for one in desk.opening if one != pending.key]
+            state.opening = [one for one in state.opening if one != pending.key]
         self.log.write("warm", model=name, version=version, seconds=round(seconds, 3))
         return None
 
     def _add(self, served: Served) -> None:
         """Hands requests to a model; one of its name and version ends when its own have ended."""
-        shelf = self.desk.shelf
-        if all(one.key != served.key for one in shelf.everything()):
-            shelf.put(served)
+        registry = self.state.registry
+        if all(one.key != served.key for one in registry.everything()):
+            registry.put(served)
             return
-        whole = shelf.swap(served, self.address.grace_seconds)
+        whole = registry.swap(served, self.address.grace_seconds)
         self.log.write("replaced", model=served.name, version=served.version, whole=whole)
 
     def renew(self) -> None:
@@ -249,55 +290,55 @@ class Process(uvicorn.Server):
         if self._renewal is not None:
             threading.Thread(target=self._renew, args=(self._renewal,), daemon=True).start()
 
-    def _renew(self, renewal: Callable[[str | None], Renewal]) -> None:
+    def _renew(self, renewal: Callable[[str | None], ReloadPlan]) -> None:
         with self._renewing:
             try:
                 self._change(renewal(None))
             except SystolicError as error:
                 self.log.write("failed", error=str(error))
 
-    def _change(self, renewal: Renewal) -> str | None:
+    def _change(self, renewal: ReloadPlan) -> str | None:
         """Adds models, then retires others; what is served stays until its successor works.
 
         Returns:
             Why the first of those that failed did.
         """
-        desk = self.desk
-        desk.opening = [one.key for one in renewal.added]
+        state = self.state
+        state.opening = [one.key for one in renewal.added]
         reasons = {one.key[0]: reason for one in renewal.added if (reason := self._start(one))}
         for name, version in renewal.unchanged:
             self.log.write("unchanged", model=name, version=version)
-        held = [one.key for one in desk.shelf.everything()]
+        held = [one.key for one in state.registry.everything()]
         for name, version in renewal.gone:
             if name in reasons:
                 continue
-            desk.failures.pop((name, version), None)
+            state.failures.pop((name, version), None)
             if (name, version) not in held:
                 continue
-            whole = desk.shelf.retire(name, version, self.address.grace_seconds)
-            desk.metrics.forget(name, version)
+            whole = state.registry.retire(name, version, self.address.grace_seconds)
+            state.metrics.forget(name, version)
             self.log.write("retired", model=name, version=version, whole=whole)
         return next(iter(reasons.values()), None)
 
-    def load(self, name: str) -> Renewal:
-        """See :class:`~systolic.serving.http.desk.ModelControl`."""
+    def load(self, name: str) -> ReloadPlan:
+        """See :class:`~systolic.serving.http.state.ModelControl`."""
         assert self._renewal is not None
         with self._renewing:
             renewal = self._renewal(name)
             reason = self._change(renewal)
-            if any(one.name == name for one in self.desk.shelf.everything()):
-                self.desk.unloaded.discard(name)
+            if any(one.name == name for one in self.state.registry.everything()):
+                self.state.unloaded.discard(name)
         if reason is not None:
             raise RunError(reason)
         return renewal
 
     def unload(self, name: str) -> None:
-        """See :class:`~systolic.serving.http.desk.ModelControl`."""
+        """See :class:`~systolic.serving.http.state.ModelControl`."""
         with self._renewing:
-            versions = self.desk.shelf.versions(name)
-            failed = [key for key in self.desk.failures if key[0] == name]
-            self.desk.unloaded.add(name)
-            self._change(Renewal(gone=[*(one.key for one in versions), *failed]))
+            versions = self.state.registry.versions(name)
+            failed = [key for key in self.state.failures if key[0] == name]
+            self.state.unloaded.add(name)
+            self._change(ReloadPlan(gone=[*(one.key for one in versions), *failed]))
 
     def end(self) -> None:
         """Begins to end; from any thread."""
@@ -308,7 +349,7 @@ class Process(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal: the first one drains, the second one ends at once."""
         del sig, frame
-        if self.desk.draining:
+        if self.state.draining:
             self.should_exit = self.force_exit = True
         self.end()
 
@@ -317,18 +358,18 @@ class Process(uvicorn.Server):
             self._ending = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
-        self.desk.draining = True
+        self.state.draining = True
         begun = time.monotonic()
-        end = begun + (0.0 if self.desk.failed else self.address.grace_seconds)
-        self.log.write("draining", in_flight=self.desk.in_flight)
-        while self.desk.in_flight and time.monotonic() < end and not self.should_exit:
+        end = begun + (0.0 if self.state.failed else self.address.grace_seconds)
+        self.log.write("draining", in_flight=self.state.in_flight)
+        while self.state.in_flight and time.monotonic() < end and not self.should_exit:
             await asyncio.sleep(TICK_SECONDS)
-        cut = self.desk.in_flight
-        for served in self.desk.shelf.everything():
+        cut = self.state.in_flight
+        for served in self.state.registry.everything():
             await asyncio.to_thread(served.drain, 0.0)
         # Streams that were cut end with an error event.
         last = time.monotonic() + LAST_SECONDS
-        while self.desk.in_flight and time.monotonic() < last:
+        while self.state.in_flight and time.monotonic() < last:
             await asyncio.sleep(TICK_SECONDS)
         self.log.write("ended", cut=cut, seconds=round(time.monotonic() - begun, 3))
         self.should_exit = True

@@ -13,13 +13,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from systolic.core.errors import OptionError
-from systolic.serving.batch.dtypes import check_range, kind_of
 from systolic.serving.batch.request import BYTES, ArraySpec, ModelKind
-from systolic.serving.http.batches import answered, objects
-from systolic.serving.http.desk import Desk, Phase, VersionState
+from systolic.serving.batch.tensors import check_range, kind_of
 from systolic.serving.http.listing import described, entry, json_response
-from systolic.serving.http.problems import ProblemError, bad
-from systolic.serving.served import Served, ServedBatch, ServedText
+from systolic.serving.http.protocol import ProblemError, bad
+from systolic.serving.http.responses import answered, objects
+from systolic.serving.http.state import Phase, ServerState, VersionState
+from systolic.serving.registry import Served, ServedBatch, ServedText
 
 _GET = re.compile(r"(?P<name>.+?)(?:/versions/(?P<version>[0-9]{1,15}))?(?P<metadata>/metadata)?")
 _POST = re.compile(
@@ -51,23 +51,23 @@ PLAIN: Mapping[ModelKind, str] = {ModelKind.image: "uint8", ModelKind.transcript
 
 
 def label(path: str) -> str:
-    """What metrics and the log call a path: any other word than these would be a label of the client's making."""
+    """Label of a path in metrics and the log: any other word than these would be a label of the client's making."""
     ends = (one for one in (":predict", "/metadata") if path.endswith(one))
     return f"{ROUTES}{{name}}{next(ends, '')}"
 
 
-async def model(request: Request, desk: Desk) -> Response:
+async def model(request: Request, state: ServerState) -> Response:
     """``GET /v1/models/NAME``: OpenAI's model and TensorFlow Serving's versions in one object; or the signatures under ``/metadata``."""
     found = _GET.fullmatch(request.path_params["rest"])
     if found is None:
         raise ProblemError(status=404, message="there is no such path")
     name, version = found["name"], None if found["version"] is None else int(found["version"])
     if found["metadata"]:
-        return json_response(_metadata(desk.versions(name, version)[-1]))
-    states = [one for one in desk.states() if one.name == name and version in (None, one.version)]
+        return json_response(_metadata(state.versions(name, version)[-1]))
+    states = [one for one in state.states() if one.name == name and version in (None, one.version)]
     if all(one.phase is Phase.loading for one in states):
-        desk.versions(name, version)
-    newest = next((one for one in desk.shelf.newest() if one.name == name), None)
+        state.versions(name, version)
+    newest = next((one for one in state.registry.newest() if one.name == name), None)
     about = entry(name) if newest is None else described(newest)
     told = [_state(one) for one in sorted(states, key=lambda one: one.version, reverse=True)]
     return json_response({**about, "model_version_status": told})
@@ -105,7 +105,7 @@ def _signed(spec: ArraySpec) -> dict[str, Any]:
     }
 
 
-async def predict(request: Request, desk: Desk) -> Response:
+async def predict(request: Request, state: ServerState) -> Response:
     """``POST /v1/models/NAME[/versions/N]:predict``."""
     found = _POST.fullmatch(request.path_params["rest"])
     if found is None:
@@ -116,7 +116,7 @@ async def predict(request: Request, desk: Desk) -> Response:
         raise bad(f"{found['verb']} is not supported; ask :predict")
     raw = await request.body()
     version = None if found["version"] is None else int(found["version"])
-    served = desk.batch(request, found["name"], version)
+    served = state.batch(request, found["name"], version)
     inputs, rows = await _off_loop(len(raw), lambda: read_inputs(raw, served))
     outputs = await answered(request, served, inputs)
     body = await _off_loop(

@@ -9,10 +9,9 @@ import numpy as np
 from msgspec import Struct, field
 
 from systolic.core.errors import OptionError
-from systolic.serving.batch.dtypes import check_range
 from systolic.serving.batch.request import BYTES, ArraySpec
-from systolic.serving.http.bodies import with_infinities
-from systolic.serving.http.problems import ProblemError, bad
+from systolic.serving.batch.tensors import check_range
+from systolic.serving.http.protocol import ProblemError, bad, with_infinities
 
 DTYPES: Mapping[str, np.dtype] = {
     "BOOL": np.dtype(bool),
@@ -179,7 +178,7 @@ def to_bytes(array: np.ndarray) -> bytes:
 
 
 def to_json(array: np.ndarray) -> list[Any]:
-    """An array as a flat list for :func:`~systolic.serving.http.bodies.encode`, row-major.
+    """An array as a flat list for :func:`~systolic.serving.http.protocol.encode`, row-major.
 
     Raises:
         ProblemError: it holds bytes that are no UTF-8.

@@ -7,12 +7,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from systolic.serving.http.desk import new_id
+from systolic.serving.http.state import new_id
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 """Marks of Hermes, Qwen and SmolLM3 around {"name": ..., "arguments": {...}}."""
 _FIELDS = frozenset(("name", "arguments", "parameters", "type", "id"))
-"""What a call without marks may have."""
+"""Fields of a call without marks."""
 _CALL = re.compile(re.escape(OPEN) + r"\s*(.*?)\s*" + re.escape(CLOSE), re.DOTALL)
 
 
@@ -45,7 +45,7 @@ class ForcedCall:
 
     begin: str
     name: str | None = None
-    """Of the function, where the client named it or there is only one."""
+    """Name of the function, if the client named it or there is only one."""
 
     @classmethod
     def of(cls, name: str | None, *, marked: bool) -> "ForcedCall":
@@ -97,7 +97,7 @@ class CallReader:
         return said, calls
 
     def flush(self) -> tuple[str, list[ToolCall]]:
-        """What is left when the text has ended."""
+        """The rest, when the text has ended."""
         rest, self._held = self._held, ""
         forced = self._forced
         if forced is not None and forced.name and rest.startswith(forced.begin):

@@ -12,11 +12,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from systolic.serving.batch.request import ModelKind
-from systolic.serving.http.batches import answered, objects
-from systolic.serving.http.bodies import encode
-from systolic.serving.http.desk import Desk
-from systolic.serving.http.events import event, streamed
-from systolic.serving.http.problems import ProblemError, bad
+from systolic.serving.http.protocol import ProblemError, bad, encode
+from systolic.serving.http.responses import answered, event, objects, streamed
+from systolic.serving.http.state import ServerState
 
 FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
 FIELDS = 32
@@ -24,7 +22,7 @@ LONGEST_FIELD = 1 << 16
 """Bytes of a field that is no file."""
 
 
-async def transcriptions(request: Request, desk: Desk) -> Response:
+async def transcriptions(request: Request, state: ServerState) -> Response:
     """Answers a request; errors as the parts that it calls."""
     try:
         form = await request.form(max_files=1, max_fields=FIELDS, max_part_size=LONGEST_FIELD)
@@ -38,7 +36,7 @@ async def transcriptions(request: Request, desk: Desk) -> Response:
         sound = await file.read()
     finally:
         await form.close()
-    served = desk.batch(request, name)
+    served = state.batch(request, name)
     if served.model.kind is not ModelKind.transcription:
         raise bad(
             f"{served.name} is a model of kind {served.model.kind.value} and writes down no speech",

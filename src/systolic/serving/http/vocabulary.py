@@ -16,7 +16,7 @@ def _byte_of() -> dict[str, int]:
 
 
 class Vocabulary:
-    """What single tokens stand for.
+    """Text and bytes of single tokens.
 
     Args:
         tokenizer: Of the model.

@@ -1,4 +1,4 @@
-"""What gave the answers of an output, in a file beside it: other weights or options do not continue it unseen."""
+"""Identity of the model that answered an output, in a file beside it: other weights or options do not continue it unseen."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -10,7 +10,7 @@ from systolic.core.files import write_json
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answerer:
-    """What answers depend on, beside the lines that ask for them."""
+    """Everything that answers depend on, beside the lines that ask for them."""
 
     model: str
     """Its name, which answers hold."""
@@ -20,7 +20,7 @@ class Answerer:
     texts: str
     """Digest of tokenizer, chat template and preprocessing; empty where it has none of them."""
     precision: str
-    """Of the computation."""
+    """Precision of the computation."""
     context: int
     """Tokens of a text; 0 for the model's own limit."""
 

@@ -1,8 +1,7 @@
 """Files of an offline batch: an input that is streamed, and an output that each line is appended to once.
 
 The id of a result names the line of the input by number and digest. So the output alone says what is left to do
-after a process was killed, and whether it belongs to the input.
-"""
+after a process was killed, and whether it belongs to the input."""
 
 import fcntl
 import hashlib
@@ -17,7 +16,43 @@ from systolic.core.errors import DataError, NotFoundError, OptionError, RunError
 from systolic.core.files import check_writable
 from systolic.data.text.line_files import DAMAGED, opened
 from systolic.serving.offline.lines import EXPECTED, answered_line, custom_id_of, no_request
-from systolic.serving.offline.progress import BatchProgress
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchProgress:
+    """How far a batch is; numbers of tokens and seconds are of this process."""
+
+    lines: int
+    """Lines of the input."""
+    earlier: int
+    """Lines that an earlier process answered."""
+    answered: int
+    """Lines with a result, earlier ones included."""
+    failed: int
+    """Results whose status is not 200."""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    seconds: float = 0.0
+    """Since the model was ready."""
+    stopped: bool = False
+    """Whether it was told to end."""
+
+    @property
+    def generated_per_second(self) -> float:
+        """Tokens of answers."""
+        return self.completion_tokens / max(self.seconds, 1e-9)
+
+    @property
+    def prompts_per_second(self) -> float:
+        """Tokens of prompts."""
+        return self.prompt_tokens / max(self.seconds, 1e-9)
+
+    @property
+    def left_seconds(self) -> float | None:
+        """Until the end at the rate so far."""
+        here = self.answered - self.earlier
+        return self.seconds / here * (self.lines - self.answered) if here else None
+
 
 _HEAD = b'{"id":"batch_req_'
 """How each result begins. A file of something else loses nothing."""
@@ -134,7 +169,7 @@ class BatchOutput:
     answered: int = 0
     """Lines whose results are in the file."""
     failed: int = 0
-    """Those among them whose status is not 200."""
+    """Results among them whose status is not 200."""
     _file: int = -1
     _end: int = 0
     _synced: int = field(default=0)

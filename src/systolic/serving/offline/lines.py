@@ -7,7 +7,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec import Raw
 
-from systolic.serving.http.bodies import encode, with_infinities
+from systolic.serving.http.protocol import encode, with_infinities
 
 BODIES = {
     "messages": "/v1/chat/completions",
@@ -16,7 +16,7 @@ BODIES = {
 }
 """Field of a line that is a body alone, and the route that it is for."""
 EXPECTED = 'each line is {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}, or a body alone with messages, prompt or input'
-"""What a file of requests holds."""
+"""Form of a file of requests."""
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 ABSENT = Raw()
 _ID = re.compile(r"batch_req_(?P<line>[1-9][0-9]{0,14})_(?P<digest>[0-9a-f]{16})")
@@ -85,7 +85,7 @@ class LineAnswered(NamedTuple):
 
 
 def custom_id_of(number: int, line: bytes) -> str:
-    """What names a line in the output: its ``custom_id``, or ``line-N`` where it has none."""
+    """Name of a line in the output: its ``custom_id``, or ``line-N`` if it has none."""
     try:
         return _FIELDS.decode(line).custom_id or f"line-{number}"
     except UNREADABLE:
@@ -175,7 +175,7 @@ def problem_line(id: str, problem: LineProblem) -> bytes:
 
 
 def answered_line(line: bytes) -> LineAnswered | None:
-    """What a line of an output answers; None where no batch of this package wrote it."""
+    """The line of the input that a line of an output answers; None if no batch of this package wrote it."""
     try:
         result = _RESULT.decode(line)
     except UNREADABLE:

@@ -13,14 +13,13 @@ from starlette.types import ASGIApp
 
 from systolic.core.errors import RunError, SystolicError
 from systolic.serving.http.app import application
-from systolic.serving.http.desk import Desk
-from systolic.serving.http.direct import DirectAnswer, post
-from systolic.serving.http.gate import Gate
+from systolic.serving.http.in_process import InProcessResponse, post
 from systolic.serving.http.limits import HttpLimits
-from systolic.serving.http.logs import EventLog
 from systolic.serving.http.metrics import Metrics
-from systolic.serving.http.traces import NoTraces
-from systolic.serving.offline.files import BatchOutput, digest_of
+from systolic.serving.http.middleware import RequestMiddleware
+from systolic.serving.http.state import ServerState
+from systolic.serving.http.telemetry import EventLog, NoTraces
+from systolic.serving.offline.files import BatchOutput, BatchProgress, digest_of
 from systolic.serving.offline.lines import (
     LineProblem,
     LineRequest,
@@ -29,8 +28,7 @@ from systolic.serving.offline.lines import (
     request_of,
     result_id,
 )
-from systolic.serving.offline.progress import BatchProgress
-from systolic.serving.served import Served, Shelf
+from systolic.serving.registry import ModelRegistry, Served
 
 SYNC_SECONDS, SHOWN_SECONDS = 1.0, 0.25
 ALONE, RETRY_SECONDS = 3, 0.05
@@ -150,19 +148,19 @@ class BatchRun:
             self._slots.release()
 
     def _kept(
-        self, number: int, id: str, request: LineRequest, answer: DirectAnswer
+        self, number: int, id: str, request: LineRequest, answer: InProcessResponse
     ) -> LineProblem | None:
-        if answer.usage is not None:
-            self._prompt_tokens += answer.usage.prompt_tokens
-            self._completion_tokens += answer.usage.completion_tokens
+        context = answer.context
+        self._prompt_tokens += context.prompt_tokens or 0
+        self._completion_tokens += context.completion_tokens
         if not answer.json:
             told = f"{request.url} did not answer with JSON; ask for no binary data and no files"
             return LineProblem(request.custom_id, "invalid_answer", told)
-        record = answer_line(id, request.custom_id, answer.status, answer.request_id, answer.body)
-        self._output.append(number, record, ok=answer.status == 200)
+        record = answer_line(id, request.custom_id, context.status, context.id, answer.body)
+        self._output.append(number, record, ok=context.status == 200)
         return None
 
-    async def _asked(self, number: int, request: LineRequest) -> DirectAnswer:
+    async def _asked(self, number: int, request: LineRequest) -> InProcessResponse:
         """The answer; one that is refused because others wait comes after them."""
         answer = await self._post(number, request)
         if answer.retry_seconds is None:
@@ -175,13 +173,13 @@ class BatchRun:
                 answer = await self._post(number, request)
         return answer
 
-    async def _post(self, number: int, request: LineRequest) -> DirectAnswer:
+    async def _post(self, number: int, request: LineRequest) -> InProcessResponse:
         self._asking += 1
         try:
             answer = await post(self._app, request.url, request.body)
         finally:
             self._asking -= 1
-        refused = answer.status >= 500 or answer.retry_seconds is not None
+        refused = answer.context.status >= 500 or answer.retry_seconds is not None
         if refused and not self._served.ready:
             told = " ".join(answer.body.decode(errors="replace").split())[:300]
             raise RunError(
@@ -219,10 +217,12 @@ class WarningLog(EventLog):
 
 def _application(served: Served, in_flight: int, warn: Callable[[str], None]) -> ASGIApp:
     """The server's routes over one model."""
-    desk = Desk(
-        shelf=Shelf([served]),
+    state = ServerState(
+        registry=ModelRegistry([served]),
         limits=HttpLimits(requests=in_flight + 1),
         metrics=Metrics(),
         opened=True,
     )
-    return Gate(app=application(desk), desk=desk, log=WarningLog(warn), traces=NoTraces())
+    return RequestMiddleware(
+        app=application(state), state=state, log=WarningLog(warn), traces=NoTraces()
+    )

@@ -151,7 +151,7 @@ class Buckets:
 
     @property
     def shapes(self) -> tuple[StepShape, ...]:
-        """Of all programs, largest first: the first one's memory is the most."""
+        """Shapes of all programs, largest first: the first one needs the most memory."""
         found = [StepShape(rows, 0, 0, pages) for rows in self.rows for pages in self.pages]
         found += [StepShape(0, 1, length, pages) for length in self.lengths for pages in self.pages]
         if self.mixed:

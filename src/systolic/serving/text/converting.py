@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.extend.core
 
-from systolic.aot.program_store import ProgramSpec, ProgramStore, made_ready
+from systolic.compiling.program_store import ProgramSpec, ProgramStore, made_ready
 from systolic.models.adapters import CODES, INPUTS, SCALES
 from systolic.models.quantized import Quantized
 from systolic.steps.paged import PagedSteps, ServingWeights
@@ -114,7 +114,7 @@ def with_floats(
 
 
 def _abstract(array: Any) -> jax.ShapeDtypeStruct:
-    """What a program is traced for; arrays that are on no mesh go wherever it needs them."""
+    """Abstract array that a program is traced for; arrays that are on no mesh go wherever it needs them."""
     placed = isinstance(array.sharding, jax.sharding.NamedSharding)
     return jax.ShapeDtypeStruct(
         array.shape, array.dtype, sharding=array.sharding if placed else None

@@ -8,17 +8,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from systolic.core.errors import RunError
-from systolic.forecasting.serving_memory import ServingMemory
+from systolic.job.serving_memory import ServingMemory
 from systolic.serving.compiles import COUNT, count_compiles
-from systolic.serving.refused import RefusedError
-from systolic.serving.text.answer import Answer, Made, reason
-from systolic.serving.text.facts import EngineWatcher, RequestFacts, StepFacts
+from systolic.serving.errors import RefusedError
+from systolic.serving.text.facts import EngineLoad, EngineWatcher, StepFacts
 from systolic.serving.text.memory import memory_of
-from systolic.serving.text.programs import BIASES
-from systolic.serving.text.request import Finish, TextRequest
-from systolic.serving.text.runner import StepInFlight, StepRunner
+from systolic.serving.text.request import Finish, Stream, TextRequest
+from systolic.serving.text.runner import BIASES, StepInFlight, StepRunner
 from systolic.serving.text.scheduler import Scheduler, StepWork
-from systolic.serving.text.stream import Stream
+from systolic.serving.text.sequence import Sequence, reason
 
 if TYPE_CHECKING:
     from systolic.data.text.tokenizer import Tokenizer
@@ -29,7 +27,7 @@ IDLE_SECONDS = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """What an engine takes."""
+    """Limits of an engine."""
 
     context: int
     """Tokens of a text."""
@@ -67,16 +65,17 @@ class Engine:
         self.runner, self.scheduler, self.bounds = runner, scheduler, bounds
         self.tokenizer, self.ends, self.watcher = tokenizer, frozenset(ends), watcher
         self._changed = threading.Condition()
-        self._arrived: deque[Answer] = deque()
-        self._cancelled: deque[Answer] = deque()
-        self._live: dict[int, Answer] = {}
-        self._by_stream: dict[Stream, Answer] = {}
+        self._arrived: deque[Sequence] = deque()
+        self._cancelled: deque[Sequence] = deque()
+        self._live: dict[int, Sequence] = {}
+        self._by_stream: dict[Stream, Sequence] = {}
         self._number = 0
         self._closing = False
         self._stopped = threading.Event()
         self._failed: str | None = None
+        self._flight: StepInFlight | None = None
         self._beat = time.monotonic()
-        self._thread = threading.Thread(target=self._run, name="systolic-engine", daemon=True)
+        self._thread = threading.Thread(target=self._loop, name="systolic-engine", daemon=True)
 
     # From any thread
 
@@ -87,7 +86,7 @@ class Engine:
 
     @property
     def memory(self) -> ServingMemory:
-        """Of its device."""
+        """Memory of its device."""
         programs = self.runner.programs
         return memory_of(programs, programs.pages)
 
@@ -110,8 +109,8 @@ class Engine:
     def outstanding_tokens(self) -> int:
         """Tokens of its requests that it has not read or made yet."""
         with self._changed:
-            answers = list(self._by_stream.values())
-        return sum(answer.text.most - answer.text.read for answer in answers)
+            sequences = list(self._by_stream.values())
+        return sum(sequence.max_length - sequence.read for sequence in sequences)
 
     def start(self) -> None:
         """Starts the loop."""
@@ -124,7 +123,7 @@ class Engine:
             self._admit(request)
             self._number += 1
             stream = Stream(self._cancel)
-            answer = Answer(
+            sequence = Sequence(
                 number=self._number,
                 request=request,
                 stream=stream,
@@ -132,8 +131,8 @@ class Engine:
                 ends=frozenset() if request.ignore_ends else self.ends,
                 context=self.context,
             )
-            self._by_stream[stream] = answer
-            self._arrived.append(answer)
+            self._by_stream[stream] = sequence
+            self._arrived.append(sequence)
             self._changed.notify()
         return stream
 
@@ -162,11 +161,11 @@ class Engine:
                 f"the prompt has {size} tokens and a text here has at most {self.context} with its answer; give a shorter prompt",
                 parameter="prompt",
             )
-        if wrong := next((one for one in request.tokens if not 0 <= one < vocab), None):
+        if wrong := next((token for token in request.tokens if not 0 <= token < vocab), None):
             raise RefusedError(
                 f"{wrong} is no token of this model, which has {vocab}", parameter="prompt"
             )
-        bias = request.choice.logit_bias
+        bias = request.sampling.logit_bias
         if len(bias) > BIASES:
             raise RefusedError(
                 f"logit_bias has {len(bias)} tokens and at most {BIASES} are taken; leave some out",
@@ -185,12 +184,12 @@ class Engine:
         if self._closing:
             raise RefusedError("the server is shutting down", retry_seconds=5)
         # The scheduler's own queue belongs to the engine's thread.
-        waiting = [one for one in self._by_stream.values() if one.begun is None]
+        waiting = [s for s in self._by_stream.values() if s.started is None]
         if len(waiting) >= self.bounds.queued:
             raise RefusedError(
                 f"{len(waiting)} requests wait, which is the most; come back", retry_seconds=1
             )
-        tokens = sum(len(one.request.tokens) for one in waiting)
+        tokens = sum(sequence.prompt_tokens for sequence in waiting)
         if waiting and tokens + len(request.tokens) > self.bounds.queued_tokens:
             raise RefusedError(
                 f"requests with {tokens} prompt tokens wait, and {self.bounds.queued_tokens} may; come back",
@@ -199,42 +198,39 @@ class Engine:
 
     def _cancel(self, stream: Stream) -> None:
         with self._changed:
-            answer = self._by_stream.get(stream)
-            if answer is not None:
-                self._cancelled.append(answer)
+            sequence = self._by_stream.get(stream)
+            if sequence is not None:
+                self._cancelled.append(sequence)
                 self._changed.notify()
 
     # In the engine's thread
 
-    def _run(self) -> None:
+    def step(self) -> bool:
+        """Schedules a step, runs it, and collects the one before; False where the loop shall end.
+
+        The device computes a step while the host hands out the tokens of the one before, which are pending until then.
+        Only penalties have to know them before they choose the next.
+        """
+        flight, self._flight = self._flight, None
+        if not self._take(waits=flight is None):
+            return False
+        begin, compiles, waited = time.perf_counter(), COUNT.compiled, 0.0
+        if flight is not None and any(sequence.penalized for sequence in self._live.values()):
+            waited, flight = self._collect(flight), None
+        work = self.scheduler.schedule()
+        if work:
+            self._flight = self._run(work)
+        if flight is not None:
+            waited = self._collect(flight)
+        self._report(time.perf_counter() - begin, waited, COUNT.compiled > compiles)
+        return True
+
+    def _loop(self) -> None:
         try:
-            flight: StepInFlight | None = None
             count_compiles()
-            while True:
+            self._beat = time.monotonic()
+            while self.step():
                 self._beat = time.monotonic()
-                if not self._take(waits=flight is None):
-                    break
-                begin, collected = time.perf_counter(), 0.0
-                if flight is not None and any(one.looks_back for one in self._live.values()):
-                    chosen = self.runner.collect(flight)
-                    collected = time.perf_counter() - begin
-                    self._hand_out(chosen)
-                    flight = None
-                work = self.scheduler.next()
-                compiles = COUNT.compiled
-                following = self._dispatch(work) if work else None
-                dispatched = time.perf_counter()
-                if flight is not None:
-                    chosen = self.runner.collect(flight)
-                    waited = time.perf_counter()
-                    self._hand_out(chosen)
-                    collected = waited - dispatched
-                compiled = COUNT.compiled > compiles
-                if compiled and self.bounds.strict:
-                    raise RunError("a program was compiled after the engine was ready")
-                if following is not None and self.watcher is not None:
-                    self._tell(following, time.perf_counter() - begin, collected, compiled)
-                flight = following
         except BaseException as error:
             self._fail(error)
         finally:
@@ -250,81 +246,84 @@ class Engine:
             arrived, self._arrived = self._arrived, deque()
             cancelled, self._cancelled = self._cancelled, deque()
             closing = self._closing
-        for answer in arrived:
-            self._live[answer.number] = answer
-            self.scheduler.add(answer.text)
-        for answer in cancelled:
-            self._end(answer, Finish.cancelled)
-        for answer in list(self._live.values()):
-            if answer.deadline is not None and now >= answer.deadline:
-                self._end(answer, Finish.deadline)
+        for sequence in arrived:
+            self._live[sequence.number] = sequence
+            self.scheduler.add(sequence)
+        for sequence in cancelled:
+            self._end(sequence, Finish.cancelled)
+        for sequence in list(self._live.values()):
+            if sequence.deadline is not None and now >= sequence.deadline:
+                self._end(sequence, Finish.deadline)
         return bool(not closing or self._live or not waits)
 
-    def _dispatch(self, work: StepWork) -> StepInFlight:
-        """Starts a step; texts whose settings it cannot take end, and no others."""
-        flight = self.runner.dispatch(work, self._live)
+    def _run(self, work: StepWork) -> StepInFlight:
+        """Starts a step; sequences whose settings it cannot take end, and no others."""
+        flight = self.runner.run(work)
         for call in flight.calls:
-            for answer, error in call.broken:
-                self._end(answer, Finish.error, reason(error))
+            for sequence, error in call.broken:
+                self._end(sequence, Finish.error, reason(error))
         return flight
 
-    def _hand_out(self, chosen: list[tuple[Answer, Made]]) -> None:
-        for answer, token in chosen:
-            if answer.ended:
+    def _collect(self, flight: StepInFlight) -> float:
+        """Hands out what a step chose; seconds of waiting for the device."""
+        begin = time.perf_counter()
+        results = self.runner.collect(flight)
+        waited = time.perf_counter() - begin
+        for sequence, token, logprob, top, scores, read in results:
+            if sequence.ended:
                 continue
             try:
-                finish = answer.push(token)
+                finish = sequence.push(token, logprob, top, scores)
             except Exception as error:  # A text's own fault, such as its decoder's, ends no other.
-                self._end(answer, Finish.error, reason(error))
+                self._end(sequence, Finish.error, reason(error))
                 continue
-            self.scheduler.publish(answer.text, token.read)
+            self.scheduler.publish(sequence, read)
             if finish is not None:
-                self._end(answer, finish)
+                self._end(sequence, finish)
+        return waited
 
-    def _end(self, answer: Answer, finish: Finish, message: str = "") -> None:
-        if answer.ended:
+    def _end(self, sequence: Sequence, finish: Finish, message: str = "") -> None:
+        if sequence.ended:
             return
-        self.scheduler.remove(answer.text)
-        self._live.pop(answer.number, None)
-        answer.end(finish, message)
+        self.scheduler.remove(sequence)
+        self._live.pop(sequence.number, None)
+        output = sequence.end(finish, message)
         with self._changed:
-            self._by_stream.pop(answer.stream, None)
+            self._by_stream.pop(sequence.stream, None)
         if self.watcher is not None:
-            self.watcher.ended(
-                RequestFacts(
-                    prompt_tokens=answer.text.prompt,
-                    completion_tokens=answer.made,
-                    cached_tokens=answer.text.reused,
-                    queried_tokens=answer.queried_tokens,
-                    finish=finish,
-                    queue_seconds=answer.queue_seconds,
-                    first_token_seconds=answer.first_token_seconds,
-                    seconds=time.monotonic() - answer.submitted,
-                    begun=answer.begun is not None,
-                    running=len(self.scheduler.running),
-                    waiting=len(self.scheduler.waiting),
-                    pages_in_use=self.scheduler.pool.in_use,
-                )
-            )
+            self.watcher.ended(output, self._load())
 
-    def _tell(self, flight: StepInFlight, seconds: float, waited: float, compiled: bool) -> None:
-        assert self.watcher is not None
-        pool = self.scheduler.pool
-        for call in flight.calls:
+    def _load(self) -> EngineLoad:
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        running, waiting = len(scheduler.running), len(scheduler.waiting)
+        return EngineLoad(running, waiting, pool.in_use, pool.total)
+
+    def _report(self, seconds: float, waited: float, compiled: bool) -> None:
+        """Tells of the step that was started.
+
+        Raises:
+            RunError: it had to be compiled, and that shall end the engine.
+        """
+        if compiled and self.bounds.strict:
+            raise RunError("a program was compiled after the engine was ready")
+        if self._flight is None or self.watcher is None:
+            return
+        calls, load = self._flight.calls, self._load()
+        for number, call in enumerate(calls):
             self.watcher.stepped(
                 StepFacts(
                     decode_rows=call.rows,
                     prefill_tokens=call.prompt,
                     bucket=str(call.shape),
                     padded_tokens=call.shape.tokens - call.rows - call.prompt,
-                    pages_in_use=pool.in_use,
-                    pages_total=pool.total,
-                    running=len(self.scheduler.running),
-                    waiting=len(self.scheduler.waiting),
-                    preempted=flight.preempted if call is flight.calls[0] else 0,
-                    host_seconds=max(0.0, seconds - waited) / len(flight.calls),
-                    seconds=seconds / len(flight.calls),
-                    compiled=compiled and call is flight.calls[0],
+                    pages_in_use=load.pages_in_use,
+                    pages_total=load.pages_total,
+                    running=load.running,
+                    waiting=load.waiting,
+                    preempted=0 if number else self._flight.preempted,
+                    host_seconds=max(0.0, seconds - waited) / len(calls),
+                    seconds=seconds / len(calls),
+                    compiled=compiled and not number,
                 )
             )
 
@@ -333,9 +332,9 @@ class Engine:
             self._failed = reason(error)
             left = list(self._by_stream.values())
         message = f"the engine stopped: {self._failed}"
-        for answer in left:
+        for sequence in left:
             try:
-                self._end(answer, Finish.error, message)
+                self._end(sequence, Finish.error, message)
             except Exception:  # The scheduler itself may be what failed; every reader sees an end.
-                if not answer.ended:
-                    answer.end(Finish.error, message)
+                if not sequence.ended:
+                    sequence.end(Finish.error, message)

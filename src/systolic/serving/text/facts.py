@@ -1,9 +1,9 @@
-"""What an engine tells whoever watches it: metrics, traces and logs are made of these."""
+"""Events of an engine, of which metrics, traces and logs are made."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from systolic.serving.text.request import Finish
+from systolic.serving.text.request import TextOutput
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,29 +32,14 @@ class StepFacts:
     """Whether the program had to be compiled, which never happens after the engine is ready."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RequestFacts:
-    """One request that ended."""
+class EngineLoad(NamedTuple):
+    """Texts and pages that an engine holds."""
 
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    queried_tokens: int
-    """Of its prompt, that were looked up in the cache: none where it waited until it ended, or its prompt was scored."""
-    finish: Finish
-    queue_seconds: float
-    """Until its first token was read."""
-    first_token_seconds: float | None
-    """Until its first new token was known; None where there was none."""
-    seconds: float
-    """Until it ended."""
-    begun: bool
-    """Whether a token of it was read."""
     running: int
-    """Other texts in the step."""
+    """Texts in the step."""
     waiting: int
     pages_in_use: int
-    """By others."""
+    pages_total: int
 
 
 class EngineWatcher(Protocol):
@@ -64,6 +49,6 @@ class EngineWatcher(Protocol):
         """After each step."""
         ...
 
-    def ended(self, facts: RequestFacts) -> None:
-        """After each request."""
+    def ended(self, output: TextOutput, load: EngineLoad) -> None:
+        """After each request, with its last output and the load without it."""
         ...

@@ -9,9 +9,9 @@ import psutil
 from systolic.chips.host import memory_bytes
 from systolic.core.errors import RunError
 from systolic.core.units import gibibytes
-from systolic.forecasting.serving_memory import ServingMemory
+from systolic.job.serving_memory import ServingMemory
 from systolic.models.quantized import stored_bytes
-from systolic.serving.text.programs import Programs
+from systolic.serving.text.runner import Programs
 
 
 def capacity_bytes(devices: Sequence[Any]) -> int:

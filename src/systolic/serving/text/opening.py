@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from systolic.aot.program_store import EntryCheck, ProgramStore
+from systolic.compiling.program_store import EntryCheck, ProgramStore
 from systolic.core.errors import OptionError
 from systolic.data.text.instructions import Instructions
 from systolic.data.text.text_data import TextData
-from systolic.forecasting.serving_memory import ServingMemory
 from systolic.job import ServedCache
+from systolic.job.serving_memory import ServingMemory
 from systolic.serving.compiles import CompileFacts
 from systolic.serving.layout import LEAST_ROWS
 from systolic.serving.text.buckets import Buckets, TextTraffic
@@ -19,10 +19,8 @@ from systolic.serving.text.converting import serving_weights
 from systolic.serving.text.engine import Bounds, Engine
 from systolic.serving.text.facts import EngineWatcher
 from systolic.serving.text.memory import memory_of, pages_that_fit
-from systolic.serving.text.pages import PagePool
-from systolic.serving.text.programs import Programs
-from systolic.serving.text.runner import StepRunner
-from systolic.serving.text.scheduler import Scheduler, StepLimits
+from systolic.serving.text.runner import Programs, StepRunner
+from systolic.serving.text.scheduler import PagePool, Scheduler, StepLimits
 from systolic.steps.lengths import LEAST_TEXT, check_length, learned_text, longest_text
 from systolic.steps.paged import PagedSteps
 from systolic.steps.steps import StepFunctions
@@ -41,11 +39,11 @@ class EngineSizes:
     page_size: int = 64
     """Positions of a page."""
     pages: int = 0
-    """Of the cache; 0 holds all texts at their longest."""
+    """Pages of the cache; 0 holds all texts at their longest."""
     cache: ServedCache = ServedCache.plain
     """Format of keys and values."""
     traffic: TextTraffic | None = None
-    """What the programs' sizes are chosen for; None assumes."""
+    """Traffic that the programs' sizes are chosen for; None assumes one."""
     queued: int = 1024
     """Requests that may wait."""
     strict: bool = False
@@ -178,7 +176,7 @@ class EnginePlan:
 
     @property
     def origin(self) -> str:
-        """What the model was made for and fine-tuned on: ``made for 8,192, --context for more; fine-tuned in rows of 256``."""
+        """Lengths that the model was made for and fine-tuned on: ``made for 8,192, --context for more; fine-tuned in rows of 256``."""
         data, learned = self.data, learned_text(self.paged.steps.job)
         if learned is not None:
             return f"trained in rows of {learned:,}"

@@ -6,10 +6,11 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Protocol
 
-from systolic.serving.refused import RefusedError
-from systolic.serving.served import LiveEngine
-from systolic.serving.text.pages import START, next_key
+from systolic.serving.errors import RefusedError
+from systolic.serving.registry import LiveEngine
 from systolic.serving.text.request import AnswerStream, TextRequest
+from systolic.serving.text.scheduler import next_key
+from systolic.serving.text.sequence import START
 
 REMEMBERED = 1 << 16
 """Pages of prompts whose engine is remembered."""
@@ -25,7 +26,7 @@ class Replica(LiveEngine, Protocol):
 
 
 class Replicas:
-    """Implements :class:`systolic.serving.served.LiveEngine` over engines of one model on devices of their own.
+    """Implements :class:`systolic.serving.registry.LiveEngine` over engines of one model on devices of their own.
 
     What an engine has to do for a request are the tokens of its other requests and those of the prompt that it
     has not read for another one: texts that begin alike meet on the engine that holds their pages, as long as
@@ -82,7 +83,7 @@ class Replicas:
         raise refused
 
     def drain(self, seconds: float) -> bool:
-        """See :class:`systolic.serving.served.LiveEngine`."""
+        """See :class:`systolic.serving.registry.LiveEngine`."""
         end = time.monotonic() + seconds
         ended = [False] * len(self.engines)
 

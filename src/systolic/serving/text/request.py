@@ -1,7 +1,10 @@
-"""A request for text, and what comes back of it."""
+"""A request for text, how its tokens are sampled, and the stream of what comes back."""
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import asyncio
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Protocol
 
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, Range, check
@@ -9,7 +12,7 @@ from systolic.data.text.stops import Finish
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TokenChoice:
+class SamplingParams:
     """How a request's next token is chosen from its logits.
 
     Raises:
@@ -38,6 +41,18 @@ class TokenChoice:
     def __post_init__(self) -> None:
         check(self)
 
+    @property
+    def penalizes(self) -> bool:
+        """Whether a choice depends on all tokens before it, the last one included."""
+        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
+        return penalties != (0.0, 0.0, 1.0)
+
+    @property
+    def cuts(self) -> bool:
+        """Whether a choice takes more than a temperature."""
+        plain = (self.top_k, self.top_p, self.min_p) == (0, 1.0, 0.0) and not self.logit_bias
+        return not plain or self.penalizes
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextRequest:
@@ -47,7 +62,7 @@ class TextRequest:
     """Ids of the prompt, at least one."""
     max_tokens: Annotated[int, COUNT]
     """At most so many new tokens."""
-    choice: TokenChoice = TokenChoice()
+    sampling: SamplingParams = SamplingParams()
     stop: Sequence[str] = ()
     """The text ends before the first of these."""
     stop_tokens: Sequence[int] = ()
@@ -62,32 +77,62 @@ class TextRequest:
     """Ends the text so long after it was submitted."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Token:
-    """A token of a text."""
-
-    id: int
-    logprob: float | None = None
-    """Natural logarithm of its probability before temperature and cuts; None where none was asked for, and of a prompt's first."""
-    top: Sequence[tuple[int, float]] = ()
-    """The likeliest ids with their log-probabilities, likeliest first."""
+TopLogprobs = Sequence[tuple[int, float]]
+"""Likeliest ids with their log-probabilities, likeliest first."""
+Logprob = tuple[float | None, TopLogprobs]
+"""Natural logarithm of a token's probability before temperature and cuts, and the likeliest in its place; None for a prompt's first."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TextTimes:
-    """When what happened to a text."""
+@dataclass(kw_only=True, slots=True)
+class TextOutput:
+    """New text of a request: whole characters, none of which can be the start of a stop string.
 
-    submitted_ns: int
+    The last output has ``finish``, and what is known of the whole request.
+    """
+
+    text: str = ""
+    token_ids: Sequence[int] = ()
+    """Tokens that were chosen since the last output; their text may still be held back."""
+    logprobs: Sequence[Logprob] = ()
+    """Log-probabilities of these tokens; () unless asked for."""
+    prompt_ids: Sequence[int] = ()
+    """Scored tokens of the prompt; () unless their log-probabilities were asked for."""
+    prompt_logprobs: Sequence[Logprob] = ()
+    """Log-probabilities of these tokens."""
+    finish: Finish | None = None
+    message: str = ""
+    """Reason of an error, one line."""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    """Tokens of the prompt that were found in pages of earlier requests."""
+    queried_tokens: int = 0
+    """Tokens of the prompt that were looked up in the cache: none if it ended before it ran, or its prompt was scored."""
+    started: bool = False
+    """Whether a token of it was read."""
+    submitted_ns: int = 0
     """Unix nanoseconds."""
-    queue_seconds: float
+    queue_seconds: float = 0.0
     """Until its first token was read."""
-    first_token_seconds: float | None
-    """Until its first new token was known; None where there was none."""
-    seconds: float
+    first_token_seconds: float | None = None
+    """Until its first new token was known; None if there was none."""
+    seconds: float = 0.0
     """Until it ended."""
 
+    @classmethod
+    def joined(cls, outputs: "Sequence[TextOutput]") -> "TextOutput":
+        """All outputs of a request as one, with what the last one says."""
+        return replace(
+            outputs[-1],
+            text="".join(output.text for output in outputs),
+            token_ids=[token for output in outputs for token in output.token_ids],
+            logprobs=[value for output in outputs for value in output.logprobs],
+            prompt_ids=[token for output in outputs for token in output.prompt_ids],
+            prompt_logprobs=[value for output in outputs for value in output.prompt_logprobs],
+        )
+
     def phases(self) -> Mapping[str, float]:
-        """Seconds of its phases, in their order."""
+        """Seconds of the request's phases, in their order."""
         if self.first_token_seconds is None:
             return {"queue": self.queue_seconds, "prefill": self.seconds - self.queue_seconds}
         return {
@@ -97,44 +142,15 @@ class TextTimes:
         }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TextPiece:
-    """What is new of a text: whole characters, none of which can be the start of a stop string."""
-
-    text: str = ""
-    tokens: Sequence[Token] = ()
-    """Tokens that were read since the last piece; their text may still be held back."""
-    prompt: Sequence[Token] = ()
-    """The prompt's tokens, in the first piece, where their log-probabilities were asked for."""
-    finish: Finish | None = None
-    """In the last piece."""
-    usage: "Usage | None" = None
-    """In the last piece."""
-    times: TextTimes | None = None
-    """In the last piece."""
-    message: str = ""
-    """Of an error, one line."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Usage:
-    """Tokens that a request took."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    """Of the prompt, found in pages of earlier requests."""
-
-
 class AnswerStream(Protocol):
     """A submitted request, read from one thread or event loop."""
 
-    def __iter__(self) -> Iterator[TextPiece]:
-        """Blocks for each piece; ends after the one with ``finish``."""
+    def __iter__(self) -> Iterator[TextOutput]:
+        """Blocks for each output; ends after the one with ``finish``."""
         ...
 
-    def __aiter__(self) -> AsyncIterator[TextPiece]:
-        """Waits for each piece in the running event loop."""
+    def __aiter__(self) -> AsyncIterator[TextOutput]:
+        """Waits for each output in the running event loop."""
         ...
 
     def cancel(self) -> None:
@@ -157,3 +173,63 @@ class TextEngine(Protocol):
             RefusedError: the queue is full, the engine ends, or the request can never run here.
         """
         ...
+
+
+class Stream:
+    """Implements :class:`systolic.serving.text.request.AnswerStream`.
+
+    Args:
+        cancel: Asks the engine to end the request.
+    """
+
+    def __init__(self, cancel: Callable[["Stream"], None]) -> None:
+        self._cancel = cancel
+        self._outputs: deque[TextOutput] = deque()
+        self._changed = threading.Condition()
+        self._wake: Callable[[], None] | None = None
+        self._ended = False
+
+    def put(self, output: TextOutput) -> None:
+        """Hands an output to the reader; from the engine's thread."""
+        with self._changed:
+            self._outputs.append(output)
+            wake = self._wake
+            self._changed.notify()
+        if wake is not None:
+            wake()
+
+    def cancel(self) -> None:
+        """See :class:`systolic.serving.text.request.AnswerStream`."""
+        self._cancel(self)
+
+    def __iter__(self) -> Iterator[TextOutput]:
+        """Outputs as they come; blocks."""
+        while not self._ended:
+            with self._changed:
+                while not self._outputs:
+                    self._changed.wait()
+                output = self._outputs.popleft()
+            self._ended = output.finish is not None
+            yield output
+
+    async def __aiter__(self) -> AsyncIterator[TextOutput]:
+        """Outputs as they come; waits in the running loop."""
+        loop, event = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            try:
+                loop.call_soon_threadsafe(event.set)
+            except RuntimeError:
+                self.cancel()  # The loop is closed: nobody reads any more.
+
+        with self._changed:
+            self._wake = wake
+        while not self._ended:
+            event.clear()
+            with self._changed:
+                outputs, self._outputs = self._outputs, deque()
+            if not outputs:
+                await event.wait()
+            for output in outputs:
+                self._ended = output.finish is not None
+                yield output

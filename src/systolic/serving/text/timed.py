@@ -7,23 +7,21 @@ from functools import cached_property
 import jax
 import numpy as np
 
-from systolic.aot.program_store import ProgramStore
-from systolic.artifact.weights import Weights
+from systolic.compiling.program_store import ProgramStore
 from systolic.core.errors import OptionError
 from systolic.data.text.text_data import TextData
-from systolic.predicting.latency import DECODE, PREFILL, CallSizes, Clock, TimedCall
-from systolic.serving.text.answer import Answer
+from systolic.inference.latency import DECODE, PREFILL, CallSizes, Clock, TimedCall
+from systolic.runs.weights import Weights
 from systolic.serving.text.converting import serving_weights
 from systolic.serving.text.opening import EngineSizes, context_of, plan_engine
-from systolic.serving.text.pages import PagePool
-from systolic.serving.text.request import TextRequest, TokenChoice
+from systolic.serving.text.request import SamplingParams, Stream, TextRequest
 from systolic.serving.text.runner import StepInFlight, StepRunner
-from systolic.serving.text.scheduler import Scheduler, StepLimits
-from systolic.serving.text.stream import Stream
+from systolic.serving.text.scheduler import PagePool, Scheduler, StepLimits
+from systolic.serving.text.sequence import Sequence
 from systolic.steps.lengths import longest_text
 from systolic.steps.steps import StepFunctions
 
-GREEDY = TokenChoice(temperature=0)
+GREEDY = SamplingParams(temperature=0)
 
 
 class ServedTexts(TimedCall):
@@ -75,7 +73,7 @@ class ServedTexts(TimedCall):
 
     def seconds(self, clock: Clock) -> dict[str, float]:
         """See :class:`TimedCall`; ``prefill`` ends with the first token of the last text, ``decode`` is a step that continues all of them, the mean of all."""
-        count, live = _steps(self._given), self._answers()
+        count, live = _steps(self._given), self._sequences()
         limits = StepLimits(
             rows=self._plan.sizes.rows, chunk=self._plan.buckets.lengths[-1], prefills=1
         )
@@ -85,15 +83,15 @@ class ServedTexts(TimedCall):
             reuse=False,
         )
         scheduler = Scheduler(pool=pool, limits=limits)
-        for answer in live.values():
-            scheduler.add(answer.text)
+        for sequence in live:
+            scheduler.add(sequence)
         start = clock()
-        while any(answer.first is None for answer in live.values()):
-            self._collect(self._runner.dispatch(scheduler.next(), live))
+        while any(sequence.answered is None for sequence in live):
+            self._collect(self._runner.run(scheduler.schedule()))
         read = clock()
         flight: StepInFlight | None = None
         for _ in range(count):
-            following = self._runner.dispatch(scheduler.next(), live)
+            following = self._runner.run(scheduler.schedule())
             if flight is not None:
                 self._collect(flight)
             flight = following
@@ -105,19 +103,19 @@ class ServedTexts(TimedCall):
         """See :class:`TimedCall`."""
         return self._given.of_texts()
 
-    def _answers(self) -> dict[int, Answer]:
-        """New texts, by number."""
+    def _sequences(self) -> list[Sequence]:
+        """New texts."""
         given, plan = self._given, self._plan
         size = given.rows, given.prompt_tokens
         prompts = self._drawn.integers(0, self._runner.vocab, size)
         tokenizer, most = plan.data.get_tokenizer(), self._longest - given.prompt_tokens
-        return {
-            number: Answer(
+        return [
+            Sequence(
                 number=number,
                 request=TextRequest(
                     tokens=prompt.tolist(),
                     max_tokens=most,
-                    choice=GREEDY,
+                    sampling=GREEDY,
                     ignore_ends=True,
                 ),
                 stream=Stream(lambda _: None),
@@ -126,11 +124,11 @@ class ServedTexts(TimedCall):
                 context=plan.context,
             )
             for number, prompt in enumerate(prompts)
-        }
+        ]
 
     def _collect(self, flight: StepInFlight) -> None:
-        for answer, made in self._runner.collect(flight):
-            answer.push(made)
+        for sequence, token, logprob, top, scores, _ in self._runner.collect(flight):
+            sequence.push(token, logprob, top, scores)
 
 
 def _steps(sizes: CallSizes) -> int:

@@ -1,8 +1,8 @@
 """Captures a JAX program: it sees the devices of a slice, its calls are recorded, and its step is compiled for the slice.
 
-``arrays``: what stands for an array on the slice. ``bridge``: the devices. ``dispatch``: what the program does with
-arrays. ``shardings``: where the results of a call are. ``hosts``: what several processes say to each other. ``pmap``:
-its functions as jitted ones. ``calls``: the calls, and which of them are a step.
+``arrays``: what stands for an array on the slice. ``counters``: those whose number is known. ``bridge``: the devices.
+``dispatch``: what the program does with arrays. ``shardings``: where the results of a call are. ``hosts``: what several
+processes say to each other. ``pmap``: its functions as jitted ones. ``calls``: the calls, and which of them are a step.
 ``compiling``: the schedule, and the answer in the folder that ``SYSTOLIC_CAPTURE`` names.
 """
 
@@ -26,6 +26,19 @@ PATCHES = {
     "jax": ("dispatch", "patch_jax"),
 }
 """Modules of jax that are changed as soon as they are imported, before others take names from them."""
+
+
+PLATFORMS = "JAX_PLATFORMS"
+_asked_platforms = []
+
+
+def show_platforms():
+    """The variable as the program would find it on the slice: jax has read it, and others ask it whether there are TPUs."""
+    asked = _asked_platforms[-1]
+    if asked in (None, "cpu"):  # that of a machine without TPUs
+        del os.environ[PLATFORMS]
+    else:
+        os.environ[PLATFORMS] = asked
 
 
 # Neither is a class of importlib.abc, whose import takes longer than that of all else here.
@@ -56,9 +69,8 @@ class _Finder:
 
             report.say(stage="importing")
             report.check_environment()
-            os.environ["JAX_PLATFORMS"] = (
-                "cpu"  # whatever the program says: what is computed is on the CPU
-            )
+            _asked_platforms.append(os.environ.get(PLATFORMS))
+            os.environ[PLATFORMS] = "cpu"  # whatever the program says: what is computed is there
         module, function = PATCHES[name]
         patch = getattr(importlib.import_module(f"systolic_capture.{module}"), function)
         spec.loader = _Loader(spec.loader, patch)  # ty: ignore[invalid-assignment]

@@ -2,6 +2,7 @@
 
 import atexit
 import functools
+import gc
 import os
 import sys
 import threading
@@ -18,6 +19,8 @@ UNCHANGED_CALLS, UNCHANGED_SECONDS = 600, 20.0
 """The same where calls have large arguments that stay the same: a step may gather gradients of several batches before it
 changes the weights."""
 
+COLLECTED = frozenset((0, 1, 2, 4, 8, 16, 32))
+"""Calls at which garbage is collected: a training run collects it sooner or later, and this is its beginning."""
 LARGEST = 12
 """Arrays beside a step that are named."""
 
@@ -297,6 +300,8 @@ def record(call):
         now = time.monotonic()
         if not _sequence:
             report.say(stage="running until a step repeats")
+        if number in COLLECTED:
+            gc.collect()
         _sequence.append(steps.Entry(known, now, sum(_operations.values()), call))
         if (found := _settled(now)) is not None:
             _state["ended"] = True
@@ -460,7 +465,11 @@ def _finish(ended):
             return
         _state["ended"] = True
         error = _state["error"]
-        known = steps.period(_sequence) is not None or report.request().get("step")
+        period = steps.period(
+            _sequence
+        )  # of a program that failed, what is not linked is its initialization
+        linked = period is not None and steps.is_linked(_sequence, period)
+        known = linked or report.request().get("step")
         step = _best() if known or not error else None
         names = sorted({one.name for one, _ in counts().values()})
         if error and not step:

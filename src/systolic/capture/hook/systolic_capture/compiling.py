@@ -16,7 +16,8 @@ LAST = ("after_optimizations-memory-usage-report.pb", USAGE)
 """What is written behind the schedule; libtpu 0.0.10 writes the text alone."""
 REFUSED = "oom_intermediate_module.txt"
 POLL_SECONDS = 0.1
-
+AT_ONCE = 8
+"""Threads that compile: a program of which the schedule is enough goes on compiling while the next begins."""
 
 _tasks = queue.Queue()
 
@@ -29,12 +30,13 @@ def _work():
 
 
 def start():
-    """Begins the thread that compiles: since Python 3.12 none begins once the program has ended."""
-    threading.Thread(target=_work, daemon=True).start()
+    """Begins the threads that compile: since Python 3.12 none begins once the program has ended."""
+    for _ in range(AT_ONCE):
+        threading.Thread(target=_work, daemon=True).start()
 
 
 def background(task):
-    """Runs a function in that thread; returns an event that is set when it is over."""
+    """Runs a function in one of those threads; returns an event that is set when it is over."""
     over = threading.Event()
     _tasks.put((task, over))
     return over

@@ -7,7 +7,7 @@ of random numbers, counters, small tables. What the program's own jitted functio
 import functools
 import os
 
-from systolic_capture import arrays, bridge, calls, memory, report, shardings
+from systolic_capture import arrays, bridge, calls, counters, memory, report, shardings
 
 MOST_BYTES = 1 << 20
 """Largest result that is computed."""
@@ -124,7 +124,10 @@ def _operation(primitive, args, params):
         stand_in(aval, *shardings.of_operation(aval, args, mesh, first_device), born)
         for aval in made
     ]
-    return outs if primitive.multiple_results else outs[0]
+    if primitive.multiple_results:
+        return outs
+    counters.tell_operation(primitive.name, args, outs[0])
+    return outs[0]
 
 
 # dispatch: placing values
@@ -152,7 +155,10 @@ def put(value, where):
     # Where it lies already, jax gives the array itself under another name.
     buffer = value.buffer if arrays.is_slice_array(value) and value.sharding == target else None
     born = arrays.latest([value])
-    return stand_in(shardings.placed(aval, target), target, born=born, buffer=buffer)
+    made = stand_in(shardings.placed(aval, target), target, born=born, buffer=buffer)
+    if counters.is_counter(aval):
+        made.known = counters.of(value)
+    return made
 
 
 def patch_put(dispatch):
@@ -325,6 +331,7 @@ def jit_call(args, params):
     """A call on the slice: recorded, and its results in shape alone."""
     call = calls.Call(args, params, is_own(params["jaxpr"]))
     outs = call.results()
+    counters.tell(params["jaxpr"], args, outs)
     born = calls.record(call)
     call.donate()
     born = arrays.latest(args) if born is None else born
@@ -361,8 +368,9 @@ def patch_stages(stages):
 
 def patch_jax(jax):
     """The last of jax has been imported."""
-    from systolic_capture import pmap
+    from systolic_capture import pmap, show_platforms
 
+    show_platforms()
     arrays.register()
     pmap.patch(jax)
     report.say(stage="running until the first call", jax=jax.__version__)

@@ -8,7 +8,7 @@ import inspect
 
 import numpy as np
 
-from systolic_capture import arrays, bridge, dispatch
+from systolic_capture import arrays, bridge, counters, dispatch
 
 UNNAMED = "pmapped"
 
@@ -210,6 +210,8 @@ def _over(value, axis, sharding, size):
     made = dispatch.stand_in(core.ShapedArray(tuple(shape), aval.dtype), sharding, buffer=buffer)
     if arrays.is_slice_array(value):
         made.serial, made.born = value.serial, value.born
+    if counters.is_counter(made.aval):
+        made.known = counters.of(value)
     return made
 
 

@@ -15,7 +15,7 @@ _serials = itertools.count()
 
 
 class SliceArray(_Array):
-    """Stands for an array on the slice: who reads it gets zeros."""
+    """Stands for an array on the slice: who reads it gets zeros, and of a counter its number."""
 
     def __init__(self, aval, sharding, committed=True, born=-1, buffer=None):
         self.aval = aval
@@ -24,6 +24,8 @@ class SliceArray(_Array):
         self.born = born
         """Number of the latest recorded call that it comes from; -1 of one from none."""
         self.serial = next(_serials)
+        self.known = None
+        """The number of a counter, where it is known."""
         self._sharding = sharding
         self._committed = committed
         self._deleted = False
@@ -77,8 +79,10 @@ class SliceArray(_Array):
 
     @property
     def _value(self):
-        saving.read(self)
-        return np.zeros(self.physical.shape, self.physical.dtype)
+        if self.known is None:
+            saving.read(self)
+        known = 0 if self.known is None else self.known
+        return np.full(self.physical.shape, known, self.physical.dtype)
 
     def __array__(self, dtype=None, context=None, copy=None):
         value = self._value
@@ -136,7 +140,9 @@ class SliceArray(_Array):
     __str__ = __repr__
 
     def __copy__(self):
-        return type(self)(self.aval, self._sharding, self._committed, self.born)
+        made = type(self)(self.aval, self._sharding, self._committed, self.born)
+        made.known = self.known
+        return made
 
     def __deepcopy__(self, memo):
         return self.__copy__()
@@ -198,12 +204,14 @@ class _Shard:
         """The part, as an array of one device."""
         whole = self._whole
         shape = whole.sharding.shard_shape(whole.shape)
-        return SliceArray(
+        made = SliceArray(
             core.ShapedArray(shape, whole.dtype),
             jax.sharding.SingleDeviceSharding(self.device),
             born=whole.born,
             buffer=whole.buffer,
         )
+        made.known = whole.known
+        return made
 
 
 def _format(sharding):

@@ -19,8 +19,8 @@ from systolic.models.decoder.families.mixtures import (
     shared_fields,
     tied,
 )
+from systolic.models.decoder.options import Latent, Router, Score
 from systolic.models.decoder.rotary import Stretching
-from systolic.models.decoder.switches import Latent, Router, Score
 from systolic.models.families import Config, Family
 from systolic.models.mapping import Array, Conversion, Pieces, Rule, matrix, plain
 

@@ -27,7 +27,7 @@ from systolic.models.decoder.families.mixtures import (
     shared_fields,
     tied,
 )
-from systolic.models.decoder.switches import CLAMP_LIMIT, CLAMP_SLOPE, Router
+from systolic.models.decoder.options import CLAMP_LIMIT, CLAMP_SLOPE, Router
 from systolic.models.families import Config, Family
 from systolic.models.mapping import Array, Conversion, Pieces, Rule, matrix, plain
 

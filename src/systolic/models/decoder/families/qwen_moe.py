@@ -17,7 +17,7 @@ from systolic.models.decoder.families.mixtures import (
     shared_fields,
     tied,
 )
-from systolic.models.decoder.switches import Router
+from systolic.models.decoder.options import Router
 from systolic.models.families import Config, Family
 from systolic.models.mapping import Conversion
 

@@ -1,0 +1,357 @@
+"""The process that compiles and may crash: ``python -m systolic.compiling.child FOLDER DESK < REQUEST``.
+
+Reads the request from standard input, its length in eight bytes and then a pickle; a file could be
+written by others. Reports stages and errors on standard output, one JSON object per line, which
+works with a full disk; writes its answer to FOLDER.
+"""
+
+import contextlib
+import gzip
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+import stat
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from systolic.chips import Slice, slice
+from systolic.chips.flags import compile_options
+from systolic.compiling import executable, host_backend, kernels, settings
+from systolic.compiling.dump import (
+    SCHEDULE_ONLY,
+    dump_options,
+    keep,
+    peak_bytes,
+    proto,
+    refused_schedule,
+    schedule,
+    shorter_search,
+)
+from systolic.compiling.host_backend import Built
+from systolic.compiling.outcome import ERROR, EXECUTABLE, FAILED, HLO, PROTO, REPORT, rejection
+from systolic.core.errors import RunError, SystolicError
+from systolic.core.store import FULL, Store, unwritable
+
+
+def say(**record: Any) -> None:
+    """Prints one line for the parent."""
+    print(json.dumps(record), flush=True)
+
+
+def main(folder: Path, desk: Path) -> int:
+    """Traces, lowers, looks in the store, compiles and stores; returns the exit status."""
+    import cloudpickle
+
+    request: Mapping[str, Any] = cloudpickle.loads(_read_request())
+    _hide_own_lines()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        return _compile(request, folder, desk / "dump")
+    except SystolicError as error:
+        _fail("user", str(error), type(error).__name__)
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in FULL:
+            _fail("user", str(unwritable(Path(request["store"]), error)), RunError.__name__)
+        else:
+            # An error in a user's function, whose message is the reason.
+            traceback.print_exc()
+            _fail("program", _told(error), where=_place(error))
+    return 1
+
+
+_ADDRESS = re.compile(r"<(?:function|bound method) (\S+)(?: of .*?)? at 0x[0-9a-f]+>+")
+_NO_RULE = re.compile(r"MLIR translation rule for primitive '([^']+)' not found for platform (\w+)")
+
+
+def _told(error: Exception) -> str:
+    """An error's text without addresses; one that has no text says where it was raised."""
+    text = _ADDRESS.sub(r"\1", str(error)).strip()
+    if (unknown := _NO_RULE.search(text)) is not None:
+        return f"JAX has no implementation of {unknown[1]} for {unknown[2]} ({text})"
+    if not text:
+        *_, last = traceback.extract_tb(error.__traceback__)
+        file = "/".join(Path(last.filename).parts[-3:])
+        text = f"raised without a text in {file}:{last.lineno}, {last.line}"
+    return f"{type(error).__name__}: {text}"
+
+
+def _hide_own_lines() -> None:
+    """Has the source lines of ops be the user's: a function of a library alone has none, rather than ours."""
+    from jax._src import source_info_util
+
+    source_info_util.register_exclusion(str(Path(__file__).parent))
+
+
+def _place(error: Exception) -> str:
+    """``file.py:14``, the last line of the user's on the way to an error; empty without one."""
+    found = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        path = Path(frame.filename)
+        own = Path(__file__).parents[1] in path.parents or "site-packages" in path.parts
+        if path.suffix == ".py" and not own and Path(os.__file__).parent not in path.parents:
+            found = f"{path.name}:{frame.lineno}"
+    return found
+
+
+def _read_request() -> bytes:
+    size = int.from_bytes(_read(8), "little")
+    return _read(size)
+
+
+def _read(size: int) -> bytes:
+    """Reads ``size`` bytes of standard input, unbuffered, so that nothing after them is consumed."""
+    parts = []
+    while size and (part := os.read(0, min(size, 1 << 20))):
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+def _end_with_parent() -> None:
+    """Ends this process with its parent, which keeps our standard input open and writes no more."""
+    if stat.S_ISFIFO(os.fstat(0).st_mode):  # a terminal or a file when run manually
+        os.read(0, 1)
+        os._exit(1)
+
+
+def _compile(request: Mapping[str, Any], folder: Path, dumped: Path) -> int:
+    import cloudpickle
+
+    clock = _Clock()
+    on = slice(request["slice"])
+    say(stage="importing")
+    settings.take(request["settings"])
+    devices = topology(on)
+    built = host_backend.built_for(on, devices)
+    if built is Built.stand_in:
+        if request["save"]:
+            host_backend.refuse_to_save(on)
+        host_backend.take_cudnn_as_there(on)
+    clock.lap("import")
+    say(stage="tracing")
+    program = cloudpickle.loads(request["program"]).trace(on, devices)
+    clock.lap("trace")
+    say(stage="lowering")
+    lowered = program.traced.lower(lowering_platforms=(host_backend.lowering_platform(on),))
+    clock.lap("lower")
+    options = {k: v for k, v in request["options"].items() if k != SCHEDULE_ONLY}
+    text = lowered.as_text()
+    stamp = executable.stamp(text, _ordered(program.mesh, devices), options, request["flags"])
+    report = {
+        "slice": on.name,
+        "built": built.value,
+        "flags": list(request["flags"]),
+        "options": dict(request["options"]),
+        "versions": versions_here(on),
+        "program": dict(program.facts),  # of the first request; answers have their own
+        # The text of a program lacks the places of the devices in the mesh, which the schedule depends on.
+        "places": places(program.mesh, on),
+        "seconds": clock.laps,
+        "stamp": stamp.to_json(),
+    }
+    asked = [
+        text,
+        *(report[name] for name in ("places", "slice", "flags", "options", "versions", "built")),
+        host_backend.seen(on, os.environ),
+        stamp.build,
+        [on.topology_name, on.chip_config_name, on.chips_per_host_bounds, on.num_slices],
+        settings.key(),
+    ]
+    plain, saved = _digest(asked), _digest([*asked, "with the executable"])
+    store = Store("programs", Path(request["store"]))
+    # Of two requests for the same program at a time one compiles, and the other finds the result.
+    with store.lock(plain, lambda: say(stage="waiting")):
+        for name in (plain, saved):
+            known = store.get(name)
+            if known is not None and not (request["save"] and _lacks_executable(known)):
+                say(stage="found", digest=name, facts=dict(program.facts))
+                return 0
+        say(stage="compiling")
+        if not _answer(lowered, request, report, _Desk(clock, folder, dumped, store)):
+            return 1
+        name = saved if (folder / EXECUTABLE).exists() else plain
+        store.put(name, folder)
+    say(stage="compiled", digest=name, facts=dict(program.facts))
+    return 0
+
+
+def _lacks_executable(entry: Path) -> bool:
+    return not (entry / EXECUTABLE).exists() and not (entry / ERROR).exists()
+
+
+@dataclass(frozen=True)
+class _Desk:
+    clock: "_Clock"
+    folder: Path
+    """Folder of the answer."""
+    dumped: Path
+    """Folder of the compiler's dump; the parent removes it."""
+    store: Store
+
+
+def _answer(lowered: Any, request: Mapping[str, Any], report: dict[str, Any], desk: _Desk) -> bool:
+    """Fills the folder with the compiler's answer; False for an answer that is not kept."""
+    options = {k: v for k, v in request["options"].items() if k != SCHEDULE_ONLY}
+    if slice(request["slice"]).platform == "tpu":  # others take flags from the environment
+        own = [flag for flag in request["flags"] if flag not in request["runtime"]]
+        shorter = shorter_search(request["slice"]) if SCHEDULE_ONLY in request["options"] else ()
+        options = {**compile_options([*shorter, *own], "tpu"), **options}
+    folder, clock = desk.folder, desk.clock
+    compiled = None
+    try:
+        if report["built"] == Built.stand_in.value:
+            text = host_backend.schedule(lowered, desk.dumped)
+        elif SCHEDULE_ONLY in request["options"]:
+            limit = slice(request["slice"]).program_bytes
+            text = schedule(lowered, options, desk.dumped, limit)
+        else:
+            compiled = lowered.compile(compiler_options={**options, **dump_options(desk.dumped)})
+            text = compiled.as_text()
+    except Exception as error:
+        desk.store.check_room()  # with a full disk the compiler's error means nothing
+        clock.lap("compile")
+        told = f"{type(error).__name__}: {error}"
+        if rejection(told, 0) is None:
+            _fail("compiler", told)
+            return False
+        _write(folder / ERROR, {"text": told})
+        if (begun := refused_schedule(desk.dumped)) is not None:
+            # The module that did not fit, to name the buffers by.
+            (folder / HLO).write_bytes(keep(begun))
+            report["memory"] = _used(desk.dumped)
+        _write(folder / REPORT, report)
+        return True
+    clock.lap("compile")
+    desk.store.check_room()  # XLA continues when it can't write, and leaves partial files
+    if slice(request["slice"]).platform == "tpu":
+        text = kernels.counted(text)
+    (folder / HLO).write_bytes(keep(text))
+    if (message := proto(desk.dumped)) is not None:
+        (folder / PROTO).write_bytes(gzip.compress(message, 3))
+    report["memory"] = _used(desk.dumped)
+    if compiled is not None and slice(request["slice"]).platform == "cpu":
+        report["rates"] = host_backend.measured_rates(slice(request["slice"]).num_devices)
+    if compiled is None:
+        report["memory"]["peak_memory_in_bytes"] = report["memory"].get("used_in_bytes", 0)
+    else:
+        report["memory"] |= _memory(compiled)
+        report["flops"] = float((compiled.cost_analysis() or {}).get("flops", 0.0))
+    if compiled is not None and request["save"]:
+        say(stage="serializing")
+        content = executable.serialize(compiled)
+        report["executable"] = executable.signature(content)
+        (folder / EXECUTABLE).write_bytes(content)
+    clock.lap("read")
+    _write(folder / REPORT, report)
+    return True
+
+
+def _used(dumped: Path) -> dict[str, int]:
+    """Device memory of arguments, results and temporaries, which the compiler compares with the chip's."""
+    used = peak_bytes(dumped)
+    return {} if used is None else {"used_in_bytes": used}
+
+
+def _digest(parts: list[Any]) -> str:
+    """Name of an answer, into which the module that counts kernels has written."""
+    made = hashlib.sha256(json.dumps(parts).encode())
+    made.update(Path(kernels.__file__).read_bytes())
+    return made.hexdigest()[:32]
+
+
+def _memory(compiled: Any) -> dict[str, int]:
+    stats = compiled.memory_analysis()
+    fields = (
+        "peak_memory",
+        "argument_size",
+        "output_size",
+        "alias_size",
+        "temp_size",
+        "generated_code_size",
+        "host_temp_size",
+    )
+    return (
+        {}
+        if stats is None
+        else {f"{f}_in_bytes": int(getattr(stats, f"{f}_in_bytes")) for f in fields}
+    )
+
+
+def topology(on: Slice) -> Any:
+    """JAX's description of the slice's devices; off TPU see :func:`systolic.compiling.host_backend.devices`."""
+    if on.platform != "tpu":
+        return host_backend.devices(on)
+    from jax.experimental import topologies
+
+    bounds: Any = on.chips_per_host_bounds
+    more: dict[str, Any] = {}
+    if on.chip_config_name and on.chip_config_name != "default":
+        more["chip_config_name"] = on.chip_config_name
+    if on.num_slices > 1:
+        more["num_slices"] = on.num_slices
+    return topologies.get_topology_desc(
+        platform="tpu",
+        topology_name=on.topology_name or "",
+        chips_per_host_bounds=bounds,
+        **more,
+    ).devices
+
+
+def places(mesh: Any, on: Slice) -> list[list[int]]:
+    """(x, y, z, core, slice) of each device in the order of the mesh; empty off TPU."""
+    if on.platform != "tpu" or mesh is None:
+        return []
+    return [
+        [*(*device.coords, 0, 0)[:3], device.core_on_chip, getattr(device, "slice_index", 0) or 0]
+        for device in mesh.devices.flat
+    ]
+
+
+def _ordered(mesh: Any, devices: Any) -> list[Any]:
+    """The devices in the program's order."""
+    return list(devices if mesh is None else mesh.devices.flat)
+
+
+def versions_here(on: Slice) -> dict[str, str]:
+    """Versions of the packages that a program depends on."""
+    names = ["jax", "jaxlib", *(["libtpu"] if on.platform == "tpu" else [])]
+    return {name: importlib.metadata.version(name) for name in names}
+
+
+def _fail(who: str, text: str, kind: str = "", where: str = "") -> None:
+    say(stage=FAILED, who=who, text=text, kind=kind, where=where)
+
+
+def _write(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value))
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self.last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps[name] = round(now - self.last, 3)
+        self.last = now
+
+
+if __name__ == "__main__":
+    code = 1
+    try:
+        code = main(Path(sys.argv[1]), Path(sys.argv[2]))
+    except BaseException:
+        traceback.print_exc()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)  # a compile that is stopped at its schedule still has a thread

@@ -1,0 +1,426 @@
+"""Compile, the parent's side: an outcome from the store, or from a child and its answer or crash."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from systolic.chips import Slice
+from systolic.chips.flags import is_option, name_of
+from systolic.compiling import environment, host_backend, settings
+from systolic.compiling.dump import SCHEDULE_ONLY
+from systolic.compiling.outcome import (
+    ERROR,
+    EXECUTABLE,
+    FAILED,
+    REPORT,
+    Compiled,
+    Failed,
+    Outcome,
+    check_owner,
+    rejection,
+)
+from systolic.compiling.pickled import dumps
+from systolic.compiling.program import Program, decisive
+from systolic.core.digest import digest
+from systolic.core.errors import (
+    DataError,
+    LayoutError,
+    MissingExtraError,
+    NotFoundError,
+    OptionError,
+    RunError,
+    SystolicError,
+)
+from systolic.core.files import write_json
+from systolic.core.store import FULL, Store, cache_home, read_json, unwritable
+
+Say = Callable[[str], None]
+"""Callback for stages: importing, tracing, lowering, waiting (for another compile of the same program),
+compiling, serializing, compiled or found."""
+
+LOG_LINES = 40
+REASON = 500
+"""Characters of an error that a message has."""
+_NO_OPTION = re.compile(r"No such compile option: '([^']+)'")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiler:
+    """Options of a compile: flags, effort, and the store."""
+
+    flags: Sequence[str] = ()
+    """All compiler flags, ``--xla_tpu_…=…``; empty for XLA's defaults."""
+    runtime: Sequence[str] = ()
+    """Those of ``flags`` without a per-program option in XLA, set in the child's environment."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    save: bool = False
+    """Whether to keep the serialized executable."""
+    root: Path = field(default_factory=cache_home)
+
+    def quick(self) -> "Compiler":
+        """The same up to the schedule and its memory, which takes seconds and has no cycle estimates."""
+        return replace(self, options={**self.options, SCHEDULE_ONLY: True})
+
+
+_MISTAKES = {
+    kind.__name__: kind for kind in (OptionError, NotFoundError, DataError, LayoutError, RunError)
+}
+"""Errors of the child that are raised here as the same class."""
+
+
+def compile(
+    program: Program, on: Slice, compiler: Compiler | None = None, say: Say = lambda _: None
+) -> Outcome:
+    """Compiles a program for a slice, or takes it from the store.
+
+    Args:
+        program: The program.
+        on: The slice to compile for; it need not exist on this machine.
+        compiler: Flags, effort, store.
+        say: Called with each stage.
+
+    Raises:
+        SystolicError: a mistake of the user, such as a layout that does not divide the model.
+        MissingExtraError: libtpu is not installed.
+        KeyboardInterrupt: after the child has ended; nothing is left behind.
+    """
+    return _compile(_Asked(program, on, compiler or Compiler()), say, _Children())
+
+
+class Pool:
+    """Several compiles at once, each in its own child; leaving the context ends those that still run.
+
+    Errors of a compile are in its future; leaving the context raises none.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._children = _Children()
+        self._threads = ThreadPoolExecutor(max_workers=max(workers, 1))
+
+    def __enter__(self) -> "Pool":
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self._children.end()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def submit(
+        self, program: Program, on: Slice, compiler: Compiler, say: Say = lambda _: None
+    ) -> "Future[Outcome]":
+        """Submits a compile, which begins when a worker is free."""
+        asked = _Asked(program, on, compiler)
+        return self._threads.submit(_compile, asked, say, self._children)
+
+
+@dataclass
+class _Children:
+    """Running processes, so that all can be ended at once."""
+
+    running: "set[subprocess.Popen[bytes]]" = field(default_factory=set)
+    ended: bool = False
+    guard: threading.Lock = field(default_factory=threading.Lock)
+
+    def start(self, command: Sequence[str], env: Mapping[str, str], log: Path) -> Any:
+        with self.guard, log.open("w") as errors:
+            if self.ended:
+                raise KeyboardInterrupt
+            process = subprocess.Popen(
+                command,
+                env=dict(env),
+                stdin=subprocess.PIPE,  # held open: the child ends when it closes, also if we are killed
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,
+            )
+            self.running.add(process)
+            return process
+
+    def forget(self, process: "subprocess.Popen[bytes]") -> None:
+        with self.guard:
+            self.running.discard(process)
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):  # the child ended before it read all
+                    pipe.close()
+
+    def end(self) -> None:
+        with self.guard:
+            self.ended = True
+            for process in self.running:
+                _kill(process)
+
+
+def _compile(asked: "_Asked", say: Say, children: _Children) -> Outcome:
+    on, compiler = asked.on, asked.compiler
+    if on.platform == "tpu" and version("libtpu") is None:
+        raise MissingExtraError(f"compiling for {on.name}", "tpu")
+    host_backend.check(on, compiler.save)
+    if on.platform != "tpu" and SCHEDULE_ONLY in compiler.options:
+        # Only libtpu takes minutes beyond its schedule.
+        kept = {k: v for k, v in compiler.options.items() if k != SCHEDULE_ONLY}
+        compiler = replace(compiler, options=kept)
+        asked = replace(asked, compiler=compiler)
+    store, requests = Store("programs", compiler.root), Store("requests", compiler.root)
+    if compiler.save:
+        check_owner(store.root)
+    name = _request_name(asked)
+    if name is not None and (known := _known(requests, name, store, compiler)) is not None:
+        return known
+    store.check_room()
+    with store.scratch() as folder, store.scratch() as desk:
+        try:
+            made = _run_child(_Task(asked, folder, desk), say, children)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            raise unwritable(store.root, error) from error
+    if isinstance(made, Failed):
+        unknown = [flag for flag in compiler.flags if name_of(flag) == made.unknown_flag]
+        if set(unknown) <= set(compiler.runtime):
+            return made
+        more = replace(compiler, runtime=(*compiler.runtime, *unknown))
+        return _compile(replace(asked, compiler=more), say, children)
+    if name is not None:
+        # An answer is returned even if its note can't be written.
+        with contextlib.suppress(RunError):
+            write_json(_note(requests, name), {"program": made.digest, "facts": made.facts})
+    return _outcome(store.path(made.digest), made)
+
+
+def _note(requests: Store, name: str) -> Path:
+    return requests.path(name).with_suffix(".json")
+
+
+def _known(requests: Store, name: str, store: Store, compiler: Compiler) -> Outcome | None:
+    """Stored answer to a request of that name; None when it is absent or damaged."""
+    try:
+        note = read_json(_note(requests, name))
+        made = _Answer(note["program"], note["facts"], cached=True)
+        found = store.get(made.digest)
+    except (RunError, KeyError, TypeError):
+        return None
+    if found is None:
+        return None
+    refused = (found / ERROR).exists()
+    if compiler.save and not refused and not (found / EXECUTABLE).exists():
+        return None
+    return _outcome(found, made)
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """Result of a child: the store's entry with its answer, and the facts of the program."""
+
+    digest: str
+    facts: Mapping[str, Any]
+    cached: bool
+
+
+def _outcome(folder: Path, made: _Answer) -> Outcome:
+    refused = folder / ERROR
+    if not refused.exists():
+        return Compiled(folder, made.digest, made.cached, made.facts)
+    report = {**read_json(folder / REPORT), "program": dict(made.facts)}
+    answer = rejection(read_json(refused)["text"], 0)
+    assert answer is not None
+    # The report's figure is exact; the message rounds to two decimals.
+    need = report.get("memory", {}).get("used_in_bytes", answer.need_bytes)
+    return replace(
+        answer,
+        need_bytes=need,
+        digest=made.digest,
+        cached=made.cached,
+        report=report,
+        folder=folder,
+    )
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Requested compile, with JAX's settings in the requesting thread."""
+
+    program: Program
+    on: Slice
+    compiler: Compiler
+    settings: Mapping[str, Any] = field(default_factory=settings.of_process)
+
+
+@dataclass(frozen=True)
+class _Task:
+    asked: _Asked
+    folder: Path
+    """Folder of the answer."""
+    desk: Path
+    """Folder of the child's output and the compiler's dump."""
+
+    def request(self) -> bytes:
+        """Request that the child reads."""
+        import cloudpickle
+
+        compiler = self.asked.compiler
+        return cloudpickle.dumps(
+            {
+                # Unpickled after the settings apply, otherwise 64-bit arrays would be narrowed.
+                "program": dumps(self.asked.program),
+                "slice": self.asked.on.name,
+                "flags": tuple(compiler.flags),
+                "runtime": _runtime(compiler),
+                "options": dict(compiler.options),
+                "save": compiler.save,
+                "store": str(compiler.root),
+                "settings": dict(self.asked.settings),
+            }
+        )
+
+
+def _run_child(task: _Task, say: Say, children: _Children) -> _Answer | Failed:
+    """The store's entry with the answer, or the failure."""
+    log, request = task.desk / "log", task.request()
+    on, compiler = task.asked.on, task.asked.compiler
+    own = _runtime(compiler) if on.platform == "tpu" else compiler.flags
+    process = children.start(
+        [sys.executable, "-m", "systolic.compiling.child", str(task.folder), str(task.desk)],
+        environment.child_environment(os.environ, on, own),
+        log,
+    )
+    try:
+        _send(process, request)
+        told = _listen(process, say)
+        code = process.wait()
+    except BaseException:
+        _kill(process)
+        process.wait()
+        raise
+    finally:
+        children.forget(process)
+    if children.ended:
+        raise KeyboardInterrupt
+    if code == 0:
+        return _Answer(told["digest"], told["facts"], cached=told["stage"] == "found")
+    printed = log.read_text(errors="replace")
+    tail = "\n".join(printed.splitlines()[-LOG_LINES:])
+    if told.get("stage") != FAILED:
+        return Failed(reason=_death(code, printed), log=tail)
+    if told["who"] == "user":
+        raise _MISTAKES.get(told["kind"], SystolicError)(told["text"])
+    log = f"{told['text']}\n{tail}"
+    if (found := _NO_OPTION.search(told["text"])) is not None:
+        flag = f"--{found[1]}"
+        reason = f"libtpu {version('libtpu')} or XLA does not know a flag: {flag}; leave it out"
+        return Failed(reason=reason, log=log, unknown_flag=flag)
+    where = f" (at {told['where']})" if told["where"] else ""
+    return Failed(reason=f"{_first_line(told['text'])}{where}", log=log)
+
+
+def _send(process: "subprocess.Popen[bytes]", request: bytes) -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it crashed, and its output has the reason
+        process.stdin.write(len(request).to_bytes(8, "little") + request)
+        process.stdin.flush()
+
+
+def _listen(process: "subprocess.Popen[bytes]", say: Say) -> dict[str, Any]:
+    """The child's last record."""
+    told: dict[str, Any] = {}
+    assert process.stdout is not None
+    for line in process.stdout:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue  # a library that prints
+        if not isinstance(record, dict) or "stage" not in record:
+            continue
+        told = record
+        if told["stage"] != FAILED:
+            say(told["stage"])
+    return told
+
+
+def _kill(process: "subprocess.Popen[bytes]") -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _death(code: int, text: str) -> str:
+    """Reason of a child's crash in one line: its CHECK failure, its signal, or its last line."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    checks = [line for line in lines if "Check failed" in line or line.startswith("F0")]
+    unknown = [
+        line for line in lines if "Unknown command line flag" in line or "Unknown flag" in line
+    ]
+    if unknown:
+        return f"libtpu {version('libtpu')} or XLA does not know a flag: {unknown[0][:200]}"
+    if checks:
+        return f"the compiler stopped at a failed check: {checks[0][:300]}"
+    if code < 0:
+        name = signal.Signals(-code).name
+        hint = "; it may have run out of memory" if name == "SIGKILL" else ""
+        return f"the compiler died of {name}{hint}"
+    return lines[-1][:300] if lines else f"the compiler ended with code {code}"
+
+
+def _runtime(compiler: Compiler) -> tuple[str, ...]:
+    """Flags that a TPU's child gets in its environment; all others are options of the program."""
+    return tuple(f for f in compiler.flags if f in compiler.runtime or not is_option(f))
+
+
+def _first_line(text: str) -> str:
+    return " ".join(text.split())[:REASON]
+
+
+def _request_name(asked: _Asked) -> str | None:
+    key = asked.program.key()
+    if key is None:
+        return None
+    return digest(
+        {
+            "program": key,
+            "slice": decisive(asked.on),
+            "flags": list(asked.compiler.flags),
+            "options": dict(asked.compiler.options),
+            "versions": {name: version(name) for name in DECISIVE},
+            "code": _code(),
+            "machine": host_backend.seen(asked.on, os.environ),
+            "settings": {name: repr(value) for name, value in asked.settings.items()},
+            "variables": settings.of_variables(os.environ),
+        },
+        length=32,
+    )
+
+
+DECISIVE = ("jax", "jaxlib", "libtpu", "flax", "optax", "qwix", "numpy")
+"""Packages whose code a job's program depends on."""
+
+
+@cache
+def version(name: str) -> str | None:
+    """Version of an installed package; None when it is not installed."""
+    import importlib.metadata  # slow, and not needed to report a mistake
+
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+CODE = ("models", "steps", "job", "compiling", "recipes", "data", "chips", "core")
+"""Packages whose source a job's trace depends on."""
+
+
+@cache
+def _code() -> str:
+    """Digest of the source that a job's trace depends on."""
+    package = Path(__file__).parent.parent
+    files = sorted(path for part in CODE for path in (package / part).rglob("*.py"))
+    return digest([[str(path.relative_to(package)), path.read_text()] for path in files])

@@ -1,0 +1,128 @@
+"""Inputs and results of traces, without imports from their own package."""
+
+import enum
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from systolic.job import Job, Served, ServedCache
+
+
+class StepKind(enum.Enum):
+    """Kind of a job's programs."""
+
+    train = "train"
+    eval = "eval"
+    prefill = "prefill"
+    decode = "decode"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traced:
+    """Program with abstract, sharded arguments, and its facts before any compile."""
+
+    traced: Any
+    """``jax.stages.Traced``."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """model_flops, unit and units per call, notes, layout, precision."""
+    mesh: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionCall:
+    """Function with abstract arguments and their shardings."""
+
+    content: bytes
+    """A ``CalledFunction`` as :func:`systolic.compiling.pickled.packed` writes it."""
+    name: str
+    mesh: Mapping[str, int]
+    specs: tuple[Any, ...]
+    """PartitionSpecs over ``mesh`` by leaf of the arguments; None where ``in_specs`` and shardings have none."""
+    axis_types: tuple[Any, ...] | None = None
+    """Types of the axes as the user's mesh has them; None for ``Auto``."""
+    devices: tuple[tuple[str, int], ...] = ()
+    """Platform and number of the user's devices in the order of the mesh; empty where there is no such mesh."""
+    in_context: bool = True
+    """Whether ``mesh`` is JAX's mesh while the function is traced."""
+    own_mesh: bool = True
+    """Whether ``mesh`` is the user's; a default one gives way to a mesh that the function makes."""
+    retried: bool = False
+    """Whether it is traced in the context of its mesh after it failed without, or the other way round."""
+    numbers_constant: bool = False
+    """Whether numbers of Python among the arguments of a plain function are constants."""
+    out_specs: Any = None
+    static_argnums: tuple[int, ...] = ()
+    donate_argnums: tuple[int, ...] = ()
+    model_flops: float | None = None
+    units: tuple[str, float] | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalledFunction:
+    """The part of a :class:`FunctionCall` that refers to devices."""
+
+    context: Any
+    """JAX's mesh where the forecast was asked for; None for none."""
+    entered: bool
+    """Whether that mesh was entered with ``with mesh``, and not set."""
+    args: tuple[Any, ...]
+    """ShapeDtypeStructs with the shardings that they were given, or static values."""
+    kwargs: Mapping[str, Any]
+    function: Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingCall:
+    """Sizes of a step of a server."""
+
+    job: Job
+    rows: int
+    """Texts of the step."""
+    tokens: int
+    """Tokens that it reads of each; 1 makes the next token over a cache, more read the start of a prompt."""
+    context: int
+    """Positions of the cache of each text."""
+    served: Served = field(default_factory=Served)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedCall:
+    """Sizes of a step of a server over a cache in pages."""
+
+    job: Job
+    rows: int
+    """Texts that read one token."""
+    pages: int
+    """Pages of a text, all of them full where the step's bytes are counted."""
+    num_pages: int
+    """Pages of the cache."""
+    page_size: int = 64
+    """Positions of a page."""
+    chunk: int = 0
+    """Prompt tokens that one more text reads; 0 for none."""
+    cache: ServedCache = ServedCache.plain
+    """Format of the pages."""
+
+    @property
+    def context(self) -> int:
+        """Positions of a text."""
+        return self.pages * self.page_size
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Name of a function in a report."""
+    inner: Any = function
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    inner = inspect.unwrap(inner)
+    return getattr(inner, "__name__", type(function).__name__)
+
+
+def is_filtered(function: Callable[..., Any]) -> bool:
+    """Whether a function is an ``equinox.filter_jit``, which traces arrays and treats other arguments as static."""
+    equinox = sys.modules.get("equinox")  # loaded if the function uses it
+    return equinox is not None and isinstance(function, type(equinox.filter_jit(name_of)))

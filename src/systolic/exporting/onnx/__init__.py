@@ -1,1 +1,0 @@
-"""ONNX: conversion by packages of its own, and running with ONNX Runtime."""

@@ -1,0 +1,1 @@
+"""SavedModels of TensorFlow: reading through tf2jax and writing through jax2tf."""

@@ -1,0 +1,152 @@
+"""Parts of a decoder block: norms, rotary embedding, dense feed-forward part."""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from systolic.job import Target
+from systolic.models.context_order import Order
+from systolic.models.decoder.config import Decoder, Mlp, NormKind
+from systolic.models.decoder.options import CLAMP_LIMIT, CLAMP_SLOPE
+from systolic.models.decoder.rotary import Rotary, Stretching
+from systolic.models.layers import LayerNorm
+from systolic.models.linear import product
+from systolic.models.parameters import weight
+from systolic.models.remat import name
+from systolic.models.residual import STREAM, gathered
+
+
+class RMSNorm(nnx.Module):
+    """Root mean square norm over the last dim, in float32, with a learned scale.
+
+    The scale is the parameter plus ``offset``, and starts at 1.
+    """
+
+    def __init__(self, size: int, eps: float, offset: float = 0.0) -> None:
+        self.scale = nnx.Param(jnp.full((size,), 1.0 - offset), out_sharding=("norm",))
+        self.eps, self.offset = eps, offset
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., size], same dtype."""
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        scale = self.scale[...].astype(jnp.float32)
+        if self.offset:
+            scale = scale + self.offset
+        return (wide * scale).astype(x.dtype)
+
+
+def norm(config: Decoder, size: int, eps: float = 0.0) -> RMSNorm | LayerNorm:
+    """A norm of the decoder's kind over ``size`` elements; an epsilon of 0 takes the decoder's."""
+    eps = eps or config.norm_eps
+    match config.norm:
+        case NormKind.rms:
+            return RMSNorm(size, eps)
+        case NormKind.rms_offset:
+            return RMSNorm(size, eps, offset=1.0)
+        case NormKind.layer:
+            return LayerNorm(size, eps)
+
+
+def added(x: jax.Array, bias: nnx.Param | None, dims: int = 1) -> jax.Array:
+    """x [..., sizes of ``dims`` dims] with their bias, which is flat; x itself without one."""
+    return x if bias is None else x + bias[...].reshape(x.shape[-dims:])
+
+
+def bias(size: int, axis: str) -> nnx.Param:
+    """A bias [size] that starts at zero; flat over heads and their dims, so that optimizers see a vector."""
+    return nnx.Param(jnp.zeros((size,)), out_sharding=(axis,))
+
+
+def frequencies(rotary: Rotary, size: int) -> jax.Array:
+    """Radians per position of each pair of ``size`` dims, f32[size / 2]; formulas of ``ROPE_INIT_FUNCTIONS`` in transformers 5.23."""
+    half, scaling = size // 2, rotary.scaling
+    plain = rotary.theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    stretched = plain / scaling.factor
+    match scaling.kind:
+        case Stretching.none:
+            return plain
+        case Stretching.linear:
+            return stretched
+        case Stretching.llama3:
+            rotations = plain * (scaling.original_positions / (2 * math.pi))
+            width = scaling.high_freq_factor - scaling.low_freq_factor
+            share = jnp.clip((rotations - scaling.low_freq_factor) / width, 0, 1)
+            return share * plain + (1 - share) * stretched
+        case Stretching.yarn:
+            low, high = rotary.ramp(size)
+            share = jnp.clip((jnp.arange(half, dtype=jnp.float32) - low) / (high - low), 0, 1)
+            return (1 - share) * plain + share * stretched
+
+
+def rope(x: jax.Array, positions: jax.Array, rotary: Rotary) -> jax.Array:
+    """Rotary position embedding (Su et al. 2021): x [batch, sequence, heads, head_dim], positions int32[batch, sequence]."""
+    angle = positions[:, :, None, None].astype(jnp.float32) * frequencies(rotary, x.shape[-1])
+    sin, cos = jnp.sin(angle), jnp.cos(angle)
+    if (magnitude := rotary.scaling.magnitude) != 1:
+        sin, cos = sin * magnitude, cos * magnitude
+    left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1).astype(
+        x.dtype
+    )
+
+
+ACTIVATIONS = {
+    Mlp.swiglu: jax.nn.silu,
+    Mlp.geglu: jax.nn.gelu,
+    Mlp.geglu_exact: partial(jax.nn.gelu, approximate=False),
+    Mlp.gelu: jax.nn.gelu,
+    Mlp.gelu_exact: partial(jax.nn.gelu, approximate=False),
+    Mlp.relu: jax.nn.relu,
+}
+
+
+def gated(mlp: Mlp, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Hidden units [...] of a gated feed-forward part, of its gate and up [...]."""
+    if mlp is not Mlp.swiglu_clamped:
+        return ACTIVATIONS[mlp](gate) * up
+    gate, up = jnp.minimum(gate, CLAMP_LIMIT), jnp.clip(up, -CLAMP_LIMIT, CLAMP_LIMIT)
+    return gate * jax.nn.sigmoid(CLAMP_SLOPE * gate) * (up + 1)
+
+
+class MLP(nnx.Module):
+    """A dense feed-forward part of ``d_ff`` hidden units, gated or not; ``units`` is the logical name of their dim."""
+
+    def __init__(
+        self, config: Decoder, d_ff: int, rngs: nnx.Rngs, target: Target, units: str = "mlp"
+    ) -> None:
+        d, f = config.d_model, d_ff
+        if config.mlp.gated:
+            self.gate = weight(rngs, (d, f), ("embed", units), d)
+        self.up = weight(rngs, (d, f), ("embed", units), d)
+        self.down = weight(rngs, (f, d), (units, "embed"), f, (2 * config.layers) ** -0.5)
+        if config.mlp_bias:
+            self.gate_bias = bias(f, units) if config.mlp.gated else None
+            self.up_bias = bias(f, units)
+            self.down_bias = bias(d, "norm")
+        else:
+            self.gate_bias = self.up_bias = self.down_bias = None
+        self.config, self.target, self.units = config, target, units
+
+    def __call__(
+        self, x: jax.Array, count: jax.Array | None = None, order: Order | None = None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """[batch, sequence, d_model] to the same, and a router loss of 0; neither padding nor order changes anything."""
+        del count, order
+        x = gathered(self.target, x)
+        if self.config.mlp.gated:
+            gate = self._hidden(x, self.gate, self.gate_bias)
+            hidden = gated(self.config.mlp, gate, self._hidden(x, self.up, self.up_bias))
+        else:
+            hidden = ACTIVATIONS[self.config.mlp](self._hidden(x, self.up, self.up_bias))
+        hidden = self.target.constrain(hidden, "batch", "sequence", self.units)
+        down = product(self.target, "bsf,fd->bsd", hidden, self.down[...], self.config.rounding)
+        down = added(self.target.constrain(down, *STREAM), self.down_bias)
+        return name(down, "down"), {}
+
+    def _hidden(self, x: jax.Array, matrix: nnx.Param, bias: nnx.Param | None) -> jax.Array:
+        made = product(self.target, "bsd,df->bsf", x, matrix[...], self.config.rounding)
+        return name(added(made, bias), "mlp")

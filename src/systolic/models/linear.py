@@ -1,0 +1,250 @@
+"""Products of activations with weights, in the precision that the target asks for."""
+
+import math
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from systolic.core.errors import MissingExtraError
+from systolic.job import Rounding, Target
+from systolic.models.activation_stats import Watched, watched_input
+from systolic.models.quantized import Quantized, quantized_product
+from systolic.models.w8a8 import w8a8_product
+
+PER_CHANNEL = Rounding()
+FEW = 512
+"""Most rows of activations whose products in a server on a CPU are made of two matrices."""
+SPLIT_ROWS = 64
+"""Most rows of activations that are split into digits for a product with int8 codes: of more, codes as floats cost little beside the product."""
+BASE = 254
+"""Of the digits, which are -127 to 127."""
+DIGITS = 127 * BASE + 126
+"""Largest number of two digits: its first is not rounded to 128."""
+
+
+class LowRank(NamedTuple):
+    """A frozen matrix with a low-rank adapter."""
+
+    base: jax.Array | Quantized
+    """[inputs ..., outputs ...]."""
+    a: jax.Array
+    """A, [inputs ..., rank]."""
+    b: jax.Array
+    """B, [rank, outputs ...]."""
+    scale: float
+    """Factor of (x A) B."""
+
+    def merged(self) -> jax.Array:
+        """W + scale A B in float32."""
+        base = self.base.restored() if isinstance(self.base, Quantized) else self.base
+        wide = partial(jnp.asarray, dtype=jnp.float32)
+        change = jnp.tensordot(wide(self.a), wide(self.b), 1)
+        return wide(base) + self.scale * change
+
+
+def product(
+    target: Target,
+    spec: str,
+    x: jax.Array,
+    weights: jax.Array | LowRank | Quantized | Watched,
+    rounding: Rounding = PER_CHANNEL,
+    *,
+    heads: bool = False,
+) -> jax.Array:
+    """``einsum(spec, x, weights)``, in the dtype of ``x``.
+
+    With ``int8`` or ``fp8`` operands both sides are rounded, per channel of what they contract over or as
+    ``rounding`` says, in the backward pass the gradient too (Qwix); sums stay wide. The product with an
+    adapter is made of the activations, x A first, so that no gradient of a full matrix exists.
+
+    Args:
+        target: Says what operands are rounded to.
+        spec: Of the einsum.
+        x: Activations.
+        weights: In the dtype that the target computes in; an adapter's may be wider. Quantized weights have no gradient.
+        rounding: Ranges, and which gradients are rounded.
+        heads: Whether the product makes queries, keys or values.
+
+    Raises:
+        MissingExtraError: Qwix is not installed.
+    """
+    if isinstance(weights, Watched):
+        x, weights = watched_input(spec, x, weights), weights.value
+    if isinstance(weights, LowRank):
+        base = _with_frozen(target, spec, x, weights.base, rounding, heads=heads)
+        return base + _narrow(spec, x, weights)
+    if isinstance(weights, Quantized):
+        plain, codes = partial(plain_product, target), partial(codes_product, target)
+        if weights.inputs is not None:
+            return w8a8_product(spec, x, weights, plain, partial(integer_product, target))
+        on_tpu = target.platform == "tpu"
+        return quantized_product(spec, x, weights, plain, of_codes=codes, by_group=on_tpu)
+    if target.matmul_format is None:
+        return plain_product(target, spec, x, weights)
+    rounded = _rounded(target.matmul_format, rounding.gradients(heads=heads), rounding.largest)
+    return jnp.einsum(spec, x, weights, _dot_general=rounded)
+
+
+def served_on_cpu(target: Target, rows: int) -> bool:
+    """Whether so many rows of activations are multiplied as a server on one CPU does, see :func:`plain_product`."""
+    alone = target.platform == "cpu" and target.layout.num_devices == 1
+    return target.serves and alone and rows <= FEW
+
+
+def plain_product(target: Target, spec: str, x: jax.Array, weights: jax.Array) -> jax.Array:
+    """``einsum(spec, x, weights)`` in the dtype of ``x``, operands as they are.
+
+    Few rows of a server on one CPU are multiplied as two matrices, with sums in float32: XLA's CPU kernels of 16-bit operands make
+    float32 and take two rows at least, and a product of 16-bit results, or of one row, would convert all weights to
+    float32 in each call; a product over several dims would transpose them.
+    """
+    found = _as_matrices(target, spec, x, weights) if x.dtype == weights.dtype else None
+    if found is None:
+        return jnp.einsum(spec, x, weights)
+    flat = found.flat
+    if x.dtype.itemsize == 2:
+        flat = _two_rows(flat)
+    made = jnp.einsum(found.form, flat, found.matrix, preferred_element_type=jnp.float32)
+    return made[: len(found.flat)].astype(x.dtype).reshape(found.shape)
+
+
+def integer_product(target: Target, spec: str, x: jax.Array, codes: jax.Array) -> jax.Array:
+    """``einsum(spec, x, codes)`` of int8 arrays as int32; on one CPU of two rows at least, since of one XLA widens all codes to int32 in each call."""
+    found = _as_matrices(target, spec, x, codes)
+    if found is None:
+        return jnp.einsum(spec, x, codes, preferred_element_type=jnp.int32)
+    flat = _two_rows(found.flat)
+    made = jnp.einsum(found.form, flat, found.matrix, preferred_element_type=jnp.int32)
+    return made[: len(found.flat)].reshape(found.shape)
+
+
+def codes_product(target: Target, spec: str, x: jax.Array, codes: jax.Array) -> jax.Array:
+    """``einsum(spec, x, codes)`` of floats and int8 or float8 codes, in the dtype of ``x``.
+
+    Few rows of a server on one CPU are split into two digits of 8 bits, whose products with int8 codes are of int8 with sums in
+    int32: they read the codes alone, where a product of floats would write all of them to memory as floats first, in each step.
+    Their 16 bits span the largest input of a row, :data:`DIGITS` steps to each side, so that the error is below that of bfloat16
+    for inputs down to a hundredth of it.
+    """
+    found = _as_matrices(target, spec, x, codes) if codes.dtype == jnp.int8 else None
+    if found is None or len(found.flat) > SPLIT_ROWS:
+        return plain_product(target, spec, x, codes.astype(x.dtype))
+    rows, wide = len(found.flat), found.flat.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(wide), axis=-1, keepdims=True)
+    scales = jnp.where(largest > 0, largest, DIGITS) * (1 / DIGITS)
+    whole = jnp.round(wide / scales)
+    high = jnp.round(whole * (1 / BASE))
+    digits = jnp.concatenate([high, whole - high * BASE]).astype(jnp.int8)
+    sums = jnp.einsum(found.form, digits, found.matrix, preferred_element_type=jnp.int32)
+    made = (sums[:rows].astype(jnp.float32) * BASE + sums[rows:].astype(jnp.float32)) * scales
+    return made.astype(x.dtype).reshape(found.shape)
+
+
+class _Matrices(NamedTuple):
+    """An einsum as a product of two matrices."""
+
+    form: str
+    flat: jax.Array
+    """Activations [rows, inputs]."""
+    matrix: jax.Array
+    """[inputs, outputs], or the other way round, as ``form`` says."""
+    shape: tuple[int, ...]
+    """Of the result."""
+
+
+def _as_matrices(target: Target, spec: str, x: jax.Array, weights: jax.Array) -> _Matrices | None:
+    """The product as one of two matrices; ``None`` where it is none, or no server on one CPU makes it of few rows."""
+    operands, out = spec.split("->")
+    given, matrix = operands.split(",")
+    inputs = sum(letter in given for letter in matrix)
+    first, last = (given.endswith(part) for part in (matrix[:inputs], matrix[-inputs:]))
+    summed = not any(letter in out for letter in matrix if letter in given)
+    rows = x.size // math.prod(x.shape[-inputs:])
+    if not served_on_cpu(target, rows) or not summed or not (first or last):
+        return None
+    flat, kept = x.reshape(rows, -1), x.shape[:-inputs]
+    if first:
+        flat_weights, outputs = weights.reshape(flat.shape[1], -1), weights.shape[inputs:]
+        return _Matrices("rk,kn->rn", flat, flat_weights, (*kept, *outputs))
+    flat_weights, outputs = weights.reshape(-1, flat.shape[1]), weights.shape[:-inputs]
+    return _Matrices("rk,nk->rn", flat, flat_weights, (*kept, *outputs))
+
+
+def _two_rows(flat: jax.Array) -> jax.Array:
+    return jnp.pad(flat, ((0, 1), (0, 0))) if len(flat) == 1 else flat
+
+
+def _with_frozen(
+    target: Target,
+    spec: str,
+    x: jax.Array,
+    base: jax.Array | Quantized,
+    rounding: Rounding,
+    *,
+    heads: bool,
+) -> jax.Array:
+    """Product with a frozen matrix, which has no gradient."""
+    if not isinstance(base, Quantized):
+        return product(target, spec, x, base, rounding, heads=heads)
+
+    def restored(x: jax.Array, codes: jax.Array, scales: jax.Array) -> jax.Array:
+        weights = Quantized(codes=codes, scales=scales).restored(x.dtype)
+        return product(target, spec, x, weights, rounding, heads=heads)
+
+    # The backward pass restores the matrix again: kept for it, those of all layers would be in memory at once.
+    # The layers are a scan, whose two passes no compiler joins.
+    policy = jax.checkpoint_policies.nothing_saveable
+    again = jax.checkpoint(restored, policy=policy, prevent_cse=False)
+    return again(x, base.codes, base.scales)
+
+
+def _narrow(spec: str, x: jax.Array, weights: LowRank) -> jax.Array:
+    """scale (x A) B, in the dtype of ``x``; where ``spec`` sums over the outputs of the matrix, B comes first."""
+    operands, out = spec.split("->")
+    given, matrix = operands.split(",")
+    rank = next(letter for letter in "zyxwvut" if letter not in spec)
+    inputs = weights.a.ndim - 1
+    parts = [
+        (matrix[:inputs] + rank, weights.a.astype(x.dtype)),
+        (rank + matrix[inputs:], weights.b.astype(x.dtype)),
+    ]
+    if any(letter in out for letter in matrix[:inputs]):
+        parts.reverse()
+    (first, one), (second, other) = parts
+    kept = [letter for letter in given if letter in out or letter in second]
+    between = "".join(kept) + rank
+    narrow = jnp.einsum(f"{given},{first}->{between}", x, one)
+    return jnp.einsum(f"{between},{second}->{out}", narrow * weights.scale, other)
+
+
+@cache
+def _rounded(matmul_format: str, gradients: bool, largest: float) -> Any:
+    try:
+        from qwix._src.core.dot_general_qt import DotGeneralQtConfig, dot_general_qt
+    except ImportError as error:
+        raise MissingExtraError(f"precision {matmul_format}", "quant") from error
+    forward = jnp.int8 if matmul_format == "int8" else jnp.float8_e4m3fn
+    backward = jnp.int8 if matmul_format == "int8" else jnp.float8_e5m2
+    range_ = f"fixed,{-largest},{largest}" if largest else "absmax"
+    config = DotGeneralQtConfig(
+        lhs_qtype=forward,
+        rhs_qtype=forward,
+        lhs_calibration_method=range_,
+        rhs_calibration_method=range_,
+        lhs_disable_channelwise_axes=largest > 0,
+        rhs_disable_channelwise_axes=largest > 0,
+        dlhs_grad_qtype=backward if gradients else None,
+        drhs_grad_qtype=backward if gradients else None,
+        dlhs_grad_disable_channelwise_axes=largest > 0,
+        drhs_grad_disable_channelwise_axes=largest > 0,
+        use_original_residuals=not gradients,
+    )
+
+    def dot_general(
+        lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, *_: Any, **__: Any
+    ) -> jax.Array:
+        return dot_general_qt(lhs, rhs, dimension_numbers, config)
+
+    return dot_general

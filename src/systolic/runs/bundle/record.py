@@ -1,0 +1,151 @@
+"""What bundle.json says of a Bundle, as values."""
+
+import hashlib
+import importlib.metadata
+import math
+import platform
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from systolic.runs.bundle.packed import QuantizedRecord
+from systolic.core.digest import canonical
+
+KIND = "systolic-bundle"
+FORMAT = 2
+"""Raised when the files change in a way that older versions misread; 2 has quantized matrices, or a job of its own."""
+PLAIN_FORMAT = 1
+"""Of a Bundle with neither, which older versions read."""
+DIGEST = "digest"
+"""The entry with the digest of all others."""
+PACKAGES = ("systolic", "jax", "jaxlib", "flax", "numpy")
+"""Packages whose versions are recorded."""
+
+
+class FileRecord(msgspec.Struct, frozen=True):
+    """A file of a Bundle."""
+
+    bytes: int
+    sha256: str
+
+
+class ImportedFrom(msgspec.Struct, frozen=True, omit_defaults=False):
+    """What a Bundle was made from."""
+
+    kind: str
+    """``hugging-face``, ``gguf``, ``run`` …"""
+    name: str
+    digest: str
+    """Fingerprint of its files."""
+    licence: str | None = None
+
+
+class RecipeRecord(msgspec.Struct, frozen=True):
+    """The recipe of a run."""
+
+    name: str
+    """As the user named it."""
+    options: dict[str, Any]
+
+
+class EvaluationRecord(msgspec.Struct, frozen=True):
+    """Metrics of the weights of a Bundle, measured before they were written."""
+
+    on: str
+    """Split of the run's data, or the name of other data."""
+    metrics: dict[str, float | None]
+    """Means by name; ``None`` for what is no number."""
+    step: int
+    """Training step of the weights."""
+    batches: int | None = None
+    """Batches that were read."""
+    of: int | None = None
+    """Batches of the split; ``None`` where that is unknown."""
+    data: str | None = None
+    """Digest of the split's data, see ``data``; ``None`` where the split comes out of the training split's files."""
+    before: dict[str, float | None] | None = None
+    """Metrics of the weights before quantization on the same batches; ``None`` for weights that are not quantized."""
+
+
+def finite_metrics(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """Metrics as a record has them: ``None`` for what is no number."""
+    return {name: one if math.isfinite(one) else None for name, one in metrics.items()}
+
+
+class Recorded(msgspec.Struct, frozen=True):
+    """Inputs with the model's outputs for them."""
+
+    file: str
+    precision: str
+    """Compute dtype under which the outputs were made."""
+    tolerance: float
+    """Largest difference of a replay over the largest recorded output."""
+    platform: str
+    """``cpu``, ``gpu`` or ``tpu``."""
+
+
+class BundleRecord(msgspec.Struct, frozen=True):
+    """Content of bundle.json."""
+
+    kind: str
+    format: int
+    systolic: str
+    """Version that wrote it."""
+    model: dict[str, Any]
+    """``type`` and fields."""
+    source: ImportedFrom
+    dtype: str
+    """Numpy name of the dtype of most weights."""
+    files: dict[str, FileRecord]
+    parity: dict[str, Any] | None = None
+    """Largest and mean differences from the source framework's outputs; ``None`` where none were computed."""
+    quantization: dict[str, QuantizedRecord] = {}
+    """Matrices that are stored as codes and scales, by the paths of their parameters."""
+    versions: dict[str, str] = {}
+    """Of Python and of the packages that wrote it."""
+    job: dict[str, Any] | None = None
+    """The job of a run, less its model: task, data, precision, batch …; ``None`` for a model of another library."""
+    types: dict[str, str] = {}
+    """Dotted fields of the job to the full names of their classes."""
+    recipe: RecipeRecord | None = None
+    """``None`` for what no recipe made."""
+    data: dict[str, dict[str, Any]] = {}
+    """By split: fingerprint of the data that the run was trained and evaluated on."""
+    evaluations: list[EvaluationRecord] = []
+    recorded: Recorded | None = None
+    """Inputs to replay; ``None`` where none were recorded."""
+    digest: str | None = None
+    """SHA-256 of all other entries; ``None`` in Bundles of versions that wrote none."""
+
+
+def carried(record: BundleRecord) -> dict[str, Any]:
+    """What holds of a Bundle that is made from another one, whatever becomes of its weights."""
+    return {
+        "job": record.job,
+        "types": record.types,
+        "recipe": record.recipe,
+        "data": record.data,
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of :data:`PACKAGES`, those that are installed."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def seal(plain: Mapping[str, Any]) -> str:
+    """Digest of a bundle.json's entries, less that of the digest itself."""
+    rest = {name: value for name, value in plain.items() if name != DIGEST}
+    return hashlib.sha256(canonical(rest)).hexdigest()
+
+
+def sealed(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """A bundle.json with its digest."""
+    return {**plain, DIGEST: seal(plain)}

@@ -1,0 +1,448 @@
+"""JSON of the routes: bodies of requests as typed records, answers, and the error body of each protocol."""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+from starlette.requests import Request
+
+from systolic.core.errors import DataError, NotFoundError, OptionError, SystolicError
+from systolic.serving.errors import ExpiredError, RefusedError
+from systolic.serving.http.vocabulary import Vocabulary
+from systolic.serving.text.request import SamplingParams, TextRequest
+
+KINDS: Mapping[int, str] = {
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+"""Status to ``error.type`` of OpenAI's body; all others are ``invalid_request_error``."""
+FINAL = (500, 504)
+"""Statuses after which the official client would try again by itself, and gets the same answer."""
+
+
+class Dialect(Enum):
+    """Whose error body a path has."""
+
+    openai = "openai"
+    plain = "plain"
+    """``{"error": "text"}``: the Open Inference Protocol and TensorFlow Serving."""
+
+    @classmethod
+    def of(cls, path: str) -> "Dialect":
+        """The dialect of a path."""
+        if path == "/v2" or path.startswith("/v2/"):
+            return cls.plain
+        rest = path.removeprefix("/v1/models/")
+        own = rest != path and (":" in rest or "/versions/" in rest or "/labels/" in rest)
+        return cls.plain if own or path.endswith("/metadata") else cls.openai
+
+
+@dataclass(kw_only=True, eq=False)
+class ProblemError(Exception):
+    """A request that gets an error.
+
+    Attributes:
+        status: HTTP status.
+        message: One line.
+        param: Field of the request that is to blame.
+        code: OpenAI's short name of the error.
+        retry_seconds: When to come back.
+        allow: Methods that the path takes, for status 405.
+    """
+
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    retry_seconds: float | None = None
+    allow: str | None = None
+
+    def body(self, dialect: Dialect) -> dict[str, Any]:
+        """The JSON object of the answer."""
+        if dialect is Dialect.plain:
+            return {"error": self.message}
+        kind = KINDS.get(self.status, "invalid_request_error")
+        fields = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": fields}
+
+    def headers(self) -> dict[str, str]:
+        """Headers of the answer, ``Retry-After`` in whole seconds."""
+        found = {}
+        if self.retry_seconds is not None:
+            found["retry-after"] = str(max(math.ceil(self.retry_seconds), 1))
+            found["x-should-retry"] = "true"
+        elif self.status in FINAL:
+            found["x-should-retry"] = "false"
+        if self.status == 401:
+            found["www-authenticate"] = "Bearer"
+        if self.allow is not None:
+            found["allow"] = self.allow
+        return found
+
+
+def bad(message: str, param: str | None = None, code: str | None = None) -> ProblemError:
+    """A request that is wrong: 400."""
+    return ProblemError(status=400, message=message, param=param, code=code)
+
+
+def problem_of(error: SystolicError) -> ProblemError:
+    """HTTP error for a model's refusal or a user's mistake."""
+    text = str(error)
+    if isinstance(error, RefusedError):
+        if error.retry_seconds is None:
+            return bad(text, error.parameter)
+        return ProblemError(
+            status=429, message=text, code="queue_full", retry_seconds=error.retry_seconds
+        )
+    if isinstance(error, ExpiredError):
+        return ProblemError(status=504, message=text, code="deadline")
+    if isinstance(error, NotFoundError):
+        return ProblemError(status=404, message=text, param="model", code="model_not_found")
+    if isinstance(error, OptionError | DataError):
+        return bad(text)
+    return ProblemError(status=500, message=text)
+
+
+T = TypeVar("T")
+
+SHOWN = 40
+"""Characters of a value that an error shows."""
+_WHERE = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
+_MISSING = re.compile(r"Object missing required field `([^`]+)`")
+_BOUND = re.compile(r"Expected `(?:int|float)(?: \| null)?` (>=|<=|>|<) (\S+)")
+_KIND = re.compile(r"Expected `([^`]+)`, got `[^`]+`")
+_STEP = re.compile(r"([^.\[\]]+)|\[([0-9]+|\.\.\.)\]")
+_BOUNDS = {
+    ">=": "{:.15g} or more",
+    "<=": "{:.15g} or less",
+    ">": "more than {:.15g}",
+    "<": "less than {:.15g}",
+}
+_KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "a text",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+}
+"""Types as msgspec names them, in the words of this server's messages."""
+
+
+async def read(request: Request, kind: type[T]) -> T:
+    """The body of a request as a record.
+
+    Raises:
+        ProblemError: it is no JSON, or a field has the wrong type.
+    """
+    return decode(await request.body(), kind)
+
+
+def decode(raw: bytes, kind: type[T]) -> T:
+    """Some JSON as a record; errors as :func:`read`."""
+    try:
+        try:
+            return msgspec.json.decode(raw, type=kind)
+        except msgspec.ValidationError as error:
+            raise _judged(str(error), raw) from error
+    except RecursionError as error:
+        raise bad("the body is nested too deeply") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError, ValueError, OverflowError) as error:
+        raise bad(f"the body is not JSON ({error}); send a JSON object") from error
+
+
+def _judged(text: str, raw: bytes) -> ProblemError:
+    """The answer to a body of another type than asked for, by msgspec's message."""
+    at = _WHERE.search(text)
+    path = at[1] if at else ""
+    reason = _WHERE.sub("", text)
+    if missing := _MISSING.fullmatch(reason):
+        param = f"{path}.{missing[1]}" if path else missing[1]
+        return bad(f"{param} is missing; send it", param)
+    given = f"{path or 'the body'} is {_shown(raw, path)}"
+    if bound := _BOUND.fullmatch(reason):
+        return bad(f"{given}; ask for {_BOUNDS[bound[1]].format(float(bound[2]))}", path)
+    if kind := _KIND.fullmatch(reason):
+        names = [_KINDS.get(one, one) for one in kind[1].split(" | ") if one != "null"]
+        return bad(f"{given}; send {' or '.join(names)}", path or None)
+    if reason.startswith("Invalid enum value"):
+        return bad(f"{given}, which is not supported; leave it out", path)
+    return bad(f"{path or 'the body'}: {reason}", path or None)
+
+
+def _shown(raw: bytes, path: str) -> str:
+    """The value at a path of some JSON, cut to a few characters."""
+    value = msgspec.json.decode(raw)
+    for name, index in _STEP.findall(path):
+        if index == "...":
+            return "out of range"  # Which one of an object's values is not known.
+        value = value[int(index)] if index else value[name]
+    text = msgspec.json.encode(value).decode()
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def encode(value: Any) -> bytes:
+    """A value as JSON; numbers that JSON has no form for become null."""
+    return msgspec.json.encode(value)
+
+
+def with_infinities(value: Any, written: bytes) -> Any:
+    """A value of lists, objects, texts and numbers that :func:`encode` writes with its infinities, which JSON has no form for.
+
+    Args:
+        value: The value.
+        written: Infinity as its readers take it: ``Infinity``, or ``1e999``, a number of JSON beyond all floats.
+    """
+    if isinstance(value, float) and math.isinf(value):
+        return msgspec.Raw(written if value > 0 else b"-" + written)
+    if isinstance(value, list):
+        return [with_infinities(one, written) for one in value]
+    if isinstance(value, dict):
+        return {name: with_infinities(one, written) for name, one in value.items()}
+    return value
+
+
+Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Whole = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Top = Annotated[int, Meta(ge=0, le=20)]
+STOPS = 16
+"""Stop strings of a request."""
+LONGEST_STOP = 1024
+"""Characters of a stop string; so much of a stream can be held back."""
+
+
+class StreamOptions(Struct, kw_only=True):
+    """``stream_options``."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class TextFields(Struct, kw_only=True):
+    """Fields that completions and chats have in common.
+
+    Unknown fields are ignored, since clients send extras. Known ones that this server does not carry out are refused
+    by :meth:`check` unless they ask for nothing.
+    """
+
+    model: str | None = None
+    max_tokens: Whole | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    stop: str | list[str] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    user: str | None = None
+    # As vLLM names them.
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    stop_token_ids: list[Whole] | None = None
+    ignore_eos: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """Whether ``logprobs`` name tokens by their ids, which no two of them share."""
+    # Known and not carried out.
+    response_format: dict[str, Any] | None = None
+    min_tokens: int | None = None
+    best_of: int | None = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structured_outputs: Any = None
+    truncate_prompt_tokens: int | None = None
+    prompt_embeds: Any = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    use_beam_search: bool | None = None
+    prompt_logprobs: int | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    logits_processors: Any = None
+
+    def check(self) -> None:
+        """Refuses what is not carried out.
+
+        Raises:
+            ProblemError: the first such field.
+        """
+        if self.response_format is not None and self.response_format.get("type") != "text":
+            raise bad(
+                "response_format other than text is not supported; leave it out", "response_format"
+            )
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise bad("best_of is not supported; ask for n answers", "best_of")
+        for name in UNSUPPORTED:
+            if name in self.__struct_fields__ and (value := getattr(self, name)):
+                refuse(name, value)
+        if self.skip_special_tokens is False:
+            refuse("skip_special_tokens", False)
+        if self.stream_options is not None and not self.stream:
+            raise bad("stream_options go with stream: true", "stream_options")
+
+    @property
+    def stops(self) -> list[str]:
+        """Stop strings.
+
+        Raises:
+            ProblemError: there are too many, or one is empty or too long.
+        """
+        several = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if len(several) > STOPS:
+            raise bad(f"stop has {len(several)} strings; at most {STOPS} are taken", "stop")
+        if any(not 0 < len(one) <= LONGEST_STOP for one in several):
+            raise bad(
+                f"stop has a string that is empty or longer than {LONGEST_STOP} characters", "stop"
+            )
+        return several
+
+    def written(self, words: Vocabulary) -> Callable[[int], str]:
+        """How ``logprobs`` name a token: by its text, or as vLLM writes ids."""
+        return "token_id:{}".format if self.return_tokens_as_token_ids else words.text
+
+    def sampling(self, number: int, vocab_size: int) -> SamplingParams:
+        """How the tokens of the choice of a number are picked.
+
+        Raises:
+            ProblemError: ``logit_bias`` names no token.
+        """
+        return SamplingParams(
+            temperature=_given(self.temperature, 1.0),
+            top_k=max(_given(self.top_k, 0), 0),
+            top_p=_given(self.top_p, 1.0),
+            min_p=_given(self.min_p, 0.0),
+            presence_penalty=_given(self.presence_penalty, 0.0),
+            frequency_penalty=_given(self.frequency_penalty, 0.0),
+            repetition_penalty=_given(self.repetition_penalty, 1.0),
+            logit_bias=self._bias(vocab_size),
+            # Choices of a request differ; the devices count in 32 bits.
+            seed=None if self.seed is None else (self.seed + number) % 2**31,
+        )
+
+    def _bias(self, vocab_size: int) -> dict[int, float]:
+        found = {}
+        for name, value in (self.logit_bias or {}).items():
+            if not (
+                name.isascii() and name.isdigit() and len(name) < 10 and int(name) < vocab_size
+            ):
+                raise bad(
+                    f"logit_bias names {name[:40]!r}, which is no token of the model; ids are 0 to {vocab_size - 1}",
+                    "logit_bias",
+                )
+            found[int(name)] = value
+        return found
+
+    def text_request(
+        self,
+        tokens: list[int],
+        *,
+        number: int,
+        vocab_size: int,
+        max_tokens: int,
+        logprobs: int | None,
+        deadline_seconds: float | None,
+    ) -> TextRequest:
+        """The engine's request for one choice."""
+        return TextRequest(
+            tokens=tokens,
+            max_tokens=max_tokens,
+            sampling=self.sampling(number, vocab_size),
+            stop=self.stops,
+            stop_tokens=self.stop_token_ids or (),
+            ignore_ends=bool(self.ignore_eos),
+            logprobs=logprobs,
+            deadline_seconds=deadline_seconds,
+        )
+
+
+UNSUPPORTED = (
+    "suffix",
+    "min_tokens",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "structured_outputs",
+    "truncate_prompt_tokens",
+    "prompt_embeds",
+    "allowed_token_ids",
+    "bad_words",
+    "use_beam_search",
+    "prompt_logprobs",
+    "include_stop_str_in_output",
+    "logits_processors",
+    "chat_template",
+    "continue_final_message",
+    "audio",
+    "prediction",
+    "web_search_options",
+    "functions",
+    "function_call",
+    "reasoning_effort",
+    "verbosity",
+)
+"""Fields that this server knows and does not carry out."""
+
+
+def refuse(name: str, value: object) -> None:
+    """Refuses a field.
+
+    Raises:
+        ProblemError: always.
+    """
+    shown = msgspec.json.encode(value).decode()[:40]
+    raise bad(
+        f"{name} is {shown} and not supported here; leave it out", name, "unsupported_parameter"
+    )
+
+
+def room(prompt: int, asked: int | None, context: int, param: str, field: str) -> int:
+    """New tokens that a request may have.
+
+    Args:
+        prompt: Tokens of the prompt.
+        asked: Most new tokens; None takes what is left.
+        context: Tokens of prompt and answer together.
+        param: Field of the prompt.
+        field: Field of the number of new tokens.
+
+    Raises:
+        ProblemError: they do not fit.
+    """
+    if prompt == 0:
+        raise bad(f"{param} has no tokens; send some text", param)
+    wanted = 1 if asked is None else asked
+    if wanted >= context > prompt:
+        raise bad(
+            f"{field} is {wanted} and the model's context is {context} tokens, of which {param} takes {prompt}; ask for {context - prompt} or fewer",
+            field,
+            "context_length_exceeded",
+        )
+    if prompt + wanted > context:
+        told = f"{prompt} tokens" + (f" and up to {asked} new ones" if asked else "")
+        raise bad(
+            f"the model's context is {context} tokens and the request has {told}; shorten {param} or ask for fewer",
+            param,
+            "context_length_exceeded",
+        )
+    return context - prompt if asked is None else asked
+
+
+def _given(value: Any, default: Any) -> Any:
+    return default if value is None else value

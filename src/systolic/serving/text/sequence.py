@@ -1,0 +1,229 @@
+"""A request in an engine: its tokens, its pages, its text so far, and when it ends."""
+
+import math
+import random
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from systolic.core.errors import RunError
+from systolic.data.text.stops import Finish, Stops
+from systolic.serving.text.request import Logprob, Stream, TextOutput, TextRequest, TopLogprobs
+
+if TYPE_CHECKING:
+    from systolic.data.text.tokenizer import TextStream, Tokenizer
+
+PENDING = -1
+"""A token that a step in flight chooses."""
+START = b""
+"""Key of the empty text."""
+
+PromptScores = tuple[int, list[int], list[Logprob]]
+"""Position of the first scored token of a prompt, the tokens and their log-probabilities."""
+
+
+def reason(error: BaseException) -> str:
+    """One line of what was raised."""
+    first = (str(error).splitlines() or [type(error).__name__])[0]
+    return f"{type(error).__name__}: {first}"
+
+
+@dataclass(kw_only=True, eq=False, slots=True)
+class Sequence:
+    """Tokens of a request and how far the cache holds them.
+
+    The scheduler gives it pages, the runner moves it on, and its stream gets what becomes known.
+    """
+
+    number: int
+    """In order of arrival."""
+    request: TextRequest
+    stream: Stream
+    tokenizer: "Tokenizer"
+    ends: Collection[int]
+    """Ids that end it."""
+    context: int
+    """Tokens that prompt and answer may have together."""
+    tokens: list[int] = field(init=False)
+    """Prompt and answer; :data:`PENDING` where the device has not told it yet."""
+    prompt_tokens: int = field(init=False)
+    max_length: int = field(init=False)
+    """Tokens that it may have in the end, prompt included."""
+    read: int = 0
+    """Tokens whose keys and values are in pages."""
+    pages: list[int] = field(default_factory=list)
+    key: bytes = START
+    """Key of its full, published pages."""
+    published: int = 0
+    """Pages that others can begin with."""
+    cached_tokens: int = 0
+    """Tokens that were found in the cache when it was first admitted."""
+    preempted: int = 0
+    """Times that it lost its pages."""
+    slot: int = -1
+    """Place of its last token on the device, while it runs."""
+    seed: int = field(init=False)
+    penalized: bool = field(init=False)
+    """Whether its next token depends on all before it, the last one included."""
+    cut: bool = field(init=False)
+    """Whether its tokens are chosen by more than a temperature, or the likeliest are told."""
+    deadline: float | None = field(init=False)
+    """Monotonic seconds at which it ends."""
+    submitted: float = field(init=False)
+    """Monotonic seconds."""
+    submitted_ns: int = field(init=False)
+    """Unix nanoseconds."""
+    started: float | None = None
+    """Monotonic seconds when its first token was read."""
+    answered: float | None = None
+    """Monotonic seconds when its first new token was known."""
+    completion_tokens: int = 0
+    """New tokens that are known."""
+    ended: bool = False
+    _decoder: "TextStream" = field(init=False)
+    _stops: Stops = field(init=False)
+    _ids: list[int] = field(init=False, default_factory=list)
+    """New tokens since the last output."""
+    _logprobs: list[Logprob] = field(init=False, default_factory=list)
+    _prompt_ids: list[int] = field(init=False, default_factory=list)
+    """Scored tokens of the prompt since the last output."""
+    _prompt_logprobs: list[Logprob] = field(init=False, default_factory=list)
+    _scored: int = 0
+    """Tokens of the prompt that were handed on or are held."""
+
+    def __post_init__(self) -> None:
+        request = self.request
+        self.tokens = list(map(int, request.tokens))
+        self.prompt_tokens = len(self.tokens)
+        self.max_length = min(self.prompt_tokens + request.max_tokens, self.context)
+        seed = request.sampling.seed
+        self.seed = random.getrandbits(32) if seed is None else seed & 0xFFFFFFFF
+        self.penalized = request.sampling.penalizes
+        self.cut = request.sampling.cuts or bool(request.logprobs)
+        self.submitted, self.submitted_ns = time.monotonic(), time.time_ns()
+        after = request.deadline_seconds
+        self.deadline = None if after is None else self.submitted + after
+        self._decoder, self._stops = self.tokenizer.stream(self.tokens), Stops(tuple(request.stop))
+        if request.prompt_logprobs:
+            self._prompt_ids.append(self.tokens[0])
+            self._prompt_logprobs.append((None, ()))
+            self._scored = 1
+
+    @property
+    def pending(self) -> bool:
+        """Whether its last token is not known yet."""
+        return self.tokens[-1] == PENDING
+
+    @property
+    def known(self) -> int:
+        """Tokens before the first that is not known yet."""
+        count = len(self.tokens)
+        while self.tokens[count - 1] == PENDING:
+            count -= 1
+        return count
+
+    @property
+    def full(self) -> bool:
+        """Whether it has all the tokens that it may have."""
+        return len(self.tokens) >= self.max_length
+
+    @property
+    def left(self) -> int:
+        """Tokens still to read."""
+        return len(self.tokens) - self.read
+
+    @property
+    def shares(self) -> bool:
+        """Whether it begins with pages of others: not if the logits of its whole prompt are needed."""
+        return not self.request.prompt_logprobs
+
+    def push(
+        self,
+        token: int,
+        logprob: float,
+        top: TopLogprobs = (),
+        scores: PromptScores | None = None,
+    ) -> Finish | None:
+        """Takes what a step chose and scored; why the text ends with it, if it does.
+
+        Args:
+            token: The token; :data:`PENDING` after a part of the prompt that is not the last.
+            logprob: Its log-probability.
+            top: The likeliest tokens with theirs.
+            scores: Of tokens of the prompt.
+
+        Raises:
+            RunError: the logits are not finite.
+        """
+        if math.isnan(logprob):
+            raise RunError("the model's logits for this text are not finite")
+        if scores is not None:
+            self._score(*scores)
+        if token == PENDING:
+            return None
+        self.tokens[self.prompt_tokens + self.completion_tokens] = token
+        if self.answered is None:
+            self.answered = time.monotonic()
+        self.completion_tokens += 1
+        request = self.request
+        self._ids.append(token)
+        if request.logprobs is not None:
+            self._logprobs.append((logprob, top[: request.logprobs]))
+        if token in self.ends or token in request.stop_tokens:
+            return Finish.stop
+        text = self._stops.push(self._decoder.push(token))
+        finish = None
+        if self._stops.met:
+            finish = Finish.stop
+        elif self.prompt_tokens + self.completion_tokens >= self.max_length:
+            finish = Finish.length
+        if text or finish is not None:
+            self._put(text)
+        return finish
+
+    def end(self, finish: Finish, message: str = "") -> TextOutput:
+        """Ends the text; what was held back belongs to it unless a stop string was met. Returns the last output."""
+        self.ended = True
+        rest = ""
+        try:
+            if not self._stops.met:
+                rest = self._stops.push(self._decoder.flush())
+                if not self._stops.met:
+                    rest += self._stops.flush()
+        except Exception as error:  # Whatever a tokenizer raises: whoever reads must see the end.
+            finish, message = Finish.error, message or reason(error)
+        now = time.monotonic()
+        return self._put(
+            rest,
+            finish=finish,
+            message=message,
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.completion_tokens,
+            cached_tokens=self.cached_tokens,
+            queried_tokens=self.prompt_tokens if self.shares and self.started is not None else 0,
+            started=self.started is not None,
+            submitted_ns=self.submitted_ns,
+            queue_seconds=(self.started or now) - self.submitted,
+            first_token_seconds=None if self.answered is None else self.answered - self.submitted,
+            seconds=now - self.submitted,
+        )
+
+    def _score(self, first: int, ids: list[int], logprobs: list[Logprob]) -> None:
+        # A text that lost its pages is read, and scored, again.
+        known = max(self._scored - first, 0)
+        self._prompt_ids += ids[known:]
+        self._prompt_logprobs += logprobs[known:]
+        self._scored += len(ids[known:])
+
+    def _put(self, text: str, **last: Any) -> TextOutput:
+        """Hands on a text with the tokens that were held for it."""
+        output = TextOutput(text=text, token_ids=self._ids, **last)
+        self._ids = []
+        if self._logprobs:
+            output.logprobs, self._logprobs = self._logprobs, []
+        if self._prompt_ids:
+            output.prompt_ids, self._prompt_ids = self._prompt_ids, []
+            output.prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, []
+        self.stream.put(output)
+        return output

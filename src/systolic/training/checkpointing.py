@@ -1,0 +1,121 @@
+"""Checkpoints of a training session: restoring, saving and rating."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from systolic.core.errors import OptionError
+from systolic.runs import CheckpointStore, Run
+from systolic.runs.checkpoint import Restored
+from systolic.training import distributed
+from systolic.training.ledger import Ledger, Spent
+from systolic.training.progress import TrainingProgress
+from systolic.training.setup import Setup
+
+
+class Checkpointer:
+    """Saves and restores states with the position in the data and the progress.
+
+    Args:
+        setup: The job on this machine.
+        run: The run directory.
+        ledger: Ledger for the time.
+        event: Makes a record from name, seconds and detail.
+    """
+
+    def __init__(
+        self, setup: Setup, run: Run, ledger: Ledger, event: Callable[[str, float, str], None]
+    ) -> None:
+        self._setup, self._run, self._ledger, self._event = setup, run, ledger, event
+        rules, evaluation = setup.job.checkpoints, setup.job.evaluation
+        self.store = CheckpointStore(
+            run.checkpoints,
+            keep_last=rules.keep_last,
+            keep_best=rules.keep_best,
+            metric=evaluation.metric,
+            mode=evaluation.mode,
+            peers=replace(distributed.peers(), part=run.part),
+        )
+        self._kept: tuple[int, bool] = (0, False)
+        """Step of the last checkpoint, and whether it holds metrics."""
+
+    def check(self) -> None:
+        """Checks before any compile that the newest checkpoint is of this model.
+
+        Raises:
+            RunError: it is of another model; names the first array that differs.
+        """
+        # Several processes must refuse together, which they do when they restore.
+        if not distributed.several():
+            steps = self._setup.steps
+            self.store.require_same(steps.saved(steps.abstract_state))
+
+    def restore(self, feed: Any) -> Restored | None:
+        """The newest intact checkpoint, ``None`` where there is none yet; changes nothing on disk.
+
+        ``feed`` is moved to its position.
+
+        Raises:
+            OptionError: it has more steps than the job.
+            DataError: it was trained on other data.
+        """
+        job = self._setup.job
+        if not distributed.any_of(self.store.latest_step() is not None):
+            return None
+        with self._ledger.spend(Spent.checkpoint):
+            steps = self._setup.steps
+            restored = self.store.restore(steps.saved(steps.abstract_state))
+            restored = replace(restored, state=self._setup.whole(restored.state))
+        feed.set_states([extra["data"] for extra in restored.extras])
+        if TrainingProgress.from_json(restored.extra["progress"]).step > job.steps:
+            raise OptionError(
+                f"steps is {job.steps}, but {self._run.path} has a checkpoint of step {restored.step}; give --steps {restored.step} or more"
+            )
+        self._kept = (restored.step, job.evaluation.metric in restored.metrics)
+        return restored
+
+    def go_back(
+        self, restored: Restored | None, again: Callable[[Mapping[str, Any]], bool]
+    ) -> None:
+        """Drops what the run holds beyond the restored checkpoint, and records that will come ``again``."""
+        part = self._run.part
+        if distributed.is_first():
+            self._run.truncate(0 if restored is None else restored.step, again)
+        if not (distributed.is_first() if part is None else part.leads):
+            return
+        if restored is not None and self.store.discard_after(restored.step) and part is not None:
+            # Before another host sends a part of a checkpoint of the same step.
+            self._run.send()
+
+    def save(
+        self, state: Any, feed: Any, progress: TrainingProgress, metrics: Mapping[str, float] | None
+    ) -> None:
+        """Begins to write a checkpoint, unless this step has one that holds as much."""
+        step, measured = progress.step, metrics is not None
+        if step == 0 or (self._kept[0] == step and self._kept[1] >= measured):
+            return
+        start = self._ledger.clock()
+        with self._ledger.spend(Spent.checkpoint):
+            extra = {"data": feed.get_state(), "progress": progress.to_json()}
+            kept = self._setup.steps.saved(state)
+            self._run.sync()
+            self.store.save(step, kept, extra=extra, metrics=metrics)
+        self._kept = (step, measured)
+        self._event("checkpoint", self._ledger.clock() - start, f"step {step}")
+
+    def rate(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Adds the last evaluation's metrics to the checkpoint of the last step, where it has none."""
+        if not self.unrated(step):
+            return
+        with self._ledger.spend(Spent.checkpoint):
+            self.store.rate(step, metrics)
+        self._kept = (step, True)
+
+    def unrated(self, step: int) -> bool:
+        """Whether the last checkpoint is of this step and holds no metrics."""
+        return self._kept == (step, False)
+
+    def path(self) -> str | None:
+        """The newest checkpoint."""
+        kept = self.store.latest_step()
+        return None if kept is None else str(self.store.path(kept))

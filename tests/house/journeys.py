@@ -1,0 +1,285 @@
+"""Five journeys through the package as lists of functions: how many files a reader enters on each.
+
+A line is ``file:function`` below ``src/systolic``, in the order of the calls; a function is named in the body of one
+before it, which :func:`broken` checks. ``> file:function`` is one that is reached through a table, a thread, another
+process or a method of an abstract class. Whoever moves or renames a function changes its line; whoever shortens a
+journey takes lines out.
+"""
+
+import ast
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+from tests.house.budget import functions
+from tests.house.trees import tree
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+CALLED_BY_PYTHON = ("__call__", "__post_init__", "__init__", "__aiter__", "__enter__")
+"""Methods that no call names: their class is named, or ``for``, ``with`` and brackets call them."""
+JOURNEYS: Mapping[str, tuple[str, ...]] = {
+    "train to the update": (
+        "cli/main.py:main",
+        "cli/main.py:_verb",
+        "cli/train.py:run",
+        "cli/target.py:first",
+        "cli/train.py:requested",
+        "cli/target.py:planned_request",
+        "cli/target.py:request_for",
+        "cli/parse.py:known",
+        "recipes/__init__.py:find",
+        "> recipes/lm.py:lm",
+        "cli/train.py:train",
+        "session/training.py:start",
+        "session/run_flags.py:new_flags",
+        "session/job_source.py:JobSource",
+        "session/planned.py:expected",
+        "training/setup.py:set_up",
+        "steps/steps.py:StepFunctions",
+        "training/distributed/run.py:open_together",
+        "runs/run.py:Run.create",
+        "session/training.py:run_session",
+        "training/trainer.py:Trainer",
+        "training/trainer.py:Trainer.__post_init__",
+        "training/setup.py:Setup.jitted_train",
+        "steps/programs.py:jit_train",
+        "training/trainer.py:Trainer.train",
+        "training/distributed/consistency.py:require_same_job",
+        "training/input.py:training",
+        "training/trainer.py:Trainer._begin",
+        "training/programs.py:CompiledStep.prepare",
+        "training/trainer.py:Trainer._loop",
+        "training/programs.py:CompiledStep.__call__",
+        "steps/steps.py:StepFunctions.train",
+        "steps/steps.py:StepFunctions.updates",
+        "steps/steps.py:StepFunctions._rule",
+        "steps/optimizer.py:build",
+    ),
+    "forecast to the printed time": (
+        "cli/main.py:main",
+        "cli/main.py:_verb",
+        "cli/forecast.py:run",
+        "cli/target.py:request",
+        "cli/target.py:request_for",
+        "cli/parse.py:known",
+        "cli/forecast.py:forecast_recipe",
+        "cli/forecast.py:compiled",
+        "session/forecast.py:forecast_step",
+        "forecasting/run.py:forecast_job",
+        "compiling/program.py:JobProgram",
+        "forecasting/run.py:forecast_program",
+        "compiling/compile.py:compile",
+        "compiling/compile.py:_compile",
+        "compiling/compile.py:_run_child",
+        "> compiling/child.py:main",
+        "compiling/child.py:_compile",
+        "compiling/program.py:JobProgram.trace",
+        "compiling/steps.py:trace_job",
+        "steps/target.py:MeshTarget.of",
+        "steps/steps.py:StepFunctions",
+        "steps/programs.py:jit_train",
+        "compiling/child.py:_answer",
+        "forecasting/run.py:of_outcome",
+        "forecasting/run.py:_compiled",
+        "hlo/parse.py:parse",
+        "sim/simulate.py:simulate",
+        "forecasting/memory.py:memory_map",
+        "forecasting/run.py:assemble",
+        "forecasting/forecast.py:Forecast",
+        "cli/forecast.py:show",
+        "report/forecast/text.py:print_forecast",
+        "report/forecast/text.py:lines",
+    ),
+    "chat to a token": (
+        "serving/http/gate.py:Gate.__call__",
+        "serving/http/gate.py:Gate._answer",
+        "> serving/http/app.py:_endpoint",
+        "> serving/http/chat.py:chat_completions",
+        "serving/http/bodies.py:read",
+        "serving/http/chat.py:_understood",
+        "serving/http/desk.py:Desk.text",
+        "serving/http/desk.py:Desk.use",
+        "serving/served.py:Shelf.use",
+        "serving/http/messages.py:rendered",
+        "serving/http/texts.py:token_ids",
+        "serving/http/fields.py:TextFields.text_request",
+        "serving/text/request.py:TextRequest",
+        "serving/http/texts.py:submit",
+        "serving/text/engine.py:Engine.submit",
+        "serving/text/answer.py:Answer",
+        "data/text/stops.py:Stops",
+        "> serving/text/engine.py:Engine._run",
+        "serving/text/engine.py:Engine._take",
+        "serving/text/scheduler.py:Scheduler.next",
+        "serving/text/engine.py:Engine._dispatch",
+        "serving/text/runner.py:StepRunner.dispatch",
+        "serving/text/runner.py:StepRunner._call",
+        "> serving/text/programs.py:Programs",
+        "serving/text/runner.py:StepRunner.collect",
+        "serving/text/engine.py:Engine._hand_out",
+        "serving/text/answer.py:Answer.push",
+        "serving/text/answer.py:Answer._put",
+        "serving/text/stream.py:Stream.put",
+        "serving/text/stream.py:Stream.__aiter__",
+        "serving/http/chat.py:_events",
+        "serving/http/texts.py:merged",
+        "serving/http/chat.py:_ChatWriter.events",
+        "serving/http/events.py:streamed",
+        "serving/http/gate.py:_Exchange.sending",
+    ),
+    "import": (
+        "cli/main.py:main",
+        "cli/main.py:_verb",
+        "cli/import_model.py:run",
+        "cli/parse.py:parse",
+        "session/importing.py:import_model",
+        "interop/program/convert.py:kind_of",
+        "session/importing.py:_sound",
+        "interop/source.py:open_source",
+        "interop/hugging_face.py:open_folder",
+        "models/families.py:read_config",
+        "models/families.py:family",
+        "interop/hugging_face.py:tensors_of",
+        "runs/bundle/tensors.py:read_header",
+        "models/mapping.py:Conversion.check",
+        "interop/jobs.py:job_of",
+        "interop/importing.py:planned",
+        "interop/importing.py:shapes_of",
+        "interop/importing.py:structure_of",
+        "steps/network.py:ModelStructure",
+        "runs/bundle/folder.py:draft",
+        "session/importing.py:_fill",
+        "interop/importing.py:write_weights",
+        "runs/bundle/folder.py:BundleDraft.weights",
+        "session/importing.py:_compared",
+        "interop/parity.py:check",
+        "interop/probe.py:probe_of",
+        "interop/parity.py:reference",
+        "session/replaying.py:answers",
+        "session/trained.py:from_source",
+        "session/trained.py:set_up_here",
+        "training/setup.py:set_up",
+        "runs/bundle/folder.py:BundleDraft.finish",
+    ),
+    "plan": (
+        "cli/main.py:main",
+        "cli/main.py:_verb",
+        "cli/plan.py:run",
+        "cli/target.py:request",
+        "cli/target.py:request_for",
+        "cli/parse.py:known",
+        "cli/plan.py:answer",
+        "cli/plan.py:search",
+        "session/planning.py:plan",
+        "session/planning.py:goal_of",
+        "planning/goal.py:Goal",
+        "planning/facts.py:facts_of",
+        "planning/search.py:Search.__post_init__",
+        "planning/scoring.py:Judge",
+        "planning/search.py:Search.run",
+        "planning/enumeration.py:Survey.analyse_all",
+        "planning/enumeration.py:Survey._possible",
+        "planning/space.py:candidates",
+        "planning/analytic.py:analyse",
+        "planning/evaluator.py:CompilingEvaluator",
+        "planning/search.py:Search._compile",
+        "planning/search.py:Search.answer",
+        "planning/plan.py:Plan",
+        "cli/plan.py:show",
+        "report/plan/text.py:print_plan",
+    ),
+}
+CHAT_CLASSES = (
+    "serving/http/chat.py:ChatFields",
+    "serving/http/chat.py:_AskedChat",
+    "serving/http/chat.py:_ChatWriter",
+    "serving/http/desk.py:Ticket",
+    "serving/http/gate.py:_Exchange",
+    "serving/http/texts.py:Tally",
+    "serving/http/texts.py:Whole",
+    "serving/text/answer.py:Answer",
+    "serving/text/answer.py:Made",
+    "serving/text/facts.py:RequestFacts",
+    "serving/text/request.py:TextPiece",
+    "serving/text/request.py:TextRequest",
+    "serving/text/request.py:TextTimes",
+    "serving/text/request.py:Token",
+    "serving/text/request.py:TokenChoice",
+    "serving/text/scheduler.py:Text",
+    "serving/text/stream.py:Stream",
+)
+"""Classes that carry one chat request, from its body to its last token."""
+
+
+BY_TABLE = "> "
+
+
+def files(journey: Sequence[str]) -> list[str]:
+    """Files that a journey enters, each once."""
+    places = (place.removeprefix(BY_TABLE) for place in journey)
+    return list(dict.fromkeys(place.partition(":")[0] for place in places))
+
+
+def broken(journey: Sequence[str], package: Path) -> Iterator[str]:
+    """Why a journey is not as the package is: functions that are gone, or that none before them names."""
+    named: set[str] = set()
+    for number, line in enumerate(journey):
+        place = line.removeprefix(BY_TABLE)
+        node = found(package, place)
+        if node is None:
+            yield f"{place} is not there"
+            continue
+        if number and place == line and _called(place) not in named:
+            yield f"{place} is named by none of the functions before it"
+        words = mentioned(node)
+        named |= words | {
+            aliases(package / place.partition(":")[0]).get(word, "") for word in words
+        }
+
+
+def found(package: Path, place: str) -> ast.AST | None:
+    """The function or class of ``file:name``; None where it is not there."""
+    file, _, name = place.partition(":")
+    return definitions(package / file).get(name)
+
+
+@cache
+def definitions(path: Path) -> dict[str, ast.AST]:
+    """Functions and classes of a file by qualified name."""
+    if not path.is_file():
+        return {}
+    whole = tree(path)
+    classes = {node.name: node for node in ast.walk(whole) if isinstance(node, ast.ClassDef)}
+    return {**classes, **dict(functions(whole))}
+
+
+@cache
+def aliases(path: Path) -> dict[str, str]:
+    """Names under which a file imports others, to those."""
+    return {
+        name.asname: name.name
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.ImportFrom)
+        for name in node.names
+        if name.asname
+    }
+
+
+def _called(place: str) -> str:
+    """The word by which a function is called."""
+    *holder, name = place.partition(":")[2].split(".")
+    return holder[-1] if name in CALLED_BY_PYTHON else name
+
+
+def mentioned(node: ast.AST) -> set[str]:
+    """Words that a function's body has: names, attributes, and those in its strings, which name modules."""
+    words: set[str] = set()
+    for inside in ast.walk(node):
+        match inside:
+            case ast.Name(id=word) | ast.Attribute(attr=word):
+                words.add(word)
+            case ast.alias(name=word, asname=other):
+                words |= {word.rpartition(".")[2], other or ""}
+            case ast.ClassDef(name=word) | ast.FunctionDef(name=word):
+                words.add(word)
+    return words
