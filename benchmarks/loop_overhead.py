@@ -19,10 +19,10 @@ import jax
 
 from systolic import recipes
 from systolic.job import Checkpoints
-from systolic.report.run.live import Live
-from systolic.report.run.tensorboard import TensorBoard
 from systolic.runs import Run
 from systolic.steps.programs import jit_train
+from systolic.training.display.live import Live
+from systolic.training.display.tensorboard import TensorBoard
 from systolic.training.input import training
 from systolic.training.interrupt import Interrupt
 from systolic.training.setup import Setup, set_up

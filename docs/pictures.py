@@ -19,11 +19,11 @@ from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
-from systolic.report.run.screen import Screen
-from systolic.report.run.summary import print_panel
-from systolic.report.run.verdict import SAME, commands
 from systolic.runs import metrics
 from systolic.runs.record import load_run
+from systolic.training.display.screen import Screen
+from systolic.training.display.summary import print_panel
+from systolic.training.display.verdict import SAME, commands
 
 COLUMNS = 100
 TITLE = 90

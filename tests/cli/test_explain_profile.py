@@ -11,7 +11,7 @@ import pytest
 from systolic.cli.main import main
 from systolic.core.errors import NotFoundError
 from systolic.explaining.beside import Beside
-from systolic.report.explain.beside import print_beside
+from systolic.explaining.display.beside import print_beside
 from systolic.runs.access import Access
 from systolic.runs.run import JOB, Run
 from systolic.session import traced as session_traced

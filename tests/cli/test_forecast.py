@@ -19,7 +19,7 @@ from systolic.compiling import Compiled, Compiler, JobProgram
 from systolic.compiling.compile import _Asked, _request_name, version
 from systolic.core.store import Store
 from systolic.session.forecast import save_executable
-from tests.report.forecast import recorded
+from tests.forecasting.display import recorded
 
 WORDS = ["--model.layers=2", "--sequence=1024"]
 

@@ -9,14 +9,14 @@ from systolic.chips import slice
 from systolic.cli.main import main
 from systolic.explaining.alone import devices_of, module_of, priced_alone, waiting_module
 from systolic.explaining.beside import beside, by_name
+from systolic.forecasting.display.xprof import write_xprof
 from systolic.hlo import parse
 from systolic.profile import open_profile
 from systolic.profile.table import ProfileTable
-from systolic.report.forecast.xprof import write_xprof
 from systolic.sim.rates import rates_of
 from systolic.sim.simulate import simulate
+from tests.forecasting.display.recorded import small
 from tests.profile.real import BF16, EXCERPTS, HOST_OFFLOAD, KERNEL, whole
-from tests.report.forecast.recorded import small
 
 COPY = "%copy.9 = f32[8,128]{0,1:T(8,128)} copy(f32[8,128]{1,0:T(8,128)} %a)"
 SUM = "%all-reduce.1 = f32[1024]{0} all-reduce(f32[1024]{0} %a), channel_id=3, replica_groups=[1,2]<=[2], use_global_device_ids=true, to_apply=%add.2.clone"

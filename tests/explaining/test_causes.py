@@ -11,11 +11,11 @@ from systolic.explaining.rules import empty_slots, memory_bound, unfilled
 from systolic.explaining.sources import step_of_forecast
 from systolic.explaining.step import OpKind
 from systolic.forecasting import Forecast, forecast_text
+from systolic.forecasting.display.xprof import write_xprof
 from systolic.hlo import parse
 from systolic.job import Model
 from systolic.models.decoder.config import Decoder
 from systolic.profile import open_profile
-from systolic.report.forecast.xprof import write_xprof
 from systolic.sim.timeline import Resource
 from tests.recorded import hlo, loops
 

@@ -18,20 +18,20 @@ from systolic.explaining.correcting import (
     trimmed_mean,
 )
 from systolic.explaining.programs import ALL, ALONE, programs_of, with_groups, with_kernels
+from systolic.forecasting.display.xprof import write_xprof
 from systolic.hlo import parse
 from systolic.profile import open_profile
 from systolic.profile.table import ProfileTable
-from systolic.report.forecast.xprof import write_xprof
 from systolic.sim.calibration import Calibration, CostKind, Factor
 from systolic.sim.cost_kinds import kind_of_span
 from systolic.sim.estimate import Parts, estimated_seconds, slowdown_of
 from systolic.sim.incomplete import Given
 from systolic.sim.rates import rates_of
 from systolic.sim.simulate import simulate
+from tests.forecasting.display.recorded import fitting
 from tests.profile.real import BF16, EXCERPTS, HOST_OFFLOAD, KERNEL, QUANTIZED, whole
 from tests.profile.traces import Event, Plane, write
 from tests.recorded import hlo as recorded
-from tests.report.forecast.recorded import fitting
 
 ARRAY = 5 * 1024 * 1024 * 256 * 4
 """Bytes of f32[5,1024,1024,256]."""

@@ -20,13 +20,13 @@ from systolic.data.text.bytes import StandardLibrary
 from systolic.explaining import layers
 from systolic.explaining.cause import Cause
 from systolic.explaining.curve import diverged, full_experts, overfitting, plateau
+from systolic.explaining.display.text import HEIGHT, lines
 from systolic.explaining.layers import noise_scale
 from systolic.explaining.learning import learning, unknown, vitals
 from systolic.explaining.settings import Settings, advise, render
 from systolic.explaining.speed import checkpoints, evaluation, speed
 from systolic.job import Evaluation, GuardRule, Job, Layout, Optimizer, OptimizerKind
 from systolic.recipes.jobs.source import source_of
-from systolic.report.explain.text import HEIGHT, lines
 from systolic.runs import Run
 from systolic.runs.access import Access
 from systolic.runs.record import RunRecord, load_run

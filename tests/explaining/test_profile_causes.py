@@ -16,20 +16,20 @@ from systolic.explaining.cause import Cause
 from systolic.explaining.causes import causes_of_profile
 from systolic.explaining.profile_stats import figures, unjudged
 from systolic.explaining.sources import step_of_profile
+from systolic.forecasting.display.xprof import STEPS, write_xprof
 from systolic.job import Evaluation
 from systolic.profile import open_profile, read_profile
 from systolic.profile.intervals import union
 from systolic.profile.trace import Backend
 from systolic.profile.xplane import load, load_all
-from systolic.report.forecast.xprof import STEPS, write_xprof
 from systolic.runs import Run
 from systolic.sim.timeline import Resource
 from systolic.training.profile import WARM_UP, SessionTrace
 from systolic.training.setup import set_up
 from systolic.training.trainer import Trainer
 from tests.explaining import planted
+from tests.forecasting.display.recorded import small
 from tests.profile.traces import Event, Plane, write
-from tests.report.forecast.recorded import small
 
 pytestmark = pytest.mark.own_programs
 

@@ -29,7 +29,7 @@ from systolic.forecasting.memory import memory_map
 from systolic.forecasting.run import assemble
 from systolic.hlo import parse
 from systolic.planning import evaluator
-from systolic.report.plan.notes import notes
+from systolic.planning.display.notes import notes
 from systolic.sim.calibration import Calibration, CostKind, Factor
 from systolic.sim.cost_kinds import kind_of_span, least_seconds
 from systolic.sim.incomplete import Given
@@ -37,8 +37,8 @@ from systolic.sim.price import OpPrice
 from systolic.sim.rates import rates_of
 from systolic.sim.simulate import simulate
 from systolic.sim.timeline import PricedBy, Resource, Timeline
+from tests.forecasting.display.recorded import FOLDER
 from tests.recorded import hlo as recorded
-from tests.report.forecast.recorded import FOLDER
 
 LM = "lm-v5e-4"
 

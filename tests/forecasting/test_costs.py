@@ -4,7 +4,7 @@ import pytest
 
 from systolic.forecasting.costs import by_op, by_place, clean, roll_up, seconds_by_place
 from systolic.report.charts import treemap
-from tests.report.forecast.recorded import fitting, small_timeline
+from tests.forecasting.display.recorded import fitting, small_timeline
 
 
 def test_places_sum_to_the_step() -> None:

@@ -11,9 +11,9 @@ from systolic.cli import forecast as cli
 from systolic.core.errors import DataError, OptionError
 from systolic.forecasting import compare_texts
 from systolic.forecasting.costs import core
+from systolic.forecasting.display import op_table
 from systolic.forecasting.op_changes import OpChange, OpFate, changes_of
 from systolic.hlo import Module, parse
-from systolic.report.forecast import op_table
 from systolic.sim.simulate import simulate
 from systolic.sim.timeline import Timeline
 from tests.recorded import hlo

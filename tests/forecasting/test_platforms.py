@@ -16,12 +16,12 @@ from systolic.compiling.host_backend import MOST_DEVICES
 from systolic.core.errors import NotFoundError, OptionError
 from systolic.core.origin import Origin
 from systolic.forecasting import Forecast, Spread, forecast_program
+from systolic.forecasting.display import readings
+from systolic.forecasting.display.text import lines
 from systolic.forecasting.function import function_program
 from systolic.forecasting.platforms import GPU_ERROR, STAND_IN
 from systolic.forecasting.run import of_outcome
 from systolic.hlo import Groups, parse
-from systolic.report.forecast import readings
-from systolic.report.forecast.text import lines
 from systolic.report.terminal import plain
 from systolic.sim.gpu_network import switched
 from systolic.sim.roofline import ModuleSource, Peaks, gpu_peaks, roofline

@@ -14,11 +14,11 @@ from systolic.chips import slice
 from systolic.cli.main import main
 from systolic.core.errors import SystolicError
 from systolic.forecasting import forecast_text
+from systolic.forecasting.display import readings, text
+from systolic.forecasting.display.table import lines
 from systolic.forecasting.table import ForecastRow, ForecastTable
-from systolic.report.forecast import readings, text
-from systolic.report.forecast.table import lines
+from tests.forecasting.display import recorded
 from tests.recorded import hlo
-from tests.report.forecast import recorded
 
 TINY = str(Path(__file__).parents[1] / "cli" / "tiny.py")
 

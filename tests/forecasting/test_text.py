@@ -9,8 +9,8 @@ from systolic.chips import slice
 from systolic.core.errors import DataError, OptionError
 from systolic.core.origin import Origin
 from systolic.forecasting import forecast_text
-from systolic.report.forecast import readings
-from systolic.report.forecast.text import lines
+from systolic.forecasting.display import readings
+from systolic.forecasting.display.text import lines
 from systolic.report.terminal import plain
 from tests.recorded import hlo as recorded
 

@@ -15,8 +15,8 @@ from unittest.mock import patch
 from systolic import recipes
 from systolic.cli.main import VERBS, main
 from systolic.cli.recipes import required
-from tests.report.forecast import texts as forecast
-from tests.report.run import texts as report
+from tests.forecasting.display import texts as forecast
+from tests.training.display import texts as report
 
 FOLDER = Path(__file__).parent
 REPORTS = {**report.TEXTS, **forecast.TEXTS}

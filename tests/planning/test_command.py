@@ -17,6 +17,8 @@ from systolic.job import Batch, Job
 from systolic.planning import fit_ladder, slices, wanted
 from systolic.planning.analytic import analyse
 from systolic.planning.candidate import Candidate
+from systolic.planning.display import readings
+from systolic.planning.display.notes import text
 from systolic.planning.goal import Goal
 from systolic.planning.notes import (
     BaseFlags,
@@ -30,8 +32,6 @@ from systolic.planning.notes import (
 from systolic.planning.objective import Objective, PriceTerm
 from systolic.planning.search import SearchStage
 from systolic.planning.space import Freedom, RefusalRule
-from systolic.report.plan import readings
-from systolic.report.plan.notes import text
 from tests.planning import fabricated
 from tests.planning.evaluators import AnsweringEvaluator
 

@@ -18,8 +18,8 @@ from systolic.core.errors import DataError, NotFoundError, OptionError, Systolic
 from systolic.core.files import write_json
 from systolic.core.reporter import reporter, reporting
 from systolic.job import Axis, Layout, Precision, Remat
+from systolic.planning.display.readings import command
 from systolic.recipes.jobs.plan import candidate_of, resumed
-from systolic.report.plan.readings import command
 from systolic.report.stderr import StderrReporter
 from systolic.runs import Run
 from systolic.runs.job_record import JobRecord

@@ -13,12 +13,12 @@ from systolic.forecasting import Forecast
 from systolic.job import Job, Precision
 from systolic.planning.analytic import analyse
 from systolic.planning.candidate import Candidate
+from systolic.planning.display import readings
 from systolic.planning.flags import DEFAULT
 from systolic.planning.goal import Goal
 from systolic.planning.objective import Objective
 from systolic.planning.plan import CompileDepth, Plan, SearchStop, Trial, ranking
 from systolic.planning.search import Limits, Search, SearchProgress, SearchStage, shared
-from systolic.report.plan import readings
 from tests.planning import fabricated
 from tests.planning.evaluators import AnsweringEvaluator
 from tests.tiers import some

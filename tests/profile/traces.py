@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from systolic.report.forecast.xprof import double, integer, message, table, text
+from systolic.forecasting.display.xprof import double, integer, message, table, text
 
 MILLISECOND = 1e9
 """Picoseconds."""

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
+from systolic.forecasting.display import page as forecast_page
+from systolic.planning.display import page as plan_page
 from systolic.report import charts
-from systolic.report.forecast import page as forecast_page
-from systolic.report.plan import page as plan_page
-from systolic.report.run import page as run_page
 from systolic.runs.record import load_run
 from systolic.sim.timeline import Resource
+from systolic.training.display import page as run_page
+from tests.forecasting.display.recorded import fitting, refused
 from tests.planning.fabricated import plan
-from tests.report.forecast.recorded import fitting, refused
-from tests.report.run.fabricate_run import records, summary, write_run
+from tests.training.display.fabricate_run import records, summary, write_run
 
 CHROMIUM = Path("/usr/bin/chromium")
 STYLES = (Path(charts.__file__).parent / "assets" / "charts.css").read_text()

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from systolic.report.progress import LiveArea, ProgressLine, bar
-from tests.report.run.test_live import UTF, Gone, Terminal
+from tests.training.display.test_live import UTF, Gone, Terminal
 
 
 def test_a_bar_is_full_in_proportion_and_beside_its_words() -> None:

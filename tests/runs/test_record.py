@@ -9,7 +9,7 @@ import pytest
 from systolic.runs.record import State, load_run
 from systolic.cli.main import main
 from systolic.core.errors import NotFoundError, RunError
-from tests.report.run.fabricate_run import records, summary, write_run
+from tests.training.display.fabricate_run import records, summary, write_run
 
 
 @pytest.fixture(scope="module")

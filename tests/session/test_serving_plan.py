@@ -26,11 +26,11 @@ from systolic.forecasting.demand import engine_state
 from systolic.forecasting.serving import Load, ServingForecast, StepTimes
 from systolic.job import Job, Layout
 from systolic.job.serving_memory import ServingMemory
+from systolic.planning.display.serving import lines
 from systolic.planning.goal import hourly
 from systolic.planning.objective import PriceTerm
 from systolic.planning.serving import ServingPlan
 from systolic.recipes.jobs.source import source_of
-from systolic.report.plan.serving import lines
 from systolic.session import serving_plan
 from systolic.session.capacity import ServerTimes
 from systolic.session.serving_floor import LeastServer

@@ -16,17 +16,17 @@ from systolic.chips import slice
 from systolic.cli.main import main
 from systolic.cli.tune import tuning_of
 from systolic.core.errors import OptionError, RunError
-from systolic.report.tune.page import render
 from systolic.runs.record import load_run
 from systolic.session import tuning_processes
 from systolic.session.trials import BEGUN, TrialWatcher, TrialWorker
 from systolic.session.tuning import Tuning, with_values
 from systolic.session.tuning_processes import DEATHS, Processes
 from systolic.tuning import sampling
+from systolic.tuning.display.page import render
 from systolic.tuning.importance import importance
 from systolic.tuning.results import StudyResult, rows_of
 from systolic.tuning.worker import this_worker
-from tests.report.run.test_page import Page
+from tests.training.display.test_page import Page
 from tests.tuning.databases import with_tables
 
 RECIPE = f"{Path(__file__).with_name('trial_recipe.py')}:job"

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("optuna")
 
-from systolic.report.tune.page import write_page
+from systolic.tuning.display.page import write_page
 from systolic.tuning.seeds import Repeated
 from tests.session.test_tuning import RATES, tuning, work
 

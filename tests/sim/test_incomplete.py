@@ -11,10 +11,10 @@ from systolic.chips import slice
 from systolic.cli.main import main
 from systolic.core.errors import OptionError
 from systolic.forecasting import Forecast, forecast_text
+from systolic.forecasting.display import readings
+from systolic.forecasting.display.page import render
+from systolic.forecasting.display.text import lines
 from systolic.hlo import parse
-from systolic.report.forecast import readings
-from systolic.report.forecast.page import render
-from systolic.report.forecast.text import lines
 from systolic.report.terminal import plain
 from systolic.sim.incomplete import Ends, GapKind, Gaps, given
 from systolic.sim.roofline import ModuleSource, Peaks, roofline

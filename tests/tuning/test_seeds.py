@@ -13,10 +13,10 @@ from systolic.cli.main import main
 from systolic.cli.tune import tuning_of
 from systolic.core.errors import RunError
 from systolic.job import Mode
-from systolic.report.tune.page import render
 from systolic.session.tuned import repeated
 from systolic.session.tuning_processes import Processes
 from systolic.tuning import sampling
+from systolic.tuning.display.page import render
 from systolic.tuning.objective import Aim
 from systolic.tuning.results import StudyResult, TrialRow
 from systolic.tuning.seeds import Repeated

@@ -58,7 +58,7 @@ class BatchVerbOptions:
 def run(args: Sequence[str]) -> int:
     """The verb."""
     options = parse(BatchVerbOptions, args, "systolic batch")
-    from systolic.report.serving.batch import BatchDisplay, summary
+    from systolic.serving.display.batch import BatchDisplay, summary
     from systolic.session.batching import BatchOrder, run_batch
 
     try:

@@ -54,7 +54,7 @@ def run(args: Sequence[str]) -> int:
         return print_verb_help(FORMS, CalibrateOptions)
     options = parse(CalibrateOptions, args, "systolic calibrate")
     from systolic.forecasting.calibrations import path_of, save
-    from systolic.report.forecast.calibration import print_calibration
+    from systolic.forecasting.display.calibration import print_calibration
     from systolic.session.calibrations import CalibrationRequest, calibrate
 
     record = calibrate(

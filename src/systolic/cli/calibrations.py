@@ -30,7 +30,7 @@ def run(args: Sequence[str]) -> int:
     """The verb."""
     options = parse(CalibrationsOptions, args, "systolic calibrations")
     from systolic.forecasting.calibrations import folder, load, names, path_of
-    from systolic.report.forecast.calibration import print_calibration, print_calibrations
+    from systolic.forecasting.display.calibration import print_calibration, print_calibrations
 
     if options.name is not None:
         record = load(options.name)

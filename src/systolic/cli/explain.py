@@ -376,7 +376,7 @@ def explain_profile(target: str, args: Sequence[str]) -> int:
 
         compared = explain_beside(made, options.against)
     if options.html is not None:
-        from systolic.report.explain.page import write_page
+        from systolic.explaining.display.page import write_page
 
         write_page(target, made.profile, made.table, made.causes, options.html, made.notes)
     return show_profile(target, made, as_json=options.json, page=options.html, compared=compared)

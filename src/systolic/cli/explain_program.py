@@ -138,8 +138,8 @@ def show(
 ) -> int:
     """Prints the causes of a step, or why it does not fit; returns the exit code. ``quick``: without the compiler's cycles."""
     from systolic.explaining.causes import causes_of_programs
-    from systolic.report.explain.text import print_causes, step_remarks, step_title
-    from systolic.report.forecast.text import print_forecast
+    from systolic.explaining.display.text import print_causes, step_remarks, step_title
+    from systolic.forecasting.display.text import print_forecast
 
     causes = causes_of_programs(made, programs) if made.fits else []
     if as_json:

@@ -14,13 +14,8 @@ from systolic.core.option_words import option_words
 from systolic.core.units import duration, gibibytes
 from systolic.explaining.beside import Beside
 from systolic.explaining.cause import Cause
-from systolic.forecasting import Forecast
-from systolic.planning.candidate import Candidate
-from systolic.planning.fit_ladder import difference
-from systolic.planning.plan import reason_of
-from systolic.planning.remedies import Remedy
-from systolic.report.explain.beside import beside_json, print_beside
-from systolic.report.explain.text import (
+from systolic.explaining.display.beside import beside_json, print_beside
+from systolic.explaining.display.text import (
     QUICK,
     overlap_remarks,
     print_causes,
@@ -30,10 +25,15 @@ from systolic.report.explain.text import (
     step_remarks,
     step_title,
 )
-from systolic.report.forecast.text import print_forecast
+from systolic.forecasting import Forecast
+from systolic.forecasting.display.text import print_forecast
+from systolic.planning.candidate import Candidate
+from systolic.planning.display.progress import stage
+from systolic.planning.display.readings import step
+from systolic.planning.fit_ladder import difference
+from systolic.planning.plan import reason_of
+from systolic.planning.remedies import Remedy
 from systolic.report.output import print_json
-from systolic.report.plan.progress import stage
-from systolic.report.plan.readings import step
 from systolic.report.progress import ProgressLine
 from systolic.session.explaining import (
     ExplainedKind,

@@ -23,10 +23,10 @@ from systolic.report.output import print_json
 if TYPE_CHECKING:
     from systolic.chips import Slice
     from systolic.forecasting import Forecast
+    from systolic.forecasting.display.op_table import Against
     from systolic.forecasting.op_changes import OpChange
     from systolic.forecasting.table import ForecastRow
     from systolic.job import Job
-    from systolic.report.forecast.op_table import Against
 
 FORMS = """usage: systolic forecast RECIPE --on SLICE [options]
        systolic forecast MODEL --on SLICE [options]
@@ -243,7 +243,7 @@ def show_table(name: str, rows: "Sequence[ForecastRow]", options: ForecastOption
     if options.json:
         print_json({**table.to_json(), "written": written})
     else:
-        from systolic.report.forecast.table import print_table
+        from systolic.forecasting.display.table import print_table
 
         print_table(table)
         for what, where in written.items():
@@ -348,7 +348,7 @@ def show(
     changed: "Sequence[OpChange]" = (),
 ) -> int:
     """Prints and writes what was asked for; returns the exit code. ``changed`` has the ops of two dumps."""
-    from systolic.report.forecast import comparison, op_table
+    from systolic.forecasting.display import comparison, op_table
 
     now = made.to_json() if options.json or before else {}
     changes = [] if before is None else comparison.compare(before, now)
@@ -365,7 +365,7 @@ def show(
             now["against_ops"] = op_table.to_json(changed, step)
         print_json({**now, **(asked or {}), "written": written})
         return 0 if made.fits else 1
-    from systolic.report.forecast.text import print_forecast
+    from systolic.forecasting.display.text import print_forecast
 
     print_forecast(made)
     if before is not None:
@@ -390,19 +390,19 @@ def write(
     if options.save is not None and made.fits:
         written["saved"] = str(options.save)
     if options.html is not None:
-        from systolic.report.forecast.page import write_page
+        from systolic.forecasting.display.page import write_page
 
         write_page(made, options.html, against)
         written["report"] = str(options.html)
     if made.timeline is None:
         return written
     if options.perfetto is not None:
-        from systolic.report.forecast.trace import write_trace
+        from systolic.forecasting.display.trace import write_trace
 
         write_trace(made, options.perfetto)
         written["perfetto"] = str(options.perfetto)
     if options.xprof is not None:
-        from systolic.report.forecast.xprof import write_xprof
+        from systolic.forecasting.display.xprof import write_xprof
 
         write_xprof(made, options.xprof)
         written["xprof"] = str(options.xprof)
@@ -418,7 +418,7 @@ def before_of(options: ForecastOptions) -> dict[str, Any] | None:
         raise OptionError(
             f"--against {options.against} is a dump, which another dump is compared with: systolic forecast new.txt --against {options.against}; here it takes the JSON of a forecast"
         )
-    from systolic.report.forecast import comparison
+    from systolic.forecasting.display import comparison
 
     return comparison.read(options.against)
 

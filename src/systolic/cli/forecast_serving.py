@@ -108,7 +108,7 @@ def forecast_server(args: Sequence[str]) -> int:
     if options.json:
         print_json({**made.to_json(), "target": target, "quick": options.quick})
     else:
-        from systolic.report.forecast.serving import print_serving
+        from systolic.forecasting.display.serving import print_serving
 
         print_serving(made)
     return 0 if made.fits else 1

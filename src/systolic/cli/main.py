@@ -40,19 +40,19 @@ VERBS = {
         (
             VerbForm(
                 function="systolic.planning.command:plan",
-                view="systolic.report.plan.view:show",
-                reporter="systolic.report.plan.progress:SearchReporter",
+                view="systolic.planning.display.view:show",
+                reporter="systolic.planning.display.progress:SearchReporter",
                 takes=TargetKind.recipe,
                 needs="a recipe or a model",
             ),
             VerbForm(
                 function="systolic.planning.command:plan_program",
-                view="systolic.report.plan.view:show_ranking",
+                view="systolic.planning.display.view:show_ranking",
                 takes=TargetKind.program,
             ),
             VerbForm(
                 function="systolic.session.serving_plan:plan_serving",
-                view="systolic.report.plan.view:show_serving",
+                view="systolic.planning.display.view:show_serving",
                 takes=TargetKind.recipe,
                 needs="a model",
                 word="serve",

@@ -134,10 +134,10 @@ def wanted(options: TuneOptions) -> "TuningRequest":
 
 def tune(tuning: "Tuning", asked: Request[TuneOptions], args: Sequence[str]) -> int:
     """Runs the search, prints its results, and returns the exit code."""
-    from systolic.report.tune.progress import StudyDisplay
-    from systolic.report.tune.text import NAMES, print_study
     from systolic.session.tuned import TrialsEnded, TunedSearch, wall_time
     from systolic.session.tuning_processes import INTERRUPTED, Processes, worker_command
+    from systolic.tuning.display.progress import StudyDisplay
+    from systolic.tuning.display.text import NAMES, print_study
 
     options = asked.verb
     again = "repeats" if options.repeats else ""

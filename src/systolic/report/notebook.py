@@ -2,22 +2,13 @@
 
 import io
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import Any
 
 from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
-
-from systolic.forecasting import Forecast
-from systolic.forecasting.table import ForecastTable
-from systolic.planning.plan import Plan
-from systolic.planning.serving import ServingPlan
-from systolic.report.forecast import table
-from systolic.report.forecast import text as forecast_text
-from systolic.report.plan import serving as serving_text
-from systolic.report.plan import text as plan_text
-from systolic.report.tune import text as tune_text
-from systolic.tuning.results import StudyResult
 
 WIDTH = 100
 """Columns, about what a cell's output has room for."""
@@ -31,6 +22,23 @@ _COLOURS = [
 ]
 _THEME = TerminalTheme((255, 255, 255), (0, 0, 0), _COLOURS, _COLOURS)
 """Tones that are legible on the light and on the dark pages of notebooks."""
+VIEWS: Mapping[str, tuple[str, Callable[[Any, Any], Sequence[Text]]]] = {
+    "Forecast": (
+        "systolic.forecasting.display.text",
+        lambda view, value: view.lines(value, WIDTH, every_note=True),
+    ),
+    "ForecastTable": (
+        "systolic.forecasting.display.table",
+        lambda view, value: view.lines(value, WIDTH),
+    ),
+    "Plan": ("systolic.planning.display.text", lambda view, value: view.lines(value, None, WIDTH)),
+    "ServingPlan": (
+        "systolic.planning.display.serving",
+        lambda view, value: view.lines(value, WIDTH),
+    ),
+    "StudyResult": ("systolic.tuning.display.text", lambda view, value: view.lines(value)),
+}
+"""Name of a class to the module with its screen, and the screen's lines."""
 
 
 def html(value: object) -> str:
@@ -39,18 +47,11 @@ def html(value: object) -> str:
     Raises:
         TypeError: it is of a class that has none.
     """
-    match value:
-        case Forecast():
-            return screen(forecast_text.lines(value, WIDTH, every_note=True))
-        case ForecastTable():
-            return screen(table.lines(value, WIDTH))
-        case Plan():
-            return screen(plan_text.lines(value, None, WIDTH))
-        case ServingPlan():
-            return screen(serving_text.lines(value, WIDTH))
-        case StudyResult():
-            return screen(tune_text.lines(value))
-    raise TypeError(f"{type(value).__name__} has no view for notebooks")
+    name = type(value).__name__
+    if name not in VIEWS:
+        raise TypeError(f"{name} has no view for notebooks")
+    module, lines = VIEWS[name]
+    return screen(lines(import_module(module), value))
 
 
 def screen(lines: Sequence[Text], told: Sequence[str] = ()) -> str:

@@ -81,7 +81,7 @@ def _answered(
     warn: Callable[[str], None],
 ) -> BatchProgress:
     try:
-        from systolic.report.serving.log import OpeningLog
+        from systolic.serving.display.log import OpeningLog
         from systolic.serving.http.metrics import BatchMetrics, Metrics, TextMetrics
         from systolic.serving.offline.run import BatchRun, WarningLog
         from systolic.serving.registry import ServedText

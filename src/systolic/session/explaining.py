@@ -82,8 +82,8 @@ class StepExplanation:
         return f"<StepExplanation of {'; '.join(parts)}>"
 
     def _repr_html_(self) -> str:
-        from systolic.report.explain.text import lines, step_remarks, step_title
-        from systolic.report.forecast import text
+        from systolic.explaining.display.text import lines, step_remarks, step_title
+        from systolic.forecasting.display import text
         from systolic.report.notebook import WIDTH, screen
 
         if self.forecast.fits:

@@ -9,6 +9,7 @@ from typing import Any
 from systolic.chips import Slice, by_device_kind, slice
 from systolic.core.errors import NotFoundError, OptionError, RunError, SystolicError
 from systolic.explaining.cause import Cause
+from systolic.explaining.display.text import lines, profile_remark
 from systolic.forecasting import Forecast
 from systolic.job import Layout
 from systolic.planning.remedies import Remedy
@@ -16,7 +17,6 @@ from systolic.profile import open_profile
 from systolic.profile.files import SUFFIXES, is_profile_file
 from systolic.profile.profile import Profile
 from systolic.profile.table import ProfileTable
-from systolic.report.explain.text import lines, profile_remark
 from systolic.report.notebook import WIDTH, screen
 from systolic.runs.job_record import JobRecord
 from systolic.runs.record import load_run

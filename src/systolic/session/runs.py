@@ -36,7 +36,7 @@ class RunExplanation:
         return f"<RunExplanation of {self.path}: {names}>"
 
     def _repr_html_(self) -> str:
-        from systolic.report.explain.text import lines, run_remarks
+        from systolic.explaining.display.text import lines, run_remarks
         from systolic.report.notebook import WIDTH, screen
 
         remarks = [*run_remarks(self.figures, self.unit), *self.damage]

@@ -190,7 +190,7 @@ def serve(
         RunError: a model can't be opened, or the port can't be listened on.
     """
     try:
-        from systolic.report.serving.log import ConsoleLog
+        from systolic.serving.display.log import ConsoleLog
         from systolic.serving.http.metrics import BatchMetrics, Metrics, TextMetrics
         from systolic.serving.http.process import Process
         from systolic.serving.http.state import ServerState

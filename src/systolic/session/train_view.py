@@ -11,9 +11,9 @@ from systolic.report.output import print_json
 from systolic.report.stderr import StderrReporter
 
 if TYPE_CHECKING:
-    from systolic.report.run.live import Live
     from systolic.session.rehearsal import Rehearsal
     from systolic.session.training import ReplayedStep, TrainResult
+    from systolic.training.display.live import Live
 
 MUCH = 0.1
 """Share of the parameters above which a line says that every device holds all of them."""
@@ -45,7 +45,7 @@ class TrainReporter(StderrReporter):
         if self._is_over:
             super().begin(title)
             return
-        from systolic.report.run.live import Live
+        from systolic.training.display.live import Live
 
         self._is_over, self._live = True, Live()
         self._open.append(self._closing(self._live))
@@ -63,9 +63,9 @@ def show(result: "TrainResult", *, json: bool = False) -> int:
         result: The result.
         json: Print the summary as one JSON object on stdout.
     """
-    from systolic.report.explain.beside import beside_json, print_beside
-    from systolic.report.run.summary import print_summary
+    from systolic.explaining.display.beside import beside_json, print_beside
     from systolic.training import distributed
+    from systolic.training.display.summary import print_summary
 
     first = distributed.is_first()
     if json and (first or not result.trained):

@@ -230,7 +230,7 @@ def run_session(
         loaded: The train step, compiled elsewhere.
         accept: Of a run that resumes: called before anything is written, after all checks.
     """
-    from systolic.report.run.tensorboard import TensorBoard
+    from systolic.training.display.tensorboard import TensorBoard
     from systolic.training.programs import compiler_cache
     from systolic.training.trainer import Trainer
 
@@ -390,7 +390,7 @@ def _finished(
 
 def _report(directory: Run, audience: Audience) -> None:
     """Writes the page; that it can't be written must not hide how the run ended."""
-    from systolic.report.run.page import write_report
+    from systolic.training.display.page import write_report
 
     try:
         write_report(directory.path)

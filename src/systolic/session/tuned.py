@@ -8,8 +8,8 @@ from pathlib import Path
 from systolic.chips import slice
 from systolic.core.files import write_json
 from systolic.planning.goal import priced
-from systolic.report.tune.page import write_page
 from systolic.session.tuning import Tuning
+from systolic.tuning.display.page import write_page
 from systolic.tuning.folder import RESULTS, num_results
 from systolic.tuning.importance import importance
 from systolic.tuning.results import StudyResult, rows_of

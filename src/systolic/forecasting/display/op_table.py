@@ -1,0 +1,143 @@
+"""The ops that changed between two dumps, as text, as JSON and as rows of the page."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from systolic.core.units import duration
+from systolic.forecasting.display.comparison import FigureChange, figure_texts
+from systolic.forecasting.op_changes import OpChange, OpFate, totals
+from systolic.report import figures
+
+ROWS = 20
+"""Most rows on a screen, the largest changes first."""
+PAGE_ROWS = 100
+LEAST = 0.0002
+"""Changes of time below this share of the step have no row of their own."""
+SHAPE = 48
+"""Characters of a shape on a screen."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PageRow:
+    """A row of the page's table."""
+
+    change: str
+    before: str
+    after: str
+    difference: str
+    kind: str
+    phase: str
+    place: str
+    source: str
+    shape: str
+    names: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Against:
+    """Part of a page about the forecast that it is compared with."""
+
+    name: str
+    figures: Sequence[tuple[str, str, str, str]]
+    """Name, before, after and the difference."""
+    summary: str
+    ops: Sequence[PageRow]
+    rest: str
+
+
+def shown(rows: Sequence[OpChange], step_seconds: float) -> list[OpChange]:
+    """Rows that a table has: what changed by more than :data:`LEAST` of the step, the largest first."""
+    least = LEAST * step_seconds
+    return [row for row in rows if row.change is not OpFate.same and abs(row.seconds) > least]
+
+
+def lines(rows: Sequence[OpChange], step_seconds: float) -> list[str]:
+    """The ops that changed as plain text."""
+    told = shown(rows, step_seconds)
+    found = [summary(rows, told)]
+    for row in told[:ROWS]:
+        times = (
+            _time(row.before_seconds, row.before_runs),
+            _time(row.after_seconds, row.after_runs),
+        )
+        found.append(
+            f"  {row.change.value:<17} {times[0]:>10} {times[1]:>10} {signed(row.seconds):>11}  {identity(row)}"
+        )
+    return [*found, *([text] if (text := rest(rows, told[:ROWS])) else [])]
+
+
+def summary(rows: Sequence[OpChange], told: Sequence[OpChange]) -> str:
+    """``ops that changed, by time: 3 slower +1.2 ms, 1 gone -0.1 ms``."""
+    if not told:
+        return f"no op changed: the {figures.plural(len(rows), 'row')} of both schedules take the same time"
+    parts = [
+        f"{count} {change.value} {signed(seconds)}"
+        for change, (count, seconds) in sorted(
+            totals(told).items(), key=lambda item: -abs(item[1][1])
+        )
+    ]
+    return f"ops that changed, by time: {', '.join(parts)}"
+
+
+def rest(rows: Sequence[OpChange], told: Sequence[OpChange]) -> str:
+    """The rows that are not told; empty without any."""
+    others = len(rows) - len(told)
+    seconds = sum(row.seconds for row in rows) - sum(row.seconds for row in told)
+    same = sum(row.after_seconds for row in rows) - sum(row.after_seconds for row in told)
+    if not others:
+        return ""
+    return f"  {figures.plural(others, 'other row')} of ops that are alike or changed less: {duration(same)} of the step, {signed(seconds)}"
+
+
+def identity(row: OpChange) -> str:
+    """``matmul, backward, mlp, model.py:70, bf16[8,1024] x2``."""
+    shape = row.shape if len(row.shape) <= SHAPE else f"{row.shape[: SHAPE - 1]}…"
+    runs = max(row.before_runs, row.after_runs)
+    many = f" x{runs:.0f}" if runs > 1 else ""
+    place = "" if row.place == row.source else row.place
+    return (
+        ", ".join(part for part in (row.kind, row.phase, place, row.source, shape) if part) + many
+    )
+
+
+def to_json(rows: Sequence[OpChange], step_seconds: float) -> list[dict[str, Any]]:
+    """The rows of :func:`shown`."""
+    return [row.to_json() for row in shown(rows, step_seconds)]
+
+
+def for_page(
+    name: str, changes: Sequence[FigureChange], rows: Sequence[OpChange], step_seconds: float
+) -> Against:
+    """Part of the page about the earlier forecast ``name``."""
+    told = shown(rows, step_seconds)
+    return Against(
+        name=name,
+        figures=[figure_texts(change) for change in changes],
+        summary=summary(rows, told) if rows else "",
+        ops=[
+            PageRow(
+                change=row.change.value,
+                before=_time(row.before_seconds, row.before_runs),
+                after=_time(row.after_seconds, row.after_runs),
+                difference=signed(row.seconds),
+                kind=row.kind,
+                phase=row.phase,
+                place=row.place,
+                source=row.source,
+                shape=row.shape,
+                names=f"{', '.join(row.before_ops) or 'none'} → {', '.join(row.after_ops) or 'none'}",
+            )
+            for row in told[:PAGE_ROWS]
+        ],
+        rest=rest(rows, told[:PAGE_ROWS]).strip() if rows else "",
+    )
+
+
+def signed(seconds: float) -> str:
+    """``+1.2 ms``, ``-30 us``."""
+    return f"{'-' if seconds < 0 else '+'}{duration(abs(seconds))}" if seconds else "0"
+
+
+def _time(seconds: float, runs: float) -> str:
+    return duration(seconds) if runs else figures.MISSING

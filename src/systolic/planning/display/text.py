@@ -1,0 +1,164 @@
+"""Plan on one screen: the answer with its command, the ranking, rejected layouts."""
+
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TextIO
+
+from rich.text import Text
+
+from systolic.planning.display import readings
+from systolic.planning.display.notes import notes
+from systolic.planning.display.readings import RankingRow
+from systolic.planning.objective import Objective
+from systolic.planning.plan import Plan
+from systolic.report import figures, terminal
+from systolic.report.figures import TONE_COLOURS
+from systolic.report.terminal import print_lines
+
+MAX_WIDTH = 120
+ROWS = 8
+INDENT = 10
+_LEFT = ("slice", "compile")
+_VARYING = ("slice", "batch", "compile")
+"""Columns left out where all candidates have the same value."""
+
+
+def print_plan(
+    plan: Plan,
+    path: Path | None,
+    *,
+    stream: TextIO | None = None,
+    environ: Mapping[str, str] | None = None,
+    width: int | None = None,
+) -> None:
+    """Prints the screen to ``stream`` (stdout), in colour on a terminal.
+
+    Args:
+        plan: The plan.
+        path: Path of the plan's file, for the commands.
+        stream: Output stream.
+        environ: Environment variables that describe the terminal.
+        width: Columns of the terminal.
+    """
+    print_lines(
+        lambda columns: lines(plan, path, columns),
+        MAX_WIDTH,
+        stream=stream,
+        environ=environ,
+        width=width,
+        usual=100,
+    )
+
+
+def lines(plan: Plan, path: Path | None, width: int) -> list[Text]:
+    """Lines of the screen, ``width`` columns wide; commands are never cut."""
+    verdict = readings.verdict(plan)
+    colour = TONE_COLOURS[verdict.tone]
+    head = Text(f"{plan.facts.job.name}: {readings.work(plan)}  ", style="bold")
+    head.append(f" {verdict.word} ", f"bold reverse {colour}")
+    shown = [head, *_wrapped(verdict.sentence, width, f"bold {colour}")]
+    if plan.best is not None:
+        shown.append(_row("run", readings.command(plan, path), "bold cyan"))
+    if plan.wall is not None:
+        first, *rest = textwrap.wrap(readings.wall(plan.wall), width - INDENT)
+        shown += [_row("wall", first), *(_row("", line) for line in rest)]
+    table = _table(plan, width)
+    shown += [Text(""), *table] if table else []
+    rejected = _rejected(plan, width)
+    shown += [Text(""), *rejected] if rejected else []
+    shown += [Text(""), _cut(_row("searched", readings.searched(plan)), width)]
+    for number, note in enumerate(notes(plan)):
+        first, *rest = textwrap.wrap(note, width - INDENT) or [""]
+        shown.append(_row("notes" if not number else "", first, "dim"))
+        shown += [_row("", line, "dim") for line in rest]
+    return shown
+
+
+def _table(plan: Plan, width: int) -> list[Text]:
+    """Ranking with a line per candidate: figures, and differences from the best."""
+    found = readings.rows(plan)
+    if not found:
+        return []
+    rows = readings.shown(found, ROWS)
+    cells = [_cells(row) for row in rows]
+    hidden = {name for name in _VARYING if len({cell[name] for cell in cells}) == 1}
+    if plan.goal.objective is not Objective.energy:
+        hidden.add("kWh")
+    columns = [name for name in cells[0] if name not in hidden]
+    wide = {name: max(len(name), *(len(cell[name]) for cell in cells)) for name in columns}
+    marks = max(len(str(row.rank)) for row in rows) + 1
+
+    def line(mark: str, cell: Mapping[str, str], last: str) -> str:
+        texts = [
+            f"{cell[name]:<{wide[name]}}" if name in _LEFT else f"{cell[name]:>{wide[name]}}"
+            for name in columns
+        ]
+        return "  ".join([f"{mark:>{marks}}", *texts, last])
+
+    head = line("", {name: name for name in columns}, "differs from the best")
+    shown = [_cut(Text(head, style="dim"), width)]
+    for row, cell in zip(rows, cells, strict=True):
+        mark = f"{row.rank}{'*' if row.pareto else ' '}"
+        style = "bold" if row.rank == 1 else ""
+        texts = _beside(line(mark, cell, ""), row.unlike, marks + 2, width)
+        shown += [_cut(Text(text, style=style), width) for text in texts]
+    front = "* no other is faster and cheaper" if any(row.pareto for row in rows) else ""
+    more = len(found) - len(rows)
+    parts = [front, f"{figures.plural(more, 'more candidate')} in the file" if more else ""]
+    if text := "; ".join(part for part in parts if part):
+        shown.append(Text(f"{'':<{marks + 2}}{text}", style="dim"))
+    return shown
+
+
+def _beside(start: str, text: str, indent: int, width: int) -> list[str]:
+    """Lines of ``start`` and ``text``: beside it where it fits, else below, indented, with nothing cut."""
+    if len(start) + len(text) <= width:
+        return [start + text]
+    space = " " * indent
+    below = textwrap.wrap(
+        text, width, initial_indent=space, subsequent_indent=space, break_on_hyphens=False
+    )
+    return [start.rstrip(), *below]
+
+
+def _cells(row: RankingRow) -> dict[str, str]:
+    return {
+        "slice": row.slice,
+        "step": row.step,
+        "MFU": row.mfu,
+        "GiB": row.memory,
+        "time": row.time,
+        "$": row.usd.removeprefix("$"),
+        "kWh": row.kwh,
+        "batch": row.batch,
+        "compile": row.compile,
+    }
+
+
+def _rejected(plan: Plan, width: int) -> list[Text]:
+    """Count and nearest miss for each rule."""
+    shown = []
+    for number, reason in enumerate(readings.reasons(plan)):
+        amount = f"{reason.layouts:,}" if reason.layouts else "all"
+        where = figures.plural(reason.slices, "slice")
+        text = _row("rejected" if not number else "", f"{amount:>8}  {reason.words} ({where})")
+        shown.append(_cut(text, width))
+        for near in textwrap.wrap(reason.nearest, width - INDENT - 10):
+            shown.append(_row("", f"{'':>10}{near}", "dim"))
+    return shown
+
+
+def _wrapped(text: str, width: int, style: str) -> list[Text]:
+    return [Text(line, style=style) for line in textwrap.wrap(text, width)]
+
+
+def _row(name: str, text: str, style: str = "") -> Text:
+    return Text(f"{name:<{INDENT}}", style="bold").append(
+        terminal.printable(text), f"not bold {style}"
+    )
+
+
+def _cut(line: Text, width: int) -> Text:
+    line.truncate(width, overflow="ellipsis")
+    return line

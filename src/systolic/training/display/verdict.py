@@ -1,0 +1,132 @@
+"""Verdict on a run, and the commands to type next."""
+
+import math
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from systolic.report import figures
+from systolic.report.figures import Tone, Verdict
+from systolic.report.terminal import one_line
+from systolic.runs.record import RunRecord, State
+from systolic.runs.run import RECIPE
+from systolic.training.display import readings
+
+LEVEL = 0.02
+"""Difference to gzip's compression that counts as equal."""
+
+SAME = "the same run again"
+"""The purpose of the command that made a run."""
+
+
+def judge(run: RunRecord) -> Verdict:
+    """Judges a run by how it ended, its last loss, and its metrics against their baseline."""
+    place = f"step {figures.count(run.step)} of {figures.count(run.steps)}"
+    if run.state is State.interrupted:
+        return Verdict(
+            word="interrupted",
+            sentence=f"Interrupted at {place}{_reason(run, 'interrupted')}.",
+            tone=Tone.fair,
+        )
+    if run.state is State.failed:
+        detail = one_line(str(run.last.get("detail") or "a bad step"), 200)
+        return Verdict(word="failed", sentence=f"Ended at {place}: {detail}.", tone=Tone.bad)
+    if run.state is State.unfinished:
+        what = "it is still training or was killed"
+        where = f"the last record is of {place}" if run.train else "no step is on record yet"
+        return Verdict(
+            word="unfinished", sentence=f"No summary: {what}; {where}.", tone=Tone.neutral
+        )
+    if run.has_diverged:
+        sentence = f"The loss of step {figures.count(run.train[-1]['step'])}, the last on record, is not a number."
+        return Verdict(word="diverged", sentence=sentence, tone=Tone.bad)
+    if run.state is State.stopped:
+        return Verdict(
+            word="stopped", sentence=f"Stopped at {place}{_reason(run, 'stopped')}.", tone=Tone.fair
+        )
+    rule = (run.job.get("job") or {}).get("evaluation") or {}
+    return _judge_metrics(
+        run.final_metrics, run.final_loss, text=run.reads_text, asked=rule.get("metric") or "loss"
+    )
+
+
+def _judge_metrics(
+    metrics: Mapping[str, Any], loss: float | None, *, text: bool, asked: str
+) -> Verdict:
+    own = figures.number(metrics.get("validation_bits_per_byte"))
+    gzip = figures.number(metrics.get("gzip_bits_per_byte"))
+    if own is not None and gzip is not None and gzip > 0 and math.isfinite(own):
+        gain = 1 - own / gzip
+        where = f"{own:.3f} bits per byte on held-out text, gzip needs {gzip:.3f}"
+        if abs(gain) <= LEVEL:
+            return Verdict(word="level with gzip", sentence=f"{where}.", tone=Tone.fair)
+        if gain > 0:
+            sentence = f"{where}: {gain * 100:.0f} % less."
+            return Verdict(word="beats gzip", sentence=sentence, tone=Tone.good)
+        sentence = f"{where}: {-gain * 100:.0f} % more. Train longer or take a larger model."
+        return Verdict(word="behind gzip", sentence=sentence, tone=Tone.bad)
+    # The metric that ranks the run's checkpoints, where it is not the loss, is the one that is wanted.
+    chosen = () if asked == "loss" else (f"test_{asked}", f"validation_{asked}")
+    if text and not any(name in metrics for name in chosen) and (sentence := _of_text(metrics)):
+        return Verdict(word="trained", sentence=sentence, tone=Tone.good)
+    usual = ("test_accuracy", "validation_bits_per_byte", "validation_accuracy", "validation_loss")
+    best = (*chosen, *usual)
+    for name in best:
+        if name in metrics:
+            sentence = f"{figures.label(name).capitalize()} {figures.metric(name, metrics[name])}."
+            return Verdict(word="trained", sentence=sentence, tone=Tone.good)
+    sentence = "" if loss is None else f"Final loss {figures.figure(loss)}."
+    return Verdict(word="trained", sentence=sentence, tone=Tone.good)
+
+
+def _of_text(metrics: Mapping[str, Any]) -> str:
+    """Result on held-out text of a language model; "" without an evaluation."""
+    for split in ("test", "validation"):
+        bits = figures.number(metrics.get(f"{split}_bits_per_byte"))
+        if bits is not None and math.isfinite(bits):
+            return f"{bits:.3f} bits per byte on held-out text."
+        value = readings.perplexity(metrics, split)
+        if value is not None:
+            loss = figures.figure(metrics[f"{split}_loss"])
+            return f"Perplexity {value:.4g} on held-out text, a loss of {loss} per token."
+    return ""
+
+
+def _reason(run: RunRecord, name: str) -> str:
+    reason = (run.summary or {}).get(name)
+    return f": {one_line(str(reason), 200)}" if reason else ""
+
+
+def commands(run: RunRecord) -> list[tuple[str, str]]:
+    """Next commands: (purpose, command) pairs."""
+    where = shlex.quote(str(run.path))
+    argv = _started(run)
+    found = [(SAME, shlex.join(argv))] if argv else []
+    copy = run.path / RECIPE
+    if argv and copy.is_file():
+        _, _, function = argv[2].rpartition(":")
+        kept = ["systolic", "train", f"{copy}:{function}", *argv[3:]]
+        found.append(("from the copy of the recipe kept with the run", shlex.join(kept)))
+    if run.state is State.failed:
+        batch = shlex.quote(str(run.path / "bad" / f"step-{run.last['step']}.npz"))
+        found.append(("replay the bad step", f"systolic train --replay {batch}"))
+    if run.state is not State.finished:
+        found.append(("continue from the last checkpoint", f"systolic train --resume {where}"))
+    if run.summary is not None and run.summary["checkpoint"]:
+        found.append(("evaluate it", f"systolic eval {where}"))
+    following = (run.summary or {}).get("next")
+    if following and following not in [command for _, command in found]:
+        found.append(("next", following))
+    return found
+
+
+def _started(run: RunRecord) -> list[str]:
+    """Words of the command that started the run, without its directory; [] after a resume."""
+    argv = [str(word) for word in run.environment.get("argv") or []]
+    if len(argv) < 3 or argv[1] != "train" or argv[2].startswith("-"):
+        return []
+    words = ["systolic", *argv[1:]]
+    if "--run" in words:
+        at = words.index("--run")
+        del words[at : at + 2]
+    return [word for word in words if not word.startswith("--run=")]

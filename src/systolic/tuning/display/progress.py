@@ -1,0 +1,122 @@
+"""Progress of a search on stderr: redrawn on a terminal, otherwise a line for each ended trial."""
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import TextIO
+
+from rich.console import Group
+from rich.text import Text
+
+from systolic.core.units import duration, plural
+from systolic.report import progress, terminal
+from systolic.report.progress import LiveArea
+from systolic.tuning.display import readings
+from systolic.tuning.results import StudyResult, TrialRow
+
+RUNNING = 6
+"""Most running trials that are listed."""
+NAMES = 9
+"""Columns of the names of rows."""
+
+
+class StudyDisplay(LiveArea):
+    """Context that shows a search; :meth:`see` takes its results so far.
+
+    Args:
+        stream: Stream to draw on.
+        then: Name of a study that follows, whose time is not included in the time left.
+        environ: Environment variables that describe the stream; this process's by default.
+        width: Columns; the terminal's by default.
+    """
+
+    def __init__(
+        self,
+        stream: TextIO,
+        *,
+        then: str = "",
+        environ: Mapping[str, str] | None = None,
+        width: int | None = None,
+    ) -> None:
+        super().__init__(stream, environ=environ, width=width)
+        self._stream, self._began, self._then = stream, time.monotonic(), then
+        self._told: set[int] | None = None
+        self._before = 0
+
+    def see(self, study: StudyResult) -> None:
+        """Shows the study; a closed terminal does not end the search."""
+        ended = {row.number: row for row in study.rows if row.state not in ("running", "waiting")}
+        if self._told is None:
+            self._told, self._before = set(ended), len(ended)
+            if ended:
+                terminal.say(self._stream, f"{study.name} continues: {readings.counted(study)}")
+        seconds = time.monotonic() - self._began
+        spent = times(study, seconds, len(ended) - self._before, self._then)
+        if self.drawn:
+            self.draw(drawing(study, spent))
+            return
+        for number in sorted(set(ended) - self._told):
+            terminal.say(self._stream, line(study, ended[number], spent))
+        self._told |= set(ended)
+
+    def begin(self, what: str) -> None:
+        """Switches to another study."""
+        self._told, self._began, self._then = None, time.monotonic(), ""
+        if not self.drawn:
+            terminal.say(self._stream, what)
+
+    def tell(self, text: str) -> None:
+        """Prints a line that stays above the redrawn area."""
+        print(f"systolic: {text}", file=sys.stderr, flush=True)
+
+
+def times(study: StudyResult, seconds: float, ended: int, then: str = "") -> str:
+    """Time since the start, and the time left at the rate of trials ended since: ``3 m 05 s, about 14 m left before the repeats``."""
+    left = study.total - study.finished
+    if not ended or left < 1:
+        return duration(seconds)
+    before = f" before the {then}" if then else ""
+    return f"{duration(seconds)}, about {duration(seconds / ended * left)} left{before}"
+
+
+def line(study: StudyResult, row: TrialRow, spent: str) -> str:
+    """Line of an ended trial: ``[ 7/40] trial 6: accuracy 98.6 %; optimizer.learning-rate 0.003; 3 m 05 s``."""
+    width = len(str(study.total))
+    text = readings.objectives(study, row) if row.is_done else row.reason or row.state
+    is_best = study.first_seed is None and row is study.best
+    best = "  <- best so far" if is_best else ""
+    place = f"[{study.finished:>{width}}/{study.total}]"
+    parts = [
+        f"{place} {study.title(row)}: {terminal.one_line(text, 160)}",
+        readings.settings(row),
+        spent,
+    ]
+    return f"{'; '.join(filter(None, parts))}{best}"
+
+
+def drawing(study: StudyResult, spent: str) -> Group:
+    """Lines to redraw."""
+    counted = Text(f"{study.finished}", style="bold")
+    counted.append(f" of {plural(study.total, 'trial')}", "not bold")
+    head = progress.bar(study.finished, study.total, counted, Text(spent, style="dim"))
+    rows = [_row("", readings.counted(study), "dim")]
+    running = [row for row in study.rows if row.state == "running"]
+    for place, row in enumerate(running[:RUNNING]):
+        name = study.aims[0].name
+        at = (
+            f" (step {row.step}: {readings.figure(name, row.figures.get(name))})"
+            if row.step
+            else ""
+        )
+        text = ": ".join(filter(None, (study.title(row), readings.settings(row)))) + at
+        rows.append(_row("" if place else "running", text, "dim"))
+    best = study.best
+    # The best of repeats is only the luckiest seed.
+    if best is not None and study.first_seed is None:
+        rows.append(_row("best", readings.objectives(study, best), "bold green"))
+        rows.append(_row("", readings.settings(best), "green"))
+    return Group(head, *rows)
+
+
+def _row(name: str, text: str, style: str) -> Text:
+    return progress.row(name, text, style, columns=NAMES)
