@@ -16,7 +16,7 @@ from systolic.launching.launch import Launch
 from systolic.launching.platforms import READS
 from systolic.launching.request import LaunchRequest, words_of
 from systolic.recipes.jobs.plan import kept_choice
-from systolic.session.training import check_data
+from systolic.training.session import check_data
 
 INSTEAD = {
     "--run": "give --run to systolic launch",

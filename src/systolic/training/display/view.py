@@ -11,9 +11,9 @@ from systolic.report.output import print_json
 from systolic.report.stderr import StderrReporter
 
 if TYPE_CHECKING:
-    from systolic.session.rehearsal import Rehearsal
-    from systolic.session.training import ReplayedStep, TrainResult
     from systolic.training.display.live import Live
+    from systolic.training.rehearsal import Rehearsal
+    from systolic.training.session import ReplayedStep, TrainResult
 
 MUCH = 0.1
 """Share of the parameters above which a line says that every device holds all of them."""
@@ -128,7 +128,7 @@ class RehearsalReporter(StderrReporter):
 
     def update(self, state: Any) -> None:
         """Prints the parts of a rehearsal."""
-        from systolic.session.rehearsal import MANY_DEVICES, RehearsalStage, RehearsalStart
+        from systolic.training.rehearsal import MANY_DEVICES, RehearsalStage, RehearsalStart
 
         if isinstance(state, RehearsalStart):
             if state.on.num_devices > MANY_DEVICES:

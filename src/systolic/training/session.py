@@ -19,10 +19,10 @@ from systolic.runs.job_record import JobRecord, RunFlags
 from systolic.runs.remote.sharded_upload import Part
 from systolic.runs.run import JOB, Run
 from systolic.session import run_files
-from systolic.session.expected_devices import check_machine, check_slice, expected
 from systolic.session.run_flags import kept_flags, new_flags
 from systolic.session.starting import with_start
 from systolic.training.distributed.run import open_together
+from systolic.training.expected import check_machine, check_slice, expected
 from systolic.training.ledger import Ledger, Spent
 from systolic.training.watch import Watcher
 
