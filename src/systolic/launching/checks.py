@@ -16,7 +16,6 @@ from systolic.launching.launch import Launch
 from systolic.launching.platforms import READS
 from systolic.launching.request import LaunchRequest, words_of
 from systolic.recipes.jobs.plan import kept_choice
-from systolic.training.session import check_data
 
 INSTEAD = {
     "--run": "give --run to systolic launch",
@@ -75,6 +74,8 @@ def trained(request: LaunchRequest, description: Launch) -> Job:
         OptionError: an option in ``--train`` is unknown, out of range, or set by the launch.
         LayoutError: the layout does not divide the slice, the model or the batch.
     """
+    from systolic.training.session import check_data
+
     if asks_help(request.train):
         raise OptionError("--train has --help; systolic train --help shows the options")
     fewer = {} if description.min_slices is None else {"--for-devices": "leave it out"}
@@ -91,7 +92,7 @@ def trained(request: LaunchRequest, description: Launch) -> Job:
 
 
 def train_request(request: LaunchRequest, words: Sequence[str]) -> Request[Any]:
-    """What ``systolic train`` reads from words after the recipe.
+    """Request that ``systolic train`` reads from words after the recipe.
 
     Raises:
         OptionError: an option is unknown or out of its range.

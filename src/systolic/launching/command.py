@@ -137,7 +137,7 @@ def launch(  # noqa: PLR0913  the options of systolic launch
     """
     values = {**locals()}
     from systolic.launching import prepare, request
-    from systolic.launching.checks import check_data, check_platform, trained, under_plan
+    from systolic.launching.checks import check_platform, trained, under_plan
     from systolic.launching.record import as_before
 
     source = request.source_of(job, options, request.plan_path(plan), candidate)
@@ -148,6 +148,8 @@ def launch(  # noqa: PLR0913  the options of systolic launch
     folder = folder_of(description, out)
     description = as_before(description, folder)
     if not train:
+        from systolic.training.session import check_data
+
         check_data(source.job)  # before what the platform asks for; --train may give it yet
     prepared = prepare(via, description)
     check_platform(via, values)

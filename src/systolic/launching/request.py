@@ -46,7 +46,7 @@ OURS: Mapping[str, str] = {
 }
 """Text of the bill for each platform that sees this machine's disk."""
 ELSEWHERE = (SLURM, DOCKER)
-"""Those platforms that run in another folder, so that paths must be absolute."""
+"""Platforms of these that run in another folder, so that paths must be absolute."""
 WHEELS, REQUIREMENTS = "wheels", "requirements.txt"
 SPOT_RESTARTS, RESTARTS = 100, 10
 COUNTS_PREEMPTIONS = ("tpu-vm", "gke")
@@ -313,7 +313,7 @@ def check_paths(request: LaunchRequest) -> None:
 
 
 def _elsewhere(request: LaunchRequest, path: str) -> str:
-    """Where the machines of a platform can have a path."""
+    """Places where the machines of a platform can have a path."""
     name = Path(path).name
     if request.via == GKE:
         volume = f"on the volume of --claim, as /runs/{name}" if request.site.claim else ""

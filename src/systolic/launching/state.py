@@ -317,7 +317,7 @@ class LaunchState:
 
     @property
     def phase(self) -> str:
-        """What the launch does: ``written``, ``submitted``, ``starting``, ``running``, ``done``, ``failed``, ``stopped``, ``lost``, and others where that is not known."""
+        """Phase of the launch: ``written``, ``submitted``, ``starting``, ``running``, ``done``, ``failed``, ``stopped``, ``lost``, and others where that is not known."""
         return self.now["phase"]
 
     @property
