@@ -61,11 +61,11 @@ def checked(source: JobSource, wanted: Slice | str) -> Slice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rehearsal:
-    """What a rehearsal found."""
+    """Result of a rehearsal."""
 
     recipe: str
     record: Mapping[str, Any]
-    """As :func:`systolic.training.rehearse.rehearse` returns it."""
+    """Result of :func:`systolic.training.rehearse.rehearse`."""
 
 
 class RehearsalStart(NamedTuple):

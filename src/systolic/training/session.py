@@ -43,7 +43,7 @@ class SessionOptions:
     executable: Path | None = None
     """The compiled train step, instead of compiling it."""
     flags: str | None = None
-    """Of the compiler; None: those of the run, of a new one the set that all jobs on the chip share."""
+    """Compiler flags; None: those of the run, of a new one the set that all jobs on the chip share."""
     workers: Annotated[int, NOT_NEGATIVE] = 0
     """Processes that read and transform data; 0 uses threads."""
     diagnose: Annotated[int | None, NOT_NEGATIVE] = None
@@ -331,7 +331,7 @@ class ReplayedStep:
     path: Path
     """The batch's file."""
     found: Mapping[str, Any]
-    """What :func:`systolic.training.replay.replay` returns."""
+    """Result of :func:`systolic.training.replay.replay`."""
 
 
 def replay(path: Path, *, trust: bool = False) -> ReplayedStep:

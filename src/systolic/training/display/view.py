@@ -1,4 +1,4 @@
-"""What ``systolic train`` prints, for each of its forms."""
+"""Output of ``systolic train``, for each of its forms."""
 
 import signal
 import sys
@@ -26,7 +26,7 @@ NEXT = {
     "steps": "saving a checkpoint",
     "checkpoint": "evaluating",
 }
-"""What follows a stage of a rehearsal."""
+"""Stage that follows another of a rehearsal."""
 
 
 class TrainReporter(StderrReporter):
@@ -151,7 +151,7 @@ class RehearsalReporter(StderrReporter):
 
 
 def rehearsal_lines(record: Mapping[str, Any]) -> Sequence[str]:
-    """What is where, and the verdict."""
+    """Lines of what is where, and the verdict."""
     held = record["bytes_per_device"]
     text = [f"  kernels     {note}" for note in record["notes"]]
     text += ["", "on each device of the real job:"]
