@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from systolic.formats.export import Exported
     from systolic.formats.registry import ExportSettings, LiteQuantization
     from systolic.job import MatrixFormat, Sampling, WeightFormat
+    from systolic.launching.command import launch, launch_server, launches, logs, status, stop
     from systolic.planning.command import plan
     from systolic.planning.serving import ServingPlan
     from systolic.session.answering import AnswerOptions
@@ -68,6 +69,10 @@ _HOME = {
     "export_program": "systolic.session.exporting",
     "forecast": "systolic.session.forecast",
     "import_model": "systolic.session.importing",
+    "launch": "systolic.launching.command",
+    "launch_server": "systolic.launching.command",
+    "launches": "systolic.launching.command",
+    "logs": "systolic.launching.command",
     "open": "systolic.session.trained",
     "plan": "systolic.planning.command",
     "plan_serving": "systolic.session.serving_plan",
@@ -75,6 +80,8 @@ _HOME = {
     "quantize_model": "systolic.session.quantizing",
     "resume": "systolic.training.command",
     "slice": "systolic.chips",
+    "status": "systolic.launching.command",
+    "stop": "systolic.launching.command",
     "train": "systolic.training.command",
     "tune": "systolic.session.public_tuning",
     "verify_bundle": "systolic.session.verifying",
@@ -116,12 +123,18 @@ __all__ = [
     "export_program",
     "forecast",
     "import_model",
+    "launch",
+    "launch_server",
+    "launches",
+    "logs",
     "open",
     "plan",
     "plan_serving",
     "quantize_model",
     "resume",
     "slice",
+    "status",
+    "stop",
     "train",
     "tune",
     "verify_bundle",

@@ -2,6 +2,7 @@
 
 import contextlib
 import enum
+import inspect
 import os
 import shlex
 import sys
@@ -12,9 +13,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from systolic.cli.parse import known, parse, print_verb_help
+from systolic.cli.parse import asks_help, known, parse, print_verb_help
 from systolic.cli.signature import Options, options_of
 from systolic.cli.target import first, planned_request, request, request_for
+from systolic.core.command_line import typed
 from systolic.core.errors import OptionError
 from systolic.core.files import check_writable
 from systolic.core.reporter import reporter, reporting
@@ -22,6 +24,7 @@ from systolic.core.reporter import reporter, reporting
 if TYPE_CHECKING:
     from systolic.recipes import Recipe
 
+HELP = ("-h", "--help")
 END = "--"
 """The words after it are a program's."""
 
@@ -31,12 +34,18 @@ class TargetKind(enum.Enum):
 
     recipe = enum.auto()
     """A recipe or a model, whose own options follow, too."""
+    recipe_as_typed = enum.auto()
+    """The same; paths stay as they were typed, for machines elsewhere."""
     run = enum.auto()
     """A run, as the value of the form's option; options of its recipe follow, in place of its own."""
     path = enum.auto()
     """A path, as the value of the form's option."""
     program = enum.auto()
     """Nothing; a program follows its options, after ``--``."""
+    word = enum.auto()
+    """One word, before or among the options, which the function's first parameter describes."""
+    nothing = enum.auto()
+    """Options alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +70,16 @@ class VerbForm:
     usage: str = ""
     """``module:NAME`` of the help of a form with a word of its own."""
     reporter: str = "systolic.report.stderr:StderrReporter"
-    """``module:name`` of what shows progress and warnings."""
+    """``module:name`` of what shows progress and warnings; made with the options that its parameters name."""
 
     @property
     def options(self) -> Options:
         """Options of the function and of the view."""
         beside = named(self.beside) if self.beside else None
-        return options_of(named(self.function), named(self.view), self.option, beside)
+        takes_word = self.takes is TargetKind.word
+        return options_of(
+            named(self.function), named(self.view), self.option, beside, takes_word=takes_word
+        )
 
     def is_chosen(self, args: Sequence[str]) -> bool:
         """Whether the words ask for this form rather than for the verb's first."""
@@ -101,18 +113,18 @@ def run_forms(verb: str, usage: str, forms: Sequence[VerbForm], args: Sequence[s
 
     Args:
         verb: Its name.
-        usage: ``module:NAME`` of the text above the options in the help.
+        usage: ``module:NAME`` of the text above the options in the help; "" where the docstring is that.
         forms: The first is that of words which choose no other.
         args: Words after the verb.
     """
-    if not args or args[0] in ("-h", "--help"):
+    if usage and (not args or args[0] in HELP):
         shown = [replace(form, beside="").options.read for form in forms if not form.word]
         return print_verb_help(named(usage), *shown)
     form = next((one for one in forms if one.is_chosen(args)), forms[0])
     words, prog = list(args), verb
     if form.word:
         words, prog = words[1:], f"{verb} {form.word}"
-        if not words or words[0] in ("-h", "--help"):
+        if words[0] in HELP if words else form.takes is TargetKind.recipe:
             return print_verb_help(named(form.usage), form.options.read)
     if form is forms[0]:
         _refuse_late(verb, forms, words)
@@ -121,7 +133,8 @@ def run_forms(verb: str, usage: str, forms: Sequence[VerbForm], args: Sequence[s
     for name in form.options.written:
         if (path := getattr(call.values, name)) is not None:
             check_writable(path)
-    return _answered(form, call)
+    with typed(("systolic", verb, *args)):
+        return _answered(form, call)
 
 
 def _refuse_late(verb: str, forms: Sequence[VerbForm], words: Sequence[str]) -> None:
@@ -159,12 +172,21 @@ def _read(form: VerbForm, prog: str, words: list[str], others: Sequence[str]) ->
         return FormCall(getattr(values, form.option), values, {})
     if form.takes is TargetKind.run:
         return _run_read(form, prog, words)
+    words = [form.options.short.get(word, word) for word in words]
+    if form.takes is TargetKind.nothing:
+        return FormCall(None, parse(read, words, f"systolic {prog}"), {})
+    if form.takes is TargetKind.word:
+        if form.needs and not asks_help(words):
+            first(words, prog, form.needs)
+        values = parse(read, words, f"systolic {prog}")
+        return FormCall(getattr(values, form.options.word), values, {})
     target, rest = first(words, prog, form.needs)
     if "plan" in form.options.of_function:
         asked = planned_request(target, rest, prog, read, reporter().warn, others)
     else:
         asked = request(target, rest, prog, read)
-    return FormCall(asked.source, asked.verb, {})
+    as_typed = form.takes is TargetKind.recipe_as_typed
+    return FormCall(asked.as_typed if as_typed else asked.source, asked.verb, {})
 
 
 def _run_read(form: VerbForm, prog: str, words: list[str]) -> FormCall:
@@ -182,12 +204,12 @@ def _run_read(form: VerbForm, prog: str, words: list[str]) -> FormCall:
 
 def _answered(form: VerbForm, call: FormCall) -> int:
     function, view = named(form.function), named(form.view)
-    quiet, json = call.values.quiet, vars(call.values).get("json", False)
-    with _kept_stdout() if json else contextlib.nullcontext():
-        with reporting(named(form.reporter)(quiet=quiet, json=json)):
-            answer = function(
-                call.target, **form.options.given_to_function(call.values), **call.more
-            )
+    shown, values = named(form.reporter), vars(call.values)
+    parameters = inspect.signature(shown).parameters
+    targets = () if form.takes is TargetKind.nothing else (call.target,)
+    with _kept_stdout() if values.get("json", False) else contextlib.nullcontext():
+        with reporting(shown(**{n: value for n, value in values.items() if n in parameters})):
+            answer = function(*targets, **form.options.given_to_function(call.values), **call.more)
         return view(answer, **form.options.given_to_view(call.values))
 
 

@@ -66,6 +66,8 @@ class OptionWords:
     """Whether the option is given once for each of its values."""
     name: str = ""
     """Name of the option, where it is another than the parameter's."""
+    short: str = ""
+    """A short form of a switch: ``-f``."""
 
 
 @dataclass(frozen=True, slots=True)

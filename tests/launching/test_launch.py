@@ -5,21 +5,21 @@ import os
 import shlex
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from systolic import recipes
-from systolic.cli.launch import LaunchOptions, request_of
-from systolic.cli.launch_checks import trained
 from systolic.cli.main import VERBS, main
 from systolic.cli.target import planned_request
-from systolic.session import launching
-from systolic.session.clients import CLIENTS
-from systolic.session.launch_stop import stop
-from systolic.session.launched import LOCAL, launches
+from systolic.launching import request as launching
+from systolic.launching.checks import trained
+from systolic.launching.clients import CLIENTS
+from systolic.launching.lifecycle import stop
+from systolic.launching.record import LOCAL, launches
+from systolic.recipes.jobs.source import JobSource
 
 RECIPE = """
 from systolic.recipes.digits import digits
@@ -66,6 +66,16 @@ def run(line: str, capsys: pytest.CaptureFixture[str], code: int = 0) -> tuple[s
     out, err = capsys.readouterr()
     assert given == code, err
     return out, err
+
+
+FORM = VERBS["launch"].forms[0]
+
+
+def requested(recipe: str, words: Sequence[str]) -> tuple[JobSource, launching.LaunchRequest]:
+    """What a command line launches, and its request."""
+    asked = planned_request(recipe, words, "launch", FORM.options.read, print)
+    made_by = ("systolic", "launch", recipe, *words)
+    return asked.as_typed, launching.request_of(asked.as_typed, vars(asked.verb), made_by)
 
 
 GKE = "launch digits --via gke --image registry/systolic:1 --run gs://bucket/digits"
@@ -138,9 +148,8 @@ def test_words_of_train_are_held_against_the_plan(capsys: pytest.CaptureFixture[
 def test_what_the_launch_runs_is_what_train_reads() -> None:
     Path("plan.json").write_text(json.dumps(PLAN))
     words = ["--plan", "plan.json", "--via", "local", "--sequence", "128"]
-    asked = planned_request("lm", words, "launch", LaunchOptions, print)
-    made = launching.describe(request_of(asked, ["lm", *words]))
-    from systolic.cli.main import VERBS
+    source, request = requested("lm", words)
+    made = launching.describe(request)
 
     command = made.command()
     again = planned_request(
@@ -148,7 +157,7 @@ def test_what_the_launch_runs_is_what_train_reads() -> None:
     )
     assert again.verb.continue_
     assert str(again.verb.run) == made.run
-    assert again.job == asked.job
+    assert again.job == source.job
     assert again.job.steps == 7200
     assert again.verb.flags == "--xla_a=1 --xla_b=2"
 
@@ -203,15 +212,13 @@ def test_paths_of_this_machine_are_named(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_the_bill_counts_the_steps_that_the_machines_train() -> None:
     words = ["--via", "local", "--on", "v5e-16", "--train=--steps 7 --for-devices 32"]
-    asked = planned_request("digits", words, "launch", LaunchOptions, print)
-    request = request_of(asked, ["digits", *words])
+    _, request = requested("digits", words)
     assert trained(request, launching.describe(request)).steps == 7
 
 
 def test_only_restarts_after_a_preemption_are_more_with_spot() -> None:
     def restarts(*words: str) -> int:
-        asked = planned_request("digits", [*words, "--spot"], "launch", LaunchOptions, print)
-        return launching.describe(request_of(asked, words)).restarts
+        return launching.describe(requested("digits", [*words, "--spot"])[1]).restarts
 
     slice_ = ("--on", "v5e-16")
     # SkyPilot does not count restarts after a preemption, Kubernetes counts some.
@@ -223,7 +230,7 @@ def test_only_restarts_after_a_preemption_are_more_with_spot() -> None:
 def test_no_recipe_has_an_option_that_launch_needs() -> None:
     import inspect
 
-    own = set(inspect.signature(LaunchOptions).parameters)
+    own = set(inspect.signature(FORM.options.read).parameters)
     for name in recipes.shipped():
         assert not own & set(inspect.signature(recipes.find(name).function).parameters), name
 

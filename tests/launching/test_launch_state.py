@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from systolic.cli.main import main
+from systolic.launching.record import launches
 from systolic.launching.supervisor import BOOT, identity
 from systolic.runs import manifest
-from systolic.session.launched import launches
 from tests.launching.docker_client import containers, docker
 from tests.launching.gcloud import gcloud
 from tests.launching.made import listed

@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 
-from systolic.cli import runs
 from systolic.cli.main import main
-from systolic.session import launch_submit
-from systolic.session.launch_cost import cost
-from systolic.session.launch_phase import phase
-from systolic.session.launched import launches
+from systolic.launching import lifecycle
+from systolic.launching import state as launch_state
+from systolic.launching.record import launches
+from systolic.launching.state import LaunchCost, cost, phase
 from tests.launching.gcloud import ANSWERS, gcloud
 from tests.launching.kubectl import stand_in
 from tests.launching.made import executable
@@ -240,7 +239,7 @@ def test_a_server_of_another_is_neither_replaced_nor_deleted(
     record = Path("launches/chat-v5e-8/launch.json")
     begun = "2026-11-01T00:00:00+00:00"
     record.write_text(json.dumps({**json.loads(record.read_text()), "submitted": begun}))
-    monkeypatch.setattr(launch_submit, "utc_now", lambda: "2026-11-05T04:00:00+00:00")
+    monkeypatch.setattr(lifecycle, "utc_now", lambda: "2026-11-05T04:00:00+00:00")
     run(f"{SERVE} --on v5e-1 --spot --name chat-v5e-8 --max-replicas 2")
     (served,) = launches()
     used = cost(served, datetime.datetime(2026, 11, 5, 14, tzinfo=datetime.UTC).timestamp())
@@ -263,7 +262,8 @@ def test_the_bound_of_a_servers_cost_is_that_of_its_most_pods(
     run(SERVE)
     (used,) = json.loads(run("runs --json"))["runs"]
     assert used["used_at_most"]
-    monkeypatch.setattr(runs, "now_of", lambda _: used | {"used_usd": 9.6, "used_usd_most": 38.4})
+    hour = LaunchCost(hours=1.0, usd_per_hour=9.6, usd_per_hour_most=38.4, since="", at_most=True)
+    monkeypatch.setattr(launch_state, "cost", lambda *_: hour)
     assert "  ≤ 38.40  " in run("runs")
 
 

@@ -1,28 +1,42 @@
-"""Makes a launch of a recipe and its options: description, files and bill."""
+"""Makes a launch of a recipe and its options, or of a model server: description, files and bill."""
 
 import inspect
 import os
+import shlex
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from systolic import recipes
-from systolic.chips import Slice
+from systolic.chips import Slice, slice
+from systolic.core.distribution import lock, python, write_wheel
 from systolic.core.errors import DataError, OptionError
 from systolic.core.files import write_atomically
 from systolic.core.option_words import option_words
 from systolic.core.ranges import dashed
-from systolic.launching import CODE, Launch, LaunchBill, Prepared, Purchase, Site, SlurmOptions
-from systolic.launching.names import NAME_LENGTH, fitting, is_bucket
+from systolic.core.reporter import reporter, working
+from systolic.launching.gke_serve import GkeServer
+from systolic.launching.launch import (
+    CODE,
+    Launch,
+    LaunchBill,
+    Prepared,
+    Purchase,
+    Site,
+    SlurmOptions,
+)
+from systolic.launching.names import NAME_LENGTH, fitting, is_bucket, refuse_secrets
 from systolic.recipes import Recipe
-from systolic.session.docker.lock import lock, python
-from systolic.session.docker.wheel import write_wheel
+from systolic.recipes.jobs.plan import kept_choice, planned_options
+from systolic.recipes.jobs.source import JobSource, arguments_of
+from systolic.runs.plan_choice import Chosen, read
 
 if TYPE_CHECKING:
     from systolic.job import Job
-    from systolic.runs.plan_choice import Chosen
+    from systolic.planning.plan import Plan
 
 LOCAL, SLURM, DOCKER, GKE = "local", "slurm", "docker", "gke"
 OURS: Mapping[str, str] = {
@@ -32,7 +46,7 @@ OURS: Mapping[str, str] = {
 }
 """Text of the bill for each platform that sees this machine's disk."""
 ELSEWHERE = (SLURM, DOCKER)
-"""Those platforms that run in another folder, so that paths must be absolute."""
+"""Platforms of these that run in another folder, so that paths must be absolute."""
 WHEELS, REQUIREMENTS = "wheels", "requirements.txt"
 SPOT_RESTARTS, RESTARTS = 100, 10
 COUNTS_PREEMPTIONS = ("tpu-vm", "gke")
@@ -50,17 +64,12 @@ EXTRAS: Mapping[str, Sequence[str]] = {
 class LaunchRequest:
     """Request for a launch; empty fields take the platform's defaults."""
 
-    recipe: Recipe
-    options: Mapping[str, Any]
-    """Options of the recipe, by parameter."""
+    source: JobSource
+    """The recipe with its options, whose paths are as they were given, and a plan's candidate."""
     on: Slice
     via: str
     made_by: Sequence[str]
     """Command line, for the headers of the files."""
-    typed: frozenset[str] = frozenset()
-    """Options of the recipe that were typed, as in ``option_words``."""
-    chosen: "Chosen | None" = None
-    """Candidate of a plan that sets part of the job."""
     train: Sequence[str] = ()
     """More arguments of ``systolic train``."""
     name: str = ""
@@ -74,6 +83,136 @@ class LaunchRequest:
     rejoin_seconds: int | None = None
     processes: int | None = None
     keep: bool = False
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe."""
+        return self.source.recipe
+
+    @property
+    def chosen(self) -> Chosen | None:
+        """Candidate of a plan that sets part of the job."""
+        return self.source.chosen
+
+
+def plan_path(plan: "Plan | Path | str | None") -> Path | None:
+    """File of a plan, which the command of a launch names.
+
+    Raises:
+        OptionError: the plan is in no file.
+    """
+    if plan is None or isinstance(plan, Path | str):
+        return None if plan is None else Path(plan)
+    if plan.saved is None:
+        raise OptionError(
+            "the plan is in no file, which the launch's command would name; give systolic.plan out='plan.json'"
+        )
+    return plan.saved
+
+
+def source_of(
+    job: JobSource | str, options: Mapping[str, Any], plan: Path | None, candidate: int
+) -> JobSource:
+    """A recipe with its options; under a plan, with those that were planned where they are not given.
+
+    Raises:
+        NotFoundError: there is no such recipe.
+        OptionError: an option is missing, unknown, out of its range or contradicts the plan.
+    """
+    if isinstance(job, JobSource):
+        return job
+    recipe = recipes.find(job)
+    if plan is None:
+        source = _source(recipe, options, options)
+        source.job.check_effects()
+        return source
+    chosen = read(plan, candidate)
+    planned = planned_options(recipe, chosen)
+    source = _source(recipe, {**planned, **options}, options)
+    kept = kept_choice(
+        chosen,
+        recipe(planned),
+        source.job,
+        steps_given="steps" in options,
+        warn=reporter().warn,
+    )
+    return replace(source, chosen=kept)
+
+
+def _source(recipe: Recipe, options: Mapping[str, Any], given: Mapping[str, Any]) -> JobSource:
+    return JobSource(
+        recipe=recipe, options=arguments_of(recipe, options), given=frozenset(map(dashed, given))
+    )
+
+
+SAME = ("via", "name", "image", "restarts", "min_slices", "rejoin_seconds", "processes", "keep")
+"""Options of :func:`systolic.launch` that are fields of a request as they are."""
+
+
+def request_of(
+    source: JobSource, options: Mapping[str, Any], made_by: Sequence[str]
+) -> LaunchRequest:
+    """Request of :func:`systolic.launch`.
+
+    Args:
+        source: The recipe.
+        options: Options of the function, by name.
+        made_by: Command line.
+
+    Raises:
+        OptionError: neither a slice nor a plan is given, or text does not parse as words.
+        NotFoundError: the slice does not exist.
+    """
+    on = options["on"] or ("" if source.chosen is None else source.chosen.slice)
+    if not on:
+        raise OptionError(
+            "systolic launch needs a slice; add --on v5e-16 (systolic chips lists slices)"
+        )
+    return LaunchRequest(
+        source=source,
+        on=slice(on) if isinstance(on, str) else on,
+        made_by=made_by,
+        train=words_of("train", options["train"]),
+        run=str(options["run"]),
+        purchase=_purchase(options),
+        site=Site(**{each.name: options[each.name] for each in fields(Site)}),
+        slurm=SlurmOptions(
+            time=options["time"],
+            gpus_per_node=options["gpus_per_node"],
+            setup=options["setup"],
+            options=tuple(words_of("sbatch", options["sbatch"])),
+            programs=str(Path(sys.executable).parent),
+        ),
+        **{name: options[name] for name in SAME},
+    )
+
+
+def _purchase(options: Mapping[str, Any]) -> Purchase:
+    """How the chips are paid for.
+
+    Raises:
+        OptionError: both spot and reserved are given.
+    """
+    reserved = options["reserved"] or bool(options["reservation"])
+    if options["spot"] and reserved:
+        raise OptionError("--spot and --reserved exclude each other; leave one of them out")
+    if reserved:
+        return Purchase.reserved
+    return Purchase.spot if options["spot"] else Purchase.on_demand
+
+
+def words_of(option: str, value: str | Sequence[str]) -> list[str]:
+    """Words of an option; text is split as a shell does.
+
+    Raises:
+        OptionError: a quote is not closed.
+    """
+    if not isinstance(value, str):
+        return list(value)
+    try:
+        return shlex.split(value)
+    except ValueError as error:
+        raise OptionError(f"--{option} is {value!r}, which is not valid shell: {error}") from error
 
 
 def describe(request: LaunchRequest) -> Launch:
@@ -174,7 +313,7 @@ def check_paths(request: LaunchRequest) -> None:
 
 
 def _elsewhere(request: LaunchRequest, path: str) -> str:
-    """Where the machines of a platform can have a path."""
+    """Places where the machines of a platform can have a path."""
     name = Path(path).name
     if request.via == GKE:
         volume = f"on the volume of --claim, as /runs/{name}" if request.site.claim else ""
@@ -189,7 +328,7 @@ def _elsewhere(request: LaunchRequest, path: str) -> str:
 def _local(request: LaunchRequest) -> list[tuple[str, Path]]:
     """Options of the recipe with paths that exist here; of several paths each."""
     found: list[tuple[str, Path]] = []
-    for name, value in request.options.items():
+    for name, value in request.source.options.items():
         several = value if isinstance(value, tuple | list) else (value,)
         found += [(name, one) for one in several if isinstance(one, Path) and one.exists()]
     return found
@@ -239,7 +378,7 @@ def bill(request: LaunchRequest, steps: int, step_seconds: float | None) -> Laun
     )
 
 
-def quick_step_seconds(job: "Job", on: Slice, say: Callable[[str], None]) -> float:
+def quick_step_seconds(job: "Job", on: Slice) -> float:
     """Step time in seconds from a quick forecast.
 
     Raises:
@@ -247,14 +386,15 @@ def quick_step_seconds(job: "Job", on: Slice, say: Callable[[str], None]) -> flo
     """
     from systolic.session.forecast import forecast
 
-    made = forecast(job, on=on, quick=True, watch=say)
-    if not made.fits:
+    with working("forecasting") as progress:
+        step = forecast(job, on=on, quick=True, watch=progress.stage)
+    if not step.fits:
         raise DataError(
             f"{job.name} does not fit on {on.name}; systolic explain with the same options shows how to make it fit"
         )
-    if made.step_seconds is None:
+    if step.step_seconds is None:
         raise DataError(f"the forecast of {job.name} on {on.name} has no time; leave out --quick")
-    return made.step_seconds
+    return step.step_seconds
 
 
 def write(launch: Launch, prepared: Prepared, folder: Path) -> list[Path]:
@@ -284,15 +424,15 @@ def write(launch: Launch, prepared: Prepared, folder: Path) -> list[Path]:
 def _words(request: LaunchRequest) -> list[str]:
     """Arguments for the recipe's options, with the settings of the plan."""
     function, chosen = request.recipe.function, request.chosen
-    options = dict(request.options)
+    options = dict(request.source.options)
     if request.via in ELSEWHERE:
         options |= {n: v.absolute() for n, v in options.items() if isinstance(v, Path)}
     if chosen is None:
-        return option_words(function, options, typed=request.typed)
+        return option_words(function, options, typed=request.source.given)
     settings = dict(chosen.settings)
     if chosen.steps and "steps" in inspect.signature(function).parameters:
         options["steps"] = chosen.steps
-    words = option_words(function, options, settings, request.typed)
+    words = option_words(function, options, settings, request.source.given)
     return [*words, *([f"--flags={' '.join(chosen.flags)}"] if chosen.flags else [])]
 
 
@@ -332,6 +472,76 @@ def _stem(recipe: Recipe) -> str:
         return target.resolve().name if target.exists() else recipe.target
     function = recipes.split(recipe.target)[1]
     return recipe.file.stem if function == "job" else f"{recipe.file.stem}-{function}"
+
+
+def describe_server(
+    bundle: str,
+    *,
+    on: Slice,
+    words: Sequence[str],
+    made_by: Sequence[str],
+    names: tuple[str, str],
+    image: str,
+    purchase: Purchase,
+    site: Site,
+) -> Launch:
+    """Describes the launch of a server.
+
+    Args:
+        bundle: Local folder whose content is in the image, or a folder in a bucket.
+        on: Slice of each pod.
+        words: More arguments of ``systolic serve``.
+        made_by: Command line, for the file's header.
+        names: Names of the model and of the launch; empty ones are derived from the Bundle's.
+        image: Container image.
+        purchase: How the chips are paid for.
+        site: Namespace and service account.
+
+    Raises:
+        OptionError: the Bundle does not exist, or an argument looks like a secret.
+    """
+    from systolic.runs.bundle.folder import MANIFEST
+    from systolic.serving.docker.folder import name_of
+
+    refuse_secrets((*words, *made_by))
+    if not is_bucket(bundle) and not (Path(bundle) / MANIFEST).is_file():
+        raise OptionError(
+            f"{bundle} is not a Bundle; make one with systolic import or export, or give gs://BUCKET/FOLDER"
+        )
+    model = names[0] or name_of(Path(bundle.rstrip("/").rpartition("/")[2] or bundle))
+    return Launch(
+        name=names[1] or default_name(model, on),
+        on=on,
+        target=model,
+        options=tuple(words),
+        made_by=tuple(made_by),
+        run=bundle if is_bucket(bundle) else "",
+        purchase=purchase,
+        image=image,
+        site=site,
+        version=_version(),
+    )
+
+
+def server_bill(launch: Launch, server: GkeServer) -> LaunchBill:
+    """Hourly price, for the minimum and the maximum number of pods."""
+    spot = launch.purchase is Purchase.spot
+    price, region, _ = launch.on.rate("spot" if spot else "on_demand")
+    if price is None:
+        text = f"no {launch.purchase.value} price in the catalogue"
+    else:
+        least, most = f"${price * server.replicas:,.2f}", f"${price * server.most:,.2f}"
+        text = f"{least} an hour {launch.purchase.value} for {server.replicas} pod{'s' if server.replicas > 1 else ''}"
+        if server.most > server.replicas:
+            text += f" (minimum) to {most} for {server.most} (maximum)"
+        text += f" (prices of {region})"
+    return LaunchBill(
+        purchase=launch.purchase,
+        usd_per_hour=None if price is None else price * server.replicas,
+        region=region,
+        usd_per_hour_most=None if price is None else price * server.most,
+        instead=text,
+    )
 
 
 def _version() -> str:

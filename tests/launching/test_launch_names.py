@@ -1,11 +1,11 @@
-"""Names of launches, and the options that their commands give."""
+"""Names of launches, the options that their commands give, and the output: a summary, and the files where they are asked for."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from tests.cli.test_launch import RECIPE, run
+from tests.launching.test_launch import GKE, RECIPE, SERVE, TPU, run
 
 
 @pytest.fixture(autouse=True)
@@ -50,3 +50,31 @@ def test_an_option_that_was_typed_is_given_at_its_default_too(
     place = command.index("--label-smoothing")
     assert command[place + 1] == "0.1"
     assert "--schedule.warmup" not in command
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"{GKE} --on v5e-16 --out launches/x",
+        f"{SERVE} --out launches/x",
+        f"{TPU} --on v5e-16 --zone us-west4-a --out launches/x",
+        "launch mine.py:job --on 8xh100 --via slurm --out launches/x",
+    ],
+)
+def test_the_files_are_printed_after_the_summary_where_asked(
+    line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("mine.py").write_text(RECIPE)
+    Path("part.py").write_text("STEPS = 5\n")
+    short, _ = run(line, capsys)
+    assert len(short.splitlines()) < 20
+    names = short.partition("--show prints ")[2].partition("\n")[0].split(", ")
+    out, _ = run(f"{line} --show", capsys)
+    for name in names:
+        text = (Path("launches/x") / name).read_text().rstrip()
+        assert f"\n── launches/x/{name}\n{text}\n" in out
+        # A header names what was launched, not how it was shown.
+        assert "--show" not in text
+    assert out.startswith(short.partition("         --show prints")[0])
+    assert out.splitlines()[-2:] == short.splitlines()[-2:]
+    assert "leave one of them out" in run(f"{line} --show --json", capsys, 2)[1]

@@ -1,10 +1,12 @@
 """Clients of the platforms on this machine, and calls of them."""
 
+import codecs
+import os
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from systolic.core.errors import RunError
@@ -24,6 +26,7 @@ NEEDS: Mapping[str, Sequence[str]] = {
     "docker": ("bash",),
 }
 """Platform to clients that its scripts call."""
+CHUNK_BYTES = 1 << 16
 
 
 def check_client(client: str) -> None:
@@ -65,3 +68,24 @@ def failed(folder: Path, words: Sequence[str], code: int) -> RunError:
 def here(words: Sequence[str]) -> list[str]:
     """Words of a command, with this interpreter for :data:`PYTHON`."""
     return [sys.executable, *words[1:]] if words[0] == PYTHON else list(words)
+
+
+def streamed(folder: Path, words: Sequence[str]) -> Iterator[str]:
+    """Output of a command of the client in a launch's folder, as it comes; the command ends with the iterator.
+
+    Raises:
+        RunError: the client fails, after its output.
+    """
+    environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    with subprocess.Popen(here(words), cwd=folder, stdout=subprocess.PIPE, env=environ) as client:
+        assert client.stdout is not None
+        try:
+            while raw := os.read(client.stdout.fileno(), CHUNK_BYTES):
+                yield decoder.decode(raw)
+            yield decoder.decode(b"", final=True)
+        except BaseException:
+            client.terminate()
+            raise
+    if client.returncode:
+        raise RunError(f"{shlex.join(words)} failed in {folder}; its output is above")

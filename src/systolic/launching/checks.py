@@ -1,21 +1,21 @@
 """Checks before a launch writes anything: the training command, and options that the platform does not use."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from systolic.cli.main import VERBS
-from systolic.cli.parse import asks_help
+from systolic.cli.parse import asks_help, parse
+from systolic.cli.serve import ServeOptions
 from systolic.cli.target import Request, request_for
 from systolic.core.errors import OptionError
 from systolic.core.ranges import dashed
-from systolic.training.session import check_data
-
-if TYPE_CHECKING:
-    from systolic.cli.launch import LaunchOptions
-    from systolic.job import Job
-    from systolic.launching import Launch
-    from systolic.session.launching import LaunchRequest
+from systolic.core.reporter import reporter
+from systolic.job import Job, on_fewer
+from systolic.launching.launch import Launch
+from systolic.launching.platforms import READS
+from systolic.launching.request import LaunchRequest, words_of
+from systolic.recipes.jobs.plan import kept_choice
 
 INSTEAD = {
     "--run": "give --run to systolic launch",
@@ -44,77 +44,80 @@ OF: Mapping[str, Sequence[str]] = {
 """Platforms that use each option, in addition to those in :data:`~systolic.launching.platforms.READS`."""
 
 
-def check_platform(options: "LaunchOptions") -> None:
+def check_platform(via: str, options: Mapping[str, Any]) -> None:
     """Checks that the platform uses all given options.
+
+    Args:
+        via: The platform.
+        options: Options of :func:`systolic.launch`, by name.
 
     Raises:
         OptionError: the platform does not use an option, or a candidate is given without a plan.
     """
-    from systolic.launching.platforms import READS
-
-    default = vars(type(options)(via=options.via))
     site = {name for reads in READS.values() for name in reads}
     of = {name: [via for via, reads in READS.items() if name in reads] for name in sorted(site)}
     for name, platforms in {**OF, **of}.items():
-        if vars(options)[name] != default[name] and options.via not in platforms:
+        if options[name] and via not in platforms:
             raise OptionError(
-                f"--{dashed(name)} is not used by {options.via}; leave it out, or choose --via {' or '.join(platforms)}"
+                f"--{dashed(name)} is not used by {via}; leave it out, or choose --via {' or '.join(platforms)}"
             )
-    if options.candidate != default["candidate"] and options.plan is None:
+    if options["candidate"] != 1 and options["plan"] is None:
         raise OptionError(
-            f"--candidate is {options.candidate}, but no plan is given; add --plan plan.json, or leave it out"
+            f"--candidate is {options['candidate']}, but no plan is given; add --plan plan.json, or leave it out"
         )
 
 
-def trained(request: "LaunchRequest", made: "Launch") -> "Job":
+def trained(request: LaunchRequest, description: Launch) -> Job:
     """Job that a launch trains, checked as ``systolic train`` checks it on the machines.
 
     Raises:
         OptionError: an option in ``--train`` is unknown, out of range, or set by the launch.
         LayoutError: the layout does not divide the slice, the model or the batch.
     """
+    from systolic.training.session import check_data
+
     if asks_help(request.train):
         raise OptionError("--train has --help; systolic train --help shows the options")
-    fewer = {} if made.min_slices is None else {"--for-devices": "leave it out"}
+    fewer = {} if description.min_slices is None else {"--for-devices": "leave it out"}
     for word in request.train:
         option = dashed(word.partition("=")[0])
         if (instead := {**INSTEAD, **fewer}.get(option)) is not None:
             raise OptionError(f"--train has {option}, which the launch sets; {instead}")
-    asked = request_for(
-        request.recipe, made.options, "train", VERBS["train"].forms[0].options.read, {}
-    )
-    job = asked.job
+    command = train_request(request, description.options)
+    job = command.job
     check_data(job)
     job.check_effects()
-    check_sizes(request, asked, job)
+    check_sizes(request, command, job)
     return job
 
 
-def under_plan(
-    request: "LaunchRequest", made: "Launch", job: "Job", warn: Callable[[str], None]
-) -> "LaunchRequest":
-    """Request with the plan's forecast dropped if options in ``--train`` change the step.
+def train_request(request: LaunchRequest, words: Sequence[str]) -> Request[Any]:
+    """Request that ``systolic train`` reads from words after the recipe.
+
+    Raises:
+        OptionError: an option is unknown or out of its range.
+    """
+    return request_for(request.recipe, words, "train", VERBS["train"].forms[0].options.read, {})
+
+
+def under_plan(request: LaunchRequest, description: Launch, job: Job) -> LaunchRequest:
+    """Request with the plan's forecast dropped, and a warning, if options in ``--train`` change the step.
 
     Args:
         request: The request.
-        made: Its launch.
+        description: Its launch.
         job: Job with the options in ``--train``.
-        warn: Called if the forecast does not apply to the step that is trained.
 
     Raises:
         OptionError: an option in ``--train`` contradicts the plan.
     """
-    from systolic.recipes.jobs.plan import kept_choice
-
-    chosen = request.chosen
+    chosen, warn = request.chosen, reporter().warn
     if chosen is None or not request.train:
         return request
-    words = made.options[: len(made.options) - len(request.train)]
-    before = request_for(request.recipe, words, "train", VERBS["train"].forms[0].options.read, {})
+    words = description.options[: len(description.options) - len(request.train)]
+    before = train_request(request, words)
     kept = kept_choice(chosen, before.job, job, steps_given=True, warn=warn)
-    flags = request_for(
-        request.recipe, made.options, "train", VERBS["train"].forms[0].options.read, {}
-    ).verb.flags
+    flags = train_request(request, description.options).verb.flags
     if flags != before.verb.flags:
         if chosen.flags:
             raise OptionError(
@@ -122,16 +125,16 @@ def under_plan(
             )
         warn(f"{chosen.path} has a forecast without these flags, so the bill has no time")
         kept = replace(kept, forecast={})
-    return replace(request, chosen=kept)
+    return replace(request, source=replace(request.source, chosen=kept))
 
 
-def check_sizes(request: "LaunchRequest", asked: Request[Any], job: "Job") -> None:
+def check_sizes(request: LaunchRequest, command: Request[Any], job: Job) -> None:
     """Checks that the layout divides the slice, the model and the batch, also on fewer slices down to ``--min-slices``.
 
     Raises:
         LayoutError: the layout does not divide one of them.
     """
-    on, devices = request.on, asked.verb.for_devices
+    on, devices = request.on, command.verb.for_devices
     if request.via == "local":
         # The processes form one slice of CPU devices, whatever slices they stand in for.
         _settle(job, on.num_devices, 1, devices)
@@ -144,8 +147,29 @@ def check_sizes(request: "LaunchRequest", asked: Request[Any], job: "Job") -> No
         _settle(job, on.num_devices // on.num_slices * left, slices, on.num_devices)
 
 
-def _settle(job: "Job", num_devices: int, num_slices: int, meant: int | None) -> None:
-    from systolic.job import on_fewer
-
+def _settle(job: Job, num_devices: int, num_slices: int, meant: int | None) -> None:
     fewer = None if meant is None else on_fewer(job, meant, num_devices, num_slices)
     (job if fewer is None else fewer.job).on(num_devices, num_slices)
+
+
+TAKEN = ("--host", "--port", "--keys", "--new-key", "--grace-seconds", "--log", "--json")
+"""Options of ``systolic serve`` that the launch sets."""
+
+
+def served_words(serve: str | Sequence[str]) -> list[str]:
+    """Options for ``systolic serve``, checked as that verb checks them.
+
+    Raises:
+        OptionError: an option is unknown, out of range, or set by the launch.
+    """
+    words = words_of("serve", serve)
+    for word in words:
+        if word.partition("=")[0] in TAKEN:
+            raise OptionError(
+                f"--serve has {word}, which the launch sets; leave it out, or give --grace-seconds or --keys-secret to launch serve"
+            )
+    if models := parse(ServeOptions, words, "systolic serve").models:
+        raise OptionError(
+            f"--serve has {models[0]!r}, which is not an option; the model is the Bundle"
+        )
+    return words

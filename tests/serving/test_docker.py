@@ -18,18 +18,18 @@ import pytest
 
 import systolic
 from systolic.cli.main import main
+from systolic.core.distribution import write_wheel
 from systolic.core.errors import DataError, OptionError, RunError, SystolicError, TakenError
 from systolic.job import MatrixFormat, WeightFormat
 from systolic.runs.bundle.folder import MODELS, open_bundle
-from systolic.serving.http.app import PATHS
-from systolic.session.docker.folder import (
+from systolic.serving.docker.folder import (
     GRACE_SECONDS,
     PACKAGES,
     PLATFORMS,
     STOP_SECONDS,
     ImageOptions,
 )
-from systolic.session.docker.wheel import write_wheel
+from systolic.serving.http.app import PATHS
 from systolic.session.quantizing import quantize_model
 from tests.formats import folders
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from systolic.cli.main import main
-from systolic.session.launched import launches
+from systolic.launching.record import launches
 from tests.launching.made import listed
 
 GKE = "launch digits --via gke --image registry/systolic:1 --run gs://bucket/digits"

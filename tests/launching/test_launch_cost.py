@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from systolic.session.launch_cost import cost
-from systolic.session.launched import LOCAL, Launched
+from systolic.launching.record import LOCAL, Launched
+from systolic.launching.state import cost
 
 BEFORE: dict[str, Any] = {
     "slice": "v5e-8",

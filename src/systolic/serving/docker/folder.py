@@ -11,11 +11,10 @@ from typing import Any
 
 import jinja2
 
+from systolic.core.distribution import PackageLock, lock, python, write_wheel
 from systolic.core.errors import OptionError
 from systolic.core.files import check_room
 from systolic.runs.bundle.folder import MANIFEST, Bundle, check_free, draft, open_bundle
-from systolic.session.docker.lock import PackageLock, lock, python
-from systolic.session.docker.wheel import write_wheel
 
 PORT, GRACE_SECONDS, STOP_SECONDS = 8000, 45, 60
 """Port; time for requests in flight; Docker's longer timeout before SIGKILL."""
@@ -187,7 +186,7 @@ def _texts(path: Path, packages: PackageLock, image: ImageOptions) -> dict[str, 
         "mount": image.mount,
         "run": RUN[platform],
     }
-    folder = resources.files("systolic.session.docker")
+    folder = resources.files("systolic.serving.docker")
     environment = jinja2.Environment(
         trim_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined
     )

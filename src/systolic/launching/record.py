@@ -13,7 +13,7 @@ import msgspec
 
 from systolic.core.errors import DataError, NotFoundError, RunError, nearest
 from systolic.core.files import write_json
-from systolic.launching import Launch, LaunchBill, Prepared
+from systolic.launching.launch import Launch, LaunchBill, Prepared
 from systolic.launching.supervisor import elsewhere, lives
 
 RECORD, PROCESS, OUTPUT = "launch.json", "process.json", "submit.log"
@@ -113,6 +113,31 @@ def record(
     if not before.get("submitted"):
         write_json(folder / RECORD, made.to_json())
     return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrittenLaunch:
+    """A launch whose files are written, and which may be submitted."""
+
+    launch: Launch
+    prepared: Prepared
+    bill: LaunchBill
+    """Estimated cost before the launch."""
+    folder: Path
+    files: Sequence[Path]
+    command: Sequence[str]
+    """Command of every host or pod."""
+    record: Launched
+
+    @property
+    def name(self) -> str:
+        """Name of the launch, by which it is found again."""
+        return self.record.name
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON object."""
+        files = [str(path) for path in self.files]
+        return {**self.record.to_json(), "notes": list(self.prepared.notes), "files": files}
 
 
 def where_of(launch: Launch) -> str:
