@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from systolic.session.answering import AnswerOptions
     from systolic.session.comparing import Comparison, ComparisonOptions, compare_models
     from systolic.session.explaining import explain
-    from systolic.session.exporting import export_model, export_program
+    from systolic.formats.exporting import export_model, export_program
     from systolic.session.forecast import forecast
-    from systolic.session.importing import Imported, import_model
+    from systolic.formats.importing import Imported, import_model
     from systolic.session.public_tuning import tune
     from systolic.session.quantizing import Evaluated, QuantizedModel, quantize_model
     from systolic.session.serving_plan import plan_serving
@@ -47,7 +47,7 @@ _HOME = {
     "Exported": "systolic.formats.export",
     "Forecast": "systolic.forecasting",
     "ForecastTable": "systolic.forecasting.table",
-    "Imported": "systolic.session.importing",
+    "Imported": "systolic.formats.importing",
     "LiteQuantization": "systolic.formats.registry",
     "MatrixFormat": "systolic.job",
     "QuantizedModel": "systolic.session.quantizing",
@@ -64,10 +64,10 @@ _HOME = {
     "chips": "systolic.chips",
     "compare_models": "systolic.session.comparing",
     "explain": "systolic.session.explaining",
-    "export_model": "systolic.session.exporting",
-    "export_program": "systolic.session.exporting",
+    "export_model": "systolic.formats.exporting",
+    "export_program": "systolic.formats.exporting",
     "forecast": "systolic.session.forecast",
-    "import_model": "systolic.session.importing",
+    "import_model": "systolic.formats.importing",
     "open": "systolic.session.trained",
     "plan": "systolic.planning.command",
     "plan_serving": "systolic.session.serving_plan",

@@ -21,7 +21,7 @@ from systolic.formats.torch import open_state_dict, resnet, resnet_name
 from systolic.job import Batch, Job
 from systolic.models.vision.pixels import Pixels
 from systolic.models.vision.vit.config import Pooling, Positions, ViT
-from systolic.session.importing import import_model
+from systolic.formats.importing import import_model
 from systolic.steps.tasks.classification import Classification
 from tests.formats.foreign_images import picture
 from tests.formats.foreign_images import resnet as small_resnet

@@ -103,7 +103,7 @@ def _exported(options: ExportOptions, out: Path, say: Callable[[str], None]) -> 
     """
     from systolic.formats.gguf.writer import GgufOptions
     from systolic.session.docker.folder import ImageOptions
-    from systolic.session.exporting import export_model, export_program
+    from systolic.formats.exporting import export_model, export_program
 
     image = ImageOptions(platform=options.for_, mount=options.mount)
     programs = options.to in PROGRAM_WRITERS

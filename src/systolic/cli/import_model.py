@@ -55,7 +55,7 @@ def run(args: Sequence[str]) -> int:
     """The verb."""
     options = parse(ImportOptions, args, "systolic import")
     from systolic.formats.program.convert import Framework
-    from systolic.session.importing import import_model
+    from systolic.formats.importing import import_model
 
     begun = time.perf_counter()
     with ends_cleanly(), ProgressLine(sys.stderr, f"import {options.source.name}") as progress:

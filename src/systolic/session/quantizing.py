@@ -37,7 +37,7 @@ from systolic.session.calibrating import (
     digests_at,
     largest_of,
 )
-from systolic.session.exporting import export_model
+from systolic.formats.exporting import export_model
 from systolic.session.replaying import answers
 from systolic.session.sensitivity import Choice, Measure, Quality, choose, moments_of
 from systolic.session.trained import (
