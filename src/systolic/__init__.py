@@ -12,17 +12,16 @@ if TYPE_CHECKING:
     from systolic.core.errors import SystolicError
     from systolic.forecasting import Forecast, Spread
     from systolic.forecasting.table import ForecastTable
+    from systolic.formats.command import export, import_model
     from systolic.formats.export import Exported
-    from systolic.formats.registry import ExportSettings, LiteQuantization
+    from systolic.formats.importing import Imported
     from systolic.job import MatrixFormat, Sampling, WeightFormat
     from systolic.planning.command import plan
     from systolic.planning.serving import ServingPlan
     from systolic.session.answering import AnswerOptions
     from systolic.session.comparing import Comparison, ComparisonOptions, compare_models
     from systolic.session.explaining import explain
-    from systolic.formats.exporting import export_model, export_program
     from systolic.session.forecast import forecast
-    from systolic.formats.importing import Imported, import_model
     from systolic.session.public_tuning import tune
     from systolic.session.quantizing import Evaluated, QuantizedModel, quantize_model
     from systolic.session.serving_plan import plan_serving
@@ -43,12 +42,10 @@ _HOME = {
     "Comparison": "systolic.session.comparing",
     "ComparisonOptions": "systolic.session.comparing",
     "Evaluated": "systolic.session.quantizing",
-    "ExportSettings": "systolic.formats.registry",
     "Exported": "systolic.formats.export",
     "Forecast": "systolic.forecasting",
     "ForecastTable": "systolic.forecasting.table",
     "Imported": "systolic.formats.importing",
-    "LiteQuantization": "systolic.formats.registry",
     "MatrixFormat": "systolic.job",
     "QuantizedModel": "systolic.session.quantizing",
     "Sampling": "systolic.job",
@@ -64,10 +61,9 @@ _HOME = {
     "chips": "systolic.chips",
     "compare_models": "systolic.session.comparing",
     "explain": "systolic.session.explaining",
-    "export_model": "systolic.formats.exporting",
-    "export_program": "systolic.formats.exporting",
+    "export": "systolic.formats.command",
     "forecast": "systolic.session.forecast",
-    "import_model": "systolic.formats.importing",
+    "import_model": "systolic.formats.command",
     "open": "systolic.session.trained",
     "plan": "systolic.planning.command",
     "plan_serving": "systolic.session.serving_plan",
@@ -89,12 +85,10 @@ __all__ = [
     "Comparison",
     "ComparisonOptions",
     "Evaluated",
-    "ExportSettings",
     "Exported",
     "Forecast",
     "ForecastTable",
     "Imported",
-    "LiteQuantization",
     "MatrixFormat",
     "QuantizedModel",
     "Sampling",
@@ -112,8 +106,7 @@ __all__ = [
     "chips",
     "compare_models",
     "explain",
-    "export_model",
-    "export_program",
+    "export",
     "forecast",
     "import_model",
     "open",

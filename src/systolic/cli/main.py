@@ -21,15 +21,86 @@ class Verb(NamedTuple):
     forms: tuple[VerbForm, ...] = ()
 
 
+TRAIN = VerbForm(
+    function="systolic.session.train_command:train",
+    view="systolic.session.train_view:show",
+    reporter="systolic.session.train_view:TrainReporter",
+    takes=TargetKind.recipe,
+    needs="a recipe",
+)
+
 VERBS = {
     "doctor": Verb(
-        "doctor",
+        "",
         "checks this machine: versions, devices, processes that hold the TPU, measured peaks",
+        (
+            VerbForm(
+                function="systolic.doctor.command:diagnose",
+                view="systolic.doctor.display.view:show",
+                takes=TargetKind.words,
+            ),
+        ),
     ),
-    "chips": Verb("chips", "lists chips and slices, each number with its source"),
-    "recipes": Verb("recipes", "lists the recipes, or one recipe's options"),
+    "chips": Verb(
+        "",
+        "lists chips and slices, each number with its source",
+        (
+            VerbForm(
+                function="systolic.chips.command:look_up",
+                view="systolic.chips.display.view:show",
+                takes=TargetKind.words,
+            ),
+        ),
+    ),
+    "recipes": Verb(
+        "",
+        "lists the recipes, or one recipe's options",
+        (
+            VerbForm(
+                function="systolic.recipes.listing.command:list_recipes",
+                view="systolic.recipes.listing.view:show_list",
+                takes=TargetKind.words,
+            ),
+            VerbForm(
+                function="systolic.recipes.listing.command:describe_recipe",
+                view="systolic.recipes.listing.view:show_recipe",
+                takes=TargetKind.name,
+                below_help_of=("train", TRAIN),
+            ),
+        ),
+    ),
     "data": Verb(
-        "data", "packs data into ArrayRecord, shows what a model will see, trains a tokenizer"
+        "systolic.data.command:USAGE",
+        "packs data into ArrayRecord, shows what a model will see, trains a tokenizer",
+        (
+            VerbForm(
+                function="systolic.data.command:pack",
+                view="systolic.data.display.view:show_packed",
+                reporter="systolic.data.display.view:ReadingReporter",
+                takes=TargetKind.words,
+                word="pack",
+            ),
+            VerbForm(
+                function="systolic.data.command:inspect",
+                view="systolic.data.display.view:show_inspected",
+                takes=TargetKind.words,
+                word="inspect",
+                when="systolic.data.command:is_data",
+            ),
+            VerbForm(
+                function="systolic.data.command:inspect_recipe",
+                view="systolic.data.display.view:show_inspected",
+                takes=TargetKind.recipe,
+                word="inspect",
+            ),
+            VerbForm(
+                function="systolic.data.command:train_tokenizer",
+                view="systolic.data.display.view:show_tokenizer",
+                reporter="systolic.data.display.view:ReadingReporter",
+                takes=TargetKind.words,
+                word="tokenizer",
+            ),
+        ),
     ),
     "forecast": Verb(
         "forecast", "memory, time, MFU and cost of a step on a slice that you don't have"
@@ -71,13 +142,7 @@ VERBS = {
         "systolic.session.train_command:USAGE",
         "trains a recipe; resumes with --resume RUN; rehearses with --rehearse SLICE",
         (
-            VerbForm(
-                function="systolic.session.train_command:train",
-                view="systolic.session.train_view:show",
-                reporter="systolic.session.train_view:TrainReporter",
-                takes=TargetKind.recipe,
-                needs="a recipe",
-            ),
+            TRAIN,
             VerbForm(
                 function="systolic.session.train_command:resume",
                 view="systolic.session.train_view:show",
@@ -112,8 +177,15 @@ VERBS = {
     "logs": Verb("logs", "prints the output of a launch; -f follows it"),
     "stop": Verb("stop", "stops a launch, after its training has saved"),
     "import": Verb(
-        "import_model",
+        "",
         "writes a Hugging Face model as a Bundle, and checks that it computes the same",
+        (
+            VerbForm(
+                function="systolic.formats.command:import_model",
+                view="systolic.formats.display.view:show_import",
+                takes=TargetKind.words,
+            ),
+        ),
     ),
     "eval": Verb("eval", "evaluates a run on its held-out data"),
     "generate": Verb("generate", "continues prompts with a trained language model"),
@@ -129,7 +201,15 @@ VERBS = {
         "writes a model with its matrices in int8, int4, fp8 or nf4, and what that costs",
     ),
     "export": Verb(
-        "export", "writes a trained model for transformers, JAX or TensorFlow, or as a Bundle"
+        "",
+        "writes a trained model for transformers, JAX or TensorFlow, or as a Bundle",
+        (
+            VerbForm(
+                function="systolic.formats.command:export",
+                view="systolic.formats.display.view:show_export",
+                takes=TargetKind.words,
+            ),
+        ),
     ),
     "compare": Verb(
         "compare", "two models side by side: size, quality, answers, latency, forecast"

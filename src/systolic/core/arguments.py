@@ -66,6 +66,8 @@ class OptionWords:
     """Whether the option is given once for each of its values."""
     name: str = ""
     """Name of the option, where it is another than the parameter's."""
+    also: str = ""
+    """Another name that the option is read under."""
 
 
 @dataclass(frozen=True, slots=True)
