@@ -16,7 +16,7 @@ import systolic
 from systolic.core.errors import DataError, OptionError
 from systolic.data.image.images import Images
 from systolic.formats.hugging_face.preprocessor import PREPROCESSOR, fields_of_job, preprocessor
-from systolic.formats.importing import import_model
+from systolic.formats.command import import_model
 from systolic.formats.source import open_source
 from systolic.formats.torch import open_state_dict, resnet, resnet_name
 from systolic.job import Batch, Job
