@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from systolic.session.public_tuning import tune
     from systolic.session.quantizing import Evaluated, QuantizedModel, quantize_model
     from systolic.session.serving_plan import plan_serving
-    from systolic.session.train_command import resume, train
     from systolic.session.trained import TrainedModel
     from systolic.session.trained import open_model as open
-    from systolic.session.training import TrainResult
     from systolic.session.verifying import Verified, verify_bundle
+    from systolic.training.command import resume, train
+    from systolic.training.session import TrainResult
     from systolic.tuning.results import StudyResult
 
 __version__ = "0.1.0"
@@ -53,7 +53,7 @@ _HOME = {
     "Spread": "systolic.forecasting",
     "StudyResult": "systolic.tuning.results",
     "SystolicError": "systolic.core.errors",
-    "TrainResult": "systolic.session.training",
+    "TrainResult": "systolic.training.session",
     "TrainedModel": "systolic.session.trained",
     "Verified": "systolic.session.verifying",
     "WeightFormat": "systolic.job",
@@ -69,9 +69,9 @@ _HOME = {
     "plan_serving": "systolic.session.serving_plan",
     "ServingPlan": "systolic.planning.serving",
     "quantize_model": "systolic.session.quantizing",
-    "resume": "systolic.session.train_command",
+    "resume": "systolic.training.command",
     "slice": "systolic.chips",
-    "train": "systolic.session.train_command",
+    "train": "systolic.training.command",
     "tune": "systolic.session.public_tuning",
     "verify_bundle": "systolic.session.verifying",
 }

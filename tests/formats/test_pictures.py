@@ -15,8 +15,8 @@ from sklearn.datasets import load_sample_images
 import systolic
 from systolic.core.errors import DataError, OptionError
 from systolic.data.image.images import Images
-from systolic.formats.hugging_face.preprocessor import PREPROCESSOR, fields_of_job, preprocessor
 from systolic.formats.command import import_model
+from systolic.formats.hugging_face.preprocessor import PREPROCESSOR, fields_of_job, preprocessor
 from systolic.formats.source import open_source
 from systolic.formats.torch import open_state_dict, resnet, resnet_name
 from systolic.job import Batch, Job

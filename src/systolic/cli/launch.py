@@ -159,7 +159,7 @@ def launch(asked: Request[LaunchOptions], args: Sequence[str]) -> int:
     from systolic.cli.launch_checks import check_platform, trained, under_plan
     from systolic.launching import prepare
     from systolic.session import launched, launching
-    from systolic.session.training import check_data
+    from systolic.training.session import check_data
 
     options = asked.verb
     request = request_of(asked, args)

@@ -9,7 +9,7 @@ from systolic.cli.parse import asks_help
 from systolic.cli.target import Request, request_for
 from systolic.core.errors import OptionError
 from systolic.core.ranges import dashed
-from systolic.session.training import check_data
+from systolic.training.session import check_data
 
 if TYPE_CHECKING:
     from systolic.cli.launch import LaunchOptions

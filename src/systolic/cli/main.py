@@ -22,9 +22,9 @@ class Verb(NamedTuple):
 
 
 TRAIN = VerbForm(
-    function="systolic.session.train_command:train",
-    view="systolic.session.train_view:show",
-    reporter="systolic.session.train_view:TrainReporter",
+    function="systolic.training.command:train",
+    view="systolic.training.display.view:show",
+    reporter="systolic.training.display.view:TrainReporter",
     takes=TargetKind.recipe,
     needs="a recipe",
 )
@@ -139,31 +139,31 @@ VERBS = {
         "explain", "why a run, a step or a profile is slow or fails to learn, and what to change"
     ),
     "train": Verb(
-        "systolic.session.train_command:USAGE",
+        "systolic.training.command:USAGE",
         "trains a recipe; resumes with --resume RUN; rehearses with --rehearse SLICE",
         (
             TRAIN,
             VerbForm(
-                function="systolic.session.train_command:resume",
-                view="systolic.session.train_view:show",
-                reporter="systolic.session.train_view:TrainReporter",
+                function="systolic.training.command:resume",
+                view="systolic.training.display.view:show",
+                reporter="systolic.training.display.view:TrainReporter",
                 takes=TargetKind.run,
                 option="resume",
             ),
             VerbForm(
-                function="systolic.session.train_command:replay",
-                view="systolic.session.train_view:show_replay",
+                function="systolic.training.command:replay",
+                view="systolic.training.display.view:show_replay",
                 takes=TargetKind.path,
                 option="replay",
             ),
             VerbForm(
-                function="systolic.session.train_command:rehearse",
-                view="systolic.session.train_view:show_rehearsal",
-                reporter="systolic.session.train_view:RehearsalReporter",
+                function="systolic.training.command:rehearse",
+                view="systolic.training.display.view:show_rehearsal",
+                reporter="systolic.training.display.view:RehearsalReporter",
                 takes=TargetKind.recipe,
                 needs="a recipe",
                 with_option="rehearse",
-                beside="systolic.session.train_command:train",
+                beside="systolic.training.command:train",
             ),
         ),
     ),

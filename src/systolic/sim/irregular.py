@@ -79,7 +79,7 @@ class IrregularRates:
 
 
 def note(by: PricedBy, machine: IrregularRates) -> str:
-    """What an estimate of this kind rests on."""
+    """Basis of an estimate of this kind."""
     return _NOTES[by][0 if machine.is_cpu else 1]
 
 

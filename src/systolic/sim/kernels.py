@@ -35,7 +35,7 @@ class KernelCost:
     number_format: str = "bf16"
     """Format of most FLOPs."""
     missing: str = ""
-    """What is left out, of a kernel that may take longer."""
+    """Work left out of a kernel that may take longer."""
 
 
 def kernel_cost(

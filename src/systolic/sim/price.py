@@ -94,7 +94,7 @@ class OpPrice:
     number_format: str = "bf16"
     """Format of the matmul's operands in the matrix units."""
     missing: str = ""
-    """What the price leaves out, of an op that may take longer."""
+    """Work that the price leaves out of an op that may take longer."""
 
 
 def price(

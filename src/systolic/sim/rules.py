@@ -164,7 +164,7 @@ def _sort(
     dim = (numbers(sort, "dimensions") or [len(keys.dims) - 1])[0]
     size = max(keys.dims[dim] if keys.dims else 1, 2)
     registers = sum(_registers(shape, dim, size) for shape in operands)
-    """Of all operands: each is moved by a swap."""
+    """Registers of all operands: each is moved by a swap."""
     one = registers / len(operands)
     compared = comparator_operations(module, sort)
     # A pair is compared once, and each of its operands takes two selects.

@@ -23,11 +23,13 @@ from systolic.runs.remote.sharded_upload import Part
 from systolic.runs.run import Run
 from systolic.runs.saved_job import types_of
 from systolic.session import run_files
-from systolic.session.expected_devices import check_slice, expected
-from systolic.session.resume_checks import agreed, check_resume, flat
 from systolic.session.run_flags import kept_flags
 from systolic.session.starting import with_start
-from systolic.session.training import (
+from systolic.training.distributed.run import open_together
+from systolic.training.expected import check_slice, expected
+from systolic.training.ledger import Ledger
+from systolic.training.resume_checks import agreed, check_resume, flat
+from systolic.training.session import (
     Audience,
     SessionOptions,
     TrainResult,
@@ -38,8 +40,6 @@ from systolic.session.training import (
     run_session,
     with_initial,
 )
-from systolic.training.distributed.run import open_together
-from systolic.training.ledger import Ledger
 
 if TYPE_CHECKING:
     from systolic.training.setup import Setup

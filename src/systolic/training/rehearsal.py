@@ -21,8 +21,8 @@ from systolic.core.reporter import reporter, working
 from systolic.recipes.jobs.plan import under_plan
 from systolic.recipes.jobs.source import JobSource
 from systolic.runs.plan_choice import Chosen
-from systolic.session.expected_devices import check_rehearsal
-from systolic.session.training import check_data
+from systolic.training.expected import check_rehearsal
+from systolic.training.session import check_data
 
 MANY_DEVICES = 64
 """Above it a rehearsal takes minutes."""
@@ -61,11 +61,11 @@ def checked(source: JobSource, wanted: Slice | str) -> Slice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rehearsal:
-    """What a rehearsal found."""
+    """Result of a rehearsal."""
 
     recipe: str
     record: Mapping[str, Any]
-    """As :func:`systolic.training.rehearse.rehearse` returns it."""
+    """Result of :func:`systolic.training.rehearse.rehearse`."""
 
 
 class RehearsalStart(NamedTuple):

@@ -19,10 +19,10 @@ from systolic.runs.job_record import JobRecord, RunFlags
 from systolic.runs.remote.sharded_upload import Part
 from systolic.runs.run import JOB, Run
 from systolic.session import run_files
-from systolic.session.expected_devices import check_machine, check_slice, expected
 from systolic.session.run_flags import kept_flags, new_flags
 from systolic.session.starting import with_start
 from systolic.training.distributed.run import open_together
+from systolic.training.expected import check_machine, check_slice, expected
 from systolic.training.ledger import Ledger, Spent
 from systolic.training.watch import Watcher
 
@@ -43,7 +43,7 @@ class SessionOptions:
     executable: Path | None = None
     """The compiled train step, instead of compiling it."""
     flags: str | None = None
-    """Of the compiler; None: those of the run, of a new one the set that all jobs on the chip share."""
+    """Compiler flags; None: those of the run, of a new one the set that all jobs on the chip share."""
     workers: Annotated[int, NOT_NEGATIVE] = 0
     """Processes that read and transform data; 0 uses threads."""
     diagnose: Annotated[int | None, NOT_NEGATIVE] = None
@@ -331,7 +331,7 @@ class ReplayedStep:
     path: Path
     """The batch's file."""
     found: Mapping[str, Any]
-    """What :func:`systolic.training.replay.replay` returns."""
+    """Result of :func:`systolic.training.replay.replay`."""
 
 
 def replay(path: Path, *, trust: bool = False) -> ReplayedStep:

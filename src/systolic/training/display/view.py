@@ -1,4 +1,4 @@
-"""What ``systolic train`` prints, for each of its forms."""
+"""Output of ``systolic train``, for each of its forms."""
 
 import signal
 import sys
@@ -11,9 +11,9 @@ from systolic.report.output import print_json
 from systolic.report.stderr import StderrReporter
 
 if TYPE_CHECKING:
-    from systolic.session.rehearsal import Rehearsal
-    from systolic.session.training import ReplayedStep, TrainResult
     from systolic.training.display.live import Live
+    from systolic.training.rehearsal import Rehearsal
+    from systolic.training.session import ReplayedStep, TrainResult
 
 MUCH = 0.1
 """Share of the parameters above which a line says that every device holds all of them."""
@@ -26,7 +26,7 @@ NEXT = {
     "steps": "saving a checkpoint",
     "checkpoint": "evaluating",
 }
-"""What follows a stage of a rehearsal."""
+"""Stage that follows another of a rehearsal."""
 
 
 class TrainReporter(StderrReporter):
@@ -128,7 +128,7 @@ class RehearsalReporter(StderrReporter):
 
     def update(self, state: Any) -> None:
         """Prints the parts of a rehearsal."""
-        from systolic.session.rehearsal import MANY_DEVICES, RehearsalStage, RehearsalStart
+        from systolic.training.rehearsal import MANY_DEVICES, RehearsalStage, RehearsalStart
 
         if isinstance(state, RehearsalStart):
             if state.on.num_devices > MANY_DEVICES:
@@ -151,7 +151,7 @@ class RehearsalReporter(StderrReporter):
 
 
 def rehearsal_lines(record: Mapping[str, Any]) -> Sequence[str]:
-    """What is where, and the verdict."""
+    """Lines of what is where, and the verdict."""
     held = record["bytes_per_device"]
     text = [f"  kernels     {note}" for note in record["notes"]]
     text += ["", "on each device of the real job:"]

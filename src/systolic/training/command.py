@@ -18,8 +18,8 @@ from systolic.training.watch import Watcher
 
 if TYPE_CHECKING:
     from systolic.planning.plan import Plan
-    from systolic.session.rehearsal import Rehearsal
-    from systolic.session.training import ReplayedStep, SessionOptions, TrainResult
+    from systolic.training.rehearsal import Rehearsal
+    from systolic.training.session import ReplayedStep, SessionOptions, TrainResult
 
 JOB = Wording("a Job, the name of a recipe or 'path/to/file.py:function'")
 Reader = Callable[..., Mapping[str, Any]]
@@ -96,9 +96,9 @@ def train(  # noqa: PLR0913  the options of systolic train
         LayoutError: an axis does not divide the devices, the batch or the model.
         DataError: the data is empty or damaged.
     """
-    from systolic.session.training import Audience, SessionOptions, start
     from systolic.training import distributed
     from systolic.training.ledger import Ledger
+    from systolic.training.session import Audience, SessionOptions, start
 
     ledger, audience = Ledger(), Audience(watchers=watchers)
     distributed.describe(coordinator, processes, process)
@@ -177,10 +177,10 @@ def resume(  # noqa: PLR0913  the options of systolic train --resume
         TrustError: its recipe is another user's.
     """
     from systolic.recipes import expanded
-    from systolic.session.resuming import continue_run, opened
-    from systolic.session.training import Audience, SessionOptions
     from systolic.training import distributed
     from systolic.training.ledger import Ledger
+    from systolic.training.resuming import continue_run, opened
+    from systolic.training.session import Audience, SessionOptions
 
     ledger, audience = Ledger(), Audience(watchers=watchers)
     distributed.describe(coordinator, processes, process)
@@ -231,7 +231,7 @@ def rehearse(
         LayoutError: an axis does not divide the slice, the model or the batch.
         RehearsalError: the job does not fit, or a step failed.
     """
-    from systolic.session import rehearsal
+    from systolic.training import rehearsal
 
     if executable is not None:
         raise OptionError(
@@ -254,7 +254,7 @@ def replay(path: Path | str, *, trust: bool = False) -> "ReplayedStep":
         NotFoundError: there is no such file.
         TrustError: the run's recipe is another user's.
     """
-    from systolic.session.training import replay as again
+    from systolic.training.session import replay as again
 
     return again(Path(path), trust=trust)
 
@@ -290,8 +290,8 @@ def _again(
         OptionError: the run began with another recipe, plan or start.
     """
     from systolic.recipes import expanded
-    from systolic.session.resume_checks import check_begun
-    from systolic.session.resuming import continue_run, opened
+    from systolic.training.resume_checks import check_begun
+    from systolic.training.resuming import continue_run, opened
 
     settings = replace(settings, flags=settings.flags or None)
     with opened(run) as before:
