@@ -10,8 +10,8 @@ from rich.console import Console
 
 from systolic.cli.main import main
 from systolic.data.arrays import Arrays
-from systolic.data.display.text import sheet, summary
 from systolic.data.inspect import inspect, pictures
+from systolic.data.sheet import sheet, summary
 from systolic.data.text.documents import Documents
 from systolic.job.data import Read, Split
 

@@ -10,8 +10,8 @@ from rich.console import Console
 from systolic.cli.main import main
 from systolic.doctor import Machine, Status, examine
 from systolic.doctor.command import Examination
-from systolic.doctor.display.text import WIDTH, print_examination
 from systolic.doctor.machine import Holder, LockFile
+from systolic.doctor.view import WIDTH, print_examination
 from tests.doctor.machines import GPU_HOST, LAPTOP, ON_CPU, TPU_VM, with_package, with_variables
 
 BAD = with_variables(

@@ -27,7 +27,7 @@ END = "--"
 
 
 class TargetKind(enum.Enum):
-    """What a form's words are before its options."""
+    """Kinds of words before a form's options."""
 
     recipe = enum.auto()
     """A recipe or a model, whose own options follow, too."""
@@ -55,7 +55,7 @@ class VerbForm:
     when: str = ""
     """``module:name`` of a function of the target that chooses this form, where several have the same ``word``."""
     needs: str = ""
-    """What the message names where the words before the options are missing."""
+    """Name of the words before the options, in the message where they are missing."""
     word: str = ""
     """A word after the verb that chooses this form: ``serve``."""
     option: str = ""

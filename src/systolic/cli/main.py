@@ -36,7 +36,7 @@ VERBS = {
         (
             VerbForm(
                 function="systolic.doctor.command:diagnose",
-                view="systolic.doctor.display.view:show",
+                view="systolic.doctor.view:show",
                 takes=TargetKind.words,
             ),
         ),
@@ -47,7 +47,7 @@ VERBS = {
         (
             VerbForm(
                 function="systolic.chips.command:look_up",
-                view="systolic.chips.display.view:show",
+                view="systolic.chips.view:show",
                 takes=TargetKind.words,
             ),
         ),
@@ -75,28 +75,28 @@ VERBS = {
         (
             VerbForm(
                 function="systolic.data.command:pack",
-                view="systolic.data.display.view:show_packed",
-                reporter="systolic.data.display.view:ReadingReporter",
+                view="systolic.data.view:show_packed",
+                reporter="systolic.data.view:ReadingReporter",
                 takes=TargetKind.words,
                 word="pack",
             ),
             VerbForm(
                 function="systolic.data.command:inspect",
-                view="systolic.data.display.view:show_inspected",
+                view="systolic.data.view:show_inspected",
                 takes=TargetKind.words,
                 word="inspect",
                 when="systolic.data.command:is_data",
             ),
             VerbForm(
                 function="systolic.data.command:inspect_recipe",
-                view="systolic.data.display.view:show_inspected",
+                view="systolic.data.view:show_inspected",
                 takes=TargetKind.recipe,
                 word="inspect",
             ),
             VerbForm(
                 function="systolic.data.command:train_tokenizer",
-                view="systolic.data.display.view:show_tokenizer",
-                reporter="systolic.data.display.view:ReadingReporter",
+                view="systolic.data.view:show_tokenizer",
+                reporter="systolic.data.view:ReadingReporter",
                 takes=TargetKind.words,
                 word="tokenizer",
             ),
@@ -182,7 +182,7 @@ VERBS = {
         (
             VerbForm(
                 function="systolic.formats.command:import_model",
-                view="systolic.formats.display.view:show_import",
+                view="systolic.formats.view:show_import",
                 takes=TargetKind.words,
             ),
         ),
@@ -206,7 +206,7 @@ VERBS = {
         (
             VerbForm(
                 function="systolic.formats.command:export",
-                view="systolic.formats.display.view:show_export",
+                view="systolic.formats.view:show_export",
                 takes=TargetKind.words,
             ),
         ),

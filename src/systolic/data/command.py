@@ -36,7 +36,7 @@ class ReadingProgress(NamedTuple):
     """Progress of work that reads through data."""
 
     part: str
-    """What is read: a split, ``documents``."""
+    """Split that is read, or ``documents``."""
     done: int
     total: int
 
@@ -111,7 +111,7 @@ class InspectedData:
     data: Data
     split: Split
     record: Mapping[str, Any]
-    """As :func:`systolic.data.inspect.inspect` returns it."""
+    """Result of :func:`systolic.data.inspect.inspect`."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""

@@ -184,7 +184,7 @@ def _path(path: Path | str | None) -> Path | None:
 
 
 def _quantization(precision: str) -> LiteQuantization:
-    """How LiteRT stores numbers."""
+    """Quantization of LiteRT that a precision stands for."""
     return LiteQuantization(precision) if precision in QUANTIZED else LiteQuantization.none
 
 
@@ -204,7 +204,7 @@ def _computed(precision: str) -> Precision:
 
 
 def _edge_tpu_report(file: Path) -> "EdgeTpuReport":
-    """What the Edge TPU takes of a file."""
+    """Placements of the operations of a file, on the Edge TPU or the CPU."""
     from systolic.formats.litert.edge_tpu import edge_tpu_report
     from systolic.formats.litert.graph import read_graph
 

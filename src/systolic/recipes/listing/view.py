@@ -1,4 +1,4 @@
-"""What ``systolic recipes`` prints."""
+"""Output of ``systolic recipes``."""
 
 import json as jsonlib
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""What ``systolic import`` and ``systolic export`` print."""
+"""Output of ``systolic import`` and ``systolic export``."""
 
 import shlex
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""What ``systolic chips`` prints."""
+"""Output of ``systolic chips``."""
 
 import json as jsonlib
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ def show(entry: "Catalogue | ChipEntry | Slice", *, json: bool = False) -> int:
     if json:
         print(jsonlib.dumps(entry.to_json(), indent=2, ensure_ascii=False))
         return 0
-    from systolic.chips.display.text import print_entry
+    from systolic.chips.tables import print_entry
 
     print_entry(entry)
     return 0

@@ -1,4 +1,4 @@
-"""What ``systolic data`` prints."""
+"""Output of ``systolic data``, and its bars of progress."""
 
 import sys
 from typing import TYPE_CHECKING, Any
@@ -108,8 +108,8 @@ def show_inspected(inspected: "InspectedData", *, json: bool = False) -> int:
         return 0
     from rich.console import Console
 
-    from systolic.data.display.text import WIDTH, sheet, summary
     from systolic.data.inspect import pictures
+    from systolic.data.sheet import WIDTH, sheet, summary
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     console.print(summary(inspected.to_json()))

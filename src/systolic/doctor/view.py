@@ -1,14 +1,18 @@
-"""Screen of ``systolic doctor``: the verdict first, then problems with their fixes, then facts."""
+"""Output of ``systolic doctor``: the verdict first, then problems with their fixes, then facts."""
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+import json as jsonlib
+from typing import TYPE_CHECKING
 
 from systolic.core.units import GIB, si
 from systolic.doctor.checks import Status
 from systolic.doctor.collect import PACKAGES
-from systolic.doctor.command import Examination
-from systolic.doctor.machine import Machine, Measured
+from systolic.doctor.machine import Measured
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from systolic.doctor.command import Examination
+    from systolic.doctor.machine import Machine
 
 WIDTH = 100
 LONGEST_VARIABLE = 70
@@ -20,8 +24,27 @@ STYLES = {
 }
 
 
-def print_examination(examination: Examination, console: Console) -> None:
+def show(examination: "Examination", *, json: bool = False) -> int:
+    """Prints an examination; returns the exit code, 1 where a check failed.
+
+    Args:
+        examination: The machine and its findings.
+        json: Print one JSON object.
+    """
+    if json:
+        print(jsonlib.dumps(examination.to_json(), indent=2, ensure_ascii=False))
+    else:
+        from rich.console import Console
+
+        print_examination(examination, Console(width=WIDTH, highlight=False))
+    return int(not examination.fit)
+
+
+def print_examination(examination: "Examination", console: "Console") -> None:
     """Prints the verdict first, then problems with their fixes, then facts."""
+    from rich.table import Table
+    from rich.text import Text
+
     machine, findings = examination.machine, examination.findings
     worst = max((f.status for f in findings), key=list(Status).index, default=Status.ok)
     style = STYLES[Status.ok] if worst is Status.note else STYLES[worst]
@@ -46,7 +69,7 @@ def print_examination(examination: Examination, console: Console) -> None:
         console.print(Text(f"passed: {', '.join(passed)}", style="dim"))
 
 
-def _facts(machine: Machine) -> dict[str, str]:
+def _facts(machine: "Machine") -> dict[str, str]:
     """Summary of the machine, by row label."""
     hardware = [machine.accelerators] if machine.accelerators else []
     if machine.nvidia is not None:

@@ -1,1 +1,0 @@
-"""Screens of systolic import and systolic export."""
