@@ -107,7 +107,7 @@ def smollm2(folder: Path) -> None:
     import systolic
 
     systolic.import_model(gguf_file(), folder.with_suffix(".bundle"), dtype="bf16", parity=False)
-    systolic.export_model(folder.with_suffix(".bundle"), folder)
+    systolic.export(folder.with_suffix(".bundle"), folder)
 
 
 # Children

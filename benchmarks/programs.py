@@ -22,7 +22,6 @@ os.environ["KERAS_BACKEND"] = "jax"  # of the scripts that save files
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import systolic
-from systolic.formats.program.convert import Framework
 from tests.formats.test_import_program import SAVED, SAVED_PROGRAMS
 
 HERE = Path(__file__).resolve()
@@ -105,7 +104,8 @@ def main() -> None:
             made = systolic.import_model(
                 source,
                 Path(folder) / "bundle",
-                framework=Framework(python=python, signature=case.signature),
+                signature=case.signature,
+                python=python,
             )
             seconds = time.perf_counter() - begun
         assert made.parity is not None

@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from systolic.core.errors import SystolicError
     from systolic.forecasting import Forecast, Spread
     from systolic.forecasting.table import ForecastTable
+    from systolic.formats.command import export, import_model
     from systolic.formats.export import Exported
-    from systolic.formats.registry import ExportSettings, LiteQuantization
+    from systolic.formats.importing import Imported
     from systolic.job import MatrixFormat, Sampling, WeightFormat
     from systolic.launching.command import launch, launch_server, launches, logs, status, stop
     from systolic.planning.command import plan
@@ -21,9 +22,7 @@ if TYPE_CHECKING:
     from systolic.session.answering import AnswerOptions
     from systolic.session.comparing import Comparison, ComparisonOptions, compare_models
     from systolic.session.explaining import explain
-    from systolic.session.exporting import export_model, export_program
     from systolic.session.forecast import forecast
-    from systolic.session.importing import Imported, import_model
     from systolic.session.public_tuning import tune
     from systolic.session.quantizing import Evaluated, QuantizedModel, quantize_model
     from systolic.session.serving_plan import plan_serving
@@ -44,12 +43,10 @@ _HOME = {
     "Comparison": "systolic.session.comparing",
     "ComparisonOptions": "systolic.session.comparing",
     "Evaluated": "systolic.session.quantizing",
-    "ExportSettings": "systolic.formats.registry",
     "Exported": "systolic.formats.export",
     "Forecast": "systolic.forecasting",
     "ForecastTable": "systolic.forecasting.table",
-    "Imported": "systolic.session.importing",
-    "LiteQuantization": "systolic.formats.registry",
+    "Imported": "systolic.formats.importing",
     "MatrixFormat": "systolic.job",
     "QuantizedModel": "systolic.session.quantizing",
     "Sampling": "systolic.job",
@@ -65,10 +62,9 @@ _HOME = {
     "chips": "systolic.chips",
     "compare_models": "systolic.session.comparing",
     "explain": "systolic.session.explaining",
-    "export_model": "systolic.session.exporting",
-    "export_program": "systolic.session.exporting",
+    "export": "systolic.formats.command",
     "forecast": "systolic.session.forecast",
-    "import_model": "systolic.session.importing",
+    "import_model": "systolic.formats.command",
     "launch": "systolic.launching.command",
     "launch_server": "systolic.launching.command",
     "launches": "systolic.launching.command",
@@ -96,12 +92,10 @@ __all__ = [
     "Comparison",
     "ComparisonOptions",
     "Evaluated",
-    "ExportSettings",
     "Exported",
     "Forecast",
     "ForecastTable",
     "Imported",
-    "LiteQuantization",
     "MatrixFormat",
     "QuantizedModel",
     "Sampling",
@@ -119,8 +113,7 @@ __all__ = [
     "chips",
     "compare_models",
     "explain",
-    "export_model",
-    "export_program",
+    "export",
     "forecast",
     "import_model",
     "launch",

@@ -22,7 +22,7 @@ from systolic.core.ranges import ranges_of
 def options_of(verb: str) -> list[Any]:
     """Functions with the options of a verb's forms, or the classes of options that its module defines."""
     if VERBS[verb].forms:
-        return [form.options.read for form in VERBS[verb].forms if not form.word]
+        return [form.options.read for form in VERBS[verb].forms if not form.usage]
     module = import_module(f"systolic.cli.{VERBS[verb].module}")
     return [
         value

@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from systolic import recipes
-from systolic.cli import chips as chips_verb
-from systolic.cli import data, doctor, explain, forecast, generate, predict
 from systolic.cli import eval as evaluation
-from systolic.cli import recipes as recipes_verb
+from systolic.cli import explain, forecast, generate, predict
 from systolic.cli.main import VERBS
 from systolic.core.ranges import LARGEST_INT, Range
 
@@ -90,13 +88,13 @@ def commands(run: Path, text: Path) -> Iterator[Command]:
     yield Command(("eval", str(run)), tuple(_options(evaluation.EvalOptions)))
     yield Command(("generate", str(run), "ab"), tuple(_options(generate.GenerateOptions)))
     yield Command(("predict", str(run), str(text)), tuple(_options(predict.PredictOptions)))
-    yield Command(("data", "pack", str(text)), tuple(_options(data.PackOptions)))
-    words = tuple(_options(data.TokenizerOptions))
+    pack, _, inspect_recipe, tokenizer = VERBS["data"].forms
+    yield Command(("data", "pack", str(text)), tuple(_options(pack.options.read)))
+    words = tuple(_options(tokenizer.options.read))
     yield Command(("data", "tokenizer", str(text)), words)
-    yield Command(("data", "inspect", "bytes"), tuple(_options(data.InspectRecipeOptions)))
-    yield Command(("chips",), tuple(_options(chips_verb.ChipsOptions)))
-    yield Command(("doctor",), tuple(_options(doctor.DoctorOptions)))
-    yield Command(("recipes",), tuple(_options(recipes_verb.RecipesOptions)))
+    yield Command(("data", "inspect", "bytes"), tuple(_options(inspect_recipe.options.read)))
+    for name in ("chips", "doctor", "recipes"):
+        yield Command((name,), tuple(_options(VERBS[name].forms[0].options.read)))
 
 
 def wrong_lines(run: Path, text: Path, number: int, seed: int) -> list[Wrong]:

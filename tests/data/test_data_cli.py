@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from systolic.cli.data_view import sheet, summary
 from systolic.cli.main import main
 from systolic.data.arrays import Arrays
 from systolic.data.inspect import inspect, pictures
+from systolic.data.sheet import sheet, summary
 from systolic.data.text.documents import Documents
 from systolic.job.data import Read, Split
 

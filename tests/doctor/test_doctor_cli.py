@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from systolic.cli.doctor import WIDTH, record, show
 from systolic.cli.main import main
 from systolic.doctor import Machine, Status, examine
+from systolic.doctor.command import Examination
 from systolic.doctor.machine import Holder, LockFile
+from systolic.doctor.view import WIDTH, print_examination
 from tests.doctor.machines import GPU_HOST, LAPTOP, ON_CPU, TPU_VM, with_package, with_variables
 
 BAD = with_variables(
@@ -26,9 +27,13 @@ BAD = with_variables(
 )
 
 
+def _examined(machine: Machine) -> Examination:
+    return Examination(machine=machine, findings=tuple(examine(machine)))
+
+
 def _screen(machine: Machine) -> list[str]:
     file = io.StringIO()
-    show(machine, examine(machine), Console(width=WIDTH, file=file, highlight=False))
+    print_examination(_examined(machine), Console(width=WIDTH, file=file, highlight=False))
     return [line.rstrip() for line in file.getvalue().splitlines()]
 
 
@@ -53,7 +58,7 @@ def test_each_failure_is_followed_by_its_fix() -> None:
 
 
 def test_record_is_json() -> None:
-    plain = json.loads(json.dumps(record(BAD, examine(BAD))))
+    plain = json.loads(json.dumps(_examined(BAD).to_json()))
     assert plain["fit"] is False
     failed = [finding for finding in plain["findings"] if finding["status"] == "failed"]
     assert failed

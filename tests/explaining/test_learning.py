@@ -12,8 +12,7 @@ import pytest
 
 import systolic
 from systolic import recipes
-from systolic.cli.data import InspectRecipeOptions
-from systolic.cli.main import main
+from systolic.cli.main import VERBS, main
 from systolic.cli.target import request
 from systolic.core.errors import RunError
 from systolic.data.text.bytes import StandardLibrary
@@ -474,7 +473,8 @@ def test_a_plateau_advises_one_direction_and_a_command_that_is_taken(tmp_path: P
     command = shlex.split(inspected.removesuffix(", to see what the model sees"))
     assert command[:4] == ["systolic", "data", "inspect", "lm"]
     assert command[4:] == ["--path", str(tmp_path / "some.txt"), "--field", "a b"]
-    asked = request(command[3], command[4:], "data inspect", InspectRecipeOptions)
+    options = VERBS["data"].forms[2].options.read
+    asked = request(command[3], command[4:], "data inspect", options)
     assert asked.job.data.path == given["path"]
 
 

@@ -46,7 +46,7 @@ def test_a_damaged_bundle_is_not_imported_again(folder: Path, tmp_path: Path) ->
     with pytest.raises(DataError, match=r"weights\.safetensors is damaged"):
         systolic.import_model(tmp_path / "sound", tmp_path / "new", parity=False)
     with pytest.raises(DataError, match=r"weights\.safetensors is damaged"):
-        systolic.export_model(tmp_path / "sound", tmp_path / "new")
+        systolic.export(tmp_path / "sound", tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 

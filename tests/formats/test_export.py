@@ -77,7 +77,7 @@ def test_a_family_comes_home_bit_for_bit(tmp_path: Path, name: str) -> None:
     if name in ("llama", "mixtral"):
         folders.tokenizer().save_pretrained(tmp_path / "theirs")
     systolic.import_model(tmp_path / "theirs", tmp_path / "bundle", parity=False)
-    made = systolic.export_model(tmp_path / "bundle", tmp_path / "home")
+    made = systolic.export(tmp_path / "bundle", tmp_path / "home")
     theirs, home = held(tmp_path / "theirs"), held(tmp_path / "home")
     assert set(home) <= set(theirs)  # tied and derived tensors are left out
     for tensor, array in home.items():
@@ -98,7 +98,7 @@ def test_a_bundle_whose_layers_are_read_one_by_one_comes_home(tmp_path: Path) ->
     systolic.import_model(tmp_path / "theirs", tmp_path / "bundle", parity=False)
     source = open_source(tmp_path / "bundle")
     assert max(len(list(source.pieces(path))) for path in source.dtypes()) == 2
-    systolic.export_model(tmp_path / "bundle", tmp_path / "home")
+    systolic.export(tmp_path / "bundle", tmp_path / "home")
     theirs, home = held(tmp_path / "theirs"), held(tmp_path / "home")
     assert set(home) == set(theirs)
     for tensor, array in home.items():
@@ -108,7 +108,7 @@ def test_a_bundle_whose_layers_are_read_one_by_one_comes_home(tmp_path: Path) ->
 def test_a_shard_each_and_one_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = folders.folder(tmp_path / "theirs", dtype=torch.bfloat16)
     monkeypatch.setattr("systolic.runs.bundle.folder.shards_of.__defaults__", (20_000,))
-    systolic.export_model(folder, tmp_path / "home")
+    systolic.export(folder, tmp_path / "home")
     assert len(list((tmp_path / "home").glob("model-*.safetensors"))) > 1
     rows = np.arange(20, dtype=np.int32).reshape(2, 10)
     expected = folders.logits(folder, rows)
@@ -231,7 +231,7 @@ def test_the_gain_of_a_norm_that_adds_one_survives_bfloat16() -> None:
 def test_a_gguf_file_becomes_a_folder(tmp_path: Path) -> None:
     model = folders.llama(rms_norm_eps=1e-5)
     file = write(tmp_path / "small.gguf", model, KINDS.F32)
-    systolic.export_model(file, tmp_path / "home")
+    systolic.export(file, tmp_path / "home")
     rows = np.arange(20, dtype=np.int32).reshape(2, 10)
     with torch.no_grad():
         expected = model(torch.tensor(rows), use_cache=False).logits.numpy()

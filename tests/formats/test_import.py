@@ -17,14 +17,14 @@ import transformers
 import systolic
 from systolic.cli.main import main
 from systolic.core.errors import RunError, SystolicError, TakenError
-from systolic.formats import comparison
+from systolic.core.reporter import Reporter, reporting
+from systolic.formats import comparison, importing
 from systolic.formats.comparison import Cosine
 from systolic.formats.source import Source, open_source
 from systolic.job import Sampling
 from systolic.runs.bundle.folder import index_of, open_bundle, shards_of
 from systolic.runs.bundle.record import FORMAT
 from systolic.runs.bundle.tensors import TensorSpec
-from systolic.session import importing
 from tests.formats import folders
 from tests.formats.test_source import arrays
 
@@ -160,12 +160,13 @@ def test_rows_of_the_probe_pass_the_window(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_ctrl_c_leaves_nothing(folder: Path, tmp_path: Path) -> None:
-    def interrupted(stage: str) -> None:
-        if "50 %" in stage:
-            raise KeyboardInterrupt
+    class Interrupting(Reporter):
+        def stage(self, text: str) -> None:
+            if "50 %" in text:
+                raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        systolic.import_model(folder, tmp_path / "out", say=interrupted)
+    with reporting(Interrupting()), pytest.raises(KeyboardInterrupt):
+        systolic.import_model(folder, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -210,7 +210,7 @@ def test_folders_that_peft_saved_are_read(
     if "use_rslora" in fields:
         check_what_a_config_leaves_out(tmp_path / "peft", tmp_path / "less")
     # Merged it leaves as any model does.
-    systolic.export_model(tmp_path / "peft", tmp_path / "whole")
+    systolic.export(tmp_path / "peft", tmp_path / "whole")
     assert relative(folders.logits(tmp_path / "whole", TOKENS), theirs) < 1e-5
 
 
@@ -281,7 +281,7 @@ def test_a_run_leaves_and_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[s
     assert relative(outputs_of(more.setup.steps, more.weights, {"tokens": TOKENS}), ours) < 1e-5
     for path in (tmp_path / "base", tmp_path / "peft"):
         with pytest.raises(OptionError, match="is a model in files, which holds no adapters"):
-            systolic.export_model(path, tmp_path / "out", to="peft")
+            systolic.export(path, tmp_path / "out", to="peft")
 
 
 def test_what_peft_takes_for_experts_does_not_leave(tmp_path: Path) -> None:

@@ -15,13 +15,13 @@ from sklearn.datasets import load_sample_images
 import systolic
 from systolic.core.errors import DataError, OptionError
 from systolic.data.image.images import Images
+from systolic.formats.command import import_model
 from systolic.formats.hugging_face.preprocessor import PREPROCESSOR, fields_of_job, preprocessor
 from systolic.formats.source import open_source
 from systolic.formats.torch import open_state_dict, resnet, resnet_name
 from systolic.job import Batch, Job
 from systolic.models.vision.pixels import Pixels
 from systolic.models.vision.vit.config import Pooling, Positions, ViT
-from systolic.session.importing import import_model
 from systolic.steps.tasks.classification import Classification
 from tests.formats.foreign_images import picture
 from tests.formats.foreign_images import resnet as small_resnet
@@ -221,7 +221,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     model = replace(bundled.MODELS["vit"], **theirs)
     run = folder / "run"
     systolic.train(replace(job, model=model), run=run)
-    return run, systolic.export_model(run, folder / "bundle", to="bundle").path
+    return run, systolic.export(run, folder / "bundle", to="bundle").path
 
 
 @pytest.mark.parametrize("kind", some(["run", "bundle"], ["bundle"]))
@@ -229,7 +229,7 @@ def test_a_trained_model_leaves_with_its_preparation_and_its_classes(
     kind: str, trained: tuple[Path, Path], tmp_path: Path
 ) -> None:
     home = tmp_path / "home"
-    systolic.export_model(trained[kind == "bundle"], home, to="hf")
+    systolic.export(trained[kind == "bundle"], home, to="hf")
     pixels = np.random.default_rng(0).integers(0, 255, (12, 8), np.uint8)
     Image.fromarray(pixels).save(tmp_path / "three.png")
     wanted, found = (

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 import systolic
-from systolic.session.importing import import_model
+from systolic.formats.command import import_model
 from tests.weights import package
 
 SENTENCES = [

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from systolic.cli.export import ExportOptions
 from systolic.core.errors import OptionError
+from systolic.formats.command import export
 from systolic.formats.registry import (
     BUNDLE_FILE,
     FRAMEWORKS,
@@ -45,7 +45,7 @@ def test_functions_take_what_they_are_called_with() -> None:
 
 
 def test_the_command_line_has_every_format() -> None:
-    choices = typing.get_args(typing.get_type_hints(ExportOptions)["to"])
+    choices = typing.get_args(inspect.unwrap(export).__annotations__["to"])
     assert sorted(choices) == sorted([*MODEL_WRITERS, *PROGRAM_WRITERS, "docker"])
 
 

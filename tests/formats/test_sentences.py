@@ -15,7 +15,7 @@ from tokenizers import models, normalizers, pre_tokenizers, processors, trainers
 import systolic
 from systolic.cli.main import main
 from systolic.core.errors import OptionError
-from systolic.session.importing import import_model
+from systolic.formats.command import import_model
 
 TEXTS = [
     "a cat sat on the mat",

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 def ended_by(number: signal.Signals, out: Path) -> tuple[int, str]:
     """Exit code and last words of a process that writes a draft when the signal comes."""
-    command = [sys.executable, "-m", "tests.artifact.draft_child", str(out)]
+    command = [sys.executable, "-m", "tests.runs.draft_child", str(out)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as one:
         assert one.stdout is not None
@@ -45,9 +45,9 @@ def test_the_draft_of_a_killed_process_is_removed_by_the_next(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("quantizing.quantize_model", "quantize . --to int8 --out out"),
-        ("exporting.export_model", "export . --out out"),
-        ("importing.import_model", "import . --out out"),
+        ("session.quantizing.quantize_model", "quantize . --to int8 --out out"),
+        ("formats.exporting.export_model", "export . --out out"),
+        ("formats.importing.import_source", "import . --out out"),
     ],
 )
 def test_verbs_that_write_models_clean_up_when_they_are_asked_to_end(
@@ -62,7 +62,7 @@ def test_verbs_that_write_models_clean_up_when_they_are_asked_to_end(
             signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(f"systolic.session.{name}", writes)
+    monkeypatch.setattr(f"systolic.{name}", writes)
     before = signal.getsignal(signal.SIGTERM)
     assert main(words.split()) == 143
     assert capsys.readouterr().err == "systolic: ended by SIGTERM\n"

@@ -43,8 +43,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def made(bundle: Path, out: Path, platform: str = "cpu", *, mount: bool = False) -> Path:
-    image = ImageOptions(platform=platform, mount=mount)
-    systolic.export_model(bundle, out, to="docker", image=image)
+    systolic.export(bundle, out, to="docker", for_=platform, mount=mount)
     return out
 
 
@@ -143,7 +142,7 @@ def test_a_quantized_model_leaves_as_well(bundle: Path, tmp_path: Path) -> None:
     # The server restores its matrices.
     assert "\nqwix==" in (out / "requirements.txt").read_text()
     assert "qwix" not in (made(bundle, tmp_path / "plain") / "requirements.txt").read_text()
-    written = systolic.export_model(tmp_path / "int8", tmp_path / "int8.gguf", to="gguf")
+    written = systolic.export(tmp_path / "int8", tmp_path / "int8.gguf", to="gguf")
     assert (written.precision, written.parity.passed) == ("f32", True)
 
 
@@ -201,13 +200,13 @@ def test_what_is_no_whole_bundle_is_refused(bundle: Path, tmp_path: Path) -> Non
     ]
     for path, target, kind, says in cases:
         with pytest.raises(kind, match=says) as caught:
-            systolic.export_model(path, target, to="docker")
+            systolic.export(path, target, to="docker")
         assert "\n" not in str(caught.value)
     assert sorted(one.name for one in tmp_path.iterdir()) == ["damaged", "taken"]
     with pytest.raises(OptionError, match="'rocm'"):
         ImageOptions(platform="rocm")
     with pytest.raises(OptionError, match="--to docker"):
-        systolic.export_model(bundle, out, to="hf", image=ImageOptions(mount=True))
+        systolic.export(bundle, out, to="hf", mount=True)
 
 
 def test_a_wheel_on_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:

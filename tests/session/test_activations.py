@@ -114,7 +114,7 @@ def test_it_leaves_as_the_floats_that_its_codes_stand_for(
     made: Any, source: Path, tmp_path: Path
 ) -> None:
     systolic.import_model(made.path, tmp_path / "plain", parity=False)
-    systolic.export_model(made.path, tmp_path / "home")
+    systolic.export(made.path, tmp_path / "home")
     tokens = np.arange(24).reshape(2, 12).astype(np.int32)
     plain = systolic.open(tmp_path / "plain")
     assert not plain.job.quantization

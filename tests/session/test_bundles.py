@@ -38,7 +38,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A run of a small network on digits, and its Bundle."""
     folder = tmp_path_factory.mktemp("digits")
     run = bundled.run("cnn", folder)
-    systolic.export_model(run, folder / "bundle", to="bundle")
+    systolic.export(run, folder / "bundle", to="bundle")
     return run, folder / "bundle"
 
 
@@ -86,7 +86,7 @@ def test_every_kind_opens_without_its_run(kind: str, tmp_path: Path) -> None:
     run = bundled.run(kind, tmp_path)
     expected = systolic.open(run).evaluate()
     texts = systolic.open(run).generate("def", tokens=8, seed=3) if kind == "lm" else None
-    bundle = systolic.export_model(run, tmp_path / "bundle", to="bundle").path
+    bundle = systolic.export(run, tmp_path / "bundle", to="bundle").path
     shutil.rmtree(run)
     script = """
 import json, sys, systolic

@@ -27,7 +27,7 @@ def language(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A run of a small language model and its Bundle."""
     folder = tmp_path_factory.mktemp("language")
     run = bundled.run("lm", folder)
-    systolic.export_model(run, folder / "bundle", to="bundle")
+    systolic.export(run, folder / "bundle", to="bundle")
     return run, folder / "bundle"
 
 

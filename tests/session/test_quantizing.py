@@ -84,7 +84,7 @@ def test_it_computes_what_transformers_does_with_the_restored_weights(
     assert vocabulary.dtype.name == ("float8_e4m3fn" if kind == "fp8" else "int8")
     tokens = np.arange(24).reshape(2, 12).astype(np.int32)
     ours = outputs_of(model.setup.steps, model.weights, {"tokens": tokens})
-    written = systolic.export_model(tmp_path / "bundle", tmp_path / "home")
+    written = systolic.export(tmp_path / "bundle", tmp_path / "home")
     compared, restored, *_ = written.lines()
     assert compared.startswith("parity with the source over")
     assert restored.startswith(f"{len(made.matrices) - 1} quantized matrices are written")

@@ -231,7 +231,7 @@ def test_exported_adapters_are_merged(
     assert record["source"]["kind"] == "run"
     # Both are what adapters begin with, and a Bundle is what transformers opens after an export.
     systolic.train("sft", run=tmp_path / "again", **{**fast, "from_": bundle, "steps": 1})
-    systolic.export_model(bundle, tmp_path / "round")
+    systolic.export(bundle, tmp_path / "round")
     np.testing.assert_array_equal(
         folders.logits(tmp_path / "round", tokens), folders.logits(home, tokens)
     )
@@ -241,7 +241,7 @@ def test_what_is_no_run_of_a_language_model_is_no_bundle(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
     with pytest.raises(OptionError, match=r"a model in files already; .*systolic import"):
-        systolic.export_model(options["from_"], tmp_path / "out", to="bundle")
+        systolic.export(options["from_"], tmp_path / "out", to="bundle")
     assert not (tmp_path / "out").exists()
 
 
@@ -292,8 +292,8 @@ def test_a_fine_tuned_model_keeps_its_ends_and_its_context(
     assert opened.job.data.ends == {258, 257, 0, 3}
     assert opened.job.data.get_tokenizer().prompt("the capital of France") == asked
     for kind in ("hf", "bundle"):
-        systolic.export_model(run, tmp_path / kind, to=kind)
-    systolic.export_model(tmp_path / "bundle", tmp_path / "round")
+        systolic.export(run, tmp_path / kind, to=kind)
+    systolic.export(tmp_path / "bundle", tmp_path / "round")
     for name in ("hf", "round"):
         config = transformers.AutoConfig.from_pretrained(tmp_path / name)
         assert config.eos_token_id == [258, 257, 0, 3]
@@ -364,7 +364,7 @@ def test_a_run_of_a_run_stops_where_the_first_model_did(
     systolic.train("sft", run=tmp_path / "a", steps=1, **{**options, "from_": model})
     systolic.train("sft", run=tmp_path / "b", steps=1, **{**options, "from_": tmp_path / "a"})
     assert systolic.open(tmp_path / "b").job.data.ends >= {258, 257}
-    systolic.export_model(tmp_path / "b", tmp_path / "home")
+    systolic.export(tmp_path / "b", tmp_path / "home")
     assert systolic.open(tmp_path / "b").job.data.context == 8192
     config = json.loads((tmp_path / "home" / "config.json").read_text())
     assert config["max_position_embeddings"] == 8192

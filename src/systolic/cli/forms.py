@@ -6,7 +6,7 @@ import inspect
 import os
 import shlex
 import sys
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -17,7 +17,7 @@ from systolic.cli.parse import asks_help, known, parse, print_verb_help
 from systolic.cli.signature import Options, options_of
 from systolic.cli.target import first, planned_request, request, request_for
 from systolic.core.command_line import typed
-from systolic.core.errors import OptionError
+from systolic.core.errors import OptionError, nearest
 from systolic.core.files import check_writable
 from systolic.core.reporter import reporter, reporting
 
@@ -30,7 +30,7 @@ END = "--"
 
 
 class TargetKind(enum.Enum):
-    """What a form's words are before its options."""
+    """Kinds of words before a form's options."""
 
     recipe = enum.auto()
     """A recipe or a model, whose own options follow, too."""
@@ -42,10 +42,10 @@ class TargetKind(enum.Enum):
     """A path, as the value of the form's option."""
     program = enum.auto()
     """Nothing; a program follows its options, after ``--``."""
-    word = enum.auto()
-    """One word, before or among the options, which the function's first parameter describes."""
-    nothing = enum.auto()
-    """Options alone."""
+    name = enum.auto()
+    """A recipe or a model by its name alone, which may lack options that it requires, or with its own options."""
+    words = enum.auto()
+    """The function's positional parameters, each of its type; none where it has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +57,10 @@ class VerbForm:
     view: str
     """``module:name`` of what shows its result and returns the exit code."""
     takes: TargetKind
+    when: str = ""
+    """``module:name`` of a function of the target that chooses this form, where several have the same ``word``."""
     needs: str = ""
-    """What the message names where the words before the options are missing."""
+    """Name of the words before the options, in the message where they are missing."""
     word: str = ""
     """A word after the verb that chooses this form: ``serve``."""
     option: str = ""
@@ -68,7 +70,9 @@ class VerbForm:
     beside: str = ""
     """``module:name`` of a function whose options are taken, too, and have no effect in this form."""
     usage: str = ""
-    """``module:NAME`` of the help of a form with a word of its own."""
+    """``module:NAME`` of the help of a form with a word of its own; without it the verb's help has its options."""
+    below_help_of: "tuple[str, VerbForm] | None" = None
+    """A verb and its form whose help on the target is printed above the answer, unless that is JSON."""
     reporter: str = "systolic.report.stderr:StderrReporter"
     """``module:name`` of what shows progress and warnings; made with the options that its parameters name."""
 
@@ -76,15 +80,19 @@ class VerbForm:
     def options(self) -> Options:
         """Options of the function and of the view."""
         beside = named(self.beside) if self.beside else None
-        takes_word = self.takes is TargetKind.word
+        positional = self.takes is TargetKind.words
         return options_of(
-            named(self.function), named(self.view), self.option, beside, takes_word=takes_word
+            named(self.function), named(self.view), self.option, beside, positional=positional
         )
 
     def is_chosen(self, args: Sequence[str]) -> bool:
         """Whether the words ask for this form rather than for the verb's first."""
         if self.word:
-            return args[0] == self.word
+            return args[0] == self.word and (
+                not self.when or not _has_target(args[1:]) or named(self.when)(args[1])
+            )
+        if self.takes is TargetKind.name:
+            return _has_target(args)
         if self.option:
             return args[0].partition("=")[0] == f"--{self.option}"
         if self.with_option:
@@ -95,7 +103,8 @@ class VerbForm:
 class FormCall(NamedTuple):
     """A form's function with what a command line gives it."""
 
-    target: Any
+    target: Sequence[Any]
+    """The function's first argument; empty where options give all."""
     values: SimpleNamespace
     """Options of the form."""
     more: Mapping[str, Any]
@@ -113,28 +122,58 @@ def run_forms(verb: str, usage: str, forms: Sequence[VerbForm], args: Sequence[s
 
     Args:
         verb: Its name.
-        usage: ``module:NAME`` of the text above the options in the help; "" where the docstring is that.
+        usage: ``module:NAME`` of the text above the options in the help; empty for a verb whose first form takes words.
         forms: The first is that of words which choose no other.
         args: Words after the verb.
+
+    Raises:
+        OptionError: each form has a word, and the first of ``args`` is none.
     """
     if usage and (not args or args[0] in HELP):
-        shown = [replace(form, beside="").options.read for form in forms if not form.word]
-        return print_verb_help(named(usage), *shown)
-    form = next((one for one in forms if one.is_chosen(args)), forms[0])
+        return print_verb_help(named(usage), *map(_shown, _in_help(forms)))
+    form = next((one for one in forms if args and one.is_chosen(args)), forms[0])
     words, prog = list(args), verb
     if form.word:
+        if args[0] != form.word:
+            parts = list(dict.fromkeys(one.word for one in forms))
+            raise OptionError(
+                f"systolic {verb} has no {args[0]!r}{nearest(args[0], parts)}; it has {', '.join(parts)}, see systolic {verb} --help"
+            )
         words, prog = words[1:], f"{verb} {form.word}"
-        if words[0] in HELP if words else form.takes is TargetKind.recipe:
+        if form.usage and (not words or words[0] in HELP):
             return print_verb_help(named(form.usage), form.options.read)
-    if form is forms[0]:
+    elif form is forms[0]:
         _refuse_late(verb, forms, words)
     others = [f"--{one.with_option}" for one in forms if one.with_option]
+    words = [_renamed(word, form.options.other_names) for word in words]
     call = _read(form, prog, words, others)
     for name in form.options.written:
         if (path := getattr(call.values, name)) is not None:
             check_writable(path)
     with typed(("systolic", verb, *args)):
         return _answered(form, call)
+
+
+def _in_help(forms: Sequence[VerbForm]) -> list[VerbForm]:
+    """Forms whose options the verb's help lists; of those with the same word the first."""
+    listed = {form.word or form: form for form in reversed(forms) if not form.usage}
+    return [form for form in forms if form in listed.values()]
+
+
+def _shown(form: VerbForm) -> Callable[..., Any]:
+    """A form's options without those that have no effect in it."""
+    return replace(form, beside="").options.read
+
+
+def _has_target(words: Sequence[str]) -> bool:
+    """Whether a word comes before the options."""
+    return bool(words) and not words[0].startswith("-")
+
+
+def _renamed(word: str, names: Mapping[str, str]) -> str:
+    """An option under its own name."""
+    option, equals, value = word.partition("=")
+    return f"{names.get(option, option)}{equals}{value}"
 
 
 def _refuse_late(verb: str, forms: Sequence[VerbForm], words: Sequence[str]) -> None:
@@ -166,27 +205,27 @@ def _read(form: VerbForm, prog: str, words: list[str], others: Sequence[str]) ->
             raise OptionError(
                 f"systolic {prog} has no program after --; add it: -- python train.py --steps 10"
             )
-        return FormCall(command, values, {})
-    if form.takes is TargetKind.path:
-        values = parse(read, words, f"systolic {prog}")
-        return FormCall(getattr(values, form.option), values, {})
-    if form.takes is TargetKind.run:
-        return _run_read(form, prog, words)
-    words = [form.options.short.get(word, word) for word in words]
-    if form.takes is TargetKind.nothing:
-        return FormCall(None, parse(read, words, f"systolic {prog}"), {})
-    if form.takes is TargetKind.word:
-        if form.needs and not asks_help(words):
+        return FormCall((command,), values, {})
+    if form.takes in (TargetKind.path, TargetKind.words):
+        if form.needs and form.takes is TargetKind.words and not asks_help(words):
             first(words, prog, form.needs)
         values = parse(read, words, f"systolic {prog}")
-        return FormCall(getattr(values, form.options.word), values, {})
+        path = [getattr(values, form.option)] if form.option else []
+        return FormCall(path, values, {})
+    if form.takes is TargetKind.run:
+        return _run_read(form, prog, words)
     target, rest = first(words, prog, form.needs)
+    if form.takes is TargetKind.name:
+        given, own = known(read, rest, f"systolic {prog} {target}")
+        asked = request(target, rest, prog, read) if own else None
+        options = {} if asked is None else asked.options
+        return FormCall((target,), read(**given), options)
     if "plan" in form.options.of_function:
         asked = planned_request(target, rest, prog, read, reporter().warn, others)
     else:
         asked = request(target, rest, prog, read)
     as_typed = form.takes is TargetKind.recipe_as_typed
-    return FormCall(asked.as_typed if as_typed else asked.source, asked.verb, {})
+    return FormCall((asked.as_typed if as_typed else asked.source,), asked.verb, {})
 
 
 def _run_read(form: VerbForm, prog: str, words: list[str]) -> FormCall:
@@ -199,18 +238,27 @@ def _run_read(form: VerbForm, prog: str, words: list[str]) -> FormCall:
     def reader(recipe: "Recipe", saved: Mapping[str, Any]) -> Mapping[str, Any]:
         return request_for(recipe, words, prog, form.options.read, saved, target=target).options
 
-    return FormCall(run, values, {"reader": reader})
+    return FormCall((run,), values, {"reader": reader})
 
 
 def _answered(form: VerbForm, call: FormCall) -> int:
     function, view = named(form.function), named(form.view)
     shown, values = named(form.reporter), vars(call.values)
     parameters = inspect.signature(shown).parameters
-    targets = () if form.takes is TargetKind.nothing else (call.target,)
     with _kept_stdout() if values.get("json", False) else contextlib.nullcontext():
         with reporting(shown(**{n: value for n, value in values.items() if n in parameters})):
-            answer = function(*targets, **form.options.given_to_function(call.values), **call.more)
+            answer = function(
+                *call.target, **form.options.given_to_function(call.values), **call.more
+            )
+        if form.below_help_of is not None and not values.get("json", False):
+            _print_help_on(call.target[0], *form.below_help_of)
         return view(answer, **form.options.given_to_view(call.values))
+
+
+def _print_help_on(recipe: str, verb: str, form: VerbForm) -> None:
+    """Prints the help of a verb on a recipe."""
+    with contextlib.suppress(SystemExit):
+        request(recipe, ["--help"], verb, form.options.read)
 
 
 @contextlib.contextmanager

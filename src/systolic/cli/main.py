@@ -21,15 +21,86 @@ class Verb(NamedTuple):
     forms: tuple[VerbForm, ...] = ()
 
 
+TRAIN = VerbForm(
+    function="systolic.training.command:train",
+    view="systolic.training.display.view:show",
+    reporter="systolic.training.display.view:TrainReporter",
+    takes=TargetKind.recipe,
+    needs="a recipe",
+)
+
 VERBS = {
     "doctor": Verb(
-        "doctor",
+        "",
         "checks this machine: versions, devices, processes that hold the TPU, measured peaks",
+        (
+            VerbForm(
+                function="systolic.doctor.command:diagnose",
+                view="systolic.doctor.view:show",
+                takes=TargetKind.words,
+            ),
+        ),
     ),
-    "chips": Verb("chips", "lists chips and slices, each number with its source"),
-    "recipes": Verb("recipes", "lists the recipes, or one recipe's options"),
+    "chips": Verb(
+        "",
+        "lists chips and slices, each number with its source",
+        (
+            VerbForm(
+                function="systolic.chips.command:look_up",
+                view="systolic.chips.view:show",
+                takes=TargetKind.words,
+            ),
+        ),
+    ),
+    "recipes": Verb(
+        "",
+        "lists the recipes, or one recipe's options",
+        (
+            VerbForm(
+                function="systolic.recipes.listing.command:list_recipes",
+                view="systolic.recipes.listing.view:show_list",
+                takes=TargetKind.words,
+            ),
+            VerbForm(
+                function="systolic.recipes.listing.command:describe_recipe",
+                view="systolic.recipes.listing.view:show_recipe",
+                takes=TargetKind.name,
+                below_help_of=("train", TRAIN),
+            ),
+        ),
+    ),
     "data": Verb(
-        "data", "packs data into ArrayRecord, shows what a model will see, trains a tokenizer"
+        "systolic.data.command:USAGE",
+        "packs data into ArrayRecord, shows what a model will see, trains a tokenizer",
+        (
+            VerbForm(
+                function="systolic.data.command:pack",
+                view="systolic.data.view:show_packed",
+                reporter="systolic.data.view:ReadingReporter",
+                takes=TargetKind.words,
+                word="pack",
+            ),
+            VerbForm(
+                function="systolic.data.command:inspect",
+                view="systolic.data.view:show_inspected",
+                takes=TargetKind.words,
+                word="inspect",
+                when="systolic.data.command:is_data",
+            ),
+            VerbForm(
+                function="systolic.data.command:inspect_recipe",
+                view="systolic.data.view:show_inspected",
+                takes=TargetKind.recipe,
+                word="inspect",
+            ),
+            VerbForm(
+                function="systolic.data.command:train_tokenizer",
+                view="systolic.data.view:show_tokenizer",
+                reporter="systolic.data.view:ReadingReporter",
+                takes=TargetKind.words,
+                word="tokenizer",
+            ),
+        ),
     ),
     "forecast": Verb(
         "forecast", "memory, time, MFU and cost of a step on a slice that you don't have"
@@ -71,13 +142,7 @@ VERBS = {
         "systolic.training.command:USAGE",
         "trains a recipe; resumes with --resume RUN; rehearses with --rehearse SLICE",
         (
-            VerbForm(
-                function="systolic.training.command:train",
-                view="systolic.training.display.view:show",
-                reporter="systolic.training.display.view:TrainReporter",
-                takes=TargetKind.recipe,
-                needs="a recipe",
-            ),
+            TRAIN,
             VerbForm(
                 function="systolic.training.command:resume",
                 view="systolic.training.display.view:show",
@@ -118,7 +183,7 @@ VERBS = {
                 function="systolic.launching.command:launch_server",
                 view="systolic.launching.view:show_launch",
                 reporter="systolic.launching.view:LaunchReporter",
-                takes=TargetKind.word,
+                takes=TargetKind.words,
                 needs="a Bundle, or gs://BUCKET/FOLDER",
                 word="serve",
                 usage="systolic.launching.command:SERVE_USAGE",
@@ -132,7 +197,7 @@ VERBS = {
             VerbForm(
                 function="systolic.launching.command:launches",
                 view="systolic.launching.view:show_runs",
-                takes=TargetKind.nothing,
+                takes=TargetKind.words,
             ),
         ),
     ),
@@ -143,7 +208,7 @@ VERBS = {
             VerbForm(
                 function="systolic.launching.command:status",
                 view="systolic.launching.view:show_status",
-                takes=TargetKind.word,
+                takes=TargetKind.words,
             ),
         ),
     ),
@@ -154,7 +219,7 @@ VERBS = {
             VerbForm(
                 function="systolic.launching.command:logs",
                 view="systolic.launching.view:show_logs",
-                takes=TargetKind.word,
+                takes=TargetKind.words,
             ),
         ),
     ),
@@ -165,13 +230,20 @@ VERBS = {
             VerbForm(
                 function="systolic.launching.command:stop",
                 view="systolic.launching.view:show_stop",
-                takes=TargetKind.word,
+                takes=TargetKind.words,
             ),
         ),
     ),
     "import": Verb(
-        "import_model",
+        "",
         "writes a Hugging Face model as a Bundle, and checks that it computes the same",
+        (
+            VerbForm(
+                function="systolic.formats.command:import_model",
+                view="systolic.formats.view:show_import",
+                takes=TargetKind.words,
+            ),
+        ),
     ),
     "eval": Verb("eval", "evaluates a run on its held-out data"),
     "generate": Verb("generate", "continues prompts with a trained language model"),
@@ -187,7 +259,15 @@ VERBS = {
         "writes a model with its matrices in int8, int4, fp8 or nf4, and what that costs",
     ),
     "export": Verb(
-        "export", "writes a trained model for transformers, JAX or TensorFlow, or as a Bundle"
+        "",
+        "writes a trained model for transformers, JAX or TensorFlow, or as a Bundle",
+        (
+            VerbForm(
+                function="systolic.formats.command:export",
+                view="systolic.formats.view:show_export",
+                takes=TargetKind.words,
+            ),
+        ),
     ),
     "compare": Verb(
         "compare", "two models side by side: size, quality, answers, latency, forecast"

@@ -39,10 +39,8 @@ class Options(NamedTuple):
     """Option to the view's parameter."""
     written: frozenset[str]
     """Options whose path is written."""
-    short: Mapping[str, str]
-    """Short form to the option: ``-f`` to ``--follow``."""
-    word: str = ""
-    """The positional argument, where the form takes one."""
+    other_names: Mapping[str, str]
+    """Another name of an option to its own, as they are typed."""
 
     def given_to_function(self, values: SimpleNamespace) -> dict[str, Any]:
         """Arguments of the function."""
@@ -60,7 +58,7 @@ def options_of(
     target: str = "",
     beside: Callable[..., Any] | None = None,
     *,
-    takes_word: bool = False,
+    positional: bool = False,
 ) -> Options:
     """Options of a verb's function and of its view, as keyword parameters with types that words can give.
 
@@ -69,11 +67,11 @@ def options_of(
         view: What shows its result.
         target: Option that gives the function's first parameter; empty where a word without one does.
         beside: A function whose options are read, too, and given to nothing.
-        takes_word: Whether the first parameter is a word that stands anywhere among the options, as ``NAME``.
+        positional: Whether words without an option give the function's positional parameters. The help then has all
+            of the docstring before its arguments.
     """
-    mine, shown = _parameters(function), _parameters(view)
+    mine, shown = _parameters(function, positional=positional), _parameters(view)
     first = _first(function, target) if target else []
-    first += _positional(function) if takes_word else []
     others = [] if beside is None else list(_parameters(beside).values())
     merged = {one.name: one for one in (*first, *mine.values())}
     for one in (*others, *shown.values(), QUIET):
@@ -84,7 +82,7 @@ def options_of(
 
     read.__signature__ = inspect.Signature(list(merged.values()))  # ty: ignore[missing-attribute]
     read.__annotations__ = {name: one.annotation for name, one in merged.items()}
-    read.__doc__ = _documented(function, view, target, beside)
+    read.__doc__ = _documented(function, view, target, beside, whole=positional)
     return Options(
         read=read,
         of_function={one.name: parameter for parameter, one in mine.items()},
@@ -94,28 +92,36 @@ def options_of(
             for name, one in merged.items()
             if any(isinstance(extra, OutputPath) for extra in _extras(one.annotation)[1])
         ),
-        short={
-            extra.short: f"--{dashed(name)}"
+        other_names={
+            extra.also
+            if extra.also.startswith("-")
+            else f"--{dashed(extra.also)}": f"--{dashed(name)}"
             for name, one in merged.items()
             for extra in _extras(one.annotation)[1]
-            if isinstance(extra, OptionWords) and extra.short
+            if isinstance(extra, OptionWords) and extra.also
         },
-        word=first[0].name if takes_word else "",
     )
 
 
-def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Parameter to the option that gives it: of those by keyword that words can give."""
+def _parameters(
+    function: Callable[..., Any], *, positional: bool = False
+) -> dict[str, inspect.Parameter]:
+    """Parameter to the option that gives it, of those that words can give.
+
+    A parameter by keyword is an option, and so is a positional one with :class:`OptionWords`; other positional ones
+    are words of their own where ``positional`` says so, and left out elsewhere.
+    """
     plain = inspect.unwrap(function)
     typed: dict[str, inspect.Parameter] = {}
     for name, parameter in inspect.signature(plain).parameters.items():
-        if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
-            continue
         kind, extras = _extras(_resolved(parameter.annotation, plain.__globals__))
-        words = next(
-            (extra for extra in extras if isinstance(extra, OptionWords)),
-            OptionWords(_narrowed(kind)),
-        )
+        words = next((extra for extra in extras if isinstance(extra, OptionWords)), None)
+        if words is None:
+            if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and positional:
+                extras = [*extras, tyro.conf.Positional]
+            elif parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
+                continue
+            words = OptionWords(_narrowed(kind))
         if words.kind is None:
             continue
         default = parameter.default if words.default is NO_VALUE else words.default
@@ -125,6 +131,7 @@ def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
             extras = [*extras, tyro.conf.UseAppendAction]
         typed[name] = parameter.replace(
             name=words.name or name,
+            kind=inspect.Parameter.KEYWORD_ONLY,
             annotation=Annotated[words.kind, *extras] if extras else words.kind,
             default=default,
         )
@@ -202,9 +209,12 @@ def _documented(
     view: Callable[..., Any],
     target: str,
     beside: Callable[..., Any] | None,
+    *,
+    whole: bool,
 ) -> str:
-    """The function's docstring as plain text, with the arguments of both."""
-    summary = (inspect.getdoc(function) or "").partition("\n\n")[0]
+    """The function's docstring as plain text, with the arguments of both; without ``whole`` only its first paragraph."""
+    summary = (inspect.getdoc(function) or "").partition("Args:\n" if whole else "\n\n")[0]
+    summary = summary.partition("\n\nRaises:")[0].rstrip()
     mine = _arguments(function)
     if target:
         first = next(iter(inspect.signature(function).parameters))

@@ -36,7 +36,7 @@ class Request(Generic[Options]):
 
     recipe: "Recipe"
     options: Mapping[str, Any]
-    """Of the recipe, by parameter."""
+    """Options of the recipe, by parameter."""
     verb: Options
     typed: Sequence[str] = ()
     """Options of the recipe as they were typed."""

@@ -66,8 +66,8 @@ class OptionWords:
     """Whether the option is given once for each of its values."""
     name: str = ""
     """Name of the option, where it is another than the parameter's."""
-    short: str = ""
-    """A short form of a switch: ``-f``."""
+    also: str = ""
+    """Another name that the option is read under; ``-f`` is a short form."""
 
 
 @dataclass(frozen=True, slots=True)

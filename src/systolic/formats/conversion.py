@@ -287,6 +287,8 @@ class ModelExport:
     """Origin of the inputs of the comparison."""
     notes: tuple[str, ...] = ()
     """Form of quantized matrices, order of classes."""
+    seconds: float = 0.0
+    """Time that the export took."""
 
     @classmethod
     def of(
@@ -328,4 +330,5 @@ class ModelExport:
                 name: difference.to_json() for name, difference in self.differences.items()
             },
             "notes": list(self.notes),
+            "seconds": self.seconds,
         }

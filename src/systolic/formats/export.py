@@ -118,6 +118,8 @@ class Exported:
     """Differences between the outputs of what was written and those of its source."""
     notes: tuple[str, ...] = ()
     """Why there is no parity, and what the folder does not hold."""
+    seconds: float = 0.0
+    """Time that the export took."""
 
     @classmethod
     def of(cls, out: Path, kind: str, specs: Sequence[TensorSpec], **more: Any) -> "Exported":
@@ -135,6 +137,7 @@ class Exported:
             "restored": len(self.restored),
             "parity": None if self.parity is None else self.parity.to_json(),
             "notes": list(self.notes),
+            "seconds": self.seconds,
         }
 
     def lines(self) -> list[str]:

@@ -355,7 +355,7 @@ def status(name: Annotated[Path | str, NAME]) -> "LaunchState":
 def logs(
     name: Annotated[Path | str, NAME],
     *,
-    follow: Annotated[bool, OptionWords(bool, short="-f")] = False,
+    follow: Annotated[bool, OptionWords(bool, also="-f")] = False,
     lines: Annotated[int, COUNT] = 50,
     process: Annotated[int, NOT_NEGATIVE] = 0,
 ) -> Iterator[str]:

@@ -15,6 +15,7 @@ from systolic.core.errors import OptionError, called
 from systolic.core.files import check_room
 from systolic.formats.bundle import BundleSource, few_outputs, record, record_answers
 from systolic.formats.comparison import Parity, compare
+from systolic.formats.exporting import export_model
 from systolic.formats.jobs import job_of
 from systolic.formats.probe import PROBES, few, probe_of
 from systolic.formats.source import Source, open_source
@@ -37,7 +38,6 @@ from systolic.session.calibrating import (
     digests_at,
     largest_of,
 )
-from systolic.session.exporting import export_model
 from systolic.session.replaying import answers
 from systolic.session.sensitivity import Choice, Measure, Quality, choose, moments_of
 from systolic.session.trained import (
@@ -415,7 +415,7 @@ def _as_source(path: Path, out: Path, trust: bool, say: Callable[[str], None]) -
     with draft(out) as scratch:
         whole = scratch.folder / path.resolve().name
         try:
-            export_model(path, whole, to="bundle", trust=trust, say=say)
+            export_model(path, whole, to="bundle", trust=trust)
         except OptionError as error:
             reason = str(error).partition("; ")[0]
             raise OptionError(

@@ -184,7 +184,7 @@ def test_a_file_in_a_wrong_order_is_not_kept(
     source = folder(tmp_path / "source", "llama")
     monkeypatch.setattr("systolic.formats.gguf.reader.rotated", lambda heads, array: array)
     with pytest.raises(RunError, match="computes something else"):
-        systolic.export_model(source, tmp_path / "made.gguf", to="gguf")
+        systolic.export(source, tmp_path / "made.gguf", to="gguf")
     assert [one.name for one in tmp_path.iterdir()] == ["source"]
 
 
@@ -321,9 +321,7 @@ def test_what_gguf_can_not_hold_is_named(
 ) -> None:
     source = make(tmp_path / "source")
     with pytest.raises(kind) as caught:
-        systolic.export_model(
-            source, tmp_path / "made.gguf", to="gguf", gguf=GgufOptions(precision="f16")
-        )
+        systolic.export(source, tmp_path / "made.gguf", to="gguf", precision="f16")
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
     assert [one.name for one in tmp_path.iterdir()] == ["source"]
@@ -337,14 +335,14 @@ def test_wrong_options_are_one_line(tmp_path: Path) -> None:
         ({"out": out, "to": "gguf"}, TakenError, "exists"),
         ({"out": tmp_path / "made", "to": "gguf"}, OptionError, "no name of a GGUF file"),
         (
-            {"out": tmp_path / "home", "gguf": GgufOptions(precision="f16")},
+            {"out": tmp_path / "home", "precision": "f16"},
             OptionError,
             "--to gguf",
         ),
     ]
     for given, kind, says in cases:
         with pytest.raises(kind, match=says):
-            systolic.export_model(source, **given)
+            systolic.export(source, **given)
     assert out.read_text() == "mine"
     with pytest.raises(OptionError, match="'q4'"):
         GgufOptions(precision="q4")
@@ -356,7 +354,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, before[1]))
     try:
         with pytest.raises(RunError, match=r"File too large.*nothing was left"):
-            systolic.export_model(source, tmp_path / "made.gguf", to="gguf")
+            systolic.export(source, tmp_path / "made.gguf", to="gguf")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert [one.name for one in tmp_path.iterdir()] == ["source"]

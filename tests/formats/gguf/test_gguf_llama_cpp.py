@@ -17,7 +17,6 @@ import pytest
 
 import systolic
 from systolic.cli.main import main
-from systolic.formats.gguf.writer import GgufOptions
 from systolic.job import Sampling
 from tests import weights
 from tests.formats import folders
@@ -114,9 +113,7 @@ TEXTS = (
 def test_smollm2_says_the_same(tmp_path: Path, precision: str) -> None:
     systolic.import_model(weights.smollm2(), tmp_path / "smollm2", parity=False)
     file = tmp_path / "smollm2.gguf"
-    made = systolic.export_model(
-        tmp_path / "smollm2", file, to="gguf", gguf=GgufOptions(precision=precision)
-    )
+    made = systolic.export(tmp_path / "smollm2", file, to="gguf", precision=precision)
     assert made.parity.max_relative < (1e-6 if precision == "f32" else 2e-3)
     model = systolic.open(tmp_path / "smollm2")
     ours = model.generate(PROMPTS, tokens=TOKENS, sampling=GREEDY)
@@ -134,14 +131,12 @@ def test_q8_0_of_smollm2_is_what_llama_cpp_makes_of_it(
     if quantizer is None:
         pytest.skip("needs llama-quantize of llama.cpp on the PATH")
     file, wide, theirs = (tmp_path / f"{name}.gguf" for name in ("q8_0", "f32", "theirs"))
-    made = systolic.export_model(
-        weights.smollm2(), file, to="gguf", gguf=GgufOptions(precision="q8_0")
-    )
+    made = systolic.export(weights.smollm2(), file, to="gguf", precision="q8_0")
     assert made.parity.argmax_agreement > 0.95
     assert made.bytes < 1.1 * made.parameters * 34 / 32
     # The tensors are compared below: their logits need no comparison.
     monkeypatch.setattr("systolic.formats.gguf.writer.no_room", lambda elements: "left out")
-    systolic.export_model(weights.smollm2(), wide, to="gguf", gguf=GgufOptions(precision="f32"))
+    systolic.export(weights.smollm2(), wide, to="gguf", precision="f32")
     subprocess.run([quantizer, wide, theirs, "q8_0", "2"], check=True, capture_output=True)
     ours, other = ({t.name: t for t in gguf.GGUFReader(one).tensors} for one in (file, theirs))
     assert set(ours) == set(other)
@@ -156,7 +151,7 @@ def test_q8_0_of_smollm2_is_what_llama_cpp_makes_of_it(
 def test_gemma_3_says_the_same(tmp_path: Path, precision: str) -> None:
     source = weights.gemma(tmp_path)
     file = tmp_path / "made.gguf"
-    made = systolic.export_model(source, file, to="gguf", gguf=GgufOptions(precision=precision))
+    made = systolic.export(source, file, to="gguf", precision=precision)
     assert made.parity.max_relative < (1e-4 if precision == "f32" else 5e-3)
     model = systolic.open(source)
     ours = model.generate(PROMPTS, tokens=TOKENS, sampling=GREEDY)

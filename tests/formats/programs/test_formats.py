@@ -80,7 +80,7 @@ def test_the_documentations_lines_export(
     """The page's Python, on a small model in the place of its run."""
     page = (ROOT / "docs" / "exporting.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    (block,) = [one for one in blocks if "systolic.export_program" in one]
+    (block,) = [one for one in blocks if "systolic.export(" in one]
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "first").symlink_to(bundle)
     monkeypatch.chdir(tmp_path)
@@ -124,7 +124,7 @@ def test_quantized_matrices_are_codes_or_floats_and_the_export_says_which(
     how: WeightFormat, dtype: str, told: list[str], bundle: Path, tmp_path: Path
 ) -> None:
     quantize_model(bundle, tmp_path / "small", to=MatrixFormat(format=how, group=how.group))
-    made = systolic.export_program(tmp_path / "small", tmp_path / "out", to="stablehlo")
+    made = systolic.export(tmp_path / "small", tmp_path / "out", to="stablehlo")
     assert made.differences["logits"].max_relative < 1e-5
     assert [note.removeprefix("quantized matrices ") for note in made.notes] == told
     (file,) = (tmp_path / "out").glob("weights*.safetensors")

@@ -454,6 +454,8 @@ class ExportedGguf:
     """Differences between the logits of the file and those of the source."""
     notes: tuple[str, ...]
     """Properties that GGUF can't express, and why there is no parity."""
+    seconds: float = 0.0
+    """Time that the export took."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -465,6 +467,7 @@ class ExportedGguf:
             "bytes": self.bytes,
             "parity": None if self.parity is None else self.parity.to_json(),
             "notes": list(self.notes),
+            "seconds": self.seconds,
         }
 
     @property

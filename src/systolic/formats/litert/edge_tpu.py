@@ -11,6 +11,7 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,14 +69,17 @@ class EdgeTpuReport:
     parameter_bytes: int
     compiled: bool = False
     """Whether the compiler has been over the file."""
+    file: Path | None = None
+    """The file that was checked, where it is not one that was just written."""
 
     @property
     def taken(self) -> int:
         """Operations on the Edge TPU."""
         return sum(placement.on_edge_tpu for placement in self.placements)
 
-    def lines(self, file: str) -> list[str]:
+    def lines(self, file: str = "") -> list[str]:
         """Placements, fixes, and the command that compiles; operations of one kind and reason together."""
+        file = file or str(self.file)
         cache = f"{si(self.parameter_bytes, 'B')} of parameters, about {si(CACHE_BYTES, 'B')} stay on the chip"
         if self.compiled:
             return [f"Edge TPU: {file} was compiled before; {cache}"]

@@ -400,6 +400,8 @@ class LiteExport:
     edge_tpu: EdgeTpuReport | None = None
     notes: tuple[str, ...] = ()
     """Form of quantized matrices, order of classes."""
+    seconds: float = 0.0
+    """Time that the export took."""
 
     @property
     def kind(self) -> str:
@@ -484,6 +486,7 @@ class LiteExport:
             "outputs": self.outputs,
             "notes": list(self.notes),
             "edge_tpu": None if self.edge_tpu is None else self.edge_tpu.to_json(),
+            "seconds": self.seconds,
         }
 
 

@@ -75,6 +75,8 @@ class ExportedImage:
     """Size of all files."""
     build: str
     """Command that builds the image."""
+    seconds: float = 0.0
+    """Time that the export took."""
 
     def to_json(self) -> dict[str, Any]:
         """JSON object."""
@@ -87,6 +89,7 @@ class ExportedImage:
             "unpinned": list(self.unpinned),
             "bytes": self.bytes,
             "build": self.build,
+            "seconds": self.seconds,
         }
 
     @property

@@ -1,15 +1,14 @@
-"""``systolic.import_model``: a model of another library, written as a Bundle and compared with where it came from."""
+"""Imports: a model of another library is written as a Bundle and compared with where it came from."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from systolic.core.arguments import with_types
 from systolic.core.errors import OptionError
 from systolic.core.files import check_room
+from systolic.core.reporter import reporter
 from systolic.formats.bundle import BundleSource, few_outputs, record, record_answers
 from systolic.formats.comparison import Parity, check_passed
 from systolic.formats.hugging_face.reference import check, impossible
@@ -42,6 +41,8 @@ FOLDER = Path("bundles")
 DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 """Dtypes of stored weights by their names in options; ``auto`` keeps the source's."""
 AUTO = "auto"
+NOT_ASKED = "not asked for"
+"""Reason of an import without a comparison."""
 PICTURE = "predict {} picture.jpg"
 USES = {
     "CNN": PICTURE,
@@ -75,6 +76,8 @@ class Imported:
     """Warnings about the source's files, or about the batches of an exported program."""
     use: str
     """Verb and arguments of the command that uses it, with {} for the Bundle."""
+    seconds: float = 0.0
+    """Time that the import took."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -87,57 +90,40 @@ class Imported:
             "unchecked": self.unchecked,
             "unusable": self.unusable,
             "notes": list(self.notes),
+            "seconds": self.seconds,
         }
 
 
-@with_types
-def import_model(
+def import_source(
     source: Path | str,
-    out: Path | str | None = None,
+    out: Path | None,
     *,
-    dtype: str = AUTO,
-    parity: bool = True,
-    framework: Framework = Framework(),  # noqa: B008
-    base: Path | str | None = None,
-    say: Callable[[str], None] = lambda _: None,
+    dtype: str,
+    parity: bool,
+    framework: Framework,
+    base: Path | None,
 ) -> Imported:
     """Writes a model of another library as a Bundle, one tensor in memory at a time.
 
-    Args:
-        source: A Hugging Face folder, a GGUF file, another Bundle, or a model of another framework:
-            ``file.py:function``, ``.pt2``, ``.keras``, a SavedModel's folder.
-        out: The Bundle's folder; by default ``bundles/NAME``.
-        dtype: ``f32`` or ``bf16`` rounds the weights; ``auto`` stores each as it is.
-        parity: Compare outputs with those of transformers, where it is installed.
-        framework: How to convert a model that is code or a program.
-        base: Of a PEFT folder: the model that its adapters stand beside, in place of the one that it names.
-        say: Called with each stage.
-
-    Raises:
-        NotFoundError: there is no such source, or a file of it is missing.
-        OptionError: its family, or a field of its configuration, is not known.
-        DataError: files are damaged, or tensors are missing or unknown.
-        RunError: the disk is full, or the outputs differ by more than the tolerance; no Bundle is left.
-        TakenError: there is something at ``out``.
+    Arguments and errors are those of :func:`systolic.import_model`; ``framework`` says how a model that is code or
+    a program is converted.
     """
-    if dtype not in (AUTO, *DTYPES):
-        raise OptionError(f"dtype is {dtype!r}; it takes {AUTO}, {' or '.join(DTYPES)}")
     if (form := framework_format(str(source))) is not None:
         request = ProgramRequest(source=str(source), read=form.read, how=framework)
-        return _program(request, out, dtype, parity, say)
+        return _program(request, out, dtype, parity)
     framework.check_unused(source)
-    opened = _sound(source, None if base is None else Path(base))
-    final = FOLDER / opened.path.resolve().stem if out is None else Path(out)
-    say("read descriptions")
+    opened = _sound(source, base)
+    final = FOLDER / opened.path.resolve().stem if out is None else out
+    reporter().stage("read descriptions")
     tensors = planned(opened, np.dtype(DTYPES[dtype]) if dtype != AUTO else None)
     size = sum(tensor.nbytes for tensor in tensors)
     _check_room(opened, final, size)
     rounded = _rounded_to(opened, tensors)
     with draft(final) as made:
-        _fill(opened, made, tensors, size, say)
+        _fill(opened, made, tensors, size)
         about = _about(opened, tensors)
-        unchecked = impossible(opened) if parity else "not asked for"
-        found = None if unchecked else _compared(opened, made, about, rounded, say)
+        unchecked = impossible(opened) if parity else NOT_ASKED
+        found = None if unchecked else _compared(opened, made, about, rounded)
         _keep(opened, made, about, rounded)
         bundle = made.finish(**about)
     return Imported(
@@ -176,25 +162,24 @@ def _unusable(source: Source) -> str | None:
 
 def _program(
     request: ProgramRequest,
-    out: Path | str | None,
+    out: Path | None,
     dtype: str,
     parity: bool,
-    say: Callable[[str], None],
 ) -> Imported:
     """A model of PyTorch, Keras or TensorFlow."""
     if dtype != AUTO:
         raise OptionError(
             f"dtype is {dtype}, but {request.source} is exported as it computes; convert it before, with module.bfloat16() or Keras' policy"
         )
-    final = FOLDER / request.name if out is None else Path(out)
-    model, size, found = import_program(request, final, parity=parity, say=say)
+    final = FOLDER / request.name if out is None else out
+    model, size, found = import_program(request, final, parity=parity, say=reporter().stage)
     return Imported(
         path=final,
         parameters=model.about.parameters,
         bytes=size,
         dtype="float32",
         parity=found,
-        unchecked=None if parity else "not asked for",
+        unchecked=None if parity else NOT_ASKED,
         use=USES[type(model).__name__],
         notes=model.about.notes,
     )
@@ -205,14 +190,13 @@ def _compared(
     made: BundleDraft,
     about: dict[str, Any],
     rounded: str | None,
-    say: Callable[[str], None],
 ) -> Parity:
     """Parity of a Bundle with its source; notes it in ``about``, with what the Bundle answered.
 
     Raises:
         RunError: it computes something else.
     """
-    say("parity")
+    reporter().stage("parity")
     made.describe(**about)
     held: list[tuple[ParityInputs, np.ndarray, str]] = []
 
@@ -258,10 +242,9 @@ def _fill(
     made: BundleDraft,
     tensors: "list[TensorSpec]",
     size: int,
-    say: Callable[[str], None],
 ) -> None:
     """Writes weights and other files."""
-    write_weights(source, made, tensors, weight_progress(size, say))
+    write_weights(source, made, tensors, weight_progress(size, reporter().stage))
     for name, file in source.files().items():
         made.add(name, file.read_bytes())
     if source.config:

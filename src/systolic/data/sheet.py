@@ -14,6 +14,9 @@ from systolic.report.figures import plural
 if TYPE_CHECKING:
     import numpy as np
 
+WIDTH = 100
+"""Columns where stdout is no terminal."""
+
 _DOCUMENT_STYLES = ("cyan", "yellow", "green", "magenta")
 """Colours of documents, in turn."""
 

@@ -1,91 +1,32 @@
-"""``systolic chips [NAME]``: all chips, one chip with its sources, or one slice."""
+"""Tables of the catalogue: all chips, one chip with its sources, one slice."""
 
-import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from math import prod
-from typing import Annotated, Any
 
-import tyro
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from systolic.chips import Chip, Figure, Slice, chip, chips, named_slices, slice
-from systolic.chips.catalogue import user_file
-from systolic.chips.flags import shared_flags
-from systolic.cli.parse import parse
-from systolic.core.errors import NotFoundError, nearest
+from systolic.chips.command import Catalogue, ChipEntry
+from systolic.chips.record import Chip, Figure
+from systolic.chips.slices import Slice, named_slices
 from systolic.core.units import GIB, gibibytes, si
 
 WIDTH = 100
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChipsOptions:
-    """The catalogue of chips and slices, each number with its source.
-
-    Prices and power can be replaced in ~/.config/systolic/catalogue.toml, or in the file that
-    $SYSTOLIC_CATALOGUE names: [chips.v5e] usd_per_chip_hour.on_demand = 0.95
-
-    Args:
-        name: A chip (v5e, tpu7x, h200, cpu) or a slice (v5e-16, v5p:4x4x8, 2xv5e-256, 8xh100).
-        json: Print one JSON object.
-    """
-
-    name: Annotated[str | None, tyro.conf.Positional] = None
-    json: bool = False
-
-
-def run(args: Sequence[str]) -> int:
-    """The verb."""
-    options = parse(ChipsOptions, args, "systolic chips")
-    found = _find(options.name) if options.name is not None else None
-    if options.json:
-        print(json.dumps(_record(found), indent=2, ensure_ascii=False))
-        return 0
+def print_entry(entry: Catalogue | ChipEntry | Slice) -> None:
+    """Prints a table of the catalogue, of a chip or of a slice."""
     console = Console(width=WIDTH, highlight=False)
-    if found is None:
-        console.print(_all_chips())
-    elif isinstance(found, Chip):
-        console.print(_one_chip(found))
+    if isinstance(entry, Catalogue):
+        console.print(_all_chips(entry))
+    elif isinstance(entry, ChipEntry):
+        console.print(_one_chip(entry))
     else:
-        console.print(_one_slice(found))
-    return 0
+        console.print(_one_slice(entry))
 
 
-def _find(name: str) -> Chip | Slice:
-    """A chip by its name, else a slice."""
-    folded = name.strip().lower()
-    names = [alias for known in chips() for alias in (known.name, *known.aliases)]
-    if folded in names:
-        return chip(folded)
-    try:
-        return slice(name)
-    except NotFoundError as error:
-        if "-" in folded or ":" in folded or "x" in folded:
-            raise
-        raise NotFoundError(
-            f"there is no chip or slice {name!r}{nearest(folded, names)}; systolic chips lists them"
-        ) from error
-
-
-def _record(found: Chip | Slice | None) -> dict[str, Any]:
-    if found is None:
-        path = user_file()
-        return {
-            "chips": [known.to_json() for known in chips()],
-            "user_catalogue": None if path is None else str(path),
-        }
-    if isinstance(found, Chip):
-        flags = [asdict(flag) for flag in shared_flags(found)]
-        slices = [one.to_json() for one in named_slices(found)]
-        return found.to_json() | {"slices": slices, "flags": flags}
-    return found.to_json()
-
-
-def _all_chips() -> RenderableType:
+def _all_chips(catalogue: Catalogue) -> RenderableType:
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     table.add_column("chip")
     for title in ("bf16\nTFLOP/s", "8-bit\nTOP/s", "memory", "memory\nGB/s", "links\nGB/s"):
@@ -93,7 +34,7 @@ def _all_chips() -> RenderableType:
     for title in ("power\nW", "$/h\ndemand", "$/h\nspot"):
         table.add_column(title, justify="right")
     table.add_column("slices")
-    for known in chips():
+    for known in catalogue.chips:
         table.add_row(
             known.name,
             _scaled(known.peak_bf16_flops_per_second, 1e12),
@@ -107,12 +48,13 @@ def _all_chips() -> RenderableType:
             _range(known),
         )
     foot = "Power: mean in use, or TDP (t). Links: one way. - : no source. "
-    path = user_file()
+    path = catalogue.user_file
     where = f"Your prices and power: {path}" if path else "systolic chips NAME shows the sources."
     return Group(table, Text(foot + where, style="dim"))
 
 
-def _one_chip(known: Chip) -> RenderableType:
+def _one_chip(entry: ChipEntry) -> RenderableType:
+    known = entry.chip
     kinds = f"JAX says {known.device_kind}" if known.device_kind else ""
     megacore = "megacore (two cores, one device)" if known.megacore else ""
     facts = (
@@ -136,12 +78,11 @@ def _one_chip(known: Chip) -> RenderableType:
     parts += _listing("Notes", {n: note for n, note in notes.items() if note})
     cited = {s.key: f"{s} ({s.as_of})" for f in known.figures.values() for s in f.sources}
     parts += _listing("Sources", dict(sorted(cited.items())))
-    flags = shared_flags(known)
-    if flags:
+    if entry.flags:
         parts.append(Text("\nCompiler flags of every job; --flags=none leaves them out", "bold"))
-    for flag in flags:
+    for flag in entry.flags:
         parts += [Text(flag.text), *(Padding(t, (0, 0, 0, 2)) for t in (flag.why, flag.evidence))]
-    named = [f"{s.name} {'x'.join(map(str, s.topology))}" for s in named_slices(known)]
+    named = [f"{s.name} {'x'.join(map(str, s.topology))}" for s in entry.slices]
     if known.slice_rule is not None and known.slice_rule.note:
         named.append(f"({known.slice_rule.note})")
     if named:

@@ -1,9 +1,9 @@
-"""``systolic.export_model`` and ``systolic.export_program``: a run or a model in files in a format of another library.
+"""Exports: a run or a model in files is written in a format of another library.
 
 Formats are lines in :mod:`systolic.formats.registry`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from systolic.core.arguments import with_types
 from systolic.core.errors import OptionError
+from systolic.core.reporter import reporter
 from systolic.formats.export import Exported, ExportSource
 from systolic.formats.gguf.writer import ExportedGguf, GgufOptions
 from systolic.formats.jobs import job_of
@@ -50,17 +50,15 @@ MOST_NAMES = 20
 """Classes whose names a line has room for."""
 
 
-@with_types
 def export_model(
-    path: Path | str,
-    out: Path | str,
+    path: Path,
+    out: Path,
     *,
     to: str = "hf",
     gguf: GgufOptions = GgufOptions(),  # noqa: B008
     image: ImageOptions = ImageOptions(),  # noqa: B008
     checkpoint: str | int = "best",
     trust: bool = False,
-    say: Callable[[str], None] = lambda _: None,
 ) -> Exported | ExportedGguf | ExportedImage:
     """Writes a run, a Bundle or another model in files for another library, or a run as a Bundle; adapters are merged, but for ``peft``.
 
@@ -77,7 +75,6 @@ def export_model(
         image: For ``docker``: what the image runs on, and whether the Bundle is in it.
         checkpoint: Of a run: ``best``, ``last`` or the number of a step.
         trust: Execute the run's recipe although it is not yours, now and later.
-        say: Called with each stage.
 
     Raises:
         OptionError: no family of transformers computes what the model does; names the field. For a Bundle:
@@ -90,18 +87,17 @@ def export_model(
     """
     if to not in FORMATS:
         raise OptionError(f"to is {to!r}; it takes {' or '.join(FORMATS)}")
-    path, out = Path(path), Path(out)
     options = {"gguf": gguf, DOCKER: image}
     _check_used(to, options)
     if to == DOCKER:
-        return export_docker(path, out, image, say=say)
+        return export_docker(path, out, image, say=reporter().stage)
     source = ExportSource(
         path=path,
         open_run=partial(open_model, path, checkpoint, trust=trust),
         outputs=partial(_outputs, path, checkpoint, trust),
         answers=answers,
     )
-    return function_of(MODEL_WRITERS[to].write)(source, out, options.get(to), say)
+    return function_of(MODEL_WRITERS[to].write)(source, out, options.get(to), reporter().stage)
 
 
 def _check_used(to: str, options: Mapping[str, Any]) -> None:
@@ -133,16 +129,14 @@ def _outputs(
     return outputs_of(prepared.setup.steps, prepared.read(), inputs)
 
 
-@with_types
 def export_program(
-    path: Path | str,
-    out: Path | str,
+    path: Path,
+    out: Path,
     *,
     to: str,
     settings: ExportSettings = ExportSettings(),  # noqa: B008
     checkpoint: str | int = "best",
     trust: bool = False,
-    say: Callable[[str], None] = lambda _: None,
 ) -> "ModelExport | LiteExport":
     """Writes a run, a Bundle or another model in files as programs, compared with the source; adapters are merged.
 
@@ -153,7 +147,6 @@ def export_program(
         settings: How.
         checkpoint: Of a run: ``best``, ``last`` or the number of a step.
         trust: Execute the run's recipe although it is not yours, now and later.
-        say: Called with each stage.
 
     Raises:
         OptionError: a setting does not fit the model, or its task names no outputs.
@@ -168,7 +161,6 @@ def export_program(
 
     if to not in PROGRAM_WRITERS:
         raise OptionError(f"to is {to!r}; programs are written as {' or '.join(PROGRAM_WRITERS)}")
-    path, out = Path(path), Path(out)
     check_free(out)
     form = PROGRAM_WRITERS[to]
     if form.suffix and out.suffix != form.suffix:
@@ -178,7 +170,7 @@ def export_program(
     settings.check_format(to)
     if form.check:
         function_of(form.check)(settings)
-    model = _opened(path, checkpoint, settings, trust, say)
+    model = _opened(path, checkpoint, settings, trust)
     weights = {name: np.asarray(array) for name, array in model.plain_weights.items()}
     leaving = exportable(model.job, weights, settings.precision, settings.sizes)
     leaving, notes = with_codes(leaving, kept=form.codes)
@@ -188,7 +180,7 @@ def export_program(
     if settings.sizes:
         for name, function in leaving.functions.items():
             leaving.check_memory(name, next(examples.calls(function)))
-    made = function_of(form.write)(leaving, examples, out, settings, say)
+    made = function_of(form.write)(leaving, examples, out, settings, reporter().stage)
     return replace(made, notes=(*notes, *_classes(class_names(model.job), form.labels)))
 
 
@@ -207,14 +199,13 @@ def _opened(
     checkpoint: str | int,
     settings: ExportSettings,
     trust: bool,
-    say: Callable[[str], None],
 ) -> TrainedModel:
     """The model; what it does not have is refused before its weights are read."""
     from systolic.formats.inference import exportable
 
     def check(job: Job) -> None:
         exportable(job, {}, settings.precision, settings.sizes).function(settings.function or None)
-        say("reading weights")
+        reporter().stage("reading weights")
 
     # A model in files computes without its tokenizer too.
     if in_files(path):

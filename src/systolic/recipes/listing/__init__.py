@@ -1,0 +1,1 @@
+"""``systolic recipes``: the list of recipes, and one with its options."""
