@@ -140,7 +140,7 @@ def run_forms(verb: str, usage: str, forms: Sequence[VerbForm], args: Sequence[s
                 f"systolic {verb} has no {args[0]!r}{nearest(args[0], parts)}; it has {', '.join(parts)}, see systolic {verb} --help"
             )
         words, prog = words[1:], f"{verb} {form.word}"
-        if form.usage and (not words or words[0] in HELP):
+        if form.usage and (words[0] in HELP if words else form.takes is TargetKind.recipe):
             return print_verb_help(named(form.usage), form.options.read)
     elif form is forms[0]:
         _refuse_late(verb, forms, words)

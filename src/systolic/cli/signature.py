@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import tyro
 
-from systolic.core.arguments import NO_VALUE, OptionWords, OutputPath
+from systolic.core.arguments import NO_VALUE, OptionWords, OutputPath, TextWord
 from systolic.core.ranges import dashed
 
 QUIET = inspect.Parameter("quiet", inspect.Parameter.KEYWORD_ONLY, annotation=bool, default=False)
@@ -118,7 +118,10 @@ def _parameters(
         words = next((extra for extra in extras if isinstance(extra, OptionWords)), None)
         if words is None:
             if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and positional:
+                text = next((extra for extra in extras if isinstance(extra, TextWord)), None)
                 extras = [*extras, tyro.conf.Positional]
+                if text is not None:
+                    kind, extras = str, [*extras, tyro.conf.arg(metavar=text.name)]
             elif parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
                 continue
             words = OptionWords(_narrowed(kind))

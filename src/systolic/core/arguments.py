@@ -71,6 +71,13 @@ class OptionWords:
 
 
 @dataclass(frozen=True, slots=True)
+class TextWord:
+    """Beside a positional parameter: the command line reads its word as text, a path in a bucket too, and calls it this."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Required:
     """Beside a parameter without a default: what messages say it needs, as ``a slice; add --on v5e-16``."""
 

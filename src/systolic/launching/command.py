@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from systolic.chips import Slice
-from systolic.core.arguments import OptionWords, Required, Wording, command_of
+from systolic.core.arguments import OptionWords, Required, TextWord, Wording, command_of
 from systolic.core.command_line import command_line
 from systolic.core.option_words import option_words
 from systolic.core.ranges import COUNT, NOT_NEGATIVE
@@ -165,7 +165,9 @@ def launch(  # noqa: PLR0913  the options of systolic launch
 
 @command_of
 def launch_server(  # noqa: PLR0913  the options of systolic launch serve
-    bundle: Annotated[Path | str, Wording("a Bundle's folder, or gs://BUCKET/FOLDER")],
+    bundle: Annotated[
+        Path | str, Wording("a Bundle's folder, or gs://BUCKET/FOLDER"), TextWord("BUNDLE")
+    ],
     *,
     via: Annotated[Literal["gke"], Required("a platform; add --via gke")],
     on: str | Slice = "v5e-8",
@@ -334,7 +336,7 @@ def launches() -> "list[LaunchState]":
 
 
 @command_of
-def status(name: Annotated[Path | str, NAME]) -> "LaunchState":
+def status(name: Annotated[Path | str, NAME, TextWord("NAME")]) -> "LaunchState":
     """Shows the state of a launch; asks the platform's client if the training is not on this machine.
 
     In Python, :meth:`LaunchState.ask_client` asks the client.
@@ -353,7 +355,7 @@ def status(name: Annotated[Path | str, NAME]) -> "LaunchState":
 
 @command_of
 def logs(
-    name: Annotated[Path | str, NAME],
+    name: Annotated[Path | str, NAME, TextWord("NAME")],
     *,
     follow: Annotated[bool, OptionWords(bool, also="-f")] = False,
     lines: Annotated[int, COUNT] = 50,
@@ -382,7 +384,7 @@ def logs(
 
 
 @command_of
-def stop(name: Annotated[Path | str, NAME]) -> "Stopped":
+def stop(name: Annotated[Path | str, NAME, TextWord("NAME")]) -> "Stopped":
     """Stops a launch: asks the training to save, then releases the machines; fails if it was killed before it had saved.
 
     Args:
