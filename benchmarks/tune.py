@@ -56,7 +56,7 @@ def searched(name: str) -> list[str]:
 def tuned(recipe: str, way: str, seed: int, folder: Path) -> dict[str, Any]:
     """Runs a study with ``systolic tune``'s worker; returns its values and times."""
     from systolic.cli.tune import tuning_of
-    from systolic.session import trials
+    from systolic.tuning import trials
     from systolic.tuning.results import rows_of
 
     line = [*searched(recipe), f"--study={folder}", f"--sampler-seed={seed}"]

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from systolic.session.exporting import export_model, export_program
     from systolic.session.forecast import forecast
     from systolic.session.importing import Imported, import_model
-    from systolic.session.public_tuning import tune
     from systolic.session.quantizing import Evaluated, QuantizedModel, quantize_model
     from systolic.session.serving_plan import plan_serving
     from systolic.session.train_command import resume, train
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from systolic.session.trained import open_model as open
     from systolic.session.training import TrainResult
     from systolic.session.verifying import Verified, verify_bundle
+    from systolic.tuning.command import tune
     from systolic.tuning.results import StudyResult
 
 __version__ = "0.1.0"
@@ -76,7 +76,7 @@ _HOME = {
     "resume": "systolic.session.train_command",
     "slice": "systolic.chips",
     "train": "systolic.session.train_command",
-    "tune": "systolic.session.public_tuning",
+    "tune": "systolic.tuning.command",
     "verify_bundle": "systolic.session.verifying",
 }
 

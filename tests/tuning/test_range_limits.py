@@ -8,12 +8,11 @@ import pytest
 
 pytest.importorskip("optuna")
 
-from tests.tuning.test_luck import ended
-
 from systolic.cli.main import main
 from systolic.cli.tune import tuning_of
-from systolic.session.tuning_processes import Processes
+from systolic.tuning.processes import Processes
 from systolic.tuning.range_limits import edge
+from tests.tuning.test_seeds import ended
 
 
 def wider(word: str, value: float, recipe: str = "digits") -> str | None:

@@ -8,7 +8,7 @@ import pytest
 from systolic.cli.main import main
 from systolic.cli.tune import tuning_of
 from systolic.core.errors import OptionError
-from systolic.session.tuning import Tuning
+from systolic.tuning.definition import Tuning
 from systolic.tuning.study import DEFINITION
 
 pytest.importorskip("optuna")

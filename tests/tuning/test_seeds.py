@@ -13,11 +13,11 @@ from systolic.cli.main import main
 from systolic.cli.tune import tuning_of
 from systolic.core.errors import RunError
 from systolic.job import Mode
-from systolic.session.tuned import repeated
-from systolic.session.tuning_processes import Processes
 from systolic.tuning import sampling
+from systolic.tuning.answer import repeated
 from systolic.tuning.display.page import render
 from systolic.tuning.objective import Aim
+from systolic.tuning.processes import Processes
 from systolic.tuning.results import StudyResult, TrialRow
 from systolic.tuning.seeds import Repeated
 from systolic.tuning.worker import this_worker

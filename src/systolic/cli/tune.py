@@ -20,8 +20,8 @@ from systolic.report.output import print_json
 from systolic.tuning.sampling import Pruner, Sampler
 
 if TYPE_CHECKING:
-    from systolic.session.tuning import Tuning
-    from systolic.session.tuning_request import TuningRequest
+    from systolic.tuning.definition import Tuning
+    from systolic.tuning.request import TuningRequest
     from systolic.tuning.study import SharedStudy
 
 FORMS = """usage: systolic tune RECIPE --search OPTION=VALUES [--search ...] [options]
@@ -126,7 +126,7 @@ def tuning_of(args: Sequence[str]) -> "tuple[Tuning, Request[TuneOptions]]":
 
 def wanted(options: TuneOptions) -> "TuningRequest":
     """The settings of the search among the options."""
-    from systolic.session.tuning_request import TuningRequest
+    from systolic.tuning.request import TuningRequest
 
     own = [each.name for each in fields(TuningRequest)]
     return TuningRequest(**{name: vars(options)[name] for name in own})
@@ -134,10 +134,10 @@ def wanted(options: TuneOptions) -> "TuningRequest":
 
 def tune(tuning: "Tuning", asked: Request[TuneOptions], args: Sequence[str]) -> int:
     """Runs the search, prints its results, and returns the exit code."""
-    from systolic.session.tuned import TrialsEnded, TunedSearch, wall_time
-    from systolic.session.tuning_processes import INTERRUPTED, Processes, worker_command
+    from systolic.tuning.answer import TrialsEnded, TunedSearch, wall_time
     from systolic.tuning.display.progress import StudyDisplay
     from systolic.tuning.display.text import NAMES, print_study
+    from systolic.tuning.processes import INTERRUPTED, Processes, worker_command
 
     options = asked.verb
     again = "repeats" if options.repeats else ""

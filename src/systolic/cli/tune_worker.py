@@ -12,8 +12,8 @@ from systolic.core.shutdown import leave
 
 def work(words: list[str]) -> int:
     """Runs trials; returns the exit code: 3 if it stopped early, with the reason on the last line."""
-    from systolic.session.trials import TrialWorker
-    from systolic.session.tuning_processes import INTERRUPTED, LINE, STOPPED
+    from systolic.tuning.processes import INTERRUPTED, LINE, STOPPED
+    from systolic.tuning.trials import TrialWorker
 
     number = int(words[1]) if words[0] == REPEATS_OF else None
     tuning, asked = tuning_of(words if number is None else words[2:])

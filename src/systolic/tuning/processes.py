@@ -11,8 +11,8 @@ from pathlib import Path
 from systolic.core.errors import OptionError, RunError
 from systolic.core.files import cure
 from systolic.core.shutdown import remembered
-from systolic.session.tuned import beyond, study_result
-from systolic.session.tuning import Tuning
+from systolic.tuning.answer import beyond, study_result
+from systolic.tuning.definition import Tuning
 from systolic.tuning.results import StudyResult
 from systolic.tuning.study import SharedStudy
 
@@ -80,7 +80,7 @@ class Processes:
         return self.result()
 
     def result(self, *, weighed: bool = True) -> StudyResult:
-        """Results of the study so far; see :func:`~systolic.session.tuned.study_result`."""
+        """Results of the study so far; see :func:`~systolic.tuning.answer.study_result`."""
         return study_result(self.tuning, self.shared, stopped=self.stopped, weighed=weighed)
 
     def _start(self, number: int) -> subprocess.Popen[bytes]:

@@ -31,10 +31,10 @@ from systolic.runs.run import JOB
 from systolic.session.forecast import forecast_step
 from systolic.session.resuming import continue_run, opened
 from systolic.session.training import Audience, SessionOptions, TrainResult, start
-from systolic.session.tuning import Tuning
 from systolic.training.interrupt import end_training
 from systolic.training.machine import LocalDevices
 from systolic.tuning import sampling
+from systolic.tuning.definition import Tuning
 from systolic.tuning.objective import check_reported
 from systolic.tuning.study import SharedStudy
 from systolic.tuning.worker import this_worker

@@ -17,14 +17,13 @@ from systolic.cli.main import main
 from systolic.cli.tune import tuning_of
 from systolic.core.errors import OptionError, RunError
 from systolic.runs.record import load_run
-from systolic.session import tuning_processes
-from systolic.session.trials import BEGUN, TrialWatcher, TrialWorker
-from systolic.session.tuning import Tuning, with_values
-from systolic.session.tuning_processes import DEATHS, Processes
 from systolic.tuning import sampling
+from systolic.tuning.definition import Tuning, with_values
 from systolic.tuning.display.page import render
 from systolic.tuning.importance import importance
+from systolic.tuning.processes import DEATHS, Processes
 from systolic.tuning.results import StudyResult, rows_of
+from systolic.tuning.trials import BEGUN, TrialWatcher, TrialWorker
 from systolic.tuning.worker import this_worker
 from tests.training.display.test_page import Page
 from tests.tuning.databases import with_tables
@@ -152,7 +151,7 @@ def test_a_warmup_that_the_recipe_would_shorten_is_refused(tmp_path: Path) -> No
 def test_a_bad_trial_is_ended_early_and_another_refused_or_diverged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("systolic.session.trials.forecast_step", Forecasts())
+    monkeypatch.setattr("systolic.tuning.trials.forecast_step", Forecasts())
     words = [
         "--on=v5e-4",
         "--search=factor=1.0,nan",
@@ -326,7 +325,7 @@ def test_a_forecast_refuses_what_does_not_fit_and_a_budget_ends_the_study(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = Forecasts()
-    monkeypatch.setattr("systolic.session.trials.forecast_step", asked)
+    monkeypatch.setattr("systolic.tuning.trials.forecast_step", asked)
     price = slice("v5e-4").usd_per_hour.on_demand
     assert price is not None
     trial = price * 16 / 3600
@@ -354,7 +353,7 @@ def test_a_budget_that_has_nothing_left_costs_no_trial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A trial that was claimed and never started does not count as one whose process died."""
-    monkeypatch.setattr("systolic.session.trials.forecast_step", Forecasts())
+    monkeypatch.setattr("systolic.tuning.trials.forecast_step", Forecasts())
     words = ["--search=learning-rate=0.01,0.02", "--sampler=grid", "--trials=1", "--on=v5e-4"]
     for _ in range(BEGUN + 1):
         result = work(tuning(tmp_path / "study", *words, "--budget=0.0001"))
@@ -408,8 +407,8 @@ def test_workers_that_die_are_started_again_while_a_trial_gets_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gets_on: int
 ) -> None:
     """Every worker is killed; the trial has a later checkpoint this many times."""
-    monkeypatch.setattr(tuning_processes, "SEE_SECONDS", 0.0)
-    monkeypatch.setattr(tuning_processes, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr("systolic.tuning.processes.SEE_SECONDS", 0.0)
+    monkeypatch.setattr("systolic.tuning.processes.POLL_SECONDS", 0.01)
     made, told = tuning(tmp_path / "study", RATES, "--trials=1"), []
     with closing(made.open()) as shared:
         trial = shared.claim(1, this_worker()).number

@@ -12,10 +12,10 @@ import systolic
 from systolic.cli.main import main
 from systolic.core.errors import TakenError
 from systolic.runs.record import load_run
-from systolic.session.tuning_processes import Processes
+from systolic.tuning.processes import Processes
 from systolic.tuning.results import StudyResult
-from tests.session.test_tuning import RATES, RECIPE
-from tests.session.test_tuning_folder import here
+from tests.tuning.test_folder import here
+from tests.tuning.test_trials import RATES, RECIPE
 
 RATE = {"learning-rate": "log:1e-4..1e-1"}
 
@@ -75,7 +75,7 @@ def test_a_search_from_python_is_the_commands(
 SEEDED = """
 from dataclasses import replace
 
-from tests.session import trial_recipe
+from tests.tuning import trial_recipe
 
 
 def job(learning_rate: float = 0.01, steps: int = 2, seed: int = 0):

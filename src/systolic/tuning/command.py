@@ -12,13 +12,13 @@ from systolic.core.option_words import option_words, plain_words
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, Range, check_arguments, dashed
 from systolic.planning.objective import PriceTerm
 from systolic.recipes.jobs.source import arguments_of
-from systolic.session.trials import TrialWorker
-from systolic.session.tuned import TrialsEnded, TunedSearch, beyond, study_result, wall_time
-from systolic.session.tuning import Tuning
-from systolic.session.tuning_request import TuningRequest
+from systolic.tuning.answer import TrialsEnded, TunedSearch, beyond, study_result, wall_time
+from systolic.tuning.definition import Tuning
+from systolic.tuning.request import TuningRequest
 from systolic.tuning.results import StudyResult
 from systolic.tuning.sampling import Pruner, Sampler
 from systolic.tuning.study import SharedStudy
+from systolic.tuning.trials import TrialWorker
 
 INTERRUPTED = "interrupted"
 

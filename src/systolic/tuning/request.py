@@ -12,9 +12,9 @@ from systolic.core.errors import OptionError
 from systolic.core.ranges import dashed
 from systolic.planning.objective import PriceTerm
 from systolic.recipes import Recipe
-from systolic.session.option_values import reader
-from systolic.session.tuning import Tuning
 from systolic.tuning import objective, sampling
+from systolic.tuning.definition import Tuning
+from systolic.tuning.option_values import reader
 from systolic.tuning.sampling import Pruner, Sampler
 from systolic.tuning.search import parse
 

@@ -23,8 +23,8 @@ pytest.importorskip("optuna")
 from systolic.cli.tune import tuning_of
 from systolic.core.errors import RunError
 from systolic.runs.record import load_run
-from systolic.session.trials import TrialWorker
 from systolic.tuning.study import SharedStudy, address
+from systolic.tuning.trials import TrialWorker
 from systolic.tuning.worker import this_worker
 
 RECIPE = f"{Path(__file__).parents[1] / 'training' / 'tiny.py'}:job"

@@ -8,7 +8,7 @@ from pathlib import Path
 from systolic.chips import slice
 from systolic.core.files import write_json
 from systolic.planning.goal import priced
-from systolic.session.tuning import Tuning
+from systolic.tuning.definition import Tuning
 from systolic.tuning.display.page import write_page
 from systolic.tuning.folder import RESULTS, num_results
 from systolic.tuning.importance import importance
@@ -57,7 +57,7 @@ class TunedSearch:
     def answer(self) -> StudyAnswer:
         """Runs the search and its repeats, and writes ``study.json`` and ``report.html``.
 
-        Raises the errors of :meth:`~systolic.session.tuning.Tuning.open` and of ``run``.
+        Raises the errors of :meth:`~systolic.tuning.definition.Tuning.open` and of ``run``.
         """
         with closing(self.tuning.open()) as shared:
             return self._answer(shared)

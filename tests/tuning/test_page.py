@@ -12,7 +12,7 @@ pytest.importorskip("optuna")
 
 from systolic.tuning.display.page import write_page
 from systolic.tuning.seeds import Repeated
-from tests.session.test_tuning import RATES, tuning, work
+from tests.tuning.test_trials import RATES, tuning, work
 
 CHROMIUM = Path("/usr/bin/chromium")
 pytestmark = [
