@@ -11,11 +11,11 @@ pytest.importorskip("optuna")
 import systolic
 from systolic.cli.main import main
 from systolic.core.errors import TakenError
+from systolic.core.reporter import reporting
 from systolic.runs.record import load_run
 from systolic.tuning.processes import Processes
-from systolic.tuning.results import StudyResult
 from tests.tuning.test_folder import here
-from tests.tuning.test_trials import RATES, RECIPE
+from tests.tuning.test_trials import RATES, RECIPE, Recorded
 
 RATE = {"learning-rate": "log:1e-4..1e-1"}
 
@@ -24,21 +24,20 @@ RATE = {"learning-rate": "log:1e-4..1e-1"}
 def test_a_search_from_python_is_the_commands(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, seen, told = tmp_path / "s", [], []
-    found = systolic.tune(
-        RECIPE,
-        search={**RATE, "scale": [0.5, 1.0]},
-        trials=2,
-        study=folder,
-        sampler="random",
-        batch=8,
-        see=seen.append,
-        warn=told.append,
-    )
+    folder, recorded = tmp_path / "s", Recorded()
+    with reporting(recorded):
+        found = systolic.tune(
+            RECIPE,
+            search={**RATE, "scale": [0.5, 1.0]},
+            trials=2,
+            study=folder,
+            sampler="random",
+            batch=8,
+        )
     assert capfd.readouterr() == ("", "")
-    assert told == []
+    assert recorded.warnings == []
     assert isinstance(found, systolic.StudyResult)
-    assert [one.finished for one in seen] == [1, 2]
+    assert [one.finished for one in recorded.results] == [1, 2]
     assert [row.state for row in found.rows] == ["done", "done"]
     best = found.best
     assert best is not None
@@ -85,15 +84,16 @@ def job(learning_rate: float = 0.01, steps: int = 2, seed: int = 0):
 
 @pytest.mark.slow
 def test_the_repeats_are_seen_and_compared(tmp_path: Path) -> None:
-    seen: list[StudyResult] = []
+    recorded = Recorded()
     recipe = tmp_path / "seeded.py"
     recipe.write_text(SEEDED)
-    found = systolic.tune(
-        f"{recipe}:job", search=RATE, trials=1, study=tmp_path / "s", repeats=2, see=seen.append
-    )
+    with reporting(recorded):
+        found = systolic.tune(
+            f"{recipe}:job", search=RATE, trials=1, study=tmp_path / "s", repeats=2
+        )
     assert found.repeats is not None
     assert (found.repeats["seeds"], len(found.repeats["best"]["values"])) == (2, 2)
-    last = seen[-1]
+    last = recorded.results[-1]
     assert [last.title(row) for row in last.rows] == [
         f"{which} settings, seed {seed}" for seed in (1, 2) for which in ("best", "default")
     ]

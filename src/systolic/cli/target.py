@@ -57,7 +57,13 @@ class Request(Generic[Options]):
         from systolic.runs import paths
 
         options = paths.absolute(dict(self.options))
-        return JobSource(recipe=self.recipe, options=options, given=self.names, chosen=self.chosen)
+        return JobSource(
+            recipe=self.recipe,
+            options=options,
+            given=self.names,
+            relative=self.options,
+            chosen=self.chosen,
+        )
 
     @property
     def names(self) -> frozenset[str]:

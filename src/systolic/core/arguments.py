@@ -66,6 +66,10 @@ class OptionWords:
     """Whether the option is given once for each of its values."""
     name: str = ""
     """Name of the option, where it is another than the parameter's."""
+    metavar: str = ""
+    """What the help shows for its value, beside ``default_text``."""
+    default_text: str = ""
+    """What the help shows as its default, where None stands for one that is derived."""
 
 
 @dataclass(frozen=True, slots=True)
