@@ -1,6 +1,7 @@
 """``systolic.tune``: the command's search from Python, with its trials in this process."""
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ pytest.importorskip("optuna")
 
 import systolic
 from systolic.cli.main import main
-from systolic.core.errors import TakenError
+from systolic.core.errors import OptionError, TakenError
 from systolic.core.reporter import reporting
 from systolic.runs.record import load_run
+from systolic.tuning.definition import Tuning
 from systolic.tuning.processes import Processes
+from tests.tuning.searches import tuning_of
 from tests.tuning.test_folder import here
 from tests.tuning.test_trials import RATES, RECIPE, Recorded
 
@@ -97,6 +100,117 @@ def test_the_repeats_are_seen_and_compared(tmp_path: Path) -> None:
     assert [last.title(row) for row in last.rows] == [
         f"{which} settings, seed {seed}" for seed in (1, 2) for which in ("best", "default")
     ]
+
+
+@pytest.mark.slow
+def test_a_search_from_python_has_workers(tmp_path: Path) -> None:
+    recorded = Recorded()
+    recipe = tmp_path / "seeded.py"
+    recipe.write_text(SEEDED)
+    with reporting(recorded):
+        found = systolic.tune(
+            f"{recipe}:job",
+            search=RATE,
+            trials=2,
+            study=tmp_path / "s",
+            workers=2,
+            repeats=2,
+            steps=3,
+        )
+    assert [row.state for row in found.rows] == ["done", "done"]
+    assert found.repeats is not None
+    assert len(found.repeats["best"]["values"]) == 2
+    assert [load_run(Path(row.run)).job["options"]["steps"] for row in found.rows] == [3, 3]
+    assert recorded.results[-1].finished == 4
+    # In processes of their own.
+    assert {log.name for log in (tmp_path / "s" / "workers").iterdir()} == {"0.log", "1.log"}
+
+
+WORDS = {
+    "text": "lm --search model.layers=1,2 --path a.txt --steps=20 --model.no-qk-norm",
+    "records": "bytes --search layout.fsdp=1,2 --model.layers=2 --precision f32 --objective max:x",
+    "forecast": "digits --search batch=8..64:8 --sampler grid --on v5e-4 --quick --budget 3 --price spot",
+    "numbers": f"{RECIPE} --search learning-rate=1e-3,1e-2 --spoil 3 5 --objective loss --objective seconds",
+}
+
+
+@pytest.mark.parametrize("words", WORDS.values(), ids=WORDS)
+def test_a_worker_reads_the_search_that_is_given(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of another definition it would be refused; paths stay relative, as machines that share a study have other folders."""
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("some text\n" * 40)
+    made = tuning_of(words.split())
+    read = Tuning.from_json(json.loads(json.dumps(made.to_json())))
+    assert read.definition == made.definition
+    assert json.dumps(read.to_json()) == json.dumps(made.to_json())
+    assert repr(read.base) == repr(made.base)
+    assert str(tmp_path) not in json.dumps(made.definition)
+    assert (read.folder, read.address, read.pruner) == (made.folder, made.address, made.pruner)
+
+
+WHOLE = """
+from dataclasses import dataclass, replace
+
+from tests.tuning import trial_recipe
+
+
+@dataclass(frozen=True)
+class Shape:
+    width: int = 16
+    scale: float = 1
+    others: tuple[float, ...] = (1, 2.5)
+
+
+def job(learning_rate: float = 0.01, scale: float = 1, shape: Shape = Shape(), steps: int = 2):
+    return trial_recipe.job(learning_rate=learning_rate, width=shape.width, steps=steps)
+"""
+
+
+def test_whole_numbers_of_floats_are_the_same_to_a_worker(tmp_path: Path) -> None:
+    recipe = tmp_path / "whole.py"
+    recipe.write_text(WHOLE)
+    made = tuning_of([f"{recipe}:job", RATES, "--shape.width=8", f"--study={tmp_path / 's'}"])
+    made.check_plain()
+    read = Tuning.from_json(json.loads(json.dumps(made.to_json())))
+    assert made.definition["options"]["shape.scale"] == "1"
+    assert read.definition == made.definition
+
+
+BY_CALL = """
+from collections.abc import Callable
+
+from tests.tuning import trial_recipe
+
+
+def job(learning_rate: float = 0.01, width: Callable[[], int] = lambda: 16):
+    return trial_recipe.job(learning_rate=learning_rate, width=width(), steps=2)
+"""
+
+
+def test_values_that_only_python_has_reach_no_worker(tmp_path: Path) -> None:
+    recipe, folder = tmp_path / "by_call.py", tmp_path / "s"
+    recipe.write_text(BY_CALL)
+    with pytest.raises(OptionError, match=r"width is <function.*; leave workers out to run the"):
+        systolic.tune(
+            f"{recipe}:job", search=RATE, trials=1, study=folder, workers=1, width=lambda: 8
+        )
+    assert not folder.exists()
+    found = systolic.tune(f"{recipe}:job", search=RATE, trials=1, study=folder, width=lambda: 8)
+    assert len(found.done) == 1
+
+
+def test_workers_that_cannot_read_the_search_end_it_with_their_line(tmp_path: Path) -> None:
+    """The recipe is gone when the worker looks for it."""
+    recipe = tmp_path / "seeded.py"
+    recipe.write_text(SEEDED)
+    made = tuning_of([f"{recipe}:job", RATES, f"--study={tmp_path / 's'}"])
+    recipe.unlink()
+    with closing(made.open()) as shared:
+        processes = Processes(tuning=made, shared=shared, search=made.to_json(), count=1)
+        with pytest.raises(systolic.SystolicError, match=r"seeded.py is not a file; give the path"):
+            processes.run()
 
 
 def test_a_search_that_is_interrupted_goes_on(

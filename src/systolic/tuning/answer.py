@@ -27,6 +27,8 @@ def answer(tuning: Tuning, workers: int) -> StudyResult:
     Raises the errors of :meth:`~systolic.tuning.definition.Tuning.open`, of
     :class:`~systolic.tuning.trials.TrialWorker` and of :class:`~systolic.tuning.processes.Processes`.
     """
+    if workers:
+        tuning.check_plain()
     count = bounded_workers(workers) if workers else 0
     with closing(tuning.open()) as shared:
         return _answer(tuning, shared, count)

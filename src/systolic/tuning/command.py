@@ -1,7 +1,7 @@
 """``systolic tune`` and :func:`systolic.tune`: the settings that train a recipe best."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -198,7 +198,6 @@ def _search_words(
     return list(search)
 
 
-def _several(values: Any) -> Sequence[Any]:
+def _several(values: Any) -> Iterable[Any]:
     """Choices of an option, of which one may be given alone."""
-    is_several = not isinstance(values, str) and hasattr(values, "__iter__")
-    return list(values) if is_several else [values]
+    return values if isinstance(values, Iterable) else [values]

@@ -12,7 +12,7 @@ from typing import Any
 from systolic import recipes
 from systolic.chips import slice
 from systolic.core.digest import digest
-from systolic.core.errors import OptionError, OutOfRangeError, SystolicError
+from systolic.core.errors import OptionError, OutOfRangeError, RunError, SystolicError
 from systolic.core.option_words import option_words, typed
 from systolic.core.ranges import dashed
 from systolic.data.fingerprint import contents_of
@@ -108,6 +108,22 @@ class Tuning:
             "repeats_of": None,
         }
 
+    def check_plain(self) -> None:
+        """Checks that worker processes get the options of the recipe as they are.
+
+        Raises:
+            OptionError: an option has a value that no text gives.
+        """
+        for name, text in _texts(self.options).items():
+            try:
+                is_same = _texts(_options(self.recipe, {name: json.loads(text)}))[name] == text
+            except (RunError, TypeError, ValueError):
+                is_same = False
+            if not is_same:
+                raise OptionError(
+                    f"{name} is {self.options[name]!r}, which worker processes can't be given; leave workers out to run the trials in this process"
+                )
+
     @classmethod
     def from_json(cls, search: Mapping[str, Any]) -> "Tuning":
         """The search of :meth:`to_json`, without its repeats.
@@ -117,7 +133,7 @@ class Tuning:
             RunError: the recipe has changed and takes other options.
         """
         recipe = recipes.find(search["recipe"])
-        options = recipes.typed(recipe, search["options"])
+        options = _options(recipe, search["options"])
         is_priced = search["on"] is not None
         return cls(
             recipe=recipe,
@@ -474,6 +490,33 @@ def check_forecast(on: str | None, *, quick: bool, budget: float | None, price: 
             raise OptionError(f"{name} needs a forecast, and no slice is given; add --on v5e-4")
     if on is not None:
         slice(on)
+
+
+def _texts(options: Mapping[str, Any]) -> dict[str, str]:
+    """Options as JSON texts."""
+    return {name: json.dumps(value) for name, value in recipes.plain(options).items()}
+
+
+def _options(recipe: Recipe, plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a recipe from JSON values, with the whole numbers that stand for a float as they were.
+
+    A study's definition has their text, which tells ``1`` from ``1.0``.
+    """
+    options = recipes.typed(recipe, plain)
+    return {name: _with_ints(value, plain[name]) for name, value in options.items()}
+
+
+def _with_ints(value: Any, plain: Any) -> Any:
+    if isinstance(value, float) and type(plain) is int:
+        return plain
+    if isinstance(value, tuple):
+        return tuple(map(_with_ints, value, plain))
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    inner = {each.name: getattr(value, each.name) for each in fields(value) if each.name in plain}
+    read = {name: _with_ints(one, plain[name]) for name, one in inner.items()}
+    changed = {name: one for name, one in read.items() if one is not inner[name]}
+    return replace(value, **changed) if changed else value
 
 
 def _dotted(options: Mapping[str, Any]) -> dict[str, Any]:
