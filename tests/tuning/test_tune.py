@@ -213,6 +213,24 @@ def test_workers_that_cannot_read_the_search_end_it_with_their_line(tmp_path: Pa
             processes.run()
 
 
+def test_the_command_is_quiet_and_ends_as_a_shell_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The recipe interrupts its own process, as Ctrl-C does; the trials are in the command's."""
+    words = ["tune", RECIPE, RATES, "--trials=1", f"--study={tmp_path / 's'}", "--workers=0"]
+    words += ["--halt-at=7", "--quiet"]
+    assert main([*words, "--json"]) == 130
+    out, err = capsys.readouterr()
+    assert err == "systolic: interrupted; rerun to continue\n"
+    assert (json.loads(out)["finished"], json.loads(out)["stopped"]) == (0, "interrupted")
+    monkeypatch.setattr("os.kill", lambda *_: None)
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out.splitlines()[-1].split() == ["report", str(tmp_path / "s" / "report.html")]
+    assert " --halt-at 7 --learning-rate " in " ".join(out.split())
+
+
 def test_a_search_that_is_interrupted_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
