@@ -55,14 +55,14 @@ def searched(name: str) -> list[str]:
 
 def tuned(recipe: str, way: str, seed: int, folder: Path) -> dict[str, Any]:
     """Runs a study with ``systolic tune``'s worker; returns its values and times."""
-    from systolic.cli.tune import tuning_of
-    from systolic.session import trials
+    from systolic.tuning import trials
     from systolic.tuning.results import rows_of
+    from tests.tuning.searches import tuning_of
 
     line = [*searched(recipe), f"--study={folder}", f"--sampler-seed={seed}"]
     line += [f"--trials={TRIALS[recipe]}", f"--sampler={'random' if way == 'random' else 'tpe'}"]
     line += ["--pruner=none"] if way == "random" else ["--pruner=median"]
-    tuning, training, reporting = tuning_of(line)[0], [], []
+    tuning, training, reporting = tuning_of(line), [], []
     trials.TrialWorker._train = timed(trials.TrialWorker._train, training)
     trials.TrialWatcher.see = timed(trials.TrialWatcher.see, reporting)
     began = time.perf_counter()
@@ -103,9 +103,9 @@ def by_hand(recipe: str, seed: int, folder: Path) -> dict[str, Any]:
     """Runs a study with Optuna's own ``optimize``; returns its values and times."""
     import optuna
 
-    from systolic.cli.tune import tuning_of
+    from tests.tuning.searches import tuning_of
 
-    tuning = tuning_of([*searched(recipe), f"--study={folder / 'x'}"])[0]
+    tuning = tuning_of([*searched(recipe), f"--study={folder / 'x'}"])
     aim, training = tuning.aims[0], []
     from systolic.training.session import Audience, SessionOptions, start
 

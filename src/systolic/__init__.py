@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from systolic.session.comparing import Comparison, ComparisonOptions, compare_models
     from systolic.session.explaining import explain
     from systolic.session.forecast import forecast
-    from systolic.session.public_tuning import tune
     from systolic.session.quantizing import Evaluated, QuantizedModel, quantize_model
     from systolic.session.serving_plan import plan_serving
     from systolic.session.trained import TrainedModel
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from systolic.session.verifying import Verified, verify_bundle
     from systolic.training.command import resume, train
     from systolic.training.session import TrainResult
+    from systolic.tuning.command import tune
     from systolic.tuning.results import StudyResult
 
 __version__ = "0.1.0"
@@ -79,7 +79,7 @@ _HOME = {
     "status": "systolic.launching.command",
     "stop": "systolic.launching.command",
     "train": "systolic.training.command",
-    "tune": "systolic.session.public_tuning",
+    "tune": "systolic.tuning.command",
     "verify_bundle": "systolic.session.verifying",
 }
 

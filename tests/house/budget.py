@@ -26,7 +26,6 @@ WORDS = "a public call with the words of the command line"
 LONG_FUNCTIONS: dict[str, str] = {
     "src/systolic/session/explaining.py:explain": WORDS,
     "src/systolic/forecasting/function.py:forecast_function": WORDS,
-    "src/systolic/session/public_tuning.py:tune": WORDS,
     "src/systolic/models/splash.py:splash_attention": "one kernel: its blocks, masks and shardings are read together",
 }
 """``path:function`` to the reason why it may have up to LONGEST_EXCEPTION lines."""
@@ -38,7 +37,6 @@ MANY_PARAMETERS: dict[str, str] = {
     "src/systolic/session/explaining.py:explain": WORDS,
     "src/systolic/session/forecast.py:forecast": "the overload for names, with the options of forecast_step",
     "src/systolic/session/forecast.py:forecast_step": WORDS,
-    "src/systolic/session/public_tuning.py:tune": WORDS,
 }
 """``path:function`` to the reason why it may have more than MOST_PARAMETERS parameters."""
 

@@ -8,17 +8,16 @@ import pytest
 
 pytest.importorskip("optuna")
 
-from tests.tuning.test_luck import ended
-
 from systolic.cli.main import main
-from systolic.cli.tune import tuning_of
-from systolic.session.tuning_processes import Processes
+from systolic.tuning.processes import Processes
 from systolic.tuning.range_limits import edge
+from tests.tuning.searches import tuning_of
+from tests.tuning.test_seeds import ended
 
 
 def wider(word: str, value: float, recipe: str = "digits") -> str | None:
     """The wider range for a best value, by the recipe's own limits."""
-    made = tuning_of([recipe, f"--search={word}"])[0]
+    made = tuning_of([recipe, f"--search={word}"])
     found = made._edges({made.searched[0].name: value})
     return found[0].search if found else None
 
@@ -52,7 +51,7 @@ def test_the_range_grows_up_to_the_options_limit(
 
 
 def test_numbers_that_are_not_typed_in_powers_stay_so() -> None:
-    (one,) = tuning_of(["digits", "--search=optimizer.learning-rate=log:0.5..50"])[0].searched
+    (one,) = tuning_of(["digits", "--search=optimizer.learning-rate=log:0.5..50"]).searched
     found = edge(one, 0.5, lambda _: True)
     assert found is not None
     assert found.search == "log:0.05..50"
@@ -64,7 +63,7 @@ def test_an_end_is_told_in_the_terminal_on_the_page_and_in_the_json(
 ) -> None:
     words = ["digits", "--search=batch=16..64:16", f"--study={tmp_path}", "--trials=1"]
     ended(words, [0.9])
-    made = tuning_of(words)[0]
+    made = tuning_of(words)
     with closing(made.open()) as shared:
         drawn = shared.trials(1)[0].params["batch"]
     monkeypatch.setattr(Processes, "run", Processes.result)

@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 
 from systolic.cli.main import main
-from systolic.cli.tune import tuning_of
 from systolic.core.errors import OptionError
-from systolic.session.tuning import Tuning
+from systolic.tuning.definition import Tuning
 from systolic.tuning.study import DEFINITION
+from tests.tuning.searches import tuning_of
 
 pytest.importorskip("optuna")
 
 
 def searched(*words: str, recipe: str = "digits"):
-    return tuning_of([recipe, *(f"--search={word}" for word in words)])[0].searched
+    return tuning_of([recipe, *(f"--search={word}" for word in words)]).searched
 
 
 def test_the_options_types_decide() -> None:
@@ -133,7 +133,7 @@ def test_a_wrong_line_is_refused_before_anything_is_written(
 def test_hyperband_knows_the_longest_trial() -> None:
     def longest(*words: str) -> int:
         given = ["digits", *words, "--evaluation.every=10", "--pruner=hyperband"]
-        return tuning_of(given)[0].pruning()._max_resource
+        return tuning_of(given).pruning()._max_resource
 
     assert longest("--search=steps=50,100,1000") == 1000
     assert longest("--search=batch=16,32", "--search=steps=50..500") == 500
@@ -163,7 +163,7 @@ def test_a_study_of_other_files_is_not_continued(tmp_path: Path) -> None:
 
     def tuning() -> Tuning:
         words = ("--search=steps=8,16", f"--path={text}", f"--study={tmp_path / 's'}")
-        return tuning_of([f"{recipe}:job", *words])[0]
+        return tuning_of([f"{recipe}:job", *words])
 
     with closing(tuning().open()) as shared:
         kept = shared.study.user_attrs[DEFINITION]

@@ -10,17 +10,16 @@ from typing import Any
 import pytest
 
 from systolic.cli.main import main
-from systolic.cli.tune import tuning_of
 from systolic.core.errors import RunError
 from systolic.job import Mode
-from systolic.session.tuned import repeated
-from systolic.session.tuning_processes import Processes
 from systolic.tuning import sampling
+from systolic.tuning.claims import this_worker
 from systolic.tuning.display.page import render
 from systolic.tuning.objective import Aim
+from systolic.tuning.processes import Processes
 from systolic.tuning.results import StudyResult, TrialRow
-from systolic.tuning.seeds import Repeated
-from systolic.tuning.worker import this_worker
+from systolic.tuning.seeds import Repeated, repeated
+from tests.tuning.searches import tuning_of
 
 ACCURACY, LOSS = Aim(name="accuracy", mode=Mode.max), Aim(name="loss", mode=Mode.min)
 
@@ -109,7 +108,7 @@ def test_seeds_that_failed_are_told_and_leave_no_verdict(tmp_path: Path) -> None
 
 def ended(words: Sequence[str], *values: Sequence[float]) -> None:
     """Ends the first trials of a study with these results."""
-    made = tuning_of(words)[0]
+    made = tuning_of(words)
     with closing(made.open()) as shared:
         for each in values:
             record = shared.claim(made.trials, this_worker())

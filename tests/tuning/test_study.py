@@ -27,12 +27,12 @@ from systolic.core.errors import DataError, OptionError, RunError
 from systolic.job import Mode
 from systolic.runs.access import is_held
 from systolic.tuning import sampling
+from systolic.tuning.claims import is_gone, this_worker
 from systolic.tuning.importance import ENOUGH, _mean_shares, _shares, importance
 from systolic.tuning.objective import Aim
 from systolic.tuning.results import rows_of
 from systolic.tuning.search import Searched
 from systolic.tuning.study import SharedStudy, address
-from systolic.tuning.worker import is_gone, this_worker
 from tests.tiers import some
 from tests.tuning.databases import with_tables
 
@@ -135,7 +135,7 @@ import sys
 from pathlib import Path
 from systolic.runs.access import Lock
 from systolic.tuning.study import SharedStudy, address
-from systolic.tuning.worker import this_worker
+from systolic.tuning.claims import this_worker
 
 folder = Path(sys.argv[1])
 shared = SharedStudy(address(None, folder, "s"), {"recipe": "r"}, ["minimize"])

@@ -167,7 +167,19 @@ VERBS = {
             ),
         ),
     ),
-    "tune": Verb("tune", "searches the settings that train a recipe best"),
+    "tune": Verb(
+        "systolic.tuning.command:USAGE",
+        "searches the settings that train a recipe best",
+        (
+            VerbForm(
+                function="systolic.tuning.command:tune",
+                view="systolic.tuning.display.view:show",
+                reporter="systolic.tuning.display.progress:StudyReporter",
+                takes=TargetKind.recipe,
+                needs="a recipe",
+            ),
+        ),
+    ),
     "launch": Verb(
         "systolic.launching.command:USAGE",
         "trains a recipe on another platform: writes its files, shows the bill, submits",

@@ -130,6 +130,12 @@ def _parameters(
         default = parameter.default if words.default is NO_VALUE else words.default
         if isinstance(default, enum.Enum) and words.kind is str:
             default = default.value
+        if words.default_text:
+            hint = f"(default: {words.default_text})"
+            extras = [
+                *extras,
+                tyro.conf.arg(metavar=words.metavar, help_behavior_hint=hint),
+            ]
         if words.repeated:
             extras = [*extras, tyro.conf.UseAppendAction]
         typed[name] = parameter.replace(

@@ -63,7 +63,11 @@ class Request(Generic[Options]):
         from systolic.recipes.jobs.source import JobSource
 
         return JobSource(
-            recipe=self.recipe, options=self.options, given=self.names, chosen=self.chosen
+            recipe=self.recipe,
+            options=self.options,
+            given=self.names,
+            relative=self.options,
+            chosen=self.chosen,
         )
 
     @property

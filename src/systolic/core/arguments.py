@@ -68,6 +68,10 @@ class OptionWords:
     """Name of the option, where it is another than the parameter's."""
     also: str = ""
     """Another name that the option is read under; ``-f`` is a short form."""
+    metavar: str = ""
+    """What the help shows for its value, beside ``default_text``."""
+    default_text: str = ""
+    """What the help shows as its default, where None stands for one that is derived."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,16 @@ written and compared by the database's clock, so that those of the machines may 
 
 import contextlib
 import json
+import os
+import socket
+import uuid
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
+
+import psutil
 
 from systolic.tuning.engine import sqlalchemy
 
@@ -186,3 +192,38 @@ def _table() -> Any:
         sql.Column("is_granted", sql.Boolean, nullable=False),
         sql.Column("outcome", sql.Text),
     )
+
+
+def this_worker() -> str:
+    """Name of this process, unique across machines."""
+    return _worker_name(os.getpid())
+
+
+def is_gone(worker: str) -> bool:
+    """Whether a worker has ended; False for a worker of another machine or container."""
+    there, _, rest = worker.rpartition("/")[0].rpartition("/")
+    if there != _here() or not rest.isdigit():
+        return False
+    try:
+        return (
+            psutil.Process(int(rest)).status() == psutil.STATUS_ZOMBIE
+            or _worker_name(int(rest)) != worker
+        )
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _worker_name(pid: int) -> str:
+    """Machine, process id and start time, which tells apart processes that reuse an id."""
+    return f"{_here()}/{pid}/{psutil.Process(pid).create_time():.2f}"
+
+
+@cache
+def _here() -> str:
+    """Host name, boot id and PID namespace; containers can share the first two, and have their own process ids."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        numbers = os.readlink("/proc/self/ns/pid")
+    except OSError:  # not Linux: no PID namespaces
+        boot, numbers = f"{uuid.getnode():x}", "all"
+    return f"{socket.gethostname()}/{boot}/{numbers}"

@@ -73,6 +73,13 @@ class StudyResult:
     first_seed: int | None = None
     """Seed of the first two trials, if the trials alternate between the best and the default settings; None for a search."""
 
+    has_repeats: bool = False
+    """Whether the best and the default settings are repeated after the search."""
+    page: Path | None = None
+    """Page of the results, once it is written."""
+    interrupted: bool = False
+    """Whether a signal ended the search or its repeats."""
+
     def __repr__(self) -> str:
         """Trials and the best on one line; the study itself has every trial."""
         best = self.best

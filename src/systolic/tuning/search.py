@@ -4,13 +4,22 @@
 A range is of integers if the option takes integers.
 """
 
+import enum
+import inspect
 import math
+import shlex
+import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from decimal import Decimal
-from typing import Any
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any
 
-from systolic.core.errors import OptionError
+from systolic.core.errors import OptionError, OutOfRangeError
+from systolic.core.ranges import complaint, dashed, ranged
+from systolic.core.spelling import nearest_option
+from systolic.recipes import Recipe
 from systolic.tuning.engine import optuna
 
 FORMS = "a range such as 1..8, 128..512:64 or log:1e-4..1e-2, or choices such as 4,6,8"
@@ -21,6 +30,15 @@ Typed = Callable[[str, str], Any]
 """Parses the text of an option's value; raises OptionError."""
 Value = str | int | float | bool | None
 """A choice as the study stores it: a number or boolean, or otherwise the text as typed."""
+
+_SWITCH: Mapping[str, bool] = {"yes": True, "true": True, "no": False, "false": False}
+_TYPE_TEXTS: Mapping[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    Path: "a path",
+    bool: "yes or no",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,3 +277,93 @@ def _choices(name: str, spec: str, typed: Typed) -> Searched:
             f"--search {name}={spec} has one value; give {FORMS}, or set --{name} {spec}"
         )
     return Searched(name=name, spec=spec, choices=choices)
+
+
+def reader(recipe: Recipe) -> Callable[[str, str], Any]:
+    """A parser of values of a recipe's options: from the option's name, as typed without dashes, and the text.
+
+    It raises OptionError for an unknown option, OptionError or OutOfRangeError for a wrong value.
+    """
+    hints = _option_types(recipe.function, "")
+
+    def read(name: str, word: str) -> Any:
+        if name not in hints:
+            near = nearest_option(name, [f"--{each}" for each in hints]).replace("--", "")
+            raise OptionError(
+                f"--search names {name}, which is no option of {recipe.target}{near}; systolic recipes {recipe.target} lists its options"
+            )
+        return read_value(hints[name], word, f"--search {name}")
+
+    return read
+
+
+def read_value(hint: Any, word: str, named: str) -> Any:
+    """A value of an option's type from its text; of a switch from yes or no.
+
+    Args:
+        hint: The annotated type.
+        word: Its text; several words for an option that takes several.
+        named: What messages call the option.
+
+    Raises:
+        OptionError: it does not parse.
+        OutOfRangeError: it is out of its range.
+    """
+    plain = typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
+    union = typing.get_origin(plain) in (typing.Union, UnionType)
+    kinds = list(typing.get_args(plain)) if union else [plain]
+    if NoneType in kinds and word == "None":
+        return None
+    kinds = [kind for kind in kinds if kind is not NoneType]
+    for kind in kinds:
+        try:
+            value = _converted(kind, word)
+        except ValueError:
+            continue
+        limit = ranged(hint)
+        if limit is not None and (told := complaint(named, limit, value)) is not None:
+            raise OutOfRangeError(told)
+        return value
+    raise OptionError(f"{named} is {word!r}; it takes {' or '.join(map(_type_text, kinds))}")
+
+
+def _option_types(function: Callable[..., Any], prefix: str) -> dict[str, Any]:
+    """Option as typed, without dashes before it, to its annotated type."""
+    hints = typing.get_type_hints(function, include_extras=True)
+    found: dict[str, Any] = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        hint = hints.get(name, parameter.annotation)
+        plain = typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
+        typed = f"{prefix}{dashed(name)}"
+        if isinstance(plain, type) and is_dataclass(plain):
+            found |= _option_types(plain, f"{typed}.")
+        else:
+            found[typed] = hint
+    return found
+
+
+def _converted(kind: Any, word: str) -> Any:
+    """A text as a type.
+
+    Raises:
+        ValueError: it is none of the type.
+    """
+    if kind is bool:
+        if word.lower() not in _SWITCH:
+            raise ValueError
+        return _SWITCH[word.lower()]
+    if typing.get_origin(kind) is tuple:
+        (inner, *_) = typing.get_args(kind)
+        return tuple(_converted(inner, each) for each in shlex.split(word))
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return kind(word)
+    if kind in (int, float, str, Path):
+        return kind(word)
+    raise ValueError
+
+
+def _type_text(kind: Any) -> str:
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        names = sorted(str(each.value) for each in kind)
+        return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+    return _TYPE_TEXTS.get(kind, f"no text, but a {inspect.formatannotation(kind)}")

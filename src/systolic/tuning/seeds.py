@@ -7,6 +7,7 @@ from typing import Any
 
 from systolic.job import Mode
 from systolic.tuning.objective import Aim
+from systolic.tuning.results import StudyResult
 
 LUCK = 0.05
 """Significance level: a difference with a smaller p value counts as a gain."""
@@ -109,3 +110,30 @@ def _figures(values: Sequence[float]) -> dict[str, Any]:
         "deviation": statistics.stdev(values) if len(values) > 1 else None,
         "values": list(values),
     }
+
+
+def repeated(best: StudyResult, repeats: StudyResult) -> Repeated:
+    """Compares the best and the default settings over several seeds.
+
+    Args:
+        best: Results of the search.
+        repeats: Results of the trials that alternate between the best and the default settings.
+    """
+    assert best.best is not None
+    aim, values = best.aims[0], ([], [])
+    seeds = repeats.total // 2
+    # One of a pair may have ended under a larger --repeats.
+    rows = [row for row in repeats.rows if row.number < 2 * seeds]
+    for row in rows:
+        if row.is_done:
+            values[row.number % 2].append(row.figures[aim.name])
+    missing = [row for row in rows if not row.is_done]
+    told = [f"{repeats.title(row)}: {row.reason}" for row in missing if row.reason]
+    return Repeated(
+        trial=best.best.number,
+        aim=aim,
+        seeds=seeds,
+        best=values[0],
+        default=values[1],
+        failure=told[0] if told else "not ended; rerun to continue",
+    )

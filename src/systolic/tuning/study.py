@@ -19,10 +19,9 @@ from typing import Any
 
 from systolic.core.errors import DataError, MissingExtraError, OptionError, RunError
 from systolic.core.files import write_json
-from systolic.tuning.claims import TABLE, Claim, Claims
+from systolic.tuning.claims import TABLE, Claim, Claims, is_gone
 from systolic.tuning.engine import optuna, sqlalchemy
 from systolic.tuning.folder import DATABASE
-from systolic.tuning.worker import is_gone
 
 DEFINITION = "systolic"
 """Study attribute: the definition of the search."""

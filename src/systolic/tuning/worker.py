@@ -1,43 +1,68 @@
-"""Names of worker processes, from which others tell whether a worker has ended."""
+"""``python -m systolic.tuning.worker``: runs trials of the search that stdin describes, until none is left."""
 
+import json
 import os
-import socket
-import uuid
-from functools import cache
-from pathlib import Path
+import sys
+from collections.abc import Mapping
+from contextlib import closing
+from typing import Any
 
-import psutil
+from systolic.core.errors import SystolicError
+from systolic.core.machine import end_with, set_up_xla
+from systolic.core.reporter import Reporter, reporting
+from systolic.core.shutdown import TerminatedError, leave
+from systolic.tuning.processes import INTERRUPTED, LINE, STOPPED, TERMINATED
 
 
-def this_worker() -> str:
-    """Name of this process, unique across machines."""
-    return _name(os.getpid())
+class LogReporter(Reporter):
+    """Warnings as lines of the worker's log."""
+
+    def warn(self, text: str) -> None:
+        """Prints it."""
+        print(text, flush=True)
 
 
-def is_gone(worker: str) -> bool:
-    """Whether a worker has ended; False for a worker of another machine or container."""
-    there, _, rest = worker.rpartition("/")[0].rpartition("/")
-    if there != _here() or not rest.isdigit():
-        return False
+def work(search: Mapping[str, Any]) -> int:
+    """Runs trials of a search; returns the exit code: 3 if it stopped early, with the reason on the last line.
+
+    Args:
+        search: As :meth:`systolic.tuning.definition.Tuning.to_json` writes it.
+    """
+    from systolic.tuning.definition import Tuning
+    from systolic.tuning.trials import INTERRUPTED as BY_SIGNAL
+    from systolic.tuning.trials import TrialWorker
+
+    tuning = Tuning.from_json(search)
+    if (number := search["repeats_of"]) is not None:
+        with closing(tuning.open()) as searched:
+            tuning = tuning.repeating(searched, number)
+    with closing(tuning.open()) as shared:
+        worker = TrialWorker(tuning=tuning, shared=shared)
+        with shared.reported():
+            worker.work()
+    if not worker.stopped:
+        return 0
+    print(f"{LINE}{worker.stopped}", file=sys.stderr)
+    return INTERRUPTED if worker.stopped == BY_SIGNAL else STOPPED
+
+
+def main() -> int:
+    """Reads the search and runs its trials; an error is one line on stderr."""
     try:
-        return (
-            psutil.Process(int(rest)).status() == psutil.STATUS_ZOMBIE or _name(int(rest)) != worker
-        )
-    except psutil.NoSuchProcess:
-        return True
+        with reporting(LogReporter()):
+            return work(json.load(sys.stdin))
+    except SystolicError as error:
+        print(f"{LINE}{error}", file=sys.stderr)
+        return error.exit_code
+    except TerminatedError:
+        print(f"{LINE}ended by SIGTERM", file=sys.stderr)
+        return TERMINATED
+    except KeyboardInterrupt as error:
+        print(f"{LINE}{str(error) or 'interrupted'}", file=sys.stderr)
+        return INTERRUPTED
 
 
-def _name(pid: int) -> str:
-    """Machine, process id and start time, which tells apart processes that reuse an id."""
-    return f"{_here()}/{pid}/{psutil.Process(pid).create_time():.2f}"
-
-
-@cache
-def _here() -> str:
-    """Host name, boot id and PID namespace; containers can share the first two, and have their own process ids."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        numbers = os.readlink("/proc/self/ns/pid")
-    except OSError:  # not Linux: no PID namespaces
-        boot, numbers = f"{uuid.getnode():x}", "all"
-    return f"{socket.gethostname()}/{boot}/{numbers}"
+if __name__ == "__main__":
+    end_with(os.getppid())
+    set_up_xla()
+    leave(main())

@@ -169,10 +169,10 @@ def test_the_same_settings_again_are_no_other_ones() -> None:
 def test_what_is_left_is_of_the_search_alone() -> None:
     """The repeats that follow have their own clock."""
     told = io.StringIO()
-    with StudyDisplay(told, then="repeats", environ={}) as view:
+    with StudyDisplay(told, environ={}) as view:
         found = study((160,))
-        view.see(replace(found, rows=()))
-        view.see(found)
+        view.see(replace(found, rows=(), has_repeats=True))
+        view.see(replace(found, has_repeats=True))
         assert told.getvalue().splitlines()[-1].endswith(" left before the repeats  <- best so far")
         view.begin("repeats")
         view.see(replace(found, rows=()))

@@ -28,6 +28,8 @@ class JobSource:
     """Decisions of a plan about the job."""
     given: frozenset[str] = frozenset()
     """Options that were given, as typed without the dashes before them: ``layout.fsdp``; the others are defaults."""
+    relative: Mapping[str, Any] | None = None
+    """The options with paths as they were given, relative to the working directory; None where that is not known."""
     types: Mapping[str, str] | None = None
     """Model, task and data to the full names of their classes, where a Job was given in place of a recipe."""
 
@@ -69,6 +71,7 @@ def source_of(job: Job | JobSource | str, options: Mapping[str, Any]) -> JobSour
         recipe=recipe,
         options=paths.absolute(arguments),
         given=frozenset(map(dashed, options)),
+        relative=arguments,
         types=types,
     )
     source.job.check_effects()

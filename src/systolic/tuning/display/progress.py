@@ -3,7 +3,8 @@
 import sys
 import time
 from collections.abc import Mapping
-from typing import TextIO
+from contextlib import ExitStack
+from typing import Any, TextIO
 
 from rich.console import Group
 from rich.text import Text
@@ -11,6 +12,7 @@ from rich.text import Text
 from systolic.core.units import duration, plural
 from systolic.report import progress, terminal
 from systolic.report.progress import LiveArea
+from systolic.report.stderr import StderrReporter
 from systolic.tuning.display import readings
 from systolic.tuning.results import StudyResult, TrialRow
 
@@ -25,7 +27,6 @@ class StudyDisplay(LiveArea):
 
     Args:
         stream: Stream to draw on.
-        then: Name of a study that follows, whose time is not included in the time left.
         environ: Environment variables that describe the stream; this process's by default.
         width: Columns; the terminal's by default.
     """
@@ -34,12 +35,11 @@ class StudyDisplay(LiveArea):
         self,
         stream: TextIO,
         *,
-        then: str = "",
         environ: Mapping[str, str] | None = None,
         width: int | None = None,
     ) -> None:
         super().__init__(stream, environ=environ, width=width)
-        self._stream, self._began, self._then = stream, time.monotonic(), then
+        self._stream, self._began = stream, time.monotonic()
         self._told: set[int] | None = None
         self._before = 0
 
@@ -51,7 +51,7 @@ class StudyDisplay(LiveArea):
             if ended:
                 terminal.say(self._stream, f"{study.name} continues: {readings.counted(study)}")
         seconds = time.monotonic() - self._began
-        spent = times(study, seconds, len(ended) - self._before, self._then)
+        spent = times(study, seconds, len(ended) - self._before)
         if self.drawn:
             self.draw(drawing(study, spent))
             return
@@ -61,21 +61,41 @@ class StudyDisplay(LiveArea):
 
     def begin(self, what: str) -> None:
         """Switches to another study."""
-        self._told, self._began, self._then = None, time.monotonic(), ""
+        self._told, self._began = None, time.monotonic()
         if not self.drawn:
             terminal.say(self._stream, what)
 
-    def tell(self, text: str) -> None:
-        """Prints a line that stays above the redrawn area."""
-        print(f"systolic: {text}", file=sys.stderr, flush=True)
+
+class StudyReporter(StderrReporter):
+    """The reporter of a search: its trials, and those of its repeats."""
+
+    def __init__(self, *, quiet: bool = False, json: bool = False) -> None:
+        super().__init__(quiet=quiet, json=json)
+        self._display: StudyDisplay | None = None
+
+    def begin(self, title: str) -> None:
+        """Opens the display with the search; the repeats are drawn in the same one."""
+        if self._quiet:
+            super().begin(title)
+        elif self._display is None:
+            self._display = StudyDisplay(sys.stderr)
+            self._open.append(self._closing(self._display))
+        else:
+            self._display.begin(title)
+            self._open.append(ExitStack())
+
+    def update(self, state: Any) -> None:
+        """Shows the results so far."""
+        if self._display is not None and isinstance(state, StudyResult):
+            self._display.see(state)
 
 
-def times(study: StudyResult, seconds: float, ended: int, then: str = "") -> str:
+def times(study: StudyResult, seconds: float, ended: int) -> str:
     """Time since the start, and the time left at the rate of trials ended since: ``3 m 05 s, about 14 m left before the repeats``."""
     left = study.total - study.finished
     if not ended or left < 1:
         return duration(seconds)
-    before = f" before the {then}" if then else ""
+    before = " before the repeats" if study.has_repeats else ""
     return f"{duration(seconds)}, about {duration(seconds / ended * left)} left{before}"
 
 

@@ -1,39 +1,55 @@
 """A search over a recipe's options: its definition, and the job of each trial."""
 
+import inspect
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from systolic import recipes
+from systolic.chips import slice
 from systolic.core.digest import digest
-from systolic.core.errors import OptionError, OutOfRangeError, SystolicError
-from systolic.core.option_words import typed
+from systolic.core.errors import OptionError, OutOfRangeError, RunError, SystolicError
+from systolic.core.option_words import option_words, typed
 from systolic.core.ranges import dashed
 from systolic.data.fingerprint import contents_of
 from systolic.job import Job, Split
 from systolic.job.optimizer import Shortened
+from systolic.planning.goal import priced
 from systolic.planning.objective import PriceTerm
 from systolic.recipes import Recipe
 from systolic.recipes.jobs.source import JobSource
 from systolic.runs import paths
 from systolic.runs.run import JOB, job_fields
 from systolic.training.resume_checks import flat
-from systolic.tuning import sampling
+from systolic.tuning import objective, sampling
 from systolic.tuning.folder import check_free
+from systolic.tuning.importance import importance
 from systolic.tuning.objective import Aim
 from systolic.tuning.range_limits import Edge, edge
-from systolic.tuning.results import StudyResult
+from systolic.tuning.results import StudyResult, rows_of
 from systolic.tuning.sampling import Pruner, Sampler
-from systolic.tuning.search import Searched
+from systolic.tuning.search import Searched, parse, reader
 from systolic.tuning.study import SharedStudy, StudyAddress, address
 
 WARMUP = "schedule.warmup"
 STUDIES = Path("studies")
 """Default folder for studies."""
+PLAIN = (
+    "storage",
+    "trials",
+    "seed",
+    "steps",
+    "on",
+    "quick",
+    "budget_usd",
+    "stale_seconds",
+    "seeds",
+)
+"""Fields of a search that are JSON values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +68,9 @@ class Tuning:
 
     recipe: Recipe
     options: Mapping[str, Any]
-    """Options of all trials, by parameter."""
+    """Options of all trials, by parameter; paths as they were given."""
+    given: frozenset[str] = frozenset()
+    """Options that were given, as typed without the dashes before them; the others are defaults."""
     searched: Sequence[Searched]
     aims: Sequence[Aim]
     folder: Path
@@ -70,7 +88,65 @@ class Tuning:
     price: PriceTerm = PriceTerm.on_demand
     budget_usd: float | None = None
     stale_seconds: int = 120
+    seeds: int = 0
+    """Seeds to repeat the best and the default settings with after the search; 0 for none."""
     repeats: Repeats | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The search as JSON values, for its workers; repeats are named by their trial."""
+        plain = {name: value for name, value in vars(self).items() if name in PLAIN}
+        return plain | {
+            "recipe": self.recipe.target,
+            "options": recipes.plain(self.options),
+            "given": sorted(self.given),
+            "search": [one.text for one in self.searched],
+            "objective": [aim.text for aim in self.aims],
+            "folder": str(self.folder),
+            "sampler": self.sampler.value,
+            "pruner": self.pruner.value,
+            "price": self.price.value,
+            "repeats_of": None,
+        }
+
+    def check_plain(self) -> None:
+        """Checks that worker processes get the options of the recipe as they are.
+
+        Raises:
+            OptionError: an option has a value that no text gives.
+        """
+        for name, text in _texts(self.options).items():
+            try:
+                is_same = _texts(_options(self.recipe, {name: json.loads(text)}))[name] == text
+            except (RunError, TypeError, ValueError):
+                is_same = False
+            if not is_same:
+                raise OptionError(
+                    f"{name} is {self.options[name]!r}, which worker processes can't be given; leave workers out to run the trials in this process"
+                )
+
+    @classmethod
+    def from_json(cls, search: Mapping[str, Any]) -> "Tuning":
+        """The search of :meth:`to_json`, without its repeats.
+
+        Raises:
+            NotFoundError: there is no such recipe any more.
+            RunError: the recipe has changed and takes other options.
+        """
+        recipe = recipes.find(search["recipe"])
+        options = _options(recipe, search["options"])
+        is_priced = search["on"] is not None
+        return cls(
+            recipe=recipe,
+            options=options,
+            given=frozenset(search["given"]),
+            searched=parse(search["search"], reader(recipe)),
+            aims=objective.parse(search["objective"], recipe(options).evaluation, priced=is_priced),
+            folder=Path(search["folder"]),
+            sampler=Sampler(search["sampler"]),
+            pruner=Pruner(search["pruner"]),
+            price=PriceTerm(search["price"]),
+            **{name: search[name] for name in PLAIN},
+        )
 
     @property
     def definition(self) -> dict[str, Any]:
@@ -188,13 +264,12 @@ class Tuning:
         settings = self.repeats.values if trial.number % 2 == 0 else {}
         return {**settings, "seed": self.base["seed"] + 1 + trial.number // 2}
 
-    def repeating(self, shared: SharedStudy, number: int, seeds: int) -> "Tuning":
+    def repeating(self, shared: SharedStudy, number: int) -> "Tuning":
         """The search whose trials repeat the best and the default settings with new seeds.
 
         Args:
             shared: The study.
             number: Number of its best trial.
-            seeds: Seeds for each of the two settings.
         """
         kept = next(one for one in shared.trials(self.trials) if one.number == number).params
         values = {one.name: one.typed(kept[one.name]) for one in self.searched}
@@ -203,7 +278,7 @@ class Tuning:
             repeats=Repeats(of=number, values=values),
             searched=(),
             aims=self.aims[:1],
-            trials=2 * seeds,
+            trials=2 * self.seeds,
             sampler=Sampler.random,
             pruner=Pruner.none,
             on=None,
@@ -264,17 +339,18 @@ class Tuning:
                 except SystolicError:
                     continue
 
-    def with_command(self, result: StudyResult, words: Sequence[str]) -> StudyResult:
+    def with_command(self, result: StudyResult) -> StudyResult:
         """Adds the command that trains the best settings at full size, and the best values at an end of their range, to a result.
 
         Args:
             result: Result of this study.
-            words: Options of the recipe, as typed.
         """
         best = result.best
         if best is None:
             return result
         options = [word for name, value in best.values.items() for word in self._words(name, value)]
+        names = {one.name for one in self.searched}
+        words = option_words(self.recipe.function, self.options, typed=self.given, without=names)
         line = ["systolic", "train", self.recipe.target, *words, *options]
         return replace(result, command=shlex.join(line), edges=self._edges(best.values))
 
@@ -312,6 +388,35 @@ class Tuning:
             ) from error
         return SharedStudy(self.address, definition, directions, self.stale_seconds, self.runs)
 
+    def result(
+        self, shared: SharedStudy, *, stopped: str = "", weighed: bool = True
+    ) -> StudyResult:
+        """Results of the study so far.
+
+        Args:
+            shared: The study.
+            stopped: Why the search ended before all trials were done.
+            weighed: Whether to add the importance of options, which takes a second.
+        """
+        price = {} if self.on is None else priced(slice(self.on), self.price)
+        rows = rows_of(shared, self.trials, self.searched, self.aims, self.runs)
+        result = StudyResult(
+            name=self.address.name,
+            recipe=self.recipe.target,
+            rows=rows,
+            total=max(self.trials, len(rows)),
+            searched=self.searched,
+            aims=self.aims,
+            importance=importance(shared.study, self.aims, self.searched) if weighed else {},
+            stopped=stopped,
+            price_region=price.get("price_region", ""),
+            price_as_of=price.get("price_as_of", ""),
+            first_seed=None if self.repeats is None else self.base["seed"] + 1,
+            has_repeats=self.seeds > 0 and self.repeats is None,
+        )
+        # A trial that ended early may have left the budget for the last ones.
+        return result if result.finished < result.total else replace(result, stopped="")
+
     def pruning(self) -> Any:
         """Optuna's pruner for the runs' evaluations."""
         job = self.job
@@ -332,6 +437,86 @@ class Tuning:
                 if made > steps:
                     steps, values = made, tried
         return steps
+
+
+def check_options(
+    source: JobSource, searched: Collection[str], *, seeds: int, trial_steps: int | None
+) -> None:
+    """Checks the options of a recipe against those that are searched.
+
+    Args:
+        source: The recipe with its options.
+        searched: Names of the searched options.
+        seeds: Seeds of the repeats; 0 for none.
+        trial_steps: Steps of a trial; None for the recipe's.
+
+    Raises:
+        OptionError: an option is both given and searched, or the recipe lacks one that the search sets.
+    """
+    target = source.recipe.target
+    for name in searched:
+        if name in source.given:
+            raise OptionError(f"--{name} is both given and searched; leave one out")
+    if seeds and "seed" not in source.options:
+        raise OptionError(
+            f"--repeats needs an option seed, which {target} does not have; add it to the recipe, or leave --repeats out"
+        )
+    if seeds and "seed" in searched:
+        raise OptionError("--repeats sets the seed, which is also searched; leave one out")
+    if "steps" in searched and trial_steps is not None:
+        raise OptionError("--trial-steps is given and steps is searched; leave one out")
+    if trial_steps is not None and "steps" not in {
+        dashed(name) for name in inspect.signature(source.recipe.function).parameters
+    }:
+        raise OptionError(
+            f"--trial-steps needs an option steps, which {target} does not have; leave --trial-steps out"
+        )
+
+
+def check_forecast(on: str | None, *, quick: bool, budget: float | None, price: PriceTerm) -> None:
+    """Checks the slice of the forecasts, and that options of a forecast have one.
+
+    Raises:
+        OptionError: there is no slice.
+        NotFoundError: there is no such slice.
+    """
+    given = {
+        "--quick": quick,
+        "--budget": budget is not None,
+        "--price": price is not PriceTerm.on_demand,
+    }
+    for name, is_given in given.items():
+        if is_given and on is None:
+            raise OptionError(f"{name} needs a forecast, and no slice is given; add --on v5e-4")
+    if on is not None:
+        slice(on)
+
+
+def _texts(options: Mapping[str, Any]) -> dict[str, str]:
+    """Options as JSON texts."""
+    return {name: json.dumps(value) for name, value in recipes.plain(options).items()}
+
+
+def _options(recipe: Recipe, plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a recipe from JSON values, with the whole numbers that stand for a float as they were.
+
+    A study's definition has their text, which tells ``1`` from ``1.0``.
+    """
+    options = recipes.typed(recipe, plain)
+    return {name: _with_ints(value, plain[name]) for name, value in options.items()}
+
+
+def _with_ints(value: Any, plain: Any) -> Any:
+    if isinstance(value, float) and type(plain) is int:
+        return plain
+    if isinstance(value, tuple):
+        return tuple(map(_with_ints, value, plain))
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    inner = {each.name: getattr(value, each.name) for each in fields(value) if each.name in plain}
+    read = {name: _with_ints(one, plain[name]) for name, one in inner.items()}
+    changed = {name: one for name, one in read.items() if one is not inner[name]}
+    return replace(value, **changed) if changed else value
 
 
 def _dotted(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,18 +1,21 @@
 """Worker processes of a search on this machine: started, watched, restarted after a kill, stopped together."""
 
+import json
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from systolic.core.errors import OptionError, RunError
 from systolic.core.files import cure
+from systolic.core.reporter import reporter
 from systolic.core.shutdown import remembered
-from systolic.session.tuned import beyond, study_result
-from systolic.session.tuning import Tuning
+from systolic.tuning.definition import Tuning
 from systolic.tuning.results import StudyResult
 from systolic.tuning.study import SharedStudy
 
@@ -25,7 +28,9 @@ DEATHS = 3
 """Deaths per worker without progress (an evaluation, a checkpoint or the end of a trial) after which no worker is restarted."""
 STOPPED = 3
 """Exit code of a worker that stopped early; its last line has the reason."""
-INTERRUPTED = 130
+INTERRUPTED, TERMINATED = 130, 143
+"""Exit codes of a worker that SIGINT and SIGTERM ended."""
+COMMAND = (sys.executable, "-m", "systolic.tuning.worker")
 LINE = "systolic: "
 
 
@@ -36,18 +41,16 @@ class Processes:
     Args:
         tuning: The search.
         shared: Its study.
-        command: Command of a worker.
+        search: The search as its workers read it, with the trial whose settings they repeat.
         count: Number of workers.
-        see: Called with the results so far.
-        tell: Called with each line for the user.
+        command: Command of a worker.
     """
 
     tuning: Tuning
     shared: SharedStudy
-    command: Sequence[str]
+    search: Mapping[str, Any]
     count: int
-    see: Callable[[StudyResult], None]
-    tell: Callable[[str], None]
+    command: Sequence[str] = COMMAND
     stopped: str = ""
     """Why the search ended before all trials were done."""
     interrupted: bool = False
@@ -63,8 +66,6 @@ class Processes:
             RunError: a worker failed.
         """
         before = self.result(weighed=False)
-        if line := beyond(self.tuning, before):
-            self.tell(line)
         if before.finished >= before.total:
             return self.result()
         running: dict[int, subprocess.Popen[bytes]] = {}
@@ -80,8 +81,9 @@ class Processes:
         return self.result()
 
     def result(self, *, weighed: bool = True) -> StudyResult:
-        """Results of the study so far; see :func:`~systolic.session.tuned.study_result`."""
-        return study_result(self.tuning, self.shared, stopped=self.stopped, weighed=weighed)
+        """Results of the study so far; see :meth:`~systolic.tuning.definition.Tuning.result`."""
+        stopped = self.stopped or ("interrupted" if self.interrupted else "")
+        return self.tuning.result(self.shared, stopped=stopped, weighed=weighed)
 
     def _start(self, number: int) -> subprocess.Popen[bytes]:
         log = self._log(number)
@@ -92,13 +94,15 @@ class Processes:
             raise RunError(
                 f"{log} could not be written ({error.strerror}); {cure(log, error)}"
             ) from error
-        with out:
+        with out, tempfile.TemporaryFile() as search:
+            search.write(json.dumps(self.search).encode())
+            search.seek(0)
             # In its own session: Ctrl-C reaches only this process, which then stops the workers.
             return subprocess.Popen(
                 self.command,
                 stdout=out,
                 stderr=out,
-                stdin=subprocess.DEVNULL,
+                stdin=search,
                 start_new_session=True,
             )
 
@@ -124,11 +128,11 @@ class Processes:
         self._look()
 
     def _look(self) -> None:
-        found = self.result(weighed=False)
-        progress = found.finished + sum(row.step + row.resumed for row in found.rows)
+        results = self.result(weighed=False)
+        progress = results.finished + sum(row.step + row.resumed for row in results.rows)
         if progress > self._progress:
             self._progress, self._deaths = progress, 0
-        self.see(found)
+        reporter().update(results)
 
     def _stop(self, running: dict[int, subprocess.Popen[bytes]]) -> None:
         self.interrupted = True
@@ -159,7 +163,7 @@ class Processes:
             raise RunError(
                 f"workers died {self._deaths} times without progress (last: {how}); see {self._log(number)}"
             )
-        self.tell(f"worker {number} died ({how}); a new process continues its trial")
+        reporter().warn(f"worker {number} died ({how}); a new process continues its trial")
         running[number] = self._start(number)
 
 
@@ -168,8 +172,3 @@ def last_line(log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines()
     told = [line.removeprefix(LINE) for line in lines if line.startswith(LINE)]
     return (told or lines or ["it printed nothing"])[-1]
-
-
-def worker_command(words: Sequence[str], module: str) -> list[str]:
-    """Command of a worker: this command's arguments, with another module."""
-    return [sys.executable, "-m", module, *words]

@@ -12,7 +12,7 @@ pytest.importorskip("optuna")
 
 from systolic.tuning.display.page import write_page
 from systolic.tuning.seeds import Repeated
-from tests.session.test_tuning import RATES, tuning, work
+from tests.tuning.test_trials import RATES, tuning, work
 
 CHROMIUM = Path("/usr/bin/chromium")
 pytestmark = [
@@ -63,7 +63,7 @@ def test_the_page_fits_wide_and_narrow_windows(page: Any, tmp_path: Path) -> Non
         trial=0, aim=made.aims[0], seeds=2, best=(0.97, 0.9), default=(0.91, 0.88)
     ).to_json()
     found = replace(work(made), importance=weights, repeats=repeats)
-    file = write_page(made.with_command(found, []), folder)
+    file = write_page(made.with_command(found), folder)
     for width in (1300, 360, 320):
         opened(page, file, width)
         assert page.evaluate(CUT) == []
@@ -95,9 +95,9 @@ def test_the_page_fits_wide_and_narrow_windows(page: Any, tmp_path: Path) -> Non
 
 def test_one_option_has_a_plot_and_commands_wrap_between_words(page: Any, tmp_path: Path) -> None:
     folder = tmp_path / "study"
-    made = tuning(folder, RATES, "--trials=3", "--sampler=random")
     words = ["--evaluation.every", "4", "--checkpoints.every", "8", "--dropout", "0.2"]
-    file = write_page(made.with_command(work(made), words), folder)
+    made = tuning(folder, RATES, "--trials=3", "--sampler=random", *words)
+    file = write_page(made.with_command(work(made)), folder)
     for width in (1300, 360):
         opened(page, file, width)
         assert page.locator(".parallel").count() == 0

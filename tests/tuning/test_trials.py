@@ -14,26 +14,26 @@ pytest.importorskip("optuna")
 
 from systolic.chips import slice
 from systolic.cli.main import main
-from systolic.cli.tune import tuning_of
 from systolic.core.errors import OptionError, RunError
+from systolic.core.reporter import Reporter, reporting
 from systolic.runs.record import load_run
-from systolic.session import tuning_processes
-from systolic.session.trials import BEGUN, TrialWatcher, TrialWorker
-from systolic.session.tuning import Tuning, with_values
-from systolic.session.tuning_processes import DEATHS, Processes
 from systolic.tuning import sampling
+from systolic.tuning.claims import this_worker
+from systolic.tuning.definition import Tuning, with_values
 from systolic.tuning.display.page import render
 from systolic.tuning.importance import importance
+from systolic.tuning.processes import DEATHS, Processes
 from systolic.tuning.results import StudyResult, rows_of
-from systolic.tuning.worker import this_worker
+from systolic.tuning.trials import BEGUN, TrialWatcher, TrialWorker
 from tests.training.display.test_page import Page
 from tests.tuning.databases import with_tables
+from tests.tuning.searches import tuning_of
 
 RECIPE = f"{Path(__file__).with_name('trial_recipe.py')}:job"
 
 
 def tuning(folder: Path, *words: str, recipe: str = RECIPE) -> Tuning:
-    return tuning_of([recipe, *words, f"--study={folder}"])[0]
+    return tuning_of([recipe, *words, f"--study={folder}"])
 
 
 def work(made: Tuning) -> StudyResult:
@@ -53,6 +53,20 @@ def work(made: Tuning) -> StudyResult:
         importance=importance(shared.study, made.aims, made.searched),
         stopped=worker.stopped,
     )
+
+
+class Recorded(Reporter):
+    """Keeps the warnings and the results so far."""
+
+    def __init__(self) -> None:
+        self.warnings: list[str] = []
+        self.results: list[StudyResult] = []
+
+    def warn(self, text: str) -> None:
+        self.warnings.append(text)
+
+    def update(self, state: StudyResult) -> None:
+        self.results.append(state)
 
 
 RATES = "--search=learning-rate=log:1e-4..1e-1"
@@ -82,13 +96,16 @@ def test_trials_are_runs_and_the_same_command_goes_on(
         assert row.seconds == run.seconds
     best = min(result.rows, key=lambda row: row.figures["loss"])
     assert result.best == best
-    line = made.with_command(result, []).command
+    line = made.with_command(result).command
     assert line.startswith(
-        f"systolic train {RECIPE} --learning-rate {best.values['learning-rate']}"
+        f"systolic train {RECIPE} --evaluation.every 4 --learning-rate {best.values['learning-rate']}"
     )
-    page = Page(render(made.with_command(result, []), folder))
+    page = Page(render(made.with_command(result), folder))
     assert f"best: loss {best.figures['loss']:.4g} with learning-rate" in page.text
-    assert f"systolic train {RECIPE} --learning-rate {best.values['learning-rate']}" in page.text
+    assert (
+        f"systolic train {RECIPE} --evaluation.every 4 --learning-rate {best.values['learning-rate']}"
+        in page.text
+    )
     links = [value for name, value in page.attributes if name == "href"]
     worse = 1 - best.number
     assert links == [f"trials/{one:04d}/report.html" for one in (best.number, worse)]
@@ -152,7 +169,7 @@ def test_a_warmup_that_the_recipe_would_shorten_is_refused(tmp_path: Path) -> No
 def test_a_bad_trial_is_ended_early_and_another_refused_or_diverged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("systolic.session.trials.forecast_step", Forecasts())
+    monkeypatch.setattr("systolic.tuning.trials.forecast_step", Forecasts())
     words = [
         "--on=v5e-4",
         "--search=factor=1.0,nan",
@@ -299,7 +316,7 @@ def test_several_objectives_make_a_front(tmp_path: Path) -> None:
 
 
 def test_values_of_one_record_change_together() -> None:
-    options = tuning_of(["bytes", "--search=steps=1,2"])[1].options
+    options = tuning_of(["bytes", "--search=steps=1,2"]).options
     with pytest.raises(OptionError):
         with_values(options, {"model.heads": 3})
     made = with_values(options, {"model.heads": 6, "model.kv-heads": 3, "steps": 7})
@@ -326,7 +343,7 @@ def test_a_forecast_refuses_what_does_not_fit_and_a_budget_ends_the_study(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = Forecasts()
-    monkeypatch.setattr("systolic.session.trials.forecast_step", asked)
+    monkeypatch.setattr("systolic.tuning.trials.forecast_step", asked)
     price = slice("v5e-4").usd_per_hour.on_demand
     assert price is not None
     trial = price * 16 / 3600
@@ -354,7 +371,7 @@ def test_a_budget_that_has_nothing_left_costs_no_trial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A trial that was claimed and never started does not count as one whose process died."""
-    monkeypatch.setattr("systolic.session.trials.forecast_step", Forecasts())
+    monkeypatch.setattr("systolic.tuning.trials.forecast_step", Forecasts())
     words = ["--search=learning-rate=0.01,0.02", "--sampler=grid", "--trials=1", "--on=v5e-4"]
     for _ in range(BEGUN + 1):
         result = work(tuning(tmp_path / "study", *words, "--budget=0.0001"))
@@ -378,7 +395,7 @@ def test_a_worker_whose_trial_was_taken_over_leaves_it_alone(
 ) -> None:
     """Another machine takes the trial over and ends it while this one trains; the run here ends, and the study keeps the other's result."""
     made = tuning(tmp_path / "study", RATES, "--trials=1", "--evaluation.every=4")
-    shared, told = made.open(), []
+    shared, recorded = made.open(), Recorded()
     see = TrialWatcher.see
 
     def late(watcher: TrialWatcher, record: Any) -> None:
@@ -392,15 +409,16 @@ def test_a_worker_whose_trial_was_taken_over_leaves_it_alone(
         see(watcher, record)
 
     monkeypatch.setattr(TrialWatcher, "see", late)
-    worker = TrialWorker(tuning=made, shared=shared, tell=told.append)
-    worker.work()
+    worker = TrialWorker(tuning=made, shared=shared)
+    with reporting(recorded):
+        worker.work()
     (trial,) = shared.trials(1)
     assert (trial.values, worker.stopped) == ([7.0], "")
     assert sorted(trial.intermediate_values) == [4]
     summary = load_run(made.run(0)).summary
     assert summary is not None
     assert summary["steps"] == 8
-    assert "trial 0 sent no heartbeats and was taken over" in told[0]
+    assert "trial 0 sent no heartbeats and was taken over" in recorded.warnings[0]
 
 
 @pytest.mark.parametrize("gets_on", [2, 0])
@@ -408,25 +426,30 @@ def test_workers_that_die_are_started_again_while_a_trial_gets_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gets_on: int
 ) -> None:
     """Every worker is killed; the trial has a later checkpoint this many times."""
-    monkeypatch.setattr(tuning_processes, "SEE_SECONDS", 0.0)
-    monkeypatch.setattr(tuning_processes, "POLL_SECONDS", 0.01)
-    made, told = tuning(tmp_path / "study", RATES, "--trials=1"), []
+    monkeypatch.setattr("systolic.tuning.processes.SEE_SECONDS", 0.0)
+    monkeypatch.setattr("systolic.tuning.processes.POLL_SECONDS", 0.01)
+    made = tuning(tmp_path / "study", RATES, "--trials=1")
     with closing(made.open()) as shared:
         trial = shared.claim(1, this_worker()).number
 
-        def see(_: StudyResult) -> None:
-            if len(told) in range(1, 1 + DEATHS * gets_on):
-                shared.note(trial, begun=(len(told) // DEATHS + 1, 1))
+        class GetsOn(Recorded):
+            def update(self, state: StudyResult) -> None:
+                if len(told) in range(1, 1 + DEATHS * gets_on):
+                    shared.note(trial, begun=(len(told) // DEATHS + 1, 1))
 
+        recorded = GetsOn()
+        told = recorded.warnings
         processes = Processes(
             tuning=made,
             shared=shared,
+            search={},
             command=["sh", "-c", "kill -9 $$"],
             count=1,
-            see=see,
-            tell=told.append,
         )
-        with pytest.raises(RunError, match=r"without progress \(last: SIGKILL\)"):
+        with (
+            reporting(recorded),
+            pytest.raises(RunError, match=r"without progress \(last: SIGKILL\)"),
+        ):
             processes.run()
     assert len(told) >= DEATHS * (gets_on + 1)
     assert len(told) < DEATHS * (gets_on + 2)

@@ -9,9 +9,9 @@ import pytest
 pytest.importorskip("optuna")
 
 from systolic.core.errors import OptionError, RunError
-from systolic.session.tuned import wall_time
+from systolic.tuning.answer import wall_time
 from systolic.tuning.results import rows_of
-from tests.session.test_tuning import RATES, tuning, work
+from tests.tuning.test_trials import RATES, tuning, work
 
 
 def test_an_unknown_metric_is_told_before_any_trial(tmp_path: Path) -> None:

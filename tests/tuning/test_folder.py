@@ -12,10 +12,10 @@ import pytest
 pytest.importorskip("optuna")
 
 from systolic.cli.main import main
-from systolic.session.trials import TrialWorker
-from systolic.session.tuning_processes import Processes
+from systolic.tuning.processes import Processes
 from systolic.tuning.results import StudyResult
-from tests.session.test_tuning import RATES, RECIPE, tuning, work
+from systolic.tuning.trials import TrialWorker
+from tests.tuning.test_trials import RATES, RECIPE, tuning, work
 
 
 def files(folder: Path) -> list[str]:

@@ -20,12 +20,12 @@ import pytest
 
 pytest.importorskip("optuna")
 
-from systolic.cli.tune import tuning_of
 from systolic.core.errors import RunError
 from systolic.runs.record import load_run
-from systolic.session.trials import TrialWorker
+from systolic.tuning.claims import this_worker
 from systolic.tuning.study import SharedStudy, address
-from systolic.tuning.worker import this_worker
+from systolic.tuning.trials import TrialWorker
+from tests.tuning.searches import tuning_of
 
 RECIPE = f"{Path(__file__).parents[1] / 'training' / 'tiny.py'}:job"
 SEARCH = ["--search=learning-rate=log:1e-4..1e-1", "--search=scale=0.5,1.0"]
@@ -99,7 +99,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
     _, err = first.communicate()
     assert first.returncode == 130, err.decode()
     assert "interrupted; rerun to continue" in err.decode()
-    made = tuning_of([RECIPE, *SEARCH, f"--study={folder}", *words])[0]
+    made = tuning_of([RECIPE, *SEARCH, f"--study={folder}", *words])
     with closing(made.open()) as shared:
         (trial,) = shared.trials(2)
     assert trial.state.name == "WAITING"
@@ -119,7 +119,7 @@ def test_a_worker_that_was_suspended_goes_on_with_its_trial(tmp_path: Path) -> N
         time.sleep(0.2)
     (worker,) = workers(first)
     worker.suspend()
-    made = tuning_of([RECIPE, *SEARCH, f"--study={folder}", *words])[0]
+    made = tuning_of([RECIPE, *SEARCH, f"--study={folder}", *words])
     with closing(made.open()) as shared:
         with closing(sqlite3.connect(folder / "study.db")) as connection, connection:
             connection.execute("UPDATE systolic_claims SET beat = beat - 3600")
@@ -170,7 +170,7 @@ import sys
 from pathlib import Path
 from systolic.tuning import sampling
 from systolic.tuning.study import SharedStudy, address
-from systolic.tuning.worker import this_worker
+from systolic.tuning.claims import this_worker
 
 shared = SharedStudy(address(sys.argv[1], Path(), "claims"), {}, ["minimize"], 4)
 while (record := shared.claim(int(sys.argv[2]), this_worker())) is not None:
@@ -268,7 +268,7 @@ def test_processes_share_a_study_in_postgresql(database: str, tmp_path: Path) ->
 
     made = tuning_of(
         [RECIPE, *SEARCH, f"--study={tmp_path / 's'}", f"--storage={database}", "--trials=1"]
-    )[0]
+    )
     with closing(made.open()) as shared:
         TrialWorker(tuning=made, shared=shared).work()
         (trial,) = shared.trials(1)

@@ -17,7 +17,7 @@ from systolic.core.errors import (
     SystolicError,
     is_out_of_memory,
 )
-from systolic.core.reporter import Reporter, reporting
+from systolic.core.reporter import Reporter, reporter, reporting
 from systolic.core.shutdown import remembered
 from systolic.core.units import dollars, gibibytes
 from systolic.job import Job, Precision, Split
@@ -29,16 +29,18 @@ from systolic.runs.metrics import number
 from systolic.runs.record import load_run
 from systolic.runs.run import JOB
 from systolic.session.forecast import forecast_step
-from systolic.session.tuning import Tuning
 from systolic.training.interrupt import end_training
 from systolic.training.machine import LocalDevices
 from systolic.training.resuming import continue_run, opened
 from systolic.training.session import Audience, SessionOptions, TrainResult, start
 from systolic.tuning import sampling
+from systolic.tuning.claims import this_worker
+from systolic.tuning.definition import Tuning
 from systolic.tuning.objective import check_reported
 from systolic.tuning.study import SharedStudy
-from systolic.tuning.worker import this_worker
 
+INTERRUPTED = "interrupted"
+"""Why a worker stopped that a signal ended."""
 WAIT_SECONDS = 1.0
 """Interval between claims while the remaining trials are other workers'."""
 BEGUN = 5
@@ -63,13 +65,11 @@ class TrialWorker:
     Args:
         tuning: The search.
         shared: Its study.
-        tell: Called with each line for the user.
         ended: Called after each trial.
     """
 
     tuning: Tuning
     shared: SharedStudy
-    tell: Callable[[str], None] = lambda _: None
     ended: Callable[[], None] = lambda: None
     stopped: str = ""
     """Why the worker stopped before the study was done."""
@@ -97,7 +97,7 @@ class TrialWorker:
                 try:
                     reason = self._attempt(record)
                 except StoppedTrialError:
-                    self.stopped = "interrupted"
+                    self.stopped = INTERRUPTED
                     return
                 except OverBudgetError as over:
                     self.shared.release(record.number, this_worker())
@@ -114,7 +114,7 @@ class TrialWorker:
                     raise RunError(
                         f"{FAILURES} trials in a row had no result, the last one: {failed[-1]}; their runs are in {self.tuning.runs}"
                     )
-            self.stopped = "interrupted"
+            self.stopped = INTERRUPTED
 
     def _check_metrics(self) -> None:
         """Checks before any trial that objectives other than the recipe's own metric are reported."""
@@ -239,7 +239,7 @@ class TrialWorker:
 
     def _give_up(self, number: int) -> str:
         """Leaves a trial to the worker that has taken it over."""
-        self.tell(
+        reporter().warn(
             f"trial {number} sent no heartbeats and was taken over by another worker; its result here does not count"
         )
         return ""
