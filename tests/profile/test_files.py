@@ -10,9 +10,9 @@ import pytest
 
 from systolic.cli.main import main
 from systolic.core.errors import DataError, NotFoundError
+from systolic.explaining.profiles import is_profile
 from systolic.profile.files import find, is_profile_file
 from systolic.profile.xplane import load_all
-from systolic.session.profiles import is_profile
 from tests.profile.real import BF16, EXCERPTS, HOST_OFFLOAD, KERNEL, QUANTIZED, whole
 
 CPU = Path(__file__).parents[1] / "recorded" / "profile"

@@ -2,6 +2,7 @@
 
 import contextlib
 import enum
+import inspect
 import os
 import shlex
 import sys
@@ -32,9 +33,11 @@ class TargetKind(enum.Enum):
     recipe = enum.auto()
     """A recipe or a model, whose own options follow, too."""
     run = enum.auto()
-    """A run, as the value of the form's option; options of its recipe follow, in place of its own."""
+    """A run or a file that knows its recipe, as ``path``; options of the recipe follow, in place of its own."""
     path = enum.auto()
-    """A path, as the value of the form's option."""
+    """A path, as the value of the form's option, or as the first word where the form has none."""
+    values = enum.auto()
+    """Values of the function's first parameter, in any place among the options."""
     program = enum.auto()
     """Nothing; a program follows its options, after ``--``."""
 
@@ -58,6 +61,10 @@ class VerbForm:
     """An option that chooses this form wherever it stands: ``rehearse``."""
     beside: str = ""
     """``module:name`` of a function whose options are taken, too, and have no effect in this form."""
+    kind: str = ""
+    """What the first word is, by the verb's ``kind_of``, where this form is to take it: ``run``."""
+    done: str = ""
+    """What a message says that the verb does with a word that stands before a program: ``explained``."""
     usage: str = ""
     """``module:NAME`` of the help of a form with a word of its own."""
     reporter: str = "systolic.report.stderr:StderrReporter"
@@ -67,7 +74,18 @@ class VerbForm:
     def options(self) -> Options:
         """Options of the function and of the view."""
         beside = named(self.beside) if self.beside else None
-        return options_of(named(self.function), named(self.view), self.option, beside)
+        positional = self.takes is TargetKind.values
+        return options_of(
+            named(self.function), named(self.view), self.option, beside, positional=positional
+        )
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the verb alone asks for this form."""
+        parameters = inspect.signature(named(self.function)).parameters.values()
+        return self.takes is TargetKind.values and all(
+            one.default is not one.empty for one in parameters
+        )
 
     def is_chosen(self, args: Sequence[str]) -> bool:
         """Whether the words ask for this form rather than for the verb's first."""
@@ -96,7 +114,9 @@ def named(path: str) -> Any:
     return getattr(import_module(module), name)
 
 
-def run_forms(verb: str, usage: str, forms: Sequence[VerbForm], args: Sequence[str]) -> int:
+def run_forms(
+    verb: str, usage: str, forms: Sequence[VerbForm], args: Sequence[str], kind_of: str = ""
+) -> int:
     """Runs the form that the words choose; returns the exit code.
 
     Args:
@@ -104,11 +124,12 @@ def run_forms(verb: str, usage: str, forms: Sequence[VerbForm], args: Sequence[s
         usage: ``module:NAME`` of the text above the options in the help.
         forms: The first is that of words which choose no other.
         args: Words after the verb.
+        kind_of: ``module:name`` of what says of the first word which form's ``kind`` it is.
     """
-    if not args or args[0] in ("-h", "--help"):
+    if (not args and not forms[0].is_complete) or args[:1] in (["-h"], ["--help"]):
         shown = [replace(form, beside="").options.read for form in forms if not form.word]
         return print_verb_help(named(usage), *shown)
-    form = next((one for one in forms if one.is_chosen(args)), forms[0])
+    form = _chosen(forms, args, kind_of)
     words, prog = list(args), verb
     if form.word:
         words, prog = words[1:], f"{verb} {form.word}"
@@ -122,6 +143,15 @@ def run_forms(verb: str, usage: str, forms: Sequence[VerbForm], args: Sequence[s
         if (path := getattr(call.values, name)) is not None:
             check_writable(path)
     return _answered(form, call)
+
+
+def _chosen(forms: Sequence[VerbForm], args: Sequence[str], kind_of: str) -> VerbForm:
+    """The form that the words choose; that of the first word's kind where nothing else chooses one."""
+    form = next((one for one in forms if args and one.is_chosen(args)), None)
+    if form is None and kind_of and not args[0].startswith("-"):
+        kind = named(kind_of)(args[0]).value
+        form = next((one for one in forms if one.kind == kind), None)
+    return form or forms[0]
 
 
 def _refuse_late(verb: str, forms: Sequence[VerbForm], words: Sequence[str]) -> None:
@@ -147,6 +177,10 @@ def _read(form: VerbForm, prog: str, words: list[str], others: Sequence[str]) ->
     read = form.options.read
     if form.takes is TargetKind.program:
         end = words.index(END)
+        if form.done and end and not words[0].startswith("-"):
+            raise OptionError(
+                f"{words[0]} is {form.done}, or the program behind --, and both are given; leave one of them out"
+            )
         values = parse(read, words[:end], f"systolic {prog}")
         command = words[end + 1 :]
         if not command:
@@ -154,6 +188,13 @@ def _read(form: VerbForm, prog: str, words: list[str], others: Sequence[str]) ->
                 f"systolic {prog} has no program after --; add it: -- python train.py --steps 10"
             )
         return FormCall(command, values, {})
+    if form.takes is TargetKind.values:
+        values = parse(read, words, f"systolic {prog}")
+        parameter = next(iter(inspect.signature(named(form.function)).parameters))
+        return FormCall(getattr(values, parameter), values, {})
+    if form.takes is TargetKind.path and not form.option:
+        target, rest = first(words, prog, form.needs)
+        return FormCall(target, parse(read, rest, shlex.join(["systolic", prog, target])), {})
     if form.takes is TargetKind.path:
         values = parse(read, words, f"systolic {prog}")
         return FormCall(getattr(values, form.option), values, {})
@@ -169,13 +210,14 @@ def _read(form: VerbForm, prog: str, words: list[str], others: Sequence[str]) ->
 
 def _run_read(form: VerbForm, prog: str, words: list[str]) -> FormCall:
     """The call with a run: its recipe says which options follow, once the function has opened it."""
-    given, _ = known(form.options.read, words, f"systolic {prog}")
+    place, rest = ("", words) if form.option else first(words, prog, form.needs)
+    given, _ = known(form.options.read, rest, f"systolic {prog}")
     values = form.options.read(**given)
-    run: Path = getattr(values, form.option)
-    target = shlex.join([f"--{form.option}", str(run)])
+    run: Path | str = getattr(values, form.option) if form.option else place
+    target = shlex.join([f"--{form.option}", str(run)]) if form.option else ""
 
     def reader(recipe: "Recipe", saved: Mapping[str, Any]) -> Mapping[str, Any]:
-        return request_for(recipe, words, prog, form.options.read, saved, target=target).options
+        return request_for(recipe, rest, prog, form.options.read, saved, target=target).options
 
     return FormCall(run, values, {"reader": reader})
 

@@ -54,6 +54,8 @@ def options_of(
     view: Callable[..., Any],
     target: str = "",
     beside: Callable[..., Any] | None = None,
+    *,
+    positional: bool = False,
 ) -> Options:
     """Options of a verb's function and of its view, as keyword parameters with types that words can give.
 
@@ -62,9 +64,10 @@ def options_of(
         view: What shows its result.
         target: Option that gives the function's first parameter; empty where a word without one does.
         beside: A function whose options are read, too, and given to nothing.
+        positional: Whether words without an option give the function's first parameter.
     """
     mine, shown = _parameters(function), _parameters(view)
-    first = _first(function, target) if target else []
+    first = [_first(function, target)] if target or positional else []
     others = [] if beside is None else list(_parameters(beside).values())
     merged = {one.name: one for one in (*first, *mine.values())}
     for one in (*others, *shown.values(), QUIET):
@@ -115,13 +118,16 @@ def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     return typed
 
 
-def _first(function: Callable[..., Any], option: str) -> list[inspect.Parameter]:
-    """The function's first parameter as an option."""
+def _first(function: Callable[..., Any], option: str) -> inspect.Parameter:
+    """The function's first parameter as an option; without a name of one it is given by words alone."""
     plain = inspect.unwrap(function)
     parameter = next(iter(inspect.signature(plain).parameters.values()))
-    kind, _ = _extras(_resolved(parameter.annotation, plain.__globals__))
+    hint, extras = _extras(_resolved(parameter.annotation, plain.__globals__))
+    words = [extra.kind for extra in extras if isinstance(extra, OptionWords)]
+    kind = words[0] if words else _narrowed(hint)
+    annotation = kind if option else Annotated[kind, tyro.conf.Positional]  # ty: ignore[invalid-type-form]
     keyword = inspect.Parameter.KEYWORD_ONLY
-    return [parameter.replace(name=option, kind=keyword, annotation=_narrowed(kind))]
+    return parameter.replace(name=option or parameter.name, kind=keyword, annotation=annotation)
 
 
 def _resolved(annotation: Any, names: Mapping[str, Any]) -> Any:

@@ -21,7 +21,7 @@ from systolic.chips import Slice
 from systolic.core.errors import SystolicError
 from systolic.core.units import duration, plural, si
 from systolic.explaining.alone import matmul_seconds, module_of
-from systolic.explaining.beside import LEAST, begun_by
+from systolic.forecasting.profiled import LEAST, begun_by
 from systolic.hlo import Module, parse
 from systolic.profile import Profile
 from systolic.profile.ceilings import HOST_LINK
