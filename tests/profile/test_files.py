@@ -101,7 +101,9 @@ def test_a_dump_of_any_path_needs_a_slice(
     path.parent.mkdir()
     path.write_text("HloModule a, is_scheduled=true\n")
     assert main(["explain", str(path)]) == 2
-    assert f"explain {shlex.quote(str(path))} needs a slice; add --on v5e-8" in capsys.readouterr().err
+    assert (
+        f"explain {shlex.quote(str(path))} needs a slice; add --on v5e-8" in capsys.readouterr().err
+    )
 
 
 def test_an_empty_folder_is_none(tmp_path: Path):

@@ -31,7 +31,7 @@ COMPILER = "libtpu"
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationRequest:
-    """What a calibration is to be made of."""
+    """The profiles and programs that a calibration is to be made of."""
 
     profiles: Sequence[Path]
     """Files of profiles, or directories with some."""

@@ -73,7 +73,7 @@ Reader = Callable[..., Mapping[str, Any]]
 
 
 class ExplainedKind(enum.Enum):
-    """What is explained; the forms of the verb."""
+    """Kinds of targets, each with a form of the verb."""
 
     recipe = "recipe"
     run = "run"
@@ -87,7 +87,7 @@ class ExplainedKind(enum.Enum):
 
 
 def kind_of(path: Path) -> ExplainedKind | None:
-    """What a path holds, by its content; None where it is nothing that can be explained.
+    """The kind of what a path holds, by its content; None where it is nothing that can be explained.
 
     Raises:
         DataError: a forecast or plan that is damaged.
@@ -106,7 +106,7 @@ def kind_of(path: Path) -> ExplainedKind | None:
 
 
 def target_kind(target: str) -> ExplainedKind:
-    """What the first word of a command line names.
+    """The kind of what the first word of a command line names.
 
     Raises:
         NotFoundError: nothing that can be explained; names the nearest run or recipe.
@@ -237,7 +237,7 @@ def explain(  # noqa: PLR0913  the options of all forms
 
 
 def _kind(target: Any, on: str | Slice | None, options: Mapping[str, Any]) -> ExplainedKind:
-    """What a target from Python is.
+    """The kind of a target from Python.
 
     Raises:
         NotFoundError: a path that holds nothing that can be explained.

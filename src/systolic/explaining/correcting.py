@@ -71,7 +71,7 @@ class OpRatio:
     seconds: float
     """Measured seconds in a run of its program."""
     work: Work
-    """What it computes on: ops that are alike in it tell as much as one of them."""
+    """The work that it computes: ops that are alike in it tell as much as one of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ class MeasuredOps:
 
 @dataclass(frozen=True, kw_only=True)
 class _Priced:
-    """What the simulator says of an op: its span where it is simulated, else a kind and seconds."""
+    """The simulated op: its span where it is simulated, else a kind and seconds."""
 
     kind: CostKind
     seconds: float

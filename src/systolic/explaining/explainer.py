@@ -54,7 +54,7 @@ class RecipeStep:
     options: Mapping[str, Any]
     """Arguments of the recipe."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """What a plan decided of the job: ``layout.fsdp``, ``batch``."""
+    """Settings that a plan decided of the job: ``layout.fsdp``, ``batch``."""
     on: Slice
     flags: tuple[str, ...]
     """All flags of the compiler."""
@@ -103,7 +103,7 @@ class RecipeStep:
         return replace(self, on=on, flags=resolved(spoken(self.flags, self.on.chip), on.chip))
 
     def explainer(self) -> "StepExplainer":
-        """What explains it, with advice in options that the recipe has."""
+        """The explainer of the step, with advice in options that the recipe has."""
         return StepExplainer(
             job=self.job,
             on=self.on,
@@ -123,19 +123,19 @@ class StepExplanation:
     on: Slice
     step: StepKind
     flags: tuple[str, ...]
-    """Of the compiler."""
+    """Flags of the compiler."""
     target: str = ""
-    """What was explained, as it was named."""
+    """The target, as it was named."""
     of: RecipeStep | None = None
     """The recipe that makes the job, for the commands of changes."""
     forecast: Forecast
     """From the compiler's schedule: memory is exact, the time of ops estimated."""
     causes: Sequence[Cause] = ()
-    """Where the time goes, largest share first; none of a step that does not fit."""
+    """Causes of the time, largest share first; none of a step that does not fit."""
     remedies: Sequence[Remedy] = ()
     """Changes of settings of a step that fits, each stage's largest gain first."""
     remaining: Sequence[Cause] = ()
-    """Where the time of the best goes, largest share first; none where no change gains."""
+    """Causes of the time of the best, largest share first; none where no change gains."""
     attempts: Sequence[Attempt] = ()
     """Searches for a layout that fits, of a step that does not; the last has it if any."""
 
@@ -191,7 +191,7 @@ class StepExplanation:
 
 
 class ExplainStage(enum.Enum):
-    """What an explanation is at."""
+    """Stages of an explanation."""
 
     explained = "explained"
     """Causes are known; of a step that does not fit, what holds its memory."""
@@ -207,11 +207,11 @@ class ExplainStage(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class ExplainProgress:
-    """Where an explanation is, for whoever watches."""
+    """Progress of an explanation, which a reporter is given."""
 
     stage: ExplainStage
     explanation: Any = None
-    """What is known so far: of the type of the result."""
+    """The result as far as it is known."""
     remedy: Remedy | None = None
     """The latest change."""
     done: int = 0
@@ -252,7 +252,7 @@ class StepExplainer:
 
     @property
     def _opens(self) -> OpenEvaluator:
-        """What opens the evaluator of changes, with what was given."""
+        """The evaluator of changes, with what was given."""
         known = bool(self.given) or self.given.calibration is not None
         if self.evaluator is CompilingEvaluator and known:
             return partial(CompilingEvaluator, given=self.given)

@@ -46,14 +46,14 @@ PROGRAM = "program"
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileExplanation:
-    """Where the time of traced steps goes."""
+    """Causes of the time of traced steps."""
 
     causes: Sequence[Cause]
     """Largest share first."""
     figures: Mapping[str, Any]
     """``device``, ``steps``, ``step_seconds`` of their median, and ``shares`` of it."""
     notes: Sequence[str]
-    """What could not be judged, and why."""
+    """Figures that could not be judged, and why."""
     profile: Profile
     """The devices with their ops."""
     table: ProfileTable
@@ -92,7 +92,7 @@ class ProfileExplanation:
 
     @property
     def forecast(self) -> Forecast | None:
-        """Of the run's step on its slice."""
+        """Forecast of the run's step on its slice."""
         return None if self.simulated is None else self.simulated.forecast
 
     @property

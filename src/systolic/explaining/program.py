@@ -23,7 +23,7 @@ class ProgramExplanation:
     """The file, or the command."""
     forecast: Forecast
     causes: Sequence[Cause]
-    """Where the time goes, largest share first; none of a step that does not fit."""
+    """Causes of the time, largest share first; none of a step that does not fit."""
     quick: bool
     """Whether the program was compiled up to its schedule, without the compiler's cycles."""
 

@@ -188,7 +188,7 @@ class StepComparison:
     causes: Sequence[CauseDifference]
     """The largest difference first; all of them."""
     target: str = ""
-    """What the first was made of, as it was named."""
+    """The first, as it was named."""
     against_target: str = ""
 
     @property
@@ -242,7 +242,7 @@ def compare(
     given: Given = NOTHING,
     names: tuple[str, str] = ("the first", "the second"),
 ) -> StepComparison:
-    """What makes the first slower or faster than the second, cause by cause.
+    """Compares two steps, cause by cause.
 
     ``given`` has trips and costs that the programs leave open, of which each may have some, and corrections;
     ``names`` are what is printed of the two.

@@ -172,7 +172,7 @@ def show_attempts(made: StepExplanation, *, as_json: bool) -> int:
 
 
 def nothing_fits(made: StepExplanation) -> str:
-    """What to do where no layout fits."""
+    """The advice where no layout fits."""
     if made.attempts:
         return f"\nnothing that was tried fits; try a smaller model or batch, or another chip: systolic plan {made.target} --on any"
     if made.step is StepKind.train:

@@ -1,4 +1,4 @@
-"""What ``systolic explain`` prints and writes once an explanation is there; its causes and changes are printed as they are found."""
+"""Views of explanations and calibrations. An explanation's causes and changes are printed as they are found."""
 
 import shlex
 import sys

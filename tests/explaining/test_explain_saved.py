@@ -16,7 +16,7 @@ from systolic.explaining.explainer import RecipeStep, StepExplainer
 from systolic.planning.flags import SETS
 from systolic.runs.plan_choice import FORMAT
 
-TINY = f"{Path(__file__).with_name('tiny.py')}:job"
+TINY = f"{Path(__file__).parents[1] / 'cli' / 'tiny.py'}:job"
 ON = slice("v6e-8")
 SHARED = resolved("", ON.chip)
 TUNED = merged(SHARED, next(one.flags for one in SETS if one.name == "v6e-dense"))
