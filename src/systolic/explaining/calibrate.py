@@ -46,7 +46,7 @@ class Calibrated:
 
 @command_of
 def calibrate(
-    profiles: Annotated[Sequence[Path | str], PATHS],
+    profiles: Annotated[Path | str | Sequence[Path | str], PATHS],
     *,
     name: Annotated[str, NAME],
     against: Annotated[Sequence[Path | str], PATHS] = (),
@@ -70,11 +70,12 @@ def calibrate(
     """
     from systolic.explaining.calibrating import CalibrationRequest, record_of
 
+    paths = [profiles] if isinstance(profiles, str | Path) else profiles
     record = record_of(
         CalibrationRequest(
-            profiles=[Path(one) for one in profiles],
+            profiles=[Path(path) for path in paths],
             name=name,
-            against=[Path(one) for one in against],
+            against=[Path(path) for path in against],
             chip=chip,
             on=on,
         )

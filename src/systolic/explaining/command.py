@@ -216,24 +216,32 @@ def explain(  # noqa: PLR0913  the options of all forms
         if value not in (None, "", 0, False, ()) or (name == "remedies" and value is not None)
     }
     kind = _kind(target, on, options)
-    if kind is ExplainedKind.recipe and on is None:
-        raise OptionError("explaining a job needs a slice; give on='v5e-16'")
+    function = _FUNCTIONS[kind]
+    taken = inspect.signature(function).parameters
+    if on is None and "on" in taken and taken["on"].default is inspect.Parameter.empty:
+        what = "job" if kind is ExplainedKind.recipe else kind.value
+        raise OptionError(f"explaining a {what} needs a slice; give on='v5e-16'")
     if calibration and kind in (ExplainedKind.run, ExplainedKind.profile):
         raise OptionError(
             f"calibration is given and {target} is no job: a run and a profile are measured; give a recipe or a Job with on='v5e-16'"
         )
-    function = _FUNCTIONS[kind]
-    taken = inspect.signature(function).parameters
     for name in values:
         if name not in taken:
             raise OptionError(
-                f"{name} has no effect on a {kind.value}, which {target} is; leave it out"
+                f"{name} has no effect on a {kind.value}, which {_name(target)} is; leave it out"
             )
     if options and "options" not in taken:
         raise OptionError(
             f"{target} holds what it was made with, and {', '.join(options)} would change that; leave it out"
         )
     return function(target, **values, **options)
+
+
+def _name(target: Any) -> str:
+    """Name of a target in messages."""
+    if isinstance(target, Job | JobSource):
+        return target.name if isinstance(target, Job) else target.recipe.target
+    return str(target) if isinstance(target, str | Path) else " ".join(target)
 
 
 def _kind(target: Any, on: str | Slice | None, options: Mapping[str, Any]) -> ExplainedKind:
