@@ -20,7 +20,7 @@ from pathlib import Path
 
 from systolic.chips import slice
 from systolic.explaining.correcting import MeasuredOps, OpRatio, fit, measured_ops
-from systolic.explaining.programs import programs_of
+from systolic.forecasting.profiled import programs_of
 from systolic.profile import Profile, open_profile
 from systolic.profile.table import ProfileTable
 from systolic.sim.calibration import Calibration, CostKind

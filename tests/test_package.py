@@ -36,6 +36,8 @@ def test_public_names() -> None:
         "Verified",
         "WeightFormat",
         "__version__",
+        "calibrate",
+        "calibrations",
         "chip",
         "chips",
         "compare_models",

@@ -16,6 +16,7 @@ from systolic import recipes
 from systolic.chips import slice
 from systolic.chips.flags import resolved
 from systolic.core.files import write_json
+from systolic.explaining.explainer import StepExplainer
 from systolic.forecasting import Forecast
 from systolic.job import Job
 from systolic.planning.candidate import Candidate
@@ -25,7 +26,6 @@ from systolic.planning.fit_ladder import find_fit
 from systolic.planning.goal import Goal
 from systolic.planning.search import Limits, Search
 from systolic.recipes.jobs.source import source_of
-from systolic.session.explaining import StepExplainer
 
 DENSE = {"layers": 16, "d_model": 2048, "d_ff": 8192, "heads": 16, "kv_heads": 16, "head_dim": 128}
 CASES: dict[str, dict[str, Any]] = {

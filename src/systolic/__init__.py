@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from systolic.chips import Chip, Slice, chip, chips, slice
     from systolic.core.errors import SystolicError
+    from systolic.explaining.calibrate import calibrate, calibrations
+    from systolic.explaining.command import explain
     from systolic.forecasting import Forecast, Spread
     from systolic.forecasting.table import ForecastTable
     from systolic.formats.command import export, import_model
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
     from systolic.planning.serving import ServingPlan
     from systolic.session.answering import AnswerOptions
     from systolic.session.comparing import Comparison, ComparisonOptions, compare_models
-    from systolic.session.explaining import explain
     from systolic.session.forecast import forecast
     from systolic.session.quantizing import Evaluated, QuantizedModel, quantize_model
     from systolic.session.serving_plan import plan_serving
@@ -58,10 +59,12 @@ _HOME = {
     "TrainedModel": "systolic.session.trained",
     "Verified": "systolic.session.verifying",
     "WeightFormat": "systolic.job",
+    "calibrate": "systolic.explaining.calibrate",
+    "calibrations": "systolic.explaining.calibrate",
     "chip": "systolic.chips",
     "chips": "systolic.chips",
     "compare_models": "systolic.session.comparing",
-    "explain": "systolic.session.explaining",
+    "explain": "systolic.explaining.command",
     "export": "systolic.formats.command",
     "forecast": "systolic.session.forecast",
     "import_model": "systolic.formats.command",
@@ -109,6 +112,8 @@ __all__ = [
     "Verified",
     "WeightFormat",
     "__version__",
+    "calibrate",
+    "calibrations",
     "chip",
     "chips",
     "compare_models",

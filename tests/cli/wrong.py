@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from systolic import recipes
 from systolic.cli import eval as evaluation
-from systolic.cli import explain, forecast, generate, predict
+from systolic.cli import forecast, generate, predict
 from systolic.cli.main import VERBS
 from systolic.core.ranges import LARGEST_INT, Range
 
@@ -81,7 +81,9 @@ def commands(run: Path, text: Path) -> Iterator[Command]:
     yield Command(
         ("plan", "lm", "--on", "v5e-4"), tuple(_options(VERBS["plan"].forms[0].options.read))
     )
-    yield Command(("explain", "lm", "--on", "v5e-4"), tuple(_options(explain.ExplainOptions)))
+    yield Command(
+        ("explain", "lm", "--on", "v5e-4"), tuple(_options(VERBS["explain"].forms[0].options.read))
+    )
     yield Command(
         ("train", "--resume", str(run)), tuple(_options(VERBS["train"].forms[1].options.read))
     )

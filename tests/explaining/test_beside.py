@@ -8,8 +8,8 @@ import pytest
 from systolic.chips import slice
 from systolic.cli.main import main
 from systolic.explaining.alone import devices_of, module_of, priced_alone, waiting_module
-from systolic.explaining.beside import beside, by_name
 from systolic.forecasting.display.xprof import write_xprof
+from systolic.forecasting.profiled import beside, by_name
 from systolic.hlo import parse
 from systolic.profile import open_profile
 from systolic.profile.table import ProfileTable

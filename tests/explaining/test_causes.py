@@ -5,11 +5,10 @@ from dataclasses import replace
 import pytest
 
 from systolic.chips import slice
-from systolic.explaining.axes import axes_of
 from systolic.explaining.causes import causes_of_forecast, causes_of_profile
 from systolic.explaining.rules import empty_slots, memory_bound, unfilled
 from systolic.explaining.sources import step_of_forecast
-from systolic.explaining.step import OpKind
+from systolic.explaining.step import OpKind, axes_of
 from systolic.forecasting import Forecast, forecast_text
 from systolic.forecasting.display.xprof import write_xprof
 from systolic.hlo import parse

@@ -17,8 +17,8 @@ from systolic.explaining.correcting import (
     quantile,
     trimmed_mean,
 )
-from systolic.explaining.programs import ALL, ALONE, programs_of, with_groups, with_kernels
 from systolic.forecasting.display.xprof import write_xprof
+from systolic.forecasting.profiled import ALL, ALONE, programs_of, with_groups, with_kernels
 from systolic.hlo import parse
 from systolic.profile import open_profile
 from systolic.profile.table import ProfileTable

@@ -24,7 +24,6 @@ COMMAND = "the signature is the command line and the docstring its help"
 WORDS = "a public call with the words of the command line"
 
 LONG_FUNCTIONS: dict[str, str] = {
-    "src/systolic/session/explaining.py:explain": WORDS,
     "src/systolic/forecasting/function.py:forecast_function": WORDS,
     "src/systolic/models/splash.py:splash_attention": "one kernel: its blocks, masks and shardings are read together",
 }
@@ -34,7 +33,6 @@ MANY_PARAMETERS: dict[str, str] = {
     "tests/training/tiny.py:job": COMMAND,
     "src/systolic/session/capacity.py:forecast_serving": "the options of systolic forecast --serve, for Python",
     "src/systolic/forecasting/function.py:forecast_function": WORDS,
-    "src/systolic/session/explaining.py:explain": WORDS,
     "src/systolic/session/forecast.py:forecast": "the overload for names, with the options of forecast_step",
     "src/systolic/session/forecast.py:forecast_step": WORDS,
 }

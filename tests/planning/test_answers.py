@@ -14,6 +14,7 @@ from systolic.chips import slice
 from systolic.chips.flags import resolved
 from systolic.core.errors import RunError
 from systolic.core.origin import Origin
+from systolic.explaining.explainer import StepExplainer
 from systolic.forecasting import Forecast
 from systolic.forecasting.cost import bill_of
 from systolic.forecasting.memory import MemoryMap
@@ -31,7 +32,6 @@ from systolic.planning.remedies import base_of
 from systolic.planning.scoring import Judge, Ranked
 from systolic.planning.search import Search
 from systolic.recipes.jobs.source import source_of
-from systolic.session.explaining import StepExplainer
 from tests.planning import fabricated
 from tests.planning.evaluators import AnsweringEvaluator
 

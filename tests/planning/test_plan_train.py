@@ -20,11 +20,11 @@ from systolic.core.reporter import reporter, reporting
 from systolic.job import Axis, Layout, Precision, Remat
 from systolic.planning.display.readings import command
 from systolic.recipes.jobs.plan import candidate_of, resumed
+from systolic.recipes.jobs.run import rebuild
 from systolic.report.stderr import StderrReporter
 from systolic.runs import Run
 from systolic.runs.job_record import JobRecord
 from systolic.runs.plan_choice import Chosen, apply, read
-from systolic.session.run_files import rebuild
 from systolic.session.run_flags import new_flags
 from tests.planning import fabricated
 

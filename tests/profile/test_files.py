@@ -4,15 +4,16 @@ import gzip
 import json
 import lzma
 import os
+import shlex
 from pathlib import Path
 
 import pytest
 
 from systolic.cli.main import main
 from systolic.core.errors import DataError, NotFoundError
+from systolic.explaining.profiles import is_profile
 from systolic.profile.files import find, is_profile_file
 from systolic.profile.xplane import load_all
-from systolic.session.profiles import is_profile
 from tests.profile.real import BF16, EXCERPTS, HOST_OFFLOAD, KERNEL, QUANTIZED, whole
 
 CPU = Path(__file__).parents[1] / "recorded" / "profile"
@@ -100,7 +101,9 @@ def test_a_dump_of_any_path_needs_a_slice(
     path.parent.mkdir()
     path.write_text("HloModule a, is_scheduled=true\n")
     assert main(["explain", str(path)]) == 2
-    assert f"explain {path} needs a slice; add --on v5e-8" in capsys.readouterr().err
+    assert (
+        f"explain {shlex.quote(str(path))} needs a slice; add --on v5e-8" in capsys.readouterr().err
+    )
 
 
 def test_an_empty_folder_is_none(tmp_path: Path):

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from systolic.runs.bundle.folder import check_free, draft, write_file
-from systolic.runs.bundle.tensors import TensorSpec
 from systolic.cli.main import main
 from systolic.core.errors import OptionError, RunError, SystolicError
+from systolic.runs.bundle.folder import check_free, draft, write_file
+from systolic.runs.bundle.tensors import TensorSpec
 
 ROOT = Path(__file__).parents[2]
 

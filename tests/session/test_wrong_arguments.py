@@ -48,6 +48,8 @@ def test_no_value_of_a_wrong_type_passes_into_a_public_function(name: str) -> No
     }
     for parameter in parameters:
         for value in WRONG:
+            if (name, parameter, value) == ("calibrations", "name", None):
+                continue  # lists all
             what = f"{name} {parameter} {value!r}"
             try:
                 called(name, {**needed, parameter: value})

@@ -21,9 +21,9 @@ from systolic.cli.main import main
 from systolic.data.text.stops import Finish, Stops
 from systolic.job import Precision, Sampling
 from systolic.models.decoder.config import Decoder
+from systolic.recipes.jobs.run import rebuild
 from systolic.runs import Run
 from systolic.runs.weights import begin_with
-from systolic.session.run_files import rebuild
 from systolic.session.trained import set_up_here
 from systolic.steps.decode import Decode
 from systolic.training.generate import Generator

@@ -37,9 +37,11 @@ class TargetKind(enum.Enum):
     recipe_as_typed = enum.auto()
     """The same; paths stay as they were typed, for machines elsewhere."""
     run = enum.auto()
-    """A run, as the value of the form's option; options of its recipe follow, in place of its own."""
+    """A run or a file that knows its recipe, as ``path``; options of the recipe follow, in place of its own."""
     path = enum.auto()
-    """A path, as the value of the form's option."""
+    """A path, as the value of the form's option, or as the first word where the form has none."""
+    values = enum.auto()
+    """Values of the function's first parameter, in any place among the options."""
     program = enum.auto()
     """Nothing; a program follows its options, after ``--``."""
     name = enum.auto()
@@ -69,6 +71,10 @@ class VerbForm:
     """An option that chooses this form wherever it stands: ``rehearse``."""
     beside: str = ""
     """``module:name`` of a function whose options are taken, too, and have no effect in this form."""
+    kind: str = ""
+    """What the first word is, by the verb's ``kind_of``, where this form is to take it: ``run``."""
+    done: str = ""
+    """What a message says that the verb does with a word that stands before a program: ``explained``."""
     usage: str = ""
     """``module:NAME`` of the help of a form with a word of its own; without it the verb's help has its options."""
     below_help_of: "tuple[str, VerbForm] | None" = None
@@ -83,6 +89,14 @@ class VerbForm:
         positional = self.takes is TargetKind.words
         return options_of(
             named(self.function), named(self.view), self.option, beside, positional=positional
+        )
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the verb alone asks for this form."""
+        parameters = inspect.signature(named(self.function)).parameters.values()
+        return self.takes is TargetKind.words and all(
+            one.default is not one.empty for one in parameters
         )
 
     def is_chosen(self, args: Sequence[str]) -> bool:
@@ -117,7 +131,9 @@ def named(path: str) -> Any:
     return getattr(import_module(module), name)
 
 
-def run_forms(verb: str, usage: str, forms: Sequence[VerbForm], args: Sequence[str]) -> int:
+def run_forms(
+    verb: str, usage: str, forms: Sequence[VerbForm], args: Sequence[str], kind_of: str = ""
+) -> int:
     """Runs the form that the words choose; returns the exit code.
 
     Args:
@@ -125,13 +141,14 @@ def run_forms(verb: str, usage: str, forms: Sequence[VerbForm], args: Sequence[s
         usage: ``module:NAME`` of the text above the options in the help; empty for a verb whose first form takes words.
         forms: The first is that of words which choose no other.
         args: Words after the verb.
+        kind_of: ``module:name`` of what says of the first word which form's ``kind`` it is.
 
     Raises:
         OptionError: each form has a word, and the first of ``args`` is none.
     """
-    if usage and (not args or args[0] in HELP):
+    if usage and (args[0] in HELP if args else not forms[0].is_complete):
         return print_verb_help(named(usage), *map(_shown, _in_help(forms)))
-    form = next((one for one in forms if args and one.is_chosen(args)), forms[0])
+    form = _chosen(forms, args, kind_of)
     words, prog = list(args), verb
     if form.word:
         if args[0] != form.word:
@@ -176,6 +193,15 @@ def _renamed(word: str, names: Mapping[str, str]) -> str:
     return f"{names.get(option, option)}{equals}{value}"
 
 
+def _chosen(forms: Sequence[VerbForm], args: Sequence[str], kind_of: str) -> VerbForm:
+    """The form that the words choose; that of the first word's kind where nothing else chooses one."""
+    form = next((one for one in forms if args and one.is_chosen(args)), None)
+    if form is None and kind_of and not args[0].startswith("-"):
+        kind = named(kind_of)(args[0]).value
+        form = next((one for one in forms if one.kind == kind), None)
+    return form or forms[0]
+
+
 def _refuse_late(verb: str, forms: Sequence[VerbForm], words: Sequence[str]) -> None:
     """Refuses an option that chooses a form and comes after a target.
 
@@ -199,6 +225,10 @@ def _read(form: VerbForm, prog: str, words: list[str], others: Sequence[str]) ->
     read = form.options.read
     if form.takes is TargetKind.program:
         end = words.index(END)
+        if form.done and end and not words[0].startswith("-"):
+            raise OptionError(
+                f"{words[0]} is {form.done}, or the program behind --, and both are given; leave one of them out"
+            )
         values = parse(read, words[:end], f"systolic {prog}")
         command = words[end + 1 :]
         if not command:
@@ -206,6 +236,10 @@ def _read(form: VerbForm, prog: str, words: list[str], others: Sequence[str]) ->
                 f"systolic {prog} has no program after --; add it: -- python train.py --steps 10"
             )
         return FormCall((command,), values, {})
+    if form.takes is TargetKind.path and not form.option:
+        target, rest = first(words, prog, form.needs)
+        values = parse(read, rest, shlex.join(["systolic", prog, target]))
+        return FormCall((target,), values, {})
     if form.takes in (TargetKind.path, TargetKind.words):
         if form.needs and form.takes is TargetKind.words and not asks_help(words):
             first(words, prog, form.needs)
@@ -230,13 +264,14 @@ def _read(form: VerbForm, prog: str, words: list[str], others: Sequence[str]) ->
 
 def _run_read(form: VerbForm, prog: str, words: list[str]) -> FormCall:
     """The call with a run: its recipe says which options follow, once the function has opened it."""
-    given, _ = known(form.options.read, words, f"systolic {prog}")
+    place, rest = ("", words) if form.option else first(words, prog, form.needs)
+    given, _ = known(form.options.read, rest, f"systolic {prog}")
     values = form.options.read(**given)
-    run: Path = getattr(values, form.option)
-    target = shlex.join([f"--{form.option}", str(run)])
+    run: Path | str = getattr(values, form.option) if form.option else place
+    target = shlex.join([f"--{form.option}", str(run)]) if form.option else ""
 
     def reader(recipe: "Recipe", saved: Mapping[str, Any]) -> Mapping[str, Any]:
-        return request_for(recipe, words, prog, form.options.read, saved, target=target).options
+        return request_for(recipe, rest, prog, form.options.read, saved, target=target).options
 
     return FormCall((run,), values, {"reader": reader})
 

@@ -19,6 +19,8 @@ class Verb(NamedTuple):
     module: str
     summary: str
     forms: tuple[VerbForm, ...] = ()
+    kind_of: str = ""
+    """``module:name`` of what says which form takes the first word."""
 
 
 TRAIN = VerbForm(
@@ -132,11 +134,72 @@ VERBS = {
         ),
     ),
     "calibrate": Verb(
-        "calibrate", "corrects the simulator by profiles of your own chips, for forecast and plan"
+        "systolic.explaining.calibrate:USAGE",
+        "corrects the simulator by profiles of your own chips, for forecast and plan",
+        (
+            VerbForm(
+                function="systolic.explaining.calibrate:calibrate",
+                view="systolic.explaining.display.view:show_calibrated",
+                takes=TargetKind.words,
+            ),
+        ),
     ),
-    "calibrations": Verb("calibrations", "lists calibrations, or one with what it rests on"),
+    "calibrations": Verb(
+        "systolic.explaining.calibrate:LIST_USAGE",
+        "lists calibrations, or one with what it rests on",
+        (
+            VerbForm(
+                function="systolic.explaining.calibrate:calibrations",
+                view="systolic.explaining.display.view:show_calibrations",
+                takes=TargetKind.words,
+            ),
+        ),
+    ),
     "explain": Verb(
-        "explain", "why a run, a step or a profile is slow or fails to learn, and what to change"
+        "systolic.explaining.command:USAGE",
+        "why a run, a step or a profile is slow or fails to learn, and what to change",
+        (
+            VerbForm(
+                function="systolic.explaining.command:explain_step",
+                view="systolic.explaining.display.view:show",
+                reporter="systolic.explaining.display.progress:ExplainReporter",
+                takes=TargetKind.recipe,
+                needs="a run, a recipe, a profile, a saved forecast, or -- and a command",
+            ),
+            VerbForm(
+                function="systolic.explaining.command:explain_saved",
+                view="systolic.explaining.display.view:show",
+                reporter="systolic.explaining.display.progress:ExplainReporter",
+                takes=TargetKind.run,
+                kind="forecast",
+            ),
+            VerbForm(
+                function="systolic.explaining.command:explain_run",
+                view="systolic.explaining.display.view:show_run",
+                takes=TargetKind.path,
+                kind="run",
+            ),
+            VerbForm(
+                function="systolic.explaining.command:explain_profile",
+                view="systolic.explaining.display.view:show_profile",
+                reporter="systolic.explaining.display.progress:ExplainReporter",
+                takes=TargetKind.path,
+                kind="profile",
+            ),
+            VerbForm(
+                function="systolic.explaining.command:explain_program",
+                view="systolic.explaining.display.view:show_program",
+                takes=TargetKind.program,
+                done="explained",
+            ),
+            VerbForm(
+                function="systolic.explaining.command:explain_dump",
+                view="systolic.explaining.display.view:show_program",
+                takes=TargetKind.path,
+                kind="dump",
+            ),
+        ),
+        "systolic.explaining.command:target_kind",
     ),
     "train": Verb(
         "systolic.training.command:USAGE",
@@ -360,7 +423,7 @@ def _verb(args: list[str]) -> int | None:
     verb = VERBS[args[0]]
     with reporting(StderrReporter()):
         if verb.forms:
-            return run_forms(args[0], verb.module, verb.forms, rest)
+            return run_forms(args[0], verb.module, verb.forms, rest, verb.kind_of)
         return import_module(f"systolic.cli.{verb.module}").run(rest)
 
 

@@ -71,7 +71,7 @@ def options_of(
             of the docstring before its arguments.
     """
     mine, shown = _parameters(function, positional=positional), _parameters(view)
-    first = _first(function, target) if target else []
+    first = [_first(function, target)] if target else []
     others = [] if beside is None else list(_parameters(beside).values())
     merged = {one.name: one for one in (*first, *mine.values())}
     for one in (*others, *shown.values(), QUIET):
@@ -147,13 +147,16 @@ def _parameters(
     return typed
 
 
-def _first(function: Callable[..., Any], option: str) -> list[inspect.Parameter]:
-    """The function's first parameter as an option."""
+def _first(function: Callable[..., Any], option: str) -> inspect.Parameter:
+    """The function's first parameter as an option; without a name of one it is given by words alone."""
     plain = inspect.unwrap(function)
     parameter = next(iter(inspect.signature(plain).parameters.values()))
-    kind, _ = _extras(_resolved(parameter.annotation, plain.__globals__))
+    hint, extras = _extras(_resolved(parameter.annotation, plain.__globals__))
+    words = [extra.kind for extra in extras if isinstance(extra, OptionWords)]
+    kind = words[0] if words else _narrowed(hint)
+    annotation = kind if option else Annotated[kind, tyro.conf.Positional]  # ty: ignore[invalid-type-form]
     keyword = inspect.Parameter.KEYWORD_ONLY
-    return [parameter.replace(name=option, kind=keyword, annotation=_narrowed(kind))]
+    return parameter.replace(name=option or parameter.name, kind=keyword, annotation=annotation)
 
 
 def _positional(function: Callable[..., Any]) -> list[inspect.Parameter]:

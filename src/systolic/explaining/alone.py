@@ -9,7 +9,7 @@ import re
 
 from systolic.chips import Slice
 from systolic.core.errors import SystolicError
-from systolic.explaining.beside import Key, begun_by
+from systolic.forecasting.profiled import Key, begun_by
 from systolic.hlo import parse
 from systolic.profile.kinds import Activity
 from systolic.profile.line import OpLine, read_line

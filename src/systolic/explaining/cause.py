@@ -8,7 +8,7 @@ from systolic.core.units import si
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reached:
-    """What measured ops did on the unit that most of their time is bound by."""
+    """Work of measured ops on the unit that most of their time is bound by."""
 
     unit: str
     """``host link``, ``device memory``, ``matrix units``."""
@@ -19,7 +19,7 @@ class Reached:
     per_second: float
     """While they were under way."""
     share: float | None
-    """Of the unit's peak (0 to 1); None where no peak is known."""
+    """Share of the unit's peak (0 to 1); None where no peak is known."""
 
     @property
     def text(self) -> str:

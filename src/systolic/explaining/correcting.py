@@ -21,7 +21,7 @@ from systolic.chips import Slice
 from systolic.core.errors import SystolicError
 from systolic.core.units import duration, plural, si
 from systolic.explaining.alone import matmul_seconds, module_of
-from systolic.explaining.beside import LEAST, begun_by
+from systolic.forecasting.profiled import LEAST, begun_by
 from systolic.hlo import Module, parse
 from systolic.profile import Profile
 from systolic.profile.ceilings import HOST_LINK
@@ -71,7 +71,7 @@ class OpRatio:
     seconds: float
     """Measured seconds in a run of its program."""
     work: Work
-    """What it computes on: ops that are alike in it tell as much as one of them."""
+    """The work that it computes: ops that are alike in it tell as much as one of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ class MeasuredOps:
 
 @dataclass(frozen=True, kw_only=True)
 class _Priced:
-    """What the simulator says of an op: its span where it is simulated, else a kind and seconds."""
+    """The simulated op: its span where it is simulated, else a kind and seconds."""
 
     kind: CostKind
     seconds: float

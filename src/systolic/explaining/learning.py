@@ -84,7 +84,7 @@ def unknown(history: RunRecord, *, probed: bool = False) -> list[str]:
 
 
 def _evaluated(history: RunRecord) -> str:
-    """What gives a run evaluations of validation data, of which it has none so far."""
+    """The change that gives a run evaluations of validation data, of which it has none so far."""
     settings = settings_of(history)
     steps = history.steps or history.step
     asked = settings.get("evaluation.every")

@@ -1,4 +1,4 @@
-"""What ops of a measured step reach of the units that move their bytes, and what helps then."""
+"""Shares that ops of a measured step reach of the units that move their bytes, and advice for them."""
 
 from collections.abc import Sequence
 

@@ -10,11 +10,17 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 from systolic.explaining import moving
-from systolic.explaining.axes import axes_of
 from systolic.explaining.cause import Cause
-from systolic.explaining.phases import differentiates, is_outside_gradient
 from systolic.explaining.settings import advise, render
-from systolic.explaining.step import OpKind, Step, StepOp, cause_of_ops
+from systolic.explaining.step import (
+    OpKind,
+    Step,
+    StepOp,
+    axes_of,
+    cause_of_ops,
+    differentiates,
+    is_outside_gradient,
+)
 from systolic.forecasting.windowed import OFF
 from systolic.hlo import Shape
 from systolic.sim.timeline import Resource

@@ -112,12 +112,12 @@ class Settings:
         return f"{what} {text} {_LACKS}"
 
     def higher(self, *names: str, value: float) -> str:
-        """As :meth:`change`; "" where the option is as high already."""
+        """Raises an option as :meth:`change`; "" where it is as high already."""
         now = self.get(*names)
         return "" if now is not None and now >= value else self.change(*names, value=value)
 
     def lower(self, *names: str, value: float) -> str:
-        """As :meth:`change`; "" where the option is as low already. 0 is no limit, and above all."""
+        """Lowers an option as :meth:`change`; "" where it is as low already. 0 is no limit, and above all."""
         now = self.get(*names)
         return "" if now and now <= value else self.change(*names, value=value)
 
@@ -138,7 +138,7 @@ class Settings:
 
 
 def render(advice: Advice | str, settings: Settings | None, foreign: bool = False) -> str:
-    """As :meth:`Settings.render`; without settings as if the recipe had every option, of a foreign program without options."""
+    """Renders as :meth:`Settings.render`; without settings as if the recipe had every option, of a foreign program without options."""
     if isinstance(advice, str):
         return advice
     if foreign:

@@ -1,14 +1,19 @@
 """Step, the rules' input: simulated by a forecast or measured by a profile."""
 
 import enum
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from systolic.core.units import duration
 from systolic.explaining.cause import Cause, Reached
 from systolic.explaining.settings import Advice, Settings, render
 from systolic.hlo import Computation, Instruction, Module
+from systolic.hlo.collectives import COLLECTIVES
+from systolic.hlo.groups import groups_of
 from systolic.profile.ceilings import Rate
 from systolic.sim.timeline import Resource
 
@@ -201,3 +206,61 @@ def _reached(ops: Sequence[StepOp]) -> Reached | None:
 def _near(layer: str) -> str:
     """Path without the frames inside a kernel's library."""
     return layer.split("/static_sparsity")[0]
+
+
+# Parts of a step, by the transformations in the paths of JAX names
+
+_GRADIENT = re.compile(r"jvp\(|transpose\(")
+_INSIDE = re.compile(r"jvp|transpose\(|while/body")
+
+
+def differentiates(op_names: Iterable[str]) -> bool:
+    """Whether a program computes a gradient; one that doesn't has no optimizer update."""
+    return any(_GRADIENT.search(name) for name in op_names)
+
+
+def is_outside_gradient(op_name: str) -> bool:
+    """Whether an op of a differentiating program is outside of loss and gradient, so in the update."""
+    return "jit(" in op_name and not _INSIDE.search(op_name)
+
+
+# Mesh axes that a collective runs along
+
+
+def axes_of(
+    module: Module, computation: Computation, instruction: Instruction, mesh: Mapping[str, int]
+) -> tuple[str, ...]:
+    """Names of the axes in which members of a group differ; () when the groups do not match the mesh.
+
+    ``mesh`` is axis name to size, outermost first; partition ids count its devices in that order.
+    """
+    found = _collective(module, computation, instruction)
+    sizes = tuple(mesh.values())
+    total = int(np.prod(sizes)) if sizes else 0
+    if found is None or not total:
+        return ()
+    groups = groups_of(found, total)
+    if not groups.groups or max(max(group) for group in groups.groups) >= total:
+        return ()
+    places = np.array(np.unravel_index(np.array(groups.groups[0]), sizes)).T
+    differ = (places != places[0]).any(axis=0)
+    return tuple(name for name, apart in zip(mesh, differ, strict=True) if apart)
+
+
+def _collective(
+    module: Module, computation: Computation, instruction: Instruction
+) -> Instruction | None:
+    """The instruction that names the groups: itself, or the one that an async op or a fusion holds."""
+    if instruction.opcode.removesuffix("-start").removesuffix("-done") in COLLECTIVES:
+        if instruction.opcode.endswith("-done"):
+            begun = computation.index.get(instruction.operands[0])
+            return None if begun is None else _collective(module, computation, begun)
+        return instruction
+    name = instruction.called("calls") or instruction.called("to_apply")
+    if name is None or name not in module.computations:
+        return None
+    held = module.computations[name]
+    return next(
+        (one for one in held if one.opcode.removesuffix("-start") in COLLECTIVES),
+        None,
+    )

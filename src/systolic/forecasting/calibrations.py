@@ -79,6 +79,8 @@ class CalibrationRecord:
     systolic: str = ""
     left_out: Sequence[str] = ()
     """Kinds of op whose factor is out of bounds, and programs that could not be used."""
+    file: Path | None = None
+    """The file that it was read from."""
 
     def to_json(self) -> dict[str, Any]:
         """The file."""
@@ -159,7 +161,7 @@ def load(name: str | Path) -> CalibrationRecord:
             f"{path} is of version {value.get('version')} and this Systolic reads {FIRST} and {VERSION}; {AGAIN}"
         )
     try:
-        return _record(value)
+        return replace(_record(value), file=path)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"{path} is damaged ({type(error).__name__}: {error}); {AGAIN}") from error
 

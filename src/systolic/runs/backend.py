@@ -13,11 +13,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
+from systolic.job import Mode
 from systolic.runs import tree
 from systolic.runs.manifest import DamagedError
-from systolic.runs.remote.sharded_upload import Part
 from systolic.runs.quiet import hush
-from systolic.job import Mode
+from systolic.runs.remote.sharded_upload import Part
 
 EXTRA = "_extra"
 """Item for values that are no arrays: one file per process."""

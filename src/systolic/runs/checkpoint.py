@@ -16,15 +16,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from systolic.runs import failure, replace, tree
-from systolic.runs.remote import sharded_upload
-from systolic.runs import manifest as manifests
-from systolic.runs.access import Access
-from systolic.runs.pending_save import Flight, finite
-from systolic.runs.manifest import DamagedError, Manifest
-from systolic.runs.reading import ALONE, Peers, Restore
 from systolic.core.errors import NotFoundError, RunError
 from systolic.job import Mode
+from systolic.runs import failure, replace, tree
+from systolic.runs import manifest as manifests
+from systolic.runs.access import Access
+from systolic.runs.manifest import DamagedError, Manifest
+from systolic.runs.pending_save import Flight, finite
+from systolic.runs.reading import ALONE, Peers, Restore
+from systolic.runs.remote import sharded_upload
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,11 +5,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from systolic import __version__
-from systolic.runs.plan_choice import Chosen
-from systolic.runs.paths import DIRECTORY
-from systolic.runs.revision import REVISION
 from systolic.core.digest import digest
 from systolic.job.data import Contents
+from systolic.runs.paths import DIRECTORY
+from systolic.runs.plan_choice import Chosen
+from systolic.runs.revision import REVISION
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,3 +109,10 @@ class JobRecord:
             "labels": list(self.labels),
         }
         return plain if self.types is None else plain | {"types": dict(self.types)}
+
+
+def compiled_with(record: JobRecord) -> tuple[str, ...]:
+    """Compiler flags that a run was last compiled with; one of a version that kept no flags had its plan's, or none."""
+    if record.flags is not None:
+        return record.flags.compiler
+    return () if record.plan is None else tuple(record.plan.flags)

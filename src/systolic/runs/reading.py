@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from systolic.core.errors import NotFoundError, RunError
 from systolic.runs import failure, tree
-from systolic.runs.remote import mirror
 from systolic.runs import manifest as manifests
 from systolic.runs.manifest import DamagedError, Manifest
+from systolic.runs.remote import mirror
 from systolic.runs.remote.sharded_upload import Part
-from systolic.core.errors import NotFoundError, RunError
 
 Wanted = Mapping[tuple[str, ...], Any]
 """Path to abstract leaf."""

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from systolic.core.errors import NotFoundError, RunError
 from systolic.runs import metrics
 from systolic.runs.metrics import number
 from systolic.runs.run import DIAGNOSES, ENVIRONMENT, JOB, METRICS, SUMMARY, job_fields, renamed
-from systolic.core.errors import NotFoundError, RunError
 
 Record = dict[str, Any]
 

@@ -17,16 +17,16 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from systolic.runs import metrics
-from systolic.runs.remote import mirror
-from systolic.runs.access import LOCK, Access, Lock
-from systolic.runs.environment import environment
-from systolic.runs.remote.store import Objects, in_bucket
-from systolic.runs.remote.sharded_upload import Part
-from systolic.runs.paths import DIRECTORY
-from systolic.runs.remote.upload import Sender, claim
 from systolic.core.errors import NotFoundError, RunError, TakenError, nearest
 from systolic.core.files import write_atomically, write_json
+from systolic.runs import metrics
+from systolic.runs.access import LOCK, Access, Lock
+from systolic.runs.environment import environment
+from systolic.runs.paths import DIRECTORY
+from systolic.runs.remote import mirror
+from systolic.runs.remote.sharded_upload import Part
+from systolic.runs.remote.store import Objects, in_bucket
+from systolic.runs.remote.upload import Sender, claim
 
 if TYPE_CHECKING:
     import numpy as np

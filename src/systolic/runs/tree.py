@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import quote
 
-from systolic.runs.manifest import Leaf
 from systolic.core.errors import RunError
+from systolic.runs.manifest import Leaf
 
 Path = tuple[str, ...]
 

@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from systolic.core.digest import digest
+from systolic.core.errors import NotFoundError, OptionError, RunError
+from systolic.job import Job, Mode
 from systolic.runs import manifest as manifests
 from systolic.runs.access import Access
 from systolic.runs.checkpoint import CheckpointStore
 from systolic.runs.manifest import DamagedError, Leaf, Manifest
 from systolic.runs.revision import check_revision
 from systolic.runs.run import JOB, Run
-from systolic.core.digest import digest
-from systolic.core.errors import NotFoundError, OptionError, RunError
-from systolic.job import Job, Mode
 from systolic.steps.steps import StepFunctions
 
 

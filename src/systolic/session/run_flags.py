@@ -47,10 +47,3 @@ def kept_flags(record: JobRecord, chosen: Chosen | None, given: str | None = Non
         compiler = () if chosen is None else tuple(chosen.flags)
         return RunFlags(given=NONE, chip=now.chip, compiler=compiler)
     return before if before.chip == now.chip else now
-
-
-def compiled_with(record: JobRecord) -> tuple[str, ...]:
-    """Compiler flags that a run was last compiled with; one of a version that kept no flags had its plan's, or none."""
-    if record.flags is not None:
-        return record.flags.compiler
-    return () if record.plan is None else tuple(record.plan.flags)

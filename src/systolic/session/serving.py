@@ -19,9 +19,9 @@ from systolic.core.errors import (
 )
 from systolic.data.text.text_data import TextData
 from systolic.job import Job, Precision
+from systolic.recipes.jobs.run import check_folder
 from systolic.serving.registry import ENDS
 from systolic.session.restored import restored_on_cpu
-from systolic.session.run_files import check_folder
 from systolic.session.trained import (
     PreparedModel,
     is_model,

@@ -15,9 +15,9 @@ from systolic.data.text.sentences import Sentences
 from systolic.data.text.stops import Continuation
 from systolic.formats.registry import in_files
 from systolic.job import Job, Layout, Precision, Remat, Sampling, Split
+from systolic.recipes.jobs.run import check_folder, rebuild
 from systolic.runs.job_record import JobRecord
 from systolic.runs.run import JOB, Run
-from systolic.session.run_files import check_folder, rebuild
 from systolic.session.run_flags import kept_flags
 from systolic.session.starting import with_frozen
 

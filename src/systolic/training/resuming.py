@@ -14,6 +14,7 @@ from systolic.core.errors import NotFoundError, RunError
 from systolic.core.option_words import plain_words, typed
 from systolic.job import Batch, Job
 from systolic.recipes import Recipe
+from systolic.recipes.jobs import run as run_files
 from systolic.recipes.jobs.plan import resumed
 from systolic.recipes.jobs.source import JobSource
 from systolic.runs import paths
@@ -22,7 +23,6 @@ from systolic.runs.job_record import JobRecord, RunFlags
 from systolic.runs.remote.sharded_upload import Part
 from systolic.runs.run import Run
 from systolic.runs.saved_job import types_of
-from systolic.session import run_files
 from systolic.session.run_flags import kept_flags
 from systolic.session.starting import with_start
 from systolic.training.distributed.run import open_together

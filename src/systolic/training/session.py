@@ -13,12 +13,12 @@ from systolic.core.reporter import reporter, working
 from systolic.core.store import cache_home
 from systolic.data.fingerprint import contents_of
 from systolic.job import Fewer, Job, on_fewer
+from systolic.recipes.jobs import run as run_files
 from systolic.recipes.jobs.source import JobSource
 from systolic.runs.access import Access
 from systolic.runs.job_record import JobRecord, RunFlags
 from systolic.runs.remote.sharded_upload import Part
 from systolic.runs.run import JOB, Run
-from systolic.session import run_files
 from systolic.session.run_flags import kept_flags, new_flags
 from systolic.session.starting import with_start
 from systolic.training.distributed.run import open_together
@@ -28,7 +28,7 @@ from systolic.training.watch import Watcher
 
 if TYPE_CHECKING:
     from systolic.compiling.executable import Loaded
-    from systolic.explaining.beside import Beside
+    from systolic.forecasting.profiled import Beside
     from systolic.training.setup import Setup
 
 
@@ -378,7 +378,7 @@ def _finished(
     folder = directory.path / FOLDER
     traced = options.profile and directory.access is Access.write and made.interrupted is None
     if traced and folder.is_dir():  # else its profiler failed and said so
-        from systolic.session.traced import traced_beside
+        from systolic.forecasting.profiled import traced_beside
 
         try:
             made = replace(made, beside=traced_beside(directory, folder))

@@ -36,7 +36,7 @@ LINES = (3, 2, 1)
 
 
 QUICK = "from the compiler's schedule, the time of ops estimated: systolic forecast without --quick has the compiler's cycles"
-"""What every explanation of a step says of its figures."""
+"""Remark of every explanation of a step."""
 
 
 def print_causes(

@@ -5,10 +5,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from systolic.core.errors import DataError, NotFoundError
 from systolic.runs.bundle.folder import MANIFEST, Bundle, open_bundle
 from systolic.runs.bundle.record import DIGEST, seal
 from systolic.runs.bundle.tensors import SUFFIX
-from systolic.core.errors import DataError, NotFoundError
 
 PICKLES = (".pkl", ".pickle", ".pt", ".pth", ".joblib", ".dill", ".ckpt")
 """Suffixes of files that execute code when they are read."""

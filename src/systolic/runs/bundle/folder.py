@@ -23,7 +23,16 @@ from typing import IO, Any
 import msgspec
 import numpy as np
 
+from systolic.core.errors import DataError, NotFoundError, OptionError, RunError, TakenError
+from systolic.core.files import check_folder_writable, check_room, write_json
+from systolic.job import Model, Quantization
 from systolic.runs import failure
+from systolic.runs.bundle.packed import (
+    AnyTensor,
+    StoredTensor,
+    quantization_of,
+    views,
+)
 from systolic.runs.bundle.record import (
     FORMAT,
     KIND,
@@ -33,17 +42,8 @@ from systolic.runs.bundle.record import (
     sealed,
     versions,
 )
-from systolic.runs.bundle.packed import (
-    AnyTensor,
-    StoredTensor,
-    quantization_of,
-    views,
-)
-from systolic.runs.run import JOB
 from systolic.runs.bundle.tensors import SUFFIX, MappedTensor, TensorSpec, read_header, write
-from systolic.core.errors import DataError, NotFoundError, OptionError, RunError, TakenError
-from systolic.core.files import check_folder_writable, check_room, write_json
-from systolic.job import Model, Quantization
+from systolic.runs.run import JOB
 
 MANIFEST = "bundle.json"
 """Written last: a folder without it is no Bundle."""

@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from systolic.runs.bundle.tensors import MappedTensor
 from systolic.core.errors import DataError, OptionError
 from systolic.job import MatrixFormat, Quantization, WeightFormat
 from systolic.models.adapters import CODES, INPUTS, SCALES
+from systolic.runs.bundle.tensors import MappedTensor
 
 PACKED = "uint8"
 """Dtype that two codes of 4 bits are stored in, the one at the even place in the low half."""

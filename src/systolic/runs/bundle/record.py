@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from systolic.runs.bundle.packed import QuantizedRecord
 from systolic.core.digest import canonical
+from systolic.runs.bundle.packed import QuantizedRecord
 
 KIND = "systolic-bundle"
 FORMAT = 2

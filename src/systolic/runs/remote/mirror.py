@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from systolic.core.errors import NotFoundError, RunError
+from systolic.core.files import write_atomically, write_json
 from systolic.runs import manifest
-from systolic.runs.remote import disk_space
 from systolic.runs.access import Lock
+from systolic.runs.remote import disk_space
 from systolic.runs.remote.store import BucketFolder, Objects, copies, in_bucket, origin
 from systolic.runs.remote.upload import (
     CHECKPOINTS,
@@ -25,8 +27,6 @@ from systolic.runs.remote.upload import (
     send_rest,
     stamp_of,
 )
-from systolic.core.errors import NotFoundError, RunError
-from systolic.core.files import write_atomically, write_json
 
 RUN = "job.json"
 """File that only a run has."""

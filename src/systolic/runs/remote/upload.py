@@ -15,12 +15,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from systolic.runs import manifest, replace
-from systolic.runs.remote import disk_space
-from systolic.runs.remote.store import Objects
-from systolic.runs.remote.sharded_upload import CHECKPOINTS, HostParts, Part
 from systolic.core.errors import RunError
 from systolic.core.files import write_atomically, write_json
+from systolic.runs import manifest, replace
+from systolic.runs.remote import disk_space
+from systolic.runs.remote.sharded_upload import CHECKPOINTS, HostParts, Part
+from systolic.runs.remote.store import Objects
 
 WRITER = "writer.json"
 """File that names the session that writes a run; another session replaces it when it opens the run."""

@@ -63,7 +63,7 @@ def show(result: "TrainResult", *, json: bool = False) -> int:
         result: The result.
         json: Print the summary as one JSON object on stdout.
     """
-    from systolic.explaining.display.beside import beside_json, print_beside
+    from systolic.forecasting.display.profiled import beside_json, print_beside
     from systolic.training import distributed
     from systolic.training.display.summary import print_summary
 

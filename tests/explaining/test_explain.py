@@ -3,6 +3,7 @@
 import html
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ import pytest
 import systolic
 from systolic import recipes
 from systolic.chips import slice
-from systolic.cli.explain_view import ExplainView, show_step
 from systolic.compiling import StepKind
 from systolic.core.errors import NotFoundError, OptionError
-from systolic.session.explaining import ExplainProgress, ExplainStage, StepExplainer
-from systolic.session.saved import RecipeStep
+from systolic.core.reporter import reporting, working
+from systolic.explaining.display.progress import ExplainReporter
+from systolic.explaining.display.view import show
+from systolic.explaining.explainer import ExplainProgress, ExplainStage, RecipeStep, StepExplainer
 from tests.planning import fabricated
 from tests.planning.evaluators import AnsweringEvaluator
 
@@ -27,25 +29,27 @@ def test_a_step_is_explained_with_what_changes_gain(
 ) -> None:
     monkeypatch.setenv("SYSTOLIC_CACHE", str(tmp_path))  # nothing is compiled yet
     seen: list[ExplainProgress] = []
+    said: list[str] = []
 
-    def watch(progress: ExplainProgress) -> None:
-        seen.append(progress)
-        view.see(progress)
+    class Seeing(ExplainReporter):
+        def stage(self, text: str) -> None:
+            said.append(text)
+            assert not seen  # before the causes
+            super().stage(text)
+
+        def update(self, state: Any) -> None:
+            seen.append(state)
+            super().update(state)
 
     evaluator = AnsweringEvaluator(
         lambda job, one, full: fabricated.tried(one, 1e-6 * one.layout.accumulate, 1.0).forecast
     )
-    explainer = StepExplainer(
-        job=recipes.find(TINY)({}),
-        on=slice("v5e-4"),
-        remedies=3,
-        watch=watch,
-        evaluator=evaluator,
-    )
-    with ExplainView("tiny", as_json=False) as view:
-        made = explainer.explain()
     of = RecipeStep(recipe=recipes.find(TINY), options={}, on=slice("v5e-4"), flags=())
-    assert show_step(TINY, of, made, as_json=False) == 0
+    explainer = replace(of.explainer(), remedies=3, evaluator=evaluator)
+    with reporting(Seeing()), working("tiny"):
+        made = explainer.explain()
+    assert show(made) == 0
+    assert said
     shown = capsys.readouterr().out
     assert made.forecast.fits
     assert made.forecast.step_seconds
@@ -58,7 +62,6 @@ def test_a_step_is_explained_with_what_changes_gain(
     assert made.best.gain == max(one.gain or 0.0 for one in made.remedies if one.same_result)
     stages = list(dict.fromkeys(one.stage for one in seen))
     assert stages == [
-        ExplainStage.compiling,
         ExplainStage.explained,
         ExplainStage.changing,
         ExplainStage.combining,

@@ -25,12 +25,12 @@ from systolic.runs.saved_job import job_from_json
 
 
 class Rebuilt(NamedTuple):
-    """What a run was made from, out of what the run itself holds."""
+    """The sources of a run, out of what the run itself holds."""
 
     recipe: Recipe
     job: Job
     options: Mapping[str, Any]
-    """Of the recipe."""
+    """Arguments of the recipe."""
 
 
 def files(source: JobSource, job: Job, warn: Callable[[str], None]) -> dict[str, bytes]:

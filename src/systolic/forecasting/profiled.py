@@ -6,11 +6,27 @@ Ops are matched by the names of their instructions. Nothing of a profile is used
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from systolic.chips import Slice
+from systolic.compiling.host_backend import measured_rates
+from systolic.compiling.kernels import counted_elsewhere
+from systolic.core.errors import NotFoundError
+from systolic.forecasting.platforms import cpu_peaks
+from systolic.hlo import Computation, Instruction, Module
+from systolic.hlo.collectives import COLLECTIVES
+from systolic.profile import open_profile
+from systolic.profile.line import replica_groups
 from systolic.profile.table import OpRow, ProfileTable
+from systolic.runs.devices import slice_of
+from systolic.runs.job_record import JobRecord, compiled_with
+from systolic.runs.run import Run
+from systolic.sim.incomplete import PALLAS
+from systolic.sim.roofline import ModuleSource, gpu_peaks, roofline
+from systolic.sim.simulate import simulate
 from systolic.sim.timeline import Timeline
 
 LEAST = 1e-6
@@ -219,3 +235,110 @@ def begun_by(row: OpRow) -> str:
     if row.op.opcode.endswith("-done") and line is not None and line.inputs:
         return line.inputs[0]
     return row.op.raw.name
+
+
+# Programs that a profile holds
+
+ALL = "replica_groups={}"
+"""Groups of a collective over all devices, and what JAX reads of compact groups in a profile's module."""
+ALONE = "replica_groups={{0}}"
+
+
+def programs_of(table: ProfileTable) -> Mapping[str, Module]:
+    """Program to its module, with the work of its Pallas kernels counted; none of a profile without modules."""
+    rows: dict[str, list[OpRow]] = {}
+    for row in table.ops:
+        if row.op.module is not None:
+            rows.setdefault(row.program, []).append(row)
+    return {
+        name: with_kernels(with_groups(of[0].op.module, of))
+        for name, of in rows.items()
+        if of[0].op.module is not None
+    }
+
+
+def with_groups(module: Module, rows: Iterable[OpRow]) -> Module:
+    """The module with the device groups of its collectives from the lines of its ops.
+
+    Of groups in the compact form ``[4,2]<=[8]`` nothing is left once JAX has read a module, and no groups mean all
+    devices. A collective without a line of its own, such as one inside an asynchronous op, gets a group of one device: it
+    costs next to nothing, rather than what all devices together would cost.
+    """
+    lines = {row.op.raw.name: replica_groups(row.op.raw.text) for row in rows}
+
+    def told(one: Instruction) -> Instruction:
+        if one.opcode.removesuffix("-start") not in COLLECTIVES or ALL not in one.rest:
+            return one
+        return replace(one, rest=one.rest.replace(ALL, lines.get(one.name) or ALONE, 1))
+
+    return replace(
+        module, computations={name: _with(held, told) for name, held in module.computations.items()}
+    )
+
+
+def with_kernels(module: Module) -> Module:
+    """The module with the work of its Pallas kernels beside their code, as of a dump that is forecast.
+
+    A child process reads the code, where there is some.
+    """
+    calls = [
+        call for held in module.computations.values() for call in held if call.target == PALLAS
+    ]
+    counted = counted_elsewhere("\n".join(call.rest for call in calls)).rstrip("\n").split("\n")
+    if len(counted) != len(calls):
+        return module  # without kernels, or of a version whose code this one can't read
+    texts = {call.name: text for call, text in zip(calls, counted, strict=True)}
+
+    def told(one: Instruction) -> Instruction:
+        return replace(one, rest=texts[one.name]) if one.name in texts else one
+
+    return replace(
+        module, computations={name: _with(held, told) for name, held in module.computations.items()}
+    )
+
+
+def _with(held: Computation, told: Callable[[Instruction], Instruction]) -> Computation:
+    made = [told(one) for one in held]
+    return replace(held, instructions=made, index={one.name: one for one in made})
+
+
+# A run beside its forecast
+
+
+def traced_beside(run: Run, folder: Path) -> Beside:
+    """The step of a run, measured in its profile and forecast on its devices, op by op.
+
+    The program is the one that the profile holds, so that nothing is compiled again. A TPU's schedule is simulated; on a
+    CPU and a GPU the forecast is a roofline, at rates of this CPU that are measured here.
+
+    Args:
+        run: The run.
+        folder: Its profile.
+
+    Raises:
+        NotFoundError: there is no profile, it does not hold the program, or the catalogue has no such devices.
+        DataError: it is damaged.
+    """
+    table = ProfileTable(open_profile(folder))
+    programs = programs_of(table)
+    main = next((row.name for row in table.programs if row.name in programs), None)
+    if main is None:
+        raise NotFoundError(
+            f"{folder} does not hold the program of its steps; systolic explain {folder} shows what it measured"
+        )
+    on = slice_of(run)
+    forecast, note = _forecast(programs[main], on, run)
+    found = beside(table, by_name(forecast, main), forecast.seconds)
+    return replace(found, notes=[note])
+
+
+def _forecast(module: Module, on: Slice, run: Run) -> tuple[Timeline, str]:
+    if on.platform == "tpu":
+        flags = compiled_with(JobRecord.from_json(run.read_job()))
+        return simulate(module, on, flags=flags), f"simulated on {on.name}"
+    if on.platform == "gpu":
+        peaks, note = gpu_peaks(on), f"forecast for {on.name}: a roofline, op after op"
+    else:
+        peaks = cpu_peaks(measured_rates(on.num_devices))
+        note = "forecast for this CPU: a roofline, op after op, at rates measured after the training; its ops run on several threads, which a profile counts beside each other"
+    return roofline(module, peaks, on.num_devices, ModuleSource.compiled), note

@@ -6,7 +6,7 @@ from typing import Any, TextIO
 from rich.text import Text
 
 from systolic.core.units import duration
-from systolic.explaining.beside import Beside, KindBeside, OpBeside
+from systolic.forecasting.profiled import Beside, KindBeside, OpBeside
 from systolic.report import terminal
 from systolic.report.terminal import print_lines
 

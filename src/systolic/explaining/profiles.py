@@ -1,51 +1,59 @@
 """Why a measured step takes its time; of a run on TPUs also what changes of its settings gain."""
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from systolic.chips import Slice, by_device_kind, slice
+from systolic.chips import ChipKind, Slice
 from systolic.core.errors import NotFoundError, OptionError, RunError, SystolicError
+from systolic.core.reporter import reporter
+from systolic.core.units import plural
+from systolic.explaining.alone import devices_of, priced_alone
 from systolic.explaining.cause import Cause
 from systolic.explaining.display.text import lines, profile_remark
+from systolic.explaining.explainer import (
+    ExplainProgress,
+    ExplainStage,
+    RecipeStep,
+    StepExplainer,
+    StepExplanation,
+)
 from systolic.forecasting import Forecast
+from systolic.forecasting.profiled import Beside, Key, beside, by_name, programs_of
+from systolic.forecasting.text import forecast_text
+from systolic.hlo import parse
 from systolic.job import Layout
 from systolic.planning.remedies import Remedy
 from systolic.profile import open_profile
 from systolic.profile.files import SUFFIXES, is_profile_file
 from systolic.profile.profile import Profile
 from systolic.profile.table import ProfileTable
+from systolic.recipes.jobs.run import rebuild
 from systolic.report.notebook import WIDTH, screen
-from systolic.runs.job_record import JobRecord
-from systolic.runs.record import load_run
+from systolic.runs.devices import slice_of, slice_with
+from systolic.runs.job_record import JobRecord, compiled_with
 from systolic.runs.run import JOB, Run
-from systolic.session.explaining import (
-    ExplainProgress,
-    ExplainStage,
-    ExplainWatch,
-    StepExplainer,
-    StepExplanation,
-)
-from systolic.session.run_files import rebuild
-from systolic.session.run_flags import compiled_with
-from systolic.session.saved import RecipeStep
+from systolic.sim.simulate import simulate
 
 REMEDIES = 4
 """Changes that are tried, unless another number is asked for."""
+LINES = "lines"
+"""In place of a dump: each op from its own line in the profile."""
+PROGRAM = "program"
+"""In place of a dump: the programs that the profile holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileExplanation:
-    """Where the time of traced steps goes."""
+    """Causes of the time of traced steps."""
 
     causes: Sequence[Cause]
     """Largest share first."""
     figures: Mapping[str, Any]
     """``device``, ``steps``, ``step_seconds`` of their median, and ``shares`` of it."""
     notes: Sequence[str]
-    """What could not be judged, and why."""
+    """Figures that could not be judged, and why."""
     profile: Profile
     """The devices with their ops."""
     table: ProfileTable
@@ -56,6 +64,10 @@ class ProfileExplanation:
     """Forecast of the run's step on its slice, with changes of its settings: gains are of forecasts."""
     problem: str = ""
     """Why no changes were tried."""
+    target: str = ""
+    """The file or directory, as it was named."""
+    against: Beside | None = None
+    """The forecast of its program, op by op."""
 
     def __repr__(self) -> str:
         """The step's time and the causes' names on one line."""
@@ -80,7 +92,7 @@ class ProfileExplanation:
 
     @property
     def forecast(self) -> Forecast | None:
-        """Of the run's step on its slice."""
+        """Forecast of the run's step on its slice."""
         return None if self.simulated is None else self.simulated.forecast
 
     @property
@@ -101,7 +113,6 @@ def explain_profile(
     workers: int = 0,
     trust: bool = False,
     chip: str = "",
-    watch: ExplainWatch = lambda _: None,
 ) -> ProfileExplanation:
     """Explains the median step of a profile.
 
@@ -111,7 +122,6 @@ def explain_profile(
         workers: Compiles at once; 0 as many as cores and memory allow.
         trust: Execute the run's recipe although it is another user's.
         chip: The devices' chip by its name in the catalogue, for a file that does not name it.
-        watch: Is given the progress.
 
     Raises:
         OptionError: ``chip`` is another than the one that the profile names.
@@ -129,15 +139,15 @@ def explain_profile(
         profile=profile,
         table=ProfileTable(profile),
     )
-    watch(ExplainProgress(stage=ExplainStage.explained, explanation=result))
+    reporter().update(ExplainProgress(stage=ExplainStage.explained, explanation=result))
     if folder is None or remedies < 1:
         return result
     try:
         of = _step_of(folder, trust=trust)
-        explainer = replace(of.explainer(), remedies=remedies, workers=workers, watch=watch)
+        explainer = replace(of.explainer(), remedies=remedies, workers=workers)
         simulated = _forecast(explainer, of)
         result = replace(result, of=of, simulated=simulated)
-        watch(ExplainProgress(stage=ExplainStage.explained, explanation=result))
+        reporter().update(ExplainProgress(stage=ExplainStage.explained, explanation=result))
         tried = explainer.try_changes(simulated.forecast)
         return replace(result, simulated=replace(simulated, remedies=tried))
     except SystolicError as error:
@@ -169,7 +179,112 @@ def _forecast(explainer: StepExplainer, of: RecipeStep) -> StepExplanation:
         raise RunError(
             f"its step does not fit {of.on.name} by forecast; systolic explain {of.recipe.target} --on {of.on.name} with its options finds one that does"
         )
-    return StepExplanation(job=explainer.job, on=of.on, step=of.step, flags=of.flags, forecast=made)
+    return StepExplanation(
+        job=explainer.job,
+        on=of.on,
+        step=of.step,
+        flags=of.flags,
+        target=of.recipe.target,
+        of=of,
+        forecast=made,
+    )
+
+
+def explain_beside(made: ProfileExplanation, against: str) -> Beside:
+    """Ops of a profile beside the simulation of its program.
+
+    Args:
+        made: The profile, explained.
+        against: Path of the program's scheduled HLO; ``program``, for those that the profile holds; or ``lines``: then each
+            op is priced alone, from its line.
+
+    Raises:
+        NotFoundError: there is no such file, or the catalogue has no such slice.
+        OptionError: the chip is not known, or no TPU; or the program is not in the profile.
+        DataError: the file is no scheduled HLO, or damaged.
+    """
+    table = made.table
+    if against == LINES:
+        on = _slice(made, devices_of(table))
+        seconds, left = priced_alone(table, on)
+        if not seconds:
+            # A file of XProf's trace viewer holds no program.
+            own = (
+                f"--against {PROGRAM}"
+                if programs_of(table)
+                else "the program's dump, --against DUMP.txt"
+            )
+            raise OptionError(
+                f"no op of the profile is priced by its line alone: kernels, and fusions without a matmul, need their program; give {own}"
+            )
+        note = f"each op alone, from its line in the profile, on {on.name}: {plural(left, 'op')} that are kernels or fusions without a matmul, or were never waited for, are not priced"
+        return replace(beside(table, seconds, whole=False), notes=[note])
+    if against == PROGRAM:
+        return _beside_own(made)
+    check(against)
+    path = Path(against)
+    module = parse(path.read_text(errors="replace"))
+    program = _program(table, module.name, against)
+    on = _slice(made, max(module.num_partitions, 1))
+    forecast = forecast_text(path, on)
+    if forecast.timeline is None:
+        raise OptionError(
+            f"{against} has no simulated schedule on {on.name}: {forecast.rejected or 'it does not fit'}"
+        )
+    found = beside(table, by_name(forecast.timeline, program), forecast.timeline.seconds)
+    return replace(found, notes=[f"simulated on {on.name}", *forecast.cautions])
+
+
+def _beside_own(made: ProfileExplanation) -> Beside:
+    """Ops beside the simulation of the programs that the profile holds."""
+    table, programs = made.table, programs_of(made.table)
+    if not programs:
+        raise OptionError(
+            f"the profile does not hold its programs; give the program's dump, --against DUMP.txt, or --against {LINES}"
+        )
+    on = _slice(made, max(devices_of(table), *(one.num_partitions for one in programs.values())))
+    timelines = {name: simulate(module, on) for name, module in programs.items()}
+    seconds: dict[Key, float] = {}
+    for name, timeline in timelines.items():
+        seconds |= by_name(timeline, name)
+    main = next(row.name for row in table.programs if row.name in timelines)
+    note = f"the programs that the profile holds, simulated on {on.name}: {', '.join(timelines)}"
+    return replace(beside(table, seconds, timelines[main].seconds), notes=[note])
+
+
+def check(against: str) -> None:
+    """Refuses what can't be set beside a profile, before the profile is read.
+
+    Raises:
+        NotFoundError: there is no such file.
+    """
+    if against not in (LINES, PROGRAM) and not Path(against).is_file():
+        raise NotFoundError(
+            f"{against} is no file; give the scheduled HLO that --xla_dump_to wrote, --against {PROGRAM} or --against {LINES}"
+        )
+
+
+def _program(table: ProfileTable, name: str, path: str) -> str:
+    """The program of the profile that a dump is of, by its name."""
+    names = [row.name for row in table.programs]
+    if name in names:
+        return name
+    raise OptionError(
+        f"{path} is {name}, and the profile ran {', '.join(names[:4])}; give the dump of one of these"
+    )
+
+
+def _slice(made: ProfileExplanation, number: int) -> Slice:
+    chip = made.profile.ceilings.chip
+    if chip is None:
+        raise OptionError(
+            f"the simulator needs the chip, and the profile does not name it (it says {made.figures['device']}); add --chip tpu7x"
+        )
+    if chip.kind is not ChipKind.tpu:
+        raise OptionError(
+            f"only TPUs are simulated, and the profile is of {chip.name}; give a TPU's profile"
+        )
+    return slice_with(number, chip.name, chip.device_kind or chip.name)
 
 
 def is_profile(path: Path) -> bool:
@@ -181,55 +296,6 @@ def is_profile(path: Path) -> bool:
         return False
     below = [folder for folder in found.parents if path in folder.parents]
     return not any((folder / JOB).is_file() for folder in below)
-
-
-def slice_of(run: Run) -> Slice:
-    """The devices that a run was last trained on.
-
-    Raises:
-        NotFoundError: the catalogue has no such chip, or no slice of so many.
-    """
-    start = load_run(run.path).start
-    if not start:
-        raise NotFoundError(f"{run.path} has no session on record; train it first")
-    number, kind = _devices(start)
-    chip = by_device_kind(kind)
-    name = "cpu" if kind == "cpu" else chip.name if chip else ""
-    if not name:
-        raise NotFoundError(
-            f"the catalogue has no {kind}; forecast on another: systolic explain RECIPE --on v5e-16"
-        )
-    return slice_with(number, name, kind)
-
-
-def slice_with(number: int, name: str, kind: str) -> Slice:
-    """The slice of so many devices of a chip.
-
-    Args:
-        number: Devices.
-        name: The chip's in the catalogue.
-        kind: The chip's for people.
-
-    Raises:
-        NotFoundError: there is none of so many.
-    """
-    # Slices of some generations are named by cores, of which a chip has two.
-    for text in (f"{number}x{name}", f"{name}-{number}", f"{name}-{2 * number}"):
-        with contextlib.suppress(SystolicError):
-            on = slice(text)
-            if on.num_devices == number:
-                return on
-    raise NotFoundError(
-        f"the catalogue has no slice of {number} x {kind}; systolic chips {name} lists those that it has"
-    )
-
-
-def _devices(start: Mapping[str, Any]) -> tuple[int, str]:
-    """Number and kind of the devices of a session."""
-    if "num_devices" in start:
-        return start["num_devices"], start["device_kind"]
-    count, _, kind = start["devices"].partition(" x ")  # of an earlier version
-    return int(count), kind
 
 
 def run_of(path: Path) -> Path | None:

@@ -1,4 +1,4 @@
-"""From profiles to a calibration: what ``systolic calibrate`` calls."""
+"""A calibration from profiles: the corrections with what they rest on."""
 
 import json
 from collections import Counter
@@ -14,14 +14,15 @@ from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.core.units import plural
 from systolic.explaining.alone import devices_named, devices_of
 from systolic.explaining.correcting import MeasuredOps, fit, measured_ops
-from systolic.explaining.programs import programs_of
+from systolic.explaining.profiles import run_of
 from systolic.forecasting.calibrations import CalibrationRecord, ProfileSource, check_name
+from systolic.forecasting.profiled import programs_of
 from systolic.hlo import Module, Shape, parse
 from systolic.profile import open_profile
 from systolic.profile.table import ProfileTable
 from systolic.profile.trace import Backend
+from systolic.runs.devices import slice_with
 from systolic.runs.run import ENVIRONMENT
-from systolic.session.profiles import run_of, slice_with
 from systolic.sim.calibration import Calibration
 from systolic.sim.rates import rates_of
 
@@ -30,7 +31,7 @@ COMPILER = "libtpu"
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationRequest:
-    """What a calibration is to be made of."""
+    """The profiles and programs that a calibration is to be made of."""
 
     profiles: Sequence[Path]
     """Files of profiles, or directories with some."""
@@ -39,11 +40,11 @@ class CalibrationRequest:
     """Scheduled HLO of programs whose modules the profiles lack."""
     chip: str = ""
     """The devices' chip by its name in the catalogue, for files that do not name it."""
-    on: str = ""
+    on: str | Slice = ""
     """The slice that they were recorded on; by default as many of the chip's devices as the programs name."""
 
 
-def calibrate(asked: CalibrationRequest) -> CalibrationRecord:
+def record_of(asked: CalibrationRequest) -> CalibrationRecord:
     """Corrections of the simulator from profiles of one generation of TPUs; nothing is written.
 
     Raises:
@@ -59,7 +60,9 @@ def calibrate(asked: CalibrationRequest) -> CalibrationRecord:
     ]
     if twice:
         raise OptionError(f"{twice[0]} is given twice, and would count twice; give it once")
-    on_given = slice(asked.on) if asked.on else None
+    on_given = asked.on or None
+    if isinstance(on_given, str):
+        on_given = slice(on_given)
     dumps = _dumps(asked.against)
     tables = _tables(asked.profiles, asked.chip or (on_given.chip.name if on_given else ""))
     for path, module in dumps.values():

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from systolic.core.errors import SystolicError
+from systolic.core.reporter import reporter
 from systolic.explaining import learning, speed
 from systolic.explaining.cause import Cause
 from systolic.runs.job_record import JobRecord
 from systolic.runs.record import load_run
 from systolic.runs.run import Run
-from systolic.session.explaining import ExplainProgress, ExplainStage, ExplainWatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +29,8 @@ class RunExplanation:
     """Records that could not be read."""
     notes: Sequence[str]
     """Checks that were not possible, and why."""
+    target: str = ""
+    """The run's directory, as it was named."""
 
     def __repr__(self) -> str:
         """The causes' names on one line."""
@@ -48,7 +50,6 @@ def explain_run(
     *,
     quick: bool = False,
     trust: bool = False,
-    watch: ExplainWatch = lambda _: None,
 ) -> RunExplanation:
     """Explains a run that has ended or is still training.
 
@@ -56,7 +57,6 @@ def explain_run(
         path: The run.
         quick: Use its records only; otherwise a run without gradient probes is probed at its newest checkpoint.
         trust: Execute its recipe even if it is another user's.
-        watch: Called with the progress.
 
     Raises:
         NotFoundError: the run does not exist.
@@ -66,7 +66,7 @@ def explain_run(
         notes: list[str] = []
         history = load_run(path)
         if not quick and not history.diagnoses:
-            probes, why = probe(run, trust=trust, watch=watch)
+            probes, why = probe(run, trust=trust)
             history = replace(history, diagnoses=probes)
             notes += [why] if why else []
     session = load_run(path, last_session=True)
@@ -80,11 +80,9 @@ def explain_run(
     )
 
 
-def probe(
-    run: Run, *, trust: bool = False, watch: ExplainWatch = lambda _: None
-) -> tuple[list[dict[str, Any]], str]:
+def probe(run: Run, *, trust: bool = False) -> tuple[list[dict[str, Any]], str]:
     """Measures gradients, updates and noise by layer at the newest checkpoint; returns them, or the reason for none."""
-    from systolic.session.run_files import rebuild
+    from systolic.recipes.jobs.run import rebuild
     from systolic.session.starting import with_start
     from systolic.session.trained import set_up_here
     from systolic.training.probe import examine, too_large
@@ -95,8 +93,7 @@ def probe(
         setup = set_up_here(rebuild(run, trust_code=trust).job, run)
         if reason := too_large(setup):
             return [], reason
-        text = "probing the newest checkpoint, layer by layer"
-        watch(ExplainProgress(stage=ExplainStage.compiling, text=text))
+        reporter().stage("probing the newest checkpoint, layer by layer")
         if setup.steps.network.frozen:
             setup, _ = with_start(setup, run.path, JobRecord.from_json(run.read_job()))
         return list(examine(setup, run)), ""

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,88 +10,21 @@ import msgspec
 
 from systolic import recipes
 from systolic.chips import Slice, slice
-from systolic.chips.flags import resolved, spoken
 from systolic.compiling import StepKind
-from systolic.core.errors import DataError, RunError
+from systolic.core.errors import DataError, OptionError, RunError
 from systolic.core.files import read_given
-from systolic.explaining.settings import Settings
+from systolic.core.option_words import flat, negated
+from systolic.core.ranges import dashed
+from systolic.explaining.explainer import RecipeStep
 from systolic.forecasting import Forecast
-from systolic.job import Job
-from systolic.recipes import Recipe
+from systolic.job.layout import RENAMED
+from systolic.recipes.jobs.source import arguments_of
 from systolic.runs import trust
-from systolic.runs.plan_choice import apply, is_plan, load
-from systolic.session.explaining import StepExplainer
+from systolic.runs.plan_choice import is_plan, load
 from systolic.sim.incomplete import NOTHING, Given
 
 ALIKE = 0.002
 """Share of the step below which two figures are the same."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecipeStep:
-    """A step of a recipe's job on a slice, as a command asks for it or a file has it."""
-
-    recipe: Recipe
-    options: Mapping[str, Any]
-    """Arguments of the recipe."""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """What a plan decided of the job: ``layout.fsdp``, ``batch``."""
-    on: Slice
-    flags: tuple[str, ...]
-    """All flags of the compiler."""
-    step: StepKind = StepKind.train
-    kept: Job | None = None
-    """The job as a run keeps it, with its own tokenizer; None where the recipe makes it."""
-
-    @property
-    def job(self) -> Job:
-        """The job.
-
-        Raises:
-            SystolicError: the recipe refuses its options.
-        """
-        return self.kept or apply(self.recipe(self.options), self.settings)
-
-    @property
-    def as_options(self) -> "RecipeStep":
-        """The same with the plan's settings as options, as far as the recipe has options for them."""
-        parameters = inspect.signature(self.recipe.function).parameters
-        plain, left = recipes.plain(self.options), {}
-        for name, value in self.settings.items():
-            part, dot, field_name = name.partition(".")
-            if part not in parameters:
-                left[name] = value
-            elif dot:
-                default = recipes.plain({part: parameters[part].default})
-                plain[part] = {**default[part], **plain.get(part, {}), field_name: value}
-            else:
-                plain[part] = value
-        if "batch" in plain and "batch" in self.settings:
-            plain.pop("batch_per_device", None)
-        options = recipes.typed(self.recipe, plain)
-        return replace(self, options=options, settings=left)
-
-    def with_flags(self, given: str) -> "RecipeStep":
-        """The same with ``--flags`` on top of its own; ``none`` leaves its own out.
-
-        Raises:
-            OptionError: a word is no flag.
-        """
-        return replace(self, flags=resolved(given, self.on.chip, self.flags))
-
-    def at(self, on: Slice) -> "RecipeStep":
-        """The same on another slice, with the flags that jobs share there in place of those shared here."""
-        return replace(self, on=on, flags=resolved(spoken(self.flags, self.on.chip), on.chip))
-
-    def explainer(self) -> StepExplainer:
-        """What explains it, with advice in options that the recipe has."""
-        return StepExplainer(
-            job=self.job,
-            on=self.on,
-            step=self.step,
-            flags=self.flags,
-            known=Settings(recipes.plain(self.options)),
-        )
 
 
 class _Made(msgspec.Struct):
@@ -110,8 +43,10 @@ class _SavedForecast(msgspec.Struct):
     compiler: _Made = msgspec.field(default_factory=_Made)
 
 
-FromWords = Callable[[str, Sequence[str]], RecipeStep]
-"""Reads a recipe's name and the words of a command line."""
+OptionReader = Callable[..., Mapping[str, Any]]
+"""Makes all options of a recipe from the recipe and those of a file."""
+_OF_EXPLAIN = ("flags", "remedies", "workers", "trips", "cost", "calibration", "json")
+"""Options in the words of earlier versions that are none of the recipe's; flags are in the file."""
 
 
 def is_saved(path: Path) -> bool:
@@ -128,12 +63,11 @@ def is_saved(path: Path) -> bool:
     )
 
 
-def saved_step(path: Path, from_words: FromWords | None = None) -> RecipeStep:
+def saved_step(path: Path) -> RecipeStep:
     """The step of a forecast's JSON, or of the best of a plan.
 
     Args:
         path: Of the file.
-        from_words: Reads what a forecast of an earlier version has in place of the recipe's options.
 
     Raises:
         RunError: it does not say what it was made of, or its recipe may not be executed.
@@ -154,10 +88,7 @@ def saved_step(path: Path, from_words: FromWords | None = None) -> RecipeStep:
     on = slice(saved.slice)
     _require_own(saved.target, path)
     if saved.options is None:
-        if from_words is None:
-            raise _unnamed(path)
-        made = from_words(saved.target, saved.arguments)
-        return replace(made, flags=tuple(saved.compiler.flags))
+        return replace(_from_words(saved), flags=tuple(saved.compiler.flags))
     recipe = recipes.find(saved.target)
     return RecipeStep(
         recipe=recipe,
@@ -184,9 +115,41 @@ def _planned(path: Path) -> RecipeStep:
     )
 
 
-def _unnamed(path: Path) -> RunError:
-    return RunError(
-        f"{path} does not say which options it was made with; make it again with this version, or explain the recipe: systolic explain RECIPE --on v5e-16"
+def _from_words(saved: _SavedForecast) -> RecipeStep:
+    """The step of a forecast of an earlier version, which has the words of its command in place of the recipe's options.
+
+    Raises:
+        OptionError: an option is not the recipe's, or does not parse.
+    """
+    recipe = recipes.find(saved.target)
+    parameters = inspect.signature(recipe.function).parameters
+    switches = {negated(name): name for name in flat({n: p.default for n, p in parameters.items()})}
+    given: dict[str, list[str]] = {}
+    for word in saved.arguments:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            given[dashed(name)] = values = [value] if equals else []
+        elif given:
+            values.append(word)
+        else:
+            raise OptionError(f"{saved.target} has no argument {word}, which the file names")
+    on, step = given.pop("on", [saved.slice]), given.pop("step", [saved.step.value])
+    options: dict[str, Any] = {}
+    for name, values in given.items():
+        if name in _OF_EXPLAIN:
+            continue
+        if name in switches:
+            options[switches[name]] = False
+            continue
+        part, _, last = name.rpartition(".")
+        now = RENAMED.get(last.replace("-", "_"), last) if part == "layout" else last
+        options[f"{part}.{dashed(now)}" if part else now] = " ".join(values) if values else True
+    return RecipeStep(
+        recipe=recipe,
+        options=arguments_of(recipe, options),
+        on=slice(on[0]),
+        flags=(),
+        step=StepKind(step[0]),
     )
 
 
@@ -224,6 +187,9 @@ class StepComparison:
     against: Forecast
     causes: Sequence[CauseDifference]
     """The largest difference first; all of them."""
+    target: str = ""
+    """The first, as it was named."""
+    against_target: str = ""
 
     @property
     def alike(self) -> bool:
@@ -239,17 +205,52 @@ class StepComparison:
         return [one for one in self.causes if abs(one.seconds - one.against_seconds) > least]
 
 
-def compare(one: RecipeStep, two: RecipeStep, given: Given = NOTHING) -> StepComparison:
-    """What makes the first slower or faster than the second, cause by cause.
+def step_of_file(
+    path: Path,
+    *,
+    on: Slice | None = None,
+    step: StepKind | None = None,
+    flags: str = "",
+    reader: OptionReader | None = None,
+    options: Mapping[str, Any],
+) -> RecipeStep:
+    """The step that a file names, with what is given on top.
 
-    ``given`` has trips and costs that the programs leave open, of which each may have some, and corrections.
+    Args:
+        path: A forecast's JSON or a plan.
+        on: Another slice.
+        step: Another of the job's steps.
+        flags: Compiler flags on top of those of the file; ``none`` leaves these out.
+        reader: Makes the recipe's options, in place of ``options``.
+        options: Of the recipe, in place of those of the file.
 
-    Raises: as :meth:`~systolic.session.explaining.StepExplainer.explain`.
+    Raises: as :func:`saved_step`.
+    """
+    saved = saved_step(path).as_options
+    if reader is not None:
+        values = reader(saved.recipe, saved.options)
+    else:
+        more = recipes.expanded(saved.recipe, options, saved.options)
+        values = {**saved.options, **recipes.converted(saved.recipe, more)}
+    saved = replace(saved, options=values, step=step or saved.step)
+    return (saved if on is None else saved.at(on)).with_flags(flags)
+
+
+def compare(
+    one: RecipeStep,
+    two: RecipeStep,
+    given: Given = NOTHING,
+    names: tuple[str, str] = ("the first", "the second"),
+) -> StepComparison:
+    """Compares two steps, cause by cause.
+
+    ``given`` has trips and costs that the programs leave open, of which each may have some, and corrections;
+    ``names`` are what is printed of the two.
+
+    Raises: as :meth:`~systolic.explaining.explainer.StepExplainer.find_causes`.
     """
     known = replace(given, strict=False)
-    first, second = (
-        replace(step.explainer(), remedies=0, given=known).explain() for step in (one, two)
-    )
+    first, second = (replace(step.explainer(), given=known).find_causes() for step in (one, two))
     causes_by_name = [
         {c.name: c for c in made.causes if c.seconds is not None} for made in (first, second)
     ]
@@ -261,4 +262,10 @@ def compare(one: RecipeStep, two: RecipeStep, given: Given = NOTHING) -> StepCom
             CauseDifference(name=name, title=title, seconds=a or 0.0, against_seconds=b or 0.0)
         )
     rows.sort(key=lambda row: -abs(row.seconds - row.against_seconds))
-    return StepComparison(forecast=first.forecast, against=second.forecast, causes=rows)
+    return StepComparison(
+        forecast=first.forecast,
+        against=second.forecast,
+        causes=rows,
+        target=names[0],
+        against_target=names[1],
+    )

@@ -6,15 +6,17 @@ from typing import Any
 
 import pytest
 
+import systolic
 from systolic.chips import slice
 from systolic.chips.flags import merged, resolved
-from systolic.cli.explain import saved_request
-from systolic.cli.main import main
+from systolic.cli.forms import run_forms
+from systolic.cli.main import VERBS, main
 from systolic.core.errors import DataError
+from systolic.explaining.explainer import RecipeStep, StepExplainer
 from systolic.planning.flags import SETS
 from systolic.runs.plan_choice import FORMAT
 
-TINY = f"{Path(__file__).with_name('tiny.py')}:job"
+TINY = f"{Path(__file__).parents[1] / 'cli' / 'tiny.py'}:job"
 ON = slice("v6e-8")
 SHARED = resolved("", ON.chip)
 TUNED = merged(SHARED, next(one.flags for one in SETS if one.name == "v6e-dense"))
@@ -36,13 +38,31 @@ def plan(path: Path, flags: tuple[str, ...]) -> Path:
     return path
 
 
+def asked(path: str, words: list[str]) -> RecipeStep:
+    """The step that a command line asks for, which is not compiled."""
+    asked: list[RecipeStep] = []
+
+    def explain(one: StepExplainer) -> None:
+        assert one.of is not None
+        asked.append(one.of)
+        raise KeyboardInterrupt
+
+    verb = VERBS["explain"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StepExplainer, "explain", explain)
+        with pytest.raises(KeyboardInterrupt):
+            run_forms("explain", verb.module, verb.forms, [path, *words], verb.kind_of)
+    (of,) = asked
+    return of
+
+
 @pytest.mark.parametrize("flags", [(), SHARED, TUNED, ("--xla_tpu_x=1",)])
 @pytest.mark.parametrize("given", ["", "--xla_tpu_y=1", "none", "none --xla_tpu_y=1"])
 def test_flags_of_a_plan_are_kept_and_added_to(
     tmp_path: Path, flags: tuple[str, ...], given: str
 ) -> None:
     path = plan(tmp_path / "plan.json", flags)
-    of, _ = saved_request(str(path), [f"--flags={given}"] if given else [])
+    of = asked(str(path), [f"--flags={given}"] if given else [])
     more = tuple(word for word in given.split() if word != "none")
     assert set(of.flags) == set(more if "none" in given else merged(flags, more))
     assert of.on == ON
@@ -52,12 +72,12 @@ def test_flags_of_a_plan_are_kept_and_added_to(
 def test_options_on_top_of_a_plan_take_the_place_of_its_settings(tmp_path: Path) -> None:
     path = plan(tmp_path / "plan.json", TUNED)
     words = ["--layout.fsdp", "4", "--layout.tensor=2", "--on", "v6e-16", "--step", "eval"]
-    of, _ = saved_request(str(path), words)
+    of = asked(str(path), words)
     assert (of.job.layout.fsdp, of.job.layout.tensor, of.job.batch.total) == (4, 2, 64)
     assert (of.on.name, of.step.value) == ("v6e-16", "eval")
     assert set(of.flags) == set(TUNED)
     # On another chip the flags that its jobs share take the place of this one's.
-    other, _ = saved_request(str(plan(path, SHARED)), ["--on", "v5e-16"])
+    other = asked(str(plan(path, SHARED)), ["--on", "v5e-16"])
     assert other.flags == resolved("", slice("v5e-16").chip)
 
 
@@ -71,16 +91,16 @@ def test_flags_of_a_forecast_are_those_of_its_compile(tmp_path: Path) -> None:
     }
     path = tmp_path / "forecast.json"
     path.write_text(json.dumps(record))
-    of, _ = saved_request(str(path), [])
+    of = asked(str(path), [])
     assert of.flags == ("--xla_tpu_y=1",)
     assert of.options["sequence"] == 256
     # This version's files have the options themselves.
     path.write_text(json.dumps({**record, "options": {"sequence": 512}, "step": "decode"}))
-    of, _ = saved_request(str(path), [])
+    of = asked(str(path), [])
     assert (of.options["sequence"], of.step.value) == (512, "decode")
     path.write_text(json.dumps({**record, "options": []}))
     with pytest.raises(DataError, match="is a damaged forecast"):
-        saved_request(str(path), [])
+        systolic.explain(path)
 
 
 def test_an_option_of_the_version_before_in_a_file_is_read_in_silence(
@@ -90,7 +110,7 @@ def test_an_option_of_the_version_before_in_a_file_is_read_in_silence(
     words = ["--on", ON.name, "--layout.loss-tiles", "4"]
     record = {"target": "lm", "arguments": words, "slice": ON.name, "step_seconds": 0.05}
     path.write_text(json.dumps({**record, "compiler": {"flags": []}}))
-    of, _ = saved_request(str(path), [])
+    of = asked(str(path), [])
     assert of.job.layout.loss_chunks == 4
     assert capsys.readouterr().err == ""
 

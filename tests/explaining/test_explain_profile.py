@@ -10,13 +10,12 @@ import pytest
 
 from systolic.cli.main import main
 from systolic.core.errors import NotFoundError
-from systolic.explaining.beside import Beside
-from systolic.explaining.display.beside import print_beside
+from systolic.explaining.profiles import is_profile, slice_of
+from systolic.forecasting import profiled as session_traced
+from systolic.forecasting.display.profiled import print_beside
+from systolic.forecasting.profiled import Beside, traced_beside
 from systolic.runs.access import Access
 from systolic.runs.run import JOB, Run
-from systolic.session import traced as session_traced
-from systolic.session.profiles import is_profile, slice_of
-from systolic.session.traced import traced_beside
 from systolic.training.session import Audience, SessionOptions, TrainResult, _finished
 
 pytestmark = pytest.mark.own_programs

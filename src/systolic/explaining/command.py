@@ -1,0 +1,539 @@
+"""``systolic explain`` and :func:`systolic.explain`: what holds a step or a run back, with evidence, and what to change."""
+
+import enum
+import inspect
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from systolic import recipes
+from systolic.chips import SLICE, Slice, slice
+from systolic.chips.flags import resolved
+from systolic.compiling import StepKind
+from systolic.core.arguments import PYTHON, OptionWords, Required, Wording, command_of
+from systolic.core.errors import NotFoundError, OptionError, nearest
+from systolic.core.machine import bounded_workers
+from systolic.core.ranges import NOT_NEGATIVE, POSITIVE
+from systolic.core.reporter import working
+from systolic.job import Job
+from systolic.recipes.jobs.source import JobSource, source_of
+from systolic.runs.run import JOB
+from systolic.sim.calibration import Calibration
+
+if TYPE_CHECKING:
+    from systolic.explaining.explainer import StepExplanation
+    from systolic.explaining.profiles import ProfileExplanation
+    from systolic.explaining.program import ProgramExplanation
+    from systolic.explaining.runs import RunExplanation
+    from systolic.explaining.saved import StepComparison
+
+USAGE = """usage: systolic explain RECIPE --on SLICE [options]
+       systolic explain FORECAST.json [--against OTHER.json] [options]
+       systolic explain RUN [--quick] [--trust] [--json]
+       systolic explain PROFILE [--against DUMP.txt] [--html PAGE] [options]
+       systolic explain DUMP.txt --on SLICE [options]
+       systolic explain --on SLICE [options] -- python train.py [its options]
+
+RECIPE (or a model: llama-3.1-70b, a config.json) is forecast on the slice: where its step's time goes, and what changes of settings gain, each compiled
+and forecast again, then combined until none gains; for a step that does not fit, the fastest layout where it does. FORECAST.json is what
+systolic forecast --json or systolic plan wrote; it takes the options of a recipe too, and --against says
+what makes one slower. Both are forecast from the compiler's schedule, whichever way the files were made.
+
+RUN is a directory that systolic train made, of a run that has ended or still trains: what keeps it from
+learning (spikes, dead gradients, learning rate, batch, rounding, overfitting) and what took its time besides
+the steps (input, recompilation, evaluation, checkpoints), worst first.
+
+PROFILE is an XProf xplane.pb or trace.json.gz of a TPU, GPU or CPU or a directory with some (those of several
+hosts are read together, of several runs the newest): RUN/profile after systolic train --profile N, or what jax.profiler.trace wrote. Where
+the median step's time goes: waiting for input, for the host, for copies from and to its memory and for other
+devices, recompilation, and the ops that are slow, each with its bytes and rate; of a run on TPUs also what
+changes of its settings gain, each forecast for its slice.
+
+DUMP.txt is scheduled HLO that another program wrote (compiled.as_text(), or XLA's dump after optimizations), and what
+follows -- is a JAX program of your own, which runs unchanged until its step is known, as for systolic forecast: where
+the step's time goes, by the same causes. No settings are tried: systolic knows no options of it.
+
+Exits with 1 when a step does not fit and nothing that was tried does. Changes are tried for train steps
+only; systolic plan searches further."""
+
+TARGET = Wording("a Job, the name of a recipe or a model, or a path")
+COMMAND = Wording("the words of a command, such as ['python', 'train.py']")
+ON = Required("a slice; add --on v5e-16, systolic chips lists them")
+ON_PROGRAM = Required("a slice; add --on v5e-8, systolic chips lists them")
+REPEATED = OptionWords(tuple[str, ...], repeated=True)
+TripsOption = Annotated[Mapping[str, float | str] | Sequence[str], REPEATED]
+CostsOption = Annotated[
+    Mapping[str, float | str] | Sequence[str],
+    OptionWords(tuple[str, ...], repeated=True, name="cost"),
+]
+CalibrationOption = Annotated[Calibration | Path | str | None, OptionWords(str, default="")]
+Reader = Callable[..., Mapping[str, Any]]
+
+
+class ExplainedKind(enum.Enum):
+    """Kinds of targets, each with a form of the verb."""
+
+    recipe = "recipe"
+    run = "run"
+    forecast = "forecast"
+    """A saved forecast, or a plan, of which the best is explained."""
+    profile = "profile"
+    dump = "dump"
+    """Scheduled HLO text."""
+    program = "program"
+    """The words of a command."""
+
+
+def kind_of(path: Path) -> ExplainedKind | None:
+    """The kind of what a path holds, by its content; None where it is nothing that can be explained.
+
+    Raises:
+        DataError: a forecast or plan that is damaged.
+        OptionError: a JSON file that is no JSON.
+    """
+    if not path.exists():
+        return None
+    from systolic.explaining.profiles import is_profile
+    from systolic.explaining.saved import is_saved
+
+    if (path / JOB).is_file():
+        return ExplainedKind.run
+    if is_profile(path):
+        return ExplainedKind.profile
+    return ExplainedKind.forecast if is_saved(path) else None
+
+
+def target_kind(target: str) -> ExplainedKind:
+    """The kind of what the first word of a command line names.
+
+    Raises:
+        NotFoundError: nothing that can be explained; names the nearest run or recipe.
+    """
+    kind = kind_of(Path(target))
+    if kind is not None:
+        return kind
+    if ".py:" in target or target.endswith(".py") or recipes.is_named(target):
+        return ExplainedKind.recipe
+    if _is_hlo(Path(target)):
+        return ExplainedKind.dump
+    raise _unknown(target)
+
+
+def _is_hlo(path: Path) -> bool:
+    """Whether a path is a file of HLO text."""
+    if not path.is_file():
+        return False
+    from systolic.profile.files import beginning
+
+    return beginning(path).lstrip().startswith(b"HloModule")
+
+
+def _unknown(target: str) -> NotFoundError:
+    if Path(target).exists():
+        from systolic.profile.files import other
+
+        if Path(target).is_file() and (what := other(Path(target))):
+            return NotFoundError(f"{target} is {what}")
+        return NotFoundError(
+            f"{target} is no run, profile, recipe or forecast; give a directory that systolic train made, an xplane.pb or trace.json.gz, a recipe with --on SLICE, or what systolic forecast --json or systolic plan wrote"
+        )
+    from systolic.recipes.models.named import names
+
+    runs = {str(found.parent) for found in Path(target).parent.glob(f"*/{JOB}")}
+    runs |= {str(found.parent) for found in Path("runs").glob(f"*/{JOB}")}
+    return NotFoundError(
+        f"{target} is no recipe, run, profile or forecast{nearest(target, [*recipes.shipped(), *names(), *runs])}; systolic recipes lists recipes and models"
+    )
+
+
+# From Python: one function for all that can be explained
+
+
+@command_of
+def explain(  # noqa: PLR0913  the options of all forms
+    target: Annotated[Job | JobSource | str | Path | Sequence[str], TARGET],
+    *,
+    on: Annotated[str | Slice | None, SLICE] = None,
+    step: StepKind | str | None = None,
+    flags: str = "",
+    remedies: Annotated[int | None, NOT_NEGATIVE] = None,
+    workers: Annotated[int, NOT_NEGATIVE] = 0,
+    quick: bool = False,
+    trust: bool = False,
+    chip: str = "",
+    against: Path | str = "",
+    minutes: Annotated[float | None, POSITIVE] = None,
+    trips: TripsOption = (),
+    costs: CostsOption = (),
+    calibration: CalibrationOption = None,
+    **options: Any,
+) -> "StepExplanation | StepComparison | RunExplanation | ProfileExplanation | ProgramExplanation":
+    """Explains why a step is slow or does not fit, or what keeps a run from learning, and what changes that.
+
+    Args:
+        target: A job, or the name of a recipe or a model that makes one; the path of a run, of a profile, of scheduled
+            HLO, or of what ``systolic forecast --json`` or ``plan`` wrote; or the words of a command that starts a program.
+        on: The slice, of a job, a dump or a program; of a saved forecast another than its own.
+        step: Which of a job's steps, ``train``, ``eval``, ``prefill`` or ``decode``; changes are tried for train steps
+            only. Of a program the name of the jitted function that is the step.
+        flags: Compiler flags of a job, beside those that all jobs on the chip share; ``none`` leaves these out.
+        remedies: Changes to try: by default 10 for a step, 4 for a run's profile; 0 finds causes only.
+        workers: Compiles at once; 0 takes as many as cores and memory allow.
+        quick: Judge a run by its records only.
+        trust: Execute a run's recipe although it is another user's.
+        chip: The chip of a profile whose file does not name it, as a ``trace.json.gz`` does not: ``tpu7x``.
+        against: Of a saved forecast another one; of a profile its program's scheduled HLO, ``program`` or ``lines``.
+        minutes: Minutes that a program may take to its step; 20 by default.
+        trips: Trips of loops that a program leaves open: ``{"while.5": 100}``, by name or ``file.py:line``.
+        costs: Time of one call of a kernel, a custom call or a callback: ``{"my_kernel": 1.2e-3}`` in seconds, or ``"1.2ms"``.
+        calibration: Corrections of the simulator from profiles of the slice's chip: a name that
+            ``systolic calibrations`` lists, or the path of a calibration's file.
+        options: Of the recipe that ``target`` names; of a job ``steps`` and ``layout``.
+
+    Raises:
+        NotFoundError: the path holds nothing that can be explained.
+        OptionError: a job without a slice, a slice that is not of TPUs, or an option that has no effect on the target.
+    """
+    values = {
+        name: value
+        for name, value in {
+            "on": on,
+            "step": step,
+            "flags": flags,
+            "remedies": remedies,
+            "workers": workers,
+            "quick": quick,
+            "trust": trust,
+            "chip": chip,
+            "against": against,
+            "minutes": minutes,
+            "trips": trips,
+            "costs": costs,
+            "calibration": calibration,
+        }.items()
+        if value not in (None, "", 0, False, ()) or (name == "remedies" and value is not None)
+    }
+    kind = _kind(target, on, options)
+    function = _FUNCTIONS[kind]
+    taken = inspect.signature(function).parameters
+    if on is None and "on" in taken and taken["on"].default is inspect.Parameter.empty:
+        what = "job" if kind is ExplainedKind.recipe else kind.value
+        raise OptionError(f"explaining a {what} needs a slice; give on='v5e-16'")
+    if calibration and kind in (ExplainedKind.run, ExplainedKind.profile):
+        raise OptionError(
+            f"calibration is given and {target} is no job: a run and a profile are measured; give a recipe or a Job with on='v5e-16'"
+        )
+    for name in values:
+        if name not in taken:
+            raise OptionError(
+                f"{name} has no effect on a {kind.value}, which {_name(target)} is; leave it out"
+            )
+    if options and "options" not in taken:
+        raise OptionError(
+            f"{target} holds what it was made with, and {', '.join(options)} would change that; leave it out"
+        )
+    return function(target, **values, **options)
+
+
+def _name(target: Any) -> str:
+    """Name of a target in messages."""
+    if isinstance(target, Job | JobSource):
+        return target.name if isinstance(target, Job) else target.recipe.target
+    return str(target) if isinstance(target, str | Path) else " ".join(target)
+
+
+def _kind(target: Any, on: str | Slice | None, options: Mapping[str, Any]) -> ExplainedKind:
+    """The kind of a target from Python.
+
+    Raises:
+        NotFoundError: a path that holds nothing that can be explained.
+    """
+    if isinstance(target, Job | JobSource):
+        return ExplainedKind.recipe
+    if not isinstance(target, str | Path):
+        return ExplainedKind.program
+    path = Path(target)
+    kind = kind_of(path)
+    if kind is not None:
+        return kind
+    if _is_hlo(path):
+        return ExplainedKind.dump
+    if on is not None or options or recipes.is_named(str(target)):
+        return ExplainedKind.recipe
+    raise NotFoundError(
+        f"{target} is no run, profile, forecast, recipe or model; give a directory that systolic train made, an xplane.pb or trace.json.gz, what systolic forecast --json or systolic plan wrote, or a name that systolic recipes lists"
+    )
+
+
+# Steps
+
+
+@command_of
+def explain_step(  # noqa: PLR0913  the options of systolic explain RECIPE
+    job: Annotated[
+        Job | JobSource | str | Path, Wording("a Job or the name of a recipe or a model")
+    ],
+    *,
+    on: Annotated[str | Slice, SLICE, ON],
+    step: StepKind = StepKind.train,
+    flags: str = "",
+    remedies: Annotated[int, NOT_NEGATIVE] = 10,
+    workers: Annotated[int, NOT_NEGATIVE] = 0,
+    trips: TripsOption = (),
+    costs: CostsOption = (),
+    calibration: CalibrationOption = None,
+    **options: Any,
+) -> "StepExplanation":
+    """Explains why a step is slow or does not fit, and what changes that.
+
+    Args:
+        job: The job, or what makes it.
+        on: The slice: v5e-16, v5p-128, tpu7x-8, 2xv5e-256.
+        step: Which of the job's steps: train, eval, prefill or decode; changes of settings are tried for train steps only.
+        flags: Compiler flags on top of the set that all jobs on the chip share (systolic chips v5e lists it); none leaves that set out.
+        remedies: Changes of settings to compile and forecast again, one at a time, where the step fits; up to twice as many follow, combined from the best until none gains, and changes of precision and batch. 0 names causes only.
+        workers: Compiles at once; 0 takes as many as cores and memory allow.
+        trips: Trips of a loop that the program leaves open, NAME=NUMBER, such as while.5=100; may be repeated.
+        costs: Time of one call of a kernel, custom call or callback, NAME=TIME, such as my_kernel=1.2ms; may be repeated.
+        calibration: Corrects the simulator by profiles of this chip: a name that systolic calibrations lists, or a calibration's file.
+        options: Of the recipe.
+
+    Raises:
+        OptionError: the slice is not of TPUs, or an option does not parse.
+        NotFoundError: there is no such recipe, slice or calibration.
+        LayoutError: the layout does not divide the slice, the model or the batch.
+        RunError: the compiler failed.
+    """
+    from systolic.explaining.explainer import RecipeStep
+    from systolic.forecasting.calibrations import given_with
+
+    source = source_of(str(job) if isinstance(job, Path) else job, options)
+    place = slice(on) if isinstance(on, str) else on
+    of = RecipeStep(
+        recipe=source.recipe,
+        options=source.options,
+        on=place,
+        flags=resolved(flags, place.chip),
+        step=step,
+    )
+    known = given_with(trips, costs, calibration, place)
+    explainer = replace(
+        of.explainer(), remedies=remedies, workers=bounded_workers(workers), given=known
+    )
+    with working(f"{source.recipe.target} for {place.name}"):
+        return explainer.explain()
+
+
+@command_of
+def explain_saved(  # noqa: PLR0913  the options of systolic explain FORECAST.json
+    path: Path | str,
+    *,
+    against: Path | None = None,
+    on: Annotated[str | Slice | None, SLICE] = None,
+    step: StepKind | None = None,
+    flags: str = "",
+    remedies: Annotated[int, NOT_NEGATIVE] = 10,
+    workers: Annotated[int, NOT_NEGATIVE] = 0,
+    trips: TripsOption = (),
+    costs: CostsOption = (),
+    calibration: CalibrationOption = None,
+    reader: Annotated[Reader | None, PYTHON] = None,
+    **options: Any,
+) -> "StepExplanation | StepComparison":
+    """Options of a saved forecast or plan.
+
+    Args:
+        path: The file.
+        against: Another saved forecast or plan: print what makes one slower.
+        on: Another slice than the file's.
+        step: Another of the job's steps than the file's.
+        flags: Compiler flags on top of those of the file; none leaves these out.
+        remedies: Changes of settings to compile and forecast again, one at a time, where the step fits; up to twice as many follow, combined from the best until none gains, and changes of precision and batch. 0 names causes only.
+        workers: Compiles at once; 0 takes as many as cores and memory allow.
+        trips: Trips of a loop that the program leaves open, NAME=NUMBER, such as while.5=100; may be repeated.
+        costs: Time of one call of a kernel, custom call or callback, NAME=TIME, such as my_kernel=1.2ms; may be repeated.
+        calibration: Corrects the simulator by profiles of this chip: a name that systolic calibrations lists, or a calibration's file.
+        reader: Makes the recipe's options, where they are not given by name.
+        options: Of the recipe, in place of those of the file.
+
+    Raises:
+        NotFoundError: there is no such file, slice, recipe or calibration.
+        DataError: a file is damaged, or nothing in the plan fits.
+        OptionError: ``against`` is no forecast, or an option does not parse.
+        RunError: a file does not say what it was made of, its recipe may not be executed, or the compiler failed.
+    """
+    from systolic.explaining.saved import compare, is_saved, saved_step, step_of_file
+    from systolic.forecasting.calibrations import calibration_for
+    from systolic.sim.incomplete import given
+
+    place = slice(on) if isinstance(on, str) else on
+    of = step_of_file(Path(path), on=place, step=step, flags=flags, reader=reader, options=options)
+    if against is not None and not against.is_file():
+        raise NotFoundError(f"{against} is no file; write one with systolic forecast … --json")
+    if against is not None and not is_saved(against):
+        raise OptionError(f"{against} is not a forecast; write one with systolic forecast … --json")
+    other = None if against is None else saved_step(against)
+    slices = [of.on] if other is None else [of.on, other.on]
+    known = replace(given(trips, costs), calibration=calibration_for(calibration, slices))
+    with working(f"{of.recipe.target} for {of.on.name}"):
+        if other is not None:
+            return compare(of, other, known, (str(path), str(against)))
+        explainer = replace(
+            of.explainer(), remedies=remedies, workers=bounded_workers(workers), given=known
+        )
+        return explainer.explain()
+
+
+# Runs and profiles
+
+
+@command_of
+def explain_run(path: Path | str, *, quick: bool = False, trust: bool = False) -> "RunExplanation":
+    """Options of a run.
+
+    Args:
+        path: The run, which has ended or is still training.
+        quick: Judge by its records only. Otherwise a run without gradient probes is probed now, at its newest checkpoint, where this machine can.
+        trust: Execute the run's recipe.py although it is another user's, now and later: its digest is remembered.
+
+    Raises:
+        NotFoundError: the run does not exist.
+        RunError: its records are damaged.
+    """
+    from systolic.explaining.runs import explain_run as explained
+
+    with working(str(path)):
+        return replace(explained(Path(path), quick=quick, trust=trust), target=str(path))
+
+
+@command_of
+def explain_profile(
+    path: Path | str,
+    *,
+    remedies: Annotated[int, NOT_NEGATIVE] = 4,
+    workers: Annotated[int, NOT_NEGATIVE] = 0,
+    trust: bool = False,
+    chip: str = "",
+    against: Annotated[Path | str, OptionWords(str)] = "",
+) -> "ProfileExplanation":
+    """Options of a profile.
+
+    Args:
+        path: An ``xplane.pb``, a ``trace.json.gz`` or a directory with some.
+        remedies: Changes of settings to compile and forecast, one at a time, of the profile of a run on TPUs; up to twice as many follow, combined from the best. 0 names causes only.
+        workers: Compiles at once; 0 takes as many as cores and memory allow.
+        trust: Execute the run's recipe.py although it is another user's, now and later: its digest is remembered.
+        chip: The devices' chip, such as tpu7x: a trace.json.gz does not name it, and rates need its peaks.
+        against: Also print the forecast of the program beside the measurement, op by op: its scheduled HLO text; program, for what an xplane.pb holds of it; or lines, which prices each op alone from its line in the profile.
+
+    Raises:
+        NotFoundError: there is no such file.
+        OptionError: ``chip`` is another than the one that the profile names; or ``against`` is of another program.
+        DataError: a file is damaged, or the profile has no steps.
+    """
+    from systolic.explaining.profiles import check, explain_beside
+    from systolic.explaining.profiles import explain_profile as explained
+
+    if against:
+        check(str(against))
+    with working(str(path)):
+        made = explained(
+            Path(path),
+            remedies=remedies,
+            workers=bounded_workers(workers),
+            trust=trust,
+            chip=chip,
+        )
+    compared = explain_beside(made, str(against)) if against else None
+    return replace(made, target=str(path), against=compared)
+
+
+# Programs that no recipe made
+
+
+@command_of
+def explain_program(
+    command: Annotated[Sequence[str], COMMAND],
+    *,
+    on: Annotated[str | Slice, SLICE, ON_PROGRAM],
+    step: str = "",
+    minutes: Annotated[float, POSITIVE] = 20.0,
+    trips: TripsOption = (),
+    costs: CostsOption = (),
+    calibration: CalibrationOption = None,
+) -> "ProgramExplanation":
+    """Options of a program of your own (-- python train.py).
+
+    Args:
+        command: The program with its options; it runs in its own environment, unchanged.
+        on: The slice of TPUs that the program is shown.
+        step: Name of the jitted function that is the step; by default what the program calls again and again.
+        minutes: Minutes that the program may take to its step.
+        trips: Trips of a loop that the program leaves open, NAME=NUMBER, such as while.5=100; may be repeated.
+        costs: Time of one call of a kernel, custom call or callback, NAME=TIME, such as my_kernel=1.2ms; may be repeated.
+        calibration: Corrects the simulator by profiles of this chip: a name that systolic calibrations lists, or a calibration's file.
+
+    Raises:
+        OptionError: an option that does not parse, or several slices.
+        NotFoundError: there is no such command, slice or calibration.
+        RunError: the program failed, or has no step in its minutes.
+    """
+    from systolic.explaining.program import captured_explanation
+    from systolic.forecasting.calibrations import given_with
+
+    if isinstance(on, str) and "," in on:
+        raise OptionError(
+            f"--on {on} names several slices, and a step is explained for one; systolic plan --on {on} -- … compares them"
+        )
+    place = slice(on) if isinstance(on, str) else on
+    known = given_with(trips, costs, calibration, place)
+    with (
+        tempfile.TemporaryDirectory(prefix="systolic-") as folder,
+        working(f"{' '.join(command[:3])} for {place.name}"),
+    ):
+        return captured_explanation(
+            command, place, Path(folder), step=step, seconds=60 * minutes, given=known
+        )
+
+
+@command_of
+def explain_dump(
+    path: Path | str,
+    *,
+    on: Annotated[str | Slice, SLICE, ON_PROGRAM],
+    trips: TripsOption = (),
+    costs: CostsOption = (),
+    calibration: CalibrationOption = None,
+) -> "ProgramExplanation":
+    """Options of scheduled HLO that another program dumped.
+
+    Args:
+        path: The file.
+        on: The slice that it was compiled for.
+        trips: Trips of a loop that the program leaves open, NAME=NUMBER, such as while.5=100; may be repeated.
+        costs: Time of one call of a kernel, custom call or callback, NAME=TIME, such as my_kernel=1.2ms; may be repeated.
+        calibration: Corrects the simulator by profiles of this chip: a name that systolic calibrations lists, or a calibration's file.
+
+    Raises:
+        NotFoundError: there is no such file, slice or calibration.
+        DataError: the file is no scheduled HLO, or damaged.
+        OptionError: it was compiled for another slice.
+    """
+    from systolic.explaining.program import dump_explanation
+    from systolic.forecasting.calibrations import given_with
+
+    place = slice(on) if isinstance(on, str) else on
+    known = given_with(trips, costs, calibration, place)
+    return dump_explanation(Path(path), place, known)
+
+
+_FUNCTIONS: Mapping[ExplainedKind, Callable[..., Any]] = {
+    ExplainedKind.recipe: explain_step,
+    ExplainedKind.run: explain_run,
+    ExplainedKind.forecast: explain_saved,
+    ExplainedKind.profile: explain_profile,
+    ExplainedKind.dump: explain_dump,
+    ExplainedKind.program: explain_program,
+}

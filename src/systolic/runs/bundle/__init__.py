@@ -1,0 +1,1 @@
+"""A Bundle: a portable trained model in a folder."""
