@@ -1,4 +1,4 @@
-"""Tells its surroundings, and ends with the exit code of its first word: ``python -m tests.aot.forked_child CODE``."""
+"""Tells its surroundings, and ends with the exit code of its first word: ``python -m tests.compiling.forked_child CODE``."""
 
 import json
 import os

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import psutil
 import pytest
-from tests.aot import functions
+from tests.compiling import functions
 
 from systolic import recipes
 from systolic.chips import Prices, Slice, slice

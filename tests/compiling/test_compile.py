@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.aot import functions
+from tests.compiling import functions
 
 from systolic import recipes
 from systolic.chips import slice
@@ -157,7 +157,7 @@ import threading
 from pathlib import Path
 from systolic.compiling import Compiler, compile
 from systolic.chips import slice
-from tests.aot import functions
+from tests.compiling import functions
 
 def say(stage):
     print(stage, flush=True)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.aot import functions
+from tests.compiling import functions
 
 from systolic.chips import slice
 from systolic.compiling import Compiled, Compiler, compile, executable

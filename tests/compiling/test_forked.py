@@ -16,7 +16,7 @@ import pytest
 from tests import forked
 from tests.forked import NURSERY, Popen, fits
 
-CHILD = [sys.executable, "-m", "tests.aot.forked_child"]
+CHILD = [sys.executable, "-m", "tests.compiling.forked_child"]
 ROOT = Path(__file__).parents[2]
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from tests.aot import functions
+from tests.compiling import functions
 
 from systolic.chips import slice
 from systolic.chips.flags import resolved

@@ -170,7 +170,7 @@ def test_arrays_go_first_and_manifests_last(
 KILLED = """
 import os, sys
 from systolic.runs import Run, sending
-from tests.artifact.test_buckets import JOB, save, sender
+from tests.runs.test_buckets import JOB, save, sender
 
 upload.LOOK_SECONDS = 1e6
 run = Run.create(sys.argv[1], JOB)

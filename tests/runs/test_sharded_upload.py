@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tensorstore
-from tests.artifact.test_buckets import JOB, Machines, names, save, sender
+from tests.runs.test_buckets import JOB, Machines, names, save, sender
 
 from systolic.core.errors import RunError
 from systolic.runs import CheckpointStore, Run, manifest

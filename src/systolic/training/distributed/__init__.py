@@ -27,9 +27,16 @@ def belongs(environ: Mapping[str, str]) -> bool:
 
 
 def describe(coordinator: str | None, processes: int | None, process: int | None) -> None:
-    """Sets the job's environment variables from options, which take precedence over the environment."""
+    """Sets the job's environment variables from options, which take precedence over the environment.
+
+    Raises:
+        OptionError: they contradict each other; the environment stays as it is.
+    """
     given = {detect.ADDRESS: coordinator, detect.COUNT: processes, detect.INDEX: process}
-    os.environ |= {name: str(value) for name, value in given.items() if value is not None}
+    changed = {name: str(value) for name, value in given.items() if value is not None}
+    if changed:
+        detect.find({**os.environ, **changed})
+    os.environ |= changed
 
 
 def join(environ: Mapping[str, str] = os.environ) -> bool:
