@@ -11,21 +11,20 @@ if TYPE_CHECKING:
     from systolic.chips import Chip, Slice, chip, chips, slice
     from systolic.core.errors import SystolicError
     from systolic.forecasting import Forecast, Spread
+    from systolic.forecasting.command import forecast
     from systolic.forecasting.table import ForecastTable
     from systolic.formats.export import Exported
     from systolic.formats.registry import ExportSettings, LiteQuantization
     from systolic.job import MatrixFormat, Sampling, WeightFormat
     from systolic.planning.command import plan
-    from systolic.planning.serving import ServingPlan
+    from systolic.planning.serving import ServingPlan, plan_serving
     from systolic.session.answering import AnswerOptions
     from systolic.session.comparing import Comparison, ComparisonOptions, compare_models
     from systolic.session.explaining import explain
     from systolic.session.exporting import export_model, export_program
-    from systolic.session.forecast import forecast
     from systolic.session.importing import Imported, import_model
     from systolic.session.public_tuning import tune
     from systolic.session.quantizing import Evaluated, QuantizedModel, quantize_model
-    from systolic.session.serving_plan import plan_serving
     from systolic.session.train_command import resume, train
     from systolic.session.trained import TrainedModel
     from systolic.session.trained import open_model as open
@@ -66,11 +65,11 @@ _HOME = {
     "explain": "systolic.session.explaining",
     "export_model": "systolic.session.exporting",
     "export_program": "systolic.session.exporting",
-    "forecast": "systolic.session.forecast",
+    "forecast": "systolic.forecasting.command",
     "import_model": "systolic.session.importing",
     "open": "systolic.session.trained",
     "plan": "systolic.planning.command",
-    "plan_serving": "systolic.session.serving_plan",
+    "plan_serving": "systolic.planning.serving",
     "ServingPlan": "systolic.planning.serving",
     "quantize_model": "systolic.session.quantizing",
     "resume": "systolic.session.train_command",

@@ -63,7 +63,7 @@ JOURNEYS: Mapping[str, tuple[str, ...]] = {
         "cli/parse.py:known",
         "cli/forecast.py:forecast_recipe",
         "cli/forecast.py:compiled",
-        "session/forecast.py:forecast_step",
+        "forecasting/command.py:forecast_step",
         "forecasting/run.py:forecast_job",
         "compiling/program.py:JobProgram",
         "forecasting/run.py:forecast_program",

@@ -67,10 +67,11 @@ class ExplainDumpOptions:
 
 def explain_program(args: Sequence[str]) -> int:
     """Explains the step of the program behind ``--``; returns the exit code."""
-    from systolic.capture import capture, forecast_parts, parts_of, schedule_of
+    from systolic.capture import capture
     from systolic.chips import slice
     from systolic.explaining.sources import StepProgram
     from systolic.forecasting.calibrations import given_with
+    from systolic.forecasting.captured import forecast_parts, parts_of, schedule_of
     from systolic.report.progress import ProgressLine
 
     end = list(args).index(END)

@@ -183,7 +183,7 @@ def forecast_table(asked: Request[ForecastOptions], args: Sequence[str]) -> int:
         args: The words after the target, which each combination is read from again.
     """
     from systolic.forecasting.calibrations import calibration_for
-    from systolic.session.forecast import combinations, row_of, slices_of, values_of
+    from systolic.forecasting.command import combinations, row_of, slices_of, values_of
 
     options, target = asked.verb, asked.recipe.target
     _check_table(options)
@@ -218,7 +218,7 @@ def forecast_dumps(path: Path, options: ForecastOptions) -> int:
     """Forecasts scheduled HLO text on several slices; returns the exit code."""
     from systolic.forecasting import forecast_text
     from systolic.forecasting.calibrations import calibration_for
-    from systolic.session.forecast import row_of, slices_of
+    from systolic.forecasting.command import row_of, slices_of
     from systolic.sim.incomplete import given
 
     _check_table(options)
@@ -322,8 +322,8 @@ def is_text(target: str) -> bool:
 
 def compiled(job: "Job", on: "Slice", options: ForecastOptions, title: str = "") -> "Forecast":
     """The forecast of a job's step, with progress on stderr."""
+    from systolic.forecasting.command import forecast_step
     from systolic.report.progress import ProgressLine
-    from systolic.session.forecast import forecast_step
 
     with ProgressLine(sys.stderr, title or f"{job.name} for {on.name}") as progress:
         return forecast_step(

@@ -54,10 +54,11 @@ class CaptureOptions:
 
 def forecast_program(args: Sequence[str]) -> int:
     """Forecasts the step of the program behind ``--``; returns the exit code."""
-    from systolic.capture import capture, forecast_captured
+    from systolic.capture import capture
     from systolic.chips import slice
     from systolic.cli.forecast import ForecastOptions, before_of, show
     from systolic.forecasting.calibrations import given_with
+    from systolic.forecasting.captured import forecast_captured
     from systolic.report.progress import ProgressLine
 
     end = list(args).index(END)

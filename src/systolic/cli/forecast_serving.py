@@ -61,11 +61,11 @@ def forecast_server(args: Sequence[str]) -> int:
     from systolic.chips.flags import resolved
     from systolic.compiling import Compiler
     from systolic.forecasting.calibrations import calibration_for
-    from systolic.forecasting.serving import LatencyLimits, latency
+    from systolic.forecasting.serving.capacity import Load, check_context, forecast_serving
+    from systolic.forecasting.serving.forecast import LatencyLimits, latency
+    from systolic.forecasting.serving.layout import ROWS, given_layout, layout_of_requests
+    from systolic.forecasting.serving.steps import with_formats
     from systolic.report.progress import ProgressLine
-    from systolic.session.capacity import Load, check_context, forecast_serving
-    from systolic.session.server_layout import ROWS, given_layout, layout_of_requests
-    from systolic.session.server_steps import with_formats
 
     target, rest = first(args, f"forecast {SERVE}", "a model or a recipe")
     asked = request(target, rest, "forecast", ServingOptions)

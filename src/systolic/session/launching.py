@@ -245,7 +245,7 @@ def quick_step_seconds(job: "Job", on: Slice, say: Callable[[str], None]) -> flo
     Raises:
         DataError: the step does not fit, or the forecast has no time.
     """
-    from systolic.session.forecast import forecast
+    from systolic.forecasting.command import forecast
 
     made = forecast(job, on=on, quick=True, watch=say)
     if not made.fits:

@@ -9,7 +9,7 @@ from systolic.chips import Slice
 from systolic.compiling import PagedProgram, Program, ServingProgram
 from systolic.core.errors import LayoutError, OptionError
 from systolic.forecasting import Forecast
-from systolic.forecasting.serving import Load
+from systolic.forecasting.serving.forecast import Load
 from systolic.job import (
     Axis,
     ExpertAxis,
@@ -23,7 +23,7 @@ from systolic.job import (
 from systolic.models.decoder.checks import check_served
 from systolic.models.decoder.config import Decoder
 from systolic.runs.bundle.folder import MANIFEST, open_bundle
-from systolic.serving.layout import LEAST_ROWS
+from systolic.steps.serving_layout import LEAST_ROWS
 
 ENGINE_AXES = (Axis.data, Axis.expert, Axis.tensor)
 """Mesh axes of ``systolic serve``."""

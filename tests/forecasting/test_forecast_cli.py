@@ -18,7 +18,7 @@ from systolic.cli.target import request
 from systolic.compiling import Compiled, Compiler, JobProgram
 from systolic.compiling.compile import _Asked, _request_name, version
 from systolic.core.store import Store
-from systolic.session.forecast import save_executable
+from systolic.forecasting.command import save_executable
 from tests.forecasting.display import recorded
 
 WORDS = ["--model.layers=2", "--sequence=1024"]
@@ -65,7 +65,7 @@ def test_against_itself_nothing_changed(capsys, dump: Path, tmp_path: Path) -> N
     assert "%" not in shown.partition("from dump.txt")[2]
 
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parents[1] / "cli"
 TINY, JOB = str(FOLDER / "tiny.py"), str(FOLDER.parent / "golden" / "job" / "lm.json")
 MISTAKES = [
     (["lm"], "systolic forecast lm needs a slice; add --on v5e-16"),

@@ -12,10 +12,10 @@ from systolic.chips import Slice
 from systolic.compiling import Compiler, ServingProgram
 from systolic.core.errors import OptionError
 from systolic.forecasting import Forecast, forecast_program
+from systolic.forecasting.serving.capacity import floor_seconds
+from systolic.forecasting.serving.layout import with_heads_for
 from systolic.job import Job, LayerArrays, Served
 from systolic.models.decoder.config import Decoder
-from systolic.session.capacity import floor_seconds
-from systolic.session.server_layout import with_heads_for
 from systolic.sim.hbm_contention import memory_seconds
 from systolic.sim.rates import rates_of
 

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any
 
 from systolic.core.ranges import POSITIVE, check
-from systolic.forecasting.serving import LatencyLimits, Load, StepTimes
+from systolic.forecasting.serving.forecast import LatencyLimits, Load, StepTimes
 
 ASSUMED = "requests come by chance (Poisson), engines share them evenly; prompts wait for each other (M/D/1), and 99 % of them have their first token within the time shown; room for the requests under way in 99 % of the time; simulated step by step, two standard errors on top"
 LATE = 0.01

@@ -16,7 +16,7 @@ from systolic.core.units import gibibytes, plural
 from systolic.forecasting import Forecast, forecast_program
 from systolic.forecasting.calibrations import calibration_for, told, told_of_steps
 from systolic.forecasting.cost import bill_of
-from systolic.forecasting.serving import (
+from systolic.forecasting.serving.forecast import (
     LatencyLimits,
     Load,
     ServingForecast,
@@ -25,13 +25,13 @@ from systolic.forecasting.serving import (
     StepTimes,
     steady,
 )
+from systolic.forecasting.serving.layout import placed, with_heads_for
+from systolic.forecasting.serving.steps import BatchSteps, Key, ServerSteps, facts, server_steps
 from systolic.formats.outline import outlined
 from systolic.job import Job, Served
 from systolic.job.serving_memory import PADDING_PAGES, ServingMemory
 from systolic.models.decoder.config import Decoder
 from systolic.recipes.models.named import is_model
-from systolic.session.server_layout import placed, with_heads_for
-from systolic.session.server_steps import BatchSteps, Key, ServerSteps, facts, server_steps
 from systolic.sim.calibration import Calibration
 from systolic.sim.incomplete import NOTHING, Given
 from systolic.steps.lengths import check_length, longest_by_files, longest_text
