@@ -36,8 +36,7 @@ MANY_PARAMETERS: dict[str, str] = {
     "src/systolic/forecasting/serving/capacity.py:forecast_serving": "the options of systolic forecast --serve, for Python",
     "src/systolic/forecasting/function.py:forecast_function": WORDS,
     "src/systolic/session/explaining.py:explain": WORDS,
-    "src/systolic/forecasting/command.py:forecast": "the overload for names, with the options of forecast_step",
-    "src/systolic/forecasting/command.py:forecast_step": WORDS,
+    "src/systolic/forecasting/run.py:forecast_step": WORDS,
     "src/systolic/session/public_tuning.py:tune": WORDS,
 }
 """``path:function`` to the reason why it may have more than MOST_PARAMETERS parameters."""

@@ -34,7 +34,7 @@ class TargetKind(enum.Enum):
     run = enum.auto()
     """A run, as the value of the form's option; options of its recipe follow, in place of its own."""
     path = enum.auto()
-    """A path, as the value of the form's option."""
+    """A path, as the value of the form's option, or as the first word."""
     program = enum.auto()
     """Nothing; a program follows its options, after ``--``."""
 
@@ -56,6 +56,12 @@ class VerbForm:
     """An option that chooses this form as the first word, with the target as its value: ``resume``."""
     with_option: str = ""
     """An option that chooses this form wherever it stands: ``rehearse``."""
+    switch: str = ""
+    """A switch that chooses this form wherever it stands before ``--``, and says no more: ``serve``."""
+    first_word: str = ""
+    """``module:name`` of a test of the first word that chooses this form; its options are among those of the others."""
+    check: str = ""
+    """``module:name`` of what refuses options that contradict each other, before paths are tried and the work begins."""
     beside: str = ""
     """``module:name`` of a function whose options are taken, too, and have no effect in this form."""
     usage: str = ""
@@ -77,6 +83,10 @@ class VerbForm:
             return args[0].partition("=")[0] == f"--{self.option}"
         if self.with_option:
             return any(word.partition("=")[0] == f"--{self.with_option}" for word in args)
+        if self.switch:
+            return f"--{self.switch}" in args
+        if self.first_word:
+            return named(self.first_word)(args[0])
         return self.takes is TargetKind.program and END in args
 
 
@@ -106,7 +116,11 @@ def run_forms(verb: str, usage: str, forms: Sequence[VerbForm], args: Sequence[s
         args: Words after the verb.
     """
     if not args or args[0] in ("-h", "--help"):
-        shown = [replace(form, beside="").options.read for form in forms if not form.word]
+        shown = [
+            replace(form, beside="").options.read
+            for form in forms
+            if not form.word and not form.first_word
+        ]
         return print_verb_help(named(usage), *shown)
     form = next((one for one in forms if one.is_chosen(args)), forms[0])
     words, prog = list(args), verb
@@ -114,10 +128,14 @@ def run_forms(verb: str, usage: str, forms: Sequence[VerbForm], args: Sequence[s
         words, prog = words[1:], f"{verb} {form.word}"
         if not words or words[0] in ("-h", "--help"):
             return print_verb_help(named(form.usage), form.options.read)
+    if form.switch:
+        words = [word for word in words if word != f"--{form.switch}"]
     if form is forms[0]:
         _refuse_late(verb, forms, words)
     others = [f"--{one.with_option}" for one in forms if one.with_option]
     call = _read(form, prog, words, others)
+    if form.check:
+        named(form.check)(call.values)
     for name in form.options.written:
         if (path := getattr(call.values, name)) is not None:
             check_writable(path)
@@ -154,12 +172,15 @@ def _read(form: VerbForm, prog: str, words: list[str], others: Sequence[str]) ->
                 f"systolic {prog} has no program after --; add it: -- python train.py --steps 10"
             )
         return FormCall(command, values, {})
+    if form.takes is TargetKind.path and not form.option:
+        target, rest = first(words, prog, form.needs)
+        return FormCall(Path(target), parse(read, rest, f"systolic {prog} {target}"), {})
     if form.takes is TargetKind.path:
         values = parse(read, words, f"systolic {prog}")
         return FormCall(getattr(values, form.option), values, {})
     if form.takes is TargetKind.run:
         return _run_read(form, prog, words)
-    target, rest = first(words, prog, form.needs)
+    target, rest = first(words, f"{prog} --{form.switch}" if form.switch else prog, form.needs)
     if "plan" in form.options.of_function:
         asked = planned_request(target, rest, prog, read, reporter().warn, others)
     else:

@@ -245,9 +245,12 @@ def quick_step_seconds(job: "Job", on: Slice, say: Callable[[str], None]) -> flo
     Raises:
         DataError: the step does not fit, or the forecast has no time.
     """
-    from systolic.forecasting.command import forecast
+    from systolic.chips.flags import resolved
+    from systolic.compiling import Compiler
+    from systolic.forecasting.run import forecast_job
 
-    made = forecast(job, on=on, quick=True, watch=say)
+    compiler = Compiler(flags=resolved("", on.chip)).quick()
+    made = forecast_job(job, on, compiler=compiler, say=say)
     if not made.fits:
         raise DataError(
             f"{job.name} does not fit on {on.name}; systolic explain with the same options shows how to make it fit"

@@ -20,7 +20,7 @@ from systolic.core.errors import (
 from systolic.core.reporter import Reporter, reporting
 from systolic.core.shutdown import remembered
 from systolic.core.units import dollars, gibibytes
-from systolic.forecasting.command import forecast_step
+from systolic.forecasting.run import forecast_step
 from systolic.job import Job, Precision, Split
 from systolic.planning.goal import HOUR, hourly
 from systolic.recipes.jobs.source import JobSource

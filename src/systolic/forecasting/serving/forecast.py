@@ -373,6 +373,8 @@ class ServingForecast:
     calibration: Calibration | None = None
     """Corrections of the steps' times; floors have none."""
     notes: Sequence[str] = ()
+    request: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """``target`` and ``quick`` of the command that makes this forecast."""
 
     @property
     def fits(self) -> bool:
@@ -421,4 +423,5 @@ class ServingForecast:
                 "kinds": factors_json(self.calibration),
             },
             "notes": list(self.notes),
+            **self.request,
         }
