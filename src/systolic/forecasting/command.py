@@ -384,6 +384,9 @@ def forecast_server(  # noqa: PLR0913  the options of systolic forecast --serve
         chunk=chunk,
         host_seconds=host_ms / 1e3,
     )
+    limits = LatencyLimits(
+        first_token_seconds=latency(ttft, "--ttft"), token_seconds=latency(tpot, "--tpot")
+    )
     check_context(source.job, load, target)
     calibration_for(calibration, [place])  # refused before anything is read or compiled
     model = with_formats(source.job, target, weights)
@@ -392,9 +395,6 @@ def forecast_server(  # noqa: PLR0913  the options of systolic forecast --serve
     else:
         chosen = layout_of_requests(model, place, load, max(concurrency, default=ROWS), kv_dtype)
     compiler = Compiler(flags=resolved(flags, place.chip))
-    limits = LatencyLimits(
-        first_token_seconds=latency(ttft, "--ttft"), token_seconds=latency(tpot, "--tpot")
-    )
     with working(f"{model.name} for {place.name}"):
         made = forecast_serving(
             replace(model, layout=chosen.layout),
