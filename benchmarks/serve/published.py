@@ -32,7 +32,7 @@ from systolic.chips import Slice
 from systolic.chips.flags import resolved
 from systolic.compiling import Compiler
 from systolic.core.errors import SystolicError
-from systolic.forecasting.serving.capacity import forecast_serving
+from systolic.forecasting.serving.capacity import forecast_serving, forecast_static
 from systolic.forecasting.serving.forecast import (
     Load,
     ServingForecast,
@@ -40,7 +40,6 @@ from systolic.forecasting.serving.forecast import (
     StepTimes,
     burst_seconds,
 )
-from systolic.forecasting.serving.static_batch import forecast_static
 from systolic.job import ExpertAxis, Served, ServedCache, ServedWeights
 
 HOSTS = (

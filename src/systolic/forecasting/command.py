@@ -196,8 +196,8 @@ def forecast(  # noqa: PLR0913  the options of systolic forecast
     before = _before(against)
     source = source_of(job, options)
     with working(f"{source.job.name} for {place.name}"):
-        made = settings.forecast(source, place, None if save is None else Path(save))
-    return _compared(made, before)
+        result = settings.forecast(source, place, None if save is None else Path(save))
+    return _compared(result, before)
 
 
 @command_of
@@ -238,12 +238,14 @@ def forecast_dump(
     places = slices_of(on)
     known = replace(given(trips, costs), calibration=calibration_for(calibration, places))
     if several:
-        rows = [row_of(one, {}, lambda one=one: forecast_text(text, one, known)) for one in places]
+        rows = [
+            row_of(each, {}, lambda each=each: forecast_text(text, each, known)) for each in places
+        ]
         return _written(ForecastTable(name=text.name, rows=rows), csv)
     (place,) = places
     if isinstance(against, str | Path) and _is_hlo(Path(against)):
-        made, earlier, ops = compare_texts(text, Path(against), place, known)
-        return _compared(made, earlier.to_json(), ops)
+        result, earlier, ops = compare_texts(text, Path(against), place, known)
+        return _compared(result, earlier.to_json(), ops)
     before = _before(against)
     return _compared(forecast_text(text, place, known), before)
 
@@ -315,8 +317,8 @@ def forecast_command(  # noqa: PLR0913  the options of systolic forecast -- COMM
                 watch=progress.stage,
             )
             progress.stage("simulating")
-            made = forecast_captured(captured, place, known)
-    return _compared(replace(made, request={"command": list(command)}), before)
+            result = forecast_captured(captured, place, known)
+    return _compared(replace(result, request={"command": list(command)}), before)
 
 
 @command_of
@@ -396,7 +398,7 @@ def forecast_server(  # noqa: PLR0913  the options of systolic forecast --serve
         chosen = layout_of_requests(model, place, load, max(concurrency, default=ROWS), kv_dtype)
     compiler = Compiler(flags=resolved(flags, place.chip))
     with working(f"{model.name} for {place.name}"):
-        made = forecast_serving(
+        result = forecast_serving(
             replace(model, layout=chosen.layout),
             place,
             load,
@@ -408,9 +410,9 @@ def forecast_server(  # noqa: PLR0913  the options of systolic forecast --serve
             calibration=calibration,
             watch=reporter().stage,
         )
-    notes = [chosen.idle, *made.notes] if chosen.idle else made.notes
+    notes = [chosen.idle, *result.notes] if chosen.idle else result.notes
     request = {"target": target, "quick": quick} if target else {}
-    return replace(made, notes=notes, request=request)
+    return replace(result, notes=notes, request=request)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -428,13 +430,13 @@ class StepSettings:
         """Forecasts the step, with the command that makes this forecast where the job has a name."""
         from systolic.forecasting.run import forecast_step
 
-        made = forecast_step(source.job, on=on, save=save, **vars(self))
+        result = forecast_step(source.job, on=on, save=save, **vars(self))
         if source.recipe.of_job:
-            return made
+            return result
         words = [*option_words(source.recipe.function, source.options), *self.words(on)]
-        if made.rejected is not None and self.step is StepKind.train and on.platform == "tpu":
+        if result.rejected is not None and self.step is StepKind.train and on.platform == "tpu":
             remedy = shlex.join(["systolic", "explain", source.recipe.target, *words])
-            made = replace(made, rejected={**made.rejected, "remedies": [remedy]})
+            result = replace(result, rejected={**result.rejected, "remedies": [remedy]})
         request = {
             "target": source.recipe.target,
             "arguments": words,
@@ -442,7 +444,7 @@ class StepSettings:
             "step": self.step.value,
             "quick": self.quick,
         }
-        return replace(made, request=request)
+        return replace(result, request=request)
 
     def words(self, on: Slice) -> list[str]:
         """Options of the command that makes a forecast, without ``--quick`` and ``--calibration``."""
@@ -503,13 +505,13 @@ def _forecast_of_function(
     if vary:
         raise _no_recipe(vary, name)
 
-    def one(place: Slice) -> "Forecast":
+    def on_slice(place: Slice) -> "Forecast":
         with working(f"{name} for {place.name}"):
             return forecast_function(function, *args, on=place, **options)
 
     if not is_table(on, None, csv):
-        return one(slices_of(on)[0])
-    rows = [row_of(place, {}, lambda place=place: one(place)) for place in slices_of(on)]
+        return on_slice(slices_of(on)[0])
+    rows = [row_of(place, {}, lambda place=place: on_slice(place)) for place in slices_of(on)]
     return _written(ForecastTable(name=name, rows=rows), csv)
 
 
@@ -546,11 +548,13 @@ def _table_of(
         for place, values in itertools.product(places, combinations(varied))
     ]
 
-    def row(number: int, place: Slice, values: Mapping[str, Any], one: JobSource) -> "ForecastRow":
+    def row(
+        number: int, place: Slice, values: Mapping[str, Any], source: JobSource
+    ) -> "ForecastRow":
         words = [f"{name} {value}" for name, value in values.items()]
-        title = " ".join([f"[{number}/{len(cases)}] {one.job.name} for {place.name}", *words])
+        title = " ".join([f"[{number}/{len(cases)}] {source.job.name} for {place.name}", *words])
         with working(title):
-            return row_of(place, values, lambda: settings.forecast(one, place))
+            return row_of(place, values, lambda: settings.forecast(source, place))
 
     rows = [row(number, *case) for number, case in enumerate(cases, 1)]
     return ForecastTable(name=source.job.name, rows=rows)
@@ -606,17 +610,17 @@ def _before(against: Path | str | Mapping[str, Any] | None) -> Mapping[str, Any]
 
 
 def _compared(
-    made: "Forecast", before: Mapping[str, Any] | None, ops: Sequence[Any] = ()
+    result: "Forecast", before: Mapping[str, Any] | None, ops: Sequence[Any] = ()
 ) -> "Forecast":
     """The forecast with what changed since an earlier one."""
     if before is None:
-        return made
+        return result
     from systolic.forecasting.comparison import ForecastChanges, compare
 
-    figures = compare(before, made.to_json())
-    step = made.step_seconds or 0.0
+    figures = compare(before, result.to_json())
+    step = result.step_seconds or 0.0
     against = ForecastChanges(before=before, figures=figures, ops=ops, step_seconds=step)
-    return replace(made, against=against)
+    return replace(result, against=against)
 
 
 def _is_hlo(path: Path) -> bool:

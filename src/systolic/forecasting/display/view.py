@@ -29,7 +29,7 @@ def check(values: SimpleNamespace) -> None:
 
 
 def show(
-    made: "Forecast | ForecastTable",
+    result: "Forecast | ForecastTable",
     *,
     csv: Path | None = None,
     html: Annotated[Path | None, WRITTEN] = None,
@@ -40,7 +40,7 @@ def show(
     """Prints and writes a forecast or a table of several; returns the exit code, 1 where nothing fits.
 
     Args:
-        made: The answer.
+        result: The answer.
         csv: Where the table was written.
         html: Write a report of one page to this file.
         perfetto: Write a trace for Perfetto or Chrome to this file; .gz compresses it.
@@ -49,13 +49,13 @@ def show(
     """
     from systolic.forecasting.table import ForecastTable
 
-    if isinstance(made, ForecastTable):
-        return _show_table(made, csv, json=json)
-    return show_step(made, html=html, perfetto=perfetto, xprof=xprof, json=json)
+    if isinstance(result, ForecastTable):
+        return _show_table(result, csv, json=json)
+    return show_step(result, html=html, perfetto=perfetto, xprof=xprof, json=json)
 
 
 def show_step(
-    made: "Forecast",
+    result: "Forecast",
     *,
     html: Annotated[Path | None, WRITTEN] = None,
     perfetto: Annotated[Path | None, WRITTEN] = None,
@@ -65,42 +65,42 @@ def show_step(
     """Prints and writes a forecast; returns the exit code, 1 where the step does not fit.
 
     Args:
-        made: The forecast.
+        result: The forecast.
         html: Write a report of one page to this file.
         perfetto: Write a trace for Perfetto or Chrome to this file; .gz compresses it.
         xprof: Write a profile into this folder, for xprof --logdir.
         json: Print one JSON object on stdout.
     """
-    written = _write(made, html, perfetto, xprof)
+    written = _write(result, html, perfetto, xprof)
     if json:
-        print_json({**made.to_json(), "written": written})
-        return 0 if made.fits else 1
+        print_json({**result.to_json(), "written": written})
+        return 0 if result.fits else 1
     from systolic.forecasting.display.text import print_forecast
 
-    print_forecast(made)
-    if made.against is not None:
-        _print_changes(made)
+    print_forecast(result)
+    if result.against is not None:
+        _print_changes(result)
     for kind, path in written.items():
         print(f"{kind:<9}{path}")
-    for remedy in (made.rejected or {}).get("remedies", ()):
+    for remedy in (result.rejected or {}).get("remedies", ()):
         print(f"{'next':<9}{remedy}")
-    return 0 if made.fits else 1
+    return 0 if result.fits else 1
 
 
-def show_server(made: "ServingForecast", *, json: bool = False) -> int:
+def show_server(result: "ServingForecast", *, json: bool = False) -> int:
     """Prints the forecast of a server; returns the exit code, 1 where no request fits.
 
     Args:
-        made: The forecast.
+        result: The forecast.
         json: Print one JSON object on stdout.
     """
     if json:
-        print_json(made.to_json())
+        print_json(result.to_json())
     else:
         from systolic.forecasting.display.serving import print_serving
 
-        print_serving(made)
-    return 0 if made.fits else 1
+        print_serving(result)
+    return 0 if result.fits else 1
 
 
 def _show_table(table: "ForecastTable", csv: Path | None, *, json: bool) -> int:
@@ -116,42 +116,42 @@ def _show_table(table: "ForecastTable", csv: Path | None, *, json: bool) -> int:
     return 0 if any(row.fits for row in table) else 1
 
 
-def _print_changes(made: "Forecast") -> None:
+def _print_changes(result: "Forecast") -> None:
     """The figures and ops that changed since the earlier forecast."""
     from systolic.forecasting.display import comparison, op_table
 
-    against = made.against
+    against = result.against
     assert against is not None
-    now = f"{made.recipe} on {made.on.name}"
+    now = f"{result.recipe} on {result.on.name}"
     print("\n" + "\n".join(comparison.lines(against.figures, against.name, now)))
     if against.ops:
         print("\n".join(op_table.lines(against.ops, against.step_seconds)))
-    if text := comparison.depths(against.before, made.request):
+    if text := comparison.depths(against.before, result.request):
         print(text)
 
 
 def _write(
-    made: "Forecast", html: Path | None, perfetto: Path | None, xprof: Path | None
+    result: "Forecast", html: Path | None, perfetto: Path | None, xprof: Path | None
 ) -> dict[str, str]:
     """Writes the files that were asked for; returns kind to path."""
     written: dict[str, str] = {}
-    if made.saved is not None:
-        written["saved"] = str(made.saved)
+    if result.saved is not None:
+        written["saved"] = str(result.saved)
     if html is not None:
         from systolic.forecasting.display.page import write_page
 
-        write_page(made, html)
+        write_page(result, html)
         written["report"] = str(html)
-    if made.timeline is None:
+    if result.timeline is None:
         return written
     if perfetto is not None:
         from systolic.forecasting.display.trace import write_trace
 
-        write_trace(made, perfetto)
+        write_trace(result, perfetto)
         written["perfetto"] = str(perfetto)
     if xprof is not None:
         from systolic.forecasting.display.xprof import write_xprof
 
-        write_xprof(made, xprof)
+        write_xprof(result, xprof)
         written["xprof"] = str(xprof)
     return written
