@@ -125,3 +125,20 @@ def test_a_server_refuses_a_request_longer_than_the_model_takes() -> None:
         forecast_server("llama-3.1-8b", on="v6e-8", prompt_tokens=900_000)
     with pytest.raises(OptionError, match="--ttft is 'soon'"):
         forecast_server("llama-3.1-8b", on="v6e-8", ttft="soon")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--on", "v5e-8", "--", "nowhere-to-be-found", "--serve"], "nowhere-to-be-found"),
+        (["--on", "v5e-8", "--"], "has no program after --"),
+        (["--serve"], "systolic forecast --serve needs a model or a recipe"),
+        (["lm", "--serve"], "systolic forecast lm needs a slice; add --on v6e-8"),
+        (["lm", "--serve", "--on", "v6e-8", "--html", "x"], "lm has no option --html"),
+    ],
+)
+def test_words_choose_the_form(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["forecast", *words]) == 2
+    assert said in capsys.readouterr().err

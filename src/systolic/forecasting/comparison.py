@@ -59,7 +59,7 @@ class ForecastChanges:
     ops: Sequence[OpChange] = ()
     """Ops of both, where two dumps are compared."""
     step_seconds: float = 0.0
-    """Of the later one."""
+    """Seconds of the later one's step."""
 
     @property
     def name(self) -> str:

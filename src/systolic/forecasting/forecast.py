@@ -36,7 +36,7 @@ COSTS = ("time_by_layer", "top_ops")
 
 
 class TimeBound(enum.Enum):
-    """What the time of a step says of the step."""
+    """Meaning of the time of a step."""
 
     complete = "complete"
     """All of it is priced."""
@@ -207,7 +207,7 @@ class Forecast:
 
     @property
     def bound(self) -> TimeBound:
-        """What :attr:`step_seconds` says of the step."""
+        """Meaning of :attr:`step_seconds`."""
         if not self.is_lower_bound:
             return TimeBound.complete
         return TimeBound.open if self.is_assumed else TimeBound.lower

@@ -83,12 +83,12 @@ class ServingCandidate:
 
     @property
     def fleet(self) -> Fleet:
-        """Of the compiled steps, else of the floors."""
+        """Fleet by the compiled steps, else by their floors."""
         return self.made or self.least
 
     @property
     def chips(self) -> int:
-        """Of all replicas."""
+        """Chips of all replicas."""
         return self.fleet.replicas * self.on.num_chips
 
     @property
@@ -571,7 +571,7 @@ class _Search:
         return [*between, most]
 
     def notes(self, done: Sequence[ServingCandidate]) -> list[str]:
-        """What holds of the plan as a whole."""
+        """Notes on the plan as a whole."""
         found = [
             f"{one.on.name} has {HOSTS.format(plural(one.on.num_hosts, 'host'))}"
             for one in done

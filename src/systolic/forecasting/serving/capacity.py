@@ -51,7 +51,7 @@ TRIES = 4
 SPARE = 1.1
 """Texts that would fit by the temporaries of a text, over those of a step that fits, from which one of more is compiled."""
 FACTOR = 4
-"""Of each concurrency to the one before, where none are given."""
+"""Ratio of each concurrency to the one before, where none are given."""
 PERIODS = (2, 4)
 """Periods of layers after the dense ones in the programs that are compiled; the ends hide no more of a longer one."""
 
@@ -117,7 +117,7 @@ class ServerTimes:
     forecast: ServingForecast
     """Memory, programs and notes, without points."""
     times: StepTimes
-    """Of an engine, with the host's work."""
+    """Steps of an engine, with the host's work."""
     floor: StepTimes | None
     """The least that its bytes and FLOPs take."""
     room: int
@@ -541,12 +541,12 @@ class StaticBatch:
 
     seconds: float
     floor_seconds: float
-    """What bytes and FLOPs take at the chip's peak rates."""
+    """Seconds that bytes and FLOPs take at the chip's peak rates."""
     hbm_bytes: float
-    """Of one device."""
+    """Bytes on one device."""
     capacity_bytes: int
     compiled: tuple[Forecast, ...]
-    """Of a few layers."""
+    """Forecasts of a few layers."""
 
     @property
     def fits(self) -> bool:

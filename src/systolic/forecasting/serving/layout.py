@@ -21,7 +21,7 @@ class EngineLayout:
     layout: Layout
     """Definite; of fewer devices than the slice has where some are idle."""
     idle: str = ""
-    """What is idle, why, and what to change; "" where nothing is."""
+    """Devices that are idle, why, and what to change; "" where none is."""
 
 
 def engine_layout(
