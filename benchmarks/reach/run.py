@@ -21,8 +21,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from records import check_out, lines, none_chosen, refuse
 
-from systolic.capture import Captured, forecast_captured
+from systolic.capture import Captured
 from systolic.chips import slice
+from systolic.forecasting.captured import forecast_captured
 
 HERE = Path(__file__).parent
 ROWS = HERE / "rows.jsonl"

@@ -115,7 +115,7 @@ def _job(model: str) -> Job:
 
 
 def _layout(row: Row, model: str, job: Job, on: Slice) -> tuple[Layout, str]:
-    from systolic.session.server_layout import serving_layout, with_heads_for
+    from systolic.forecasting.serving.layout import serving_layout, with_heads_for
 
     for part, layout in BOTH_AXES.items():
         if part in model and "jax-llm-examples" in row["system"]:

@@ -32,7 +32,8 @@ from systolic.chips import Slice
 from systolic.chips.flags import resolved
 from systolic.compiling import Compiler
 from systolic.core.errors import SystolicError
-from systolic.forecasting.serving import (
+from systolic.forecasting.serving.capacity import forecast_serving, forecast_static
+from systolic.forecasting.serving.forecast import (
     Load,
     ServingForecast,
     ServingPoint,
@@ -40,8 +41,6 @@ from systolic.forecasting.serving import (
     burst_seconds,
 )
 from systolic.job import ExpertAxis, Served, ServedCache, ServedWeights
-from systolic.session.capacity import forecast_serving
-from systolic.session.static_batch import forecast_static
 
 HOSTS = (
     (("SGLang-JAX", "0.1.0"), 5.5e-3),

@@ -15,12 +15,12 @@ from systolic.chips import Slice, slice
 from systolic.chips.flags import resolved
 from systolic.compiling import Compiler, PagedProgram
 from systolic.forecasting import Forecast, forecast_program
-from systolic.forecasting.serving import Load
+from systolic.forecasting.serving.capacity import floor_seconds
+from systolic.forecasting.serving.forecast import Load
+from systolic.forecasting.serving.layout import engine_layout
+from systolic.forecasting.serving.steps import server_steps, with_formats
 from systolic.job import Job, ServedWeights
 from systolic.recipes.jobs.source import source_of
-from systolic.session.capacity import floor_seconds
-from systolic.session.server_layout import engine_layout
-from systolic.session.server_steps import server_steps, with_formats
 
 ROWS, DEPTHS = 16, (2, 4)
 SMALL = 1e9

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from systolic.explaining.calibrate import calibrate, calibrations
     from systolic.explaining.command import explain
     from systolic.forecasting import Forecast, Spread
+    from systolic.forecasting.command import forecast
     from systolic.forecasting.table import ForecastTable
     from systolic.formats.command import export, import_model
     from systolic.formats.export import Exported
@@ -20,12 +21,10 @@ if TYPE_CHECKING:
     from systolic.job import MatrixFormat, Sampling, WeightFormat
     from systolic.launching.command import launch, launch_server, launches, logs, status, stop
     from systolic.planning.command import plan
-    from systolic.planning.serving import ServingPlan
+    from systolic.planning.serving import ServingPlan, plan_serving
     from systolic.session.answering import AnswerOptions
     from systolic.session.comparing import Comparison, ComparisonOptions, compare_models
-    from systolic.session.forecast import forecast
     from systolic.session.quantizing import Evaluated, QuantizedModel, quantize_model
-    from systolic.session.serving_plan import plan_serving
     from systolic.session.trained import TrainedModel
     from systolic.session.trained import open_model as open
     from systolic.session.verifying import Verified, verify_bundle
@@ -66,7 +65,7 @@ _HOME = {
     "compare_models": "systolic.session.comparing",
     "explain": "systolic.explaining.command",
     "export": "systolic.formats.command",
-    "forecast": "systolic.session.forecast",
+    "forecast": "systolic.forecasting.command",
     "import_model": "systolic.formats.command",
     "launch": "systolic.launching.command",
     "launch_server": "systolic.launching.command",
@@ -74,7 +73,7 @@ _HOME = {
     "logs": "systolic.launching.command",
     "open": "systolic.session.trained",
     "plan": "systolic.planning.command",
-    "plan_serving": "systolic.session.serving_plan",
+    "plan_serving": "systolic.planning.serving",
     "ServingPlan": "systolic.planning.serving",
     "quantize_model": "systolic.session.quantizing",
     "resume": "systolic.training.command",

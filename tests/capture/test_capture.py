@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from systolic.capture import capture, forecast_captured
+from systolic.capture import capture
 from systolic.chips import slice
 from systolic.cli.main import main
 from systolic.core.errors import NotFoundError, OptionError, RunError
 from systolic.core.origin import Origin
 from systolic.forecasting import forecast_text
+from systolic.forecasting.captured import forecast_captured
 from systolic.sim.network import default_places
 
 ROOT = Path(__file__).parents[2]

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from systolic import recipes
-from systolic.cli.forecast import ForecastOptions
 from systolic.cli.main import VERBS, main
 from systolic.cli.parse import option_names
 from systolic.cli.target import request
 from systolic.core.ranges import ranges_of
+
+FORECAST = VERBS["forecast"].forms[0].options.read
 
 
 def options_of(verb: str) -> list[Any]:
@@ -68,7 +69,7 @@ def test_the_earlier_name_of_an_option_is_accepted_and_reported(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for words in (["--layout.loss-tiles", "4"], ["--layout.loss_tiles=4"]):
-        asked = request("lm", [*words, "--on", "v5e-4"], "forecast", ForecastOptions)
+        asked = request("lm", [*words, "--on", "v5e-4"], "forecast", FORECAST)
         assert asked.options["layout"].loss_chunks == 4
         (line,) = capsys.readouterr().err.splitlines()
         assert (
@@ -80,9 +81,7 @@ def test_the_earlier_name_of_an_option_is_accepted_and_reported(
 def test_a_verbs_options_are_found_wherever_they_stand() -> None:
     words = ["--step=eval", "--steps", "7", "--quick", "--layout.remat-names", "query", "key"]
     words += ["--layout.remat=save-names"]
-    asked = request(
-        "lm", [*words, "--on", "v5e-4", "--flags=--xla_a=1"], "forecast", ForecastOptions
-    )
+    asked = request("lm", [*words, "--on", "v5e-4", "--flags=--xla_a=1"], "forecast", FORECAST)
     assert (asked.verb.on, asked.verb.step.value, asked.verb.quick) == ("v5e-4", "eval", True)
     assert asked.verb.flags == "--xla_a=1"
     layout = ["--layout.remat-names", "query", "key", "--layout.remat=save-names"]
@@ -100,7 +99,7 @@ def test_the_types_of_a_recipe_name_the_options_that_its_help_lists(
         main(["forecast", name, "--help"])
     rows = re.findall(r"^(?:│ |  )(--[a-z].*?)(?:  | │|$)", capsys.readouterr().out, re.MULTILINE)
     listed = set(re.findall(r"--[a-z][\w.-]*\w", " ".join(rows)))
-    known = option_names(recipes.find(name).function) | option_names(ForecastOptions)
+    known = option_names(recipes.find(name).function) | option_names(FORECAST)
     assert listed == known - {"--help"}
 
 

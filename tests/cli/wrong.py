@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from systolic import recipes
 from systolic.cli import eval as evaluation
-from systolic.cli import forecast, generate, predict
+from systolic.cli import generate, predict
 from systolic.cli.main import VERBS
 from systolic.core.ranges import LARGEST_INT, Range
 
@@ -77,7 +77,10 @@ def commands(run: Path, text: Path) -> Iterator[Command]:
             ("train", name, *given, *small), (*own, *_options(VERBS["train"].forms[0].options.read))
         )
         on = ("--on", "v5e-4", "--quick")
-        yield Command(("forecast", name, *given, *on), (*own, *_options(forecast.ForecastOptions)))
+        yield Command(
+            ("forecast", name, *given, *on),
+            (*own, *_options(VERBS["forecast"].forms[0].options.read)),
+        )
     yield Command(
         ("plan", "lm", "--on", "v5e-4"), tuple(_options(VERBS["plan"].forms[0].options.read))
     )

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import psutil
 import pytest
-from tests.compiling import functions
 
 from systolic import recipes
 from systolic.chips import Prices, Slice, slice
@@ -27,6 +26,7 @@ from systolic.core.store import Store
 from systolic.data.arrays import Arrays
 from systolic.forecasting.function import Spread, function_program
 from systolic.forecasting.run import of_outcome
+from tests.compiling import functions
 
 ON = "v5e-4"
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.compiling import functions
 
 from systolic import recipes
 from systolic.chips import slice
@@ -20,6 +19,7 @@ from systolic.compiling.pickled import dumps
 from systolic.core.errors import LayoutError
 from systolic.forecasting.run import of_outcome
 from systolic.hlo import parse
+from tests.compiling import functions
 from tests.tiers import some
 
 pytest.importorskip("libtpu")

@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.compiling import functions
 
 from systolic.chips import slice
 from systolic.compiling import Compiled, Compiler, compile, executable
 from systolic.compiling.executable import Fingerprint, check, flags_of, place, program_digest
 from systolic.core.errors import NotFoundError, RunError
+from tests.compiling import functions
 
 pytestmark = pytest.mark.own_programs
 

@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
-from tests.compiling import functions
 
 from systolic.chips import slice
 from systolic.chips.flags import resolved
 from systolic.compiling import Compiled, Compiler, compile
 from systolic.compiling.compile import version
+from tests.compiling import functions
 
 SLICES = ("v2-8", "v3-8", "v4-8", "v5e-4", "v5p-8", "v6e-4", "tpu7x-8")
 

@@ -26,10 +26,10 @@ from systolic import Spread
 from systolic.chips import slice
 from systolic.compiling.child import _told
 from systolic.core.errors import OptionError
+from systolic.core.reporter import Reporter, reporting
 from systolic.forecasting import function as forecasting_function
 from systolic.forecasting.costs import by_op
 from systolic.forecasting.function import _flags, function_program
-from systolic.report import progress
 from tests.devices import virtual_devices
 
 ON = slice("v5e-4")
@@ -386,17 +386,40 @@ def test_a_filter_jit_object_is_a_function_as_any_other(cache: Path) -> None:
     assert memory["alias_size_in_bytes"] == weights
 
 
-@pytest.mark.slow
-def test_a_long_compile_shows_its_progress_from_python(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+class Stages(Reporter):
+    """Keeps what is reported."""
+
+    def __init__(self) -> None:
+        self.titles: list[str] = []
+        self.stages: list[str] = []
+
+    def begin(self, title: str) -> None:
+        self.titles.append(title)
+
+    def stage(self, text: str) -> None:
+        self.stages.append(text)
+
+
+def test_python_is_silent_and_reports_stages_to_a_reporter(
+    cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stages: list[str] = []
-    for watch in (None, stages.append):
-        monkeypatch.setattr(progress, "PATIENCE_SECONDS", 0.001)
-        systolic.forecast(jnp.sin, X, on="cpu", watch=watch)
-        shown = capsys.readouterr().err
-        assert ("sin for cpu: tracing, " in shown) == (watch is None)
-    assert "compiling" in stages or "found" in stages
+    systolic.forecast(jnp.sin, X, on="cpu")
+    with reporting(Stages()) as told:
+        systolic.forecast(jnp.cos, X, on="cpu")
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "")
+    assert isinstance(told, Stages)
+    assert told.titles == ["cos for cpu"]
+    assert "compiling" in told.stages or "found" in told.stages
+
+
+def test_a_function_keeps_arguments_with_the_names_of_options(cache: Path) -> None:
+    def scaled(x: jax.Array, *, step: jax.Array, save: jax.Array) -> jax.Array:
+        return x * step + save
+
+    made = systolic.forecast(scaled, X, step=jnp.float32(2), save=jnp.float32(1), on="cpu")
+    assert made.recipe == "scaled"
+    assert not made.request
 
 
 def test_what_partition_leaves_is_an_argument(cache: Path) -> None:

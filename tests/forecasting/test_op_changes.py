@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+import systolic
 from systolic.chips import slice
-from systolic.cli import forecast as cli
+from systolic.cli.main import main
 from systolic.core.errors import DataError, OptionError
 from systolic.forecasting import compare_texts
 from systolic.forecasting.costs import core
@@ -144,11 +145,11 @@ def test_the_verb_tells_the_ops(
     new, old = files
     page = tmp_path / "page.html"
     words = [str(new), "--against", str(old), "--on", "v6e-4"]
-    assert cli.run([*words, "--html", str(page)]) == 0
+    assert main(["forecast", *words, "--html", str(page)]) == 0
     text = capsys.readouterr().out
     assert "from old.txt on v6e-4 to new.txt on v6e-4" in text
     assert "ops that changed, by time: " in text
-    assert cli.run([*words, "--json"]) == 0
+    assert main(["forecast", *words, "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     step = next(one for one in record["against"] if one["name"] == "step")
     ops = record["against_ops"]
@@ -167,11 +168,13 @@ def test_a_dump_is_compared_with_a_dump(
     with pytest.raises(
         OptionError, match="is a dump, which another dump is compared with: systolic f"
     ):
-        cli.run(["lm", "--against", str(old), "--on", "v6e-4"])
-    assert cli.run([str(old), "--on", "v6e-4", "--json"]) == 0
+        systolic.forecast("lm", against=old, on="v6e-4")
+    assert main(["forecast", "lm", "--against", str(old), "--on", "v6e-4"]) == 2
+    assert "is a dump, which another dump is" in capsys.readouterr().err
+    assert main(["forecast", str(old), "--on", "v6e-4", "--json"]) == 0
     before = tmp_path / "before.txt"  # JSON, whatever its name
     before.write_text(capsys.readouterr().out)
-    assert cli.run([str(new), "--against", str(before), "--on", "v6e-4", "--json"]) == 0
+    assert main(["forecast", str(new), "--against", str(before), "--on", "v6e-4", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["against"]
     assert "against_ops" not in record

@@ -31,10 +31,9 @@ LONG_FUNCTIONS: dict[str, str] = {
 
 MANY_PARAMETERS: dict[str, str] = {
     "tests/training/tiny.py:job": COMMAND,
-    "src/systolic/session/capacity.py:forecast_serving": "the options of systolic forecast --serve, for Python",
+    "src/systolic/forecasting/serving/capacity.py:forecast_serving": "the options of systolic forecast --serve, for Python",
     "src/systolic/forecasting/function.py:forecast_function": WORDS,
-    "src/systolic/session/forecast.py:forecast": "the overload for names, with the options of forecast_step",
-    "src/systolic/session/forecast.py:forecast_step": WORDS,
+    "src/systolic/forecasting/run.py:forecast_step": WORDS,
 }
 """``path:function`` to the reason why it may have more than MOST_PARAMETERS parameters."""
 

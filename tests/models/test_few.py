@@ -16,6 +16,7 @@ from systolic.chips import slice
 from systolic.chips.flags import resolved
 from systolic.compiling import Compiler, PagedProgram
 from systolic.forecasting import Forecast, forecast_program
+from systolic.forecasting.serving.capacity import floor_seconds
 from systolic.job import Layout
 from systolic.models.decoder import few
 from systolic.models.decoder.config import Dispatch, Mlp
@@ -24,7 +25,6 @@ from systolic.models.decoder.few import HALVES, FewSizes, few_product, visits
 from systolic.models.quantized import quantized
 from systolic.models.quantizing import INT8
 from systolic.recipes.jobs.source import source_of
-from systolic.session.capacity import floor_seconds
 from systolic.sim.grouped import pace_of
 from tests.tiers import some
 

@@ -6,16 +6,17 @@ from pathlib import Path
 import pytest
 
 from systolic import recipes
-from systolic.cli.forecast import ForecastOptions
+from systolic.cli.main import VERBS
 from systolic.cli.target import request
 from systolic.core.option_words import option_words
 from systolic.job import Layout
 
 LM = recipes.find("lm")
+FORECAST = VERBS["forecast"].forms[0].options.read
 
 
 def asked(*words: str):
-    return request("lm", [*words, "--on", "v5e-4"], "forecast", ForecastOptions)
+    return request("lm", [*words, "--on", "v5e-4"], "forecast", FORECAST)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +49,7 @@ def test_what_is_a_default_is_not_typed() -> None:
 def test_a_default_that_was_typed_stays() -> None:
     """A run that continues may have another value than the default."""
     words = ["--steps", "1000", "--seed", "3", "--model.no-tie-embeddings", "--precision=auto"]
-    given = request("lm", [*words, "--on", "v5e-4"], "forecast", ForecastOptions)
+    given = request("lm", [*words, "--on", "v5e-4"], "forecast", FORECAST)
     made = option_words(LM.function, given.options, typed=given.names)
     assert shlex.join(made) == shlex.join(
         ["--model.no-tie-embeddings", "--steps", "1000", "--precision", "auto", "--seed", "3"]
@@ -82,8 +83,8 @@ def test_options_that_are_left_out() -> None:
 
 
 def test_a_verbs_own_options() -> None:
-    options = ForecastOptions(on="v5e-4", quick=True, flags="--xla_a=1", html=Path("a b.html"))
-    assert option_words(ForecastOptions, vars(options)) == [
+    options = FORECAST(on="v5e-4", flags="--xla_a=1", quick=True, html=Path("a b.html"))
+    assert option_words(FORECAST, vars(options)) == [
         "--on",
         "v5e-4",
         "--flags=--xla_a=1",

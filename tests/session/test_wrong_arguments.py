@@ -120,15 +120,15 @@ def test_options_with_several_values_are_taken_as_the_command_line_takes_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        "systolic.session.forecast.forecast_step", lambda job, **_: pytest.fail(str(job))
+        "systolic.forecasting.run.forecast_step", lambda job, **_: pytest.fail(str(job))
     )
     settings = []
 
     def row(on: systolic.Slice, given: dict[str, Any], make: Callable[[], Any]) -> Any:
         settings.append((on.name, given))
 
-    monkeypatch.setattr("systolic.session.forecast.row_of", row)
-    monkeypatch.setattr("systolic.session.forecast.ForecastTable", lambda **_: None)
+    monkeypatch.setattr("systolic.forecasting.table.row_of", row)
+    monkeypatch.setattr("systolic.forecasting.table.ForecastTable", lambda **_: None)
     for vary in ({"batch": 8}, "batch=8", ["batch=8"], {"batch": "8"}, {"batch": [8]}):
         systolic.forecast("lm", on="v5e-1", vary=vary)
     assert [(on, str(given["batch"])) for on, given in settings] == [("v5e-1", "8")] * 5

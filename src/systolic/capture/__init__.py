@@ -2,24 +2,9 @@
 
 The program sees the devices of a slice. ``hook`` runs in its process: the calls of its jitted functions are recorded,
 the one that repeats is compiled for the slice by that environment's libtpu, and the process ends. :mod:`.program` starts
-it; :mod:`.forecast` simulates what came back.
+it; :mod:`systolic.forecasting.captured` simulates what came back.
 """
 
-from systolic.capture.forecast import (
-    StepPart,
-    forecast_captured,
-    forecast_parts,
-    parts_of,
-    schedule_of,
-)
 from systolic.capture.program import Captured, capture
 
-__all__ = [
-    "Captured",
-    "StepPart",
-    "capture",
-    "forecast_captured",
-    "forecast_parts",
-    "parts_of",
-    "schedule_of",
-]
+__all__ = ["Captured", "capture"]

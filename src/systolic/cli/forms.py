@@ -40,8 +40,6 @@ class TargetKind(enum.Enum):
     """A run or a file that knows its recipe, as ``path``; options of the recipe follow, in place of its own."""
     path = enum.auto()
     """A path, as the value of the form's option, or as the first word where the form has none."""
-    values = enum.auto()
-    """Values of the function's first parameter, in any place among the options."""
     program = enum.auto()
     """Nothing; a program follows its options, after ``--``."""
     name = enum.auto()
@@ -69,6 +67,12 @@ class VerbForm:
     """An option that chooses this form as the first word, with the target as its value: ``resume``."""
     with_option: str = ""
     """An option that chooses this form wherever it stands: ``rehearse``."""
+    switch: str = ""
+    """A switch that chooses this form wherever it stands before ``--``, and says no more: ``serve``."""
+    first_word: str = ""
+    """``module:name`` of a test of the first word that chooses this form; its options are among those of the others."""
+    check: str = ""
+    """``module:name`` of what refuses options that contradict each other, before paths are tried and the work begins."""
     beside: str = ""
     """``module:name`` of a function whose options are taken, too, and have no effect in this form."""
     kind: str = ""
@@ -111,6 +115,10 @@ class VerbForm:
             return args[0].partition("=")[0] == f"--{self.option}"
         if self.with_option:
             return any(word.partition("=")[0] == f"--{self.with_option}" for word in args)
+        if self.switch:
+            return f"--{self.switch}" in args
+        if self.first_word:
+            return named(self.first_word)(args[0])
         return self.takes is TargetKind.program and END in args
 
 
@@ -159,11 +167,15 @@ def run_forms(
         words, prog = words[1:], f"{verb} {form.word}"
         if form.usage and (words[0] in HELP if words else form.takes is TargetKind.recipe):
             return print_verb_help(named(form.usage), form.options.read)
-    elif form is forms[0]:
+    if form.switch:
+        words = [word for word in words if word != f"--{form.switch}"]
+    if form is forms[0]:
         _refuse_late(verb, forms, words)
     others = [f"--{one.with_option}" for one in forms if one.with_option]
     words = [_renamed(word, form.options.other_names) for word in words]
     call = _read(form, prog, words, others)
+    if form.check:
+        named(form.check)(call.values)
     for name in form.options.written:
         if (path := getattr(call.values, name)) is not None:
             check_writable(path)
@@ -173,7 +185,11 @@ def run_forms(
 
 def _in_help(forms: Sequence[VerbForm]) -> list[VerbForm]:
     """Forms whose options the verb's help lists; of those with the same word the first."""
-    listed = {form.word or form: form for form in reversed(forms) if not form.usage}
+    listed = {
+        form.word or form: form
+        for form in reversed(forms)
+        if not form.usage and not form.first_word
+    }
     return [form for form in forms if form in listed.values()]
 
 
@@ -248,7 +264,7 @@ def _read(form: VerbForm, prog: str, words: list[str], others: Sequence[str]) ->
         return FormCall(path, values, {})
     if form.takes is TargetKind.run:
         return _run_read(form, prog, words)
-    target, rest = first(words, prog, form.needs)
+    target, rest = first(words, f"{prog} --{form.switch}" if form.switch else prog, form.needs)
     if form.takes is TargetKind.name:
         given, own = known(read, rest, f"systolic {prog} {target}")
         asked = request(target, rest, prog, read) if own else None

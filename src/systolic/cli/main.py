@@ -105,7 +105,36 @@ VERBS = {
         ),
     ),
     "forecast": Verb(
-        "forecast", "memory, time, MFU and cost of a step on a slice that you don't have"
+        "systolic.forecasting.command:USAGE",
+        "memory, time, MFU and cost of a step on a slice that you don't have",
+        (
+            VerbForm(
+                function="systolic.forecasting.command:forecast",
+                view="systolic.forecasting.display.view:show",
+                check="systolic.forecasting.display.view:check",
+                takes=TargetKind.recipe,
+                needs="a recipe or a model",
+            ),
+            VerbForm(
+                function="systolic.forecasting.command:forecast_command",
+                view="systolic.forecasting.display.view:show_step",
+                takes=TargetKind.program,
+            ),
+            VerbForm(
+                function="systolic.forecasting.command:forecast_server",
+                view="systolic.forecasting.display.view:show_server",
+                takes=TargetKind.recipe,
+                needs="a model or a recipe",
+                switch="serve",
+            ),
+            VerbForm(
+                function="systolic.forecasting.command:forecast_dump",
+                view="systolic.forecasting.display.view:show",
+                check="systolic.forecasting.display.view:check",
+                takes=TargetKind.path,
+                first_word="systolic.forecasting.command:is_dump",
+            ),
+        ),
     ),
     "plan": Verb(
         "systolic.planning.command:USAGE",
@@ -124,12 +153,12 @@ VERBS = {
                 takes=TargetKind.program,
             ),
             VerbForm(
-                function="systolic.session.serving_plan:plan_serving",
+                function="systolic.planning.serving:plan_serving",
                 view="systolic.planning.display.view:show_serving",
                 takes=TargetKind.recipe,
                 needs="a model",
                 word="serve",
-                usage="systolic.session.serving_plan:USAGE",
+                usage="systolic.planning.serving:USAGE",
             ),
         ),
     ),

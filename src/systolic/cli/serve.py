@@ -14,7 +14,7 @@ from systolic.core.errors import MissingExtraError, OptionError
 from systolic.core.ranges import CONTEXT, COUNT, NOT_NEGATIVE, POSITIVE, Range
 from systolic.job import ServedCache
 from systolic.report.output import print_json
-from systolic.serving.layout import ServingLayout
+from systolic.steps.serving_layout import ServingLayout
 
 if TYPE_CHECKING:
     from systolic.serving.workload import ModelTraffic

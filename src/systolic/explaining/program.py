@@ -4,13 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from systolic.capture import capture, forecast_parts, parts_of, schedule_of
+from systolic.capture import capture
 from systolic.chips import Slice
 from systolic.core.reporter import reporter
 from systolic.explaining.cause import Cause
 from systolic.explaining.causes import causes_of_programs
 from systolic.explaining.sources import StepProgram
 from systolic.forecasting import Forecast
+from systolic.forecasting.captured import forecast_parts, parts_of, schedule_of
 from systolic.forecasting.text import forecast_module
 from systolic.sim.incomplete import Given
 

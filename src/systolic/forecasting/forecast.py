@@ -3,7 +3,8 @@
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from systolic.chips import Slice
 from systolic.compiling import Compiled
@@ -19,6 +20,9 @@ from systolic.sim.incomplete import Incomplete
 from systolic.sim.rates import peaks_of
 from systolic.sim.timeline import PricedBy, Resource, Timeline
 
+if TYPE_CHECKING:
+    from systolic.forecasting.comparison import ForecastChanges
+
 BILLION, MILLION = 1e9, 1e6
 LARGEST = 12
 """Buffers named in the JSON."""
@@ -32,7 +36,7 @@ COSTS = ("time_by_layer", "top_ops")
 
 
 class TimeBound(enum.Enum):
-    """What the time of a step says of the step."""
+    """Meaning of the time of a step."""
 
     complete = "complete"
     """All of it is priced."""
@@ -91,6 +95,12 @@ class Forecast:
     """Calls that come with some steps alone and are not in the step: ``name``, ``every_steps``, ``calls``, their ``seconds`` and ``peak_bytes``."""
     answer: Compiled | None = field(default=None, repr=False)
     """The compiler's answer in the store: its text, its message, its executable; None of a dump."""
+    request: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """The command that makes this forecast: ``target``, ``arguments``, ``options``, ``step`` and ``quick`` of a recipe or model, ``command`` of a program."""
+    against: "ForecastChanges | None" = field(default=None, repr=False)
+    """Changes since an earlier forecast, where there is one."""
+    saved: Path | None = None
+    """Copy of the executable."""
 
     def __repr__(self) -> str:
         """The answer on one line; the timeline alone has thousands of spans."""
@@ -197,7 +207,7 @@ class Forecast:
 
     @property
     def bound(self) -> TimeBound:
-        """What :attr:`step_seconds` says of the step."""
+        """Meaning of :attr:`step_seconds`."""
         if not self.is_lower_bound:
             return TimeBound.complete
         return TimeBound.open if self.is_assumed else TimeBound.lower
@@ -264,7 +274,9 @@ class Forecast:
             record["periodic"] = [dict(one) for one in self.periodic]
         if self.rejected is not None:
             record["rejected"] = dict(self.rejected)
-        return record
+        if self.against is not None:
+            record |= self.against.to_json()
+        return {**record, **self.request}
 
     def _unpriced(self) -> list[dict[str, Any]]:
         """Parts that are priced incompletely, and ops of which only the bytes are known."""

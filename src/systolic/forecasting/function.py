@@ -19,6 +19,7 @@ from systolic.compiling.restored import Key, is_pmapped, key_of, shape_text
 from systolic.compiling.traced import CalledFunction, is_filtered, name_of
 from systolic.core.arguments import Wording, with_types
 from systolic.core.errors import OptionError
+from systolic.core.reporter import reporter
 from systolic.core.units import gibibytes
 from systolic.forecasting.calibrations import given_with
 from systolic.forecasting.forecast import Forecast
@@ -62,7 +63,6 @@ def forecast_function(  # noqa: PLR0913
     units: tuple[str, float] | None = None,
     flags: Annotated[str | Sequence[str], Wording(FLAGS)] = (),
     quick: bool = False,
-    watch: Callable[[str], None] = lambda _: None,
     trips: Trips = (),
     costs: Costs = (),
     calibration: Calibration | Path | str | None = None,
@@ -84,8 +84,6 @@ def forecast_function(  # noqa: PLR0913
             default none, as your own program has them.
         quick: Stop at the schedule: memory exactly and a rougher time, in seconds. For TPUs;
             elsewhere the compile is no longer than that.
-        watch: Called with each stage of the compile, a few words. :func:`systolic.forecast` writes the stage and the time
-            so far to stderr by default, once it takes more than ten seconds.
         trips: Trips of loops that depend on data: ``{"while.5": 100}``, by the loop's name in the forecast's notes or
             by ``file.py:line``.
         costs: Time of one call of a kernel, a custom call or a callback: ``{"my_kernel": 1.2e-3}`` in seconds, or ``"1.2ms"``.
@@ -124,7 +122,7 @@ def forecast_function(  # noqa: PLR0913
         name_of(function),
         target,
         compiler=compiler.quick() if quick else compiler,
-        say=watch,
+        say=reporter().stage,
         given=known,
     )
 

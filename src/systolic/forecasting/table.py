@@ -2,15 +2,32 @@
 
 import csv
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
 
 from systolic.chips import Slice
+from systolic.chips import slice as slice_named
+from systolic.core.errors import DataError, LayoutError, OptionError, RunError
 from systolic.core.notebook import notebook_html
+from systolic.core.ranges import dashed
 from systolic.forecasting.forecast import Forecast
 
-_LEFT_OUT = frozenset(("unpriced", "notes", "interval", "power", "prices", "compiler", "recipe"))
+_LEFT_OUT = frozenset(
+    (
+        "unpriced",
+        "notes",
+        "interval",
+        "power",
+        "prices",
+        "compiler",
+        "recipe",
+        "target",
+        "step",
+        "quick",
+    )
+)
 """Names of a forecast's JSON that are no column of the CSV: lists, texts, and what its other columns say."""
 
 
@@ -24,8 +41,6 @@ class ForecastRow:
     forecast: Forecast | None = None
     problem: str = ""
     """Why the program can't run there as it is; empty where there is a forecast."""
-    request: Mapping[str, Any] = field(default_factory=dict)
-    """The command that forecasts this row alone: target, arguments, options."""
 
     @property
     def fits(self) -> bool:
@@ -51,7 +66,7 @@ class ForecastRow:
         settings = dict(self.settings)
         if self.forecast is None:
             return {"slice": self.on.name, "settings": settings, "problem": self.problem}
-        return {**self.forecast.to_json(), **self.request, "settings": settings}
+        return {**self.forecast.to_json(), "settings": settings}
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -165,3 +180,75 @@ def _flat(row: ForecastRow) -> dict[str, Any]:
 
 def _is_scalar(value: Any) -> bool:
     return value is None or isinstance(value, (str, int, float))
+
+
+def slices_of(on: str | Slice | Sequence[str | Slice]) -> list[Slice]:
+    """Slices of a list, or of names with commas, each once.
+
+    Raises:
+        NotFoundError: there is no slice of a name.
+        OptionError: there is none at all.
+    """
+    parts: Iterable[str | Slice]
+    if isinstance(on, str):
+        parts = [part for part in on.split(",") if part.strip()]
+    else:
+        parts = [on] if isinstance(on, Slice) else on
+    places = [slice_named(part) if isinstance(part, str) else part for part in parts]
+    if not places:
+        raise OptionError(f"on is {on!r}; it takes slices, such as v5e-16,v6e-8")
+    return list({place.name: place for place in places}.values())
+
+
+def combinations(vary: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Settings for each combination of the values, the last option fastest."""
+    return [dict(zip(vary, values, strict=True)) for values in itertools.product(*vary.values())]
+
+
+def values_of(vary: Sequence[str]) -> dict[str, list[str]]:
+    """Options with their values, from ``NAME=VALUE,VALUE``.
+
+    Raises:
+        OptionError: one is not written as NAME=VALUE,VALUE, or is given twice.
+    """
+    found: dict[str, list[str]] = {}
+    for word in vary:
+        name, _, values = word.removeprefix("--").partition("=")
+        listed = [value.strip() for value in values.split(",") if value.strip()]
+        if not name or not listed:
+            raise OptionError(
+                f"--vary is {word!r}; it takes an option with its values: --vary layout.fsdp=4,8,16"
+            )
+        if dashed(name) in found:
+            raise OptionError(f"--vary {name} is given twice; give all its values at once")
+        found[dashed(name)] = list(dict.fromkeys(listed))
+    return found
+
+
+def varied_values(vary: Mapping[str, Any] | Sequence[str] | str | None) -> dict[str, Sequence[Any]]:
+    """Options with several values each; text is that of ``--vary``.
+
+    Raises:
+        OptionError: an option without a value, or as :func:`values_of`.
+    """
+    if not isinstance(vary, Mapping):
+        return {**values_of([vary] if isinstance(vary, str) else vary or [])}
+    found: dict[str, Sequence[Any]] = {}
+    for name, values in vary.items():
+        if isinstance(values, str):
+            found |= values_of([f"{name}={values}"])
+        elif isinstance(values, Iterable) and not isinstance(values, Mapping):
+            found[name] = list(values)
+        else:
+            found[name] = [values]
+        if not found.get(name, True):
+            raise OptionError(f"vary has no value for {name}; give a list of them")
+    return found
+
+
+def row_of(on: Slice, settings: Mapping[str, Any], make: Callable[[], Forecast]) -> ForecastRow:
+    """A forecast as a row; a layout or a dump that the slice does not allow, or a compile that fails, is its problem."""
+    try:
+        return ForecastRow(on=on, settings=settings, forecast=make())
+    except (DataError, LayoutError, RunError) as error:
+        return ForecastRow(on=on, settings=settings, problem=str(error))

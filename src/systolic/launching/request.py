@@ -384,10 +384,13 @@ def quick_step_seconds(job: "Job", on: Slice) -> float:
     Raises:
         DataError: the step does not fit, or the forecast has no time.
     """
-    from systolic.session.forecast import forecast
+    from systolic.chips.flags import resolved
+    from systolic.compiling import Compiler
+    from systolic.forecasting.run import forecast_job
 
+    compiler = Compiler(flags=resolved("", on.chip)).quick()
     with working("forecasting") as progress:
-        step = forecast(job, on=on, quick=True, watch=progress.stage)
+        step = forecast_job(job, on, compiler=compiler, say=progress.stage)
     if not step.fits:
         raise DataError(
             f"{job.name} does not fit on {on.name}; systolic explain with the same options shows how to make it fit"

@@ -22,7 +22,7 @@ from systolic.sim.calibration import Calibration
 
 if TYPE_CHECKING:
     from systolic.capture import Captured
-    from systolic.capture.slices import Ranking
+    from systolic.forecasting.ranking import Ranking
     from systolic.planning.evaluator import OpenEvaluator
     from systolic.planning.plan import Plan
 
@@ -211,8 +211,8 @@ def plan_program(  # noqa: PLR0913  the options of systolic plan -- COMMAND
         NotFoundError: there is no such command, slice or chip.
     """
     from systolic.capture import capture
-    from systolic.capture.slices import rank
     from systolic.forecasting.calibrations import calibration_for
+    from systolic.forecasting.ranking import rank
     from systolic.planning.slices import all_slices
     from systolic.sim.incomplete import given
 

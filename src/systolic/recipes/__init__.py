@@ -271,7 +271,7 @@ def expanded(
     for name, value in options.items():
         if name in parameters:
             continue
-        first, *inner = _parts(recipe, name)
+        first, *inner = option_parts(recipe, name)
         if not inner:
             found[first] = value
             continue
@@ -297,8 +297,8 @@ def _flat(options: Mapping[str, Any], started: Mapping[str, Any]) -> dict[str, A
     return found
 
 
-def _parts(recipe: Recipe, name: str) -> list[str]:
-    """Parameter of a recipe and fields below it that an option names.
+def option_parts(recipe: Recipe, name: str) -> list[str]:
+    """Parameter of a recipe and fields below it that an option names, with or without the dashes before it.
 
     Raises:
         OptionError: the recipe has no such option.
@@ -307,7 +307,10 @@ def _parts(recipe: Recipe, name: str) -> list[str]:
     known = [f"--{each}" for each in _option_names(recipe.function)]
     typed = f"--{dashed(name.removeprefix('--'))}"
     if typed not in known:
-        near = nearest_option(typed, known).replace("--", "")
+        near = nearest_option(typed, known)
+        if name.startswith("--"):
+            raise OptionError(f"{recipe.target} has no option {name}{near}")
+        near = near.replace("--", "")
         raise OptionError(
             f"{recipe.target} has no option {name!r}{near}; its options are {', '.join(parameters)}, and their fields, such as 'layout.fsdp'"
         )

@@ -36,8 +36,6 @@ HEARTBEAT_SECONDS = 60.0
 """Seconds between lines of one stage where a line can't be redrawn."""
 COUNT = re.compile(r"\d[\d.,]*")
 """A number in a stage's text, which changes while the stage goes on."""
-PATIENCE_SECONDS = 10.0
-"""Seconds before a call from Python shows its progress."""
 
 
 class LiveArea:

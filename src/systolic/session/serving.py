@@ -39,12 +39,12 @@ if TYPE_CHECKING:
     from systolic.serving.http.process import Address
     from systolic.serving.http.state import ServerState
     from systolic.serving.http.telemetry import EventLog
-    from systolic.serving.layout import ServingLayout
     from systolic.serving.registry import Key, ModelLoad, ReloadPlan, Served
     from systolic.serving.text.engine import Engine
     from systolic.serving.text.opening import EngineSizes
     from systolic.serving.text.replica_placement import ReplicaPlacement
     from systolic.serving.workload import ModelTraffic, TrafficBook
+    from systolic.steps.serving_layout import ServingLayout
 
 SHOWN = 3
 """Models inside a folder that a message names."""

@@ -11,12 +11,12 @@ from systolic.compiling import Compiler, StepKind
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, check
 from systolic.data.text.text_data import TextData
 from systolic.forecasting import forecast_job
-from systolic.forecasting.serving import Load
+from systolic.forecasting.serving.capacity import forecast_serving
+from systolic.forecasting.serving.forecast import Load
+from systolic.forecasting.serving.layout import engine_layout
 from systolic.job import Batch, Job, Layout, Remat
 from systolic.models.decoder.config import Decoder
-from systolic.session.capacity import forecast_serving
 from systolic.session.restored import restored_on_cpu
-from systolic.session.server_layout import engine_layout
 from systolic.session.trained import (
     PreparedModel,
     TrainedModel,
@@ -199,10 +199,10 @@ def server_call(model: TrainedModel, sizes: "CallSizes") -> "TimedCall":
 
         return timed_call(model.setup.steps, model.weights, sizes)
     from systolic.compiling.program_store import ProgramStore
-    from systolic.serving.layout import ServingLayout
     from systolic.serving.text.opening import EngineSizes
     from systolic.serving.text.replica_placement import ReplicaPlacement
     from systolic.serving.text.timed import ServedTexts
+    from systolic.steps.serving_layout import ServingLayout
 
     told: list[str] = []
     placement = ReplicaPlacement(asked=ServingLayout(), sizes=EngineSizes())

@@ -20,6 +20,7 @@ from systolic.core.errors import (
 from systolic.core.reporter import Reporter, reporter, reporting
 from systolic.core.shutdown import remembered
 from systolic.core.units import dollars, gibibytes
+from systolic.forecasting.run import forecast_step
 from systolic.job import Job, Precision, Split
 from systolic.planning.goal import HOUR, hourly
 from systolic.recipes.jobs.source import JobSource
@@ -28,7 +29,6 @@ from systolic.runs.access import is_held
 from systolic.runs.metrics import number
 from systolic.runs.record import load_run
 from systolic.runs.run import JOB
-from systolic.session.forecast import forecast_step
 from systolic.training.interrupt import end_training
 from systolic.training.machine import LocalDevices
 from systolic.training.resuming import continue_run, opened

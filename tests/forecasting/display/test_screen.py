@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from systolic.core.errors import DataError, OptionError, SystolicError
-from systolic.forecasting.display import comparison, text
+from systolic.forecasting import comparison
+from systolic.forecasting.display import text
 from systolic.report import terminal
 from systolic.report.progress import ProgressLine
 from tests.forecasting.display.recorded import fitting, refused, small

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from systolic.forecasting import Forecast
+from systolic.forecasting.comparison import compare
 from systolic.forecasting.display import comparison, text
 from systolic.report import terminal
 from tests.forecasting.display import recorded
@@ -16,10 +17,7 @@ def screen(forecast: Forecast) -> str:
 def changes() -> str:
     """What changed from the recorded forecast to a small one."""
     sides = [made.to_json() for made in (recorded.fitting(), recorded.small())]
-    return (
-        "\n".join(comparison.lines(comparison.compare(*sides), "lm on v5e-4", "small on v5e-4"))
-        + "\n"
-    )
+    return "\n".join(comparison.lines(compare(*sides), "lm on v5e-4", "small on v5e-4")) + "\n"
 
 
 TEXTS: dict[str, Callable[[], str]] = {

@@ -15,7 +15,6 @@ from systolic.data.text.text_data import TextData
 from systolic.formats.source import open_source
 from systolic.job import Precision
 from systolic.models.decoder.config import Decoder, Dispatch, Latent
-from systolic.serving.layout import DeviceShares, ServingLayout
 from systolic.serving.text import replica_placement as placement_module
 from systolic.serving.text.engine import Engine
 from systolic.serving.text.facts import EngineLoad, StepFacts
@@ -27,6 +26,7 @@ from systolic.serving.text.request import SamplingParams, TextOutput, TextReques
 from systolic.session.trained import from_source
 from systolic.steps.mesh import make_mesh
 from systolic.steps.paged import PagedSteps
+from systolic.steps.serving_layout import DeviceShares, ServingLayout
 from systolic.steps.steps import StepFunctions
 from systolic.steps.target import MeshTarget
 from tests import weights

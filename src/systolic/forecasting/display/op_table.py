@@ -1,19 +1,17 @@
-"""The ops that changed between two dumps, as text, as JSON and as rows of the page."""
+"""The ops that changed between two dumps, as text and as rows of the page."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from systolic.core.units import duration
-from systolic.forecasting.display.comparison import FigureChange, figure_texts
-from systolic.forecasting.op_changes import OpChange, OpFate, totals
+from systolic.forecasting.comparison import ForecastChanges, changed_ops
+from systolic.forecasting.display.comparison import figure_texts
+from systolic.forecasting.op_changes import OpChange, totals
 from systolic.report import figures
 
 ROWS = 20
 """Most rows on a screen, the largest changes first."""
 PAGE_ROWS = 100
-LEAST = 0.0002
-"""Changes of time below this share of the step have no row of their own."""
 SHAPE = 48
 """Characters of a shape on a screen."""
 
@@ -46,15 +44,9 @@ class Against:
     rest: str
 
 
-def shown(rows: Sequence[OpChange], step_seconds: float) -> list[OpChange]:
-    """Rows that a table has: what changed by more than :data:`LEAST` of the step, the largest first."""
-    least = LEAST * step_seconds
-    return [row for row in rows if row.change is not OpFate.same and abs(row.seconds) > least]
-
-
 def lines(rows: Sequence[OpChange], step_seconds: float) -> list[str]:
     """The ops that changed as plain text."""
-    told = shown(rows, step_seconds)
+    told = changed_ops(rows, step_seconds)
     found = [summary(rows, told)]
     for row in told[:ROWS]:
         times = (
@@ -101,19 +93,13 @@ def identity(row: OpChange) -> str:
     )
 
 
-def to_json(rows: Sequence[OpChange], step_seconds: float) -> list[dict[str, Any]]:
-    """The rows of :func:`shown`."""
-    return [row.to_json() for row in shown(rows, step_seconds)]
-
-
-def for_page(
-    name: str, changes: Sequence[FigureChange], rows: Sequence[OpChange], step_seconds: float
-) -> Against:
-    """Part of the page about the earlier forecast ``name``."""
-    told = shown(rows, step_seconds)
+def for_page(against: ForecastChanges) -> Against:
+    """Part of the page about the earlier forecast."""
+    rows = against.ops
+    told = changed_ops(rows, against.step_seconds)
     return Against(
-        name=name,
-        figures=[figure_texts(change) for change in changes],
+        name=against.name,
+        figures=[figure_texts(change) for change in against.figures],
         summary=summary(rows, told) if rows else "",
         ops=[
             PageRow(

@@ -22,7 +22,7 @@ from systolic.forecasting.costs import (
     short,
 )
 from systolic.forecasting.display import readings
-from systolic.forecasting.display.op_table import Against
+from systolic.forecasting.display.op_table import for_page
 from systolic.forecasting.memory import LiveBuffer
 from systolic.report import charts, figures
 from systolic.report.charts import COLOURS, BarPart, Dot, Plot, PlotAxis, PlotLine, TreemapTile
@@ -61,16 +61,16 @@ class CostRow:
     priced_by: str
 
 
-def write_page(forecast: Forecast, path: Path, against: Against | None = None) -> None:
-    """Writes the page, with what changed since another forecast where there is one.
+def write_page(forecast: Forecast, path: Path) -> None:
+    """Writes the page, with what changed since an earlier forecast where there is one.
 
     Raises:
         RunError: the file can't be written.
     """
-    write_atomically(path, render(forecast, against))
+    write_atomically(path, render(forecast))
 
 
-def render(forecast: Forecast, against: Against | None = None) -> str:
+def render(forecast: Forecast) -> str:
     """Renders the page of a forecast."""
     timeline = forecast.timeline
     groups: Mapping[str, str] = {}
@@ -82,7 +82,7 @@ def render(forecast: Forecast, against: Against | None = None) -> str:
     colours = {place: _colour(group, shown) for place, group in groups.items()}
     page = {
         "forecast": forecast,
-        "against": against,
+        "against": None if forecast.against is None else for_page(forecast.against),
         "heading": f"{forecast.recipe} on {forecast.on.name}",
         "verdict": readings.verdict(forecast),
         "lead": _lead(forecast),

@@ -5,7 +5,7 @@ import textwrap
 from rich.text import Text
 
 from systolic.core.units import duration, gibibytes, plural
-from systolic.forecasting.serving import ServingForecast, ServingPoint
+from systolic.forecasting.serving.forecast import ServingForecast, ServingPoint
 from systolic.job.serving_memory import ServingMemory
 from systolic.report.terminal import print_lines
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from rich.text import Text
 
 from systolic.core.units import dollars, duration, plural
-from systolic.forecasting.demand import ASSUMED
+from systolic.forecasting.serving.demand import ASSUMED
 from systolic.planning.goal import priced
 from systolic.planning.serving import DIR, ServingCandidate, ServingPlan
 from systolic.report.terminal import print_lines

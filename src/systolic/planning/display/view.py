@@ -9,7 +9,7 @@ from systolic.core.files import write_atomically, write_json
 from systolic.report.output import print_json
 
 if TYPE_CHECKING:
-    from systolic.capture.slices import Ranking
+    from systolic.forecasting.ranking import Ranking
     from systolic.planning.plan import Plan
     from systolic.planning.serving import ServingPlan
 

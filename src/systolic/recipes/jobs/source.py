@@ -49,8 +49,23 @@ def given_options(source: JobSource) -> dict[str, Any]:
     return {
         name: value
         for name, value in flat(source.options).items()
-        if not {dashed(name), negated(name)}.isdisjoint(source.given)
+        if not {*_wholes(dashed(name)), negated(name)}.isdisjoint(source.given)
     }
+
+
+def _wholes(name: str) -> list[str]:
+    """``layout`` and ``layout.fsdp``: an option, and those that it is a field of."""
+    parts = name.split(".")
+    return [".".join(parts[: number + 1]) for number in range(len(parts))]
+
+
+def with_options(source: JobSource, options: Mapping[str, Any]) -> JobSource:
+    """A source with further options of its recipe, by dotted name.
+
+    Raises:
+        OptionError: an option is unknown, of another type, out of its range or without effect.
+    """
+    return _source(source.recipe, {**given_options(source), **options}, source.types)
 
 
 def source_of(job: Job | JobSource | str, options: Mapping[str, Any]) -> JobSource:
@@ -66,6 +81,12 @@ def source_of(job: Job | JobSource | str, options: Mapping[str, Any]) -> JobSour
         recipe, types = recipes.find(job), None
     else:
         recipe, types = recipe_of(job), types_of(job)
+    return _source(recipe, options, types)
+
+
+def _source(
+    recipe: Recipe, options: Mapping[str, Any], types: Mapping[str, str] | None
+) -> JobSource:
     arguments = arguments_of(recipe, options)
     source = JobSource(
         recipe=recipe,

@@ -8,8 +8,8 @@ from systolic.serving.batch.facts import AnswerFacts, BatchFacts
 from systolic.serving.compiles import CompileFacts
 from systolic.serving.http.metrics import BatchMeter, TextMeter
 from systolic.serving.http.telemetry import EventLog
-from systolic.serving.layout import DeviceShares
 from systolic.serving.text.buckets import Buckets
+from systolic.steps.serving_layout import DeviceShares
 
 
 class TextLoadMetrics:

@@ -13,7 +13,6 @@ from systolic.data.text.text_data import TextData
 from systolic.job import ServedCache
 from systolic.job.serving_memory import ServingMemory
 from systolic.serving.compiles import CompileFacts
-from systolic.serving.layout import LEAST_ROWS
 from systolic.serving.text.buckets import Buckets, TextTraffic
 from systolic.serving.text.converting import serving_weights
 from systolic.serving.text.engine import Bounds, Engine
@@ -23,6 +22,7 @@ from systolic.serving.text.runner import Programs, StepRunner
 from systolic.serving.text.scheduler import PagePool, Scheduler, StepLimits
 from systolic.steps.lengths import LEAST_TEXT, check_length, learned_text, longest_text
 from systolic.steps.paged import PagedSteps
+from systolic.steps.serving_layout import LEAST_ROWS
 from systolic.steps.steps import StepFunctions
 
 

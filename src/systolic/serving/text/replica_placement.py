@@ -7,10 +7,10 @@ from typing import Any
 from systolic.data.text.text_data import TextData
 from systolic.job import Batch, Job, Layout
 from systolic.models.decoder.config import Decoder
-from systolic.serving.layout import DeviceShares, EngineNeed, ServingLayout, share
 from systolic.serving.text.memory import capacity_bytes, held_bytes
 from systolic.serving.text.opening import EngineSizes, context_of
 from systolic.steps.paged import PagedSteps
+from systolic.steps.serving_layout import DeviceShares, EngineNeed, ServingLayout, share
 from systolic.steps.steps import StepFunctions
 from systolic.steps.target import MeshTarget
 
@@ -42,7 +42,7 @@ class ReplicaPlacement:
             devices: Of this machine.
             number: Which engine.
 
-        Raises: as :func:`systolic.serving.layout.share`.
+        Raises: as :func:`systolic.steps.serving_layout.share`.
         """
         model = job.model
         if not isinstance(job.data, TextData) or not isinstance(model, Decoder):

@@ -13,12 +13,12 @@ from systolic.compiling import Compiler, PagedProgram
 from systolic.core.errors import OptionError
 from systolic.forecasting import forecast_program
 from systolic.forecasting.display.serving import lines
-from systolic.forecasting.serving import LatencyLimits, Load, ServingForecast, latency
+from systolic.forecasting.serving.capacity import floor_seconds, forecast_serving, ladder
+from systolic.forecasting.serving.forecast import LatencyLimits, Load, ServingForecast, latency
+from systolic.forecasting.serving.layout import engine_layout, layout_of_requests, serving_layout
 from systolic.formats.quantizing import whole
 from systolic.job import Layout, WeightFormat
 from systolic.recipes.jobs.source import source_of
-from systolic.session.capacity import floor_seconds, forecast_serving, ladder
-from systolic.session.server_layout import engine_layout, layout_of_requests, serving_layout
 from tests.compiles import cheap
 
 pytestmark = pytest.mark.own_programs

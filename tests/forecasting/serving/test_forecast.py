@@ -6,7 +6,7 @@ from systolic.chips import slice
 from systolic.core.errors import OptionError
 from systolic.core.origin import Origin
 from systolic.forecasting.cost import bill_of
-from systolic.forecasting.serving import (
+from systolic.forecasting.serving.forecast import (
     Load,
     ServingPoint,
     StepTimes,

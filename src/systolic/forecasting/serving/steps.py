@@ -9,7 +9,7 @@ from systolic.chips import Slice
 from systolic.compiling import PagedProgram, Program, ServingProgram
 from systolic.core.errors import LayoutError, OptionError
 from systolic.forecasting import Forecast
-from systolic.forecasting.serving import Load
+from systolic.forecasting.serving.forecast import Load
 from systolic.job import (
     Axis,
     ExpertAxis,
@@ -23,7 +23,7 @@ from systolic.job import (
 from systolic.models.decoder.checks import check_served
 from systolic.models.decoder.config import Decoder
 from systolic.runs.bundle.folder import MANIFEST, open_bundle
-from systolic.serving.layout import LEAST_ROWS
+from systolic.steps.serving_layout import LEAST_ROWS
 
 ENGINE_AXES = (Axis.data, Axis.expert, Axis.tensor)
 """Mesh axes of ``systolic serve``."""
@@ -92,7 +92,7 @@ class ServerSteps(Protocol):
         ...
 
     def notes(self) -> list[str]:
-        """What the figures leave out."""
+        """Parts that the figures leave out."""
         ...
 
 
@@ -190,7 +190,7 @@ class EngineSteps:
         return [_padded(min(self.load.chunk, self.load.prompt_tokens), self.page_size)]
 
     def context(self, tokens: int) -> int:
-        """Of a chunk its own tokens and those before it, on average."""
+        """Positions that a step reads: of a chunk its own tokens and those before it, on average."""
         if tokens == 1:
             return _padded(self.load.mean_context, self.page_size)
         last = _padded(self.load.prompt_tokens, self.page_size)
@@ -226,7 +226,7 @@ class EngineSteps:
         return facts(decode)["page_bytes"]
 
     def temporary_bytes(self, key: Key, made: Forecast) -> int:
-        """As the server counts them: of the step or of the choice by all settings, and the logits that it begins with."""
+        """Bytes as the server counts them: of the step or of the choice by all settings, and the logits that it begins with."""
         assert made.memory is not None
         asked, known = self.program(key), facts(made)
         kept = known["stored_bytes"] + asked.num_pages * known["page_bytes"]
@@ -243,7 +243,7 @@ class EngineSteps:
         return int(choice * logits) + logits
 
     def chunk_seconds(self, found: Mapping[Key, float]) -> float:
-        """Of the step that reads a chunk and no more."""
+        """Seconds of the step that reads a chunk and no more."""
         return found[1, self.prompts[0]]
 
     def notes(self) -> list[str]:
@@ -329,7 +329,7 @@ class BatchSteps:
 
 
 def facts(made: Forecast) -> Mapping[str, Any]:
-    """What was known of a program before its compile."""
+    """Facts of a program before its compile."""
     assert made.answer is not None
     return made.answer.report["program"]
 

@@ -1,4 +1,8 @@
-"""Capacity of a server of a language model on a slice: what ``systolic forecast --serve`` prints."""
+"""Capacity of a server of a language model on a slice, which ``systolic forecast --serve`` prints, and the step of a static batch.
+
+The program of a static batch, all of its layers apart, takes the compiler minutes. Its inner layers are alike, so that two
+programs of a few layers are compiled, and each further period of layers costs the difference between them.
+"""
 
 import math
 from bisect import bisect_left
@@ -8,7 +12,7 @@ from pathlib import Path
 
 from systolic.chips import Slice, slice
 from systolic.chips.flags import resolved
-from systolic.compiling import Compiler
+from systolic.compiling import Compiler, ServingProgram
 from systolic.core.errors import OptionError
 from systolic.core.origin import Origin
 from systolic.core.ranges import COUNT
@@ -16,7 +20,7 @@ from systolic.core.units import gibibytes, plural
 from systolic.forecasting import Forecast, forecast_program
 from systolic.forecasting.calibrations import calibration_for, told, told_of_steps
 from systolic.forecasting.cost import bill_of
-from systolic.forecasting.serving import (
+from systolic.forecasting.serving.forecast import (
     LatencyLimits,
     Load,
     ServingForecast,
@@ -25,15 +29,17 @@ from systolic.forecasting.serving import (
     StepTimes,
     steady,
 )
+from systolic.forecasting.serving.layout import placed, with_heads_for
+from systolic.forecasting.serving.steps import BatchSteps, Key, ServerSteps, facts, server_steps
 from systolic.formats.outline import outlined
-from systolic.job import Job, Served
+from systolic.job import Job, LayerArrays, Served
 from systolic.job.serving_memory import PADDING_PAGES, ServingMemory
 from systolic.models.decoder.config import Decoder
 from systolic.recipes.models.named import is_model
-from systolic.session.server_layout import placed, with_heads_for
-from systolic.session.server_steps import BatchSteps, Key, ServerSteps, facts, server_steps
 from systolic.sim.calibration import Calibration
+from systolic.sim.hbm_contention import memory_seconds
 from systolic.sim.incomplete import NOTHING, Given
+from systolic.sim.rates import rates_of
 from systolic.steps.lengths import check_length, longest_by_files, longest_text
 
 PAGE_SIZE = 64
@@ -45,7 +51,9 @@ TRIES = 4
 SPARE = 1.1
 """Texts that would fit by the temporaries of a text, over those of a step that fits, from which one of more is compiled."""
 FACTOR = 4
-"""Of each concurrency to the one before, where none are given."""
+"""Ratio of each concurrency to the one before, where none are given."""
+PERIODS = (2, 4)
+"""Periods of layers after the dense ones in the programs that are compiled; the ends hide no more of a longer one."""
 
 
 def forecast_serving(  # noqa: PLR0913  the options of systolic forecast --serve
@@ -109,7 +117,7 @@ class ServerTimes:
     forecast: ServingForecast
     """Memory, programs and notes, without points."""
     times: StepTimes
-    """Of an engine, with the host's work."""
+    """Steps of an engine, with the host's work."""
     floor: StepTimes | None
     """The least that its bytes and FLOPs take."""
     room: int
@@ -525,3 +533,108 @@ def floor_seconds(made: Forecast) -> float | None:
         peak = max(peak, chip.peak_int8_ops_per_second or peak)
     computing = (made.model_flops or 0.0) / (peak * made.on.num_chips)
     return max(moving, computing)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StaticBatch:
+    """A token of each text of a batch."""
+
+    seconds: float
+    floor_seconds: float
+    """Seconds that bytes and FLOPs take at the chip's peak rates."""
+    hbm_bytes: float
+    """Bytes on one device."""
+    capacity_bytes: int
+    compiled: tuple[Forecast, ...]
+    """Forecasts of a few layers."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether a device holds weights, cache and temporaries."""
+        return self.hbm_bytes <= self.capacity_bytes
+
+
+def forecast_static(
+    job: Job,
+    on: Slice,
+    sizes: tuple[int, int],
+    served: Served,
+    compiler: Compiler,
+    watch: Callable[[str], None] = lambda _: None,
+) -> StaticBatch:
+    """The step of a batch, all layers in arrays of their own.
+
+    Args:
+        job: A decoder under the layout that serves it.
+        on: The slice.
+        sizes: Texts, and positions of the cache of each.
+        served: Formats, and the use of the expert axis.
+        compiler: Flags and effort.
+        watch: Called with each stage, a few words.
+
+    Raises:
+        OptionError: the model is no decoder, or a part of it does not fit.
+    """
+    job = with_heads_for(job, job.layout.on(on.num_devices, on.num_slices), served)
+    model = job.model
+    if not isinstance(model, Decoder):
+        raise OptionError(f"{job.name} is no decoder; forecast it with systolic forecast --serve")
+    asked = ServingProgram(
+        job=job,
+        rows=sizes[0],
+        tokens=1,
+        context=sizes[1],
+        served=replace(served, layers=LayerArrays.apart),
+    )
+    few, more = (_few_layers(asked, model, layers, on, compiler, watch) for layers in depths(model))
+    low, high = depths(model)
+
+    def whole(value: Callable[[Forecast], float]) -> float:
+        each = (value(more) - value(few)) / max(high - low, 1)
+        return value(more) + each * (model.layers - high)
+
+    return StaticBatch(
+        # A few layers may find all of their weights fetched beside the ends of the program; all layers do not.
+        seconds=max(whole(lambda one: one.step_seconds or 0.0), whole(_memory_seconds)),
+        floor_seconds=whole(lambda one: floor_seconds(one) or math.nan),
+        hbm_bytes=whole(lambda one: one.memory.peak_bytes if one.memory else math.nan),
+        capacity_bytes=few.capacity_bytes,
+        compiled=(few, more),
+    )
+
+
+def _few_layers(
+    asked: ServingProgram,
+    model: Decoder,
+    layers: int,
+    on: Slice,
+    compiler: Compiler,
+    watch: Callable[[str], None],
+) -> Forecast:
+    """The program with so many layers."""
+    job = asked.job
+    made = forecast_program(
+        replace(asked, job=replace(job, model=replace(model, layers=layers))),
+        job.name,
+        on,
+        compiler=compiler,
+        say=lambda stage: watch(f"{layers} layers: {stage}"),
+    )
+    if not made.fits or made.step_seconds is None:
+        need = (made.rejected or {}).get("need_bytes")
+        raise OptionError(
+            f"{layers} layers of {model.layers} need {need} bytes, more than a device of {on.name} has; take a larger slice"
+        )
+    return made
+
+
+def _memory_seconds(made: Forecast) -> float:
+    rates = rates_of(made.on)
+    return 0.0 if made.timeline is None else memory_seconds(made.timeline, rates)
+
+
+def depths(model: Decoder) -> tuple[int, int]:
+    """Layers of the two programs: whole periods of windows and mixtures after the dense layers."""
+    period = math.lcm(len(model.windows), model.mixture_every)
+    few, more = (min(model.dense_layers + count * period, model.layers) for count in PERIODS)
+    return few, more

@@ -24,7 +24,7 @@ from systolic.sim.calibration import Calibration, factors_json
 EQUAL = 0.999
 """Share of the most tokens a second from which loads count as equal."""
 HALVINGS = 60
-"""Of the interval in which the mean number of rows lies."""
+"""Halvings of the interval in which the mean number of rows lies."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,7 +219,7 @@ class ServingPoint:
 
     concurrency: int
     state: Steady
-    """Of one replica; its rate is that of one, too."""
+    """State of one replica; its rate is that of one, too."""
     replicas: int
     """Replicas that have requests."""
     floor: Steady | None
@@ -236,7 +236,7 @@ class ServingPoint:
 
     @property
     def requests_per_second(self) -> float:
-        """Of all replicas."""
+        """Requests of all replicas a second."""
         return self.replicas * self.state.requests_per_second
 
     @property
@@ -359,9 +359,9 @@ class ServingForecast:
     program: str
     """Which programs were compiled and priced."""
     attention: str = ""
-    """What reads the cache, where the program says it."""
+    """Kernel or ops that read the cache, where the program says it."""
     origin: Origin
-    """Of the seconds of steps; what is made of them is assumed to be a closed load in steady state."""
+    """Origin of the seconds of steps; what is made of them is assumed to be a closed load in steady state."""
     memory: ServingMemory
     steps: Sequence[StepForecast] = ()
     points: Sequence[ServingPoint] = ()
@@ -373,6 +373,8 @@ class ServingForecast:
     calibration: Calibration | None = None
     """Corrections of the steps' times; floors have none."""
     notes: Sequence[str] = ()
+    request: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """``target`` and ``quick`` of the command that makes this forecast."""
 
     @property
     def fits(self) -> bool:
@@ -421,4 +423,5 @@ class ServingForecast:
                 "kinds": factors_json(self.calibration),
             },
             "notes": list(self.notes),
+            **self.request,
         }

@@ -12,13 +12,13 @@ import pytest
 
 from systolic.chips import slice
 from systolic.chips.flags import resolved
-from systolic.cli import forecast as verb
-from systolic.cli.main import main
+from systolic.cli.main import VERBS, main
 from systolic.cli.target import request
 from systolic.compiling import Compiled, Compiler, JobProgram
 from systolic.compiling.compile import _Asked, _request_name, version
 from systolic.core.store import Store
-from systolic.session.forecast import save_executable
+from systolic.forecasting.display import view
+from systolic.forecasting.run import save_executable
 from tests.forecasting.display import recorded
 
 WORDS = ["--model.layers=2", "--sequence=1024"]
@@ -65,7 +65,7 @@ def test_against_itself_nothing_changed(capsys, dump: Path, tmp_path: Path) -> N
     assert "%" not in shown.partition("from dump.txt")[2]
 
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parents[1] / "cli"
 TINY, JOB = str(FOLDER / "tiny.py"), str(FOLDER.parent / "golden" / "job" / "lm.json")
 MISTAKES = [
     (["lm"], "systolic forecast lm needs a slice; add --on v5e-16"),
@@ -107,9 +107,9 @@ def test_a_dump_for_another_number_of_devices(capsys, dump: Path) -> None:
 
 
 def test_what_does_not_fit_ends_with_one(capsys) -> None:
-    assert verb.show(recorded.refused(), verb.ForecastOptions(on="v5e-4"), None) == 1
+    assert view.show(recorded.refused()) == 1
     assert "does not fit" in capsys.readouterr().out
-    assert verb.show(recorded.refused(), verb.ForecastOptions(on="v5e-4", json=True), None) == 1
+    assert view.show(recorded.refused(), json=True) == 1
     assert json.loads(capsys.readouterr().out)["rejected"]["need_bytes"] > 20 << 30
 
 
@@ -128,7 +128,9 @@ def store(tmp_path: Path) -> Path:
     """A store that holds the recorded answer for the recipe with :data:`WORDS`."""
     if version("libtpu") is None:
         pytest.skip("libtpu is not installed")
-    asked = request("lm", ["--on", "v5e-4", *WORDS], "forecast", verb.ForecastOptions)
+    asked = request(
+        "lm", ["--on", "v5e-4", *WORDS], "forecast", VERBS["forecast"].forms[0].options.read
+    )
     flags = resolved("", slice("v5e-4").chip)
     program, compiler = JobProgram(job=asked.job), Compiler(root=tmp_path, flags=flags)
     # As the command asks: in a process that has no JAX, and so no settings of it.

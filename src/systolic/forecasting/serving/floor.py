@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 
 from systolic.chips import Slice
-from systolic.forecasting.serving import Load, StepTimes
+from systolic.forecasting.serving.forecast import Load, StepTimes
+from systolic.forecasting.serving.layout import position_elements, served_parameters
 from systolic.formats.quantizing import saved_bytes
 from systolic.job import Job, Layout, ServedCache
 from systolic.models.decoder import sizes
 from systolic.models.decoder.config import Decoder
-from systolic.session.server_layout import position_elements, served_parameters
 from systolic.sim.rates import rates_of
 
 SIZES = tuple(1 << power for power in range(13))

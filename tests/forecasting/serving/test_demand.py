@@ -7,8 +7,14 @@ from dataclasses import replace
 import pytest
 
 from systolic.core.errors import OptionError
-from systolic.forecasting.demand import Demand, engine_state, fleet, most_rate, simulated_state
-from systolic.forecasting.serving import LatencyLimits, Load, StepTimes
+from systolic.forecasting.serving.demand import (
+    Demand,
+    engine_state,
+    fleet,
+    most_rate,
+    simulated_state,
+)
+from systolic.forecasting.serving.forecast import LatencyLimits, Load, StepTimes
 from tests.tiers import some
 
 LOAD = Load(prompt_tokens=1000, output_tokens=101, chunk=512)

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any
 
 from systolic.core.ranges import POSITIVE, check
-from systolic.forecasting.serving import LatencyLimits, Load, StepTimes
+from systolic.forecasting.serving.forecast import LatencyLimits, Load, StepTimes
 
 ASSUMED = "requests come by chance (Poisson), engines share them evenly; prompts wait for each other (M/D/1), and 99 % of them have their first token within the time shown; room for the requests under way in 99 % of the time; simulated step by step, two standard errors on top"
 LATE = 0.01
@@ -64,7 +64,7 @@ class Demand:
     requests_per_second: Annotated[float, POSITIVE]
     load: Load
     limits: LatencyLimits = field(default_factory=LatencyLimits)
-    """Of the time to the first token of 99 % of the requests, and of the mean time of each further token."""
+    """Limits of the time to the first token of 99 % of the requests, and of the mean time of each further token."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -226,12 +226,12 @@ def simulated_state(load: Load, times: StepTimes, rate: float) -> EngineState | 
 
 @dataclass
 class _Batch:
-    """What happened in a part of a simulation; times in seconds."""
+    """Events in a part of a simulation; times in seconds."""
 
     firsts: list[float] = field(default_factory=list)
     """From requests to their first tokens."""
     tokens: list[float] = field(default_factory=list)
-    """Of a token, the mean of each text."""
+    """Seconds of a token, the mean of each text."""
     held: dict[int, float] = field(default_factory=dict)
     """Requests under way to the time in which there were as many."""
     read: float = 0.0
@@ -367,16 +367,16 @@ class Fleet:
 
     demand: Demand
     engines: int
-    """Of a replica."""
+    """Engines of a replica."""
     replicas: int
     most_rate: float
     """Requests a second that one engine takes within the limits."""
     state: EngineState
-    """Of each engine at the demand."""
+    """State of each engine at the demand."""
     at_most: EngineState
-    """Of an engine at the most that it takes."""
+    """State of an engine at the most that it takes."""
     usd_per_hour: float | None
-    """Of all replicas."""
+    """Price of all replicas."""
 
     @property
     def capacity(self) -> float:

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from systolic.capture.forecast import StepPart, forecast_parts, parts_of
 from systolic.capture.program import Captured
 from systolic.chips import Slice
 from systolic.core.errors import DataError, LayoutError, OptionError, RunError
+from systolic.forecasting.captured import StepPart, forecast_parts, parts_of
 from systolic.forecasting.table import ForecastRow, ForecastTable
 from systolic.sim.incomplete import NOTHING, Given
 from systolic.sim.timeline import Span

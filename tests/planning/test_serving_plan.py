@@ -20,20 +20,20 @@ from systolic.cli.quantize import QuantizeOptions
 from systolic.cli.serve import ServeOptions
 from systolic.core.errors import OptionError
 from systolic.core.origin import Origin
-from systolic.forecasting import demand
 from systolic.forecasting.cost import bill_of
-from systolic.forecasting.demand import engine_state
-from systolic.forecasting.serving import Load, ServingForecast, StepTimes
+from systolic.forecasting.serving import demand
+from systolic.forecasting.serving.capacity import ServerTimes
+from systolic.forecasting.serving.demand import engine_state
+from systolic.forecasting.serving.floor import LeastServer
+from systolic.forecasting.serving.forecast import Load, ServingForecast, StepTimes
 from systolic.job import Job, Layout
 from systolic.job.serving_memory import ServingMemory
+from systolic.planning import serving as serving_plan
 from systolic.planning.display.serving import lines
 from systolic.planning.goal import hourly
 from systolic.planning.objective import PriceTerm
 from systolic.planning.serving import ServingPlan
 from systolic.recipes.jobs.source import source_of
-from systolic.session import serving_plan
-from systolic.session.capacity import ServerTimes
-from systolic.session.serving_floor import LeastServer
 
 LOAD = Load(prompt_tokens=1000, output_tokens=1000, chunk=256)
 SLOWER = 1.5

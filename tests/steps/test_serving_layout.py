@@ -6,7 +6,7 @@ import pytest
 
 from systolic.core.errors import LayoutError
 from systolic.models.decoder.config import Decoder
-from systolic.serving.layout import EngineNeed, ServingLayout, share
+from systolic.steps.serving_layout import EngineNeed, ServingLayout, share
 
 MODEL = Decoder(layers=2, d_model=64, d_ff=96, heads=12, kv_heads=3, head_dim=8, vocab=264)
 EXPERTS = replace(MODEL, experts=8, experts_per_token=2)

@@ -4,11 +4,11 @@ from dataclasses import dataclass, replace
 
 from systolic.chips import Slice
 from systolic.core.errors import LayoutError
-from systolic.forecasting.serving import Load
+from systolic.forecasting.serving.forecast import Load
 from systolic.job import ExpertAxis, Job, Layout, Served, ServedCache
 from systolic.models.decoder.checks import served_kv_heads
 from systolic.models.decoder.config import Decoder
-from systolic.serving.layout import DeviceShares, EngineNeed, ServingLayout, share
+from systolic.steps.serving_layout import DeviceShares, EngineNeed, ServingLayout, share
 
 ROWS = 16
 """Texts at once that a layout makes room for, as ``systolic serve`` has them by default."""
@@ -21,7 +21,7 @@ class EngineLayout:
     layout: Layout
     """Definite; of fewer devices than the slice has where some are idle."""
     idle: str = ""
-    """What is idle, why, and what to change; "" where nothing is."""
+    """Devices that are idle, why, and what to change; "" where none is."""
 
 
 def engine_layout(

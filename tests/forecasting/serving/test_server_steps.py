@@ -10,11 +10,8 @@ from systolic.chips import slice
 from systolic.compiling import PagedProgram, ServingProgram
 from systolic.compiling.serving import _read_share
 from systolic.core.errors import OptionError
-from systolic.forecasting.serving import Load
-from systolic.job import ExpertAxis, Layout, Served, ServedCache, ServedWeights
-from systolic.models.decoder.config import Decoder
-from systolic.recipes.jobs.source import source_of
-from systolic.session.server_steps import (
+from systolic.forecasting.serving.forecast import Load
+from systolic.forecasting.serving.steps import (
     CHOICE_LOGITS,
     BatchSteps,
     EngineSteps,
@@ -22,6 +19,9 @@ from systolic.session.server_steps import (
     server_steps,
     with_formats,
 )
+from systolic.job import ExpertAxis, Layout, Served, ServedCache, ServedWeights
+from systolic.models.decoder.config import Decoder
+from systolic.recipes.jobs.source import source_of
 
 pytestmark = pytest.mark.own_programs
 
