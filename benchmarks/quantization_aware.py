@@ -12,7 +12,7 @@ from pathlib import Path
 import systolic
 from systolic.job import MatrixFormat, WeightFormat
 from systolic.models.decoder.config import Decoder
-from systolic.session.quantizing import Evaluated
+from systolic.quantizing.quantize import Evaluated
 
 STEPS, BATCHES = 200, 8
 MODEL = Decoder(layers=2, d_model=64, d_ff=192, heads=4, kv_heads=2, head_dim=16, vocab=264)

@@ -31,7 +31,7 @@ from systolic.job import MatrixFormat, WeightFormat
 from systolic.models.decoder.config import Decoder
 from systolic.models.encoder.config import Encoder
 from systolic.models.whisper.config import Whisper
-from systolic.session.quantizing import Evaluated, QuantizedModel, quantize_model
+from systolic.quantizing.quantize import Evaluated, QuantizedModel, quantize_model
 from systolic.session.trained import TrainedModel
 
 FORMATS = ("int8", "fp8", "int4/32", "int4/64", "int4/128", "nf4/64")

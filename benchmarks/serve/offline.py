@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 
 from systolic.cli.serve import ServeOptions, settings
-from systolic.session.batching import BatchOrder, run_batch
+from systolic.serving.offline.batch import BatchOrder, run_batch
 
 WORDS = [
     "what",

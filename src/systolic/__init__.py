@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from systolic.job import MatrixFormat, Sampling, WeightFormat
     from systolic.planning.command import plan
     from systolic.planning.serving import ServingPlan
+    from systolic.quantizing.quantize import Evaluated, QuantizedModel, quantize_model
     from systolic.session.answering import AnswerOptions
     from systolic.session.comparing import Comparison, ComparisonOptions, compare_models
     from systolic.session.explaining import explain
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from systolic.session.forecast import forecast
     from systolic.session.importing import Imported, import_model
     from systolic.session.public_tuning import tune
-    from systolic.session.quantizing import Evaluated, QuantizedModel, quantize_model
     from systolic.session.serving_plan import plan_serving
     from systolic.session.train_command import resume, train
     from systolic.session.trained import TrainedModel
@@ -42,7 +42,7 @@ _HOME = {
     "Chip": "systolic.chips",
     "Comparison": "systolic.session.comparing",
     "ComparisonOptions": "systolic.session.comparing",
-    "Evaluated": "systolic.session.quantizing",
+    "Evaluated": "systolic.quantizing.quantize",
     "ExportSettings": "systolic.formats.registry",
     "Exported": "systolic.formats.export",
     "Forecast": "systolic.forecasting",
@@ -50,7 +50,7 @@ _HOME = {
     "Imported": "systolic.session.importing",
     "LiteQuantization": "systolic.formats.registry",
     "MatrixFormat": "systolic.job",
-    "QuantizedModel": "systolic.session.quantizing",
+    "QuantizedModel": "systolic.quantizing.quantize",
     "Sampling": "systolic.job",
     "Slice": "systolic.chips",
     "Spread": "systolic.forecasting",
@@ -72,7 +72,7 @@ _HOME = {
     "plan": "systolic.planning.command",
     "plan_serving": "systolic.session.serving_plan",
     "ServingPlan": "systolic.planning.serving",
-    "quantize_model": "systolic.session.quantizing",
+    "quantize_model": "systolic.quantizing.quantize",
     "resume": "systolic.session.train_command",
     "slice": "systolic.chips",
     "train": "systolic.session.train_command",

@@ -11,7 +11,7 @@ from systolic.runs.bundle.packed import QuantizedRecord, RestoredTensor, packed,
 from systolic.runs.bundle.tensors import TensorSpec, read_header, write
 from systolic.core.errors import DataError
 from systolic.job import MatrixFormat, WeightFormat
-from systolic.models.quantized import quantized
+from systolic.models.quantized.codes import quantized
 
 INT4 = MatrixFormat(format=WeightFormat.int4, group=2)
 

@@ -14,7 +14,7 @@ from systolic.core.errors import OptionError
 from systolic.forecasting import forecast_program
 from systolic.forecasting.display.serving import lines
 from systolic.forecasting.serving import LatencyLimits, Load, ServingForecast, latency
-from systolic.formats.quantizing import whole
+from systolic.formats.matrices import whole
 from systolic.job import Layout, WeightFormat
 from systolic.recipes.jobs.source import source_of
 from systolic.session.capacity import floor_seconds, forecast_serving, ladder

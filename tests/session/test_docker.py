@@ -20,6 +20,7 @@ import systolic
 from systolic.cli.main import main
 from systolic.core.errors import DataError, OptionError, RunError, SystolicError, TakenError
 from systolic.job import MatrixFormat, WeightFormat
+from systolic.quantizing.quantize import quantize_model
 from systolic.runs.bundle.folder import MODELS, open_bundle
 from systolic.serving.http.app import PATHS
 from systolic.session.docker.folder import (
@@ -30,7 +31,6 @@ from systolic.session.docker.folder import (
     ImageOptions,
 )
 from systolic.session.docker.wheel import write_wheel
-from systolic.session.quantizing import quantize_model
 from tests.formats import folders
 
 

@@ -59,7 +59,7 @@ def run(args: Sequence[str]) -> int:
     """The verb."""
     options = parse(BatchVerbOptions, args, "systolic batch")
     from systolic.serving.display.batch import BatchDisplay, summary
-    from systolic.session.batching import BatchOrder, run_batch
+    from systolic.serving.offline.batch import BatchOrder, run_batch
 
     try:
         from systolic.cli.serve import ServeOptions, settings

@@ -81,9 +81,9 @@ def run(args: Sequence[str]) -> int:
     kind = _kind(options)
     how = _format(kind, options.group)
     budget = _budget(options)
+    from systolic.quantizing.display.text import fallen, lines, title
+    from systolic.quantizing.quantize import Evaluated, quantize_model
     from systolic.session.answering import AnswerOptions
-    from systolic.session.quantizing import Evaluated, quantize_model
-    from systolic.session.quantizing_text import fallen, lines, title
     from systolic.session.speeds import SpeedOptions, speeds_beside
 
     answers = AnswerOptions(

@@ -17,8 +17,8 @@ from systolic.report.output import print_json
 from systolic.serving.layout import ServingLayout
 
 if TYPE_CHECKING:
+    from systolic.serving.server import ServeSettings
     from systolic.serving.workload import ModelTraffic
-    from systolic.session.serving import ServeSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,7 @@ class ServeOptions:
 def run(args: Sequence[str]) -> int:
     """The verb."""
     options = parse(ServeOptions, args, "systolic serve")
-    from systolic.session.serving import serve, targets
+    from systolic.serving.server import serve, targets
 
     try:
         import systolic.serving.http.process  # noqa: F401 (fails where the packages of the extra lack)
@@ -120,7 +120,7 @@ def run(args: Sequence[str]) -> int:
             "systolic serve needs a model; give a run, a Bundle or a Hugging Face folder"
         )
     if options.check_cache:
-        from systolic.session.kept_programs import check_cache
+        from systolic.serving.kept_programs import check_cache
 
         checked = check_cache(options.models, settings(options))
         if options.json:
@@ -153,9 +153,9 @@ def settings(options: ServeOptions) -> "ServeSettings":
     from systolic.serving.http.keys import Keys
     from systolic.serving.http.limits import HttpLimits
     from systolic.serving.http.process import Address
+    from systolic.serving.server import LogForm, ServeSettings
     from systolic.serving.text.opening import EngineSizes
     from systolic.serving.workload import TrafficBook
-    from systolic.session.serving import LogForm, ServeSettings
 
     keys = None
     if options.keys is not None:
@@ -207,8 +207,8 @@ def _traffic(options: ServeOptions) -> "Mapping[str, ModelTraffic]":
     Raises: as :func:`~systolic.serving.workload.read_traffic`, and
         OptionError: the file is about other models.
     """
+    from systolic.serving.server import targets
     from systolic.serving.workload import read_traffic
-    from systolic.session.serving import targets
 
     if options.traffic is None:
         return {}

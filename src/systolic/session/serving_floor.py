@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from systolic.chips import Slice
 from systolic.forecasting.serving import Load, StepTimes
-from systolic.formats.quantizing import saved_bytes
+from systolic.formats.matrices import saved_bytes
 from systolic.job import Job, Layout, ServedCache
 from systolic.models.decoder import sizes
 from systolic.models.decoder.config import Decoder

@@ -26,7 +26,7 @@ from systolic.formats.litert.writer import export_litert
 from systolic.formats.onnx import export_onnx
 from systolic.formats.packages import installed
 from systolic.job import MatrixFormat, Quantization, WeightFormat
-from systolic.session.quantizing import quantize_model
+from systolic.quantizing.quantize import quantize_model
 from tests.formats import folders
 from tests.formats.programs import tiny
 from tests.formats.programs.test_saved_model import PYTHON

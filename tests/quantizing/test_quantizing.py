@@ -19,19 +19,19 @@ import systolic
 from systolic.cli.main import main
 from systolic.core.errors import OptionError
 from systolic.formats.export import file_payload, floats_line
+from systolic.formats.matrices import Matrix, Rounder, formats_of, matrices_in, whole
 from systolic.formats.probe import outputs_of, probe_of
-from systolic.formats.quantizing import Matrix, Rounder, formats_of, matrices_in, whole
 from systolic.formats.source import open_source
 from systolic.formats.weights import structure_of
 from systolic.job import AdapterKind, MatrixFormat, Sampling, Split, WeightFormat
 from systolic.models.decoder.config import Decoder
-from systolic.models.quantized import Quantized, held_dtype
+from systolic.models.quantized.codes import Quantized, held_dtype
+from systolic.quantizing.quantize import Evaluated, quantize_model
+from systolic.quantizing.sensitivity import Measure, choose, moments_of
 from systolic.runs.bundle.folder import MANIFEST
 from systolic.serving.text.opening import open_engine
 from systolic.serving.text.request import SamplingParams, TextRequest
-from systolic.session.quantizing import Evaluated, quantize_model
 from systolic.session.restored import restored_on_cpu
-from systolic.session.sensitivity import Measure, choose, moments_of
 from systolic.session.trained import PreparedModel, TrainedModel, set_up_here, splits
 from systolic.steps.paged import PagedSteps
 from systolic.steps.paged_sharding import with_copied_heads
@@ -117,7 +117,7 @@ def test_an_interrupt_while_it_is_timed_costs_the_times_alone(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("systolic.session.quantizing.quantize_model", lambda *_, **__: int8)
+    monkeypatch.setattr("systolic.quantizing.quantize.quantize_model", lambda *_, **__: int8)
     monkeypatch.setattr(
         "systolic.session.speeds.server_call", lambda *_: signal.raise_signal(signal.SIGINT)
     )
@@ -310,7 +310,7 @@ def test_codes_of_4_bits_are_fitted_to_the_inputs_that_transformers_sees(
 ) -> None:
     # One document that fills rows: transformers sees no ends of others in them.
     (tmp_path / "new.txt").write_text("the capital of Spain is Madrid, yes or no " * 80)
-    monkeypatch.setattr("systolic.session.sensitivity.CALIBRATION_BATCHES", 1)
+    monkeypatch.setattr("systolic.quantizing.sensitivity.CALIBRATION_BATCHES", 1)
     model = systolic.open(source)
     known = matrices_in(open_source(source))
     formats = formats_of(known, NARROW, [])

@@ -16,17 +16,17 @@ import torch
 
 from systolic.cli.main import main
 from systolic.cli.serve import ServeOptions, settings
+from systolic.serving.offline import batch as batching
+from systolic.serving.offline.batch import answerer_of
 from systolic.serving.offline.files import digest_of
 from systolic.serving.offline.lines import LineProblem, problem_line, result_id
-from systolic.session import batching
-from systolic.session.batching import answerer_of
-from systolic.session.serving import targets
+from systolic.serving.server import targets
 from systolic.session.trained import open_model
 from tests.formats import folders
 from tests.formats.test_sentences import folder as encoder_folder
-from tests.session import batch_child
+from tests.serving.offline import batch_child
 
-CHILD = [sys.executable, "-m", "tests.session.batch_child"]
+CHILD = [sys.executable, "-m", "tests.serving.offline.batch_child"]
 
 
 class Files:

@@ -11,7 +11,7 @@ from systolic.cli.serve import ServeOptions, settings
 from systolic.job import Precision
 from systolic.serving.http.metrics import BatchMetrics, Metrics, TextMetrics
 from systolic.serving.http.telemetry import EventLog
-from systolic.session.serving import open_served, targets
+from systolic.serving.server import open_served, targets
 from tests.formats import folders
 
 

@@ -13,20 +13,20 @@ from PIL import Image
 
 import systolic
 from systolic.cli.main import main
+from systolic.formats.matrices import Rounder, formats_of, matrices_in
 from systolic.formats.probe import outputs_of, probe_of
-from systolic.formats.quantizing import Rounder, formats_of, matrices_in
 from systolic.formats.source import open_source
 from systolic.job import MatrixFormat, Read, Sampling, Split, WeightFormat
+from systolic.quantizing.calibration import largest_of
+from systolic.quantizing.quantize import Evaluated, quantize_model
+from systolic.quantizing.sensitivity import Measure, choose
 from systolic.runs.bundle.folder import MANIFEST
 from systolic.serving.text.opening import open_engine
 from systolic.serving.text.request import SamplingParams, TextRequest
-from systolic.session.calibrating import largest_of
-from systolic.session.quantizing import Evaluated, quantize_model
-from systolic.session.sensitivity import Measure, choose
 from tests.formats import folders
 from tests.formats.test_sentences import folder as encoder_folder
+from tests.quantizing.test_quantizing import Given, matrices
 from tests.serving.text.engine import SIZES
-from tests.session.test_quantizing import Given, matrices
 
 W8A8 = MatrixFormat(format=WeightFormat.w8a8)
 INT8 = MatrixFormat(format=WeightFormat.int8)
@@ -68,7 +68,7 @@ def test_matrices_of_layers_have_both_and_the_vocabulary_weights_only(made: Any)
 def test_factors_are_those_of_the_inputs_that_transformers_sees(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("systolic.session.calibrating.CALIBRATION_BATCHES", 1)
+    monkeypatch.setattr("systolic.quantizing.calibration.CALIBRATION_BATCHES", 1)
     model, known = systolic.open(source), matrices_in(open_source(source))
     formats, path = formats_of(known, W8A8, []), source.parent / "other.txt"
     found = largest_of(model, known, formats, path, lambda _: None)

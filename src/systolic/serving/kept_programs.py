@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from systolic.session.serving import (
+from systolic.serving.server import (
     ServeSettings,
     ServeTarget,
     expecting,
@@ -57,7 +57,7 @@ class KeptPrograms:
 def check_cache(words: Sequence[str], settings: ServeSettings) -> list[KeptPrograms]:
     """What a server of these models would find on the disk; reads no weights and compiles nothing.
 
-    Raises: as :func:`systolic.session.serving.serve` for a model that can't be opened.
+    Raises: as :func:`systolic.serving.server.serve` for a model that can't be opened.
     """
     return [_checked(one, settings) for one in targets(words)]
 

@@ -20,6 +20,14 @@ from systolic.formats.probe import PROBES, few, probe_of
 from systolic.formats.source import Source, open_source
 from systolic.formats.weights import weight_progress
 from systolic.job import Adapter, Job, MatrixFormat, WeightFormat
+from systolic.quantizing.calibration import (
+    check_apart,
+    check_calibration,
+    check_run,
+    digests_at,
+    largest_of,
+)
+from systolic.quantizing.sensitivity import Choice, Measure, Quality, choose, moments_of
 from systolic.runs.bundle.folder import (
     ORIGIN,
     BundleDraft,
@@ -30,16 +38,8 @@ from systolic.runs.bundle.folder import (
 from systolic.runs.bundle.record import ImportedFrom, Recorded, carried
 from systolic.runs.run import JOB
 from systolic.session.answering import NO_ANSWERS, AnswerOptions, check_answers, scores_of
-from systolic.session.calibrating import (
-    check_apart,
-    check_calibration,
-    check_run,
-    digests_at,
-    largest_of,
-)
 from systolic.session.exporting import export_model
 from systolic.session.replaying import answers
-from systolic.session.sensitivity import Choice, Measure, Quality, choose, moments_of
 from systolic.session.trained import (
     Metrics,
     TrainedModel,
@@ -49,7 +49,7 @@ from systolic.session.trained import (
 )
 
 if TYPE_CHECKING:
-    from systolic.formats.quantizing import Matrix, Rounder
+    from systolic.formats.matrices import Matrix, Rounder
 
 MOST_LOST = {"accuracy": 0.1, "perplexity": 0.2, "loss": 0.2}
 """Loss of quality from which a model is said to have fallen far: of accuracy 10 points, else relative."""
@@ -109,8 +109,8 @@ class QuantizedModel:
         return f"<QuantizedModel {self.path}: {self.asked}, {self.bytes_before:,} bytes to {self.bytes_after:,}{lost}>"
 
     def _repr_html_(self) -> str:
+        from systolic.quantizing.display.text import lines, title
         from systolic.report.notebook import screen
-        from systolic.session.quantizing_text import lines, title
 
         return screen([Text(line) for line in (f"{self.path}: {title(self)}", *lines(self))])
 
@@ -210,7 +210,7 @@ def quantize_model(
     path, out, to = Path(path), Path(out), _format(to) if isinstance(to, str) else to
     check_free(out)
     check_answers(on.answers, on.data)
-    from systolic.formats.quantizing import formats_of, matrices_in, planned_tensors
+    from systolic.formats.matrices import formats_of, matrices_in, planned_tensors
 
     run, unmeasured = _known(path, to, keep, on, budget, trust)
     measured = on.data is not None or (run is not None and unmeasured is None)
@@ -255,7 +255,7 @@ def _known(
     """A run's job, and why its own data can't be measured on; what it lacks is refused before its weights are read. ``None`` of a model in files."""
     if not (path / JOB).is_file():
         return None, None
-    from systolic.formats.quantizing import formats_of, matrices_of_model
+    from systolic.formats.matrices import formats_of, matrices_of_model
 
     job = prepare_model(path, trust=trust).setup.job
     matrices = matrices_of_model(job.model)
@@ -306,7 +306,7 @@ def _rounder(
     say: Callable[[str], None],
 ) -> "Rounder":
     """What makes the codes, fitted to the inputs that calibration data gives the matrices."""
-    from systolic.formats.quantizing import Rounder
+    from systolic.formats.matrices import Rounder
 
     if any(how.format.activations for how in formats.values()):
         return Rounder(matrices, largest_of(model, matrices, formats, calibration, say))
@@ -374,7 +374,7 @@ def _result(
     figures: "tuple[_Figures, _Figures]",
     choice: Choice | None,
 ) -> QuantizedModel:
-    from systolic.formats.quantizing import planned_tensors
+    from systolic.formats.matrices import planned_tensors
 
     (rounder, formats), (before, after), (out, asked) = chosen, figures, written
     matrices = rounder.matrices
@@ -473,7 +473,7 @@ class _Figures:
 
 def _opened(source: Source, job: Job) -> TrainedModel:
     """A source's model under a job with its data; adapters of a run are merged in its files."""
-    from systolic.formats.quantizing import check_finite
+    from systolic.formats.matrices import check_finite
     from systolic.formats.weights import weights_of
 
     keep_programs()
@@ -492,7 +492,7 @@ def _write(
 ) -> dict[str, Any]:
     """Writes weights and other files of a draft; what its bundle.json says."""
     from systolic import __version__
-    from systolic.formats.quantizing import planned_tensors, write_quantized
+    from systolic.formats.matrices import planned_tensors, write_quantized
 
     rounder, formats = chosen
     size = sum(spec.nbytes for spec in planned_tensors(source, rounder.matrices, formats))

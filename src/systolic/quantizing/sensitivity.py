@@ -15,7 +15,7 @@ from systolic.core.files import write_json
 from systolic.core.store import cache_home
 from systolic.core.units import si
 from systolic.job import Job, MatrixFormat, Quantization
-from systolic.models.quantizing import INT8
+from systolic.models.quantized.placement import INT8
 from systolic.runs.bundle.record import EvaluationRecord, finite_metrics
 from systolic.session.trained import Metrics, TrainedModel, splits
 from systolic.steps.steps import StepFunctions
@@ -24,7 +24,7 @@ from systolic.steps.tasks.language import LanguageModel
 if TYPE_CHECKING:
     import numpy as np
 
-    from systolic.formats.quantizing import Matrix, Rounder
+    from systolic.formats.matrices import Matrix, Rounder
 
 
 SEARCH_BATCHES = 8

@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 from systolic.core.units import si
 from systolic.job import WeightFormat
-from systolic.session.quantizing import QuantizedModel
+from systolic.quantizing.quantize import QuantizedModel
 from systolic.session.speed_rows import speed_rows, timed_lines
 from systolic.session.speeds import ModelSpeeds
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from systolic.job import MatrixFormat, WeightFormat
-from systolic.models.quantized import NF4_VALUES, SCALES_DTYPE, Quantized, scales_shape
+from systolic.models.quantized.codes import NF4_VALUES, SCALES_DTYPE, Quantized, scales_shape
 
 FACTORS = (0.7, 0.75, 0.8, 0.85, 0.9, 0.94, 0.97, 1.0, 1.04, 1.08, 1.13, 1.18, 1.25)
 """Scales that are tried, over the one whose outermost code is the largest weight of the group; each with both signs."""

@@ -16,13 +16,13 @@ from systolic.data.fingerprint import of_files, shared
 from systolic.data.text.sentences import Sentences, read_text
 from systolic.data.text.text_data import TextData
 from systolic.job import Job, MatrixFormat, Split
-from systolic.session.sensitivity import CALIBRATION_BATCHES
+from systolic.quantizing.sensitivity import CALIBRATION_BATCHES
 from systolic.session.trained import TrainedModel, splits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from systolic.formats.quantizing import Matrix
+    from systolic.formats.matrices import Matrix
 
 EXAMPLES = 64
 """Most texts or pictures."""

@@ -13,7 +13,7 @@ from systolic.formats.registry import in_files
 from systolic.job import Precision
 from systolic.serving.offline.answerer import Answerer
 from systolic.serving.offline.files import BatchInput, BatchOutput, BatchProgress
-from systolic.session.serving import ServeSettings, ServeTarget, checked_targets, open_served
+from systolic.serving.server import ServeSettings, ServeTarget, checked_targets, open_served
 
 AHEAD = 2
 """Lines in flight for each text that is continued at once: while one runs, another waits for its place."""

@@ -25,10 +25,10 @@ from systolic.models.adapters import (
     factored_of,
     inputs_of,
 )
-from systolic.models.quantized import SCALES_DTYPE, Quantized, quantized, scales_shape
-from systolic.models.quantizing import fitting
-from systolic.models.rounding import compensated, least_error
-from systolic.models.w8a8 import factors_shape, largest_shape, w8a8
+from systolic.models.quantized.codes import SCALES_DTYPE, Quantized, quantized, scales_shape
+from systolic.models.quantized.placement import fitting
+from systolic.models.quantized.rounding import compensated, least_error
+from systolic.models.quantized.w8a8 import factors_shape, largest_shape, w8a8
 from systolic.runs.bundle.folder import BundleDraft
 from systolic.runs.bundle.packed import PACKED, QuantizedRecord, packed
 from systolic.runs.bundle.tensors import TensorSpec
@@ -59,7 +59,7 @@ class Matrix:
     """Dims whose inputs have factors where activations are rounded too; () where they stay."""
 
     def how(self, asked: MatrixFormat) -> MatrixFormat:
-        """See :func:`systolic.models.quantizing.fitting`."""
+        """See :func:`systolic.models.quantized.placement.fitting`."""
         size, factored = self.shape[self.inputs[-1]], bool(self.factored)
         return fitting(asked, size, self.fewest_bits, factored=factored)
 

@@ -33,8 +33,8 @@ from systolic.serving.http.limits import HttpLimits
 from systolic.serving.http.metrics import Metrics
 from systolic.serving.http.state import ServerState
 from systolic.serving.registry import ModelLoad, ModelRegistry
+from systolic.serving.server import _changes, serve, targets
 from systolic.serving.text.opening import EngineSizes, context_of
-from systolic.session.serving import _changes, serve, targets
 from systolic.session.serving_plan import plan_serving
 from systolic.session.trained import open_model, prepare_model
 from tests.formats import folders
