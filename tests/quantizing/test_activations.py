@@ -13,12 +13,13 @@ from PIL import Image
 
 import systolic
 from systolic.cli.main import main
-from systolic.formats.matrices import Rounder, formats_of, matrices_in
+from systolic.formats.matrices import formats_of, matrices_in
 from systolic.formats.probe import outputs_of, probe_of
 from systolic.formats.source import open_source
 from systolic.job import MatrixFormat, Read, Sampling, Split, WeightFormat
 from systolic.quantizing.calibration import largest_of
 from systolic.quantizing.quantize import Evaluated, quantize_model
+from systolic.quantizing.rounder import Rounder
 from systolic.quantizing.sensitivity import Measure, choose
 from systolic.runs.bundle.folder import MANIFEST
 from systolic.serving.text.opening import open_engine

@@ -19,7 +19,7 @@ import systolic
 from systolic.cli.main import main
 from systolic.core.errors import OptionError
 from systolic.formats.export import file_payload, floats_line
-from systolic.formats.matrices import Matrix, Rounder, formats_of, matrices_in, whole
+from systolic.formats.matrices import Matrix, formats_of, matrices_in, whole
 from systolic.formats.probe import outputs_of, probe_of
 from systolic.formats.source import open_source
 from systolic.formats.weights import structure_of
@@ -27,6 +27,7 @@ from systolic.job import AdapterKind, MatrixFormat, Sampling, Split, WeightForma
 from systolic.models.decoder.config import Decoder
 from systolic.models.quantized.codes import Quantized, held_dtype
 from systolic.quantizing.quantize import Evaluated, quantize_model
+from systolic.quantizing.rounder import Rounder
 from systolic.quantizing.sensitivity import Measure, choose, moments_of
 from systolic.runs.bundle.folder import MANIFEST
 from systolic.serving.text.opening import open_engine

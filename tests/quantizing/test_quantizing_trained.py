@@ -15,11 +15,12 @@ import pytest
 import systolic
 from systolic.cli.main import main
 from systolic.core.errors import OptionError
-from systolic.formats.matrices import Rounder, _matrices, formats_of
+from systolic.formats.matrices import _matrices, formats_of
 from systolic.job import Job, MatrixFormat, Precision, WeightFormat
 from systolic.models.decoder.config import Decoder
 from systolic.quantizing.display.text import _over, _share, fallen
 from systolic.quantizing.quantize import Evaluated, QuantizedModel, _notes, quantize_model
+from systolic.quantizing.rounder import Rounder
 from systolic.quantizing.sensitivity import Choice, Measure, Quality, choose, quality_of
 from systolic.runs.weights import Weights
 from systolic.session.trained import TrainedModel, set_up_here

@@ -49,7 +49,8 @@ from systolic.session.trained import (
 )
 
 if TYPE_CHECKING:
-    from systolic.formats.matrices import Matrix, Rounder
+    from systolic.formats.matrices import Matrix
+    from systolic.quantizing.rounder import Rounder
 
 MOST_LOST = {"accuracy": 0.1, "perplexity": 0.2, "loss": 0.2}
 """Loss of quality from which a model is said to have fallen far: of accuracy 10 points, else relative."""
@@ -306,7 +307,7 @@ def _rounder(
     say: Callable[[str], None],
 ) -> "Rounder":
     """What makes the codes, fitted to the inputs that calibration data gives the matrices."""
-    from systolic.formats.matrices import Rounder
+    from systolic.quantizing.rounder import Rounder
 
     if any(how.format.activations for how in formats.values()):
         return Rounder(matrices, largest_of(model, matrices, formats, calibration, say))
@@ -473,8 +474,8 @@ class _Figures:
 
 def _opened(source: Source, job: Job) -> TrainedModel:
     """A source's model under a job with its data; adapters of a run are merged in its files."""
-    from systolic.formats.matrices import check_finite
     from systolic.formats.weights import weights_of
+    from systolic.quantizing.rounder import check_finite
 
     keep_programs()
     plain = replace(job, adapter=Adapter(), start=None, quantization=source.quantization)
@@ -492,7 +493,8 @@ def _write(
 ) -> dict[str, Any]:
     """Writes weights and other files of a draft; what its bundle.json says."""
     from systolic import __version__
-    from systolic.formats.matrices import planned_tensors, write_quantized
+    from systolic.formats.matrices import planned_tensors
+    from systolic.quantizing.rounder import write_quantized
 
     rounder, formats = chosen
     size = sum(spec.nbytes for spec in planned_tensors(source, rounder.matrices, formats))

@@ -24,7 +24,8 @@ from systolic.steps.tasks.language import LanguageModel
 if TYPE_CHECKING:
     import numpy as np
 
-    from systolic.formats.matrices import Matrix, Rounder
+    from systolic.formats.matrices import Matrix
+    from systolic.quantizing.rounder import Rounder
 
 
 SEARCH_BATCHES = 8
