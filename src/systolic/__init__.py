@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from systolic.job import MatrixFormat, Sampling, WeightFormat
     from systolic.planning.command import plan
     from systolic.planning.serving import ServingPlan
-    from systolic.quantizing.quantize import Evaluated, QuantizedModel, quantize_model
+    from systolic.quantizing.command import quantize_model
+    from systolic.quantizing.quantize import QuantizedModel
+    from systolic.serving.command import batch, serve
     from systolic.session.answering import AnswerOptions
     from systolic.session.comparing import Comparison, ComparisonOptions, compare_models
     from systolic.session.explaining import explain
@@ -42,7 +44,6 @@ _HOME = {
     "Chip": "systolic.chips",
     "Comparison": "systolic.session.comparing",
     "ComparisonOptions": "systolic.session.comparing",
-    "Evaluated": "systolic.quantizing.quantize",
     "ExportSettings": "systolic.formats.registry",
     "Exported": "systolic.formats.export",
     "Forecast": "systolic.forecasting",
@@ -60,6 +61,7 @@ _HOME = {
     "TrainedModel": "systolic.session.trained",
     "Verified": "systolic.session.verifying",
     "WeightFormat": "systolic.job",
+    "batch": "systolic.serving.command",
     "chip": "systolic.chips",
     "chips": "systolic.chips",
     "compare_models": "systolic.session.comparing",
@@ -72,8 +74,9 @@ _HOME = {
     "plan": "systolic.planning.command",
     "plan_serving": "systolic.session.serving_plan",
     "ServingPlan": "systolic.planning.serving",
-    "quantize_model": "systolic.quantizing.quantize",
+    "quantize_model": "systolic.quantizing.command",
     "resume": "systolic.session.train_command",
+    "serve": "systolic.serving.command",
     "slice": "systolic.chips",
     "train": "systolic.session.train_command",
     "tune": "systolic.session.public_tuning",
@@ -88,7 +91,6 @@ __all__ = [
     "Chip",
     "Comparison",
     "ComparisonOptions",
-    "Evaluated",
     "ExportSettings",
     "Exported",
     "Forecast",
@@ -108,6 +110,7 @@ __all__ = [
     "Verified",
     "WeightFormat",
     "__version__",
+    "batch",
     "chip",
     "chips",
     "compare_models",
@@ -121,6 +124,7 @@ __all__ = [
     "plan_serving",
     "quantize_model",
     "resume",
+    "serve",
     "slice",
     "train",
     "tune",

@@ -26,7 +26,7 @@ from systolic.formats.weights import structure_of
 from systolic.job import AdapterKind, MatrixFormat, Sampling, Split, WeightFormat
 from systolic.models.decoder.config import Decoder
 from systolic.models.quantized.codes import Quantized, held_dtype
-from systolic.quantizing.quantize import Evaluated, quantize_model
+from systolic.quantizing.quantize import Evaluated, quantize
 from systolic.quantizing.rounder import Rounder
 from systolic.quantizing.sensitivity import Measure, choose, moments_of
 from systolic.runs.bundle.folder import MANIFEST
@@ -63,7 +63,7 @@ def int8(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     home = tmp_path_factory.mktemp("int8")
     (home / "text.txt").write_text(TEXT)
     given = Evaluated(data=home / "text.txt")
-    return quantize_model(source, home / "bundle", to=INT8, on=given)
+    return quantize(source, home / "bundle", to=INT8, on=given)
 
 
 @pytest.mark.parametrize("kind", some(["int8", "int4", "nf4", "fp8"], ["nf4"]))
@@ -74,7 +74,7 @@ def test_it_computes_what_transformers_does_with_the_restored_weights(
         source = folders.folder(tmp_path / "tied", folders.llama(tie_word_embeddings=True))
     wanted = WeightFormat(kind)
     how = MatrixFormat(format=wanted, group=16 if wanted.bits == 4 else 0)
-    made = quantize_model(source, tmp_path / "bundle", to=how, keep=["blocks/value"])
+    made = quantize(source, tmp_path / "bundle", to=how, keep=["blocks/value"])
     assert {one.path: one.format for one in made.matrices if one.format == "float32"} == {
         "blocks/value": "float32"
     }
@@ -118,7 +118,7 @@ def test_an_interrupt_while_it_is_timed_costs_the_times_alone(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("systolic.quantizing.quantize.quantize_model", lambda *_, **__: int8)
+    monkeypatch.setattr("systolic.quantizing.quantize.quantize", lambda *_, **__: int8)
     monkeypatch.setattr(
         "systolic.session.speeds.server_call", lambda *_: signal.raise_signal(signal.SIGINT)
     )
@@ -158,7 +158,7 @@ def test_a_server_writes_what_generate_does(
     path = int8.path
     if kind == "nf4":
         how = MatrixFormat(format=WeightFormat.nf4, group=16)
-        path = quantize_model(source, tmp_path / "nf4", to=how).path
+        path = quantize(source, tmp_path / "nf4", to=how).path
     model = systolic.open(path)
     (expected,) = model.generate(["the capital of"], tokens=12, sampling=GREEDY)
     weights, tokenizer = model.weights, model.job.data.get_tokenizer()
@@ -185,7 +185,7 @@ def test_a_server_on_a_cpu_holds_codes_without_a_product_as_floats(
     int8: Any, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     how = MatrixFormat(format=WeightFormat.nf4, group=16)
-    model = systolic.open(quantize_model(source, tmp_path / "nf4", to=how).path)
+    model = systolic.open(quantize(source, tmp_path / "nf4", to=how).path)
     told: list[str] = []
     plain = PreparedModel(setup=model.setup, read=lambda: model.weights)
     held = restored_on_cpu(plain, set_up_here, told.append)
@@ -253,7 +253,7 @@ def test_an_encoder_and_a_network_of_convolutions(
         encoder_folder(tmp_path / "model")
     else:
         network().save_pretrained(tmp_path / "model")
-    made = quantize_model(tmp_path / "model", tmp_path / "int8", to=INT8)
+    made = quantize(tmp_path / "model", tmp_path / "int8", to=INT8)
     assert made.before is None
     assert made.outputs is not None
     assert 0 < made.outputs.mean_abs < 0.05
@@ -274,7 +274,7 @@ def test_an_encoder_and_a_network_of_convolutions(
 def test_vectors_of_an_encoder_in_4_bits(tmp_path: Path) -> None:
     """By a program that is compiled ahead of time."""
     encoder_folder(tmp_path / "encoder")
-    made = quantize_model(tmp_path / "encoder", tmp_path / "codes", to=INT4)
+    made = quantize(tmp_path / "encoder", tmp_path / "codes", to=INT4)
     systolic.import_model(made.path, tmp_path / "plain", parity=False)
     vectors = [
         systolic.open(tmp_path / name).predict(["the capital"])[0]["embedding"]
@@ -315,7 +315,7 @@ def test_codes_of_4_bits_are_fitted_to_the_inputs_that_transformers_sees(
     model = systolic.open(source)
     known = matrices_in(open_source(source))
     formats = formats_of(known, NARROW, [])
-    found = moments_of(model, known, formats, tmp_path / "new.txt", lambda _: None)
+    found = moments_of(model, known, formats, tmp_path / "new.txt")
     job = model.job_on(tmp_path / "new.txt")
     feed = evaluation(job, model.setup.steps, splits(job, None)[0])
     tokens = np.asarray(next(iter(feed))["tokens"])
@@ -334,7 +334,7 @@ def test_codes_of_4_bits_are_fitted_to_the_inputs_that_transformers_sees(
         flat = x.reshape(-1, x.shape[-1]).numpy()
         np.testing.assert_allclose(found[path][1], flat.T @ flat, rtol=1e-3, atol=1e-3)
     on = Evaluated(calibration=tmp_path / "new.txt")
-    quantize_model(source, tmp_path / "codes", to=NARROW, on=on)
+    quantize(source, tmp_path / "codes", to=NARROW, on=on)
     opened, steps = systolic.open(tmp_path / "codes"), model.setup.steps
     before = outputs_of(steps, model.weights, {"tokens": tokens})
     fitted = outputs_of(opened.setup.steps, opened.weights, {"tokens": tokens})
@@ -344,12 +344,12 @@ def test_codes_of_4_bits_are_fitted_to_the_inputs_that_transformers_sees(
     with pytest.raises(
         OptionError, match="--calibrate has an effect on int4 and nf4, and with --activations"
     ):
-        quantize_model(source, tmp_path / "int8", to=INT8, on=on)
+        quantize(source, tmp_path / "int8", to=INT8, on=on)
 
 
 def test_a_quantized_model_is_quantized_once(int8: Any, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"is quantized already \(blocks/key in int8\)"):
-        quantize_model(int8.path, tmp_path / "again", to=INT4)
+        quantize(int8.path, tmp_path / "again", to=INT4)
     assert not list(tmp_path.iterdir())
 
 
@@ -408,7 +408,7 @@ class Given(Measure):
 def test_a_budget_gives_the_worst_more_bits() -> None:
     known, measure = matrices(a=64, b=64, c=64), Given({"a": 0.001, "b": 0.02, "c": 0.004})
     asked = formats_of(known, INT4, ())
-    made = choose(measure, Rounder(known), asked, 0.006, lambda _: None)
+    made = choose(measure, Rounder(known), asked, 0.006)
     assert made.formats == {"a": INT4, "b": INT8, "c": INT4}
     assert made.lost == pytest.approx(0.0052)
     assert [(one.path, one.lost, one.chosen) for one in made.sensitivities] == [
@@ -417,13 +417,11 @@ def test_a_budget_gives_the_worst_more_bits() -> None:
         ("a", 0.001, "int4 in groups of 32"),
     ]
     assert measure.asked == 3 + 2
-    none = choose(
-        Given({"a": 0.0, "b": 1.0, "c": 0.0}), Rounder(known), asked, 0.005, lambda _: None
-    )
+    none = choose(Given({"a": 0.0, "b": 1.0, "c": 0.0}), Rounder(known), asked, 0.005)
     assert set(none.formats) == {"a", "c"}
     assert none.sensitivities[0].chosen == "float32"
     with pytest.raises(OptionError, match="no matrix can be quantized within --budget 0"):
-        choose(Given({"a": 1.0, "b": 1.0, "c": 1.0}), Rounder(known), asked, 0.0, lambda _: None)
+        choose(Given({"a": 1.0, "b": 1.0, "c": 1.0}), Rounder(known), asked, 0.0)
 
 
 class Counted(Measure):
@@ -511,7 +509,7 @@ def test_a_run_is_measured_on_its_own_data(source: Path, tmp_path: Path) -> None
     given = {"from_": source, "data": file, "sequence": 48, "batch": 4, "steps": 4}
     adapter = {"adapter": AdapterKind.lora, "rank": 2, "alpha": 4.0}
     systolic.train("sft", run=tmp_path / "run", validation=file, **given, **adapter)
-    made = quantize_model(tmp_path / "run", tmp_path / "out", to=INT8, on=Evaluated(batches=2))
+    made = quantize(tmp_path / "run", tmp_path / "out", to=INT8, on=Evaluated(batches=2))
     assert made.before is not None
     assert made.after is not None
     (metrics,) = systolic.open(tmp_path / "run").evaluate(batches=2).values()

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from systolic.runs import CheckpointStore, manifest
 from systolic.core.errors import RunError
+from systolic.runs import CheckpointStore, manifest
 
 
 def numbers(step: int) -> dict:

@@ -4,9 +4,9 @@ import sys
 import time
 from pathlib import Path
 
-from systolic.runs.bundle.folder import draft
 from systolic.cli.main import guarded
 from systolic.core.shutdown import ends_cleanly
+from systolic.runs.bundle.folder import draft
 
 
 def work() -> None:

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from systolic.runs import Access, CheckpointStore, manifest
 from systolic.core.errors import NotFoundError, RunError
 from systolic.job import Mode
+from systolic.runs import Access, CheckpointStore, manifest
 
 
 class State(typing.NamedTuple):

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from systolic.runs.bundle.folder import check_free, draft, write_file
-from systolic.runs.bundle.tensors import TensorSpec
 from systolic.cli.main import main
 from systolic.core.errors import OptionError, RunError, SystolicError
+from systolic.runs.bundle.folder import check_free, draft, write_file
+from systolic.runs.bundle.tensors import TensorSpec
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,9 +45,9 @@ def test_the_draft_of_a_killed_process_is_removed_by_the_next(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("quantizing.quantize_model", "quantize . --to int8 --out out"),
-        ("exporting.export_model", "export . --out out"),
-        ("importing.import_model", "import . --out out"),
+        ("quantizing.quantize.quantize", "quantize . --to int8 --out out"),
+        ("session.exporting.export_model", "export . --out out"),
+        ("session.importing.import_model", "import . --out out"),
     ],
 )
 def test_verbs_that_write_models_clean_up_when_they_are_asked_to_end(
@@ -62,7 +62,7 @@ def test_verbs_that_write_models_clean_up_when_they_are_asked_to_end(
             signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(f"systolic.session.{name}", writes)
+    monkeypatch.setattr(f"systolic.{name}", writes)
     before = signal.getsignal(signal.SIGTERM)
     assert main(words.split()) == 143
     assert capsys.readouterr().err == "systolic: ended by SIGTERM\n"

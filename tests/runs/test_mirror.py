@@ -12,17 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from systolic.runs import Run, manifest
-from systolic.runs.remote import mirror
-from systolic.runs.remote import disk_space
-from systolic.runs.remote import upload
-from systolic.runs.access import Access
-from systolic.runs.remote.mirror import again, pull
-from systolic.runs.remote.store import BucketFolder, Objects, _spec, in_bucket, origin
-from systolic.runs.remote.upload import Sender
 from systolic.cli.main import _copied
 from systolic.core.errors import NotFoundError, OptionError, RunError, TakenError
 from systolic.core.units import MIB
+from systolic.runs import Run, manifest
+from systolic.runs.access import Access
+from systolic.runs.remote import disk_space, mirror, upload
+from systolic.runs.remote.mirror import again, pull
+from systolic.runs.remote.store import BucketFolder, Objects, _spec, in_bucket, origin
+from systolic.runs.remote.upload import Sender
 from tests.buckets import s3_server
 
 JOB = {"job": {"name": "tiny"}}
@@ -425,7 +423,9 @@ def test_a_disk_that_fills_meanwhile_keeps_what_came(
     machine("a")
     monkeypatch.setattr(upload, "_TRANSFERS", 1)
     left = iter([10, 9, 0, 0])
-    monkeypatch.setattr(disk_space, "_free", lambda folder: disk_space.SPARE_BYTES + next(left) * MIB)
+    monkeypatch.setattr(
+        disk_space, "_free", lambda folder: disk_space.SPARE_BYTES + next(left) * MIB
+    )
     with pytest.raises(RunError, match=r"has 1\.05 MB more, and the disk"):
         pull(folder.url)
     assert (folder.copy / "0.txt").exists()

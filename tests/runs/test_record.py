@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from systolic.runs.record import State, load_run
 from systolic.cli.main import main
 from systolic.core.errors import NotFoundError, RunError
+from systolic.runs.record import State, load_run
 from tests.training.display.fabricate_run import records, summary, write_run
 
 

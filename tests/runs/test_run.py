@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from systolic.runs import Access, Run
 from systolic.core.errors import NotFoundError, RunError
+from systolic.runs import Access, Run
 
 JOB = {"recipe": "bytes", "job": {"name": "bytes", "steps": 5}}
 NOON = datetime.datetime(2031, 2, 3, 12, 0, 5, tzinfo=datetime.UTC)

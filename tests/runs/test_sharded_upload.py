@@ -12,18 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tensorstore
+from tests.artifact.test_buckets import JOB, Machines, names, save, sender
 
-from systolic.runs import CheckpointStore, Run, manifest
-from systolic.runs.remote import mirror
-from systolic.runs.remote import upload
-from systolic.runs.access import Access
-from systolic.runs.remote.store import Objects, in_bucket
-from systolic.runs.remote.sharded_upload import Part, rate
-from systolic.runs.reading import Peers
 from systolic.core.errors import RunError
+from systolic.runs import CheckpointStore, Run, manifest
+from systolic.runs.access import Access
+from systolic.runs.reading import Peers
+from systolic.runs.remote import mirror, upload
+from systolic.runs.remote.sharded_upload import Part, rate
+from systolic.runs.remote.store import Objects, in_bucket
 from systolic.training import distributed
 from systolic.training.distributed.run import open_together, seen_by
-from tests.artifact.test_buckets import JOB, Machines, names, save, sender
 from tests.buckets import s3_server
 
 

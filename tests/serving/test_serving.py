@@ -21,7 +21,6 @@ import pytest
 import torch
 
 from systolic.cli.main import main
-from systolic.cli.serve import ServeOptions, settings
 from systolic.core.errors import NotFoundError, OptionError
 from systolic.data import fingerprint
 from systolic.data.text.text_data import TextData
@@ -31,9 +30,10 @@ from systolic.formats.source import open_source
 from systolic.serving.batch.request import ModelKind
 from systolic.serving.http.limits import HttpLimits
 from systolic.serving.http.metrics import Metrics
+from systolic.serving.http.process import Address
 from systolic.serving.http.state import ServerState
 from systolic.serving.registry import ModelLoad, ModelRegistry
-from systolic.serving.server import _changes, serve, targets
+from systolic.serving.server import ServeSettings, _changes, serve, targets
 from systolic.serving.text.opening import EngineSizes, context_of
 from systolic.session.serving_plan import plan_serving
 from systolic.session.trained import open_model, prepare_model
@@ -297,7 +297,7 @@ def test_a_port_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         told = f"systolic: 127.0.0.1:{port} can't be listened on: another process listens there; choose another --port, or 0 for a free one"
         assert capsys.readouterr().err.splitlines() == [told]
         with pytest.raises(NotFoundError, match=r"is no run, .*it holds models, give .*/tiny$"):
-            serve([str(tmp_path)], settings(ServeOptions(port=port)))
+            serve([str(tmp_path)], ServeSettings(address=Address(port=port)))
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,8 @@ class TargetKind(enum.Enum):
     """A path, as the value of the form's option."""
     program = enum.auto()
     """Nothing; a program follows its options, after ``--``."""
+    words = enum.auto()
+    """Values of the function's parameters that the form's ``words`` name: a model, files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +52,8 @@ class VerbForm:
     takes: TargetKind
     needs: str = ""
     """What the message names where the words before the options are missing."""
+    words: tuple[str, ...] = ()
+    """Parameters of the function that words give without an option's name, in their order."""
     word: str = ""
     """A word after the verb that chooses this form: ``serve``."""
     option: str = ""
@@ -67,14 +71,14 @@ class VerbForm:
     def options(self) -> Options:
         """Options of the function and of the view."""
         beside = named(self.beside) if self.beside else None
-        return options_of(named(self.function), named(self.view), self.option, beside)
+        return options_of(named(self.function), named(self.view), self.option, beside, self.words)
 
     def is_chosen(self, args: Sequence[str]) -> bool:
         """Whether the words ask for this form rather than for the verb's first."""
         if self.word:
-            return args[0] == self.word
+            return args[:1] == [self.word]
         if self.option:
-            return args[0].partition("=")[0] == f"--{self.option}"
+            return bool(args) and args[0].partition("=")[0] == f"--{self.option}"
         if self.with_option:
             return any(word.partition("=")[0] == f"--{self.with_option}" for word in args)
         return self.takes is TargetKind.program and END in args
@@ -83,7 +87,8 @@ class VerbForm:
 class FormCall(NamedTuple):
     """A form's function with what a command line gives it."""
 
-    target: Any
+    target: tuple[Any, ...]
+    """The function's first argument; () where options are all that it takes."""
     values: SimpleNamespace
     """Options of the form."""
     more: Mapping[str, Any]
@@ -105,7 +110,8 @@ def run_forms(verb: str, usage: str, forms: Sequence[VerbForm], args: Sequence[s
         forms: The first is that of words which choose no other.
         args: Words after the verb.
     """
-    if not args or args[0] in ("-h", "--help"):
+    asks = not args and forms[0].takes is not TargetKind.words
+    if asks or args[:1] in (["-h"], ["--help"]):
         shown = [replace(form, beside="").options.read for form in forms if not form.word]
         return print_verb_help(named(usage), *shown)
     form = next((one for one in forms if one.is_chosen(args)), forms[0])
@@ -153,10 +159,12 @@ def _read(form: VerbForm, prog: str, words: list[str], others: Sequence[str]) ->
             raise OptionError(
                 f"systolic {prog} has no program after --; add it: -- python train.py --steps 10"
             )
-        return FormCall(command, values, {})
+        return FormCall((command,), values, {})
     if form.takes is TargetKind.path:
         values = parse(read, words, f"systolic {prog}")
-        return FormCall(getattr(values, form.option), values, {})
+        return FormCall((getattr(values, form.option),), values, {})
+    if form.takes is TargetKind.words:
+        return FormCall((), parse(read, words, f"systolic {prog}"), {})
     if form.takes is TargetKind.run:
         return _run_read(form, prog, words)
     target, rest = first(words, prog, form.needs)
@@ -164,7 +172,7 @@ def _read(form: VerbForm, prog: str, words: list[str], others: Sequence[str]) ->
         asked = planned_request(target, rest, prog, read, reporter().warn, others)
     else:
         asked = request(target, rest, prog, read)
-    return FormCall(asked.source, asked.verb, {})
+    return FormCall((asked.source,), asked.verb, {})
 
 
 def _run_read(form: VerbForm, prog: str, words: list[str]) -> FormCall:
@@ -177,7 +185,7 @@ def _run_read(form: VerbForm, prog: str, words: list[str]) -> FormCall:
     def reader(recipe: "Recipe", saved: Mapping[str, Any]) -> Mapping[str, Any]:
         return request_for(recipe, words, prog, form.options.read, saved, target=target).options
 
-    return FormCall(run, values, {"reader": reader})
+    return FormCall((run,), values, {"reader": reader})
 
 
 def _answered(form: VerbForm, call: FormCall) -> int:
@@ -186,7 +194,7 @@ def _answered(form: VerbForm, call: FormCall) -> int:
     with _kept_stdout() if json else contextlib.nullcontext():
         with reporting(named(form.reporter)(quiet=quiet, json=json)):
             answer = function(
-                call.target, **form.options.given_to_function(call.values), **call.more
+                *call.target, **form.options.given_to_function(call.values), **call.more
             )
         return view(answer, **form.options.given_to_view(call.values))
 

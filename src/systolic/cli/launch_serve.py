@@ -9,7 +9,6 @@ import tyro
 
 from systolic.cli.launch import finish, folder_of, output, without_steps, words
 from systolic.cli.parse import asks_help, parse
-from systolic.cli.serve import ServeOptions
 from systolic.cli.target import first
 from systolic.core.arguments import Required
 from systolic.core.errors import OptionError
@@ -130,13 +129,15 @@ def served_words(text: str) -> list[str]:
     Raises:
         OptionError: an option is unknown, out of range, or set by the launch.
     """
+    from systolic.cli.main import VERBS
+
     found = words("serve", text)
     for word in found:
         if word.partition("=")[0] in TAKEN:
             raise OptionError(
                 f"--serve has {word}, which the launch sets; leave it out, or give --grace-seconds or --keys-secret to launch serve"
             )
-    if models := parse(ServeOptions, found, "systolic serve").models:
+    if models := parse(VERBS["serve"].forms[0].options.read, found, "systolic serve").models:
         raise OptionError(
             f"--serve has {models[0]!r}, which is not an option; the model is the Bundle"
         )

@@ -54,6 +54,7 @@ def options_of(
     view: Callable[..., Any],
     target: str = "",
     beside: Callable[..., Any] | None = None,
+    words: tuple[str, ...] = (),
 ) -> Options:
     """Options of a verb's function and of its view, as keyword parameters with types that words can give.
 
@@ -62,8 +63,10 @@ def options_of(
         view: What shows its result.
         target: Option that gives the function's first parameter; empty where a word without one does.
         beside: A function whose options are read, too, and given to nothing.
+        words: Parameters of the function that are words without an option's name; its other positional ones
+            are options then. () leaves positional parameters to the caller.
     """
-    mine, shown = _parameters(function), _parameters(view)
+    mine, shown = _parameters(function, words), _parameters(view)
     first = _first(function, target) if target else []
     others = [] if beside is None else list(_parameters(beside).values())
     merged = {one.name: one for one in (*first, *mine.values())}
@@ -75,7 +78,7 @@ def options_of(
 
     read.__signature__ = inspect.Signature(list(merged.values()))  # ty: ignore[missing-attribute]
     read.__annotations__ = {name: one.annotation for name, one in merged.items()}
-    read.__doc__ = _documented(function, view, target, beside)
+    read.__doc__ = _documented(function, view, target, beside, words)
     return Options(
         read=read,
         of_function={one.name: parameter for parameter, one in mine.items()},
@@ -88,12 +91,14 @@ def options_of(
     )
 
 
-def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Parameter to the option that gives it: of those by keyword that words can give."""
+def _parameters(
+    function: Callable[..., Any], positional: Collection[str] = ()
+) -> dict[str, inspect.Parameter]:
+    """Parameter to the option that gives it: of those by keyword that words can give; of positional ones, too, where some are ``positional`` words."""
     plain = inspect.unwrap(function)
     typed: dict[str, inspect.Parameter] = {}
     for name, parameter in inspect.signature(plain).parameters.items():
-        if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
+        if parameter.kind is not inspect.Parameter.KEYWORD_ONLY and not positional:
             continue
         kind, extras = _extras(_resolved(parameter.annotation, plain.__globals__))
         words = next(
@@ -107,8 +112,11 @@ def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
             default = default.value
         if words.repeated:
             extras = [*extras, tyro.conf.UseAppendAction]
+        if name in positional:
+            extras = [*extras, tyro.conf.Positional]
         typed[name] = parameter.replace(
             name=words.name or name,
+            kind=inspect.Parameter.KEYWORD_ONLY,
             annotation=Annotated[words.kind, *extras] if extras else words.kind,
             default=default,
         )
@@ -178,22 +186,26 @@ def _documented(
     view: Callable[..., Any],
     target: str,
     beside: Callable[..., Any] | None,
+    words: Collection[str],
 ) -> str:
     """The function's docstring as plain text, with the arguments of both."""
     summary = (inspect.getdoc(function) or "").partition("\n\n")[0]
-    mine = _arguments(function)
+    mine = _arguments(function, positional=words)
     if target:
         first = next(iter(inspect.signature(function).parameters))
         mine = [re.sub(rf"^    {first}:", f"    {target}:", line) for line in mine]
-    others = () if beside is None else _arguments(beside, without=_parameters(function))
-    shown = _arguments(view, without=[*_parameters(function), target])
+    known = _parameters(function, words)
+    others = () if beside is None else _arguments(beside, without=known)
+    shown = _arguments(view, without=[*known, target])
     return _MARKUP.sub("", "\n".join([summary, "", "Args:", *mine, *others, *shown, QUIET_LINE]))
 
 
-def _arguments(function: Callable[..., Any], without: Collection[str] = ()) -> Sequence[str]:
+def _arguments(
+    function: Callable[..., Any], without: Collection[str] = (), positional: Collection[str] = ()
+) -> Sequence[str]:
     """Lines of the docstring's section of arguments, by the names of their options."""
     _, _, section = (inspect.getdoc(function) or "").partition("Args:\n")
-    names = {parameter: one.name for parameter, one in _parameters(function).items()}
+    names = {parameter: one.name for parameter, one in _parameters(function, positional).items()}
     names |= {parameter: f"{parameter}-of-both" for parameter in without}
     return [
         re.sub(r"^    (\w+):", lambda m: f"    {names.get(m[1], m[1])}:", line)

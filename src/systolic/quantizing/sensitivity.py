@@ -3,7 +3,7 @@
 import contextlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from systolic.core.digest import digest
 from systolic.core.errors import OptionError
 from systolic.core.files import write_json
+from systolic.core.reporter import reporter
 from systolic.core.store import cache_home
 from systolic.core.units import si
 from systolic.job import Job, MatrixFormat, Quantization
@@ -210,7 +211,6 @@ def choose(
     rounder: "Rounder",
     formats: Mapping[str, MatrixFormat],
     budget: float,
-    say: Callable[[str], None],
 ) -> Choice:
     """Formats that keep the loss of quality within a budget.
 
@@ -223,10 +223,10 @@ def choose(
     alone: dict[str, float] = {}
     few = measure.fewer(SEARCH_BATCHES)
     for number, (path, how) in enumerate(formats.items()):
-        say(f"sensitivity {number + 1} of {len(formats)}: {path}")
+        reporter().stage(f"sensitivity {number + 1} of {len(formats)}: {path}")
         alone[path] = few.lost(rounder, {path: how})
     current, cost = dict(formats), {path: _cost(lost) for path, lost in alone.items()}
-    say("all together")
+    reporter().stage("all together")
     lost = measure.lost(rounder, current)
     while not lost <= budget:  # a loss that is no number keeps no budget
         expected, known = lost, sum(cost[path] for path in current)
@@ -245,7 +245,7 @@ def choose(
             raise OptionError(
                 f"no matrix can be quantized within --budget {budget:.3g}; give a larger budget, more batches to measure on, or a wider format"
             )
-        say(f"{len(formats) - len(current)} left, measured again")
+        reporter().stage(f"{len(formats) - len(current)} left, measured again")
         lost = measure.lost(rounder, current)
     rows = [
         Sensitivity(
@@ -278,7 +278,6 @@ def moments_of(
     matrices: "Mapping[str, Matrix]",
     formats: Mapping[str, MatrixFormat],
     data: Path,
-    say: Callable[[str], None],
 ) -> "dict[str, np.ndarray]":
     """Second moments of the inputs of the matrices that go to 4 bits, over the first batches of calibration data.
 
@@ -301,7 +300,7 @@ def moments_of(
         raise OptionError(
             f"--calibrate holds {si(size, 'B')} of moments, and the limit is {si(MOST_MOMENTS, 'B')}; leave it out, or keep the widest matrices with --keep"
         )
-    say(f"inputs of {len(shapes)} matrices over {CALIBRATION_BATCHES} batches")
+    reporter().stage(f"inputs of {len(shapes)} matrices over {CALIBRATION_BATCHES} batches")
     job = model.job_on(data)
     steps, weights = model.setup.steps, model.weights
     return input_moments(job, steps, weights, shapes, splits(job, None)[0], CALIBRATION_BATCHES)

@@ -54,7 +54,7 @@ class KeptPrograms:
         }
 
 
-def check_cache(words: Sequence[str], settings: ServeSettings) -> list[KeptPrograms]:
+def kept_programs(words: Sequence[str], settings: ServeSettings) -> list[KeptPrograms]:
     """What a server of these models would find on the disk; reads no weights and compiles nothing.
 
     Raises: as :func:`systolic.serving.server.serve` for a model that can't be opened.

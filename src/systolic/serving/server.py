@@ -19,7 +19,11 @@ from systolic.core.errors import (
 )
 from systolic.data.text.text_data import TextData
 from systolic.job import Job, Precision
+from systolic.serving.batch.options import BatchOptions
+from systolic.serving.http.limits import HttpLimits
+from systolic.serving.layout import ServingLayout
 from systolic.serving.registry import ENDS
+from systolic.serving.text.opening import EngineSizes
 from systolic.session.restored import restored_on_cpu
 from systolic.session.run_files import check_folder
 from systolic.session.trained import (
@@ -32,17 +36,13 @@ from systolic.session.trained import (
 
 if TYPE_CHECKING:
     from systolic.compiling.program_store import ProgramStore
-    from systolic.serving.batch.options import BatchOptions
     from systolic.serving.http.keys import Keys
-    from systolic.serving.http.limits import HttpLimits
     from systolic.serving.http.metrics import BatchMeter, BatchMetrics, TextMetrics
     from systolic.serving.http.process import Address
     from systolic.serving.http.state import ServerState
     from systolic.serving.http.telemetry import EventLog
-    from systolic.serving.layout import ServingLayout
     from systolic.serving.registry import Key, ModelLoad, ReloadPlan, Served
     from systolic.serving.text.engine import Engine
-    from systolic.serving.text.opening import EngineSizes
     from systolic.serving.text.replica_placement import ReplicaPlacement
     from systolic.serving.workload import ModelTraffic, TrafficBook
 
@@ -137,15 +137,21 @@ class LogForm(StrEnum):
     text = "text"
 
 
+def _address() -> "Address":
+    from systolic.serving.http.process import Address
+
+    return Address()
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings:
     """How models are opened and served."""
 
-    address: "Address"
-    limits: "HttpLimits"
-    sizes: "EngineSizes"
-    batch: "BatchOptions"
-    layout: "ServingLayout"
+    address: "Address" = field(default_factory=_address)
+    limits: HttpLimits = HttpLimits()  # noqa: RUF009 (frozen)
+    sizes: EngineSizes = EngineSizes()  # noqa: RUF009
+    batch: BatchOptions = BatchOptions()  # noqa: RUF009
+    layout: ServingLayout = ServingLayout()  # noqa: RUF009 (frozen)
     traffic: "Mapping[str, ModelTraffic]" = field(default_factory=dict)
     """What the models' programs are chosen for, by name."""
     book: "TrafficBook | None" = None

@@ -15,12 +15,11 @@ import pytest
 import torch
 
 from systolic.cli.main import main
-from systolic.cli.serve import ServeOptions, settings
 from systolic.serving.offline import batch as batching
 from systolic.serving.offline.batch import answerer_of
 from systolic.serving.offline.files import digest_of
 from systolic.serving.offline.lines import LineProblem, problem_line, result_id
-from systolic.serving.server import targets
+from systolic.serving.server import ServeSettings, targets
 from systolic.session.trained import open_model
 from tests.formats import folders
 from tests.formats.test_sentences import folder as encoder_folder
@@ -151,7 +150,7 @@ def test_results_of_another_model_are_not_continued(
         (line,) = capsys.readouterr().err.splitlines()
         return line
 
-    answerer_of(targets([str(path)])[0], settings(ServeOptions())).begin(out)
+    answerer_of(targets([str(path)])[0], ServeSettings()).begin(out)
     problem = LineProblem("line-1", "invalid_body", "no")
     id = result_id(1, digest_of(b'{"prompt": "a"}'))
     out.write_bytes(problem_line(id, problem))

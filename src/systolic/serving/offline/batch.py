@@ -1,16 +1,18 @@
 """``systolic batch``: the requests of a file answered by a model, without a server."""
 
 import asyncio
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from systolic.core.errors import MissingExtraError
+from systolic.core.reporter import reporter
 from systolic.formats.outline import model_contents
 from systolic.formats.registry import in_files
 from systolic.job import Precision
+from systolic.serving.http.telemetry import EventLog
 from systolic.serving.offline.answerer import Answerer
 from systolic.serving.offline.files import BatchInput, BatchOutput, BatchProgress
 from systolic.serving.server import ServeSettings, ServeTarget, checked_targets, open_served
@@ -23,6 +25,26 @@ QUEUED = 1 << 16
 """Texts or examples that may wait: lines can have many, and none is refused for others' sake."""
 STALLED_SECONDS = 3600.0
 """Time of a call after which a model that writes no text counts as stuck; nobody waits for a single answer here."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelEvent:
+    """An event of a model that is opened, as the log of a server has it: ``context``, ``compiled``, ``warm``."""
+
+    event: str
+    fields: Mapping[str, Any]
+
+
+class _ReporterLog(EventLog):
+    """A log whose warnings and events the reporter is given."""
+
+    def write(self, event: str, **fields: Any) -> None:
+        """Warns of failures, and of what opening a model warns of; reports all else."""
+        text = fields.get("message") if event == "warning" else fields.get("error")
+        if text:
+            reporter().warn(text)
+        else:
+            reporter().update(ModelEvent(event, fields))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,15 +66,13 @@ class BatchOrder:
     in_flight: int = 0
 
 
-def run_batch(
-    order: BatchOrder, shown: Callable[[BatchProgress], None], warn: Callable[[str], None]
-) -> BatchProgress:
+def run_batch(order: BatchOrder) -> BatchProgress:
     """Answers each line of a file that has no result yet; Ctrl+C ends it when the lines in flight have theirs.
 
+    The reporter is given the progress a few times a second, and a :class:`ModelEvent` for what opening the model tells.
+
     Args:
-        order: What to answer.
-        shown: Called a few times a second with the progress.
-        warn: Called with warnings.
+        order: The requests, the model and the results.
 
     Raises: as :class:`BatchInput`, :class:`BatchOutput`, :func:`checked_targets` and :func:`open_served`, and
         MissingExtraError: the packages of the extra ``serve`` are not installed.
@@ -68,22 +88,15 @@ def run_batch(
             answerer_of(target, order.settings).begin(order.out)
         if not output.left:
             return output.progress
-        return _answered(output, target, order, shown, warn)
+        return _answered(output, target, order)
     finally:
         output.close()
 
 
-def _answered(
-    output: BatchOutput,
-    target: ServeTarget,
-    order: BatchOrder,
-    shown: Callable[[BatchProgress], None],
-    warn: Callable[[str], None],
-) -> BatchProgress:
+def _answered(output: BatchOutput, target: ServeTarget, order: BatchOrder) -> BatchProgress:
     try:
-        from systolic.serving.display.log import OpeningLog
         from systolic.serving.http.metrics import BatchMetrics, Metrics, TextMetrics
-        from systolic.serving.offline.run import BatchRun, WarningLog
+        from systolic.serving.offline.run import BatchRun
         from systolic.serving.registry import ServedText
     except ImportError as error:
         raise MissingExtraError("systolic batch", "serve") from error
@@ -94,17 +107,15 @@ def _answered(
         batch=replace(settings.batch, waiting=QUEUED, stalled_seconds=STALLED_SECONDS),
     )
     texts, batches = TextMetrics(metrics), BatchMetrics(metrics)
-    # A terminal shows a bar instead.
-    log = WarningLog(warn) if sys.stderr.isatty() else OpeningLog(warn)
-    begun = time.monotonic()
+    log, begun = _ReporterLog(), time.monotonic()
     served = open_served(target, settings, texts, batches, log)
     try:
         served.start()
         seconds = round(time.monotonic() - begun, 3)
         log.write("warm", model=served.name, version=served.version, seconds=seconds)
         ahead = AHEAD * settings.sizes.rows if isinstance(served, ServedText) else IN_FLIGHT
-        run = BatchRun(output, served, order.in_flight or ahead, warn)
-        asyncio.run(run.run(shown))
+        run = BatchRun(output, served, order.in_flight or ahead, reporter().warn)
+        asyncio.run(run.run(reporter().update))
         return run.progress
     finally:
         served.drain(0.0)
