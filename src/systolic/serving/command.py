@@ -15,6 +15,7 @@ from systolic.serving.layout import ServingLayout
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from systolic.serving.http.keys import Keys
     from systolic.serving.kept_programs import KeptPrograms
     from systolic.serving.offline.files import BatchProgress
     from systolic.serving.workload import ModelTraffic
@@ -151,31 +152,21 @@ def serve(  # noqa: PLR0913  the options of systolic serve
     """
     words = [str(one) for one in ([models] if isinstance(models, str | Path) else models)]
     try:
-        import systolic.serving.http.process
-        from systolic.serving.http import keys as api_keys
+        from systolic.serving.http.process import Address
     except ImportError as error:
         raise MissingExtraError("systolic serve", "serve") from error
     from systolic.serving import server
     from systolic.serving.workload import TrafficBook
 
     if new_key is not None:
-        if keys is None:
-            raise OptionError("--new-key needs the file that it is added to; add --keys FILE")
-        return NewKey(name=new_key, key=api_keys.new_key(Path(keys), new_key))
+        return _added_key(new_key, keys)
     if not words:
         raise OptionError(
             "systolic serve needs a model; give a run, a Bundle or a Hugging Face folder"
         )
     names = tuple(target.name for target in server.targets(words))
-    allowed = None
-    if keys is not None:
-        allowed = api_keys.Keys(
-            file=Path(keys),
-            rate_per_minute=rate_per_minute,
-            tokens_per_minute=tokens_per_minute,
-        )
     settings = server.ServeSettings(
-        address=systolic.serving.http.process.Address(
+        address=Address(
             host=host,
             port=port,
             tls_cert=None if tls_cert is None else Path(tls_cert),
@@ -200,7 +191,7 @@ def serve(  # noqa: PLR0913  the options of systolic serve
         precision=Precision(precision),
         traffic={} if traffic is None else _traffic(Path(traffic), names),
         book=None if save_traffic is None else TrafficBook(Path(save_traffic)),
-        keys=allowed,
+        keys=_allowed(keys, rate_per_minute, tokens_per_minute),
         model_control=model_control,
         log=server.LogForm(log),
         log_prompts=log_prompts,
@@ -217,6 +208,28 @@ def serve(  # noqa: PLR0913  the options of systolic serve
         reporter().update(Listening(url=f"{scheme}://{host}:{number}", models=names))
 
     return ServerEnd(is_opening=not server.serve(words, settings, listening))
+
+
+def _added_key(name: str, file: Path | str | None) -> NewKey:
+    """A new key, whose hash is in the file.
+
+    Raises: as :func:`~systolic.serving.http.keys.new_key`, and
+        OptionError: there is no file.
+    """
+    from systolic.serving.http.keys import new_key
+
+    if file is None:
+        raise OptionError("--new-key needs the file that it is added to; add --keys FILE")
+    return NewKey(name=name, key=new_key(Path(file), name))
+
+
+def _allowed(file: Path | str | None, requests: int, tokens: int) -> "Keys | None":
+    """Keys of a file, with what each may ask in a minute; ``None`` lets everyone in."""
+    from systolic.serving.http.keys import Keys
+
+    if file is None:
+        return None
+    return Keys(file=Path(file), rate_per_minute=requests, tokens_per_minute=tokens)
 
 
 def _traffic(file: Path, names: Sequence[str]) -> "Mapping[str, ModelTraffic]":
