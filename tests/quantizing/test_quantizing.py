@@ -29,6 +29,7 @@ from systolic.models.quantized.codes import Quantized, held_dtype
 from systolic.quantizing.quantize import Evaluated, quantize
 from systolic.quantizing.rounder import Rounder
 from systolic.quantizing.sensitivity import Measure, choose, moments_of
+from systolic.report.output import print_json
 from systolic.runs.bundle.folder import MANIFEST
 from systolic.serving.text.opening import open_engine
 from systolic.serving.text.request import SamplingParams, TextRequest
@@ -516,3 +517,62 @@ def test_a_run_is_measured_on_its_own_data(source: Path, tmp_path: Path) -> None
     assert np.exp(metrics["loss"]) == pytest.approx(made.before.value, rel=1e-4)
     assert abs(made.after.lost(made.before)) < 0.01
     assert {path.name for path in tmp_path.iterdir()} == {"run", "out", "some.jsonl"}
+
+
+def test_python_writes_what_the_command_writes_and_prints_nothing(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    words = ["--to", "int4", "--group", "32", "--keep", "down", "--batches", "1", "--repeats", "0"]
+    data = str(tmp_path / "text.txt")
+    command = ["quantize", str(source), "--out", str(tmp_path / "a"), *words, "--data", data]
+    assert main([*command, "--json", "--quiet"]) == 0
+    shown, told = capsys.readouterr()
+    assert told == ""
+    made = systolic.quantize_model(
+        str(source), tmp_path / "b", to="int4", group=32, keep=["down"], batches=1, data=data
+    )
+    assert capsys.readouterr() == ("", "")
+    print_json(made.to_json())
+    one, other = json.loads(shown), json.loads(capsys.readouterr().out)
+    assert one.pop("bundle") == str(tmp_path / "a")
+    assert other.pop("bundle") == str(tmp_path / "b")
+    assert one.pop("seconds") > 0
+    assert other.pop("seconds") > 0
+    assert one == other
+    assert {one.path: one.format for one in made.matrices}["blocks/query"].startswith("int4")
+    files = [sorted(path.glob("*.safetensors")) for path in (tmp_path / "a", tmp_path / "b")]
+    assert [one.read_bytes() for one in files[0]] == [one.read_bytes() for one in files[1]]
+
+
+def test_an_interrupt_of_the_timing_leaves_the_result_to_python(
+    int8: Any, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("systolic.quantizing.quantize.quantize", lambda *_, **__: int8)
+    monkeypatch.setattr("systolic.session.speeds.server_call", interrupted)
+    made = systolic.quantize_model(source, int8.path, to=WeightFormat.int8, repeats=1)
+    assert type(made.stopped_by) is KeyboardInterrupt
+    assert (made.path, made.bytes_after, made.speeds) == (int8.path, int8.bytes_after, ())
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"to": "int9"}, "--to is 'int9'; did you mean int8?; it takes int8, int4, fp8, nf4, w8a8"),
+        ({"to": INT4, "activations": True}, "--activations has no int4: "),
+        ({"to": INT4, "group": 3}, "--group is 3, and int4 has a scale for each group"),
+        ({"to": WeightFormat.fp8, "group": 32}, "--group is 32, and fp8 has one scale"),
+        ({"to": "int8", "budget": 0.01}, "--budget has an effect with --auto only"),
+        ({"to": "int8", "auto": True, "budget": 1.0}, "--budget is 1.0; it takes a share"),
+        ({"to": "int8", "auto": True, "budget": "a%"}, "--budget is 'a%'; it takes a share"),
+        ({"to": "int8", "on": "v5"}, "v5 is not the name of a slice; did you mean v5e?"),
+        ({"to": "int8", "batches": -1}, "--batches is -1; it must be at least 0"),
+    ],
+)
+def test_python_is_refused_what_the_command_refuses(options: Any, told: str) -> None:
+    with pytest.raises(systolic.SystolicError) as raised:
+        systolic.quantize_model("nowhere", "out", **options)
+    assert str(raised.value).startswith(told)
