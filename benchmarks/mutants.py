@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = (
-    *("sim", "hlo", "job", "chips", "steps", "models", "training", "artifact", "serving/text"),
+    *("sim", "hlo", "job", "chips", "steps", "models", "training", "runs", "serving/text"),
     *("formats", "planning", "launching"),
 )
 PER_PACKAGE = 5

@@ -107,7 +107,7 @@ def by_hand(recipe: str, seed: int, folder: Path) -> dict[str, Any]:
 
     tuning = tuning_of([*searched(recipe), f"--study={folder / 'x'}"])[0]
     aim, training = tuning.aims[0], []
-    from systolic.session.training import Audience, SessionOptions, start
+    from systolic.training.session import Audience, SessionOptions, start
 
     def objective(trial: Any) -> float:
         source = tuning.source({one.name: one.suggest(trial) for one in tuning.searched})

@@ -34,7 +34,7 @@ IMPORTED = (
     *("systolic.compiling.child", "systolic.runs", "systolic.steps", "systolic.models"),
 )
 MODULES = (
-    *("systolic.compiling.child", "systolic.session.rehearsal"),
+    *("systolic.compiling.child", "systolic.training.rehearsal"),
     *("systolic.formats.program.child", "systolic.formats.program.exported"),
 )
 """Programs of the package that are forked."""

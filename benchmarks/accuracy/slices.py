@@ -2,7 +2,7 @@
 
     python benchmarks/accuracy/slices.py [--published FILE]
 
-Fits the share of a step per doubling of the slices (``systolic.sim.stragglers``) on half of the series and judges it
+Fits the share of a step per doubling of the slices (``systolic.sim.asynchronous``) on half of the series and judges it
 on the other half. What the exchange itself adds is left in: it hides behind compute in these steps.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from systolic.sim.stragglers import SHARE_PER_DOUBLING
+from systolic.sim.asynchronous import SHARE_PER_DOUBLING
 
 HERE = Path(__file__).parent
 FITTED = ("MaxText 16B (global_parameter_scale=16)", "MaxText 22B (scale=3)")

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from systolic.formats.export import Exported
     from systolic.formats.registry import ExportSettings, LiteQuantization
     from systolic.job import MatrixFormat, Sampling, WeightFormat
+    from systolic.launching.command import launch, launch_server, launches, logs, status, stop
     from systolic.planning.command import plan
     from systolic.planning.serving import ServingPlan
     from systolic.quantizing.command import quantize_model
@@ -28,11 +29,11 @@ if TYPE_CHECKING:
     from systolic.session.importing import Imported, import_model
     from systolic.session.public_tuning import tune
     from systolic.session.serving_plan import plan_serving
-    from systolic.session.train_command import resume, train
     from systolic.session.trained import TrainedModel
     from systolic.session.trained import open_model as open
-    from systolic.session.training import TrainResult
     from systolic.session.verifying import Verified, verify_bundle
+    from systolic.training.command import resume, train
+    from systolic.training.session import TrainResult
     from systolic.tuning.results import StudyResult
 
 __version__ = "0.1.0"
@@ -57,7 +58,7 @@ _HOME = {
     "Spread": "systolic.forecasting",
     "StudyResult": "systolic.tuning.results",
     "SystolicError": "systolic.core.errors",
-    "TrainResult": "systolic.session.training",
+    "TrainResult": "systolic.training.session",
     "TrainedModel": "systolic.session.trained",
     "Verified": "systolic.session.verifying",
     "WeightFormat": "systolic.job",
@@ -70,15 +71,21 @@ _HOME = {
     "export_program": "systolic.session.exporting",
     "forecast": "systolic.session.forecast",
     "import_model": "systolic.session.importing",
+    "launch": "systolic.launching.command",
+    "launch_server": "systolic.launching.command",
+    "launches": "systolic.launching.command",
+    "logs": "systolic.launching.command",
     "open": "systolic.session.trained",
     "plan": "systolic.planning.command",
     "plan_serving": "systolic.session.serving_plan",
     "ServingPlan": "systolic.planning.serving",
     "quantize_model": "systolic.quantizing.command",
-    "resume": "systolic.session.train_command",
+    "resume": "systolic.training.command",
     "serve": "systolic.serving.command",
     "slice": "systolic.chips",
-    "train": "systolic.session.train_command",
+    "status": "systolic.launching.command",
+    "stop": "systolic.launching.command",
+    "train": "systolic.training.command",
     "tune": "systolic.session.public_tuning",
     "verify_bundle": "systolic.session.verifying",
 }
@@ -119,6 +126,10 @@ __all__ = [
     "export_program",
     "forecast",
     "import_model",
+    "launch",
+    "launch_server",
+    "launches",
+    "logs",
     "open",
     "plan",
     "plan_serving",
@@ -126,6 +137,8 @@ __all__ = [
     "resume",
     "serve",
     "slice",
+    "status",
+    "stop",
     "train",
     "tune",
     "verify_bundle",

@@ -17,7 +17,7 @@ from systolic.runs.run import JOB, Run
 from systolic.session import traced as session_traced
 from systolic.session.profiles import is_profile, slice_of
 from systolic.session.traced import traced_beside
-from systolic.session.training import Audience, SessionOptions, TrainResult, _finished
+from systolic.training.session import Audience, SessionOptions, TrainResult, _finished
 
 pytestmark = pytest.mark.own_programs
 

@@ -12,9 +12,9 @@ import pytest
 
 from systolic.chips import slice
 from systolic.cli.main import main
-from systolic.session.rehearsal import environment
-from systolic.session.train_view import ROWS
-from systolic.session.train_view import rehearsal_lines as lines
+from systolic.training.display.view import ROWS
+from systolic.training.display.view import rehearsal_lines as lines
+from systolic.training.rehearsal import environment
 
 TINY = f"{Path(__file__).with_name('tiny.py')}:job"
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import systolic
-from systolic.artifact import saved_job
 from systolic.cli.main import main
+from systolic.runs import saved_job
 from tests.compat.reading import ADDED_STEPS, READINGS, environment, losses
 from tests.compat.record import LM, MADE, STEPS, WORK
 

@@ -30,10 +30,10 @@ from systolic.recipes.jobs.source import source_of
 from systolic.runs import Run
 from systolic.runs.access import Access
 from systolic.runs.record import RunRecord, load_run
-from systolic.session.resuming import finished
 from systolic.training.input import training
 from systolic.training.ledger import Ledger
 from systolic.training.probe import Probe
+from systolic.training.resuming import finished
 from systolic.training.setup import first_state, set_up
 from tests.explaining import planted
 from tests.explaining.planted import Fault

@@ -23,7 +23,7 @@ from systolic.forecasting.platforms import GPU_ERROR, STAND_IN
 from systolic.forecasting.run import of_outcome
 from systolic.hlo import Groups, parse
 from systolic.report.terminal import plain
-from systolic.sim.gpu_network import switched
+from systolic.sim.network import switched
 from systolic.sim.roofline import ModuleSource, Peaks, gpu_peaks, roofline
 from systolic.sim.timeline import PricedBy
 

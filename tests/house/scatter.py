@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from systolic.cli.main import VERBS
 from tests.house.budget import ROOT
 from tests.house.journeys import CHAT_CLASSES, JOURNEYS, files
 from tests.house.trees import nodes, tree
@@ -32,7 +33,7 @@ BAD_STARTS = ("Of", "What", "Where", "Those", "Told", "As")
 EMPTY_NAMES = ("one", "found", "made", "asked", "given", "told")
 """Names that say nothing of what they name."""
 DECLARING = {
-    "train": ("train to the update", "session/public.py"),
+    "train": ("train to the update",),
     "plan": ("plan",),
     "forecast": ("forecast to the printed time",),
 }
@@ -91,10 +92,7 @@ def declarations(package: Path) -> dict[tuple[str, str], list[str]]:
     A declaration is a parameter that its function's docstring explains, or a field that its class's docstring or a
     string below it does.
     """
-    options = {}
-    for verb in DECLARING:
-        for name in _explained_fields(package / "cli" / f"{verb}.py"):
-            options[verb, name] = []
+    options = {(verb, name): [] for verb in DECLARING for name in _options(verb, package)}
     for verb, (journey, *more) in DECLARING.items():
         for file in [*files(JOURNEYS[journey]), *more]:
             for where, name in _explained(package / file):
@@ -103,8 +101,12 @@ def declarations(package: Path) -> dict[tuple[str, str], list[str]]:
     return options
 
 
-def _explained_fields(path: Path) -> set[str]:
-    """Options of a verb: fields of the classes ``…Options`` in its file."""
+def _options(verb: str, package: Path) -> set[str]:
+    """Options of a verb: of its forms, or fields of the classes ``…Options`` in its file."""
+    if forms := VERBS[verb].forms:
+        known = [form.options for form in forms if not form.word]
+        return {name for one in known for name in (*one.of_function, *one.of_view)}
+    path = package / "cli" / f"{verb}.py"
     return {name for where, name in _explained(path) if where.endswith("Options")}
 
 

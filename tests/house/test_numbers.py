@@ -31,9 +31,9 @@ ALLOWED: dict[str, str] = {
     "sim/incomplete.py:_SECONDS": "units of time",
     "sim/masks.py:_STEPS": SEARCH,
     "sim/price.py:_SMALL": SEARCH,
-    "sim/consumers.py:_LEAST_BYTES": SEARCH,
+    "sim/roofline.py:_LEAST_BYTES": SEARCH,
     "sim/simulate.py:MUCH": SEARCH,
-    "sim/gpu_network.py:_ROUNDS": COUNTED,
+    "sim/network.py:_ROUNDS": COUNTED,
     "sim/traffic.py:WORD_BITS": "the layout of arrays in HLO",
     "sim/work.py:PASSES": "XLA's bf16_6x and bf16_3x",
 }

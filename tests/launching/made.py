@@ -14,7 +14,7 @@ import yaml
 from systolic.chips import Slice, chips, slice
 from systolic.chips.slices import named_slices
 from systolic.launching import Launch, Prepared, Site
-from systolic.session.launched import LOCAL
+from systolic.launching.record import LOCAL
 
 IMAGE = "us-docker.pkg.dev/project/repository/systolic:1"
 HEADER = "# Made by: systolic launch lm --on v5e-16\n"

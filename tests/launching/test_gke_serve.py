@@ -201,7 +201,7 @@ def test_it_is_not_root_and_holds_no_secret() -> None:
     (keys,) = [one for one in spec["volumes"] if one["name"] == "keys"]
     # Not writable by others, otherwise the server rejects the keys.
     assert keys["secret"] == {"secretName": "keys", "defaultMode": 0o440}
-    image = (Path(__file__).parents[2] / "src/systolic/session/docker/Dockerfile.jinja").read_text()
+    image = (Path(__file__).parents[2] / "src/systolic/serving/docker/Dockerfile.jinja").read_text()
     assert f"USER {spec['securityContext']['runAsUser']}" in image
     assert ["/srv", "/var/cache/systolic"][1] in {
         one["mountPath"] for one in container["volumeMounts"]

@@ -1,6 +1,6 @@
 """When the launch waits for a slice, and when it continues without it."""
 
-from systolic.launching.remaining import Next, Remaining
+from systolic.launching.supervisor import Next, Remaining
 
 
 def test_a_slice_is_waited_for_and_then_left_out() -> None:

@@ -15,8 +15,15 @@ import psutil
 import pytest
 
 from systolic.launching.local import SETTINGS
-from systolic.launching.remaining import Remaining
-from systolic.launching.supervisor import LOGS, STATE, Supervisor, identity, lives, unsaved
+from systolic.launching.supervisor import (
+    LOGS,
+    STATE,
+    Remaining,
+    Supervisor,
+    identity,
+    lives,
+    unsaved,
+)
 
 PATIENCE_SECONDS = 60
 

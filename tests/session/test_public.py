@@ -28,7 +28,7 @@ from systolic.recipes.jobs.source import source_of, with_plan
 from systolic.runs import Run
 from systolic.runs.plan_choice import read
 from systolic.runs.saved_job import job_from_json, types_of
-from systolic.session.training import Audience
+from systolic.training.session import Audience
 from systolic.training.setup import set_up
 from tests.formats.outlines import outline
 from tests.planning import fabricated

@@ -29,7 +29,7 @@ def test_a_constant_says_what_it_is(folder: str, table: str, name: str) -> None:
 
 
 def test_values() -> None:
-    assert constant("switched.link_efficiency") == 370 / 450
+    assert constant("network.switched_link_efficiency") == 370 / 450
     assert constant("roofline.attention") == ((64, 0.41), (128, 0.61))
 
 

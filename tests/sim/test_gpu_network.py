@@ -2,7 +2,7 @@ import pytest
 
 from systolic.chips import slice
 from systolic.hlo import Groups
-from systolic.sim.gpu_network import switched
+from systolic.sim.network import switched
 
 LINKS = switched(slice("16xh100"))
 

@@ -8,7 +8,7 @@ from systolic.chips import slice
 from systolic.hlo import Computation, Instruction, Module
 from systolic.sim.grouped import chosen, grouped_cost, grouped_of, pace_of, seconds_of
 from systolic.sim.kernels import computation_bytes
-from systolic.sim.masked import VISITED, masked_seconds, masked_share
+from systolic.sim.price import VISITED, masked_seconds, masked_share
 from systolic.sim.rates import Rates, f32_passes, rates_of
 from systolic.sim.simulate import simulate
 from tests.recorded import hlo, operations

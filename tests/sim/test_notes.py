@@ -5,8 +5,8 @@ import pytest
 from systolic.chips import slice
 from systolic.forecasting.cautions import cautions_of
 from systolic.hlo import parse
-from systolic.sim.notes import merged
 from systolic.sim.simulate import simulate
+from systolic.sim.timeline import merged
 
 KERNEL = (
     "kernel {}: balanced routing, {} groups of equal size, each begun inside a tile of 128 rows"

@@ -10,7 +10,7 @@ import pytest
 
 from systolic import recipes
 from systolic.cli.main import main
-from systolic.session.training import ReporterWatcher
+from systolic.training.session import ReporterWatcher
 from tests.training.sessions import losses
 
 SIZES = ("--model.layers", "1", "--model.d-model", "16", "--model.d-ff", "32", "--model.heads", "2")

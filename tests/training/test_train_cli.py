@@ -14,8 +14,8 @@ from systolic.cli.target import request_for
 from systolic.job import Layout
 from systolic.runs import Run
 from systolic.runs.job_record import JobRecord, RunFlags
-from systolic.session.resuming import OpenedRun, continued
-from systolic.session.training import ReporterWatcher, SessionOptions
+from systolic.training.resuming import OpenedRun, continued
+from systolic.training.session import ReporterWatcher, SessionOptions
 from tests.training.sessions import losses
 
 RECIPE = f"{Path(__file__).with_name('tiny.py')}:job"

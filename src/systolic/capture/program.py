@@ -36,7 +36,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Captured:
-    """What a program's step compiled to."""
+    """Compiled step of a program."""
 
     command: str
     """The program as it was started."""
@@ -234,7 +234,7 @@ def _reason(events: Sequence[Mapping[str, Any]], text: str, code: int, on: Slice
 
 
 def _called(told: Mapping[str, Any]) -> str:
-    """What a program that failed had called, any of which may be its step."""
+    """Functions that a failed program had called, any of which may be its step."""
     names = told.get("called")
     if not names or told.get("ours"):
         return ""

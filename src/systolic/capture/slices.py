@@ -28,9 +28,9 @@ class StepFlops:
     """FLOPs of a step's matmuls over all devices; programs without any, and those of unknown work, have 0."""
 
     written: float = 0.0
-    """As the program wrote them, loops with the trips of the compiled program: what several devices compute alike counts once."""
+    """FLOPs as the program wrote them, loops with the trips of the compiled program: what several devices compute alike counts once."""
     executed: float = 0.0
-    """As the compiled programs execute them, loops with their trips: recomputed and replicated ones count."""
+    """FLOPs as the compiled programs execute them, loops with their trips: recomputed and replicated ones count."""
     is_least: bool = False
     """Whether ``written`` leaves some out: a loop whose trips are not known from its program either, and a program that came lowered."""
 
@@ -41,7 +41,7 @@ class Ranking:
 
     table: ForecastTable
     notes: Sequence[str]
-    """What the comparison rests on."""
+    """Basis of the comparison."""
     goal: str = ""
     """``cost`` or ``time``."""
     quick: bool = True

@@ -48,9 +48,9 @@ class Figure:
     note: str = ""
     region: str = ""
     by_region: tuple[tuple[str, float], ...] = ()
-    """Of a price: what other regions pay."""
+    """Price in other regions, by region."""
     in_pod: float | None = None
-    """Of a price: of a chip in a slice of several hosts."""
+    """Price of a chip in a slice of several hosts."""
 
     def rate(self, zone: str, *, pod: bool) -> tuple[Any, str]:
         """The price in a zone, and the region that it is of, which is another where no source gives the zone's.

@@ -109,7 +109,7 @@ class SliceRule:
 
 @cache
 def _named_chips(rule: SliceRule) -> tuple[int, ...]:
-    """Those of a rule, once: every name that is looked up is compared with them."""
+    """Chip counts that a rule names, computed once: every name that is looked up is compared with them."""
     if rule.sizes is Sizes.listed:
         return tuple(sorted(rule.listed_chips))
     if rule.sizes is Sizes.powers_of_two:

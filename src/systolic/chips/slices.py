@@ -127,7 +127,7 @@ class Slice:
 
 SLICE = Wording("a slice or its name, such as 'v5e-16'")
 SLICES = Wording("slices or their names, such as 'v6e-8,v5e-8'")
-"""What parameters that are slices take, for messages."""
+"""Wording of parameters that take slices, for messages."""
 
 
 @with_types

@@ -102,7 +102,7 @@ def _exported(options: ExportOptions, out: Path, say: Callable[[str], None]) -> 
         OptionError: an option is given that the format does not have.
     """
     from systolic.formats.gguf.writer import GgufOptions
-    from systolic.session.docker.folder import ImageOptions
+    from systolic.serving.docker.folder import ImageOptions
     from systolic.session.exporting import export_model, export_program
 
     image = ImageOptions(platform=options.for_, mount=options.mount)

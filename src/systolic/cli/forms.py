@@ -2,6 +2,7 @@
 
 import contextlib
 import enum
+import inspect
 import os
 import shlex
 import sys
@@ -12,9 +13,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from systolic.cli.parse import known, parse, print_verb_help
+from systolic.cli.parse import asks_help, known, parse, print_verb_help
 from systolic.cli.signature import Options, options_of
 from systolic.cli.target import first, planned_request, request, request_for
+from systolic.core.command_line import typed
 from systolic.core.errors import OptionError
 from systolic.core.files import check_writable
 from systolic.core.reporter import reporter, reporting
@@ -22,6 +24,7 @@ from systolic.core.reporter import reporter, reporting
 if TYPE_CHECKING:
     from systolic.recipes import Recipe
 
+HELP = ("-h", "--help")
 END = "--"
 """The words after it are a program's."""
 
@@ -31,14 +34,24 @@ class TargetKind(enum.Enum):
 
     recipe = enum.auto()
     """A recipe or a model, whose own options follow, too."""
+    recipe_as_typed = enum.auto()
+    """The same; paths stay as they were typed, for machines elsewhere."""
     run = enum.auto()
     """A run, as the value of the form's option; options of its recipe follow, in place of its own."""
     path = enum.auto()
     """A path, as the value of the form's option."""
     program = enum.auto()
     """Nothing; a program follows its options, after ``--``."""
+    word = enum.auto()
+    """One word, before or among the options, which the function's first parameter describes."""
     words = enum.auto()
-    """Values of the function's parameters that the form's ``words`` name: a model, files."""
+    """Words before or among the options, for the function's parameters that the form's ``words`` name."""
+    nothing = enum.auto()
+    """Options alone."""
+
+
+OPTIONS_ALONE = (TargetKind.nothing, TargetKind.words)
+"""Kinds whose function is called with keyword arguments alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,20 +78,28 @@ class VerbForm:
     usage: str = ""
     """``module:NAME`` of the help of a form with a word of its own."""
     reporter: str = "systolic.report.stderr:StderrReporter"
-    """``module:name`` of what shows progress and warnings."""
+    """``module:name`` of what shows progress and warnings; made with the options that its parameters name."""
 
     @property
     def options(self) -> Options:
         """Options of the function and of the view."""
         beside = named(self.beside) if self.beside else None
-        return options_of(named(self.function), named(self.view), self.option, beside, self.words)
+        takes_word = self.takes is TargetKind.word
+        return options_of(
+            named(self.function),
+            named(self.view),
+            self.option,
+            beside,
+            takes_word=takes_word,
+            words=self.words,
+        )
 
     def is_chosen(self, args: Sequence[str]) -> bool:
         """Whether the words ask for this form rather than for the verb's first."""
         if self.word:
             return args[:1] == [self.word]
         if self.option:
-            return bool(args) and args[0].partition("=")[0] == f"--{self.option}"
+            return args[:1] != [] and args[0].partition("=")[0] == f"--{self.option}"
         if self.with_option:
             return any(word.partition("=")[0] == f"--{self.with_option}" for word in args)
         return self.takes is TargetKind.program and END in args
@@ -87,8 +108,7 @@ class VerbForm:
 class FormCall(NamedTuple):
     """A form's function with what a command line gives it."""
 
-    target: tuple[Any, ...]
-    """The function's first argument; () where options are all that it takes."""
+    target: Any
     values: SimpleNamespace
     """Options of the form."""
     more: Mapping[str, Any]
@@ -106,19 +126,19 @@ def run_forms(verb: str, usage: str, forms: Sequence[VerbForm], args: Sequence[s
 
     Args:
         verb: Its name.
-        usage: ``module:NAME`` of the text above the options in the help.
+        usage: ``module:NAME`` of the text above the options in the help; "" where the docstring is that.
         forms: The first is that of words which choose no other.
         args: Words after the verb.
     """
-    asks = not args and forms[0].takes is not TargetKind.words
-    if asks or args[:1] in (["-h"], ["--help"]):
+    asks = args[0] in HELP if args else forms[0].takes is not TargetKind.words
+    if usage and asks:
         shown = [replace(form, beside="").options.read for form in forms if not form.word]
         return print_verb_help(named(usage), *shown)
     form = next((one for one in forms if one.is_chosen(args)), forms[0])
     words, prog = list(args), verb
     if form.word:
         words, prog = words[1:], f"{verb} {form.word}"
-        if not words or words[0] in ("-h", "--help"):
+        if words[0] in HELP if words else form.takes is TargetKind.recipe:
             return print_verb_help(named(form.usage), form.options.read)
     if form is forms[0]:
         _refuse_late(verb, forms, words)
@@ -127,7 +147,8 @@ def run_forms(verb: str, usage: str, forms: Sequence[VerbForm], args: Sequence[s
     for name in form.options.written:
         if (path := getattr(call.values, name)) is not None:
             check_writable(path)
-    return _answered(form, call)
+    with typed(("systolic", verb, *args)):
+        return _answered(form, call)
 
 
 def _refuse_late(verb: str, forms: Sequence[VerbForm], words: Sequence[str]) -> None:
@@ -159,20 +180,27 @@ def _read(form: VerbForm, prog: str, words: list[str], others: Sequence[str]) ->
             raise OptionError(
                 f"systolic {prog} has no program after --; add it: -- python train.py --steps 10"
             )
-        return FormCall((command,), values, {})
+        return FormCall(command, values, {})
     if form.takes is TargetKind.path:
         values = parse(read, words, f"systolic {prog}")
-        return FormCall((getattr(values, form.option),), values, {})
-    if form.takes is TargetKind.words:
-        return FormCall((), parse(read, words, f"systolic {prog}"), {})
+        return FormCall(getattr(values, form.option), values, {})
     if form.takes is TargetKind.run:
         return _run_read(form, prog, words)
+    words = [form.options.short.get(word, word) for word in words]
+    if form.takes in OPTIONS_ALONE:
+        return FormCall(None, parse(read, words, f"systolic {prog}"), {})
+    if form.takes is TargetKind.word:
+        if form.needs and not asks_help(words):
+            first(words, prog, form.needs)
+        values = parse(read, words, f"systolic {prog}")
+        return FormCall(getattr(values, form.options.word), values, {})
     target, rest = first(words, prog, form.needs)
     if "plan" in form.options.of_function:
         asked = planned_request(target, rest, prog, read, reporter().warn, others)
     else:
         asked = request(target, rest, prog, read)
-    return FormCall((asked.source,), asked.verb, {})
+    as_typed = form.takes is TargetKind.recipe_as_typed
+    return FormCall(asked.as_typed if as_typed else asked.source, asked.verb, {})
 
 
 def _run_read(form: VerbForm, prog: str, words: list[str]) -> FormCall:
@@ -185,17 +213,17 @@ def _run_read(form: VerbForm, prog: str, words: list[str]) -> FormCall:
     def reader(recipe: "Recipe", saved: Mapping[str, Any]) -> Mapping[str, Any]:
         return request_for(recipe, words, prog, form.options.read, saved, target=target).options
 
-    return FormCall((run,), values, {"reader": reader})
+    return FormCall(run, values, {"reader": reader})
 
 
 def _answered(form: VerbForm, call: FormCall) -> int:
     function, view = named(form.function), named(form.view)
-    quiet, json = call.values.quiet, vars(call.values).get("json", False)
-    with _kept_stdout() if json else contextlib.nullcontext():
-        with reporting(named(form.reporter)(quiet=quiet, json=json)):
-            answer = function(
-                *call.target, **form.options.given_to_function(call.values), **call.more
-            )
+    shown, values = named(form.reporter), vars(call.values)
+    parameters = inspect.signature(shown).parameters
+    targets = () if form.takes in OPTIONS_ALONE else (call.target,)
+    with _kept_stdout() if values.get("json", False) else contextlib.nullcontext():
+        with reporting(shown(**{n: value for n, value in values.items() if n in parameters})):
+            answer = function(*targets, **form.options.given_to_function(call.values), **call.more)
         return view(answer, **form.options.given_to_view(call.values))
 
 

@@ -68,49 +68,107 @@ VERBS = {
         "explain", "why a run, a step or a profile is slow or fails to learn, and what to change"
     ),
     "train": Verb(
-        "systolic.session.train_command:USAGE",
+        "systolic.training.command:USAGE",
         "trains a recipe; resumes with --resume RUN; rehearses with --rehearse SLICE",
         (
             VerbForm(
-                function="systolic.session.train_command:train",
-                view="systolic.session.train_view:show",
-                reporter="systolic.session.train_view:TrainReporter",
+                function="systolic.training.command:train",
+                view="systolic.training.display.view:show",
+                reporter="systolic.training.display.view:TrainReporter",
                 takes=TargetKind.recipe,
                 needs="a recipe",
             ),
             VerbForm(
-                function="systolic.session.train_command:resume",
-                view="systolic.session.train_view:show",
-                reporter="systolic.session.train_view:TrainReporter",
+                function="systolic.training.command:resume",
+                view="systolic.training.display.view:show",
+                reporter="systolic.training.display.view:TrainReporter",
                 takes=TargetKind.run,
                 option="resume",
             ),
             VerbForm(
-                function="systolic.session.train_command:replay",
-                view="systolic.session.train_view:show_replay",
+                function="systolic.training.command:replay",
+                view="systolic.training.display.view:show_replay",
                 takes=TargetKind.path,
                 option="replay",
             ),
             VerbForm(
-                function="systolic.session.train_command:rehearse",
-                view="systolic.session.train_view:show_rehearsal",
-                reporter="systolic.session.train_view:RehearsalReporter",
+                function="systolic.training.command:rehearse",
+                view="systolic.training.display.view:show_rehearsal",
+                reporter="systolic.training.display.view:RehearsalReporter",
                 takes=TargetKind.recipe,
                 needs="a recipe",
                 with_option="rehearse",
-                beside="systolic.session.train_command:train",
+                beside="systolic.training.command:train",
             ),
         ),
     ),
     "tune": Verb("tune", "searches the settings that train a recipe best"),
     "launch": Verb(
-        "launch",
+        "systolic.launching.command:USAGE",
         "trains a recipe on another platform: writes its files, shows the bill, submits",
+        (
+            VerbForm(
+                function="systolic.launching.command:launch",
+                view="systolic.launching.view:show_launch",
+                reporter="systolic.launching.view:LaunchReporter",
+                takes=TargetKind.recipe_as_typed,
+                needs="a recipe",
+            ),
+            VerbForm(
+                function="systolic.launching.command:launch_server",
+                view="systolic.launching.view:show_launch",
+                reporter="systolic.launching.view:LaunchReporter",
+                takes=TargetKind.word,
+                needs="a Bundle, or gs://BUCKET/FOLDER",
+                word="serve",
+                usage="systolic.launching.command:SERVE_USAGE",
+            ),
+        ),
     ),
-    "runs": Verb("runs", "lists launches: where, at what price, what they have used"),
-    "status": Verb("status", "shows the state of a launch"),
-    "logs": Verb("logs", "prints the output of a launch; -f follows it"),
-    "stop": Verb("stop", "stops a launch, after its training has saved"),
+    "runs": Verb(
+        "",
+        "lists launches: where, at what price, what they have used",
+        (
+            VerbForm(
+                function="systolic.launching.command:launches",
+                view="systolic.launching.view:show_runs",
+                takes=TargetKind.nothing,
+            ),
+        ),
+    ),
+    "status": Verb(
+        "",
+        "shows the state of a launch",
+        (
+            VerbForm(
+                function="systolic.launching.command:status",
+                view="systolic.launching.view:show_status",
+                takes=TargetKind.word,
+            ),
+        ),
+    ),
+    "logs": Verb(
+        "",
+        "prints the output of a launch; -f follows it",
+        (
+            VerbForm(
+                function="systolic.launching.command:logs",
+                view="systolic.launching.view:show_logs",
+                takes=TargetKind.word,
+            ),
+        ),
+    ),
+    "stop": Verb(
+        "",
+        "stops a launch, after its training has saved",
+        (
+            VerbForm(
+                function="systolic.launching.command:stop",
+                view="systolic.launching.view:show_stop",
+                takes=TargetKind.word,
+            ),
+        ),
+    ),
     "import": Verb(
         "import_model",
         "writes a Hugging Face model as a Bundle, and checks that it computes the same",

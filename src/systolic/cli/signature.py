@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import tyro
 
 from systolic.core.arguments import NO_VALUE, OptionWords, OutputPath
+from systolic.core.ranges import dashed
 
 QUIET = inspect.Parameter("quiet", inspect.Parameter.KEYWORD_ONLY, annotation=bool, default=False)
 """The option that every verb has beside those of its function and view."""
@@ -38,6 +39,10 @@ class Options(NamedTuple):
     """Option to the view's parameter."""
     written: frozenset[str]
     """Options whose path is written."""
+    short: Mapping[str, str]
+    """Short form to the option: ``-f`` to ``--follow``."""
+    word: str = ""
+    """The positional argument, where the form takes one."""
 
     def given_to_function(self, values: SimpleNamespace) -> dict[str, Any]:
         """Arguments of the function."""
@@ -54,6 +59,8 @@ def options_of(
     view: Callable[..., Any],
     target: str = "",
     beside: Callable[..., Any] | None = None,
+    *,
+    takes_word: bool = False,
     words: tuple[str, ...] = (),
 ) -> Options:
     """Options of a verb's function and of its view, as keyword parameters with types that words can give.
@@ -63,11 +70,13 @@ def options_of(
         view: What shows its result.
         target: Option that gives the function's first parameter; empty where a word without one does.
         beside: A function whose options are read, too, and given to nothing.
+        takes_word: Whether the first parameter is a word that stands anywhere among the options, as ``NAME``.
         words: Parameters of the function that are words without an option's name; its other positional ones
             are options then. () leaves positional parameters to the caller.
     """
     mine, shown = _parameters(function, words), _parameters(view)
     first = _first(function, target) if target else []
+    first += _positional(function) if takes_word else []
     others = [] if beside is None else list(_parameters(beside).values())
     merged = {one.name: one for one in (*first, *mine.values())}
     for one in (*others, *shown.values(), QUIET):
@@ -88,6 +97,13 @@ def options_of(
             for name, one in merged.items()
             if any(isinstance(extra, OutputPath) for extra in _extras(one.annotation)[1])
         ),
+        short={
+            extra.short: f"--{dashed(name)}"
+            for name, one in merged.items()
+            for extra in _extras(one.annotation)[1]
+            if isinstance(extra, OptionWords) and extra.short
+        },
+        word=first[0].name if takes_word else "",
     )
 
 
@@ -130,6 +146,14 @@ def _first(function: Callable[..., Any], option: str) -> list[inspect.Parameter]
     kind, _ = _extras(_resolved(parameter.annotation, plain.__globals__))
     keyword = inspect.Parameter.KEYWORD_ONLY
     return [parameter.replace(name=option, kind=keyword, annotation=_narrowed(kind))]
+
+
+def _positional(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The function's first parameter as a word, which help and messages call by its name in capitals."""
+    parameter = next(iter(inspect.signature(inspect.unwrap(function)).parameters.values()))
+    shown = tyro.conf.arg(metavar=parameter.name.upper())
+    kind = Annotated[str, tyro.conf.Positional, shown]
+    return [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=kind)]
 
 
 def _resolved(annotation: Any, names: Mapping[str, Any]) -> Any:
@@ -190,11 +214,10 @@ def _documented(
 ) -> str:
     """The function's docstring as plain text, with the arguments of both."""
     summary = (inspect.getdoc(function) or "").partition("\n\n")[0]
-    mine = _arguments(function, positional=words)
+    mine, known = _arguments(function, positional=words), _parameters(function, words)
     if target:
         first = next(iter(inspect.signature(function).parameters))
         mine = [re.sub(rf"^    {first}:", f"    {target}:", line) for line in mine]
-    known = _parameters(function, words)
     others = () if beside is None else _arguments(beside, without=known)
     shown = _arguments(view, without=[*known, target])
     return _MARKUP.sub("", "\n".join([summary, "", "Args:", *mine, *others, *shown, QUIET_LINE]))

@@ -53,11 +53,18 @@ class Request(Generic[Options]):
     @property
     def source(self) -> "JobSource":
         """The recipe with these options; no path depends on the working directory."""
-        from systolic.recipes.jobs.source import JobSource
         from systolic.runs import paths
 
-        options = paths.absolute(dict(self.options))
-        return JobSource(recipe=self.recipe, options=options, given=self.names, chosen=self.chosen)
+        return replace(self.as_typed, options=paths.absolute(dict(self.options)))
+
+    @property
+    def as_typed(self) -> "JobSource":
+        """The recipe with these options, and paths as they were typed."""
+        from systolic.recipes.jobs.source import JobSource
+
+        return JobSource(
+            recipe=self.recipe, options=self.options, given=self.names, chosen=self.chosen
+        )
 
     @property
     def names(self) -> frozenset[str]:

@@ -62,7 +62,7 @@ class Compiler:
     flags: Sequence[str] = ()
     """All compiler flags, ``--xla_tpu_…=…``; empty for XLA's defaults."""
     runtime: Sequence[str] = ()
-    """Those of ``flags`` without a per-program option in XLA, set in the child's environment."""
+    """Flags without a per-program option in XLA, set in the child's environment."""
     options: Mapping[str, Any] = field(default_factory=dict)
     save: bool = False
     """Whether to keep the serialized executable."""

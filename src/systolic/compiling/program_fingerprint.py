@@ -1,4 +1,4 @@
-"""What a compiled program depends on beside its own name and sizes, as named parts that can be read and compared.
+"""Dependencies of a compiled program beside its own name and sizes, as named parts that can be read and compared.
 
 They are known without tracing. A part too many costs a compile; a part too few would run a wrong program, so
 all settings of JAX and the sources of every package that a traced function can call are in.
@@ -43,7 +43,7 @@ COMPILERS = (
 VARIABLES = ("LIBTPU_", "NVIDIA_TF32", "TPU_MEGACORE", "XLA_")
 """Beginnings of environment variables that compilers and runtimes read."""
 ELSEWHERE = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-"""Those compared as flags."""
+"""Variables that are compared as flags."""
 HARMLESS = (
     "jax_compilation_cache",
     "jax_debug_log_modules",

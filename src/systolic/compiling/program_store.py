@@ -45,7 +45,7 @@ class ProgramSpec:
     name: str
     """Such as ``decode 4, 10 pages``."""
     sizes: Mapping[str, Any] = field(default_factory=dict)
-    """What its function closes over."""
+    """Sizes that its function closes over."""
     arguments: tuple[Any, ...]
     """Arrays or ShapeDtypeStructs with shardings."""
     outputs: Any = None
@@ -65,12 +65,12 @@ class ReadyProgram:
 
     @property
     def total_seconds(self) -> float:
-        """Of all phases."""
+        """Seconds of all phases."""
         return sum(self.seconds.values())
 
 
 class EntryState(StrEnum):
-    """What a start would find of a program on the disk."""
+    """State of a program on the disk, as a start would find it."""
 
     hit = "hit"
     absent = "absent"
@@ -84,7 +84,7 @@ class EntryState(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class EntryCheck:
-    """What a start would find of a program on the disk."""
+    """Check of a program on the disk, before a start."""
 
     program: str
     state: EntryState

@@ -1,4 +1,4 @@
-"""What :mod:`systolic.compiling.pickled` describes, made again in the child on the devices of the slice."""
+"""Meshes, devices and classes that :mod:`systolic.compiling.pickled` describes, made again in the child on the devices of the slice."""
 
 import contextlib
 import functools

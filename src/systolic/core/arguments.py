@@ -66,6 +66,8 @@ class OptionWords:
     """Whether the option is given once for each of its values."""
     name: str = ""
     """Name of the option, where it is another than the parameter's."""
+    short: str = ""
+    """A short form of a switch: ``-f``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,7 @@ def with_types(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def command_of(function: Callable[P, R]) -> Callable[P, R]:
-    """As :func:`with_types`, for the public function of a verb: messages about text write its parameter as the option, ``--on``."""
+    """Variant of :func:`with_types` for the public function of a verb: messages about text write its parameter as the option, ``--on``."""
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -301,7 +303,7 @@ def _members(kind: Any) -> dict[str, Any]:
 
 
 def _takes(kind: Any) -> str:
-    """What an option of a type takes; empty for a type that is not checked."""
+    """Wording of what an option of a type takes; empty for a type that is not checked."""
     if typing.get_origin(kind) is typing.Literal:
         return _listed(map(repr, typing.get_args(kind)))
     if typing.get_origin(kind) is tuple:

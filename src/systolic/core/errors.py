@@ -79,7 +79,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def misspelt(name: str, known: Iterable[str]) -> str:
-    """As :func:`nearest`, for a name that a file holds: only of one that can be a slip of the keyboard.
+    """Hint as of :func:`nearest` for a name from a file, given only for slips of the keyboard.
 
     ``gemma`` is no misspelt ``gemma3``, nor ``gpt_neox`` ``gpt_oss``: they are other things.
     """

@@ -100,7 +100,7 @@ def write_atomically(path: Path, data: bytes | str) -> None:
 
 
 def cure(path: Path, error: OSError) -> str:
-    """What a user does after ``path`` could not be written."""
+    """Advice after ``path`` could not be written."""
     if error.errno in FULL:
         return "free some space or choose another folder"
     return f"no file can be made there, in {_nearest(path)}: choose another folder"

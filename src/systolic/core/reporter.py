@@ -22,10 +22,10 @@ class Reporter:
         """The piece of work that began last is over, or failed."""
 
     def stage(self, text: str) -> None:
-        """What the work does now, in a few words: ``compiling``."""
+        """Shows what the work does now, in a few words: ``compiling``."""
 
     def update(self, state: Any) -> None:
-        """Where a search, a study or a training stands: a record of its own package."""
+        """Shows how far a search, a study or a training is: a record of its own package."""
 
     def warn(self, text: str) -> None:
         """One line that a user should read, now; results hold it too where they have warnings."""
@@ -35,7 +35,7 @@ _current = Reporter()
 
 
 def reporter() -> Reporter:
-    """What work reports to now."""
+    """The reporter in place."""
     return _current
 
 

@@ -29,7 +29,7 @@ WORDS = {"true": 1.0, "false": 0.0, "yes": 1.0, "no": 0.0}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableInputs:
-    """What rows must hold."""
+    """Columns that rows must hold."""
 
     fields: Mapping[str, Field]
     """The inputs that the model reads, by name."""

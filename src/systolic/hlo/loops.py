@@ -60,14 +60,14 @@ Shares = Mapping[tuple[int, ...], float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoopCounts:
-    """What counters decide in a program."""
+    """Trips and branches that counters decide in a program."""
 
     loops: Mapping[str, LoopTrips]
     """Trips of every ``while`` that the entry reaches, by its name."""
     branches: Mapping[str, Shares]
     """Branches of every ``conditional`` that runs, by its name."""
     by_device: Mapping[str, Sequence[Shares]] = field(default_factory=dict)
-    """Of conditionals that not all devices decide alike, the different ones."""
+    """Shares of the branches by conditional, where not all devices decide alike."""
     apart: frozenset[str] = frozenset()
     """Loops of which not all devices make as many trips: those of the slowest are given."""
 
@@ -317,7 +317,7 @@ class _LoopWalk:
         return goes_on, {i: made[i] if isinstance(made, list) else UNKNOWN for i in state}
 
     def first(self, scope: Scope, loop: Instruction, index: int) -> Value:
-        """What a part of a loop's tuple begins with."""
+        """Initial value of a part of a loop's tuple."""
         source = scope.computation.index.get(loop.operands[0])
         if source is not None and source.opcode == "tuple":
             if index >= len(source.operands):

@@ -99,14 +99,14 @@ class Scalars:
 
     module: Module
     turns: list[Turn] = field(default_factory=list)
-    """What decided something since the list was emptied."""
+    """Decisions since the list was emptied."""
     device: int | None = None
     """The device that runs it; None: any of them."""
     left: int = MOST_VALUES
     case_values: int = MOST_VALUES // 10
-    """Of these, those that cases may find (:mod:`systolic.hlo.cases`)."""
+    """Values that cases may find (:mod:`systolic.hlo.cases`)."""
     split: "tuple[Scope, dict[str, set[int]]] | None" = None
-    """Where comparisons that a range leaves open are written down: the run, and its values with what they are compared with."""
+    """Record of comparisons that a range leaves open: the run, and its values with what they are compared with."""
 
     def decides(self, *numbers: Number) -> None:
         """Records numbers of which only the very same ones give the same result."""
@@ -200,7 +200,7 @@ class Scope:
         return found
 
     def scalar(self, name: str) -> Known:
-        """As :meth:`get`; tuples are unknown."""
+        """Scalar value by :meth:`get`; tuples are unknown."""
         found = self.get(name)
         return found if isinstance(found, Known) else UNKNOWN
 

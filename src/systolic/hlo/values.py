@@ -46,7 +46,7 @@ class Elements(Known):
 
     @property
     def range(self) -> Known:
-        """Of all elements."""
+        """Range of all elements."""
         return Known(self.low, self.high)
 
 

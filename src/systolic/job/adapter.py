@@ -1,4 +1,4 @@
-"""What of a model trains: all of it, or small matrices beside frozen weights."""
+"""Trained part of a model: all of it, or small matrices beside frozen weights."""
 
 import enum
 from collections.abc import Collection
@@ -18,7 +18,7 @@ class AdapterKind(enum.Enum):
     lora = "lora"
     """Low-rank matrices beside frozen weights train (LoRA, Hu et al. 2021)."""
     qlora = "qlora"
-    """As lora, and the frozen matrices beside them are stored in 4 bits (nf4; QLoRA, Dettmers et al. 2023)."""
+    """LoRA whose frozen matrices beside them are stored in 4 bits (nf4; QLoRA, Dettmers et al. 2023)."""
 
 
 ADAPTS = Needs(

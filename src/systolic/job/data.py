@@ -131,7 +131,7 @@ class Data(ABC):
         return ()
 
     def missing(self) -> str:
-        """What a training needs of this data that was not given, as a message; empty where nothing is missing."""
+        """Message about fields that training needs and that were not given; empty where nothing is missing."""
         return ""
 
     @abstractmethod
@@ -150,7 +150,7 @@ class Data(ABC):
         return None
 
     def encoding(self) -> Sequence[str]:
-        """What makes numbers of the files besides the fields, with digests: a tokenizer; () if nothing does.
+        """Converters of files to numbers besides the fields, with digests: a tokenizer; () if nothing does.
 
         Raises:
             NotFoundError: there is no such tokenizer.

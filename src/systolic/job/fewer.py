@@ -16,7 +16,7 @@ class Fewer:
     job: Job
     """For the devices that are there."""
     text: str
-    """What changed, on one line."""
+    """Summary of the change, on one line."""
 
 
 def on_fewer(job: Job, meant: int, num_devices: int, num_slices: int = 1) -> Fewer | None:

@@ -186,7 +186,7 @@ class Job:
     start: Path | None = None
     """The weights that it begins with: a Hugging Face directory, a Bundle, a GGUF file or a run; None for random ones."""
     adapter: Adapter = field(default_factory=Adapter)
-    """What of the model trains."""
+    """Trained part of the model."""
     quantization: Quantization = field(default_factory=Quantization)
     """Matrices that are stored in fewer bits, of a model that came so; such a job does not train."""
 
@@ -288,7 +288,7 @@ def _plain(value: Any) -> Any:
 
 
 _FIELDS = tuple(name for name in Job.__dataclass_fields__ if name != "quantization")
-"""Of a job that trains: those of a run."""
+"""Fields of a job that trains."""
 
 
 def _check_parts(model: object, task: object, data: object) -> None:

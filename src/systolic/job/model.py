@@ -95,7 +95,7 @@ class ModelStats:
     """Experts of a mixture that drops no token: over an expert axis each device has rows for all tokens of the
     axis, and the tensor axis sums whole results. 0 in other models."""
     hidden: Mapping[Remat, int] = field(default_factory=dict)
-    """Of the ``split`` elements that each policy saves, those in rows of experts."""
+    """Elements in rows of experts among the ``split`` elements that each policy saves."""
     vocab: int = 0
     kept: Mapping[Remat, tuple[int, int]] = field(default_factory=dict)
     """(whole, split) elements that each policy saves for the backward pass."""

@@ -119,7 +119,7 @@ def change_of(rule: Optimizer) -> OptimizerChange:
 
 
 ChangedOptimizer = Annotated[OptimizerChange, Alternative(Optimizer, change_of)]
-"""Of a recipe with an optimizer of its own: a change of it, or from Python another one."""
+"""Change of a recipe's own optimizer, or from Python another optimizer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -34,7 +34,7 @@ class WeightFormat(enum.Enum):
 
     @property
     def bits(self) -> int:
-        """Of a code."""
+        """Bits of a code."""
         return 4 if self in (WeightFormat.int4, WeightFormat.nf4) else 8
 
     @property

@@ -24,7 +24,7 @@ class ServingMemory:
     """Memory of one device, in bytes."""
 
     capacity_bytes: int
-    """What programs may use of the device."""
+    """Memory of the device that programs may use."""
     weights_bytes: int
     temporary_bytes: int
     """The most that one of the programs needs beside weights and pages."""

@@ -1,7 +1,9 @@
-"""Launches of a training command on a platform, as files and commands of the platform's own client.
+"""Launches of a training command or a server on a platform, and the verbs launch, runs, status, logs and stop.
 
-One module per platform, each with a pure function from :class:`Launch` to :class:`Prepared`. Nothing is read, sent or
-started here, except by ``supervisor``, which runs and restarts the processes of ``local``.
+The verbs are the functions of ``command``, shown by ``view``. A ``request`` is described as a :class:`Launch`, which a module per
+platform turns into :class:`Prepared`, files and commands of the platform's own client, by a pure function. ``lifecycle`` submits
+and stops with them, ``record`` keeps the list of launches, ``state`` reads phase, cost and logs. ``supervisor`` runs and restarts
+the processes of ``local``.
 """
 
 from systolic.launching.launch import (

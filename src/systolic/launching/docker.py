@@ -11,7 +11,7 @@ from systolic.chips import ChipKind
 from systolic.core.errors import OptionError
 from systolic.launching.launch import GONE, Launch, Prepared, Purchase
 from systolic.launching.names import check_name, is_bucket
-from systolic.launching.scripts import rendered
+from systolic.launching.texts import rendered
 
 LONGEST = 60
 DOCKERFILE, SCRIPT, CONTAINER = "Dockerfile", "train.sh", "container.sh"

@@ -23,8 +23,7 @@ from systolic.launching.names import (
     in_bucket,
     is_bucket,
 )
-from systolic.launching.scripts import rendered
-from systolic.launching.texts import yaml_text
+from systolic.launching.texts import rendered, yaml_text
 
 FILE, FREE = "jobset.yaml", "free.sh"
 LABEL = "systolic/launch"

@@ -13,8 +13,7 @@ from systolic.core.errors import OptionError, nearest
 from systolic.launching import gke
 from systolic.launching.launch import Launch, Prepared, Purchase
 from systolic.launching.names import check_image, check_label, check_name, in_bucket, is_bucket
-from systolic.launching.scripts import rendered
-from systolic.launching.texts import yaml_text
+from systolic.launching.texts import rendered, yaml_text
 
 FILE, CHECK = "serve.yaml", "check.sh"
 LONGEST = 40

@@ -1,11 +1,13 @@
-"""Text that other programs read as it was given: one-line shell commands, and YAML that all of its readers agree on."""
+"""Text that other programs read: one-line shell commands, YAML that all of its readers agree on, and scripts from templates."""
 
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
+import jinja2
 import yaml
 
 _SHORT = {"\\": "\\\\", "'": "\\'", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
@@ -54,3 +56,26 @@ def _string(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 
 
 _Dumper.add_representer(str, _string)
+
+
+def rendered(name: str, header: str, fields: Mapping[str, Any]) -> str:
+    """Renders a script; the template puts the header after its first line, the interpreter.
+
+    Args:
+        name: Name of the script.
+        header: Comments with the command that made it.
+        fields: Values of the template, quoted for a shell.
+    """
+    template = _environment().get_template(f"{name}.jinja")
+    return template.render({**fields, "header": header.rstrip("\n")})
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    return jinja2.Environment(
+        loader=jinja2.PackageLoader("systolic.launching", "files"),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=jinja2.StrictUndefined,
+    )

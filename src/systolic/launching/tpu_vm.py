@@ -17,7 +17,7 @@ from systolic.launching.names import (
     check_word,
     in_bucket,
 )
-from systolic.launching.scripts import rendered
+from systolic.launching.texts import rendered
 
 LONGEST = 58
 """Maximum length of a name: 63 characters, less five for the index of a slice's node."""

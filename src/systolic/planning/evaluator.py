@@ -77,7 +77,7 @@ class CompilingEvaluator(CandidateEvaluator):
         self._pool.__exit__(kind, error, trace)
 
     def submit(self, job: Job, candidate: Candidate, *, full: bool) -> PendingForecast:
-        """As :meth:`CandidateEvaluator.submit`."""
+        """Submits a candidate; see :meth:`CandidateEvaluator.submit`."""
         compiler = replace(self._compiler, flags=candidate.compiler_flags)
         program = JobProgram(job=candidate.job(job))
         how = compiler if full else compiler.quick()

@@ -35,7 +35,7 @@ class Total:
 
 
 class Tariff(NamedTuple):
-    """What a second of a whole slice costs; None where the catalogue has no price or no power."""
+    """Cost of a second of a whole slice; None where the catalogue has no price or no power."""
 
     usd: float | None
     joules: float | None
@@ -61,7 +61,7 @@ class Goal:
         return hourly(on, self.price) if self.chip_usd is None else self.chip_usd * on.num_chips
 
     def priced(self, on: Slice) -> dict[str, str]:
-        """What the price is of: ``price_region`` and ``price_as_of``, empty where it has none or is the user's."""
+        """Region and date of the price: ``price_region`` and ``price_as_of``, empty where it has none or is the user's."""
         if self.chip_usd is None:
             return priced(on, self.price)
         return {"price_region": "", "price_as_of": ""}
@@ -145,7 +145,7 @@ def hourly(on: Slice, price: PriceTerm) -> float | None:
 
 
 def priced(on: Slice, price: PriceTerm) -> dict[str, str]:
-    """What the price of a slice is of: ``price_region`` and ``price_as_of``, empty where it has none."""
+    """Region and date of a slice's price: ``price_region`` and ``price_as_of``, empty where it has none."""
     _, region, as_of = on.rate(price.name)
     return {"price_region": region, "price_as_of": as_of}
 

@@ -110,7 +110,7 @@ class NotCompiled:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WallAssumed:
-    """What the wall-clock assumes."""
+    """Assumptions of the wall-clock."""
 
     assumptions: tuple[str, ...]
 

@@ -67,7 +67,7 @@ class Remedy:
     """Units a second over those of the base, minus 1; None when it does not fit or compile."""
     problem: str = ""
     trial: Trial | None = None
-    """What was compiled, with its forecast; None where it did not compile."""
+    """Compiled candidate with its forecast; None where it did not compile."""
 
     @property
     def verdict(self) -> str:

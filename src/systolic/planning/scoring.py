@@ -31,7 +31,7 @@ class Judge:
     time_off: Correction = field(default_factory=Correction)
     bytes_off: Correction = field(default_factory=Correction)
     _tariffs: dict[str, Tariff] = field(default_factory=dict)
-    """Of each slice by its name."""
+    """Tariff of each slice, by its name."""
 
     def total(self, candidate: Candidate, seconds: float) -> Total:
         """Totals of the whole job at ``seconds`` a step."""

@@ -63,12 +63,12 @@ class ServingCandidate:
 
     @property
     def fleet(self) -> Fleet:
-        """Of the compiled steps, else of the floors."""
+        """Fleet by the compiled steps, else by the floors."""
         return self.made or self.least
 
     @property
     def chips(self) -> int:
-        """Of all replicas."""
+        """Chips of all replicas."""
         return self.fleet.replicas * self.on.num_chips
 
     @property

@@ -55,9 +55,9 @@ class Wall:
     checkpoint_seconds: float
     """Writing all checkpoints, which the steps wait for."""
     data_bytes_per_second: float
-    """What one host must read so that no step waits."""
+    """Rate at which one host must read so that no step waits."""
     host_bytes_per_second: float
-    """What one host reads."""
+    """Rate at which one host reads."""
     data_seconds: float
     """Waiting for data."""
     preemptions: float

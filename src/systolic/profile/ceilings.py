@@ -28,13 +28,13 @@ _NAMED = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rate:
-    """What an op does on the unit that bounds it."""
+    """Rate of an op on the unit that bounds it."""
 
     unit: str
     work: float
     """Bytes, or FLOPs of the matrix units."""
     peak: float | None
-    """Of the unit, bytes/s or FLOP/s; None where neither profile nor catalogue has it."""
+    """Peak of the unit, bytes/s or FLOP/s; None where neither profile nor catalogue has it."""
 
     @property
     def measure(self) -> str:

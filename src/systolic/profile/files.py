@@ -12,7 +12,7 @@ from systolic.core.errors import NotFoundError
 
 SUFFIX = ".xplane.pb"
 CHROME = (".trace.json.gz", ".trace.json")
-"""What XProf's trace viewer shows, and some tools store in place of the profile."""
+"""Trace of XProf's viewer, which some tools store in place of the profile."""
 SUFFIXES = (SUFFIX, *CHROME)
 WANTED = "give an xplane.pb, a trace.json.gz of XProf or a folder plugins/profile/RUN, as jax.profiler.trace and systolic train RECIPE --profile 5 write them"
 
@@ -50,7 +50,7 @@ def is_profile_file(path: Path) -> bool:
 
 
 def other(path: Path) -> str:
-    """What a file is that is no profile, and what to give in its place; empty where it isn't known."""
+    """Kind of a file that is not a profile, and what to give in its place; empty where it isn't known."""
     found = _other(path)
     if found:
         return found

@@ -34,7 +34,7 @@ class Activity(enum.Enum):
     host = "host transfers"
     """Between the device's memory and the host's."""
     memory = "copies between memories"
-    """Of one device, asynchronous."""
+    """Asynchronous copies of one device."""
     formatting = "data formatting"
     """Copies, transposes and reshapes: another layout of the same array."""
     callback = "callbacks"

@@ -31,7 +31,7 @@ class OpLine:
 
     @property
     def target(self) -> str:
-        """What a custom call calls; empty for other ops."""
+        """Target of a custom call; empty for other ops."""
         found = _TARGET.search(self.rest)
         return found[1] if found else ""
 

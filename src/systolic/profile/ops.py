@@ -56,7 +56,7 @@ class ProfiledOp:
 
     @property
     def target(self) -> str:
-        """What a custom call calls."""
+        """Target of a custom call."""
         return _target(self.line, self.instruction)
 
 

@@ -293,7 +293,7 @@ def _cut(trace: DeviceTrace) -> list[Mark]:
 
 
 def _pairs(ops: Sequence[DeviceOp], describe: Describer) -> Sequence[tuple[DeviceOp, DeviceOp]]:
-    """As :attr:`Profile.pairs`."""
+    """Pairs for :attr:`Profile.pairs`."""
     started: dict[str, DeviceOp] = {}
     found = []
     for op in ops:
@@ -310,7 +310,7 @@ def _pairs(ops: Sequence[DeviceOp], describe: Describer) -> Sequence[tuple[Devic
 def _flights(
     pairs: Sequence[tuple[DeviceOp, DeviceOp]], describe: Describer
 ) -> Mapping[int, float]:
-    """As :attr:`Profile.flights`."""
+    """Seconds for :attr:`Profile.flights`."""
     ended: dict[bool, float] = {}
     found: dict[int, float] = {}
     for begun, done in pairs:

@@ -27,14 +27,14 @@ class OpRow:
     """Any of its runs."""
     calls: float
     seconds: float
-    """Of all runs, as the device was busy or waited with it; what ran beside counts too."""
+    """Seconds of all runs, as the device was busy or waited with it; what ran beside counts too."""
     median: float
     late: float
     """90th percentile."""
     flight: float
     """Median seconds in which its bytes moved: of a copy that was waited for, from its start to its end."""
     rate: Rate | None
-    """Of one run."""
+    """Rate of one run."""
 
     @property
     def per_second(self) -> float | None:
@@ -105,11 +105,11 @@ class DeviceRow:
     step: float
     """Seconds of the median one."""
     shares: Mapping[str, float]
-    """Of the median step, by kind of op, the largest first; ``idle`` is the rest."""
+    """Shares of the median step, by kind of op, the largest first; ``idle`` is the rest."""
 
     @property
     def bound_by(self) -> str:
-        """What takes most of the step."""
+        """Kind that takes most of the step."""
         return next(iter(self.shares), "")
 
     def to_json(self) -> dict[str, Any]:

@@ -221,7 +221,7 @@ class BarPart:
     hue: str
     name: str
     share: float
-    """Of the bar, 0 to 1."""
+    """Share of the bar, 0 to 1."""
     share_text: str
     text: str
 

@@ -15,7 +15,7 @@ LOCK = ".lock"
 
 
 class Access(enum.Enum):
-    """What a process may do with a run or its checkpoints."""
+    """Access of a process to a run or its checkpoints."""
 
     read = "read"
     """Read, also while another process writes."""

@@ -195,7 +195,7 @@ class _PartHandler(ocp.PyTreeCheckpointHandler):
 
 
 def _processes(part: Part | None) -> ocp.options.MultiprocessingOptions:
-    """Those that write one folder."""
+    """Processes that write one folder."""
     if part is None:
         return ocp.options.MultiprocessingOptions()
     return ocp.options.MultiprocessingOptions(

@@ -17,7 +17,7 @@ class RunFlags:
     """Compiler flags of a run."""
 
     given: str
-    """What ``--flags`` said."""
+    """Value of ``--flags``."""
     chip: str | None
     """The chip that the shared set is of; None for a CPU."""
     compiler: tuple[str, ...]
@@ -35,10 +35,10 @@ class RunFlags:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobRecord:
-    """What job.json says of a run."""
+    """Content of a run's job.json."""
 
     recipe: str | None
-    """As the user named it; None for a run that was made from a :class:`~systolic.job.Job`."""
+    """Name that the user gave; None for a run that was made from a :class:`~systolic.job.Job`."""
     options: Mapping[str, Any]
     """The recipe's, as plain values."""
     job: Mapping[str, Any]
@@ -64,7 +64,7 @@ class JobRecord:
     """Absolute path of the run when it was written; None in runs of versions that did not keep it."""
     revision: int = REVISION
     version: str = __version__
-    """Of Systolic."""
+    """Version of Systolic."""
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> "JobRecord":

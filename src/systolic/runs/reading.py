@@ -34,7 +34,7 @@ class Peers:
     exchange: Callable[[str], list[str]] = _alone
     """Exchanges a text of each process for the texts of all, in order; every process calls it at the same point."""
     part: Part | None = None
-    """Of a run that has several copies."""
+    """Part of a run that has several copies."""
 
     @property
     def share(self) -> tuple[int, int]:

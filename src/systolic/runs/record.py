@@ -165,7 +165,7 @@ class RunRecord:
 
     @property
     def unit(self) -> str:
-        """What a batch counts: rows of tokens, or examples."""
+        """Unit of a batch: rows of tokens, or examples."""
         return "rows" if self.reads_text else "examples"
 
     @property

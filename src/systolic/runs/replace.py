@@ -13,7 +13,7 @@ from systolic.runs import manifest as manifests
 
 _NEW, _OLD, _DAMAGED = "replacing", "replaced", "damaged"
 FOLDERS = (_NEW, _OLD)
-"""Of steps that are being replaced."""
+"""Folders of steps that are being replaced."""
 
 
 def beside(folder: Path) -> Path:

@@ -401,7 +401,7 @@ class Run:
 
 
 def _objects(path: Path | str) -> Objects | None:
-    """Those of a path in a bucket."""
+    """Objects of a path in a bucket."""
     folder = in_bucket(path)
     return None if folder is None else Objects(folder)
 

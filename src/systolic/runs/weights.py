@@ -98,7 +98,7 @@ def load(run: Run, steps: StepFunctions, which: str = "best") -> Weights:
 
 
 def _chosen(store: CheckpointStore, run: Run, which: str) -> int | str | None:
-    """What ``which`` names, as :meth:`CheckpointStore.restore` takes it; errors as :func:`load`."""
+    """Checkpoint that ``which`` names, as :meth:`CheckpointStore.restore` takes it; errors as :func:`load`."""
     if store.latest_step() is None:
         raise NotFoundError(
             f"{run.path} has no checkpoint yet; train it with systolic train --resume {shlex.quote(str(run.path))}"

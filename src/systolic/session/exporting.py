@@ -27,7 +27,7 @@ from systolic.formats.source import open_source
 from systolic.job import Job, Precision
 from systolic.models.decoder.config import Decoder, Dispatch
 from systolic.runs.bundle.folder import check_free
-from systolic.session.docker.folder import ExportedImage, ImageOptions, export_docker
+from systolic.serving.docker.folder import ExportedImage, ImageOptions, export_docker
 from systolic.session.replaying import answers
 from systolic.session.trained import (
     TrainedModel,

@@ -29,11 +29,11 @@ from systolic.runs.metrics import number
 from systolic.runs.record import load_run
 from systolic.runs.run import JOB
 from systolic.session.forecast import forecast_step
-from systolic.session.resuming import continue_run, opened
-from systolic.session.training import Audience, SessionOptions, TrainResult, start
 from systolic.session.tuning import Tuning
 from systolic.training.interrupt import end_training
 from systolic.training.machine import LocalDevices
+from systolic.training.resuming import continue_run, opened
+from systolic.training.session import Audience, SessionOptions, TrainResult, start
 from systolic.tuning import sampling
 from systolic.tuning.objective import check_reported
 from systolic.tuning.study import SharedStudy

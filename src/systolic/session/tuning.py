@@ -21,7 +21,7 @@ from systolic.recipes import Recipe
 from systolic.recipes.jobs.source import JobSource
 from systolic.runs import paths
 from systolic.runs.run import JOB, job_fields
-from systolic.session.resume_checks import flat
+from systolic.training.resume_checks import flat
 from systolic.tuning import sampling
 from systolic.tuning.folder import check_free
 from systolic.tuning.objective import Aim

@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import Any
 
 from systolic.hlo import Computation, Instruction, Module, Shape
-from systolic.sim.calibration import fitted
+from systolic.sim.calibration import constant, fitted
 from systolic.sim.masks import (
     ComputedShare,
     Grid,
@@ -301,3 +301,48 @@ def _parallel(kind: str, query: Shape, grid: Sequence[int], parallel: object) ->
     added = grid[: max(len(grid) - 3, 0)] if grid else query.dims[:-3]
     heads = query.dims[-3] if kind == FORWARD and len(query.dims) >= 3 else 1
     return (heads, *added)
+
+
+_NAME = "ragged_paged_attention_kernel"
+_RAGGED_VECTOR_OPS: float = constant("attention.ragged_vector_ops")
+
+
+def is_ragged(call: Instruction) -> bool:
+    """Whether a call is this kernel."""
+    return call.name.startswith(_NAME)
+
+
+def ragged_seconds(
+    computation: Computation, call: Instruction, rates: Rates, grid: list[int]
+) -> tuple[float, float, str]:
+    """Seconds and FLOPs of a call, and what was assumed.
+
+    Args:
+        computation: Of the call.
+        call: Operands: lengths, table [texts, pages of a text], ends, two more, queries [tokens, heads, width], pages
+            [pages, page_size, 2 x rows, width].
+        rates: Of the chip.
+        grid: Blocks of heads and of queries.
+    """
+    shapes = computation.operand_shapes(call)
+    texts, pages = shapes[1].dims
+    tokens, heads, width = shapes[5].dims
+    cache = shapes[6]
+    page_bytes = cache.bytes_in(0) / cache.dims[0]
+    positions = pages * cache.dims[1]
+    blocks = grid[1] if len(grid) > 1 else 1
+    visits = max(blocks, texts)
+    scores = visits * -(-tokens // blocks) * heads * positions
+    filled = -(-width // matrix_width(rates.chip))
+    flops = 4.0 * scores * width
+    matrix = 4.0 * scores * filled * matrix_width(rates.chip) / rates.peak("bf16")
+    vector = scores * (_RAGGED_VECTOR_OPS + 2 * filled) / vector_rate(rates)
+    pace = pace_of(rates.chip.name)
+    compute = max(matrix, vector) + pace.forward * min(matrix, vector)
+    moving = (visits * pages * page_bytes + 2 * shapes[5].bytes_in(0)) / rates.hbm
+    seconds = max(compute, moving) + visits * pace.step_seconds
+    return (
+        seconds,
+        flops,
+        f"kernel {call.name}: all {pages} pages of each text are taken to be full",
+    )

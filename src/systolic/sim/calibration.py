@@ -79,7 +79,7 @@ class CostKind(enum.Enum):
     all_to_all = "all-to-all"
     permute = "collective-permute"
     dies = "collectives between dies"
-    """Of any kind, over the devices of one chip alone."""
+    """Collectives of any kind over the devices of one chip alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,7 @@ from systolic.sim.calibration import constant
 from systolic.sim.rates import Rates
 from systolic.sim.timeline import PricedBy, Resource, Span, Timeline
 
-DMA_SHARE: float = constant("shared.dma_share")
+DMA_SHARE: float = constant("hbm_contention.dma_share")
 LANES = ("core", "dma")
 """Lanes whose spans read and write device memory."""
 

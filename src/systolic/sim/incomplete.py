@@ -1,4 +1,4 @@
-"""What a program does not say of its time, and what its user says instead.
+"""Parts of a program whose time it leaves open, and what its user gives instead.
 
 A loop or a branch on data, a kernel or a custom call of unknown work and a callback to the host leave a step's
 seconds open. Each is named as the user may name it: ``while.5`` or ``train.py:42`` for a loop,
@@ -44,7 +44,7 @@ class GapKind(enum.Enum):
 
 
 class Ends(enum.Enum):
-    """What is counted for loops and branches that data decides."""
+    """Ends of the range that loops and branches on data leave open."""
 
     usual = "usual"
     """The least trips, but one at least, and the longest branch."""
@@ -67,7 +67,7 @@ class Incomplete:
     source: str = ""
     """``file:line``."""
     trips: LoopTrips = NO_END
-    """Of a loop."""
+    """Trips of a loop."""
     counted: float = 1.0
     """Trips of a loop that are counted."""
     branches: tuple[float, float] = (0.0, 0.0)
@@ -75,13 +75,13 @@ class Incomplete:
     why: str = ""
     """How another part than a loop is counted."""
     runs: float = 1.0
-    """Of a step."""
+    """Runs in a step."""
     seconds: float = 0.0
-    """Of the step's seconds, those that are counted for it."""
+    """Seconds of the step that are counted for it."""
 
     @property
     def place(self) -> str:
-        """Where it is in the source, else in the model."""
+        """Place in the source, else in the model."""
         return self.source or self.op_name
 
     @property
@@ -111,7 +111,7 @@ class Incomplete:
         return self.why
 
     def to_json(self) -> dict[str, object]:
-        """What it is and how it was counted; ``op`` as the table of ops has it."""
+        """Kind, place and count as plain values; ``op`` as the table of ops has it."""
         opcode = {
             GapKind.loop: "while",
             GapKind.branch: "conditional",
@@ -149,7 +149,7 @@ Costs = Mapping[str, float | str] | Iterable[str]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Given:
-    """What the user says of a program, and of the chips that it runs on."""
+    """Trips, costs and corrections that the user gives for a program and its chips."""
 
     trips: Mapping[str, float] = field(default_factory=dict)
     """Loop to its trips in one run of the computation that holds it."""
@@ -234,7 +234,7 @@ def _cost(name: str, text: float | str) -> float:
 
 @dataclass
 class Gaps:
-    """What is known of a program's loops, kernels and calls, and what was missed while pricing it."""
+    """Knowledge of a program's loops, kernels and calls, and gaps found while pricing it."""
 
     module: Module
     given: Given = NOTHING
@@ -349,7 +349,7 @@ class Gaps:
     def describe(
         self, computation: Computation, instruction: Instruction, part: GapKind
     ) -> Incomplete:
-        """What an instruction is and where."""
+        """Description of an instruction and its place."""
         origin = named(self.module, computation, instruction)
         source = self.module.source(origin)
         return Incomplete(

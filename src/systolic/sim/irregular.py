@@ -20,8 +20,7 @@ from systolic.hlo import Computation, Instruction, Module
 from systolic.sim.calibration import constant
 from systolic.sim.rules import MEASURED, Ruled, comparator_operations
 from systolic.sim.timeline import PricedBy
-from systolic.sim.windows import numbers, slice_sizes, window_sizes
-from systolic.sim.work import Work
+from systolic.sim.work import Work, numbers, slice_sizes, window_sizes
 
 LINE_BYTES: int = constant("irregular.line_bytes")
 SECTOR_BYTES: int = constant("irregular.sector_bytes")
@@ -79,7 +78,7 @@ class IrregularRates:
 
 
 def note(by: PricedBy, machine: IrregularRates) -> str:
-    """What an estimate of this kind rests on."""
+    """Basis of an estimate of this kind."""
     return _NOTES[by][0 if machine.is_cpu else 1]
 
 

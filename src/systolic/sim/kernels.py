@@ -12,10 +12,9 @@ from typing import Any
 
 from systolic.core.units import duration
 from systolic.hlo import Computation, Instruction, Module
-from systolic.sim.attention import attention_of, flops_of, seconds_of
+from systolic.sim.attention import attention_of, flops_of, is_ragged, ragged_seconds, seconds_of
 from systolic.sim.calibration import constant
 from systolic.sim.incomplete import DATA
-from systolic.sim.ragged import is_ragged, ragged_seconds
 from systolic.sim.rates import Rates, cores, cores_used, f32_passes, number_format, vector_rate
 from systolic.sim.work import PASSES
 
@@ -35,7 +34,7 @@ class KernelCost:
     number_format: str = "bf16"
     """Format of most FLOPs."""
     missing: str = ""
-    """What is left out, of a kernel that may take longer."""
+    """Work left out of a kernel that may take longer."""
 
 
 def kernel_cost(

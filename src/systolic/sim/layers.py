@@ -7,7 +7,7 @@ _WRAPPED = re.compile(
     r"^(?:jit|pjit|jvp|transpose|vmap|remat|checkpoint|custom_vjp|shard_map)\((.*)\)$"
 )
 _MAIN = "jit(main)"
-"""What versions of JAX before 0.7 put behind the function's own name."""
+"""Scope that versions of JAX before 0.7 put behind the function's own name."""
 _DROPPED = frozenset(
     (
         "",

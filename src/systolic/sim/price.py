@@ -1,6 +1,8 @@
 """Seconds of one op on a TensorCore, and the unit that bounds it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from systolic.hlo import Computation, Instruction, Module
 from systolic.sim.calibration import constant
@@ -14,12 +16,10 @@ from systolic.sim.estimate import (
 from systolic.sim.grouped import grouped_cost
 from systolic.sim.incomplete import HOST_WORK, PALLAS
 from systolic.sim.kernels import kernel_cost
-from systolic.sim.masked import masked_seconds, masked_share
-from systolic.sim.rates import Rates, number_format
+from systolic.sim.rates import Rates, cores, number_format
 from systolic.sim.rules import Ruled, carries_index, ruled
 from systolic.sim.timeline import PricedBy, Resource
-from systolic.sim.windows import window_sizes
-from systolic.sim.work import Work, work_of
+from systolic.sim.work import Work, window_sizes, work_of
 
 FREE = frozenset(
     (
@@ -94,7 +94,7 @@ class OpPrice:
     number_format: str = "bf16"
     """Format of the matmul's operands in the matrix units."""
     missing: str = ""
-    """What the price leaves out, of an op that may take longer."""
+    """Work that the price leaves out of an op that may take longer."""
 
 
 def price(
@@ -262,3 +262,52 @@ def _bound(seconds: float, matrix: float, memory: float) -> Resource:
     if max(matrix, memory) < seconds / 3:
         return Resource.vpu
     return Resource.mxu if matrix >= memory else Resource.hbm
+
+
+_STARTS = "ITERATION_SKIPPER_MODE_GROUP_STARTS"
+_MODES = (_STARTS, "ITERATION_SKIPPER_MODE_ITERATION_INDICES")
+VISITED: float = constant("price.masked_visited")
+
+
+def masked_share(instruction: Instruction) -> float | None:
+    """Share of the steps that are left; None where a mask leaves no step out.
+
+    Groups are taken to be equal, and to begin inside a tile of rows.
+    """
+    found = _skipped(instruction)
+    if found is None:
+        return None
+    mode, groups, tiles = found
+    return (tiles + groups - 1) / (tiles * groups) if mode == _STARTS else 1.0
+
+
+def masked_seconds(instruction: Instruction, rates: Rates) -> float | None:
+    """Seconds by the compiler's cycles for all steps; None for any other op."""
+    share, cycles = masked_share(instruction), instruction.cycles
+    if share is None or cycles is None:
+        return None
+    seconds = cycles / rates.clock_hz
+    if share < 1.0:
+        return VISITED * share * seconds
+    bounds = _bounds(instruction)
+    split = instruction.config.get("megacore_config", {}).get("megacore_split_dim")
+    # The cycles are those of both cores; a dim of one step leaves one of them idle.
+    alone = split is not None and abs(int(split)) < len(bounds) and bounds[int(split)] == 1
+    return seconds * (cores(rates) if alone else 1)
+
+
+def _skipped(instruction: Instruction) -> tuple[str, int, int] | None:
+    """The mode, and steps over groups and over tiles of rows."""
+    found: Mapping[str, Any] = instruction.config.get("mask_aggregator_config", {})
+    mode, dims = found.get("iteration_skipper_mode"), found.get("mask_dim_to_iteration_index", [])
+    bounds = _bounds(instruction)
+    if mode not in _MODES or len(dims) != 2 or max(int(dim) for dim in dims) >= len(bounds):
+        return None
+    groups, tiles = (bounds[int(dim)] for dim in dims)
+    return mode, groups, tiles
+
+
+def _bounds(instruction: Instruction) -> list[int]:
+    """Steps along each dim of an op's loop."""
+    window = instruction.config.get("window_config", {})
+    return [int(size) for size in window.get("iteration_bounds", [])]

@@ -16,8 +16,7 @@ from systolic.sim.estimate import slowdown_of
 from systolic.sim.rates import LANES, REGISTER, Rates, cores, vector_rate
 from systolic.sim.timeline import PricedBy
 from systolic.sim.traffic import WORD_BITS, buffers_of, update_of
-from systolic.sim.windows import numbers, slice_sizes, window_sizes
-from systolic.sim.work import Work
+from systolic.sim.work import Work, numbers, slice_sizes, window_sizes
 
 OP_CYCLES: float = constant("rules.op_cycles")
 LANE_CYCLES: float = constant("rules.lane_cycles")
@@ -164,7 +163,7 @@ def _sort(
     dim = (numbers(sort, "dimensions") or [len(keys.dims) - 1])[0]
     size = max(keys.dims[dim] if keys.dims else 1, 2)
     registers = sum(_registers(shape, dim, size) for shape in operands)
-    """Of all operands: each is moved by a swap."""
+    """Registers of all operands: each is moved by a swap."""
     one = registers / len(operands)
     compared = comparator_operations(module, sort)
     # A pair is compared once, and each of its operands takes two selects.

@@ -18,7 +18,6 @@ from systolic.hlo import Computation, Instruction, Module, crosses
 from systolic.hlo.collectives import COLLECTIVES
 from systolic.hlo.groups import groups_of
 from systolic.hlo.shape import HBM, HOST, Shape
-from systolic.sim.async_pairs import started
 from systolic.sim.asynchronous import (
     Role,
     asked_as_reduce_scatter,
@@ -26,6 +25,9 @@ from systolic.sim.asynchronous import (
     edge_seconds,
     kind_of,
     role_of,
+    slowest_slice,
+    started,
+    wait_for_slices,
 )
 from systolic.sim.calibration import constant
 from systolic.sim.cost_kinds import PriceCorrection, check_chip, cost_kind
@@ -49,12 +51,17 @@ from systolic.sim.incomplete import (
 )
 from systolic.sim.layers import layer_of
 from systolic.sim.network import DIES, REDUCE_SCATTER, Network, Place, crossings, default_places
-from systolic.sim.notes import merged
 from systolic.sim.price import SMALL_SECONDS, price
 from systolic.sim.rates import Rates, rates_of
-from systolic.sim.spans import span_of
-from systolic.sim.stragglers import slowest_slice, wait_for_slices
-from systolic.sim.timeline import ASSUMED_SPREAD, PricedBy, Resource, Span, Timeline
+from systolic.sim.timeline import (
+    ASSUMED_SPREAD,
+    PricedBy,
+    Resource,
+    Span,
+    Timeline,
+    merged,
+    span_of,
+)
 
 DMA_SECONDS: float = constant("simulate.dma_seconds")
 TURN_SECONDS: float = constant("simulate.turn_seconds")

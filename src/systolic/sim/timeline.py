@@ -1,12 +1,16 @@
 """Spans on resources: what a step does when, simulated or measured."""
 
 import enum
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from systolic.core.origin import Origin
+from systolic.hlo import Computation, Instruction, Module
+from systolic.hlo.origin import named
 from systolic.sim.calibration import Calibration, constant
 from systolic.sim.incomplete import Incomplete
+from systolic.sim.layers import layer_of
 
 ASSUMED_SPREAD: float = constant("timeline.assumed_spread")
 ASSUMED_SHARE: float = constant("timeline.assumed_share")
@@ -203,3 +207,39 @@ def _leaves(spans: Sequence[Span], times: float) -> Iterator[tuple[Span, float]]
             yield from _leaves(span.inside, times * span.repeat)
         else:
             yield span, times
+
+
+def span_of(
+    module: Module,
+    computation: Computation,
+    instruction: Instruction,
+    seconds: float,
+    resource: Resource,
+) -> Span:
+    """Span of an op from the start of its computation, on the core."""
+    origin = named(module, computation, instruction)
+    source = module.source(origin)
+    return Span(
+        name=instruction.name,
+        opcode=instruction.opcode,
+        start=0.0,
+        seconds=seconds,
+        resource=resource,
+        layer=layer_of(origin.op_name),
+        source=str(source) if source else "",
+    )
+
+
+_PARTICULAR = re.compile(r"[A-Za-z_][\w-]*(?:\.[\w-]+)*\.\d+(?:\.[A-Za-z]\w*)*|\d[\d.,e+]*\d|\d")
+"""Parts in which two notes of a kind differ: numbered names of instructions, and numbers."""
+
+
+def merged(notes: Iterable[str]) -> tuple[str, ...]:
+    """The first note of each kind, in their order; notes that differ in names and numbers only are of one kind."""
+    kinds: dict[str, list[str]] = {}
+    for note in notes:
+        kinds.setdefault(_PARTICULAR.sub("#", note), []).append(note)
+    return tuple(
+        first if not rest else f"{first} (and {len(rest)} more like it)"
+        for first, *rest in kinds.values()
+    )

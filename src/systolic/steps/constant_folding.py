@@ -64,7 +64,7 @@ class FoldedProgram:
         self.key = "\n".join([str(self._early), *map(_digest, values)])
 
     def constants(self, weights: Any) -> list[jax.Array]:
-        """What the program needs of the weights, in the order that :meth:`__call__` takes."""
+        """Weights that the program needs, in the order that :meth:`__call__` takes."""
         return jax.jit(self.fold)(jax.tree.leaves(weights))
 
     def fold(self, leaves: Sequence[Any]) -> list[Any]:
@@ -73,7 +73,7 @@ class FoldedProgram:
 
     @property
     def shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """Of the constants."""
+        """Shapes of the constants."""
         return [
             jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type)
             for v in self._constants

@@ -74,7 +74,7 @@ class ModelStructure:
 
     @property
     def shapes(self) -> tuple[dict[str, jax.ShapeDtypeStruct], dict[str, jax.ShapeDtypeStruct]]:
-        """What :meth:`init` gives as ShapeDtypeStructs, without building the module once more."""
+        """Result of :meth:`init` as ShapeDtypeStructs, without building the module once more."""
         return self.params, self.model_state
 
     def init(self, key: jax.Array) -> tuple[Arrays, Arrays]:

@@ -31,9 +31,9 @@ class ServingWeights(NamedTuple):
     """Weights of serving, in the compute dtype."""
 
     ends: Arrays
-    """Those of no layer: embedding, last norm, output matrix."""
+    """Weights of no layer: embedding, last norm, output matrix."""
     layers: Sequence[Any]
-    """Those of each layer."""
+    """Weights of each layer."""
 
 
 class StepShape(NamedTuple):
@@ -50,7 +50,7 @@ class StepShape(NamedTuple):
 
     @property
     def texts(self) -> int:
-        """Of both kinds."""
+        """Texts of both kinds."""
         return self.rows + self.chunks
 
     @property
@@ -127,7 +127,7 @@ class PagedSteps:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of weights, and of pages in no other format."""
+        """Dtype of the weights, and of pages in no other format."""
         return jnp.dtype(self.steps.target.dtype)
 
     @property
@@ -170,7 +170,7 @@ class PagedSteps:
 
     @property
     def kernel(self) -> str:
-        """What reads the pages, for a log."""
+        """Kernel that reads the pages, for a log."""
         return self.arrays.kernel
 
     def read_weights(self, tokens: int) -> list[tuple[Any, float]]:
@@ -201,7 +201,7 @@ class PagedSteps:
 
     @property
     def shardings(self) -> ServingWeights:
-        """Of :meth:`weights`: those of training, less the dim of layers, on a TPU with the order of their dims."""
+        """Shardings of :meth:`weights`: those of training, less the dim of layers, on a TPU with the order of their dims."""
         kept = self.steps.shardings
         params = paged_sharding.in_order(self.steps, kept.params)
         rest = paged_sharding.in_order(self.steps, kept.model_state)

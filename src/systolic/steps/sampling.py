@@ -15,7 +15,7 @@ BLOCK = 256
 
 
 class Draw(NamedTuple):
-    """What every choice needs."""
+    """Inputs of every choice."""
 
     slots: jax.Array
     """int32[rows]: where the token is kept on the device."""
@@ -39,7 +39,7 @@ class Draw(NamedTuple):
 
 
 class Cuts(NamedTuple):
-    """What a choice by all settings needs beside :class:`Draw`."""
+    """Inputs of a choice by all settings, beside :class:`Draw`."""
 
     top_k: jax.Array
     """int32[rows]; 0 for all."""

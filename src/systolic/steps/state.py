@@ -78,7 +78,7 @@ class UpdateRates:
 
     @classmethod
     def of(cls, value: Optimizer) -> "UpdateRates":
-        """Those of an optimizer, as numbers."""
+        """Rates of an optimizer, as numbers."""
         adam = value.adam_learning_rate or value.learning_rate
         return cls(
             learning_rate=value.learning_rate,
@@ -106,7 +106,7 @@ class TrainState:
     """Loss scale, in float16 only."""
     guard: GuardState
     rates: UpdateRates | None
-    """Of the job; None in what a checkpoint holds."""
+    """Rates of the job; None in checkpoints."""
 
     @property
     def evaluated(self) -> dict[str, jax.Array]:

@@ -116,7 +116,7 @@ class StepFunctions:
         return f"{path}/{A}" in self.network.params
 
     def saved(self, state: TrainState) -> TrainState:
-        """What checkpoints hold of a state (arrays or abstract): all but the job's rates, and frozen weights, which come from the job's start."""
+        """Part of a state (arrays or abstract) that checkpoints hold: all but the job's rates, and frozen weights, which come from the job's start."""
         state = replace(state, rates=None)
         if not self.network.frozen:
             return state

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from systolic import recipes
-from systolic.aot import Compiled, Compiler, JobProgram, StepKind
-from systolic.aot import compile as compile_program
 from systolic.chips import slice
 from systolic.cli.parse import parse
+from systolic.compiling import Compiled, Compiler, JobProgram, StepKind
+from systolic.compiling import compile as compile_program
 from systolic.core.store import Store
 from systolic.forecasting.function import Spread, function_program
 from tests.recorded.hlo.record import record

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from systolic.aot import Compiled, Compiler
-from systolic.aot import compile as compile_program
 from systolic.chips import slice
+from systolic.compiling import Compiled, Compiler
+from systolic.compiling import compile as compile_program
 from systolic.core.store import Store
 from systolic.forecasting.function import Spread, function_program
 from tests.recorded.hlo.record import clean

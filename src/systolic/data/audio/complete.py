@@ -3,7 +3,7 @@
 from typing import BinaryIO
 
 BYTE_ORDERS = {b"RIFF": "little", b"FORM": "big"}
-"""Of the sizes in files of chunks, by their first bytes."""
+"""Byte order of the sizes in files of chunks, by their first bytes."""
 SAMPLES = (b"data", b"SSND")
 """Names of the chunk of samples."""
 UNKNOWN = 0x7FFF_0000

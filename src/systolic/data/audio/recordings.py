@@ -85,7 +85,7 @@ class Recordings(Data):
     joined: bool = False
     """Whether recordings that follow each other in the manifest share a window, as many as fit."""
     on_error: OnError = OnError.skip
-    """What to do with a recording that can't be read or is too long, or whose text is."""
+    """Handling of a recording that can't be read or is too long, or whose text is."""
 
     def __post_init__(self) -> None:
         as_paths(self, "path", "validation", "tokenizer")
@@ -109,7 +109,7 @@ class Recordings(Data):
         return Tokenizer(path=self.tokenizer)
 
     def encoding(self) -> Sequence[str]:
-        """Of the tokenizer."""
+        """Encoding of the tokenizer."""
         return self.get_tokenizer().about()
 
     def with_tokenizer(self, path: Path) -> "Recordings":
@@ -162,7 +162,7 @@ class Recordings(Data):
         )
 
     def lasting(self) -> frozenset[str]:
-        """What decides which recordings make a window."""
+        """Settings that decide which recordings make a window."""
         return frozenset(("validation_share", "sequence", "frames", "mels", "joined"))
 
     def at(self, path: Path) -> "Recordings":

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 CHANCES = 13
 """Random numbers a picture: 5 for crop and mirroring, 3 for colours, 5 for erasing."""
 ERASED_AREA = (0.02, 0.33)
-"""Of the picture's area, least and most (Zhong, Zheng, Kang, Li, Yang 2020, table 1)."""
+"""Share of the picture's area, least and most (Zhong, Zheng, Kang, Li, Yang 2020, table 1)."""
 ERASED_ASPECT = (0.3, 3.3)
 """Height over width of the erased rectangle, least and most; same source."""
 LUMA = (0.299, 0.587, 0.114)

@@ -62,7 +62,7 @@ class Images(Data):
     held_out: Annotated[float, Range(least=0, below=0.5)] = 0.1
     """Share of each class for a split (validation, test) that has no folder of its own."""
     on_error: OnError = OnError.skip
-    """What to do with a damaged picture."""
+    """Handling of a damaged picture."""
     classes: tuple[str, ...] = ()
     """The classes in label order; () takes the folders that hold pictures."""
     whole: bool = False

@@ -44,7 +44,7 @@ TOOL_TEMPLATE = f"{MORE}/{TOOLS}.jinja"
 """File of the latter."""
 
 DATE = date(2024, 7, 26)
-"""What ``strftime_now`` says in training, so that a run that resumes another day reads the same text; templates of Llama 3 have this default."""
+"""Result of ``strftime_now`` in training, so that a run that resumes another day reads the same text; templates of Llama 3 have this default."""
 PLAIN = (
     "{{ bos_token or '' }}{% for message in messages %}{% if message.role == 'assistant' %}"
     "### Response:\n{% generation %}{{ message.content }}{{ eos_token or '' }}{% endgeneration %}{{ '\n\n' }}"
@@ -91,15 +91,15 @@ class Rendered:
     answers: tuple[tuple[int, int], ...]
     """Characters [start, stop) of each answer, with what the template puts behind it."""
     words: tuple[tuple[str, ...], ...] = ()
-    """Of each answer the end of its content, and the names and texts of its calls; none where generation blocks mark the answers."""
+    """End of each answer's content, and the names and texts of its calls; none where generation blocks mark the answers."""
     missing: int = 0
     """Answers that the template writes otherwise where later turns follow than as the last turn, so that they can't be told from the rest."""
     unopened: tuple[str, ...] = ()
-    """Of each answer that lacks them the words that the template begins an answer with in a prompt alone."""
+    """For each answer that lacks them, the words that the template begins an answer with in a prompt alone."""
 
 
 class _AnswerPlace(NamedTuple):
-    """Where an answer is in a text."""
+    """Place of an answer in a text."""
 
     start: int
     stop: int
@@ -228,7 +228,7 @@ class ChatTemplate:
     def _answer(
         self, messages: Messages, number: int, given: Mapping[str, Any], text: str
     ) -> "_AnswerPlace | None":
-        """Where an answer is in the text of its conversation; ``None`` where it is written otherwise there than as the last turn."""
+        """Place of an answer in the text of its conversation; ``None`` where it is written otherwise there than as the last turn."""
         upto, behind = messages[:number], messages[: number + 1]
         after = self._text(behind, given, answer=False)
         before = (
@@ -269,7 +269,7 @@ class ChatTemplate:
     def _start(
         self, upto: Messages, given: Mapping[str, Any], before: str, after: str, content: int
     ) -> tuple[int, str, str] | None:
-        """Where an answer begins in a text that ends with it, the words that begin it, and those of a prompt that it lacks; ``None`` where only its own words tell."""
+        """Start of an answer in a text that ends with it, the words that begin it, and those of a prompt that it lacks; ``None`` where only its own words tell."""
         plain = self._text(upto, given, answer=False) if upto else ""
         words = before.removeprefix(plain)
         if after.startswith(before):
@@ -286,7 +286,7 @@ class ChatTemplate:
         return len(plain + header), header, words[_common(words, header) :]
 
     def _ending(self, message: Mapping[str, Any], given: Mapping[str, Any], behind: str) -> str:
-        """What ends an answer, of what stands behind its words: without tools or documents that a template puts last."""
+        """End of an answer, from the text behind its words: without tools or documents that a template puts last."""
         tools = given["tools"] if self.with_tools else None
         try:
             bare = self._text(
@@ -311,7 +311,7 @@ class ChatTemplate:
     def _header(
         self, message: Mapping[str, Any], given: Mapping[str, Any], text: str
     ) -> str | None:
-        """What stands before an answer that a conversation begins with: up to the end of the words that begin any answer, or up to its content."""
+        """Text before an answer that a conversation begins with: up to the end of the words that begin any answer, or up to its content."""
         asked = SHORT[:1]
         plain = self._text(asked, given, answer=False)
         words = self._text(asked, given, answer=True).removeprefix(plain)

@@ -59,7 +59,7 @@ UNREAD = ("functions",)
 REASONS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 """Fields of an answer that may stand without a content."""
 DETAIL = re.compile(r"'[^']*'|\"[^\"]*\"|\d[\d.,]*")
-"""What differs between faults of one kind: numbers and quoted texts."""
+"""Parts that differ between faults of one kind: numbers and quoted texts."""
 SHORT: Messages = ({"role": "user", "content": "a"}, {"role": ANSWERS, "content": "b"})
 """A question with its answer."""
 ARROW_NOTES = ("state.json", "dataset_info.json")
@@ -78,7 +78,7 @@ class Line(NamedTuple):
     key: float
     """From 0 to 1 by the line's content; below the validation share it is for validation."""
     beside: Mapping[str, Any] = MappingProxyType({})
-    """What the template is given beside the messages: ``tools``, ``documents``, ``names``."""
+    """Arguments of the template beside the messages: ``tools``, ``documents``, ``names``."""
     unread: Sequence[str] = ()
     """Columns with text that are not read."""
 
@@ -113,7 +113,7 @@ class Rows(Table):
     first: Messages | None = None
     """The first conversation."""
     keys: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    """Of its lines (:attr:`Line.key`)."""
+    """Keys of its lines (:attr:`Line.key`)."""
 
     def __len__(self) -> int:
         return len(self.arrays["tokens"])
@@ -123,7 +123,7 @@ class Rows(Table):
         return {name: array[picks.indices] for name, array in self.arrays.items()}
 
     def notes(self) -> tuple[str, ...]:
-        """What was cut and left out, a line each."""
+        """Notes on what was cut and left out, a line each."""
         long = f"longer than a row of {self.sequence} tokens"
         said = {
             "cut": ("conversation", f"{long} and", "cut there"),
@@ -245,7 +245,7 @@ class BadLinesError(DataError):
 
     def __init__(self, lines: Sequence[str], total: int) -> None:
         self.lines = tuple(lines)
-        """What is wrong with each, with its place."""
+        """Fault of each, with its place."""
         self.total = total
         """Lines that were read, with these."""
         kinds: dict[str, list[str]] = {}
@@ -255,7 +255,7 @@ class BadLinesError(DataError):
             f"{len(same):,} of {total:,} lines: {same[0]}" if len(same) > 1 else same[0]
             for same in kinds.values()
         )
-        """What is wrong by its kind, with the place of the first and how many have it."""
+        """Faults by kind, with the place of the first and how many have it."""
         more = len(lines) - 1
         told = f" ({more:,} more such line{'s'[: more > 1]}; systolic data inspect sft names them by their kind)"
         super().__init__(self.kinds[0] if len(self.kinds) == 1 else lines[0] + told)
@@ -330,7 +330,7 @@ def _row(content: Any, place: str) -> dict[str, Any]:
 
 
 def beside_of(row: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """What a row gives the template beside its messages: tools, documents, and names such as ``enable_thinking``.
+    """Arguments that a row gives the template beside its messages: tools, documents, and names such as ``enable_thinking``.
 
     Raises:
         DataError: one is of another form.

@@ -33,7 +33,7 @@ class Filling(enum.Enum):
 
 
 class TooLong(enum.Enum):
-    """What happens to a conversation that is longer than a row."""
+    """Handling of a conversation that is longer than a row."""
 
     cut = "cut"
     """Its start is kept; without an answer in it, it is left out."""
@@ -72,7 +72,7 @@ class Instructions(TextData):
     filling: Filling = Filling.packed
     """How conversations are laid into rows."""
     too_long: TooLong = TooLong.cut
-    """What happens to a conversation that is longer than a row."""
+    """Handling of a conversation that is longer than a row."""
     stops: tuple[int, ...] = ()
     """Ids that end a generated text, besides the tokenizer's end and the template's end of an answer (generation_config.json: eos_token_id)."""
     vocab: Annotated[int, NOT_NEGATIVE] = 0
@@ -238,11 +238,11 @@ class Instructions(TextData):
         return self
 
     def notes(self) -> tuple[str, ...]:
-        """What was cut and left out of the training split, and conversations of it that are also for validation."""
+        """Notes on what was cut and left out of the training split, and conversations of it that are also for validation."""
         return self.split_notes(Split.train)
 
     def split_notes(self, split: Split) -> tuple[str, ...]:
-        """What was cut and left out of a split, and conversations that are in both."""
+        """Notes on what was cut and left out of a split, and conversations that are in both."""
         return (*self.rows(split).notes(), *self._shared())
 
     def _shared(self) -> tuple[str, ...]:

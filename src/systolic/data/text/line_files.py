@@ -29,7 +29,7 @@ WIDE_MARKS = {
 """First bytes of files in other Unicode encodings, such as PowerShell writes; the longer ones first."""
 GZIP = b"\x1f\x8b"
 DAMAGED = (OSError, EOFError, zlib.error, lzma.LZMAError, UnicodeDecodeError)
-"""What reading a damaged file raises; an OSError without a number is of the library that decompresses."""
+"""Errors that reading a damaged file raises; an OSError without a number is of the library that decompresses."""
 SHEETS = (".xlsx", ".xls", ".xlsm", ".xlsb", ".ods", ".numbers")
 """Suffixes of spreadsheets."""
 OTHERS = {
@@ -47,7 +47,7 @@ OTHERS = {
     **dict.fromkeys((".docx", ".doc", ".odt", ".pdf", ".rtf"), ("a document with a layout", "save its text as .txt in UTF-8, or conversations as JSONL")),
     **dict.fromkeys((".zip", ".7z", ".rar", ".tar", ".tgz"), ("an archive", "unpack it")),
 }  # fmt: skip
-"""What other files are, by their suffixes, and what to do with them."""
+"""Kinds of other files by their suffixes, and what to do with them."""
 ROWS = 1024
 """Rows of a Parquet file that are read at a time."""
 
@@ -72,7 +72,7 @@ def refuse_other(file: Path) -> None:
 
 
 def not_json(error: Exception, form: str = "") -> str:
-    """What is wrong with a line that is no JSON: text of another encoding, or of another form than one that is told."""
+    """Fault of a line that is not JSON: text of another encoding, or of another form than the declared one."""
     if isinstance(error, UnicodeDecodeError):
         byte = error.object[error.start]
         return f"is not UTF-8 (it has the byte {byte:#x}); save it as UTF-8"

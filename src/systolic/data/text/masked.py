@@ -84,11 +84,11 @@ class Masked(TextData):
         return self.text.size(split)
 
     def files(self, split: Split) -> Sequence[Path]:
-        """Of the text."""
+        """Files of the text."""
         return self.text.files(split)
 
     def contents(self, split: Split) -> Contents | None:
-        """Of the text."""
+        """Contents of the text."""
         return self.text.contents(split)
 
     def lasting(self) -> frozenset[str]:
@@ -96,15 +96,15 @@ class Masked(TextData):
         return frozenset(("share", "predictions"))
 
     def epochs(self, position: bytes) -> float | None:
-        """Of the text."""
+        """Epochs of the text."""
         return self.text.epochs(position)
 
     def earliest(self, positions: Sequence[bytes]) -> bytes:
-        """Of the text."""
+        """Earliest position of the text."""
         return self.text.earliest(positions)
 
     def notes(self) -> tuple[str, ...]:
-        """Of the text."""
+        """Notes of the text."""
         return self.text.notes()
 
     def at(self, path: Path) -> "Masked":

@@ -47,7 +47,7 @@ CALL = "zqx000001"
 
 @dataclass(frozen=True, kw_only=True)
 class Takes:
-    """What a template does with messages."""
+    """Treatment of messages by a template."""
 
     constants: frozenset[str]
     """Texts that it names, with roles among them."""
@@ -163,7 +163,7 @@ def _call(call: Any, takes: Takes) -> Any:
 
 @lru_cache(maxsize=32)
 def takes_of(template: str) -> Takes:
-    """What a template does with messages, by its text and by samples; nothing particular where it does not parse."""
+    """Treatment of messages by a template, from its text and from samples; nothing particular where it does not parse."""
     try:
         tree = environment().parse(template)
     except Exception:  # Its rendering says what is wrong.

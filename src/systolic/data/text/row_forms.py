@@ -53,7 +53,7 @@ PAIRED = (("chosen", "rejected"), ("preferred_output", "non_preferred_output"), 
 """Columns of preference pairs: TRL's, OpenAI's, others'."""
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 SPOKEN = re.compile(r"\n\n(Human|Assistant):")
-"""What turns of a dialogue in one text begin with: Anthropic's hh-rlhf and what was made of it."""
+"""Starts of the turns of a dialogue in one text: Anthropic's hh-rlhf and what was made of it."""
 LABEL = "label"
 """Column of preference data of single answers that are good or bad."""
 KNOWN = ("system", "developer", "user", "assistant", "tool")
@@ -70,7 +70,7 @@ CALLS = ("function_call", "tool_call")
 
 
 class Pairs(enum.Enum):
-    """What happens to preference pairs, whose rows have a chosen and a rejected answer."""
+    """Handling of preference pairs, whose rows have a chosen and a rejected answer."""
 
     refuse = "refuse"
     """They are refused: no preference is learned of them here."""
@@ -87,13 +87,13 @@ class Columns:
     role: str = ""
     """Who speaks, of a turn."""
     content: str = ""
-    """What is said, of a turn."""
+    """Text of a turn."""
     prompt: str = ""
-    """What is asked."""
+    """Question."""
     answer: str = ""
-    """What is answered."""
+    """Answer."""
     input: str = ""
-    """What is put behind the question, such as the text that it is about."""
+    """Text behind the question, such as the text that it is about."""
     system: str = ""
     """The system's turn."""
 

@@ -28,7 +28,7 @@ class Sentences(Data):
     lower: bool = False
     """Whether texts are read in lower case."""
     before: str = ""
-    """What is written before each text, such as ``query: ``."""
+    """Text before each text, such as ``query: ``."""
 
     def __post_init__(self) -> None:
         as_paths(self, "tokenizer")

@@ -1,4 +1,4 @@
-"""Where a generated text ends, and why."""
+"""End of a generated text, and its reason."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field

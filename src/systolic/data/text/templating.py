@@ -38,7 +38,7 @@ class _Answers(Extension):
         return jinja2.nodes.CallBlock(marked, [], [], body).set_lineno(line)
 
     def marked(self, caller: Any) -> str:
-        """What is in the block, between marks."""
+        """Content of the block, between marks."""
         return OPEN + caller() + CLOSE
 
 
@@ -46,7 +46,7 @@ class _Unmarked(_Answers):
     """The same block without marks, which a template's own filters and tests would see."""
 
     def marked(self, caller: Any) -> str:
-        """What is in the block."""
+        """Content of the block."""
         return caller()
 
 
@@ -73,7 +73,7 @@ class _Dict:
         return dict(*values, **names)
 
     def fromkeys(self, *values: Any) -> dict[Any, Any]:
-        """As that of dict."""
+        """Same as ``dict.fromkeys``."""
         return dict.fromkeys(*values)
 
 

@@ -30,7 +30,7 @@ class TextData(Data):
         """The tokenizer of the rows; reads no text."""
 
     def encoding(self) -> Sequence[str]:
-        """Of the tokenizer."""
+        """Encoding of the tokenizer."""
         return self.get_tokenizer().about()
 
     def with_tokenizer(self, path: Path) -> "TextData":

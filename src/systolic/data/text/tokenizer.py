@@ -57,7 +57,7 @@ class Around(enum.Enum):
     document = "document"
     """The tokens that start and end a document, as far as the tokenizer has them."""
     own = "own"
-    """Those that the tokenizer's own post-processor adds, as transformers does: often a start and no end."""
+    """Tokens that the tokenizer's own post-processor adds, as transformers does: often a start and no end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,7 +185,7 @@ class Tokenizer:
         return around[:first] + ids
 
     def opening(self, text: str) -> list[int]:
-        """As :meth:`prompt`; an empty text begins with the token that starts one, else with the one that ends the text before it, and is [] where the tokenizer has neither."""
+        """Tokens as of :meth:`prompt`; an empty text begins with the token that starts one, else with the one that ends the text before it, and is [] where the tokenizer has neither."""
         if ids := self.prompt(text):
             return ids
         first = self.end if self.start is None else self.start
@@ -329,9 +329,9 @@ class _Loaded:
     end: int | None
     mask: int | None
     digest: str
-    """Of the file, and of what the files beside it change."""
+    """Digest of the file, and of what the files beside it change."""
     raw: str
-    """Of the file alone."""
+    """Digest of the file alone."""
 
 
 def _file(path: Path) -> Path:
@@ -344,7 +344,7 @@ def _file(path: Path) -> Path:
 
 
 def _stamp(path: Path) -> tuple[Any, ...]:
-    """What tells a tokenizer's files from others under their names."""
+    """Stamp that distinguishes a tokenizer's files from others under their names."""
     folder = path if path.is_dir() else path.parent
     found = []
     for file in (

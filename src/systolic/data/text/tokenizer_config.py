@@ -1,4 +1,4 @@
-"""What is beside a tokenizer.json: tokens and settings of tokenizer_config.json and older files, as transformers puts them together."""
+"""Files beside a tokenizer.json: tokens and settings of tokenizer_config.json and older files, as transformers puts them together."""
 
 import json
 from collections.abc import Mapping

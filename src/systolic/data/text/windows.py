@@ -139,7 +139,7 @@ class Rounds:
 
     @classmethod
     def of(cls, first: int, step: int, per_epoch: int, mixed: int) -> "Rounds":
-        """Those of every ``step``-th window from ``first`` to the end of its epoch."""
+        """Rounds of every ``step``-th window from ``first`` to the end of its epoch."""
         left = per_epoch - first % per_epoch
         windows = -(-left // step)
         return cls(windows=windows, mixed=min(mixed, windows))

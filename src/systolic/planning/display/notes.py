@@ -43,7 +43,7 @@ BETTER: Mapping[Objective, str] = {
     Objective.pareto: "better in time x cost",
     Objective.fit: "faster",
 }
-"""What a better score is in words."""
+"""Words for a better score."""
 
 
 def notes(plan: Plan) -> list[str]:

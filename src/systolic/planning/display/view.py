@@ -1,4 +1,4 @@
-"""What ``systolic plan`` prints and writes."""
+"""Output of ``systolic plan``."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a plan decided of a job: the job with it, and what holds of it when the run resumes."""
+"""Decisions of a plan about a job: the job with them, and what holds of it when the run resumes."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -18,7 +18,7 @@ class PlanLike(Protocol):
     """A plan, as :func:`systolic.plan` returns it."""
 
     def to_json(self) -> Mapping[str, Any]:
-        """What plan.json holds."""
+        """Content of plan.json."""
 
 
 def candidate_of(plan: PlanLike, number: int) -> Chosen:
@@ -86,7 +86,7 @@ def planned_options(recipe: Recipe, chosen: Chosen) -> dict[str, Any]:
 def kept_choice(
     chosen: Chosen, before: Job, now: Job, *, steps_given: bool, warn: Callable[[str], None]
 ) -> Chosen:
-    """What a plan decides of a job whose other options may differ from those that were planned.
+    """Decisions of a plan about a job whose other options may differ from those that were planned.
 
     Args:
         chosen: The plan's candidate.

@@ -23,9 +23,9 @@ class JobSource:
 
     recipe: Recipe
     options: Mapping[str, Any]
-    """Of the recipe, by parameter; no path depends on the working directory."""
+    """Options of the recipe, by parameter; no path depends on the working directory."""
     chosen: Chosen | None = None
-    """What a plan decided of the job."""
+    """Decisions of a plan about the job."""
     given: frozenset[str] = frozenset()
     """Options that were given, as typed without the dashes before them: ``layout.fsdp``; the others are defaults."""
     types: Mapping[str, str] | None = None
@@ -52,7 +52,7 @@ def given_options(source: JobSource) -> dict[str, Any]:
 
 
 def source_of(job: Job | JobSource | str, options: Mapping[str, Any]) -> JobSource:
-    """What a user names: a Job, a recipe with its options, or a source that is made already.
+    """Source of what a user names: a Job, a recipe with its options, or a source that is made already.
 
     Raises:
         NotFoundError: there is no such recipe.
@@ -99,7 +99,7 @@ def with_plan(
     warn: Callable[[str], None],
     planned_job: Job | None = None,
 ) -> JobSource:
-    """What a Python user names, under a plan: a recipe has the options that were planned where they are not given.
+    """Source of what a Python user names, under a plan: a recipe has the options that were planned where they are not given.
 
     Args:
         job: A Job, or a recipe.

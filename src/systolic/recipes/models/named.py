@@ -38,9 +38,9 @@ class NamedModel:
     """A model from elsewhere."""
 
     name: str
-    """Of its jobs."""
+    """Name of its jobs."""
     origin: str
-    """Where its sizes come from, for its description."""
+    """Origin of its sizes, for its description."""
     model: Model
     row: int
     """Tokens of a row by default."""

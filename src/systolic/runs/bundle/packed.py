@@ -29,7 +29,7 @@ class QuantizedRecord(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, how: MatrixFormat, shape: tuple[int, ...], dtype: np.dtype) -> "QuantizedRecord":
-        """Of a matrix in a format."""
+        """Record of a matrix in a format."""
         return cls(how.format.value, how.group, list(shape), dtype.name)
 
     def how(self) -> MatrixFormat:
@@ -100,7 +100,7 @@ class RestoredTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the matrix."""
+        """Shape of the matrix."""
         return self.codes.shape
 
     @property

@@ -1,4 +1,4 @@
-"""What bundle.json says of a Bundle, as values."""
+"""Content of bundle.json, as values."""
 
 import hashlib
 import importlib.metadata
@@ -16,7 +16,7 @@ KIND = "systolic-bundle"
 FORMAT = 2
 """Raised when the files change in a way that older versions misread; 2 has quantized matrices, or a job of its own."""
 PLAIN_FORMAT = 1
-"""Of a Bundle with neither, which older versions read."""
+"""Format of a Bundle with neither, which older versions read."""
 DIGEST = "digest"
 """The entry with the digest of all others."""
 PACKAGES = ("systolic", "jax", "jaxlib", "flax", "numpy")
@@ -31,7 +31,7 @@ class FileRecord(msgspec.Struct, frozen=True):
 
 
 class ImportedFrom(msgspec.Struct, frozen=True, omit_defaults=False):
-    """What a Bundle was made from."""
+    """Source of a Bundle."""
 
     kind: str
     """``hugging-face``, ``gguf``, ``run`` …"""
@@ -45,7 +45,7 @@ class RecipeRecord(msgspec.Struct, frozen=True):
     """The recipe of a run."""
 
     name: str
-    """As the user named it."""
+    """Name that the user gave."""
     options: dict[str, Any]
 
 
@@ -103,7 +103,7 @@ class BundleRecord(msgspec.Struct, frozen=True):
     quantization: dict[str, QuantizedRecord] = {}
     """Matrices that are stored as codes and scales, by the paths of their parameters."""
     versions: dict[str, str] = {}
-    """Of Python and of the packages that wrote it."""
+    """Versions of Python and of the packages that wrote it."""
     job: dict[str, Any] | None = None
     """The job of a run, less its model: task, data, precision, batch …; ``None`` for a model of another library."""
     types: dict[str, str] = {}
@@ -120,7 +120,7 @@ class BundleRecord(msgspec.Struct, frozen=True):
 
 
 def carried(record: BundleRecord) -> dict[str, Any]:
-    """What holds of a Bundle that is made from another one, whatever becomes of its weights."""
+    """Record of a Bundle that is made from another one, apart from its weights."""
     return {
         "job": record.job,
         "types": record.types,

@@ -53,7 +53,7 @@ class MappedTensor:
 
     file: Path
     offset: int
-    """Of its first byte in the file."""
+    """Offset of its first byte in the file."""
     shape: tuple[int, ...]
     dtype: np.dtype
 

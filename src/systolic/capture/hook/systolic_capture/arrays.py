@@ -46,7 +46,7 @@ def _serial_on_host(array):
 
 
 def links(values):
-    """What ties a call to those before it: numbers of the arrays that it takes, and of the calls that they come from.
+    """Links of a call to those before it: numbers of the arrays that it takes, and of the calls that they come from.
 
     Keys of random numbers and counters don't: what makes one array after the other shares them.
     """

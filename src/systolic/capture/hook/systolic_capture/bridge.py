@@ -163,7 +163,7 @@ def cpu_device():
 
 
 def patch_default_device(pxla):
-    """What no sharding places is on the slice, except while values are computed on the CPU."""
+    """Default devices: what no sharding places is on the slice, except while values are computed on the CPU."""
 
     def get_default_device():
         from jax._src import config

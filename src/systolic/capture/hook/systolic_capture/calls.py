@@ -30,9 +30,9 @@ _sequence = []
 _operations = {}
 _state: dict[str, Any] = {"ended": False, "error": "", "ours": False}
 notes = []
-"""What the answer says beside."""
+"""Notes of the answer."""
 cautions = []
-"""What it says before all others."""
+"""Notes that stand before all others."""
 
 
 class Call:
@@ -223,7 +223,7 @@ class Lowered:
         _take(self, args)
 
     def lower(self):
-        """As it is."""
+        """The lowering that the program made."""
         return self._lowering
 
 

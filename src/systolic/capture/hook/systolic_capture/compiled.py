@@ -1,4 +1,4 @@
-"""What ``jitted.lower(...).compile()`` gives the program; imported once jax is there."""
+"""Results of ``jitted.lower(...).compile()`` for the program; imported once jax is there."""
 
 import functools
 

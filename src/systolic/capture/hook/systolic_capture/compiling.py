@@ -13,7 +13,7 @@ from systolic_capture import bridge, calls, memory, report, shardings
 SCHEDULED = "after_optimizations.txt"
 USAGE = "after_optimizations-memory-usage-report.txt"
 LAST = ("after_optimizations-memory-usage-report.pb", USAGE)
-"""What is written behind the schedule; libtpu 0.0.10 writes the text alone."""
+"""Files that are written behind the schedule; libtpu 0.0.10 writes the text alone."""
 REFUSED = "oom_intermediate_module.txt"
 POLL_SECONDS = 0.1
 AT_ONCE = 8

@@ -38,7 +38,7 @@ COMPUTED = {
     **{"select_n": _select, "clamp": _clamp},
     **dict.fromkeys((*SAME, *PLACED), lambda value, *_: value),
 }
-"""What operations on whole numbers give."""
+"""Results of operations on whole numbers."""
 NESTED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 """Parameters that hold the body of a call."""
 CALLS = (

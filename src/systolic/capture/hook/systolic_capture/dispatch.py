@@ -1,4 +1,4 @@
-"""What the program does with arrays: calls of jit are recorded, other operations give the shapes of their results.
+"""Operations of the program on arrays: calls of jit are recorded, other operations give the shapes of their results.
 
 Values that are not on the slice are computed, on the CPU, while they are small and jax's own functions make them: keys
 of random numbers, counters, small tables. What the program's own jitted functions give has shapes alone.
@@ -286,7 +286,7 @@ def patch_jit(pjit):
 
 @functools.cache
 def _extras(real):
-    """What ``_pjit_call_impl_python`` gives beside the results: an executable, a profiler, and constants in some versions."""
+    """Values of ``_pjit_call_impl_python`` beside the results: an executable, a profiler, and constants in some versions."""
     import inspect
 
     constants = "const_args" in inspect.getsource(real)

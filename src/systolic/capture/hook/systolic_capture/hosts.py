@@ -1,4 +1,4 @@
-"""What the processes of several hosts say to each other: this is the first of them, and the others say what it says."""
+"""Messages between the processes of several hosts: this is the first of them, and the others say what it says."""
 
 import threading
 

@@ -117,7 +117,7 @@ def largest(number, excepted):
 
 
 def on_devices(held, devices, others, host_of):
-    """What is held on a device, in bytes.
+    """Bytes that are held on a device.
 
     Args:
         held: From :func:`beside`.

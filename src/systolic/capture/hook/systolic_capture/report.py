@@ -1,4 +1,4 @@
-"""What the parent asked for, and what it is told: JSON lines in ``events.jsonl``."""
+"""Request of the parent, and reports to it: JSON lines in ``events.jsonl``."""
 
 import contextlib
 import fcntl

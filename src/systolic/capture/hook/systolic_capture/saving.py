@@ -1,4 +1,4 @@
-"""What the program saves: arrays of the slice have no values, and a file that is written of them has zeros."""
+"""Files that the program saves: arrays of the slice have no values, and a file that is written of them has zeros."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Where the results of a call are: given, constrained in its body, or like an argument."""
+"""Shardings of a call's results: given, constrained in its body, or like an argument."""
 
 from systolic_capture import arrays, bridge
 

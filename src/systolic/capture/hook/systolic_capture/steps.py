@@ -31,7 +31,7 @@ class CalledStep:
     def __init__(self, numbers, periodic=(), skipped=0, times=0, call=None):
         self.numbers, self.call = list(numbers), call
         self.periodic = list(periodic)
-        """Of each kind of call: the number of its last, the calls at a time, and how many steps lie between two times."""
+        """Periodic calls, for each kind the number of its last, the calls at a time, and how many steps lie between two times."""
         self.skipped, self.times = skipped, times
         """Small calls that are beside that many steps, and in no list."""
         self.evaluations = set()

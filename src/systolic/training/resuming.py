@@ -1,0 +1,289 @@
+"""Resuming a run: open it, check it against the given options, and continue training."""
+
+import json
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from systolic import recipes
+from systolic.chips import Slice
+from systolic.chips.flags import resolved
+from systolic.core.errors import NotFoundError, RunError
+from systolic.core.option_words import plain_words, typed
+from systolic.job import Batch, Job
+from systolic.recipes import Recipe
+from systolic.recipes.jobs.plan import resumed
+from systolic.recipes.jobs.source import JobSource
+from systolic.runs import paths
+from systolic.runs.access import Access
+from systolic.runs.job_record import JobRecord, RunFlags
+from systolic.runs.remote.sharded_upload import Part
+from systolic.runs.run import Run
+from systolic.runs.saved_job import types_of
+from systolic.session import run_files
+from systolic.session.run_flags import kept_flags
+from systolic.session.starting import with_start
+from systolic.training.distributed.run import open_together
+from systolic.training.expected import check_slice, expected
+from systolic.training.ledger import Ledger
+from systolic.training.resume_checks import agreed, check_resume, flat
+from systolic.training.session import (
+    Audience,
+    SessionOptions,
+    TrainResult,
+    check_setup,
+    describe,
+    fewer_devices,
+    load_step,
+    run_session,
+    with_initial,
+)
+
+if TYPE_CHECKING:
+    from systolic.training.setup import Setup
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenedRun:
+    """A run opened for training, and its origin."""
+
+    directory: Run
+    record: JobRecord
+    recipe: Recipe
+    saved: Mapping[str, Any]
+    """The recipe's options of the run's last session."""
+    types: Mapping[str, str] | None = None
+    """Types of a Job without a recipe; see :class:`systolic.recipes.jobs.source.JobSource`."""
+    gives_job: bool = False
+    """Whether the caller gave the Job, which may then differ from the run's."""
+
+    @property
+    def path(self) -> Path:
+        """The run's directory."""
+        return self.directory.path
+
+    def source(self, options: Mapping[str, Any]) -> JobSource:
+        """Source of the job to resume with.
+
+        Args:
+            options: All options of the recipe.
+
+        Raises:
+            OptionError: an option has the wrong type.
+        """
+        options = paths.absolute(recipes.converted(self.recipe, options))
+        changed = {name for name, value in options.items() if value != self.saved.get(name)}
+        return JobSource(
+            recipe=self.recipe,
+            options=options,
+            chosen=resumed(self.record.plan, changed),
+            types=self.types,
+        )
+
+    def changes(self, source: JobSource) -> list[str]:
+        """Options that differ from the run's, as ``--steps 20 (was 10)``; fields of a given Job by name."""
+        after, before = flat(recipes.plain(source.options)), flat(recipes.plain(self.saved))
+        found = [
+            f"{typed(name, value)} (was {plain_words(before[name])})"
+            for name, value in after.items()
+            if name in before and str(value) != str(before[name])  # NaN is unequal to itself
+        ]
+        if not self.gives_job:
+            return found
+        options = set(source.options)
+        now, old = (
+            flat({name: each for name, each in plain.items() if name not in options})
+            for plain in (_plain(source.job, self.record), self.record.job)
+        )
+        return found + [
+            f"{name} {plain_words(now.get(name))} (was {plain_words(old.get(name))})"
+            for name in {**old, **now}
+            if now.get(name) != old.get(name)
+        ]
+
+
+@contextmanager
+def opened(path: Path, *, trust: bool = False, job: Job | None = None) -> Generator[OpenedRun]:
+    """Opens a run, for writing in process 0 of its job; joins the other processes, if any.
+
+    Args:
+        path: The run's directory.
+        trust: Execute its recipe even if it belongs to another user.
+        job: For a run made from a Job: the Job, instead of the run's record of it.
+
+    Raises:
+        NotFoundError: the path is not a run.
+        RunError: another process writes to it, or its recipe or Job is missing or has changed.
+        OptionError: a job is given, but the run was made from a recipe.
+    """
+    from systolic.training import distributed
+
+    distributed.join()
+
+    def begin(part: Part | None) -> Run:
+        return Run.open(path, access=Access.write, part=part)
+
+    with open_together(path, begin, "open") as directory:
+        record = JobRecord.from_json(directory.read_job())
+        recipe, _, saved = run_files.rebuild(directory, trust_code=trust, job=job)
+        types = record.types if job is None else types_of(job)
+        yield OpenedRun(
+            directory=directory,
+            record=record,
+            recipe=recipe,
+            saved=saved,
+            types=types,
+            gives_job=job is not None,
+        )
+
+
+def continue_run(
+    run: OpenedRun,
+    source: JobSource,
+    options: SessionOptions,
+    audience: Audience,
+    *,
+    on: Slice | None = None,
+    ledger: Ledger | None = None,
+) -> TrainResult:
+    """Continues training a run from its newest intact checkpoint.
+
+    Args:
+        run: The run.
+        source: Source of its job for this session.
+        options: Options of the session; None means the value that the run was started with.
+        audience: Receives records and warnings.
+        on: Slice that the local devices are expected to form.
+        ledger: Opened when the caller started, so that start-up time counts.
+
+    Raises:
+        OptionError: an option that is fixed for a run has changed, or the run has more steps than the job.
+        DataError: the run's data has changed.
+    """
+    ledger, directory, record = ledger or Ledger(), run.directory, run.record
+    resolved(options.flags or "", None)
+    _check_executable(options)
+    job = source.job
+    same_job = source.options == run.saved and (run.types is None or _is_same(job, record))
+    summary = finished(directory, job, changed=not same_job)
+    if summary is not None:
+        return _as_it_was(run, summary, run.changes(source), audience)
+    options = as_recorded(options, record)
+    plain = recipes.plain(source.options)
+    data = agreed(lambda: check_resume(directory, record, job, plain))
+    flags = kept_flags(record, source.chosen, options.flags)
+    job, after = continued(run, source, options, flags)
+    if on is not None:
+        check_slice(on)
+    if source.options.get("tokenizer") == run.saved.get("tokenizer"):
+        job = replace(job, data=run_files.with_tokenizer(directory, job.data))
+    from systolic.training.setup import set_up
+
+    fewer = fewer_devices(job, options, audience)
+    setup = set_up(fewer.job if fewer else job, flags=flags.compiler)
+    meant = fewer.meant.layout if fewer else None
+    setup = replace(setup, expected=expected(source.chosen), meant=meant)
+    check_setup(setup, audience)
+    setup = _begun(setup, directory, record, audience)
+    kept = {"init_from": record.init_from, "start": record.start, "labels": record.labels}
+    after = replace(after, **kept, data=data)
+    loaded = load_step(setup, options, ledger)
+
+    def accept() -> None:
+        if text := ", ".join(run.changes(source)):
+            audience.warn(f"{run.path} continues with {text}")
+        directory.drop_summary()
+        if not same_job or _how(after) != _how(record):
+            directory.write_job(after.to_json())
+
+    return run_session(setup, directory, options, audience, ledger, loaded=loaded, accept=accept)
+
+
+def _check_executable(options: SessionOptions) -> None:
+    """Checks that the executable exists, before anything is compiled."""
+    if options.executable is not None and not options.executable.exists():
+        raise NotFoundError(f"{options.executable} does not exist; check the path")
+
+
+def _begun(setup: "Setup", directory: Run, record: JobRecord, audience: Audience) -> "Setup":
+    """Adds the run's initial weights to a set-up, as far as its checkpoints don't contain them."""
+    fresh = not any(directory.checkpoints.glob("[0-9]*"))
+    if record.init_from is not None and fresh:
+        return with_initial(setup, record.init_from, audience)[0]
+    if setup.job.adapter or fresh:
+        return with_start(setup, directory.path, record)[0]
+    return setup
+
+
+def _as_it_was(
+    run: OpenedRun, summary: Mapping[str, Any], ignored: Sequence[str], audience: Audience
+) -> TrainResult:
+    """Result of a run that is already finished."""
+    them = f", so {', '.join(ignored)} is ignored" if ignored else ""
+    audience.warn(
+        f"{run.path} is finished at step {summary['steps']}{them}; give a larger --steps to continue, or use the run: {summary['next']}"
+    )
+    return TrainResult(
+        run=run.path, summary=summary, trained=False, warnings=tuple(audience.warnings)
+    )
+
+
+def as_recorded(options: SessionOptions, record: JobRecord) -> SessionOptions:
+    """Fills in omitted options with those that the run was started with."""
+    return replace(
+        options,
+        log_every=record.log_every if options.log_every is None else options.log_every,
+        diagnose=record.diagnose if options.diagnose is None else options.diagnose,
+    )
+
+
+def continued(
+    run: OpenedRun, source: JobSource, options: SessionOptions, flags: RunFlags
+) -> tuple[Job, JobRecord]:
+    """The job to resume with and its job.json; keeps the run's global batch on different devices."""
+    job = source.job
+    spread = {name for name, value in source.options.items() if value != run.saved.get(name)}
+    same_batch = not any("batch" in name or name == "layout" for name in spread)
+    layout = run.record.layout
+    if same_batch and job.batch.per_device is not None:
+        total = job.batch.resolve(replace(job.layout, **layout))
+        job = replace(job, batch=Batch(total=total))
+    record = describe(source, job, flags, options, run.path)
+    return job, replace(record, layout=layout) if same_batch else record
+
+
+def finished(directory: Run, job: Job, *, changed: bool) -> dict[str, Any] | None:
+    """Summary of a finished run; ``None`` if the run has steps left.
+
+    A run with a damaged summary continues from its checkpoint, which rewrites the summary.
+    """
+    try:
+        summary = directory.read_summary()
+    except (NotFoundError, RunError):
+        return None
+    if not {"steps", "stopped", "interrupted"} <= set(summary):
+        return None
+    early = bool(summary["stopped"]) and not changed
+    done = summary["steps"] >= job.steps or early
+    return summary if done and not summary["interrupted"] else None
+
+
+def _is_same(job: Job, record: JobRecord) -> bool:
+    """Whether a job equals the recorded one, apart from its layout."""
+    return {**_plain(job, record), "layout": None} == {**record.job, "layout": None}
+
+
+def _plain(job: Job, record: JobRecord) -> dict[str, Any]:
+    """Job in the form of job.json; a per-device batch becomes a total if the record has a total."""
+    if job.batch.per_device is not None and record.job["batch"]["total"] is not None:
+        total = job.batch.resolve(replace(job.layout, **record.layout))
+        job = replace(job, batch=Batch(total=total))
+    # JSON has lists where a job has tuples.
+    return json.loads(json.dumps(job.to_json()))
+
+
+def _how(record: JobRecord) -> tuple[Any, ...]:
+    """Entries of job.json besides the job; a session that changes one rewrites job.json."""
+    return record.flags, record.data, record.log_every, record.diagnose

@@ -1,0 +1,398 @@
+"""Training sessions: their options and result, a new run, the session itself, and the replay of a bad step."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from systolic.chips import Slice
+from systolic.core.errors import NotFoundError, OptionError, SystolicError
+from systolic.core.machine import bounded
+from systolic.core.ranges import COUNT, NOT_NEGATIVE, check_arguments
+from systolic.core.reporter import reporter, working
+from systolic.core.store import cache_home
+from systolic.data.fingerprint import contents_of
+from systolic.job import Fewer, Job, on_fewer
+from systolic.recipes.jobs.source import JobSource
+from systolic.runs.access import Access
+from systolic.runs.job_record import JobRecord, RunFlags
+from systolic.runs.remote.sharded_upload import Part
+from systolic.runs.run import JOB, Run
+from systolic.session import run_files
+from systolic.session.run_flags import kept_flags, new_flags
+from systolic.session.starting import with_start
+from systolic.training.distributed.run import open_together
+from systolic.training.expected import check_machine, check_slice, expected
+from systolic.training.ledger import Ledger, Spent
+from systolic.training.watch import Watcher
+
+if TYPE_CHECKING:
+    from systolic.compiling.executable import Loaded
+    from systolic.explaining.beside import Beside
+    from systolic.training.setup import Setup
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SessionOptions:
+    """How a session runs; what it computes is the job's.
+
+    Raises:
+        OptionError: a number outside its range.
+    """
+
+    executable: Path | None = None
+    """The compiled train step, instead of compiling it."""
+    flags: str | None = None
+    """Compiler flags; None: those of the run, of a new one the set that all jobs on the chip share."""
+    workers: Annotated[int, NOT_NEGATIVE] = 0
+    """Processes that read and transform data; 0 uses threads."""
+    diagnose: Annotated[int | None, NOT_NEGATIVE] = None
+    """Steps between gradient probes; 0 is never; None: as the run was started, of a new one where they cost little."""
+    profile: Annotated[int, NOT_NEGATIVE] = 0
+    """Steps to trace with XLA's profiler."""
+    log_every: Annotated[int | None, COUNT] = None
+    """Steps between records; None: as the run was started, of a new one a 400th of the job."""
+    for_devices: Annotated[int | None, COUNT] = None
+    """Devices that layout and batch are for; on fewer the batch stays and its passes grow."""
+
+    def __post_init__(self) -> None:
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        check_arguments(SessionOptions, values, str)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainResult:
+    """Result of a training session."""
+
+    run: Path
+    """The run's directory."""
+    summary: Mapping[str, Any]
+    """``summary.json``: steps, final loss and metrics, throughput, MFU, goodput, where the time went."""
+    trained: bool = True
+    """False where the run was finished before, so that nothing was done."""
+    warnings: tuple[str, ...] = ()
+    beside: "Beside | None" = None
+    """Ops of the traced steps, measured and forecast; None without a profile, or where it can't be compared."""
+
+    @property
+    def interrupted(self) -> str | None:
+        """The signal that ended the session early; it is saved, and ``systolic.resume`` continues it."""
+        return self.summary["interrupted"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audience:
+    """Receivers of a session's records and warnings."""
+
+    watchers: Sequence[Watcher] = ()
+    """Closed when the session ends."""
+    warnings: list[str] = field(default_factory=list)
+    """All warnings so far."""
+
+    def warn(self, text: str) -> None:
+        """Keeps a warning and reports it."""
+        self.warnings.append(text)
+        reporter().warn(text)
+
+    def caution(self, text: str) -> None:
+        """Keeps a warning that is also an event of the session, which the reporter may show."""
+        self.warnings.append(text)
+        if not reporter().shows_events:
+            reporter().warn(text)
+
+
+class ReporterWatcher:
+    """Hands the records of a session to the reporter."""
+
+    def see(self, record: dict[str, Any]) -> None:
+        """Reports a record."""
+        reporter().update(record)
+
+    def close(self) -> None:
+        """Does nothing: the piece of work ends with the session."""
+
+
+def start(
+    source: JobSource,
+    options: SessionOptions,
+    audience: Audience,
+    *,
+    run: Path | None = None,
+    init_from: Path | None = None,
+    on: Slice | None = None,
+    ledger: Ledger | None = None,
+) -> TrainResult:
+    """Trains a job in a new run. Joins the other processes of the job, if there are any.
+
+    Args:
+        source: What the job is made from.
+        options: How the session runs.
+        audience: Receives records and warnings.
+        run: The run's directory; by default ``runs/NAME-TIME``.
+        init_from: A run, or a checkpoint of one, whose weights it begins with.
+        on: The slice that the local devices are expected to be.
+        ledger: Opened when the caller started, so that start-up counts.
+    """
+    from systolic.training import distributed
+    from systolic.training.setup import set_up
+
+    ledger = ledger or Ledger()
+    check_data(source.job)
+    distributed.join()
+    if on is not None:
+        check_slice(on)
+    if source.chosen is not None:
+        check_machine(source.chosen)
+    flags = new_flags(options.flags or "", source.chosen)
+    fewer = fewer_devices(source.job, options, audience)
+    setup = set_up(source.job if fewer is None else fewer.job, flags=flags.compiler)
+    meant = None if fewer is None else fewer.meant.layout
+    setup = replace(setup, expected=expected(source.chosen), meant=meant)
+    check_setup(setup, audience)
+    setup, begun_with = with_initial(setup, init_from, audience)
+    if begun_with is not None and setup.job.adapter:
+        raise OptionError(
+            f"init-from {init_from} sets all weights, and the job trains adapters beside those of {setup.job.start}; give the model that it begins with as --from"
+        )
+    origin = None
+    if begun_with is None:
+        setup, origin = with_start(setup)
+    record = replace(
+        describe(source, setup.job if fewer is None else fewer.meant, flags, options),
+        init_from=begun_with,
+        start=origin,
+        data=contents_of(setup.job.data),
+        labels=tuple(setup.job.data.labels()),
+    )
+    loaded = load_step(setup, options, ledger)
+    files = run_files.files(source, setup.job, audience.warn)
+
+    def begin(part: Part | None) -> Run:
+        return Run.create(run, record.to_json(), files=files, part=part)
+
+    with open_together(run, begin, "make") as directory:
+        return run_session(setup, directory, options, audience, ledger, loaded=loaded)
+
+
+def check_data(job: Job) -> None:
+    """Raises OptionError where a job has shapes only, which a forecast is enough with."""
+    if missing := job.data.missing():
+        raise OptionError(missing)
+
+
+def fewer_devices(job: Job, options: SessionOptions, audience: Audience) -> Fewer | None:
+    """The job on fewer devices than it is for; None where none is missing, or nothing was said of their number.
+
+    Raises:
+        LayoutError: layout or batch do not fit them.
+    """
+    if options.for_devices is None:
+        return None
+    from systolic.steps.mesh import slices_of
+    from systolic.training.machine import LocalDevices
+
+    devices = LocalDevices.here().devices
+    made = on_fewer(job, options.for_devices, len(devices), slices_of(devices))
+    if made is not None:
+        audience.warn(made.text)
+    return made
+
+
+def check_setup(setup: "Setup", audience: Audience) -> None:
+    """Checks the metric of best checkpoints, and a model of another framework against that framework, before anything is written.
+
+    Raises:
+        OptionError: the task does not report the metric, or the model does not train as there.
+    """
+    setup.check_metric()
+    for note in setup.check_model():
+        audience.warn(note)
+
+
+def run_session(
+    setup: "Setup",
+    directory: Run,
+    options: SessionOptions,
+    audience: Audience,
+    ledger: Ledger,
+    *,
+    loaded: "Loaded | None" = None,
+    accept: Callable[[], None] | None = None,
+) -> TrainResult:
+    """Trains in a run and writes its report.
+
+    Args:
+        setup: The job on this machine.
+        directory: The run; open for writing in the first process of the job.
+        options: How the session runs.
+        audience: Its watchers are closed.
+        ledger: Where the time goes.
+        loaded: The train step, compiled elsewhere.
+        accept: Of a run that resumes: called before anything is written, after all checks.
+    """
+    from systolic.training.display.tensorboard import TensorBoard
+    from systolic.training.programs import compiler_cache
+    from systolic.training.trainer import Trainer
+
+    compiler_cache(str(cache_home() / "xla"))
+    writes, accepted = directory.access is Access.write, False
+
+    def begin() -> None:
+        nonlocal accepted
+        accepted = True
+        if writes:
+            if accept is not None:
+                accept()
+            directory.write_environment([*map(str, setup.machine.devices)], setup.flags)
+
+    tensorboard = [TensorBoard(directory.tensorboard)] if writes else []
+    watchers: list[Watcher] = [ReporterWatcher(), *audience.watchers, *tensorboard]
+    trainer = Trainer(
+        setup=setup,
+        run=directory,
+        watchers=watchers,
+        workers=_workers(options.workers, audience),
+        ledger=ledger,
+        loaded=loaded,
+        diagnose=options.diagnose,
+        profile=options.profile,
+        log_every=options.log_every,
+        accept=begin,
+        warn=audience.caution,
+    )
+    try:
+        with working(setup.job.name):
+            summary = trainer.train(accept is not None)
+    finally:
+        for watcher in watchers:
+            watcher.close()
+        if writes and accepted:
+            _report(directory, audience)
+    return _finished(TrainResult(run=directory.path, summary=summary), directory, options, audience)
+
+
+def describe(
+    source: JobSource,
+    job: Job,
+    flags: RunFlags,
+    options: SessionOptions,
+    run: Path | None = None,
+) -> JobRecord:
+    """The record of a session for job.json, without its data and first weights.
+
+    Args:
+        source: What the job is made from.
+        job: With the layout of the local devices.
+        flags: Of the compiler.
+        options: How the session runs.
+        run: The run's directory; None for one that is not there yet.
+    """
+    return JobRecord(
+        recipe=None if source.types is not None else source.recipe.target,
+        options=run_files.options(source.options, job, run),
+        job=job.to_json(),
+        plan=source.chosen,
+        layout=job.layout.mesh_shape,
+        flags=flags,
+        log_every=options.log_every,
+        diagnose=options.diagnose,
+        types=source.types,
+    )
+
+
+def with_initial(
+    setup: "Setup", source: Path | str | None, audience: Audience
+) -> "tuple[Setup, str | None]":
+    """A set-up that begins with the weights of another run, and the path of their checkpoint."""
+    if source is None:
+        return setup, None
+    from systolic.runs.weights import begin_with
+
+    path = Path(source).absolute()
+    weights = begin_with(path, setup.steps)
+    for line in weights.skipped:
+        audience.warn(f"{line}; using step {weights.step}")
+    folder = path / "checkpoints" if (path / JOB).is_file() else path.parent
+    return replace(setup, initial=weights), str(folder / str(weights.step))
+
+
+def load_step(setup: "Setup", options: SessionOptions, ledger: Ledger) -> "Loaded | None":
+    """The train step of ``executable``, before a run is made; None where it is to be compiled."""
+    if options.executable is None:
+        return None
+    with ledger.spend(Spent.compile):
+        return setup.load(options.executable)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayedStep:
+    """The train step of a bad batch, made again."""
+
+    path: Path
+    """The batch's file."""
+    found: Mapping[str, Any]
+    """Result of :func:`systolic.training.replay.replay`."""
+
+
+def replay(path: Path, *, trust: bool = False) -> ReplayedStep:
+    """The train step of a run made again on the batch of a bad step; see :func:`systolic.training.replay.replay`.
+
+    Args:
+        path: ``RUN/bad/step-N.npz``.
+        trust: Execute the run's recipe although it is another user's.
+
+    Raises:
+        NotFoundError: there is no such file.
+    """
+    if not path.is_file():
+        raise NotFoundError(f"{path} is not a file; give RUN/bad/step-N.npz")
+    with Run.open(path.parent.parent) as directory:
+        job = run_files.rebuild(directory, trust_code=trust).job
+        record = JobRecord.from_json(directory.read_job())
+        flags = kept_flags(record, record.plan)
+        from systolic.training.replay import replay as again
+        from systolic.training.setup import set_up
+
+        setup = set_up(job, flags=flags.compiler)
+        if job.adapter or not any(directory.checkpoints.glob("[0-9]*")):
+            setup, _ = with_start(setup, directory.path, record)
+        return ReplayedStep(path=path, found=again(setup, directory, path))
+
+
+def _workers(asked: int, audience: Audience) -> int:
+    """Worker processes, at most one a core."""
+    given = bounded(asked)
+    if given < asked:
+        audience.warn(
+            f"workers is {asked}, more than the {given} cores of this machine; {given} work at once"
+        )
+    return given
+
+
+def _finished(
+    made: TrainResult, directory: Run, options: SessionOptions, audience: Audience
+) -> TrainResult:
+    """The result with its warnings and, of a traced session, the steps beside their forecast where they can be compared."""
+    from systolic.training.profile import FOLDER
+
+    folder = directory.path / FOLDER
+    traced = options.profile and directory.access is Access.write and made.interrupted is None
+    if traced and folder.is_dir():  # else its profiler failed and said so
+        from systolic.session.traced import traced_beside
+
+        try:
+            made = replace(made, beside=traced_beside(directory, folder))
+        except Exception as error:  # whatever it is, it must not hide how the run ended
+            named = "" if isinstance(error, SystolicError) else f"{type(error).__name__}: "
+            audience.warn(f"the profile is not set beside a forecast: {named}{error}")
+    return replace(made, warnings=tuple(audience.warnings))
+
+
+def _report(directory: Run, audience: Audience) -> None:
+    """Writes the page; that it can't be written must not hide how the run ended."""
+    from systolic.training.display.page import write_report
+
+    try:
+        write_report(directory.path)
+    except (SystolicError, OSError) as error:
+        audience.warn(f"there is no report: {error}")
