@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 EXAMPLES = 64
 """Most texts or pictures."""
 TOGETHER = 8
-"""Of them in a batch."""
+"""Texts or pictures of a batch."""
 LEAST_TOKENS = 128
-"""Of a text: the largest of fewer are no measure of what comes later."""
+"""Tokens of a text: the largest inputs of fewer are no measure of what comes later."""
 LEAST_PICTURES = 8
 
 

@@ -59,7 +59,7 @@ MOST_APART = 0.5
 """The same of the outputs of a probe where there is no data: their mean difference, over the mean distance of the source's outputs from the middle
 of their row."""
 PLAIN = "weights before quantization"
-"""What a quantized model's outputs are compared with."""
+"""Name of the model that a quantized model's outputs are compared with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class QuantizedModel:
     asked: MatrixFormat
     """Format of the matrices that was asked for."""
     bytes_before: int
-    """Of all weights."""
+    """Bytes of all weights."""
     bytes_after: int
     matrices: Sequence[QuantizedMatrix]
     left: Sequence[QuantizedMatrix]
@@ -103,15 +103,15 @@ class QuantizedModel:
     unmeasured: str | None = None
     """Why a run's own data was not read; ``None`` where it was, or other was given."""
     notes: tuple[str, ...] = ()
-    """What else to know of the weights."""
+    """Notes on the weights."""
     seconds: float = 0.0
     """Time of the work."""
     speeds: "Sequence[ModelSpeeds]" = ()
-    """Of the model and of the Bundle; () where none were asked for."""
+    """Speeds of the model and of the Bundle; () where none were asked for."""
     timed: Mapping[str, int] = field(default_factory=dict)
     """Sizes of a timed call, and how often it was made; {} without."""
     stopped_by: SystolicError | KeyboardInterrupt | None = None
-    """What ended the timing of the Bundle once it was written."""
+    """Interrupt or error that ended the timing of the Bundle once it was written."""
 
     def __repr__(self) -> str:
         """Sizes and quality on one line; the model itself has every matrix."""
@@ -233,14 +233,14 @@ def quantize(
             formats = dict(choice.formats)
         before = _Figures.of(model, source, measure, on)
         del model, measure
-        after = _weight_progress(source, out, (rounder, formats), (job, before, on))
+        after = _write_bundle(source, out, (rounder, formats), (job, before, on))
         made = _result((out, to), source, (rounder, formats), (before, after), choice)
         known = measured or job.data.read_elsewhere
         return replace(made, measurable=known, unmeasured=unmeasured, notes=_notes(job, to))
 
 
 Chosen = tuple["Rounder", Mapping[str, MatrixFormat]]
-"""What makes the codes of a source's matrices, and the formats of those that are quantized."""
+"""Rounder of a source's matrices, and the formats of those that are quantized."""
 
 
 def _known(
@@ -303,7 +303,7 @@ def _rounder(
     formats: Mapping[str, MatrixFormat],
     calibration: Path | None,
 ) -> "Rounder":
-    """What makes the codes, fitted to the inputs that calibration data gives the matrices."""
+    """Rounder whose codes are fitted to the inputs that calibration data gives the matrices."""
     from systolic.quantizing.rounder import Rounder
 
     if any(how.format.activations for how in formats.values()):
@@ -322,7 +322,7 @@ def _rounder(
     return Rounder(matrices, moments_of(model, matrices, fitted, calibration), trained)
 
 
-def _weight_progress(
+def _write_bundle(
     source: Source,
     out: Path,
     chosen: Chosen,
@@ -510,7 +510,7 @@ def _write(
 
 
 def origin_of_bundle(source: Source) -> ImportedFrom:
-    """What a quantized Bundle was made from."""
+    """Origin of a quantized Bundle: the model that it was made from."""
     if isinstance(source, BundleSource) and source.made_from is not None:
         return source.made_from
     return ImportedFrom(

@@ -69,7 +69,7 @@ def quality_of(job: Job, metrics: Metrics) -> Quality:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sensitivity:
-    """What one matrix alone costs."""
+    """Cost of one matrix alone."""
 
     path: str
     asked: str
@@ -88,7 +88,7 @@ class Choice:
     sensitivities: Sequence[Sensitivity]
     """The worst first."""
     lost: float
-    """Of all together, measured."""
+    """Loss of all together, measured."""
     budget: float
 
     def to_json(self) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class Measure:
     """Quality of a model with some matrices rounded, by one compiled program: that of its Bundle, in which training rounds nothing."""
 
     beside = ""
-    """What losses are measured beside, where it is not the model as it was trained."""
+    """Model that losses are measured beside, where it is not the model as it was trained."""
 
     def __init__(self, model: TrainedModel, data: Path | None, batches: int) -> None:
         from systolic.steps.programs import jit_evaluate
@@ -123,12 +123,12 @@ class Measure:
 
     @property
     def before(self) -> Quality:
-        """Of the model's own weights, rounded as in its training."""
+        """Quality of the model's own weights, rounded as in its training."""
         return quality_of(self.job, self.metrics)
 
     @property
     def where(self) -> tuple[Any, ...]:
-        """What losses depend on beside weights and data: dtype, platform, rows of a batch."""
+        """Conditions that losses depend on beside weights and data: dtype, platform, rows of a batch."""
         steps = self.model.setup.steps
         return steps.target.dtype, steps.target.platform, self._rows
 
@@ -260,7 +260,7 @@ def choose(
 
 
 def _cost(lost: float) -> float:
-    """Of a matrix alone; infinite where the model's outputs are no numbers with it."""
+    """Cost of a matrix alone; infinite where the model's outputs are no numbers with it."""
     return math.inf if math.isnan(lost) else max(lost, 0.0)
 
 

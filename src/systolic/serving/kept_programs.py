@@ -27,7 +27,7 @@ class KeptPrograms:
     name: str
     version: int
     folder: Path
-    """Of all entries."""
+    """Folder of all entries."""
     programs: "Sequence[EntryCheck]"
     notes: Sequence[str] = ()
     """Why nothing is kept, where that is so."""
@@ -55,7 +55,7 @@ class KeptPrograms:
 
 
 def kept_programs(words: Sequence[str], settings: ServeSettings) -> list[KeptPrograms]:
-    """What a server of these models would find on the disk; reads no weights and compiles nothing.
+    """Looks up the programs that a server of these models would find on the disk; reads no weights and compiles nothing.
 
     Raises: as :func:`systolic.serving.server.serve` for a model that can't be opened.
     """

@@ -56,7 +56,7 @@ class ServeTarget:
     """A model to serve."""
 
     name: str
-    """What requests call it."""
+    """Name of the model in requests."""
     path: Path
     version: int = 1
 
@@ -132,7 +132,7 @@ class LogForm(StrEnum):
     """How the log is written."""
 
     auto = "auto"
-    """As text where standard error is a terminal, else as JSON."""
+    """Text where standard error is a terminal, else JSON."""
     json = "json"
     text = "text"
 
@@ -153,16 +153,16 @@ class ServeSettings:
     batch: BatchOptions = BatchOptions()  # noqa: RUF009
     layout: ServingLayout = ServingLayout()  # noqa: RUF009 (frozen)
     traffic: "Mapping[str, ModelTraffic]" = field(default_factory=dict)
-    """What the models' programs are chosen for, by name."""
+    """Traffic that the models' programs are chosen for, by name."""
     book: "TrafficBook | None" = None
-    """Where traffic is saved at the end."""
+    """Record of the traffic, which is saved at the end."""
     keys: "Keys | None" = None
     log_prompts: bool = False
     log: LogForm = LogForm.auto
     model_control: bool = False
     """Whether clients may load and unload models."""
     precision: Precision = Precision.auto
-    """Of the computation; ``auto`` is the job's own."""
+    """Precision of the computation; ``auto`` is the job's own."""
     checkpoint: str = "best"
     trust: bool = False
 
@@ -400,7 +400,7 @@ def _engine(
 
 
 def _store(model: PreparedModel, log: "EventLog") -> "ProgramStore":
-    """Where programs are kept: where they can't be, JAX keeps them."""
+    """Store of compiled programs; where none can be kept, JAX keeps them."""
     from systolic.compiling.program_store import ProgramStore
 
     store = ProgramStore(model.setup.steps, log.warn)

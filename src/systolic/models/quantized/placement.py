@@ -46,7 +46,7 @@ class QuantizedWeight(nnx.Module):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the matrix."""
+        """Shape of the matrix."""
         return Quantized(codes=self.codes[...], scales=self.scales[...]).shape
 
     def __getitem__(self, key: Any) -> Quantized | Layered:

@@ -24,7 +24,7 @@ INT4_RANGE = -8, 7
 
 
 class _Grid(NamedTuple):
-    """What codes of 4 bits stand for."""
+    """Numbers that codes of 4 bits stand for."""
 
     values: jax.Array
     """float32[16], rising."""
@@ -33,7 +33,7 @@ class _Grid(NamedTuple):
 
     @classmethod
     def of(cls, kind: WeightFormat) -> "_Grid":
-        """Of int4 or nf4."""
+        """Grid of int4 or nf4."""
         if kind is WeightFormat.nf4:
             return cls(jnp.array(NF4_VALUES, jnp.float32), 0)
         low, high = INT4_RANGE

@@ -71,7 +71,7 @@ def _unmeasured(made: QuantizedModel) -> str:
 
 
 def _exceptions(made: QuantizedModel) -> list[str]:
-    """What is not in the format that was asked for, a line for each reason."""
+    """Lines on what is not in the format that was asked for, one for each reason."""
     lines, asked = [], {one.path: one.format for one in made.matrices}
     if made.choice is not None:
         asked = {one.path: one.asked for one in made.choice.sensitivities}
@@ -111,7 +111,7 @@ def fallen(made: QuantizedModel) -> str:
 
 
 def _share(made: QuantizedModel) -> str:
-    """What the Bundle lost: of accuracy in points."""
+    """Loss of quality of the Bundle: of accuracy in points."""
     assert made.before is not None
     assert made.lost is not None
     if made.before.name == "accuracy":

@@ -1,4 +1,4 @@
-"""What ``systolic quantize`` prints."""
+"""Output of ``systolic quantize``."""
 
 import sys
 from typing import TYPE_CHECKING

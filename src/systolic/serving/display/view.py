@@ -1,4 +1,4 @@
-"""What ``systolic serve`` and ``systolic batch`` print."""
+"""Output of ``systolic serve`` and ``systolic batch``."""
 
 import os
 import sys

@@ -49,7 +49,7 @@ class _ReporterLog(EventLog):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOrder:
-    """What to answer, and how.
+    """Requests to answer, and how.
 
     Args:
         model: ``DIR`` or ``NAME=DIR``; of several versions the newest.
@@ -122,7 +122,7 @@ def _answered(output: BatchOutput, target: ServeTarget, order: BatchOrder) -> Ba
 
 
 def answerer_of(target: ServeTarget, settings: ServeSettings) -> Answerer:
-    """What a model's answers depend on.
+    """Weights, texts and options that a model's answers depend on.
 
     Raises: as :func:`~systolic.session.trained.prepare_model`.
     """
