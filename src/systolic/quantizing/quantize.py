@@ -196,14 +196,8 @@ def quantize(
 ) -> QuantizedModel:
     """Writes a run or a model in files as a Bundle with its matrices in fewer bits, and measures quality.
 
-    Args:
-        path: The run's directory, or a Bundle, a Hugging Face folder or a GGUF file.
-        out: The new Bundle's folder.
-        to: Format of the matrices that the model names; norms, biases and routers stay as they are.
-        keep: Paths of matrices that stay too, parts of paths, or patterns as in a shell.
-        on: Data to measure quality on: a run's own held-out data, or other; and data to fit codes of 4 bits or activations to.
-        budget: Largest loss of quality, such as 0.005: matrices that cost most go to int8 or stay until it is met.
-        trust: Execute the run's recipe although it is not yours, now and later.
+    ``to`` is the format of the matrices that the model names, ``budget`` the largest loss of quality, such as 0.005; all else is as for
+    :func:`systolic.quantize_model`.
 
     Raises: as :func:`systolic.quantize_model`.
     """

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from systolic.serving.http.keys import Keys
-    from systolic.serving.kept_programs import KeptPrograms
     from systolic.serving.offline.files import BatchProgress
+    from systolic.serving.server import KeptPrograms
     from systolic.serving.workload import ModelTraffic
 
 SERVE_USAGE = """usage: systolic serve MODEL... [options]
@@ -193,15 +193,13 @@ def serve(  # noqa: PLR0913  the options of systolic serve
         book=None if save_traffic is None else TrafficBook(Path(save_traffic)),
         keys=_allowed(keys, rate_per_minute, tokens_per_minute),
         model_control=model_control,
-        log=server.LogForm(log),
+        log=log,
         log_prompts=log_prompts,
         checkpoint=checkpoint,
         trust=trust,
     )
     if check_cache:
-        from systolic.serving.kept_programs import kept_programs
-
-        return kept_programs(words, settings)
+        return server.kept_programs(words, settings)
 
     def listening(number: int) -> None:
         scheme = "https" if tls_cert else "http"
@@ -294,29 +292,23 @@ def batch(  # noqa: PLR0913  the options of systolic batch
         RunError: the model stopped, or the disk is full; run again, it continues.
     """
     try:
-        from systolic.serving.offline.batch import BatchOrder, run_batch
+        from systolic.serving.offline.batch import run_batch
         from systolic.serving.server import EngineSizes, ServeSettings
 
-        order = BatchOrder(
-            model=str(model),
-            source=Path(source),
-            out=Path(out),
-            settings=ServeSettings(
-                sizes=EngineSizes(
-                    rows=rows,
-                    context=context,
-                    chunk=chunk,
-                    page_size=page_size,
-                    pages=pages,
-                    cache=kv_dtype,
-                ),
-                precision=Precision(precision),
-                checkpoint=checkpoint,
-                trust=trust,
+        settings = ServeSettings(
+            sizes=EngineSizes(
+                rows=rows,
+                context=context,
+                chunk=chunk,
+                page_size=page_size,
+                pages=pages,
+                cache=kv_dtype,
             ),
-            in_flight=in_flight,
+            precision=Precision(precision),
+            checkpoint=checkpoint,
+            trust=trust,
         )
     except ImportError as error:
         raise MissingExtraError("systolic batch", "serve") from error
-    with working(f"batch {order.model}"):
-        return run_batch(order)
+    with working(f"batch {model}"):
+        return run_batch(str(model), Path(source), Path(out), settings, in_flight)

@@ -13,8 +13,8 @@ from systolic.serving.command import Listening, NewKey, ServerEnd
 
 if TYPE_CHECKING:
     from systolic.serving.display.log import OpeningLog
-    from systolic.serving.kept_programs import KeptPrograms
     from systolic.serving.offline.files import BatchProgress
+    from systolic.serving.server import KeptPrograms
 
 
 class ServeReporter(StderrReporter):

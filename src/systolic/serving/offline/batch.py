@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from systolic.core.errors import MissingExtraError
 from systolic.core.reporter import reporter
 from systolic.formats.outline import model_contents
 from systolic.formats.registry import in_files
@@ -47,9 +46,12 @@ class _ReporterLog(EventLog):
             reporter().update(ModelEvent(event, fields))
 
 
-@dataclass(frozen=True, kw_only=True)
-class BatchOrder:
-    """Requests to answer, and how.
+def run_batch(
+    model: str, source: Path, out: Path, settings: ServeSettings, in_flight: int = 0
+) -> BatchProgress:
+    """Answers each line of a file that has no result yet; Ctrl+C ends it when the lines in flight have theirs.
+
+    The reporter is given the progress a few times a second, and a :class:`ModelEvent` for what opening the model tells.
 
     Args:
         model: ``DIR`` or ``NAME=DIR``; of several versions the newest.
@@ -57,50 +59,31 @@ class BatchOrder:
         out: The results.
         settings: How the model is opened.
         in_flight: Lines that are asked at once; 0 takes :data:`AHEAD` for each of its rows, or :data:`IN_FLIGHT`.
+
+    Raises: as :func:`systolic.batch`.
     """
-
-    model: str
-    source: Path
-    out: Path
-    settings: ServeSettings
-    in_flight: int = 0
-
-
-def run_batch(order: BatchOrder) -> BatchProgress:
-    """Answers each line of a file that has no result yet; Ctrl+C ends it when the lines in flight have theirs.
-
-    The reporter is given the progress a few times a second, and a :class:`ModelEvent` for what opening the model tells.
-
-    Args:
-        order: The requests, the model and the results.
-
-    Raises: as :class:`BatchInput`, :class:`BatchOutput`, :func:`checked_targets` and :func:`open_served`, and
-        MissingExtraError: the packages of the extra ``serve`` are not installed.
-        DataError: the output has results of another model or other options.
-        RunError: the model stopped, or the disk is full; run again, it continues.
-    """
-    target = max(checked_targets([order.model]), key=lambda one: one.version)
-    output = BatchOutput.open(order.out, BatchInput.read(order.source))
+    target = max(checked_targets([model]), key=lambda one: one.version)
+    output = BatchOutput.open(out, BatchInput.read(source))
     try:
         if output.answered:
-            answerer_of(target, order.settings).check(order.out)
+            answerer_of(target, settings).check(out)
         elif output.left:
-            answerer_of(target, order.settings).begin(order.out)
+            answerer_of(target, settings).begin(out)
         if not output.left:
             return output.progress
-        return _answered(output, target, order)
+        return _answered(output, target, settings, in_flight)
     finally:
         output.close()
 
 
-def _answered(output: BatchOutput, target: ServeTarget, order: BatchOrder) -> BatchProgress:
-    try:
-        from systolic.serving.http.metrics import BatchMetrics, Metrics, TextMetrics
-        from systolic.serving.offline.run import BatchRun
-        from systolic.serving.registry import ServedText
-    except ImportError as error:
-        raise MissingExtraError("systolic batch", "serve") from error
-    settings, metrics = order.settings, Metrics()
+def _answered(
+    output: BatchOutput, target: ServeTarget, settings: ServeSettings, in_flight: int
+) -> BatchProgress:
+    from systolic.serving.http.metrics import BatchMetrics, Metrics, TextMetrics
+    from systolic.serving.offline.run import BatchRun
+    from systolic.serving.registry import ServedText
+
+    metrics = Metrics()
     settings = replace(
         settings,
         sizes=replace(settings.sizes, queued=QUEUED),
@@ -114,7 +97,7 @@ def _answered(output: BatchOutput, target: ServeTarget, order: BatchOrder) -> Ba
         seconds = round(time.monotonic() - begun, 3)
         log.write("warm", model=served.name, version=served.version, seconds=seconds)
         ahead = AHEAD * settings.sizes.rows if isinstance(served, ServedText) else IN_FLIGHT
-        run = BatchRun(output, served, order.in_flight or ahead, reporter().warn)
+        run = BatchRun(output, served, in_flight or ahead, reporter().warn)
         asyncio.run(run.run(reporter().update))
         return run.progress
     finally:
