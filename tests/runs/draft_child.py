@@ -1,4 +1,4 @@
-"""Writes a draft until it is ended: ``python -m tests.artifact.draft_child OUT``."""
+"""Writes a draft until it is ended: ``python -m tests.runs.draft_child OUT``."""
 
 import sys
 import time

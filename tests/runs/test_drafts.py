@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 def ended_by(number: signal.Signals, out: Path) -> tuple[int, str]:
     """Exit code and last words of a process that writes a draft when the signal comes."""
-    command = [sys.executable, "-m", "tests.artifact.draft_child", str(out)]
+    command = [sys.executable, "-m", "tests.runs.draft_child", str(out)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as one:
         assert one.stdout is not None
