@@ -12,7 +12,6 @@ from pathlib import Path
 import systolic
 from systolic.job import MatrixFormat, WeightFormat
 from systolic.models.decoder.config import Decoder
-from systolic.session.quantizing import Evaluated
 
 STEPS, BATCHES = 200, 8
 MODEL = Decoder(layers=2, d_model=64, d_ff=192, heads=4, kv_heads=2, head_dim=16, vocab=264)
@@ -26,7 +25,7 @@ def perplexities(
     given = {"model": MODEL, "sequence": 64, "batch": 16, "steps": STEPS}
     systolic.train("lm", run=run, path=text, precision=precision, seed=seed, **given)
     how = MatrixFormat(format=kind, group=kind.group)
-    made = systolic.quantize_model(run, out, to=how, on=Evaluated(batches=BATCHES))
+    made = systolic.quantize_model(run, out, to=how, batches=BATCHES)
     assert made.before is not None
     assert made.after is not None
     return made.before.value, made.after.value

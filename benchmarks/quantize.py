@@ -31,7 +31,7 @@ from systolic.job import MatrixFormat, WeightFormat
 from systolic.models.decoder.config import Decoder
 from systolic.models.encoder.config import Encoder
 from systolic.models.whisper.config import Whisper
-from systolic.session.quantizing import Evaluated, QuantizedModel, quantize_model
+from systolic.quantizing.quantize import Evaluated, QuantizedModel, quantize
 from systolic.session.trained import TrainedModel
 
 FORMATS = ("int8", "fp8", "int4/32", "int4/64", "int4/128", "nf4/64")
@@ -147,7 +147,7 @@ def row(text: str, plain: TrainedModel, judge: Judge | None, options: argparse.N
     )
     with tempfile.TemporaryDirectory() as home:
         out = Path(home) / "bundle"
-        made = quantize_model(options.model, out, to=format_of(text), on=on)
+        made = quantize(options.model, out, to=format_of(text), on=on)
         model = systolic.open(out)
         share = f"{made.bytes_after / made.bytes_before:.1%}"
         size = si(made.bytes_after, "B")

@@ -14,8 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 
-from systolic.cli.serve import ServeOptions, settings
-from systolic.session.batching import BatchOrder, run_batch
+import systolic
 
 WORDS = [
     "what",
@@ -55,14 +54,14 @@ def main() -> None:
         (folder / "in.jsonl").write_text("\n".join(rows))
         found = {}
         for in_flight in (1, 0):
-            order = BatchOrder(
-                model=options.model,
-                source=folder / "in.jsonl",
-                out=folder / f"out{in_flight}.jsonl",
-                settings=settings(ServeOptions(rows=options.rows, context=1024)),
+            done = systolic.batch(
+                options.model,
+                folder / "in.jsonl",
+                folder / f"out{in_flight}.jsonl",
+                rows=options.rows,
+                context=1024,
                 in_flight=in_flight,
             )
-            done = run_batch(order, lambda _: None, print)
             if done.stopped:
                 sys.exit("interrupted: nothing to compare")
             found["one by one" if in_flight else "batch"] = {

@@ -22,9 +22,11 @@ if TYPE_CHECKING:
     from systolic.launching.command import launch, launch_server, launches, logs, status, stop
     from systolic.planning.command import plan
     from systolic.planning.serving import ServingPlan, plan_serving
+    from systolic.quantizing.command import quantize_model
+    from systolic.quantizing.quantize import QuantizedModel
+    from systolic.serving.command import batch, serve
     from systolic.session.answering import AnswerOptions
     from systolic.session.comparing import Comparison, ComparisonOptions, compare_models
-    from systolic.session.quantizing import Evaluated, QuantizedModel, quantize_model
     from systolic.session.trained import TrainedModel
     from systolic.session.trained import open_model as open
     from systolic.session.verifying import Verified, verify_bundle
@@ -42,13 +44,12 @@ _HOME = {
     "Chip": "systolic.chips",
     "Comparison": "systolic.session.comparing",
     "ComparisonOptions": "systolic.session.comparing",
-    "Evaluated": "systolic.session.quantizing",
     "Exported": "systolic.formats.export",
     "Forecast": "systolic.forecasting",
     "ForecastTable": "systolic.forecasting.table",
     "Imported": "systolic.formats.importing",
     "MatrixFormat": "systolic.job",
-    "QuantizedModel": "systolic.session.quantizing",
+    "QuantizedModel": "systolic.quantizing.quantize",
     "Sampling": "systolic.job",
     "Slice": "systolic.chips",
     "Spread": "systolic.forecasting",
@@ -58,6 +59,7 @@ _HOME = {
     "TrainedModel": "systolic.session.trained",
     "Verified": "systolic.session.verifying",
     "WeightFormat": "systolic.job",
+    "batch": "systolic.serving.command",
     "calibrate": "systolic.explaining.calibrate",
     "calibrations": "systolic.explaining.calibrate",
     "chip": "systolic.chips",
@@ -75,8 +77,9 @@ _HOME = {
     "plan": "systolic.planning.command",
     "plan_serving": "systolic.planning.serving",
     "ServingPlan": "systolic.planning.serving",
-    "quantize_model": "systolic.session.quantizing",
+    "quantize_model": "systolic.quantizing.command",
     "resume": "systolic.training.command",
+    "serve": "systolic.serving.command",
     "slice": "systolic.chips",
     "status": "systolic.launching.command",
     "stop": "systolic.launching.command",
@@ -93,7 +96,6 @@ __all__ = [
     "Chip",
     "Comparison",
     "ComparisonOptions",
-    "Evaluated",
     "Exported",
     "Forecast",
     "ForecastTable",
@@ -111,6 +113,7 @@ __all__ = [
     "Verified",
     "WeightFormat",
     "__version__",
+    "batch",
     "calibrate",
     "calibrations",
     "chip",
@@ -129,6 +132,7 @@ __all__ = [
     "plan_serving",
     "quantize_model",
     "resume",
+    "serve",
     "slice",
     "status",
     "stop",

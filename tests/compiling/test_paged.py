@@ -10,7 +10,7 @@ import pytest
 from systolic import recipes
 from systolic.chips import slice
 from systolic.compiling import Compiled, Compiler, PagedProgram, compile
-from systolic.formats.quantizing import whole
+from systolic.formats.matrices import whole
 from systolic.hlo import Module, parse
 from systolic.job import Job, Layout, ServedCache, WeightFormat
 

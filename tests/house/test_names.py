@@ -45,7 +45,7 @@ PRIVATE: dict[str, str] = {
     "systolic/models/program/torchax_import.py:_ops": "overloads that torchax names and PyTorch has removed",
     "systolic/models/program/torchax_import.py:torch.utils._pytree.tree_leaves": "pytrees as torch.export has them",
     "systolic/models/program/torchax_import.py:torch.utils._pytree.tree_map_only": "pytrees as torch.export has them",
-    "systolic/models/quantized.py:qwix._src.core.qarray": "Qwix's quantized arrays without its rules",
+    "systolic/models/quantized/codes.py:qwix._src.core.qarray": "Qwix's quantized arrays without its rules",
     "systolic/models/splash.py:_ComputableMask": "the base of masks that are computed in the kernel",
     "systolic/profile/xplane.py:jaxlib._hlo": "reader of the compiled modules in a profile",
     "systolic/training/distributed/heartbeat.py:jax._src.distributed": "key-value store of the coordinator",

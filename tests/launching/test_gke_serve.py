@@ -165,12 +165,14 @@ def test_kubernetes_waits_longer_than_the_server_drains() -> None:
 
 
 def test_the_servers_own_options_read_its_command() -> None:
+    from systolic.cli.main import VERBS
     from systolic.cli.parse import parse
-    from systolic.cli.serve import ServeOptions
 
     server = GkeServer(keys_secret="keys", grace_seconds=30)
     (container,) = pod(server=server, options=("--context", "8192"))["containers"]
-    options = parse(ServeOptions, container["command"][2:], "systolic serve")
+    options = parse(
+        VERBS["serve"].forms[0].options.read, container["command"][2:], "systolic serve"
+    )
     assert options.models == ("chat=/srv/model",)
     assert (options.host, options.port) == ("0.0.0.0", container["ports"][0]["containerPort"])
     assert options.keys == Path("/etc/systolic/keys.txt")

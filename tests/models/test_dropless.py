@@ -18,7 +18,7 @@ from systolic.models.decoder.moe import Mixture
 from systolic.models.decoder.options import Router
 from systolic.models.grouped import grouped_product
 from systolic.models.layered import Layered
-from systolic.models.quantized import Quantized, members_apart, quantized
+from systolic.models.quantized.codes import Quantized, members_apart, quantized
 from systolic.steps import flops
 from systolic.steps.decode import INT8
 from tests.models.decoders import check_cache, check_slopes, module, program, slopes

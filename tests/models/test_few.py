@@ -22,8 +22,8 @@ from systolic.models.decoder import few
 from systolic.models.decoder.config import Dispatch, Mlp
 from systolic.models.decoder.dropless import _grouped
 from systolic.models.decoder.few import HALVES, FewSizes, few_product, visits
-from systolic.models.quantized import quantized
-from systolic.models.quantizing import INT8
+from systolic.models.quantized.codes import quantized
+from systolic.models.quantized.placement import INT8
 from systolic.recipes.jobs.source import source_of
 from systolic.sim.grouped import pace_of
 from tests.tiers import some

@@ -45,7 +45,7 @@ def test_the_draft_of_a_killed_process_is_removed_by_the_next(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("session.quantizing.quantize_model", "quantize . --to int8 --out out"),
+        ("quantizing.quantize.quantize", "quantize . --to int8 --out out"),
         ("formats.exporting.export_model", "export . --out out"),
         ("formats.importing.import_source", "import . --out out"),
     ],

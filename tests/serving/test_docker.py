@@ -21,6 +21,7 @@ from systolic.cli.main import main
 from systolic.core.distribution import write_wheel
 from systolic.core.errors import DataError, OptionError, RunError, SystolicError, TakenError
 from systolic.job import MatrixFormat, WeightFormat
+from systolic.quantizing.quantize import quantize
 from systolic.runs.bundle.folder import MODELS, open_bundle
 from systolic.serving.docker.folder import (
     GRACE_SECONDS,
@@ -30,7 +31,6 @@ from systolic.serving.docker.folder import (
     ImageOptions,
 )
 from systolic.serving.http.app import PATHS
-from systolic.session.quantizing import quantize_model
 from tests.formats import folders
 
 
@@ -137,7 +137,7 @@ def test_every_kind_of_bundle_has_its_packages() -> None:
 @pytest.mark.slow
 def test_a_quantized_model_leaves_as_well(bundle: Path, tmp_path: Path) -> None:
     how = MatrixFormat(format=WeightFormat.int8)
-    quantize_model(bundle, tmp_path / "int8", to=how)
+    quantize(bundle, tmp_path / "int8", to=how)
     out = made(tmp_path / "int8", tmp_path / "image")
     # The server restores its matrices.
     assert "\nqwix==" in (out / "requirements.txt").read_text()

@@ -12,7 +12,7 @@ from systolic.core.errors import OptionError
 from systolic.job import Adapter, AdapterKind, Job, Layout, Remat
 from systolic.models.adapters import NF4, merged
 from systolic.models.decoder.config import Decoder, Dispatch
-from systolic.models.quantized import quantized
+from systolic.models.quantized.codes import quantized
 from systolic.steps import flops
 from systolic.steps.steps import StepFunctions
 from tests.steps import tiny

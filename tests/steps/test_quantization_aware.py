@@ -14,8 +14,8 @@ from systolic.chips import slice
 from systolic.compiling import StepKind
 from systolic.compiling.steps import trace_job
 from systolic.core.errors import OptionError
+from systolic.formats.matrices import whole
 from systolic.formats.probe import outputs_of
-from systolic.formats.quantizing import whole
 from systolic.job import (
     Adapter,
     AdapterKind,
@@ -26,7 +26,7 @@ from systolic.job import (
     Sampling,
     WeightFormat,
 )
-from systolic.models.quantized import quantized
+from systolic.models.quantized.codes import quantized
 from systolic.models.vision.cnn.config import CNN
 from systolic.steps.mesh import make_mesh
 from systolic.steps.programs import generation

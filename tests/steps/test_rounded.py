@@ -13,7 +13,7 @@ from systolic.job import Job, Layout, Precision, Sampling, Served, ServedCache, 
 from systolic.models.decoder.cache import Coded, coded
 from systolic.models.decoder.config import Decoder, Dispatch
 from systolic.models.decoder.options import Latent
-from systolic.models.quantized import Quantized
+from systolic.models.quantized.codes import Quantized
 from systolic.steps.decode import Decode
 from systolic.steps.static_decode import ApartDecode, ApartState
 from systolic.steps.steps import StepFunctions

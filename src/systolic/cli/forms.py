@@ -45,7 +45,7 @@ class TargetKind(enum.Enum):
     name = enum.auto()
     """A recipe or a model by its name alone, which may lack options that it requires, or with its own options."""
     words = enum.auto()
-    """The function's positional parameters, each of its type; none where it has none."""
+    """The function's positional parameters, or those of them that the form's ``words`` name; none where it has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +61,8 @@ class VerbForm:
     """``module:name`` of a function of the target that chooses this form, where several have the same ``word``."""
     needs: str = ""
     """Name of the words before the options, in the message where they are missing."""
+    words: tuple[str, ...] = ()
+    """Parameters that are words without an option's name, where the function's other positional ones are options."""
     word: str = ""
     """A word after the verb that chooses this form: ``serve``."""
     option: str = ""
@@ -90,9 +92,13 @@ class VerbForm:
     def options(self) -> Options:
         """Options of the function and of the view."""
         beside = named(self.beside) if self.beside else None
-        positional = self.takes is TargetKind.words
         return options_of(
-            named(self.function), named(self.view), self.option, beside, positional=positional
+            named(self.function),
+            named(self.view),
+            self.option,
+            beside,
+            positional=self.takes is TargetKind.words,
+            words=self.words,
         )
 
     @property

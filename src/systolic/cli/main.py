@@ -353,14 +353,42 @@ VERBS = {
     "generate": Verb("generate", "continues prompts with a trained language model"),
     "predict": Verb("predict", "labels files with a trained model"),
     "serve": Verb(
-        "serve", "serves trained models to the clients of OpenAI, Triton and TensorFlow Serving"
+        "systolic.serving.command:SERVE_USAGE",
+        "serves trained models to the clients of OpenAI, Triton and TensorFlow Serving",
+        (
+            VerbForm(
+                function="systolic.serving.command:serve",
+                view="systolic.serving.display.view:show_server",
+                reporter="systolic.serving.display.view:ServeReporter",
+                takes=TargetKind.words,
+                words=("models",),
+            ),
+        ),
     ),
     "batch": Verb(
-        "batch", "answers a file of requests in OpenAI's batch format, each line exactly once"
+        "systolic.serving.command:BATCH_USAGE",
+        "answers a file of requests in OpenAI's batch format, each line exactly once",
+        (
+            VerbForm(
+                function="systolic.serving.command:batch",
+                view="systolic.serving.display.view:show_batch",
+                reporter="systolic.serving.display.view:BatchReporter",
+                takes=TargetKind.words,
+                words=("model", "source", "out"),
+            ),
+        ),
     ),
     "quantize": Verb(
-        "quantize",
+        "systolic.quantizing.command:USAGE",
         "writes a model with its matrices in int8, int4, fp8 or nf4, and what that costs",
+        (
+            VerbForm(
+                function="systolic.quantizing.command:quantize_model",
+                view="systolic.quantizing.display.view:show",
+                takes=TargetKind.words,
+                words=("path",),
+            ),
+        ),
     ),
     "export": Verb(
         "",

@@ -59,6 +59,7 @@ def options_of(
     beside: Callable[..., Any] | None = None,
     *,
     positional: bool = False,
+    words: tuple[str, ...] = (),
 ) -> Options:
     """Options of a verb's function and of its view, as keyword parameters with types that words can give.
 
@@ -69,8 +70,9 @@ def options_of(
         beside: A function whose options are read, too, and given to nothing.
         positional: Whether words without an option give the function's positional parameters. The help then has all
             of the docstring before its arguments.
+        words: Those of them that are words, where the others are options.
     """
-    mine, shown = _parameters(function, positional=positional), _parameters(view)
+    mine, shown = _parameters(function, positional=positional, words=words), _parameters(view)
     first = [_first(function, target)] if target else []
     others = [] if beside is None else list(_parameters(beside).values())
     merged = {one.name: one for one in (*first, *mine.values())}
@@ -104,44 +106,48 @@ def options_of(
 
 
 def _parameters(
-    function: Callable[..., Any], *, positional: bool = False
+    function: Callable[..., Any], *, positional: bool = False, words: Collection[str] = ()
 ) -> dict[str, inspect.Parameter]:
     """Parameter to the option that gives it, of those that words can give.
 
     A parameter by keyword is an option, and so is a positional one with :class:`OptionWords`; other positional ones
-    are words of their own where ``positional`` says so, and left out elsewhere.
+    are words of their own where ``positional`` says so, and left out elsewhere. Where ``words`` names some, these
+    are words and all others options.
     """
     plain = inspect.unwrap(function)
     typed: dict[str, inspect.Parameter] = {}
     for name, parameter in inspect.signature(plain).parameters.items():
         kind, extras = _extras(_resolved(parameter.annotation, plain.__globals__))
-        words = next((extra for extra in extras if isinstance(extra, OptionWords)), None)
-        if words is None:
-            if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and positional:
+        given = next((extra for extra in extras if isinstance(extra, OptionWords)), None)
+        if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
+            is_word = name in words if words else positional and given is None
+            if is_word:
                 text = next((extra for extra in extras if isinstance(extra, TextWord)), None)
                 extras = [*extras, tyro.conf.Positional]
                 if text is not None:
                     kind, extras = str, [*extras, tyro.conf.arg(metavar=text.name)]
-            elif parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
+            elif given is None and not words:
                 continue
-            words = OptionWords(_narrowed(kind))
-        if words.kind is None:
+        elif parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
             continue
-        default = parameter.default if words.default is NO_VALUE else words.default
-        if isinstance(default, enum.Enum) and words.kind is str:
+        given = given or OptionWords(_narrowed(kind))
+        if given.kind is None:
+            continue
+        default = parameter.default if given.default is NO_VALUE else given.default
+        if isinstance(default, enum.Enum) and given.kind is str:
             default = default.value
-        if words.default_text:
-            hint = f"(default: {words.default_text})"
+        if given.default_text:
+            hint = f"(default: {given.default_text})"
             extras = [
                 *extras,
-                tyro.conf.arg(metavar=words.metavar, help_behavior_hint=hint),
+                tyro.conf.arg(metavar=given.metavar, help_behavior_hint=hint),
             ]
-        if words.repeated:
+        if given.repeated:
             extras = [*extras, tyro.conf.UseAppendAction]
         typed[name] = parameter.replace(
-            name=words.name or name,
+            name=given.name or name,
             kind=inspect.Parameter.KEYWORD_ONLY,
-            annotation=Annotated[words.kind, *extras] if extras else words.kind,
+            annotation=Annotated[given.kind, *extras] if extras else given.kind,
             default=default,
         )
     return typed

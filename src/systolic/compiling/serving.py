@@ -13,7 +13,7 @@ from systolic.chips import Slice
 from systolic.compiling.steps import described, generated, trace_generation
 from systolic.compiling.traced import PagedCall, ServingCall, Traced
 from systolic.job import Batch, Job, Residual, Sampling
-from systolic.models.quantized import stored_bytes
+from systolic.models.quantized.codes import stored_bytes
 from systolic.steps.decode import Decode
 from systolic.steps.paged import PagedSteps, StepInput, StepShape
 from systolic.steps.programs import jit_paged

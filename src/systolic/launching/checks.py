@@ -6,7 +6,6 @@ from typing import Any
 
 from systolic.cli.main import VERBS
 from systolic.cli.parse import asks_help, parse
-from systolic.cli.serve import ServeOptions
 from systolic.cli.target import Request, request_for
 from systolic.core.errors import OptionError
 from systolic.core.ranges import dashed
@@ -168,7 +167,7 @@ def served_words(serve: str | Sequence[str]) -> list[str]:
             raise OptionError(
                 f"--serve has {word}, which the launch sets; leave it out, or give --grace-seconds or --keys-secret to launch serve"
             )
-    if models := parse(ServeOptions, words, "systolic serve").models:
+    if models := parse(VERBS["serve"].forms[0].options.read, words, "systolic serve").models:
         raise OptionError(
             f"--serve has {models[0]!r}, which is not an option; the model is the Bundle"
         )

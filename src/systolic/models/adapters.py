@@ -10,7 +10,7 @@ from flax import nnx
 
 from systolic.job import GROUP, Adapter, AdapterKind, MatrixFormat, WeightFormat
 from systolic.models.linear import LowRank
-from systolic.models.quantized import Quantized, quantized
+from systolic.models.quantized.codes import Quantized, quantized
 
 STACKED = ("layers",)
 """Leading dims that stack copies of a matrix."""

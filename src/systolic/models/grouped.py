@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from systolic.chips import usual
 from systolic.job import Target
 from systolic.models.layered import Layered
-from systolic.models.quantized import Quantized
+from systolic.models.quantized.codes import Quantized
 
 ROWS = (128, 256, 512)
 """Heights of a tile of rows."""

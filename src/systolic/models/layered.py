@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from systolic.models.quantized import Quantized
+from systolic.models.quantized.codes import Quantized
 
 
 @jax.tree_util.register_dataclass

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from systolic.job import Layout, Remat, Target
-from systolic.models.activation_stats import Watched, watched_channels
 from systolic.models.parameters import TRUNCATED_DEVIATION
-from systolic.models.quantized import Quantized
+from systolic.models.quantized.activation_stats import Watched, watched_channels
+from systolic.models.quantized.codes import Quantized
+from systolic.models.quantized.w8a8 import w8a8_convolution
 from systolic.models.remat import rematerialise
 from systolic.models.vision.pixels import Pixels
-from systolic.models.w8a8 import w8a8_convolution
 
 BATCH_NORM_MOMENTUM = 0.9
 """Share of the old running statistics kept per step (He et al. 2016)."""

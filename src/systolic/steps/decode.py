@@ -24,8 +24,8 @@ from systolic.models.adapters import EXPERTS, STACKED, num_inputs
 from systolic.models.decoder.cache import Coded
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.layer_groups import EXPERT_MATRICES
-from systolic.models.quantized import Quantized, quantized
-from systolic.models.quantizing import INT8
+from systolic.models.quantized.codes import Quantized, quantized
+from systolic.models.quantized.placement import INT8
 from systolic.steps import flops
 from systolic.steps.network import Arrays
 from systolic.steps.steps import StepFunctions

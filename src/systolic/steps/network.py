@@ -13,8 +13,8 @@ from flax import nnx
 
 from systolic.job import Adapter, MatrixFormat, Model, Quantization
 from systolic.models.adapters import Frozen, adapt
-from systolic.models.quantized import fake_quantized
-from systolic.models.quantizing import formats_of_all, place_quantized
+from systolic.models.quantized.codes import fake_quantized
+from systolic.models.quantized.placement import formats_of_all, place_quantized
 from systolic.steps.target import MeshTarget
 
 Arrays = dict[str, jax.Array]

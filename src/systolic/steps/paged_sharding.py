@@ -28,8 +28,8 @@ from systolic.models.adapters import INPUTS
 from systolic.models.decoder.checks import check_served, served_kv_heads
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.page_ragged import LANES
-from systolic.models.quantized import NARROW_DTYPES, QUANTILES
-from systolic.models.quantizing import CODES, SCALES, plain_path
+from systolic.models.quantized.codes import NARROW_DTYPES, QUANTILES
+from systolic.models.quantized.placement import CODES, SCALES, plain_path
 from systolic.steps.decode import EXPERT_ORDERS, PROJECTIONS
 from systolic.steps.network import Arrays, ModelStructure
 from systolic.steps.steps import StepFunctions

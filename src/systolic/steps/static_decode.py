@@ -14,7 +14,7 @@ from flax import nnx
 from systolic.models.decoder.cache import Rows, appended_rows
 from systolic.models.decoder.module import DecoderModule
 from systolic.models.decoder.paged import Layer, layers_of, one_of
-from systolic.models.quantized import Quantized
+from systolic.models.quantized.codes import Quantized
 from systolic.steps.decode import Decode, pick
 from systolic.steps.paged import BLOCKS, ServingWeights
 

@@ -12,7 +12,7 @@ import numpy as np
 from systolic.core.errors import DataError
 from systolic.job import Job, Split, Task
 from systolic.job.model import Mean
-from systolic.models.activation_stats import watch
+from systolic.models.quantized.activation_stats import watch
 from systolic.steps.steps import StepFunctions
 from systolic.training.input import evaluation
 
@@ -70,7 +70,7 @@ def watched(
     batches: Iterable[Mapping[str, Any]],
     join: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> dict[str, np.ndarray] | None:
-    """Statistics of several batches from :mod:`systolic.models.activation_stats`, joined; ``None`` without batches."""
+    """Statistics of several batches from :mod:`systolic.models.quantized.activation_stats`, joined; ``None`` without batches."""
     network, task = steps.network, steps.job.task
 
     def read(seen: Any, params: Any, rest: Any, batch: Any) -> jax.Array:

@@ -16,7 +16,7 @@ from systolic.forecasting.display.serving import lines
 from systolic.forecasting.serving.capacity import floor_seconds, forecast_serving, ladder
 from systolic.forecasting.serving.forecast import LatencyLimits, Load, ServingForecast, latency
 from systolic.forecasting.serving.layout import engine_layout, layout_of_requests, serving_layout
-from systolic.formats.quantizing import whole
+from systolic.formats.matrices import whole
 from systolic.job import Layout, WeightFormat
 from systolic.recipes.jobs.source import source_of
 from tests.compiles import cheap

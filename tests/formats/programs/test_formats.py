@@ -26,7 +26,7 @@ from systolic.formats.litert.writer import export_litert
 from systolic.formats.onnx import export_onnx
 from systolic.formats.packages import installed
 from systolic.job import MatrixFormat, Quantization, WeightFormat
-from systolic.session.quantizing import quantize_model
+from systolic.quantizing.quantize import quantize
 from tests.formats import folders
 from tests.formats.programs import tiny
 from tests.formats.programs.test_saved_model import PYTHON
@@ -123,7 +123,7 @@ def test_the_matrix_of_n_grams_may_be_quantized() -> None:
 def test_quantized_matrices_are_codes_or_floats_and_the_export_says_which(
     how: WeightFormat, dtype: str, told: list[str], bundle: Path, tmp_path: Path
 ) -> None:
-    quantize_model(bundle, tmp_path / "small", to=MatrixFormat(format=how, group=how.group))
+    quantize(bundle, tmp_path / "small", to=MatrixFormat(format=how, group=how.group))
     made = systolic.export(tmp_path / "small", tmp_path / "out", to="stablehlo")
     assert made.differences["logits"].max_relative < 1e-5
     assert [note.removeprefix("quantized matrices ") for note in made.notes] == told

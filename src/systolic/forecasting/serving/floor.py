@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from systolic.chips import Slice
 from systolic.forecasting.serving.forecast import Load, StepTimes
 from systolic.forecasting.serving.layout import position_elements, served_parameters
-from systolic.formats.quantizing import saved_bytes
+from systolic.formats.matrices import saved_bytes
 from systolic.job import Job, Layout, ServedCache
 from systolic.models.decoder import sizes
 from systolic.models.decoder.config import Decoder

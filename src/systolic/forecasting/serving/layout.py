@@ -44,7 +44,7 @@ def engine_layout(
     item = 4 if job.precision.resolve(on.platform).dtype == "float32" else 2
     saved = 0
     if job.quantization:
-        from systolic.formats.quantizing import saved_bytes
+        from systolic.formats.matrices import saved_bytes
 
         saved = saved_bytes(job, item)
 

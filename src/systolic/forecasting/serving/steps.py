@@ -105,7 +105,7 @@ def with_formats(job: Job, target: str, weights: ServedWeights) -> Job:
         weights: The format that was asked for, of all matrices.
     """
     if weights is not ServedWeights.plain:
-        from systolic.formats.quantizing import whole
+        from systolic.formats.matrices import whole
 
         return replace(job, quantization=whole(job.model, WeightFormat(weights.value)))
     if (Path(target) / MANIFEST).is_file():

@@ -21,7 +21,7 @@ from systolic.models.decoder.few import few_product, takes
 from systolic.models.decoder.layers import gated
 from systolic.models.grouped import grouped_product
 from systolic.models.layered import Layered
-from systolic.models.quantized import Quantized
+from systolic.models.quantized.codes import Quantized
 from systolic.models.remat import name
 
 Matrix = jax.Array | Quantized | Layered

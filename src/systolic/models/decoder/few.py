@@ -20,7 +20,7 @@ from systolic.job import Target
 from systolic.models.decoder.config import Mlp
 from systolic.models.decoder.layers import gated
 from systolic.models.grouped import ARRAY_ROWS, VMEM_BYTES
-from systolic.models.quantized import NARROW_DTYPES, Quantized
+from systolic.models.quantized.codes import NARROW_DTYPES, Quantized
 
 HALVES = 2
 """Sums of the experts that are made apart: on v4 and v5p each of two cores makes one."""

@@ -24,7 +24,7 @@ from systolic.models.decoder.stack import at, run_layers, stack
 from systolic.models.linear import plain_product, product, served_on_cpu
 from systolic.models.masking import Masking, soft_cap
 from systolic.models.parameters import weight
-from systolic.models.quantized import Quantized
+from systolic.models.quantized.codes import Quantized
 from systolic.models.remat import rematerialise
 from systolic.models.residual import STREAM, gathered
 

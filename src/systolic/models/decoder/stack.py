@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from systolic.models.quantizing import with_members_apart
+from systolic.models.quantized.placement import with_members_apart
 
 Layer = Callable[[jax.Array, Any], tuple[jax.Array, Any]]
 """The residual stream and one layer's arrays to the stream after it and a tree of arrays."""

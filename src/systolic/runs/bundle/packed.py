@@ -148,7 +148,7 @@ class RestoredTensor:
     ) -> np.ndarray:
         import jax.numpy as jnp
 
-        from systolic.models.quantized import Quantized
+        from systolic.models.quantized.codes import Quantized
 
         made = Quantized(
             codes=jnp.asarray(codes),

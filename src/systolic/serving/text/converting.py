@@ -8,7 +8,7 @@ import jax.extend.core
 
 from systolic.compiling.program_store import ProgramSpec, ProgramStore, made_ready
 from systolic.models.adapters import CODES, INPUTS, SCALES
-from systolic.models.quantized import Quantized
+from systolic.models.quantized.codes import Quantized
 from systolic.steps.paged import PagedSteps, ServingWeights
 
 Part = tuple[list[str], list[int]]

@@ -10,7 +10,7 @@ from systolic.chips.host import memory_bytes
 from systolic.core.errors import RunError
 from systolic.core.units import gibibytes
 from systolic.job.serving_memory import ServingMemory
-from systolic.models.quantized import stored_bytes
+from systolic.models.quantized.codes import stored_bytes
 from systolic.serving.text.runner import Programs
 
 

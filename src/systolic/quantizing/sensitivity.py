@@ -3,7 +3,7 @@
 import contextlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 from systolic.core.digest import digest
 from systolic.core.errors import OptionError
 from systolic.core.files import write_json
+from systolic.core.reporter import reporter
 from systolic.core.store import cache_home
 from systolic.core.units import si
 from systolic.job import Job, MatrixFormat, Quantization
-from systolic.models.quantizing import INT8
+from systolic.models.quantized.placement import INT8
 from systolic.runs.bundle.record import EvaluationRecord, finite_metrics
 from systolic.session.trained import Metrics, TrainedModel, splits
 from systolic.steps.steps import StepFunctions
@@ -24,7 +25,8 @@ from systolic.steps.tasks.language import LanguageModel
 if TYPE_CHECKING:
     import numpy as np
 
-    from systolic.formats.quantizing import Matrix, Rounder
+    from systolic.formats.matrices import Matrix
+    from systolic.quantizing.rounder import Rounder
 
 
 SEARCH_BATCHES = 8
@@ -67,7 +69,7 @@ def quality_of(job: Job, metrics: Metrics) -> Quality:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sensitivity:
-    """What one matrix alone costs."""
+    """Cost of one matrix alone."""
 
     path: str
     asked: str
@@ -86,7 +88,7 @@ class Choice:
     sensitivities: Sequence[Sensitivity]
     """The worst first."""
     lost: float
-    """Of all together, measured."""
+    """Loss of all together, measured."""
     budget: float
 
     def to_json(self) -> dict[str, Any]:
@@ -102,7 +104,7 @@ class Measure:
     """Quality of a model with some matrices rounded, by one compiled program: that of its Bundle, in which training rounds nothing."""
 
     beside = ""
-    """What losses are measured beside, where it is not the model as it was trained."""
+    """Model that losses are measured beside, where it is not the model as it was trained."""
 
     def __init__(self, model: TrainedModel, data: Path | None, batches: int) -> None:
         from systolic.steps.programs import jit_evaluate
@@ -121,12 +123,12 @@ class Measure:
 
     @property
     def before(self) -> Quality:
-        """Of the model's own weights, rounded as in its training."""
+        """Quality of the model's own weights, rounded as in its training."""
         return quality_of(self.job, self.metrics)
 
     @property
     def where(self) -> tuple[Any, ...]:
-        """What losses depend on beside weights and data: dtype, platform, rows of a batch."""
+        """Conditions that losses depend on beside weights and data: dtype, platform, rows of a batch."""
         steps = self.model.setup.steps
         return steps.target.dtype, steps.target.platform, self._rows
 
@@ -209,7 +211,6 @@ def choose(
     rounder: "Rounder",
     formats: Mapping[str, MatrixFormat],
     budget: float,
-    say: Callable[[str], None],
 ) -> Choice:
     """Formats that keep the loss of quality within a budget.
 
@@ -222,10 +223,10 @@ def choose(
     alone: dict[str, float] = {}
     few = measure.fewer(SEARCH_BATCHES)
     for number, (path, how) in enumerate(formats.items()):
-        say(f"sensitivity {number + 1} of {len(formats)}: {path}")
+        reporter().stage(f"sensitivity {number + 1} of {len(formats)}: {path}")
         alone[path] = few.lost(rounder, {path: how})
     current, cost = dict(formats), {path: _cost(lost) for path, lost in alone.items()}
-    say("all together")
+    reporter().stage("all together")
     lost = measure.lost(rounder, current)
     while not lost <= budget:  # a loss that is no number keeps no budget
         expected, known = lost, sum(cost[path] for path in current)
@@ -244,7 +245,7 @@ def choose(
             raise OptionError(
                 f"no matrix can be quantized within --budget {budget:.3g}; give a larger budget, more batches to measure on, or a wider format"
             )
-        say(f"{len(formats) - len(current)} left, measured again")
+        reporter().stage(f"{len(formats) - len(current)} left, measured again")
         lost = measure.lost(rounder, current)
     rows = [
         Sensitivity(
@@ -259,7 +260,7 @@ def choose(
 
 
 def _cost(lost: float) -> float:
-    """Of a matrix alone; infinite where the model's outputs are no numbers with it."""
+    """Cost of a matrix alone; infinite where the model's outputs are no numbers with it."""
     return math.inf if math.isnan(lost) else max(lost, 0.0)
 
 
@@ -277,7 +278,6 @@ def moments_of(
     matrices: "Mapping[str, Matrix]",
     formats: Mapping[str, MatrixFormat],
     data: Path,
-    say: Callable[[str], None],
 ) -> "dict[str, np.ndarray]":
     """Second moments of the inputs of the matrices that go to 4 bits, over the first batches of calibration data.
 
@@ -300,7 +300,7 @@ def moments_of(
         raise OptionError(
             f"--calibrate holds {si(size, 'B')} of moments, and the limit is {si(MOST_MOMENTS, 'B')}; leave it out, or keep the widest matrices with --keep"
         )
-    say(f"inputs of {len(shapes)} matrices over {CALIBRATION_BATCHES} batches")
+    reporter().stage(f"inputs of {len(shapes)} matrices over {CALIBRATION_BATCHES} batches")
     job = model.job_on(data)
     steps, weights = model.setup.steps, model.weights
     return input_moments(job, steps, weights, shapes, splits(job, None)[0], CALIBRATION_BATCHES)

@@ -27,7 +27,7 @@ QUANTILES = "uint4", "uint8"
 """Dtypes of the codes of nf4; those of all other formats are numbers."""
 
 Make = Callable[[str, jax.Array, jax.Array], jax.Array]
-"""What computes an einsum of activations and a matrix."""
+"""Function that computes an einsum of activations and a matrix."""
 
 NF4_VALUES = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -35,7 +35,7 @@ NF4_VALUES = (
     *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
-"""What the codes of nf4 stand for (Dettmers et al. 2023, appendix E): who reads a quantized model needs no Qwix."""
+"""Numbers that the codes of nf4 stand for (Dettmers et al. 2023, appendix E): who reads a quantized model needs no Qwix."""
 
 
 def _quantiles(codes: jax.Array, dtype: Any) -> jax.Array:
@@ -66,13 +66,13 @@ class Quantized:
     The members of a group can have a dim of their own, see :func:`members_apart`.
     """
     scales: jax.Array
-    """Of the matrix's rank; dims that share a scale have size 1, or are shorter where groups of neighbours share one."""
+    """Array of the matrix's rank; dims that share a scale have size 1, or are shorter where groups of neighbours share one."""
     inputs: jax.Array | None = None
-    """Factors that the codes were multiplied with, of the same rank, where activations are divided by them and rounded too (:mod:`systolic.models.w8a8`)."""
+    """Factors that the codes were multiplied with, of the same rank, where activations are divided by them and rounded too (:mod:`systolic.models.quantized.w8a8`)."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the matrix."""
+        """Shape of the matrix."""
         return _joined_shape(self.codes.shape, self.scales.shape)
 
     @property
@@ -82,7 +82,7 @@ class Quantized:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of the codes."""
+        """Dtype of the codes."""
         return self.codes.dtype
 
     def joined(self) -> "Quantized":
@@ -222,7 +222,7 @@ def quantized(
 def fake_quantized(
     value: jax.Array, inputs: tuple[int, ...], how: MatrixFormat, dtype: Any
 ) -> jax.Array:
-    """What the codes of a matrix stand for, in a dtype; its gradient is the matrix's (Bengio et al. 2013, straight-through).
+    """Array that the codes of a matrix stand for, in a dtype; its gradient is the matrix's (Bengio et al. 2013, straight-through).
 
     Args: as :func:`quantized`.
     """

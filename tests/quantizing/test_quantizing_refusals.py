@@ -17,14 +17,14 @@ from safetensors.numpy import load_file, save_file
 from systolic.cli.main import main
 from systolic.core.errors import DataError, OptionError
 from systolic.data.image.images import Images
-from systolic.formats.quantizing import Rounder
 from systolic.inference.latency import TimedCall
 from systolic.job import MatrixFormat, WeightFormat
-from systolic.session.calibrating import check_apart
+from systolic.quantizing.calibration import check_apart
+from systolic.quantizing.rounder import Rounder
 from tests.formats import folders
 from tests.formats.test_sentences import folder as encoder_folder
+from tests.quantizing.test_quantizing import matrices
 from tests.session import bundled
-from tests.session.test_quantizing import matrices
 
 
 @pytest.fixture(scope="module")

@@ -1,17 +1,14 @@
 """A quantized model beside the one that it was made from, as lines: sizes, quality, speeds, and its matrices."""
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 
 from systolic.core.units import si
 from systolic.job import WeightFormat
-from systolic.session.quantizing import QuantizedModel
+from systolic.quantizing.quantize import QuantizedModel
 from systolic.session.speed_rows import speed_rows, timed_lines
-from systolic.session.speeds import ModelSpeeds
 
 SHOWN = 4
 """Paths that a line names."""
-EMPTY: Mapping[str, int] = MappingProxyType({})
 
 
 def title(made: QuantizedModel) -> str:
@@ -23,16 +20,12 @@ def title(made: QuantizedModel) -> str:
     return f"{' and '.join(found)}{', ' if found else ''}no matrix in {made.asked.format.value}"
 
 
-def lines(
-    made: QuantizedModel, speeds: Sequence[ModelSpeeds] = (), timed: Mapping[str, int] = EMPTY
-) -> list[str]:
+def lines(made: QuantizedModel) -> list[str]:
     """The table: sizes, quality, speeds, outputs, the matrices, and what is not as it was asked for."""
-    return [*_lines(made, speeds, timed), *_exceptions(made), *_over(made)]
+    return [*_lines(made), *_exceptions(made), *_over(made)]
 
 
-def _lines(
-    made: QuantizedModel, speeds: Sequence[ModelSpeeds], timed: Mapping[str, int]
-) -> list[str]:
+def _lines(made: QuantizedModel) -> list[str]:
     ratio = made.bytes_after / made.bytes_before
     sizes = si(made.bytes_before, "B"), si(made.bytes_after, "B")
     rows: list[tuple[str, ...]] = [
@@ -44,10 +37,10 @@ def _lines(
         rows.append((made.before.name, *values, _share(made)))
     for name, value in made.answers_before.items():
         rows.append((name, f"{value:.4g}", f"{made.answers_after[name]:.4g}", ""))
-    rows += [(*row, "") for row in speed_rows(speeds)]
+    rows += [(*row, "") for row in speed_rows(made.speeds)]
     lines = _aligned(rows)
-    if timed:
-        lines += [f"  {line}" for line in timed_lines(speeds, timed)]
+    if made.timed:
+        lines += [f"  {line}" for line in timed_lines(made.speeds, made.timed)]
     if (found := made.outputs) is not None:
         lines.append(
             f"  outputs of a probe over {found.tokens} {found.unit}: largest difference {found.max_abs:.3g} ({found.max_relative:.2%} of the largest output), mean {found.mean_abs:.3g}, {found.agreement}"
@@ -78,7 +71,7 @@ def _unmeasured(made: QuantizedModel) -> str:
 
 
 def _exceptions(made: QuantizedModel) -> list[str]:
-    """What is not in the format that was asked for, a line for each reason."""
+    """Lines on what is not in the format that was asked for, one for each reason."""
     lines, asked = [], {one.path: one.format for one in made.matrices}
     if made.choice is not None:
         asked = {one.path: one.asked for one in made.choice.sensitivities}
@@ -118,7 +111,7 @@ def fallen(made: QuantizedModel) -> str:
 
 
 def _share(made: QuantizedModel) -> str:
-    """What the Bundle lost: of accuracy in points."""
+    """Loss of quality of the Bundle: of accuracy in points."""
     assert made.before is not None
     assert made.lost is not None
     if made.before.name == "accuracy":

@@ -1,12 +1,12 @@
-"""``systolic batch`` over models without weights: ``python -m tests.session.batch_child DIR IN OUT [options]``."""
+"""``systolic batch`` over models without weights: ``python -m tests.serving.offline.batch_child DIR IN OUT [options]``."""
 
 import sys
 
 from systolic.cli.main import main
 from systolic.core.shutdown import remember_interrupts
 from systolic.serving.batch.request import ModelKind
+from systolic.serving.offline import batch as batching
 from systolic.serving.offline.answerer import Answerer
-from systolic.session import batching
 from tests.serving.http.running import echo_model, toy_model
 
 

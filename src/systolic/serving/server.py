@@ -5,13 +5,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from systolic.core.errors import (
-    MissingExtraError,
     NotFoundError,
     OptionError,
     RunError,
@@ -20,7 +18,10 @@ from systolic.core.errors import (
 from systolic.data.text.text_data import TextData
 from systolic.job import Job, Precision
 from systolic.recipes.jobs.run import check_folder
+from systolic.serving.batch.options import BatchOptions
+from systolic.serving.http.limits import HttpLimits
 from systolic.serving.registry import ENDS
+from systolic.serving.text.opening import EngineSizes
 from systolic.session.restored import restored_on_cpu
 from systolic.session.trained import (
     PreparedModel,
@@ -31,20 +32,18 @@ from systolic.session.trained import (
 )
 
 if TYPE_CHECKING:
-    from systolic.compiling.program_store import ProgramStore
-    from systolic.serving.batch.options import BatchOptions
+    from systolic.compiling.program_store import EntryCheck, ProgramStore
     from systolic.serving.http.keys import Keys
-    from systolic.serving.http.limits import HttpLimits
     from systolic.serving.http.metrics import BatchMeter, BatchMetrics, TextMetrics
     from systolic.serving.http.process import Address
     from systolic.serving.http.state import ServerState
     from systolic.serving.http.telemetry import EventLog
     from systolic.serving.registry import Key, ModelLoad, ReloadPlan, Served
     from systolic.serving.text.engine import Engine
-    from systolic.serving.text.opening import EngineSizes
     from systolic.serving.text.replica_placement import ReplicaPlacement
     from systolic.serving.workload import ModelTraffic, TrafficBook
     from systolic.steps.serving_layout import ServingLayout
+    from systolic.steps.steps import StepFunctions
 
 SHOWN = 3
 """Models inside a folder that a message names."""
@@ -56,7 +55,7 @@ class ServeTarget:
     """A model to serve."""
 
     name: str
-    """What requests call it."""
+    """Name of the model in requests."""
     path: Path
     version: int = 1
 
@@ -128,42 +127,40 @@ def _versions(path: Path) -> list[tuple[int, Path]]:
     return sorted((int(one.name), one) for one in versions)
 
 
-class LogForm(StrEnum):
-    """How the log is written."""
+def _address() -> "Address":
+    from systolic.serving.http.process import Address
 
-    auto = "auto"
-    """As text where standard error is a terminal, else as JSON."""
-    json = "json"
-    text = "text"
+    return Address()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings:
     """How models are opened and served."""
 
-    address: "Address"
-    limits: "HttpLimits"
-    sizes: "EngineSizes"
-    batch: "BatchOptions"
-    layout: "ServingLayout"
+    address: "Address" = field(default_factory=_address)
+    limits: HttpLimits = HttpLimits()  # noqa: RUF009 (frozen)
+    sizes: EngineSizes = EngineSizes()  # noqa: RUF009
+    batch: BatchOptions = BatchOptions()  # noqa: RUF009
+    layout: ServingLayout = ServingLayout()  # noqa: RUF009 (frozen)
     traffic: "Mapping[str, ModelTraffic]" = field(default_factory=dict)
-    """What the models' programs are chosen for, by name."""
+    """Traffic that the models' programs are chosen for, by name."""
     book: "TrafficBook | None" = None
-    """Where traffic is saved at the end."""
+    """Record of the traffic, which is saved at the end."""
     keys: "Keys | None" = None
     log_prompts: bool = False
-    log: LogForm = LogForm.auto
+    log: Literal["auto", "json", "text"] = "auto"
+    """Form of the log; ``auto`` is text where standard error is a terminal, else JSON."""
     model_control: bool = False
     """Whether clients may load and unload models."""
     precision: Precision = Precision.auto
-    """Of the computation; ``auto`` is the job's own."""
+    """Precision of the computation; ``auto`` is the job's own."""
     checkpoint: str = "best"
     trust: bool = False
 
     @property
     def readable(self) -> bool:
         """Whether the log is written for people."""
-        return sys.stderr.isatty() if self.log is LogForm.auto else self.log is LogForm.text
+        return sys.stderr.isatty() if self.log == "auto" else self.log == "text"
 
 
 def serve(
@@ -171,32 +168,20 @@ def serve(
     settings: ServeSettings,
     listening: Callable[[int], None] | None = None,
 ) -> bool:
-    """Serves models until the process is told to end; returns when every request has been answered.
+    """Serves models until the process is told to end; ``listening`` is called with the port when the socket is open.
+
+    Models are opened in the order of their weights' sizes.
 
     Returns:
         False where a model was still being opened: the process must end without its compiler's threads (:func:`os._exit`).
 
-    SIGHUP reads the folders again: versions that are new or have other contents are added when they are ready, those
-    that are gone are taken out when their requests have ended. Models are opened in the order of their weights' sizes.
-
-    Args:
-        words: The models, as for :func:`targets`.
-        settings: How they are served.
-        listening: Called with the port when the socket is open.
-
-    Raises: as :func:`targets`, and
-        MissingExtraError: the packages of the extra ``serve`` are not installed.
-        OptionError: the host is no address of this machine.
-        RunError: a model can't be opened, or the port can't be listened on.
+    Raises: as :func:`systolic.serve`.
     """
-    try:
-        from systolic.serving.display.log import ConsoleLog
-        from systolic.serving.http.metrics import BatchMetrics, Metrics, TextMetrics
-        from systolic.serving.http.process import Process
-        from systolic.serving.http.state import ServerState
-        from systolic.serving.http.telemetry import EventLog
-    except ImportError as error:
-        raise MissingExtraError("systolic serve", "serve") from error
+    from systolic.serving.display.log import ConsoleLog
+    from systolic.serving.http.metrics import BatchMetrics, Metrics, TextMetrics
+    from systolic.serving.http.process import Process
+    from systolic.serving.http.state import ServerState
+    from systolic.serving.http.telemetry import EventLog
     from systolic.serving.registry import ModelRegistry
 
     metrics = Metrics()
@@ -394,7 +379,7 @@ def _engine(
 
 
 def _store(model: PreparedModel, log: "EventLog") -> "ProgramStore":
-    """Where programs are kept: where they can't be, JAX keeps them."""
+    """Store of compiled programs; where none can be kept, JAX keeps them."""
     from systolic.compiling.program_store import ProgramStore
 
     store = ProgramStore(model.setup.steps, log.warn)
@@ -453,3 +438,88 @@ def writes(job: Job) -> bool:
     from systolic.models.decoder.config import Decoder
 
     return isinstance(job.data, TextData) and isinstance(job.model, Decoder)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeptPrograms:
+    """Programs of a model that a server would look for."""
+
+    name: str
+    version: int
+    folder: Path
+    """Folder of all entries."""
+    programs: "Sequence[EntryCheck]"
+    notes: Sequence[str] = ()
+    """Why nothing is kept, where that is so."""
+
+    @property
+    def hits(self) -> int:
+        """Programs that are on the disk."""
+        return sum(one.hit for one in self.programs)
+
+    def lines(self) -> list[str]:
+        """For a terminal."""
+        count = f"{self.hits} of {len(self.programs)} programs are in {self.folder}"
+        return [f"{self.name}: {count}", *self.notes, *(f"  {one.line}" for one in self.programs)]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "name": self.name,
+            "version": self.version,
+            "folder": str(self.folder),
+            "hits": self.hits,
+            "programs": [one.to_json() for one in self.programs],
+            "notes": list(self.notes),
+        }
+
+
+def kept_programs(words: Sequence[str], settings: ServeSettings) -> list[KeptPrograms]:
+    """Looks up the programs that a server of these models would find on the disk; reads no weights and compiles nothing.
+
+    Raises: as :func:`systolic.serving.server.serve` for a model that can't be opened.
+    """
+    return [_checked(one, settings) for one in targets(words)]
+
+
+def _checked(target: ServeTarget, settings: ServeSettings) -> KeptPrograms:
+    from systolic.compiling.program_store import ProgramStore
+
+    steps, notes = _steps(target, settings), list[str]()
+    store = ProgramStore(steps, notes.append)
+    settings = expecting(settings, target.name, steps.job)
+    if writes(steps.job):
+        from systolic.serving.text.opening import plan_engine
+
+        found = plan_engine(steps, settings.sizes, store).kept()
+    else:
+        found = _of_batches(steps, settings.batch, store)
+    return KeptPrograms(
+        name=target.name,
+        version=target.version,
+        folder=store.root,
+        programs=found,
+        notes=notes,
+    )
+
+
+def _steps(target: ServeTarget, settings: ServeSettings) -> "StepFunctions":
+    """Programs of the first of a model's engines."""
+    from systolic.serving.text.replica_placement import ReplicaPlacement
+
+    placement = ReplicaPlacement(asked=settings.layout, sizes=settings.sizes)
+    return opened(target, settings, placement, 0, lambda _: None).setup.steps
+
+
+def _of_batches(
+    steps: "StepFunctions", options: BatchOptions, store: "ProgramStore"
+) -> "list[EntryCheck]":
+    from systolic.inference.predictor import Predictor
+    from systolic.serving.batch.model import buckets_of
+    from systolic.serving.batch.opening import intake_of
+
+    state = steps.abstract_state
+    params, rest = state.params, state.model_state
+    intake = intake_of(steps, params, rest, options.limits, store)
+    run = Predictor(intake.form, params, rest, store)
+    return [store.check(run.spec(bucket)) for bucket in buckets_of(intake, options).all]

@@ -15,16 +15,17 @@ import pytest
 import systolic
 from systolic.cli.main import main
 from systolic.core.errors import OptionError
-from systolic.formats.quantizing import Rounder, _matrices, formats_of
+from systolic.formats.matrices import _matrices, formats_of
 from systolic.job import Job, MatrixFormat, Precision, WeightFormat
 from systolic.models.decoder.config import Decoder
+from systolic.quantizing.display.text import _over, _share, fallen
+from systolic.quantizing.quantize import Evaluated, QuantizedModel, _notes, quantize
+from systolic.quantizing.rounder import Rounder
+from systolic.quantizing.sensitivity import Choice, Measure, Quality, choose, quality_of
 from systolic.runs.weights import Weights
-from systolic.session.quantizing import Evaluated, QuantizedModel, _notes, quantize_model
-from systolic.session.quantizing_text import _over, _share, fallen
-from systolic.session.sensitivity import Choice, Measure, Quality, choose, quality_of
 from systolic.session.trained import TrainedModel, set_up_here
+from tests.quantizing.test_quantizing import Given, matrices
 from tests.session import bundled
-from tests.session.test_quantizing import Given, matrices
 
 INT8 = MatrixFormat(format=WeightFormat.int8)
 INT4 = MatrixFormat(format=WeightFormat.int4, group=64)
@@ -94,7 +95,7 @@ def test_a_loss_that_is_no_number_keeps_no_budget() -> None:
     known = matrices(a=64, b=64, c=64)
     asked = formats_of(known, FINER, ())
     given = Broken({"a": 0.001, "b": 0.1, "c": 0.002})
-    made = choose(given, Rounder(known), asked, 0.006, lambda _: None)
+    made = choose(given, Rounder(known), asked, 0.006)
     assert made.formats == {**asked, "b": INT8}
     assert made.sensitivities[0].path == "b"
 
@@ -103,7 +104,7 @@ def test_a_loss_that_is_no_number_keeps_no_budget() -> None:
             return math.nan
 
     with pytest.raises(OptionError, match="no matrix can be quantized within --budget"):
-        choose(Never({}), Rounder(known), asked, 0.5, lambda _: None)
+        choose(Never({}), Rounder(known), asked, 0.5)
 
 
 def result(before: Quality | None, after: Quality | None, **more: Any) -> QuantizedModel:
@@ -172,7 +173,7 @@ def test_a_run_trained_with_rounded_matrices_loses_nothing(tmp_path: Path) -> No
     """Codes are those that it was trained with, whatever others have a smaller error."""
     job = replace(bundled.job("lm", tmp_path), model=WIDE, precision=Precision.qat_int4)
     systolic.train(job, run=tmp_path / "run")
-    made = quantize_model(tmp_path / "run", tmp_path / "out", to=INT4, budget=0.005)
+    made = quantize(tmp_path / "run", tmp_path / "out", to=INT4, budget=0.005)
     assert made.lost is not None
     assert made.choice is not None
     # In bfloat16, in which scales are applied before or after a product.
@@ -183,8 +184,8 @@ def test_a_run_trained_with_rounded_matrices_loses_nothing(tmp_path: Path) -> No
     (tmp_path / "other.txt").write_text("the capital of Spain is Madrid, yes or no " * 80)
     on = Evaluated(calibration=tmp_path / "other.txt")
     with pytest.raises(OptionError, match="trained as int4 in groups of 64 rounds them"):
-        quantize_model(tmp_path / "run", tmp_path / "other", to=INT4, on=on)
-    finer = quantize_model(tmp_path / "run", tmp_path / "finer", to=FINER, on=on)
+        quantize(tmp_path / "run", tmp_path / "other", to=INT4, on=on)
+    finer = quantize(tmp_path / "run", tmp_path / "finer", to=FINER, on=on)
     assert finer.path.is_dir()
 
 

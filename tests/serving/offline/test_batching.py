@@ -14,19 +14,20 @@ from typing import Any
 import pytest
 import torch
 
+import systolic
 from systolic.cli.main import main
-from systolic.cli.serve import ServeOptions, settings
+from systolic.core.errors import OptionError
+from systolic.serving.offline import batch as batching
+from systolic.serving.offline.batch import answerer_of
 from systolic.serving.offline.files import digest_of
 from systolic.serving.offline.lines import LineProblem, problem_line, result_id
-from systolic.session import batching
-from systolic.session.batching import answerer_of
-from systolic.session.serving import targets
+from systolic.serving.server import ServeSettings, targets
 from systolic.session.trained import open_model
 from tests.formats import folders
 from tests.formats.test_sentences import folder as encoder_folder
-from tests.session import batch_child
+from tests.serving.offline import batch_child
 
-CHILD = [sys.executable, "-m", "tests.session.batch_child"]
+CHILD = [sys.executable, "-m", "tests.serving.offline.batch_child"]
 
 
 class Files:
@@ -138,6 +139,32 @@ def test_an_output_that_is_complete_opens_no_model(
         assert capsys.readouterr() == (f"{files.out}: 0 of 0 lines answered\n", "")
 
 
+def test_python_answers_what_the_command_answers_and_prints_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    command, python = Files(tmp_path / "a", 5), Files(tmp_path / "b", 5)
+    code, shown, told = command.here(capsys, "--quiet", "--json")
+    assert (code, told) == (0, "")
+    monkeypatch.setattr(batching, "open_served", batch_child.opened)
+    monkeypatch.setattr(batching, "answerer_of", batch_child.answerer_of)
+    done = systolic.batch(*python.words, rows=4, kv_dtype="int8")
+    assert capsys.readouterr() == ("", "")
+    assert (done.lines, done.answered, done.failed) == (5, 5, 0)
+    assert done.completion_tokens == json.loads(shown)["completion_tokens"]
+
+    def answers(path: Path) -> dict[str, str]:
+        rows = map(json.loads, path.read_text().splitlines())
+        return {row["custom_id"]: row["response"]["body"]["choices"][0]["text"] for row in rows}
+
+    assert answers(command.out) == answers(python.out)
+    with pytest.raises(
+        OptionError, match=r"--kv-dtype is 'int3'; did you mean int8\?; it takes plain, int8, fp8"
+    ):
+        systolic.batch(*python.words, kv_dtype="int3")  # ty: ignore[invalid-argument-type]
+
+
 def test_results_of_another_model_are_not_continued(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -151,7 +178,7 @@ def test_results_of_another_model_are_not_continued(
         (line,) = capsys.readouterr().err.splitlines()
         return line
 
-    answerer_of(targets([str(path)])[0], settings(ServeOptions())).begin(out)
+    answerer_of(targets([str(path)])[0], ServeSettings()).begin(out)
     problem = LineProblem("line-1", "invalid_body", "no")
     id = result_id(1, digest_of(b'{"prompt": "a"}'))
     out.write_bytes(problem_line(id, problem))

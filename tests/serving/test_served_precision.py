@@ -6,12 +6,11 @@ from pathlib import Path
 
 import torch
 
-from systolic.cli.parse import parse
-from systolic.cli.serve import ServeOptions, settings
 from systolic.job import Precision
 from systolic.serving.http.metrics import BatchMetrics, Metrics, TextMetrics
 from systolic.serving.http.telemetry import EventLog
-from systolic.session.serving import open_served, targets
+from systolic.serving.server import ServeSettings, open_served, targets
+from systolic.serving.text.opening import EngineSizes
 from tests.formats import folders
 
 
@@ -19,10 +18,14 @@ def test_files_in_bfloat16_are_served_in_the_precision_that_is_asked_for(tmp_pat
     model = folders.llama(num_hidden_layers=1)
     target = targets([str(folders.folder(tmp_path / "tiny", model, dtype=torch.bfloat16))])[0]
 
-    asked = ["--rows", "1", "--context", "64", "--chunk", "64", "--precision", "bf16"]
-    given, metrics, log = parse(ServeOptions, asked, "serve"), Metrics(), io.StringIO()
-    assert settings(ServeOptions()).precision is Precision.auto
-    open_served(target, settings(given), TextMetrics(metrics), BatchMetrics(metrics), EventLog(log))
+    sizes = EngineSizes(rows=1, context=64, chunk=64)
+    settings, metrics, log = (
+        ServeSettings(sizes=sizes, precision=Precision.bf16),
+        Metrics(),
+        io.StringIO(),
+    )
+    assert ServeSettings().precision is Precision.auto
+    open_served(target, settings, TextMetrics(metrics), BatchMetrics(metrics), EventLog(log))
     events = [json.loads(line) for line in log.getvalue().splitlines()]
     memory = next(event for event in events if event["event"] == "memory")
     config = model.config

@@ -13,20 +13,21 @@ from PIL import Image
 
 import systolic
 from systolic.cli.main import main
+from systolic.formats.matrices import formats_of, matrices_in
 from systolic.formats.probe import outputs_of, probe_of
-from systolic.formats.quantizing import Rounder, formats_of, matrices_in
 from systolic.formats.source import open_source
 from systolic.job import MatrixFormat, Read, Sampling, Split, WeightFormat
+from systolic.quantizing.calibration import largest_of
+from systolic.quantizing.quantize import Evaluated, quantize
+from systolic.quantizing.rounder import Rounder
+from systolic.quantizing.sensitivity import Measure, choose
 from systolic.runs.bundle.folder import MANIFEST
 from systolic.serving.text.opening import open_engine
 from systolic.serving.text.request import SamplingParams, TextRequest
-from systolic.session.calibrating import largest_of
-from systolic.session.quantizing import Evaluated, quantize_model
-from systolic.session.sensitivity import Measure, choose
 from tests.formats import folders
 from tests.formats.test_sentences import folder as encoder_folder
+from tests.quantizing.test_quantizing import Given, matrices
 from tests.serving.text.engine import SIZES
-from tests.session.test_quantizing import Given, matrices
 
 W8A8 = MatrixFormat(format=WeightFormat.w8a8)
 INT8 = MatrixFormat(format=WeightFormat.int8)
@@ -48,7 +49,7 @@ def made(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The same in w8a8."""
     on = Evaluated(data=source.parent / "text.txt", calibration=source.parent / "other.txt")
     out = tmp_path_factory.mktemp("w8a8") / "bundle"
-    return quantize_model(source, out, to=W8A8, keep=["down"], on=on)
+    return quantize(source, out, to=W8A8, keep=["down"], on=on)
 
 
 def test_matrices_of_layers_have_both_and_the_vocabulary_weights_only(made: Any) -> None:
@@ -68,10 +69,10 @@ def test_matrices_of_layers_have_both_and_the_vocabulary_weights_only(made: Any)
 def test_factors_are_those_of_the_inputs_that_transformers_sees(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("systolic.session.calibrating.CALIBRATION_BATCHES", 1)
+    monkeypatch.setattr("systolic.quantizing.calibration.CALIBRATION_BATCHES", 1)
     model, known = systolic.open(source), matrices_in(open_source(source))
     formats, path = formats_of(known, W8A8, []), source.parent / "other.txt"
-    found = largest_of(model, known, formats, path, lambda _: None)
+    found = largest_of(model, known, formats, path)
     assert set(found) == {path for path in known if path.startswith("blocks/")}
     read = Read(split=Split.validation, batch=1, shuffle=False, epochs=1)
     tokens = np.asarray(next(iter(model.job_on(path).data.open(read)))["tokens"])
@@ -140,7 +141,7 @@ def test_an_encoder_and_a_network_of_convolutions(tmp_path: Path) -> None:
     for name, data in (("encoder", "lines.txt"), ("mobile", "pictures")):
         out = tmp_path / f"{name}-w8a8"
         on = Evaluated(calibration=tmp_path / data)
-        found = quantize_model(tmp_path / name, out, to=W8A8, on=on)
+        found = quantize(tmp_path / name, out, to=W8A8, on=on)
         assert {one.format for one in found.matrices} == {"w8a8"}
         assert found.outputs is not None
         assert 0 < found.outputs.mean_abs < 0.1
@@ -158,7 +159,7 @@ def test_a_budget_gives_activations_their_dtype_first() -> None:
 
     known = matrices(a=64, b=64)
     asked = dict.fromkeys(known, W8A8)
-    made = choose(Costs({"a": 0.001, "b": 0.02}), Rounder(known), asked, 0.006, lambda _: None)
+    made = choose(Costs({"a": 0.001, "b": 0.02}), Rounder(known), asked, 0.006)
     assert made.formats == {"a": W8A8, "b": INT8}
 
 
@@ -167,7 +168,7 @@ def test_a_search_measures_activations_too(source: Path) -> None:
     """Codes and factors are in the places of parameters, so that products are those of the Bundle."""
     model, known = systolic.open(source), matrices_in(open_source(source))
     formats = formats_of(known, W8A8, [])
-    largest = largest_of(model, known, formats, source.parent / "other.txt", lambda _: None)
+    largest = largest_of(model, known, formats, source.parent / "other.txt")
     measure = Measure(model, source.parent / "text.txt", 1)
     both = measure.lost(Rounder(known, largest), formats)
     weights = measure.lost(Rounder(known), formats_of(known, INT8, []))

@@ -21,14 +21,14 @@ from systolic.models.adapters import (
     inputs_of,
 )
 from systolic.models.layered import Layered
-from systolic.models.quantized import (
+from systolic.models.quantized.codes import (
     SCALES_DTYPE,
     Quantized,
     held_dtype,
     members_apart,
     scales_shape,
 )
-from systolic.models.w8a8 import factors_shape
+from systolic.models.quantized.w8a8 import factors_shape
 
 INT8 = MatrixFormat(format=WeightFormat.int8)
 LEAST_GROUP = 16
@@ -46,7 +46,7 @@ class QuantizedWeight(nnx.Module):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the matrix."""
+        """Shape of the matrix."""
         return Quantized(codes=self.codes[...], scales=self.scales[...]).shape
 
     def __getitem__(self, key: Any) -> Quantized | Layered:
@@ -61,7 +61,7 @@ class QuantizedWeight(nnx.Module):
 
 
 def with_members_apart(stacked: Any) -> Any:
-    """Arrays of layers [layers, ...] whose codes have a dim for the members of a group, see :func:`~systolic.models.quantized.members_apart`."""
+    """Arrays of layers [layers, ...] whose codes have a dim for the members of a group, see :func:`~systolic.models.quantized.codes.members_apart`."""
     codes, scales = jax.tree_util.DictKey(CODES), jax.tree_util.DictKey(SCALES)
     found, form = jax.tree_util.tree_flatten_with_path(stacked)
     arrays = dict(found)

@@ -20,9 +20,9 @@ import openai
 import pytest
 import torch
 
+import systolic
 from systolic.cli.main import main
-from systolic.cli.serve import ServeOptions, settings
-from systolic.core.errors import NotFoundError, OptionError
+from systolic.core.errors import NotFoundError, OptionError, SystolicError
 from systolic.data import fingerprint
 from systolic.data.text.text_data import TextData
 from systolic.formats import outline
@@ -30,12 +30,14 @@ from systolic.formats.outline import contents_of, weight_bytes
 from systolic.formats.source import open_source
 from systolic.planning.serving import plan_serving
 from systolic.serving.batch.request import ModelKind
+from systolic.serving.command import NewKey
 from systolic.serving.http.limits import HttpLimits
 from systolic.serving.http.metrics import Metrics
+from systolic.serving.http.process import Address
 from systolic.serving.http.state import ServerState
 from systolic.serving.registry import ModelLoad, ModelRegistry
+from systolic.serving.server import ServeSettings, _changes, serve, targets
 from systolic.serving.text.opening import EngineSizes, context_of
-from systolic.session.serving import _changes, serve, targets
 from systolic.session.trained import open_model, prepare_model
 from tests.formats import folders
 from tests.formats.test_sentences import folder as encoder_folder
@@ -287,6 +289,39 @@ def test_a_language_model_and_vectors(tmp_path: Path) -> None:
         assert process.wait(20) == 0
 
 
+def test_python_gives_what_the_command_prints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, keys = folders.folder(tmp_path / "tiny"), tmp_path / "keys.txt"
+    capsys.readouterr()
+    made = systolic.serve(keys=keys, new_key="alice")
+    assert isinstance(made, NewKey)
+    assert (made.name, capsys.readouterr()) == ("alice", ("", ""))
+    assert made.key not in keys.read_text()
+    assert main(["serve", "--keys", str(keys), "--new-key", "bob", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["name"] == "bob"
+    assert [line.split()[0] for line in keys.read_text().splitlines()] == ["alice", "bob"]
+
+    found = systolic.serve(model, check_cache=True, rows=4, context=192, chunk=64)
+    assert isinstance(found, list)
+    assert capsys.readouterr() == ("", "")
+    assert main(["serve", str(model), "--check-cache", "--json", *SMALL]) == 0
+    shown = json.loads(capsys.readouterr().out)["models"]
+    assert shown == [json.loads(json.dumps(one.to_json())) for one in found]
+    assert len(shown[0]["programs"]) > 1
+    for asked, told in (
+        ({}, "systolic serve needs a model; give a run"),
+        ({"new_key": "carol"}, "--new-key needs the file that it is added to"),
+        ({"models": "nowhere"}, "nowhere does not exist; give a run"),
+        ({"models": [model, model]}, "two models are called tiny"),
+        ({"models": model, "port": 70000}, "--port is 70000; it must be at least 0"),
+        ({"models": model, "precision": "f16"}, "--precision is 'f16'; it takes 'auto'"),
+    ):
+        with pytest.raises(SystolicError) as raised:
+            systolic.serve(**asked)
+        assert str(raised.value).startswith(told)
+
+
 def test_a_port_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "config.json").touch()
@@ -297,7 +332,7 @@ def test_a_port_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         told = f"systolic: 127.0.0.1:{port} can't be listened on: another process listens there; choose another --port, or 0 for a free one"
         assert capsys.readouterr().err.splitlines() == [told]
         with pytest.raises(NotFoundError, match=r"is no run, .*it holds models, give .*/tiny$"):
-            serve([str(tmp_path)], settings(ServeOptions(port=port)))
+            serve([str(tmp_path)], ServeSettings(address=Address(port=port)))
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from systolic.job import MatrixFormat, WeightFormat
-from systolic.models.activation_stats import Watched, watched_input
-from systolic.models.quantized import NF4_VALUES, quantized
-from systolic.models.rounding import DAMPING, compensated, inverse_factor, least_error
+from systolic.models.quantized.activation_stats import Watched, watched_input
+from systolic.models.quantized.codes import NF4_VALUES, quantized
+from systolic.models.quantized.rounding import DAMPING, compensated, inverse_factor, least_error
 from tests.models.drawing import normal
 from tests.tiers import some
 

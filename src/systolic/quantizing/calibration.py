@@ -11,25 +11,24 @@ import numpy as np
 
 from systolic.core.errors import DataError, NotFoundError, OptionError, called
 from systolic.core.files import nearest_file
+from systolic.core.reporter import reporter
 from systolic.data.audio.recordings import Recordings
 from systolic.data.fingerprint import of_files, shared
 from systolic.data.text.sentences import Sentences, read_text
 from systolic.data.text.text_data import TextData
 from systolic.job import Job, MatrixFormat, Split
-from systolic.session.sensitivity import CALIBRATION_BATCHES
+from systolic.quantizing.sensitivity import CALIBRATION_BATCHES
 from systolic.session.trained import TrainedModel, splits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from systolic.formats.quantizing import Matrix
+    from systolic.formats.matrices import Matrix
 
 EXAMPLES = 64
 """Most texts or pictures."""
 TOGETHER = 8
-"""Of them in a batch."""
+"""Texts or pictures of a batch."""
 LEAST_TOKENS = 128
-"""Of a text: the largest of fewer are no measure of what comes later."""
+"""Tokens of a text: the largest inputs of fewer are no measure of what comes later."""
 LEAST_PICTURES = 8
 
 
@@ -38,7 +37,6 @@ def largest_of(
     matrices: "Mapping[str, Matrix]",
     formats: Mapping[str, MatrixFormat],
     data: Path | None,
-    say: "Callable[[str], None]",
 ) -> dict[str, np.ndarray]:
     """The largest magnitude of each input of the matrices whose activations are rounded too.
 
@@ -47,7 +45,6 @@ def largest_of(
         matrices: Its matrices.
         formats: Of those that are quantized.
         data: A text, a folder of pictures, a manifest of recordings; ``None`` for a run's own training data.
-        say: Called with the stage.
 
     Raises:
         OptionError: the data is of another kind.
@@ -60,7 +57,7 @@ def largest_of(
         for path, how in formats.items()
         if how.format.activations
     }
-    say(f"activations of {len(shapes)} matrices")
+    reporter().stage(f"activations of {len(shapes)} matrices")
     found = largest_inputs(model.setup.steps, model.weights, shapes, _batches(model, data))
     if (path := next((p for p, one in found.items() if not np.isfinite(one).all()), None)) is None:
         return found

@@ -19,19 +19,21 @@ import systolic
 from systolic.cli.main import main
 from systolic.core.errors import OptionError
 from systolic.formats.export import file_payload, floats_line
+from systolic.formats.matrices import Matrix, formats_of, matrices_in, whole
 from systolic.formats.probe import outputs_of, probe_of
-from systolic.formats.quantizing import Matrix, Rounder, formats_of, matrices_in, whole
 from systolic.formats.source import open_source
 from systolic.formats.weights import structure_of
 from systolic.job import AdapterKind, MatrixFormat, Sampling, Split, WeightFormat
 from systolic.models.decoder.config import Decoder
-from systolic.models.quantized import Quantized, held_dtype
+from systolic.models.quantized.codes import Quantized, held_dtype
+from systolic.quantizing.quantize import Evaluated, quantize
+from systolic.quantizing.rounder import Rounder
+from systolic.quantizing.sensitivity import Measure, choose, moments_of
+from systolic.report.output import print_json
 from systolic.runs.bundle.folder import MANIFEST
 from systolic.serving.text.opening import open_engine
 from systolic.serving.text.request import SamplingParams, TextRequest
-from systolic.session.quantizing import Evaluated, quantize_model
 from systolic.session.restored import restored_on_cpu
-from systolic.session.sensitivity import Measure, choose, moments_of
 from systolic.session.trained import PreparedModel, TrainedModel, set_up_here, splits
 from systolic.steps.paged import PagedSteps
 from systolic.steps.paged_sharding import with_copied_heads
@@ -62,7 +64,7 @@ def int8(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     home = tmp_path_factory.mktemp("int8")
     (home / "text.txt").write_text(TEXT)
     given = Evaluated(data=home / "text.txt")
-    return quantize_model(source, home / "bundle", to=INT8, on=given)
+    return quantize(source, home / "bundle", to=INT8, on=given)
 
 
 @pytest.mark.parametrize("kind", some(["int8", "int4", "nf4", "fp8"], ["nf4"]))
@@ -73,7 +75,7 @@ def test_it_computes_what_transformers_does_with_the_restored_weights(
         source = folders.folder(tmp_path / "tied", folders.llama(tie_word_embeddings=True))
     wanted = WeightFormat(kind)
     how = MatrixFormat(format=wanted, group=16 if wanted.bits == 4 else 0)
-    made = quantize_model(source, tmp_path / "bundle", to=how, keep=["blocks/value"])
+    made = quantize(source, tmp_path / "bundle", to=how, keep=["blocks/value"])
     assert {one.path: one.format for one in made.matrices if one.format == "float32"} == {
         "blocks/value": "float32"
     }
@@ -117,7 +119,7 @@ def test_an_interrupt_while_it_is_timed_costs_the_times_alone(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("systolic.session.quantizing.quantize_model", lambda *_, **__: int8)
+    monkeypatch.setattr("systolic.quantizing.quantize.quantize", lambda *_, **__: int8)
     monkeypatch.setattr(
         "systolic.session.speeds.server_call", lambda *_: signal.raise_signal(signal.SIGINT)
     )
@@ -157,7 +159,7 @@ def test_a_server_writes_what_generate_does(
     path = int8.path
     if kind == "nf4":
         how = MatrixFormat(format=WeightFormat.nf4, group=16)
-        path = quantize_model(source, tmp_path / "nf4", to=how).path
+        path = quantize(source, tmp_path / "nf4", to=how).path
     model = systolic.open(path)
     (expected,) = model.generate(["the capital of"], tokens=12, sampling=GREEDY)
     weights, tokenizer = model.weights, model.job.data.get_tokenizer()
@@ -184,7 +186,7 @@ def test_a_server_on_a_cpu_holds_codes_without_a_product_as_floats(
     int8: Any, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     how = MatrixFormat(format=WeightFormat.nf4, group=16)
-    model = systolic.open(quantize_model(source, tmp_path / "nf4", to=how).path)
+    model = systolic.open(quantize(source, tmp_path / "nf4", to=how).path)
     told: list[str] = []
     plain = PreparedModel(setup=model.setup, read=lambda: model.weights)
     held = restored_on_cpu(plain, set_up_here, told.append)
@@ -252,7 +254,7 @@ def test_an_encoder_and_a_network_of_convolutions(
         encoder_folder(tmp_path / "model")
     else:
         network().save_pretrained(tmp_path / "model")
-    made = quantize_model(tmp_path / "model", tmp_path / "int8", to=INT8)
+    made = quantize(tmp_path / "model", tmp_path / "int8", to=INT8)
     assert made.before is None
     assert made.outputs is not None
     assert 0 < made.outputs.mean_abs < 0.05
@@ -273,7 +275,7 @@ def test_an_encoder_and_a_network_of_convolutions(
 def test_vectors_of_an_encoder_in_4_bits(tmp_path: Path) -> None:
     """By a program that is compiled ahead of time."""
     encoder_folder(tmp_path / "encoder")
-    made = quantize_model(tmp_path / "encoder", tmp_path / "codes", to=INT4)
+    made = quantize(tmp_path / "encoder", tmp_path / "codes", to=INT4)
     systolic.import_model(made.path, tmp_path / "plain", parity=False)
     vectors = [
         systolic.open(tmp_path / name).predict(["the capital"])[0]["embedding"]
@@ -310,11 +312,11 @@ def test_codes_of_4_bits_are_fitted_to_the_inputs_that_transformers_sees(
 ) -> None:
     # One document that fills rows: transformers sees no ends of others in them.
     (tmp_path / "new.txt").write_text("the capital of Spain is Madrid, yes or no " * 80)
-    monkeypatch.setattr("systolic.session.sensitivity.CALIBRATION_BATCHES", 1)
+    monkeypatch.setattr("systolic.quantizing.sensitivity.CALIBRATION_BATCHES", 1)
     model = systolic.open(source)
     known = matrices_in(open_source(source))
     formats = formats_of(known, NARROW, [])
-    found = moments_of(model, known, formats, tmp_path / "new.txt", lambda _: None)
+    found = moments_of(model, known, formats, tmp_path / "new.txt")
     job = model.job_on(tmp_path / "new.txt")
     feed = evaluation(job, model.setup.steps, splits(job, None)[0])
     tokens = np.asarray(next(iter(feed))["tokens"])
@@ -333,7 +335,7 @@ def test_codes_of_4_bits_are_fitted_to_the_inputs_that_transformers_sees(
         flat = x.reshape(-1, x.shape[-1]).numpy()
         np.testing.assert_allclose(found[path][1], flat.T @ flat, rtol=1e-3, atol=1e-3)
     on = Evaluated(calibration=tmp_path / "new.txt")
-    quantize_model(source, tmp_path / "codes", to=NARROW, on=on)
+    quantize(source, tmp_path / "codes", to=NARROW, on=on)
     opened, steps = systolic.open(tmp_path / "codes"), model.setup.steps
     before = outputs_of(steps, model.weights, {"tokens": tokens})
     fitted = outputs_of(opened.setup.steps, opened.weights, {"tokens": tokens})
@@ -343,12 +345,12 @@ def test_codes_of_4_bits_are_fitted_to_the_inputs_that_transformers_sees(
     with pytest.raises(
         OptionError, match="--calibrate has an effect on int4 and nf4, and with --activations"
     ):
-        quantize_model(source, tmp_path / "int8", to=INT8, on=on)
+        quantize(source, tmp_path / "int8", to=INT8, on=on)
 
 
 def test_a_quantized_model_is_quantized_once(int8: Any, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"is quantized already \(blocks/key in int8\)"):
-        quantize_model(int8.path, tmp_path / "again", to=INT4)
+        quantize(int8.path, tmp_path / "again", to=INT4)
     assert not list(tmp_path.iterdir())
 
 
@@ -407,7 +409,7 @@ class Given(Measure):
 def test_a_budget_gives_the_worst_more_bits() -> None:
     known, measure = matrices(a=64, b=64, c=64), Given({"a": 0.001, "b": 0.02, "c": 0.004})
     asked = formats_of(known, INT4, ())
-    made = choose(measure, Rounder(known), asked, 0.006, lambda _: None)
+    made = choose(measure, Rounder(known), asked, 0.006)
     assert made.formats == {"a": INT4, "b": INT8, "c": INT4}
     assert made.lost == pytest.approx(0.0052)
     assert [(one.path, one.lost, one.chosen) for one in made.sensitivities] == [
@@ -416,13 +418,11 @@ def test_a_budget_gives_the_worst_more_bits() -> None:
         ("a", 0.001, "int4 in groups of 32"),
     ]
     assert measure.asked == 3 + 2
-    none = choose(
-        Given({"a": 0.0, "b": 1.0, "c": 0.0}), Rounder(known), asked, 0.005, lambda _: None
-    )
+    none = choose(Given({"a": 0.0, "b": 1.0, "c": 0.0}), Rounder(known), asked, 0.005)
     assert set(none.formats) == {"a", "c"}
     assert none.sensitivities[0].chosen == "float32"
     with pytest.raises(OptionError, match="no matrix can be quantized within --budget 0"):
-        choose(Given({"a": 1.0, "b": 1.0, "c": 1.0}), Rounder(known), asked, 0.0, lambda _: None)
+        choose(Given({"a": 1.0, "b": 1.0, "c": 1.0}), Rounder(known), asked, 0.0)
 
 
 class Counted(Measure):
@@ -510,10 +510,69 @@ def test_a_run_is_measured_on_its_own_data(source: Path, tmp_path: Path) -> None
     given = {"from_": source, "data": file, "sequence": 48, "batch": 4, "steps": 4}
     adapter = {"adapter": AdapterKind.lora, "rank": 2, "alpha": 4.0}
     systolic.train("sft", run=tmp_path / "run", validation=file, **given, **adapter)
-    made = quantize_model(tmp_path / "run", tmp_path / "out", to=INT8, on=Evaluated(batches=2))
+    made = quantize(tmp_path / "run", tmp_path / "out", to=INT8, on=Evaluated(batches=2))
     assert made.before is not None
     assert made.after is not None
     (metrics,) = systolic.open(tmp_path / "run").evaluate(batches=2).values()
     assert np.exp(metrics["loss"]) == pytest.approx(made.before.value, rel=1e-4)
     assert abs(made.after.lost(made.before)) < 0.01
     assert {path.name for path in tmp_path.iterdir()} == {"run", "out", "some.jsonl"}
+
+
+def test_python_writes_what_the_command_writes_and_prints_nothing(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    words = ["--to", "int4", "--group", "32", "--keep", "down", "--batches", "1", "--repeats", "0"]
+    data = str(tmp_path / "text.txt")
+    command = ["quantize", str(source), "--out", str(tmp_path / "a"), *words, "--data", data]
+    assert main([*command, "--json", "--quiet"]) == 0
+    shown, told = capsys.readouterr()
+    assert told == ""
+    made = systolic.quantize_model(
+        str(source), tmp_path / "b", to="int4", group=32, keep=["down"], batches=1, data=data
+    )
+    assert capsys.readouterr() == ("", "")
+    print_json(made.to_json())
+    one, other = json.loads(shown), json.loads(capsys.readouterr().out)
+    assert one.pop("bundle") == str(tmp_path / "a")
+    assert other.pop("bundle") == str(tmp_path / "b")
+    assert one.pop("seconds") > 0
+    assert other.pop("seconds") > 0
+    assert one == other
+    assert {one.path: one.format for one in made.matrices}["blocks/query"].startswith("int4")
+    files = [sorted(path.glob("*.safetensors")) for path in (tmp_path / "a", tmp_path / "b")]
+    assert [one.read_bytes() for one in files[0]] == [one.read_bytes() for one in files[1]]
+
+
+def test_an_interrupt_of_the_timing_leaves_the_result_to_python(
+    int8: Any, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("systolic.quantizing.quantize.quantize", lambda *_, **__: int8)
+    monkeypatch.setattr("systolic.session.speeds.server_call", interrupted)
+    made = systolic.quantize_model(source, int8.path, to=WeightFormat.int8, repeats=1)
+    assert type(made.stopped_by) is KeyboardInterrupt
+    assert (made.path, made.bytes_after, made.speeds) == (int8.path, int8.bytes_after, ())
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"to": "int9"}, "--to is 'int9'; did you mean int8?; it takes int8, int4, fp8, nf4, w8a8"),
+        ({"to": INT4, "activations": True}, "--activations has no int4: "),
+        ({"to": INT4, "group": 3}, "--group is 3, and int4 has a scale for each group"),
+        ({"to": WeightFormat.fp8, "group": 32}, "--group is 32, and fp8 has one scale"),
+        ({"to": "int8", "budget": 0.01}, "--budget has an effect with --auto only"),
+        ({"to": "int8", "auto": True, "budget": 1.0}, "--budget is 1.0; it takes a share"),
+        ({"to": "int8", "auto": True, "budget": "a%"}, "--budget is 'a%'; it takes a share"),
+        ({"to": "int8", "on": "v5"}, "v5 is not the name of a slice; did you mean v5e?"),
+        ({"to": "int8", "batches": -1}, "--batches is -1; it must be at least 0"),
+    ],
+)
+def test_python_is_refused_what_the_command_refuses(options: Any, told: str) -> None:
+    with pytest.raises(systolic.SystolicError) as raised:
+        systolic.quantize_model("nowhere", "out", **options)
+    assert str(raised.value).startswith(told)

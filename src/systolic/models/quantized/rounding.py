@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from systolic.job import MatrixFormat, WeightFormat
-from systolic.models.quantized import NF4_VALUES, SCALES_DTYPE, Quantized, scales_shape
+from systolic.models.quantized.codes import NF4_VALUES, SCALES_DTYPE, Quantized, scales_shape
 
 FACTORS = (0.7, 0.75, 0.8, 0.85, 0.9, 0.94, 0.97, 1.0, 1.04, 1.08, 1.13, 1.18, 1.25)
 """Scales that are tried, over the one whose outermost code is the largest weight of the group; each with both signs."""
@@ -24,7 +24,7 @@ INT4_RANGE = -8, 7
 
 
 class _Grid(NamedTuple):
-    """What codes of 4 bits stand for."""
+    """Numbers that codes of 4 bits stand for."""
 
     values: jax.Array
     """float32[16], rising."""
@@ -33,7 +33,7 @@ class _Grid(NamedTuple):
 
     @classmethod
     def of(cls, kind: WeightFormat) -> "_Grid":
-        """Of int4 or nf4."""
+        """Grid of int4 or nf4."""
         if kind is WeightFormat.nf4:
             return cls(jnp.array(NF4_VALUES, jnp.float32), 0)
         low, high = INT4_RANGE

@@ -1,18 +1,18 @@
-"""``systolic.quantize_model``: a model with its matrices in fewer bits, as a Bundle, and what that costs in quality."""
+"""A model with its matrices in fewer bits, as a Bundle, and what that costs in quality."""
 
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.text import Text
 
-from systolic.core.arguments import Alternative, argument, with_types
-from systolic.core.errors import OptionError, called
+from systolic.core.errors import OptionError, SystolicError, called
 from systolic.core.files import check_room
+from systolic.core.reporter import reporter
 from systolic.formats.bundle import BundleSource, few_outputs, record, record_answers
 from systolic.formats.comparison import Parity, compare
 from systolic.formats.exporting import export_model
@@ -20,7 +20,15 @@ from systolic.formats.jobs import job_of
 from systolic.formats.probe import PROBES, few, probe_of
 from systolic.formats.source import Source, open_source
 from systolic.formats.weights import weight_progress
-from systolic.job import Adapter, Job, MatrixFormat, WeightFormat
+from systolic.job import Adapter, Job, MatrixFormat
+from systolic.quantizing.calibration import (
+    check_apart,
+    check_calibration,
+    check_run,
+    digests_at,
+    largest_of,
+)
+from systolic.quantizing.sensitivity import Choice, Measure, Quality, choose, moments_of
 from systolic.runs.bundle.folder import (
     ORIGIN,
     BundleDraft,
@@ -31,15 +39,7 @@ from systolic.runs.bundle.folder import (
 from systolic.runs.bundle.record import ImportedFrom, Recorded, carried
 from systolic.runs.run import JOB
 from systolic.session.answering import NO_ANSWERS, AnswerOptions, check_answers, scores_of
-from systolic.session.calibrating import (
-    check_apart,
-    check_calibration,
-    check_run,
-    digests_at,
-    largest_of,
-)
 from systolic.session.replaying import answers
-from systolic.session.sensitivity import Choice, Measure, Quality, choose, moments_of
 from systolic.session.trained import (
     Metrics,
     TrainedModel,
@@ -49,7 +49,9 @@ from systolic.session.trained import (
 )
 
 if TYPE_CHECKING:
-    from systolic.formats.quantizing import Matrix, Rounder
+    from systolic.formats.matrices import Matrix
+    from systolic.quantizing.rounder import Rounder
+    from systolic.session.speeds import ModelSpeeds
 
 MOST_LOST = {"accuracy": 0.1, "perplexity": 0.2, "loss": 0.2}
 """Loss of quality from which a model is said to have fallen far: of accuracy 10 points, else relative."""
@@ -57,7 +59,7 @@ MOST_APART = 0.5
 """The same of the outputs of a probe where there is no data: their mean difference, over the mean distance of the source's outputs from the middle
 of their row."""
 PLAIN = "weights before quantization"
-"""What a quantized model's outputs are compared with."""
+"""Name of the model that a quantized model's outputs are compared with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +81,7 @@ class QuantizedModel:
     asked: MatrixFormat
     """Format of the matrices that was asked for."""
     bytes_before: int
-    """Of all weights."""
+    """Bytes of all weights."""
     bytes_after: int
     matrices: Sequence[QuantizedMatrix]
     left: Sequence[QuantizedMatrix]
@@ -101,7 +103,15 @@ class QuantizedModel:
     unmeasured: str | None = None
     """Why a run's own data was not read; ``None`` where it was, or other was given."""
     notes: tuple[str, ...] = ()
-    """What else to know of the weights."""
+    """Notes on the weights."""
+    seconds: float = 0.0
+    """Time of the work."""
+    speeds: "Sequence[ModelSpeeds]" = ()
+    """Speeds of the model and of the Bundle; () where none were asked for."""
+    timed: Mapping[str, int] = field(default_factory=dict)
+    """Sizes of a timed call, and how often it was made; {} without."""
+    stopped_by: SystolicError | KeyboardInterrupt | None = None
+    """Interrupt or error that ended the timing of the Bundle once it was written."""
 
     def __repr__(self) -> str:
         """Sizes and quality on one line; the model itself has every matrix."""
@@ -109,8 +119,8 @@ class QuantizedModel:
         return f"<QuantizedModel {self.path}: {self.asked}, {self.bytes_before:,} bytes to {self.bytes_after:,}{lost}>"
 
     def _repr_html_(self) -> str:
+        from systolic.quantizing.display.text import lines, title
         from systolic.report.notebook import screen
-        from systolic.session.quantizing_text import lines, title
 
         return screen([Text(line) for line in (f"{self.path}: {title(self)}", *lines(self))])
 
@@ -153,6 +163,9 @@ class QuantizedModel:
             "fell": self.fell,
             "unmeasured": self.unmeasured,
             "notes": list(self.notes),
+            "seconds": self.seconds,
+            "speeds": [speed.to_json() for speed in self.speeds],
+            "timed": dict(self.timed),
         }
 
 
@@ -171,50 +184,30 @@ class Evaluated:
     scales to a run's own training data."""
 
 
-def _format(name: str) -> MatrixFormat:
-    """The format of a name as ``systolic quantize`` has it, with its usual group."""
-    kind = argument("to", name, WeightFormat)
-    return MatrixFormat(format=kind, group=kind.group)
-
-
-@with_types
-def quantize_model(
-    path: Path | str,
-    out: Path | str,
+def quantize(
+    path: Path,
+    out: Path,
     *,
-    to: Annotated[MatrixFormat | str, Alternative(str, _format)],
+    to: MatrixFormat,
     keep: Sequence[str] = (),
     on: Evaluated = Evaluated(),
     budget: float | None = None,
     trust: bool = False,
-    say: Callable[[str], None] = lambda _: None,
 ) -> QuantizedModel:
-    """Writes a run or a model in files as a Bundle with its matrices in fewer bits.
+    """Writes a run or a model in files as a Bundle with its matrices in fewer bits, and measures quality.
 
-    Args:
-        path: The run's directory, or a Bundle, a Hugging Face folder or a GGUF file.
-        out: The new Bundle's folder.
-        to: Format of the matrices that the model names, or the name of one, such as ``int8``; norms, biases and routers stay as they are.
-        keep: Paths of matrices that stay too, parts of paths, or patterns as in a shell.
-        on: Data to measure quality on: a run's own held-out data, or other; and data to fit codes of 4 bits or activations to.
-        budget: Largest loss of quality, such as 0.005: matrices that cost most go to int8 or stay until it is met.
-        trust: Execute the run's recipe although it is not yours, now and later.
-        say: Called with each stage.
+    ``to`` is the format of the matrices that the model names, ``budget`` the largest loss of quality, such as 0.005; all else is as for
+    :func:`systolic.quantize_model`.
 
-    Raises:
-        OptionError: nothing of the model can be quantized, a pattern fits nothing, there is no data for a budget, or calibration has no effect or is the data that quality is measured on.
-        NotFoundError, DataError: there is no such model or data, it can't be read, or weights are NaN or infinite.
-        RunError: the disk is full, or a run can't be written as a Bundle; nothing is left at ``out``.
-        TakenError: there is something at ``out``.
+    Raises: as :func:`systolic.quantize_model`.
     """
-    path, out, to = Path(path), Path(out), _format(to) if isinstance(to, str) else to
     check_free(out)
     check_answers(on.answers, on.data)
-    from systolic.formats.quantizing import formats_of, matrices_in, planned_tensors
+    from systolic.formats.matrices import formats_of, matrices_in, planned_tensors
 
     run, unmeasured = _known(path, to, keep, on, budget, trust)
     measured = on.data is not None or (run is not None and unmeasured is None)
-    with _as_source(path, out, trust, say) as source:
+    with _as_source(path, out, trust) as source:
         source.verify()
         matrices = matrices_in(source)
         formats = formats_of(matrices, to, keep)
@@ -222,26 +215,26 @@ def quantize_model(
         check_calibration(on.data, on.calibration, formats, is_run=run is not None)
         job = run or job_of(source, texts=on.data is not None or on.calibration is not None)
         _check_data(path, job, on, budget, measured=measured)
-        say("reading weights")
+        reporter().stage("reading weights")
         model = _opened(source, job)
-        rounder = _rounder(model, matrices, formats, on.calibration, say)
-        say("quality before")
+        rounder = _rounder(model, matrices, formats, on.calibration)
+        reporter().stage("quality before")
         measure = _measure(model, on) if measured else None
         choice = None
         if budget is not None and measure is not None:
             measure.keep(source.fingerprint(), *measure.where, *digests_at(job, on.calibration))
-            choice = choose(measure, rounder, formats, budget, say)
+            choice = choose(measure, rounder, formats, budget)
             formats = dict(choice.formats)
         before = _Figures.of(model, source, measure, on)
         del model, measure
-        after = _weight_progress(source, out, (rounder, formats), (job, before, on), say)
+        after = _write_bundle(source, out, (rounder, formats), (job, before, on))
         made = _result((out, to), source, (rounder, formats), (before, after), choice)
         known = measured or job.data.read_elsewhere
         return replace(made, measurable=known, unmeasured=unmeasured, notes=_notes(job, to))
 
 
 Chosen = tuple["Rounder", Mapping[str, MatrixFormat]]
-"""What makes the codes of a source's matrices, and the formats of those that are quantized."""
+"""Rounder of a source's matrices, and the formats of those that are quantized."""
 
 
 def _known(
@@ -255,7 +248,7 @@ def _known(
     """A run's job, and why its own data can't be measured on; what it lacks is refused before its weights are read. ``None`` of a model in files."""
     if not (path / JOB).is_file():
         return None, None
-    from systolic.formats.quantizing import formats_of, matrices_of_model
+    from systolic.formats.matrices import formats_of, matrices_of_model
 
     job = prepare_model(path, trust=trust).setup.job
     matrices = matrices_of_model(job.model)
@@ -303,13 +296,12 @@ def _rounder(
     matrices: "Mapping[str, Matrix]",
     formats: Mapping[str, MatrixFormat],
     calibration: Path | None,
-    say: Callable[[str], None],
 ) -> "Rounder":
-    """What makes the codes, fitted to the inputs that calibration data gives the matrices."""
-    from systolic.formats.quantizing import Rounder
+    """Rounder whose codes are fitted to the inputs that calibration data gives the matrices."""
+    from systolic.quantizing.rounder import Rounder
 
     if any(how.format.activations for how in formats.values()):
-        return Rounder(matrices, largest_of(model, matrices, formats, calibration, say))
+        return Rounder(matrices, largest_of(model, matrices, formats, calibration))
     kind = model.job.precision.weight_format
     trained = None if kind is None else MatrixFormat(format=kind, group=kind.group)
     plain = Rounder(matrices, trained=trained)
@@ -321,21 +313,20 @@ def _rounder(
         raise OptionError(
             f"the weights were trained as {trained} rounds them, and --calibrate would round them otherwise; leave it out"
         )
-    return Rounder(matrices, moments_of(model, matrices, fitted, calibration, say), trained)
+    return Rounder(matrices, moments_of(model, matrices, fitted, calibration), trained)
 
 
-def _weight_progress(
+def _write_bundle(
     source: Source,
     out: Path,
     chosen: Chosen,
     known: "tuple[Job, _Figures, Evaluated]",
-    say: Callable[[str], None],
 ) -> "_Figures":
     """Writes the Bundle and opens it as a user does, before it has its name; its figures."""
     job, before, on = known
     with draft(out) as made:
-        about = _write(source, made, chosen, say)
-        say("quality after")
+        about = _write(source, made, chosen)
+        reporter().stage("quality after")
         model = _opened(open_source(made.describe(**about).folder), job)
         measure = None if before.metrics is None else _measure(model, on)
         after = _Figures.of(model, source, measure, on)
@@ -374,7 +365,7 @@ def _result(
     figures: "tuple[_Figures, _Figures]",
     choice: Choice | None,
 ) -> QuantizedModel:
-    from systolic.formats.quantizing import planned_tensors
+    from systolic.formats.matrices import planned_tensors
 
     (rounder, formats), (before, after), (out, asked) = chosen, figures, written
     matrices = rounder.matrices
@@ -407,7 +398,7 @@ def _result(
 
 
 @contextmanager
-def _as_source(path: Path, out: Path, trust: bool, say: Callable[[str], None]) -> Generator[Source]:
+def _as_source(path: Path, out: Path, trust: bool) -> Generator[Source]:
     """A model in files; a run is written as a Bundle beside ``out`` for the time of the block."""
     if not (path / JOB).is_file():
         yield open_source(path)
@@ -473,8 +464,8 @@ class _Figures:
 
 def _opened(source: Source, job: Job) -> TrainedModel:
     """A source's model under a job with its data; adapters of a run are merged in its files."""
-    from systolic.formats.quantizing import check_finite
     from systolic.formats.weights import weights_of
+    from systolic.quantizing.rounder import check_finite
 
     keep_programs()
     plain = replace(job, adapter=Adapter(), start=None, quantization=source.quantization)
@@ -488,15 +479,15 @@ def _write(
     source: Source,
     made: BundleDraft,
     chosen: Chosen,
-    say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Writes weights and other files of a draft; what its bundle.json says."""
     from systolic import __version__
-    from systolic.formats.quantizing import planned_tensors, write_quantized
+    from systolic.formats.matrices import planned_tensors
+    from systolic.quantizing.rounder import write_quantized
 
     rounder, formats = chosen
     size = sum(spec.nbytes for spec in planned_tensors(source, rounder.matrices, formats))
-    progress = weight_progress(size, say)
+    progress = weight_progress(size, reporter().stage)
     records = write_quantized(source, made, rounder, formats, progress)
     for name, file in source.files().items():
         made.add(name, file.read_bytes())
@@ -513,7 +504,7 @@ def _write(
 
 
 def origin_of_bundle(source: Source) -> ImportedFrom:
-    """What a quantized Bundle was made from."""
+    """Origin of a quantized Bundle: the model that it was made from."""
     if isinstance(source, BundleSource) and source.made_from is not None:
         return source.made_from
     return ImportedFrom(

@@ -13,7 +13,7 @@ from systolic.core.errors import OptionError
 from systolic.job import MatrixFormat, WeightFormat
 from systolic.models.adapters import inputs_of
 from systolic.models.linear import product
-from systolic.models.quantized import (
+from systolic.models.quantized.codes import (
     FEW_ROWS,
     NF4_VALUES,
     Quantized,
@@ -23,7 +23,7 @@ from systolic.models.quantized import (
     quantized_product,
     stored_bytes,
 )
-from systolic.models.w8a8 import w8a8
+from systolic.models.quantized.w8a8 import w8a8
 from tests.models.drawing import normal
 from tests.tiers import some
 
@@ -126,7 +126,7 @@ def ways(
     assert apart.apart is weights.grouped
     restored = [weights.restored()]
     for most in (FEW_ROWS, 0):
-        monkeypatch.setattr("systolic.models.quantized.FEW_ROWS", most)
+        monkeypatch.setattr("systolic.models.quantized.codes.FEW_ROWS", most)
         restored.append(apart.restored())
         made.append(quantized_product(spec, x, apart, by_group=True))
     monkeypatch.undo()

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from systolic.job import MatrixFormat
-from systolic.models.quantized import (
+from systolic.models.quantized.codes import (
     SCALES_DTYPE,
     Make,
     Quantized,

@@ -1,0 +1,207 @@
+"""Matrices of a model that may be quantized: their formats, the bytes and the tensors of these."""
+
+import fnmatch
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+
+from systolic.core.errors import OptionError, nearest
+from systolic.formats.source import Source
+from systolic.formats.weights import structure_of
+from systolic.job import Job, MatrixFormat, Model, Quantization, WeightFormat
+from systolic.models.adapters import (
+    CODES,
+    CONVOLVED,
+    EXPERTS,
+    INPUTS,
+    SCALES,
+    STACKED,
+    factored_of,
+    inputs_of,
+)
+from systolic.models.quantized.codes import SCALES_DTYPE, scales_shape
+from systolic.models.quantized.placement import fitting
+from systolic.models.quantized.w8a8 import factors_shape, largest_shape
+from systolic.runs.bundle.packed import PACKED
+from systolic.runs.bundle.tensors import TensorSpec
+from systolic.steps.network import ModelStructure
+
+SCALE_BYTES = jnp.dtype(SCALES_DTYPE).itemsize
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Matrix:
+    """A parameter that may be quantized."""
+
+    path: str
+    shape: tuple[int, ...]
+    stacked: bool
+    """Whether its first dim is of layers."""
+    inputs: tuple[int, ...]
+    """Dims that products sum over."""
+    dtype: np.dtype
+    """Dtype in the source."""
+
+    fewest_bits: int = 4
+    """Fewest bits of its codes."""
+    watched: bool
+    """Whether :func:`systolic.training.activation_stats.input_moments` sees second moments of its inputs: not those of convolutions and experts."""
+    factored: tuple[int, ...] = ()
+    """Dims whose inputs have factors where activations are rounded too; () where they stay."""
+
+    def how(self, asked: MatrixFormat) -> MatrixFormat:
+        """See :func:`systolic.models.quantized.placement.fitting`."""
+        size, factored = self.shape[self.inputs[-1]], bool(self.factored)
+        return fitting(asked, size, self.fewest_bits, factored=factored)
+
+    @property
+    def moments_shape(self) -> tuple[int, ...]:
+        """[inputs, inputs], after the number of layers of a stack."""
+        count = math.prod(self.shape[dim] for dim in self.inputs)
+        return (*self.shape[: int(self.stacked)], count, count)
+
+    @property
+    def factors_shape(self) -> tuple[int, ...]:
+        """Shape of the factors of its inputs."""
+        return factors_shape(self.shape, self.factored, self.stacked)
+
+    @property
+    def largest_shape(self) -> tuple[int, ...]:
+        """Shape of the largest magnitudes of its inputs."""
+        return largest_shape(self.shape, self.factored, self.stacked)
+
+    def bytes(self, how: MatrixFormat | None) -> int:
+        """Bytes of codes, scales and factors in a format, or of the matrix as it is."""
+        count = math.prod(self.shape)
+        if how is None:
+            return count * self.dtype.itemsize
+        scales = math.prod(scales_shape(self.shape, self.inputs, how))
+        if how.format.activations:
+            scales += math.prod(self.factors_shape)
+        return count * how.format.bits // 8 + SCALE_BYTES * scales
+
+
+def matrices_in(source: Source) -> dict[str, Matrix]:
+    """The parameters of a source that may be quantized, by path.
+
+    Raises:
+        OptionError: it has none, or they are quantized already.
+    """
+    if source.quantization:
+        (path, how), *_ = source.quantization.matrices
+        raise OptionError(
+            f"{source.path} is quantized already ({path} in {how}); quantize the model that it was made from"
+        )
+    dtypes = source.dtypes()
+    known = _matrices(source.model, structure_of(source.model), dtypes)
+    matrices = {path: one for path, one in known.items() if path in dtypes}
+    if not matrices:
+        raise OptionError(
+            f"{source.path} is a {type(source.model).__name__}, which has no matrices to quantize here"
+        )
+    return matrices
+
+
+def _matrices(
+    model: Model, made: ModelStructure, dtypes: Mapping[str, np.dtype]
+) -> dict[str, Matrix]:
+    """The parameters of a model that may be quantized, float32 where nothing else is known."""
+    matrices: dict[str, Matrix] = {}
+    for path, axes in made.axes.items():
+        if axes is None or not model.quantizable(path):
+            continue
+        shape, stacked = made.params[path].shape, axes[0] in STACKED
+        if len(shape) - stacked < 2:
+            continue
+        matrices[path] = Matrix(
+            path=path,
+            shape=shape,
+            stacked=stacked,
+            inputs=inputs_of(axes),
+            dtype=dtypes.get(path, np.dtype(np.float32)),
+            fewest_bits=model.fewest_bits(path),
+            watched=EXPERTS not in axes and axes[-1] != CONVOLVED,
+            factored=factored_of(axes),
+        )
+    return matrices
+
+
+def matrices_of_model(model: Model) -> dict[str, Matrix]:
+    """The parameters of a model that may be quantized, by path, float32 each; {} where it has none."""
+    return _matrices(model, structure_of(model), {})
+
+
+def whole(model: Model, kind: WeightFormat) -> Quantization:
+    """All matrices of a model in a format, with its usual groups."""
+    how = MatrixFormat(format=kind, group=kind.group)
+    matrices = matrices_of_model(model)
+    return Quantization.of({path: one.how(how) for path, one in matrices.items()})
+
+
+def saved_bytes(job: Job, item: int) -> int:
+    """Bytes that a job's quantized matrices take less than in elements of ``item`` bytes."""
+    if not job.quantization:
+        return 0
+    matrices = matrices_of_model(job.model)
+    return sum(
+        math.prod(matrices[path].shape) * item - matrices[path].bytes(how)
+        for path, how in job.quantization.matrices
+    )
+
+
+def formats_of(
+    matrices: Mapping[str, Matrix], asked: MatrixFormat, keep: Sequence[str]
+) -> dict[str, MatrixFormat]:
+    """Formats of all matrices but those whose path, or a part of it, fits a pattern of ``keep``.
+
+    Raises:
+        OptionError: a pattern fits none, or all are kept.
+    """
+    kept: set[str] = set()
+    for pattern in keep:
+        fitting = {path for path in matrices if _fits(path, pattern)}
+        if not fitting:
+            raise OptionError(
+                f"--keep {pattern} fits none of the matrices{nearest(pattern, matrices)}; they are {', '.join(matrices)}"
+            )
+        kept |= fitting
+    if len(kept) == len(matrices):
+        raise OptionError("--keep leaves no matrix to quantize; keep fewer")
+    return {path: matrix.how(asked) for path, matrix in matrices.items() if path not in kept}
+
+
+def _fits(path: str, pattern: str) -> bool:
+    """Whether a pattern is the path, one of its parts, or fits the whole as in a shell."""
+    return pattern in path.split("/") or fnmatch.fnmatchcase(path, pattern)
+
+
+def planned_tensors(
+    source: Source, matrices: Mapping[str, Matrix], formats: Mapping[str, MatrixFormat]
+) -> list[TensorSpec]:
+    """Tensors of the Bundle: codes and scales of what is quantized, all others as they are."""
+    structure = structure_of(source.model)
+    shapes = {
+        path: one.shape for path, one in {**structure.params, **structure.model_state}.items()
+    }
+    specs: list[TensorSpec] = []
+    for path, dtype in source.dtypes().items():
+        if path not in formats:
+            specs.append(TensorSpec(name=path, shape=shapes[path], dtype=dtype))
+            continue
+        one, how = matrices[path], formats[path]
+        narrow = how.format.bits == 4
+        last = -(-one.shape[-1] // 2) if narrow else one.shape[-1]
+        kind = np.dtype(PACKED if narrow else how.format.dtype)
+        codes = TensorSpec(name=f"{path}/{CODES}", shape=(*one.shape[:-1], last), dtype=kind)
+        beside = {SCALES: scales_shape(one.shape, one.inputs, how)}
+        if how.format.activations:
+            beside[INPUTS] = one.factors_shape
+        specs.append(codes)
+        specs += [
+            TensorSpec(name=f"{path}/{name}", shape=shape, dtype=np.dtype(SCALES_DTYPE))
+            for name, shape in beside.items()
+        ]
+    return specs
