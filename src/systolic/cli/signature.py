@@ -84,7 +84,7 @@ def options_of(
 
     read.__signature__ = inspect.Signature(list(merged.values()))  # ty: ignore[missing-attribute]
     read.__annotations__ = {name: one.annotation for name, one in merged.items()}
-    read.__doc__ = _documented(function, view, target, beside, whole=positional)
+    read.__doc__ = _documented(function, view, target, beside, whole=positional and not words)
     return Options(
         read=read,
         of_function={one.name: parameter for parameter, one in mine.items()},

@@ -30,6 +30,7 @@ from systolic.session.trained import (
     prepare_model,
     set_up_here,
 )
+from systolic.steps.serving_layout import ServingLayout
 
 if TYPE_CHECKING:
     from systolic.compiling.program_store import EntryCheck, ProgramStore
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from systolic.serving.text.engine import Engine
     from systolic.serving.text.replica_placement import ReplicaPlacement
     from systolic.serving.workload import ModelTraffic, TrafficBook
-    from systolic.steps.serving_layout import ServingLayout
     from systolic.steps.steps import StepFunctions
 
 SHOWN = 3
