@@ -169,7 +169,8 @@ def child(kind: str, folder: Path) -> None:
     import jax
 
     import systolic
-    from systolic.session import importing, trained  # noqa: F401 (loads the code)
+    from systolic.inference import model  # noqa: F401 (loads the code)
+    from systolic.session import importing  # noqa: F401 (loads the code)
 
     jax.block_until_ready(jax.numpy.zeros(1))
 

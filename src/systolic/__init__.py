@@ -9,16 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from systolic.chips import Chip, Slice, chip, chips, slice
+    from systolic.comparing.comparison import Comparison, ComparisonOptions, compare_models
     from systolic.core.errors import SystolicError
     from systolic.forecasting import Forecast, Spread
     from systolic.forecasting.table import ForecastTable
     from systolic.formats.export import Exported
     from systolic.formats.registry import ExportSettings, LiteQuantization
+    from systolic.inference.model import TrainedModel
+    from systolic.inference.model import open_model as open
+    from systolic.inference.scoring import AnswerOptions
+    from systolic.inference.verification import Verified, verify_bundle
     from systolic.job import MatrixFormat, Sampling, WeightFormat
     from systolic.planning.command import plan
     from systolic.planning.serving import ServingPlan
-    from systolic.session.answering import AnswerOptions
-    from systolic.session.comparing import Comparison, ComparisonOptions, compare_models
     from systolic.session.explaining import explain
     from systolic.session.exporting import export_model, export_program
     from systolic.session.forecast import forecast
@@ -27,10 +30,7 @@ if TYPE_CHECKING:
     from systolic.session.quantizing import Evaluated, QuantizedModel, quantize_model
     from systolic.session.serving_plan import plan_serving
     from systolic.session.train_command import resume, train
-    from systolic.session.trained import TrainedModel
-    from systolic.session.trained import open_model as open
     from systolic.session.training import TrainResult
-    from systolic.session.verifying import Verified, verify_bundle
     from systolic.tuning.results import StudyResult
 
 __version__ = "0.1.0"
@@ -38,10 +38,10 @@ IMPORTED = time.time()
 """Seconds since 1970 at the first import of the package: a file of it that changed later may not be what runs."""
 
 _HOME = {
-    "AnswerOptions": "systolic.session.answering",
+    "AnswerOptions": "systolic.inference.scoring",
     "Chip": "systolic.chips",
-    "Comparison": "systolic.session.comparing",
-    "ComparisonOptions": "systolic.session.comparing",
+    "Comparison": "systolic.comparing.comparison",
+    "ComparisonOptions": "systolic.comparing.comparison",
     "Evaluated": "systolic.session.quantizing",
     "ExportSettings": "systolic.formats.registry",
     "Exported": "systolic.formats.export",
@@ -57,18 +57,18 @@ _HOME = {
     "StudyResult": "systolic.tuning.results",
     "SystolicError": "systolic.core.errors",
     "TrainResult": "systolic.session.training",
-    "TrainedModel": "systolic.session.trained",
-    "Verified": "systolic.session.verifying",
+    "TrainedModel": "systolic.inference.model",
+    "Verified": "systolic.inference.verification",
     "WeightFormat": "systolic.job",
     "chip": "systolic.chips",
     "chips": "systolic.chips",
-    "compare_models": "systolic.session.comparing",
+    "compare_models": "systolic.comparing.comparison",
     "explain": "systolic.session.explaining",
     "export_model": "systolic.session.exporting",
     "export_program": "systolic.session.exporting",
     "forecast": "systolic.session.forecast",
     "import_model": "systolic.session.importing",
-    "open": "systolic.session.trained",
+    "open": "systolic.inference.model",
     "plan": "systolic.planning.command",
     "plan_serving": "systolic.session.serving_plan",
     "ServingPlan": "systolic.planning.serving",
@@ -77,7 +77,7 @@ _HOME = {
     "slice": "systolic.chips",
     "train": "systolic.session.train_command",
     "tune": "systolic.session.public_tuning",
-    "verify_bundle": "systolic.session.verifying",
+    "verify_bundle": "systolic.inference.verification",
 }
 
 _NAMES = {"open": "open_model"}

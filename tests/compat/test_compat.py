@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from systolic.artifact import saved_job
 
 import systolic
-from systolic.artifact import saved_job
 from systolic.cli.main import main
 from tests.compat.reading import ADDED_STEPS, READINGS, environment, losses
 from tests.compat.record import LM, MADE, STEPS, WORK

@@ -16,12 +16,12 @@ import torch
 
 from systolic.cli.main import main
 from systolic.cli.serve import ServeOptions, settings
+from systolic.inference.model import open_model
 from systolic.serving.offline.files import digest_of
 from systolic.serving.offline.lines import LineProblem, problem_line, result_id
 from systolic.session import batching
 from systolic.session.batching import answerer_of
 from systolic.session.serving import targets
-from systolic.session.trained import open_model
 from tests.formats import folders
 from tests.formats.test_sentences import folder as encoder_folder
 from tests.session import batch_child

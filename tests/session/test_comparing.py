@@ -13,12 +13,12 @@ import pytest
 
 import systolic
 from systolic.cli.main import main
+from systolic.comparing.agreement import shared_inputs
+from systolic.comparing.comparison import ComparedModel, Comparison, ComparisonOptions
+from systolic.comparing.display.text import lines
 from systolic.core.errors import OptionError
 from systolic.inference.latency import TimedCall, medians
 from systolic.runs.weights import sizes_of
-from systolic.session.agreement import shared_inputs
-from systolic.session.comparing import ComparedModel, Comparison, ComparisonOptions
-from systolic.session.comparing_text import lines
 from tests.session import bundled
 
 

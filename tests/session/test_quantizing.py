@@ -23,19 +23,20 @@ from systolic.formats.probe import outputs_of, probe_of
 from systolic.formats.quantizing import Matrix, Rounder, formats_of, matrices_in, whole
 from systolic.formats.source import open_source
 from systolic.formats.weights import structure_of
+from systolic.inference.evaluation import splits
+from systolic.inference.model import PreparedModel, TrainedModel, set_up_here
 from systolic.job import AdapterKind, MatrixFormat, Sampling, Split, WeightFormat
 from systolic.models.decoder.config import Decoder
 from systolic.models.quantized import Quantized, held_dtype
 from systolic.runs.bundle.folder import MANIFEST
+from systolic.serving.restored import restored_on_cpu
 from systolic.serving.text.opening import open_engine
 from systolic.serving.text.request import SamplingParams, TextRequest
 from systolic.session.quantizing import Evaluated, quantize_model
-from systolic.session.restored import restored_on_cpu
 from systolic.session.sensitivity import Measure, choose, moments_of
-from systolic.session.trained import PreparedModel, TrainedModel, set_up_here, splits
+from systolic.steps.input import evaluation
 from systolic.steps.paged import PagedSteps
 from systolic.steps.paged_sharding import with_copied_heads
-from systolic.training.input import evaluation
 from tests.formats import folders
 from tests.formats.test_sentences import folder as encoder_folder
 from tests.serving.text.engine import SIZES
@@ -119,7 +120,7 @@ def test_an_interrupt_while_it_is_timed_costs_the_times_alone(
 ) -> None:
     monkeypatch.setattr("systolic.session.quantizing.quantize_model", lambda *_, **__: int8)
     monkeypatch.setattr(
-        "systolic.session.speeds.server_call", lambda *_: signal.raise_signal(signal.SIGINT)
+        "systolic.comparing.speeds.server_call", lambda *_: signal.raise_signal(signal.SIGINT)
     )
     # A shell that starts the tests in the background has it ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

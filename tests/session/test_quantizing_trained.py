@@ -16,13 +16,13 @@ import systolic
 from systolic.cli.main import main
 from systolic.core.errors import OptionError
 from systolic.formats.quantizing import Rounder, _matrices, formats_of
+from systolic.inference.model import TrainedModel, set_up_here
 from systolic.job import Job, MatrixFormat, Precision, WeightFormat
 from systolic.models.decoder.config import Decoder
 from systolic.runs.weights import Weights
 from systolic.session.quantizing import Evaluated, QuantizedModel, _notes, quantize_model
 from systolic.session.quantizing_text import _over, _share, fallen
 from systolic.session.sensitivity import Choice, Measure, Quality, choose, quality_of
-from systolic.session.trained import TrainedModel, set_up_here
 from tests.session import bundled
 from tests.session.test_quantizing import Given, matrices
 

@@ -28,6 +28,7 @@ from systolic.data.text.text_data import TextData
 from systolic.formats import outline
 from systolic.formats.outline import contents_of, weight_bytes
 from systolic.formats.source import open_source
+from systolic.inference.model import open_model, prepare_model
 from systolic.serving.batch.request import ModelKind
 from systolic.serving.http.limits import HttpLimits
 from systolic.serving.http.metrics import Metrics
@@ -36,7 +37,6 @@ from systolic.serving.registry import ModelLoad, ModelRegistry
 from systolic.serving.text.opening import EngineSizes, context_of
 from systolic.session.serving import _changes, serve, targets
 from systolic.session.serving_plan import plan_serving
-from systolic.session.trained import open_model, prepare_model
 from tests.formats import folders
 from tests.formats.test_sentences import folder as encoder_folder
 from tests.serving.http.running import toy_model

@@ -56,8 +56,8 @@ class CompareOptions:
 def run(args: Sequence[str]) -> int:
     """The verb."""
     options = parse(CompareOptions, args, "systolic compare")
-    from systolic.session.answering import AnswerOptions
-    from systolic.session.comparing import ComparisonOptions, compare_models
+    from systolic.comparing.comparison import ComparisonOptions, compare_models
+    from systolic.inference.scoring import AnswerOptions
 
     asked = ComparisonOptions(
         data=options.data,
@@ -79,7 +79,7 @@ def run(args: Sequence[str]) -> int:
     if options.json:
         print_json(made.to_json())
         return 0
-    from systolic.session.comparing_text import lines
+    from systolic.comparing.display.text import lines
 
     print("\n".join(lines(made)))
     return 0

@@ -39,7 +39,8 @@ class EvalOptions:
 def run(args: Sequence[str]) -> int:
     """The verb."""
     options = parse(EvalOptions, args, "systolic eval")
-    from systolic.session.trained import check_data, open_model
+    from systolic.inference.evaluation import check_data
+    from systolic.inference.model import open_model
 
     check_data(options.split, options.path)
     model = open_model(options.run, options.checkpoint, trust=options.trust, warn=warn)

@@ -57,7 +57,7 @@ def run(args: Sequence[str]) -> int:
     options = parse(GenerateOptions, args, "systolic generate")
     asked = prompts(options.prompt, options.file)
     from systolic.data.text.stops import Stops
-    from systolic.session.trained import open_model
+    from systolic.inference.model import open_model
 
     Stops(options.stop)  # refuses an empty string before the run is opened
     model = open_model(options.run, options.checkpoint, trust=options.trust, warn=warn)

@@ -16,7 +16,7 @@ from systolic.report.figures import plural
 from systolic.report.output import print_json, warn
 
 if TYPE_CHECKING:
-    from systolic.session.trained import TrainedModel
+    from systolic.inference.model import TrainedModel
 
 NPZ = ".npz"
 OUT_ROWS = ".jsonl", ".csv", ".tsv"
@@ -58,7 +58,7 @@ def run(args: Sequence[str]) -> int:
     if options.out is not None:
         _check_out(files, options.out)
     from systolic.formats.registry import in_files
-    from systolic.session.trained import open_model
+    from systolic.inference.model import open_model
 
     if not in_files(options.run):
         _check(files)

@@ -81,10 +81,10 @@ def run(args: Sequence[str]) -> int:
     kind = _kind(options)
     how = _format(kind, options.group)
     budget = _budget(options)
-    from systolic.session.answering import AnswerOptions
+    from systolic.comparing.speeds import SpeedOptions, speeds_beside
+    from systolic.inference.scoring import AnswerOptions
     from systolic.session.quantizing import Evaluated, quantize_model
     from systolic.session.quantizing_text import fallen, lines, title
-    from systolic.session.speeds import SpeedOptions, speeds_beside
 
     answers = AnswerOptions(
         metrics=options.metric, conversations=options.answers, tokens=options.answer_tokens

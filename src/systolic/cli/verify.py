@@ -32,7 +32,7 @@ class VerifyOptions:
 def run(args: Sequence[str]) -> int:
     """The verb."""
     options = parse(VerifyOptions, args, "systolic verify")
-    from systolic.session.verifying import verify_bundle
+    from systolic.inference.verification import verify_bundle
 
     with ProgressLine(sys.stderr, f"verify {options.bundle.name}") as progress:
         found = verify_bundle(options.bundle, replay=options.replay, say=progress.say)

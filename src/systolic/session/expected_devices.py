@@ -9,7 +9,7 @@ from systolic.runs.plan_choice import Chosen
 
 def expected(chosen: Chosen | None) -> Any:
     """The forecast that is shown while the job trains; None without one, or on other devices than it is for."""
-    from systolic.training.expected import Expected
+    from systolic.inference.setup import Expected
 
     if chosen is None or not chosen.forecast or problem(chosen):
         return None
@@ -56,7 +56,7 @@ def check_slice(on: Slice) -> None:
 
 def _difference(on: Slice) -> str:
     """The slice and the local devices, where these are others; else empty."""
-    from systolic.training.machine import LocalDevices
+    from systolic.steps.machine import LocalDevices
 
     machine = LocalDevices.here()
     kind = machine.devices[0].device_kind

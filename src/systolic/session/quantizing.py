@@ -19,6 +19,15 @@ from systolic.formats.jobs import job_of
 from systolic.formats.probe import PROBES, few, probe_of
 from systolic.formats.source import Source, open_source
 from systolic.formats.weights import weight_progress
+from systolic.inference.model import (
+    Metrics,
+    TrainedModel,
+    answers,
+    keep_programs,
+    prepare_model,
+    set_up_here,
+)
+from systolic.inference.scoring import NO_ANSWERS, AnswerOptions, check_answers, scores_of
 from systolic.job import Adapter, Job, MatrixFormat, WeightFormat
 from systolic.runs.bundle.folder import (
     ORIGIN,
@@ -29,7 +38,6 @@ from systolic.runs.bundle.folder import (
 )
 from systolic.runs.bundle.record import ImportedFrom, Recorded, carried
 from systolic.runs.run import JOB
-from systolic.session.answering import NO_ANSWERS, AnswerOptions, check_answers, scores_of
 from systolic.session.calibrating import (
     check_apart,
     check_calibration,
@@ -38,15 +46,7 @@ from systolic.session.calibrating import (
     largest_of,
 )
 from systolic.session.exporting import export_model
-from systolic.session.replaying import answers
 from systolic.session.sensitivity import Choice, Measure, Quality, choose, moments_of
-from systolic.session.trained import (
-    Metrics,
-    TrainedModel,
-    keep_programs,
-    prepare_model,
-    set_up_here,
-)
 
 if TYPE_CHECKING:
     from systolic.formats.quantizing import Matrix, Rounder

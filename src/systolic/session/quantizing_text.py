@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+from systolic.comparing.display.text import speed_rows, timed_lines
+from systolic.comparing.speeds import ModelSpeeds
 from systolic.core.units import si
 from systolic.job import WeightFormat
 from systolic.session.quantizing import QuantizedModel
-from systolic.session.speed_rows import speed_rows, timed_lines
-from systolic.session.speeds import ModelSpeeds
 
 SHOWN = 4
 """Paths that a line names."""

@@ -12,6 +12,7 @@ from systolic.chips import Slice
 from systolic.chips.flags import resolved
 from systolic.core.errors import NotFoundError, RunError
 from systolic.core.option_words import plain_words, typed
+from systolic.inference.setup import with_start
 from systolic.job import Batch, Job
 from systolic.recipes import Recipe
 from systolic.recipes.jobs.plan import resumed
@@ -26,7 +27,6 @@ from systolic.session import run_files
 from systolic.session.expected_devices import check_slice, expected
 from systolic.session.resume_checks import agreed, check_resume, flat
 from systolic.session.run_flags import kept_flags
-from systolic.session.starting import with_start
 from systolic.session.training import (
     Audience,
     SessionOptions,
@@ -42,7 +42,7 @@ from systolic.training.distributed.run import open_together
 from systolic.training.ledger import Ledger
 
 if TYPE_CHECKING:
-    from systolic.training.setup import Setup
+    from systolic.inference.setup import Setup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +179,7 @@ def continue_run(
         check_slice(on)
     if source.options.get("tokenizer") == run.saved.get("tokenizer"):
         job = replace(job, data=run_files.with_tokenizer(directory, job.data))
-    from systolic.training.setup import set_up
+    from systolic.inference.setup import set_up
 
     fewer = fewer_devices(job, options, audience)
     setup = set_up(fewer.job if fewer else job, flags=flags.compiler)

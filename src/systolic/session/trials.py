@@ -32,8 +32,8 @@ from systolic.session.forecast import forecast_step
 from systolic.session.resuming import continue_run, opened
 from systolic.session.training import Audience, SessionOptions, TrainResult, start
 from systolic.session.tuning import Tuning
+from systolic.steps.machine import LocalDevices
 from systolic.training.interrupt import end_training
-from systolic.training.machine import LocalDevices
 from systolic.tuning import sampling
 from systolic.tuning.objective import check_reported
 from systolic.tuning.study import SharedStudy
@@ -121,7 +121,7 @@ class TrialWorker:
         own = self.tuning.job.evaluation.metric
         if all(aim.is_cost or aim.name == own for aim in self.tuning.aims):
             return
-        from systolic.training.setup import set_up
+        from systolic.inference.setup import set_up
 
         setup = set_up(self.tuning.job)
         reported = sorted(setup.jitted_evaluate.eval_shape(*setup.abstract_evaluation))

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from systolic.profile.xspace import _fields
 from systolic.report.forecast.xprof import integer, message
+
+from systolic.profile.xspace import _fields
 
 HERE = Path(__file__).parent
 V6E = "v6e-8-allreduce-host-offload.xplane.pb"

@@ -10,10 +10,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-
-from systolic import recipes
 from systolic.aot import Compiled, Compiler, JobProgram, StepKind
 from systolic.aot import compile as compile_program
+
+from systolic import recipes
 from systolic.chips import slice
 from systolic.cli.parse import parse
 from systolic.core.store import Store

@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-
 from systolic.aot import Compiled, Compiler
 from systolic.aot import compile as compile_program
+
 from systolic.chips import slice
 from systolic.core.store import Store
 from systolic.forecasting.function import Spread, function_program

@@ -12,18 +12,18 @@ from systolic.core.ranges import COUNT, NOT_NEGATIVE, check
 from systolic.data.text.text_data import TextData
 from systolic.forecasting import forecast_job
 from systolic.forecasting.serving import Load
-from systolic.job import Batch, Job, Layout, Remat
-from systolic.models.decoder.config import Decoder
-from systolic.session.capacity import forecast_serving
-from systolic.session.restored import restored_on_cpu
-from systolic.session.server_layout import engine_layout
-from systolic.session.trained import (
+from systolic.inference.model import (
     PreparedModel,
     TrainedModel,
     keep_programs,
     prepare_model,
     set_up_here,
 )
+from systolic.job import Batch, Job, Layout, Remat
+from systolic.models.decoder.config import Decoder
+from systolic.serving.restored import restored_on_cpu
+from systolic.session.capacity import forecast_serving
+from systolic.session.server_layout import engine_layout
 from systolic.steps.lengths import longest_text
 
 if TYPE_CHECKING:

@@ -8,18 +8,18 @@ from typing import Annotated, Any
 import msgspec
 from rich.text import Text
 
+from systolic.comparing.agreement import Agreement, agreement
+from systolic.comparing.speeds import ModelSpeeds, SpeedOptions, speeds_of
 from systolic.core.arguments import with_types
 from systolic.core.errors import OptionError, called
 from systolic.core.ranges import NOT_NEGATIVE
 from systolic.data.text.instructions import Instructions
 from systolic.formats.registry import in_files
+from systolic.inference.model import TrainedModel, keep_programs, prepare_model
+from systolic.inference.scoring import NO_ANSWERS, AnswerOptions, check_answers, scores_of
 from systolic.job import Job
 from systolic.runs.bundle.folder import MANIFEST, RECORDED, open_bundle
 from systolic.runs.bundle.tensors import SUFFIX
-from systolic.session.agreement import Agreement, agreement
-from systolic.session.answering import NO_ANSWERS, AnswerOptions, check_answers, scores_of
-from systolic.session.speeds import ModelSpeeds, SpeedOptions, speeds_of
-from systolic.session.trained import TrainedModel, keep_programs, prepare_model
 from systolic.steps.lengths import longest_text
 
 Say = Callable[[str], None]
@@ -112,8 +112,8 @@ class Comparison:
         return f"<Comparison of {self.a.path} and {self.b.path}: {found}>"
 
     def _repr_html_(self) -> str:
+        from systolic.comparing.display.text import lines
         from systolic.report.notebook import screen
-        from systolic.session.comparing_text import lines
 
         return screen([Text(line) for line in lines(self)])
 

@@ -19,7 +19,7 @@ from systolic.models.encoder.config import Encoder
 from systolic.models.whisper.config import Whisper
 
 if TYPE_CHECKING:
-    from systolic.session.trained import TrainedModel
+    from systolic.inference.model import TrainedModel
 
 Named = Mapping[str, np.ndarray]
 
