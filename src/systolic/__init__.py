@@ -9,16 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from systolic.chips import Chip, Slice, chip, chips, slice
-    from systolic.comparing.comparison import Comparison, ComparisonOptions, compare_models
+    from systolic.comparing.command import compare_models
+    from systolic.comparing.comparison import Comparison
     from systolic.core.errors import SystolicError
     from systolic.forecasting import Forecast, Spread
     from systolic.forecasting.table import ForecastTable
     from systolic.formats.export import Exported
     from systolic.formats.registry import ExportSettings, LiteQuantization
+    from systolic.inference.command import evaluate, generate, predict, verify_bundle
     from systolic.inference.model import TrainedModel
     from systolic.inference.model import open_model as open
+    from systolic.inference.results import Completions, MeasuredModel, Predictions
     from systolic.inference.scoring import AnswerOptions
-    from systolic.inference.verification import Verified, verify_bundle
+    from systolic.inference.verification import Verified
     from systolic.job import MatrixFormat, Sampling, WeightFormat
     from systolic.planning.command import plan
     from systolic.planning.serving import ServingPlan
@@ -41,7 +44,7 @@ _HOME = {
     "AnswerOptions": "systolic.inference.scoring",
     "Chip": "systolic.chips",
     "Comparison": "systolic.comparing.comparison",
-    "ComparisonOptions": "systolic.comparing.comparison",
+    "Completions": "systolic.inference.results",
     "Evaluated": "systolic.session.quantizing",
     "ExportSettings": "systolic.formats.registry",
     "Exported": "systolic.formats.export",
@@ -49,7 +52,9 @@ _HOME = {
     "ForecastTable": "systolic.forecasting.table",
     "Imported": "systolic.session.importing",
     "LiteQuantization": "systolic.formats.registry",
+    "Predictions": "systolic.inference.results",
     "MatrixFormat": "systolic.job",
+    "MeasuredModel": "systolic.inference.results",
     "QuantizedModel": "systolic.session.quantizing",
     "Sampling": "systolic.job",
     "Slice": "systolic.chips",
@@ -62,22 +67,25 @@ _HOME = {
     "WeightFormat": "systolic.job",
     "chip": "systolic.chips",
     "chips": "systolic.chips",
-    "compare_models": "systolic.comparing.comparison",
+    "compare_models": "systolic.comparing.command",
+    "evaluate": "systolic.inference.command",
     "explain": "systolic.session.explaining",
     "export_model": "systolic.session.exporting",
     "export_program": "systolic.session.exporting",
     "forecast": "systolic.session.forecast",
+    "generate": "systolic.inference.command",
     "import_model": "systolic.session.importing",
     "open": "systolic.inference.model",
     "plan": "systolic.planning.command",
     "plan_serving": "systolic.session.serving_plan",
+    "predict": "systolic.inference.command",
     "ServingPlan": "systolic.planning.serving",
     "quantize_model": "systolic.session.quantizing",
     "resume": "systolic.session.train_command",
     "slice": "systolic.chips",
     "train": "systolic.session.train_command",
     "tune": "systolic.session.public_tuning",
-    "verify_bundle": "systolic.inference.verification",
+    "verify_bundle": "systolic.inference.command",
 }
 
 _NAMES = {"open": "open_model"}
@@ -87,7 +95,7 @@ __all__ = [
     "AnswerOptions",
     "Chip",
     "Comparison",
-    "ComparisonOptions",
+    "Completions",
     "Evaluated",
     "ExportSettings",
     "Exported",
@@ -96,6 +104,8 @@ __all__ = [
     "Imported",
     "LiteQuantization",
     "MatrixFormat",
+    "MeasuredModel",
+    "Predictions",
     "QuantizedModel",
     "Sampling",
     "ServingPlan",
@@ -111,14 +121,17 @@ __all__ = [
     "chip",
     "chips",
     "compare_models",
+    "evaluate",
     "explain",
     "export_model",
     "export_program",
     "forecast",
+    "generate",
     "import_model",
     "open",
     "plan",
     "plan_serving",
+    "predict",
     "quantize_model",
     "resume",
     "slice",

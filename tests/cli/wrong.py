@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 from systolic import recipes
 from systolic.cli import chips as chips_verb
-from systolic.cli import data, doctor, explain, forecast, generate, predict
-from systolic.cli import eval as evaluation
+from systolic.cli import data, doctor, explain, forecast
 from systolic.cli import recipes as recipes_verb
 from systolic.cli.main import VERBS
 from systolic.core.ranges import LARGEST_INT, Range
@@ -87,9 +86,13 @@ def commands(run: Path, text: Path) -> Iterator[Command]:
     yield Command(
         ("train", "--resume", str(run)), tuple(_options(VERBS["train"].forms[1].options.read))
     )
-    yield Command(("eval", str(run)), tuple(_options(evaluation.EvalOptions)))
-    yield Command(("generate", str(run), "ab"), tuple(_options(generate.GenerateOptions)))
-    yield Command(("predict", str(run), str(text)), tuple(_options(predict.PredictOptions)))
+    yield Command(("eval", str(run)), tuple(_options(VERBS["eval"].forms[0].options.read)))
+    yield Command(
+        ("generate", str(run), "ab"), tuple(_options(VERBS["generate"].forms[0].options.read))
+    )
+    yield Command(
+        ("predict", str(run), str(text)), tuple(_options(VERBS["predict"].forms[0].options.read))
+    )
     yield Command(("data", "pack", str(text)), tuple(_options(data.PackOptions)))
     words = tuple(_options(data.TokenizerOptions))
     yield Command(("data", "tokenizer", str(text)), words)

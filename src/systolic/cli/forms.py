@@ -37,6 +37,8 @@ class TargetKind(enum.Enum):
     """A path, as the value of the form's option."""
     program = enum.auto()
     """Nothing; a program follows its options, after ``--``."""
+    positional = enum.auto()
+    """Values of the function's parameters before the options, in their order, wherever they stand among the options."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +69,9 @@ class VerbForm:
     def options(self) -> Options:
         """Options of the function and of the view."""
         beside = named(self.beside) if self.beside else None
-        return options_of(named(self.function), named(self.view), self.option, beside)
+        function, view = named(self.function), named(self.view)
+        positional = self.takes is TargetKind.positional
+        return options_of(function, view, self.option, beside, positional=positional)
 
     def is_chosen(self, args: Sequence[str]) -> bool:
         """Whether the words ask for this form rather than for the verb's first."""
@@ -101,11 +105,12 @@ def run_forms(verb: str, usage: str, forms: Sequence[VerbForm], args: Sequence[s
 
     Args:
         verb: Its name.
-        usage: ``module:NAME`` of the text above the options in the help.
+        usage: ``module:NAME`` of the text above the options in the help; empty for a verb of one form, whose help
+            is that of its options.
         forms: The first is that of words which choose no other.
         args: Words after the verb.
     """
-    if not args or args[0] in ("-h", "--help"):
+    if usage and (not args or args[0] in ("-h", "--help")):
         shown = [replace(form, beside="").options.read for form in forms if not form.word]
         return print_verb_help(named(usage), *shown)
     form = next((one for one in forms if one.is_chosen(args)), forms[0])
@@ -154,6 +159,8 @@ def _read(form: VerbForm, prog: str, words: list[str], others: Sequence[str]) ->
                 f"systolic {prog} has no program after --; add it: -- python train.py --steps 10"
             )
         return FormCall(command, values, {})
+    if form.takes is TargetKind.positional:
+        return FormCall(None, parse(form.options.read, words, f"systolic {prog}"), {})
     if form.takes is TargetKind.path:
         values = parse(read, words, f"systolic {prog}")
         return FormCall(getattr(values, form.option), values, {})
@@ -185,9 +192,8 @@ def _answered(form: VerbForm, call: FormCall) -> int:
     quiet, json = call.values.quiet, vars(call.values).get("json", False)
     with _kept_stdout() if json else contextlib.nullcontext():
         with reporting(named(form.reporter)(quiet=quiet, json=json)):
-            answer = function(
-                call.target, **form.options.given_to_function(call.values), **call.more
-            )
+            target = () if form.takes is TargetKind.positional else (call.target,)
+            answer = function(*target, **form.options.given_to_function(call.values), **call.more)
         return view(answer, **form.options.given_to_view(call.values))
 
 

@@ -115,9 +115,41 @@ VERBS = {
         "import_model",
         "writes a Hugging Face model as a Bundle, and checks that it computes the same",
     ),
-    "eval": Verb("eval", "evaluates a run on its held-out data"),
-    "generate": Verb("generate", "continues prompts with a trained language model"),
-    "predict": Verb("predict", "labels files with a trained model"),
+    "eval": Verb(
+        "",
+        "evaluates a run on its held-out data",
+        (
+            VerbForm(
+                function="systolic.inference.command:evaluate",
+                view="systolic.inference.display.view:show_metrics",
+                takes=TargetKind.positional,
+            ),
+        ),
+    ),
+    "generate": Verb(
+        "",
+        "continues prompts with a trained language model",
+        (
+            VerbForm(
+                function="systolic.inference.command:generate",
+                view="systolic.inference.display.view:show_texts",
+                reporter="systolic.inference.display.view:TextReporter",
+                takes=TargetKind.positional,
+            ),
+        ),
+    ),
+    "predict": Verb(
+        "",
+        "labels files with a trained model",
+        (
+            VerbForm(
+                function="systolic.inference.command:predict",
+                view="systolic.inference.display.view:show_predictions",
+                reporter="systolic.inference.display.view:AnswerReporter",
+                takes=TargetKind.positional,
+            ),
+        ),
+    ),
     "serve": Verb(
         "serve", "serves trained models to the clients of OpenAI, Triton and TensorFlow Serving"
     ),
@@ -132,10 +164,26 @@ VERBS = {
         "export", "writes a trained model for transformers, JAX or TensorFlow, or as a Bundle"
     ),
     "compare": Verb(
-        "compare", "two models side by side: size, quality, answers, latency, forecast"
+        "",
+        "two models side by side: size, quality, answers, latency, forecast",
+        (
+            VerbForm(
+                function="systolic.comparing.command:compare_models",
+                view="systolic.comparing.display.view:show",
+                takes=TargetKind.positional,
+            ),
+        ),
     ),
     "verify": Verb(
-        "verify", "checks that a Bundle is whole, and that it computes here what it computed"
+        "",
+        "checks that a Bundle is whole, and that it computes here what it computed",
+        (
+            VerbForm(
+                function="systolic.inference.command:verify_bundle",
+                view="systolic.inference.display.view:show_verified",
+                takes=TargetKind.positional,
+            ),
+        ),
     ),
 }
 

@@ -54,6 +54,8 @@ def options_of(
     view: Callable[..., Any],
     target: str = "",
     beside: Callable[..., Any] | None = None,
+    *,
+    positional: bool = False,
 ) -> Options:
     """Options of a verb's function and of its view, as keyword parameters with types that words can give.
 
@@ -62,8 +64,11 @@ def options_of(
         view: What shows its result.
         target: Option that gives the function's first parameter; empty where a word without one does.
         beside: A function whose options are read, too, and given to nothing.
+        positional: Whether the parameters before the options are read, too: words without a name.
     """
     mine, shown = _parameters(function), _parameters(view)
+    if positional:
+        mine = {**_parameters(function, inspect.Parameter.POSITIONAL_OR_KEYWORD), **mine}
     first = _first(function, target) if target else []
     others = [] if beside is None else list(_parameters(beside).values())
     merged = {one.name: one for one in (*first, *mine.values())}
@@ -88,12 +93,14 @@ def options_of(
     )
 
 
-def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Parameter to the option that gives it: of those by keyword that words can give."""
+def _parameters(
+    function: Callable[..., Any], of: Any = inspect.Parameter.KEYWORD_ONLY
+) -> dict[str, inspect.Parameter]:
+    """Parameter to the option that gives it: of those of a kind, by keyword or in place, that words can give."""
     plain = inspect.unwrap(function)
     typed: dict[str, inspect.Parameter] = {}
     for name, parameter in inspect.signature(plain).parameters.items():
-        if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
+        if parameter.kind is not of:
             continue
         kind, extras = _extras(_resolved(parameter.annotation, plain.__globals__))
         words = next(
@@ -107,8 +114,13 @@ def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
             default = default.value
         if words.repeated:
             extras = [*extras, tyro.conf.UseAppendAction]
+        if words.flat:
+            extras = [*extras, tyro.conf.arg(name="")]
+        if of is inspect.Parameter.POSITIONAL_OR_KEYWORD:
+            extras = [*extras, tyro.conf.Positional]
         typed[name] = parameter.replace(
             name=words.name or name,
+            kind=inspect.Parameter.KEYWORD_ONLY,
             annotation=Annotated[words.kind, *extras] if extras else words.kind,
             default=default,
         )
@@ -193,7 +205,9 @@ def _documented(
 def _arguments(function: Callable[..., Any], without: Collection[str] = ()) -> Sequence[str]:
     """Lines of the docstring's section of arguments, by the names of their options."""
     _, _, section = (inspect.getdoc(function) or "").partition("Args:\n")
-    names = {parameter: one.name for parameter, one in _parameters(function).items()}
+    in_place = _parameters(function, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    options = {**in_place, **_parameters(function)}
+    names = {parameter: one.name for parameter, one in options.items()}
     names |= {parameter: f"{parameter}-of-both" for parameter in without}
     return [
         re.sub(r"^    (\w+):", lambda m: f"    {names.get(m[1], m[1])}:", line)

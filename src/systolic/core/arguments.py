@@ -66,6 +66,8 @@ class OptionWords:
     """Whether the option is given once for each of its values."""
     name: str = ""
     """Name of the option, where it is another than the parameter's."""
+    flat: bool = False
+    """Whether the fields of a record are options by their own names: ``--temperature``."""
 
 
 @dataclass(frozen=True, slots=True)

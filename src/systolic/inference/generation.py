@@ -1,6 +1,6 @@
 """Text generation as a stream: one compiled loop, called for a few tokens at a time."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -192,33 +192,3 @@ class Generator:
 def _bucket(size: int) -> int:
     """The smallest power of two from :data:`BUCKET` that holds ``size``."""
     return max(BUCKET, 1 << (size - 1).bit_length())
-
-
-def turns_of(prompt: Any, *, chat: bool, system: str | None) -> str | Messages:
-    """A prompt as the model is asked: a text to continue, or the messages of a chat.
-
-    Raises:
-        OptionError: it is neither, or the messages end with an answer or have a system's message beside the one that is given.
-    """
-    if isinstance(prompt, str):
-        if not chat and system is None:
-            return prompt
-        prompt = [{"role": "user", "content": prompt}]
-    elif not isinstance(prompt, Sequence) or not prompt:
-        raise OptionError(f"the prompt is {prompt!r}; give a text, or a list of messages")
-    for number, one in enumerate(prompt, 1):
-        if not isinstance(one, Mapping) or not isinstance(one.get("role"), str):
-            raise OptionError(f"message {number} of the prompt is {one!r}; give role and content")
-        if one.get("content") is None and not one.get("tool_calls"):
-            raise OptionError(f"message {number} of the prompt has no content; give a text")
-    if prompt[-1]["role"] == "assistant":
-        raise OptionError(
-            "the messages of the prompt end with an answer; end them with what the model shall answer"
-        )
-    if system is None:
-        return prompt
-    if prompt[0]["role"] == "system":
-        raise OptionError(
-            "the prompt has a system message and another one is given; leave one of them out"
-        )
-    return [{"role": "system", "content": system}, *prompt]

@@ -14,6 +14,7 @@ from systolic.data.text.instructions import Instructions
 from systolic.data.text.sentences import Sentences
 from systolic.data.text.stops import Continuation
 from systolic.formats.registry import in_files
+from systolic.inference.prompts import Messages, several, turns_of
 from systolic.job import Job, Layout, Precision, Remat, Sampling, Split
 from systolic.runs.job_record import JobRecord
 from systolic.runs.run import JOB, Run
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 
 Place = Callable[[Job, str, Sequence[Any]], tuple[Layout, Sequence[Any]] | None]
 """A job, a platform and its devices to a layout and the devices that it is for; None leaves it to the default."""
-Messages = Sequence[Mapping[str, Any]]
-"""``role`` and ``content`` of each message of a chat."""
 Metrics = dict[str, float]
 """Name of a metric to its mean over the data, such as ``bits_per_byte``."""
 
@@ -347,13 +346,6 @@ class TrainedModel:
         system: str | None = None,
     ) -> list[str]:
         """Texts that continue ``prompts``, one for each, without the prompt; arguments as :meth:`stream`. A list of messages is one prompt."""
-        if not isinstance(prompts, str | Iterable) or isinstance(prompts, Mapping):
-            raise OptionError(
-                f"prompts is {prompts!r}; give a text or a list of texts, messages or a list of such lists"
-            )
-        several: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
-        if several and isinstance(several[0], Mapping):
-            several = [several]
         return [
             "".join(
                 self.stream(
@@ -366,7 +358,7 @@ class TrainedModel:
                     system=system,
                 )
             )
-            for one in several
+            for one in several(prompts)
         ]
 
     def stream(
@@ -395,8 +387,6 @@ class TrainedModel:
             OptionError: messages for a tokenizer without a template, the run was not trained on text, ``prompt`` is no text, is too long or is empty where no token starts a text, ``tokens`` is no whole number from 1, or a stop string is empty.
             RunError: its model does not generate.
         """
-        from systolic.inference.generation import turns_of
-
         asked = turns_of(prompt, chat=chat, system=system)
         check_arguments(TrainedModel.stream, {"tokens": tokens}, str)
         generator = self._generator(sampling)
