@@ -37,8 +37,8 @@ class TargetKind(enum.Enum):
     """A path, as the value of the form's option."""
     program = enum.auto()
     """Nothing; a program follows its options, after ``--``."""
-    positional = enum.auto()
-    """Values of the function's parameters before the options, in their order, wherever they stand among the options."""
+    words = enum.auto()
+    """Values of the function's parameters that are no options, in their order, before or after the options."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class VerbForm:
         """Options of the function and of the view."""
         beside = named(self.beside) if self.beside else None
         function, view = named(self.function), named(self.view)
-        positional = self.takes is TargetKind.positional
+        positional = self.takes is TargetKind.words
         return options_of(function, view, self.option, beside, positional=positional)
 
     def is_chosen(self, args: Sequence[str]) -> bool:
@@ -159,7 +159,7 @@ def _read(form: VerbForm, prog: str, words: list[str], others: Sequence[str]) ->
                 f"systolic {prog} has no program after --; add it: -- python train.py --steps 10"
             )
         return FormCall(command, values, {})
-    if form.takes is TargetKind.positional:
+    if form.takes is TargetKind.words:
         return FormCall(None, parse(form.options.read, words, f"systolic {prog}"), {})
     if form.takes is TargetKind.path:
         values = parse(read, words, f"systolic {prog}")
@@ -192,7 +192,7 @@ def _answered(form: VerbForm, call: FormCall) -> int:
     quiet, json = call.values.quiet, vars(call.values).get("json", False)
     with _kept_stdout() if json else contextlib.nullcontext():
         with reporting(named(form.reporter)(quiet=quiet, json=json)):
-            target = () if form.takes is TargetKind.positional else (call.target,)
+            target = () if form.takes is TargetKind.words else (call.target,)
             answer = function(*target, **form.options.given_to_function(call.values), **call.more)
         return view(answer, **form.options.given_to_view(call.values))
 

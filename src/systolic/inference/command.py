@@ -42,9 +42,6 @@ def generate(  # noqa: PLR0913  the options of systolic generate
 ) -> "Completions":
     """Continues prompts with a trained language model.
 
-    The reporter's ``update`` is given each piece of a text as it comes: a
-    :class:`~systolic.inference.results.TextPiece`.
-
     Args:
         model: The run's directory, or a model: a Bundle, a Hugging Face folder or a GGUF file.
         prompts: The texts to continue, one after the other; - reads one from standard input, and "" begins a text.
@@ -57,6 +54,10 @@ def generate(  # noqa: PLR0913  the options of systolic generate
         system: A system message before each prompt, which is then a message too.
         checkpoint: Of a run: best, last or the number of a step.
         trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
+
+    Returns:
+        The texts. The reporter's ``update`` was given each piece as it came: a
+        :class:`~systolic.inference.results.TextPiece`.
 
     Raises:
         NotFoundError: there is no such model, checkpoint or file of prompts.
@@ -112,14 +113,16 @@ def predict(
 ) -> "Predictions":
     """Labels files with a trained model; a language model scores texts in bits per byte, a model of embeddings turns them into vectors, Whisper writes down sound files.
 
-    The reporter's ``update`` is given each answer as it comes: a :class:`~systolic.inference.results.FileAnswer`.
-
     Args:
         model: The run's directory, or a model: a Bundle, a Hugging Face folder or a GGUF file.
         files: Images or arrays for an image model, files of text for a language model, recordings for Whisper; for a model of embeddings texts, or their files; for an exported program .npz files with an array for each input; for a recipe whose data are arrays tables of new rows: CSV, TSV, JSONL or .npz. One that can't be read is named, the others are answered, and the exit code is 1.
         out: Of an exported program: write its outputs for one file as arrays into this .npz file. Of tables: write the answers of all rows into this .jsonl or .csv file.
         checkpoint: Of a run: best, last or the number of a step.
         trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
+
+    Returns:
+        The answers. The reporter's ``update`` was given each as it came: a
+        :class:`~systolic.inference.results.FileAnswer`.
 
     Raises:
         OptionError: no files are given, or ``out`` does not fit them or the model.
