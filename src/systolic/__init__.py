@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from systolic.inference.command import evaluate, generate, predict, verify_bundle
     from systolic.inference.model import TrainedModel
     from systolic.inference.model import open_model as open
-    from systolic.inference.results import Completions, MeasuredModel, Predictions
+    from systolic.inference.results import GeneratedTexts, MeasuredModel, Predictions
     from systolic.inference.scoring import AnswerOptions
     from systolic.inference.verification import Verified
     from systolic.job import MatrixFormat, Sampling, WeightFormat
@@ -44,12 +44,12 @@ _HOME = {
     "AnswerOptions": "systolic.inference.scoring",
     "Chip": "systolic.chips",
     "Comparison": "systolic.comparing.comparison",
-    "Completions": "systolic.inference.results",
     "Evaluated": "systolic.session.quantizing",
     "ExportSettings": "systolic.formats.registry",
     "Exported": "systolic.formats.export",
     "Forecast": "systolic.forecasting",
     "ForecastTable": "systolic.forecasting.table",
+    "GeneratedTexts": "systolic.inference.results",
     "Imported": "systolic.session.importing",
     "LiteQuantization": "systolic.formats.registry",
     "Predictions": "systolic.inference.results",
@@ -95,12 +95,12 @@ __all__ = [
     "AnswerOptions",
     "Chip",
     "Comparison",
-    "Completions",
     "Evaluated",
     "ExportSettings",
     "Exported",
     "Forecast",
     "ForecastTable",
+    "GeneratedTexts",
     "Imported",
     "LiteQuantization",
     "MatrixFormat",

@@ -15,7 +15,7 @@ from systolic.job import Sampling, Split
 if TYPE_CHECKING:
     from systolic.inference.model import TrainedModel
     from systolic.inference.prompts import Messages
-    from systolic.inference.results import Completions, MeasuredModel, Predictions
+    from systolic.inference.results import GeneratedTexts, MeasuredModel, Predictions
     from systolic.inference.verification import Verified
 
 RUN = OptionWords(Path, name="run")
@@ -39,7 +39,7 @@ def generate(  # noqa: PLR0913  the options of systolic generate
     system: str | None = None,
     checkpoint: str = "best",
     trust: bool = False,
-) -> "Completions":
+) -> "GeneratedTexts":
     """Continues prompts with a trained language model.
 
     Args:
@@ -66,7 +66,7 @@ def generate(  # noqa: PLR0913  the options of systolic generate
     """
     from systolic.data.text.stops import Stops
     from systolic.inference.prompts import read_prompts
-    from systolic.inference.results import Completion, Completions, TextPiece
+    from systolic.inference.results import GeneratedTexts, TextCompletion, TextPiece
 
     listed = read_prompts(prompts, file)
     Stops(stop)  # refuses an empty string before the run is opened
@@ -74,7 +74,7 @@ def generate(  # noqa: PLR0913  the options of systolic generate
     later: list[str] = []
     warn, opened.warn = opened.warn, later.append  # a text's warnings wait for the end of its line
     begun = time.perf_counter()
-    texts: list[Completion] = []
+    texts: list[TextCompletion] = []
     arguments: dict[str, Any] = {"tokens": tokens, "sampling": sampling, "stop": stop}
     arguments |= {"seed": seed, "chat": chat, "system": system}
     try:
@@ -92,14 +92,14 @@ def generate(  # noqa: PLR0913  the options of systolic generate
             reporter().update(replace(shown, ends=True))
             seconds = time.perf_counter() - start
             texts.append(
-                Completion(prompt=prompt, text=text, finish=pieces.finish, seconds=seconds)
+                TextCompletion(prompt=prompt, text=text, finish=pieces.finish, seconds=seconds)
             )
             while later:
                 warn(later.pop(0))
     finally:
         opened.warn = warn
     seconds = time.perf_counter() - begun
-    return Completions(path=_path(model), step=opened.step, texts=texts, seconds=seconds)
+    return GeneratedTexts(path=_path(model), step=opened.step, texts=texts, seconds=seconds)
 
 
 @command_of

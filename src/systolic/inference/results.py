@@ -36,7 +36,7 @@ class TextPiece:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Completion:
+class TextCompletion:
     """A prompt and the text that continues it."""
 
     prompt: Any
@@ -58,14 +58,14 @@ class Completion:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Completions:
+class GeneratedTexts:
     """Texts that a model generated, one for each prompt."""
 
     path: Path
     """Of the model."""
     step: int
     """Training step of its checkpoint; 0 for a model that is no run."""
-    texts: Sequence[Completion]
+    texts: Sequence[TextCompletion]
     seconds: float
     """Of all texts."""
 

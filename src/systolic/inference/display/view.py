@@ -12,8 +12,8 @@ from systolic.report.stderr import StderrReporter
 
 if TYPE_CHECKING:
     from systolic.inference.results import (
-        Completions,
         FileAnswer,
+        GeneratedTexts,
         MeasuredModel,
         Predictions,
         TextPiece,
@@ -43,7 +43,7 @@ class TextReporter(StderrReporter):
             sys.stdout.flush()
 
 
-def show_texts(texts: "Completions", *, json: bool = False) -> int:
+def show_texts(texts: "GeneratedTexts", *, json: bool = False) -> int:
     """Prints generated texts, which the reporter has shown; returns the exit code.
 
     Args:
