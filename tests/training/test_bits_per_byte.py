@@ -11,7 +11,7 @@ import pytest
 from systolic.data.text.bytes import StandardLibrary
 from systolic.data.text.documents import Documents
 from systolic.data.text.text_data import TextData
-from systolic.inference.files import predictions
+from systolic.inference.predictions import predictions
 from systolic.inference.setup import Setup, set_up
 from systolic.job import Split
 from systolic.models.decoder.config import Decoder

@@ -181,7 +181,7 @@ def _outputs(model: "TrainedModel", inputs: Named) -> dict[str, np.ndarray]:
         from systolic.formats.probe import outputs_of
 
         return {"outputs": outputs_of(steps, weights, inputs)}
-    from systolic.inference.files import Runner
+    from systolic.inference.predictions import Runner
 
     rows = next(len(one) for name, one in inputs.items() if name not in data.repeated)
     examples = (

@@ -133,9 +133,9 @@ def predict(
     from systolic.formats.registry import in_files
     from systolic.inference.results import (
         NPZ,
+        answered,
         check_files,
         check_out,
-        predictions,
         written_arrays,
         written_rows,
     )
@@ -154,11 +154,11 @@ def predict(
     if not opened.takes_texts:
         check_files(listed)
     if out is None:
-        answered = predictions(opened, listed)
+        predictions = answered(opened, listed)
     else:
         write = written_arrays if out.suffix == NPZ else written_rows
-        answered = write(opened, listed, out)
-    return replace(answered, path=path)
+        predictions = write(opened, listed, out)
+    return replace(predictions, path=path)
 
 
 @command_of

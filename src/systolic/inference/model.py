@@ -426,19 +426,19 @@ class TrainedModel:
         Raises:
             OptionError: ``files`` is neither a path nor a list of paths.
         """
-        from systolic.inference.files import predictions
+        from systolic.inference.predictions import predictions
 
         several = [files] if isinstance(files, str | Path) else files
         if not isinstance(several, Iterable):
             raise OptionError(f"files is {files!r}; give a path or a list of paths")
         if self.takes_texts:
-            from systolic.inference.texts import embeddings
+            from systolic.inference.predictions import embeddings
 
             yield from embeddings(self.setup.steps, self.weights, list(several))
             return
         paths = [Path(file) for file in several]
         if self.takes_rows:
-            from systolic.inference.tables import rows_of
+            from systolic.inference.predictions import rows_of
 
             yield from rows_of(self.setup.steps, self.weights, paths)
             return
@@ -452,14 +452,14 @@ class TrainedModel:
             NotFoundError: there is no such file.
             DataError: it lacks inputs, or has no examples.
         """
-        from systolic.inference.files import output_arrays
+        from systolic.inference.predictions import output_arrays
 
         return output_arrays(self.setup.steps, self.weights, Path(file))
 
     @property
     def takes_rows(self) -> bool:
         """Whether :meth:`predict` takes tables of rows: the recipe's data has no files of single examples."""
-        from systolic.inference.tables import are_rows
+        from systolic.inference.predictions import are_rows
 
         return are_rows(self.job.data)
 

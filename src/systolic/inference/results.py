@@ -179,7 +179,7 @@ def check_files(files: Sequence[Path | str]) -> None:
         )
 
 
-def predictions(model: "TrainedModel", files: Sequence[Path | str]) -> Predictions:
+def answered(model: "TrainedModel", files: Sequence[Path | str]) -> Predictions:
     """Answers for files, each reported as it comes."""
     answers = []
     for file, answer in model.predictions(files):
