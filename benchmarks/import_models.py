@@ -169,6 +169,7 @@ def child(kind: str, folder: Path) -> None:
     import jax
 
     import systolic
+    from systolic.inference import model  # noqa: F401 (loads the code)
 
     jax.block_until_ready(jax.numpy.zeros(1))
 

@@ -17,9 +17,9 @@ import jax
 import numpy as np
 
 from systolic import recipes
+from systolic.inference.setup import Setup, jit_train, set_up
 from systolic.job import Job, Read, Split
-from systolic.training.input import training
-from systolic.training.setup import Setup, jit_train, set_up
+from systolic.steps.input import training
 
 
 def rate(batches: Iterator[Any], units: int, seconds: float) -> float:

@@ -18,14 +18,14 @@ from typing import Any
 import jax
 
 from systolic import recipes
+from systolic.inference.setup import Setup, set_up
 from systolic.job import Checkpoints
 from systolic.runs import Run
+from systolic.steps.input import training
 from systolic.steps.programs import jit_train
 from systolic.training.display.live import Live
 from systolic.training.display.tensorboard import TensorBoard
-from systolic.training.input import training
 from systolic.training.interrupt import Interrupt
-from systolic.training.setup import Setup, set_up
 from systolic.training.trainer import Trainer
 
 

@@ -27,12 +27,12 @@ import systolic
 from systolic.core.errors import SystolicError
 from systolic.core.units import si
 from systolic.inference.latency import CallSizes, medians, timed_call
+from systolic.inference.model import TrainedModel
 from systolic.job import MatrixFormat, WeightFormat
 from systolic.models.decoder.config import Decoder
 from systolic.models.encoder.config import Encoder
 from systolic.models.whisper.config import Whisper
 from systolic.quantizing.quantize import Evaluated, QuantizedModel, quantize
-from systolic.session.trained import TrainedModel
 
 FORMATS = ("int8", "fp8", "int4/32", "int4/64", "int4/128", "nf4/64")
 SIZES = CallSizes(rows=1, prompt_tokens=64, output_tokens=32)

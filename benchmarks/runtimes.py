@@ -107,7 +107,7 @@ def onnx(path: Path, inputs: dict[str, np.ndarray], sequence: int) -> Call:
 def generate(path: Path, inputs: dict[str, np.ndarray], sequence: int) -> Call:
     """The programs of ``systolic generate``."""
     from systolic.inference.latency import CallSizes, timed_call
-    from systolic.session.trained import keep_programs, prepare_model
+    from systolic.inference.model import keep_programs, prepare_model
 
     keep_programs()
     prepared = prepare_model(path)
@@ -120,7 +120,7 @@ def generate(path: Path, inputs: dict[str, np.ndarray], sequence: int) -> Call:
 def predict(path: Path, inputs: dict[str, np.ndarray], sequence: int) -> Call:
     """The program of ``systolic predict``: as :func:`stablehlo`, made for this platform."""
     from systolic.inference.latency import CallSizes, timed_call
-    from systolic.session.trained import keep_programs, prepare_model
+    from systolic.inference.model import keep_programs, prepare_model
 
     keep_programs()
     prepared = prepare_model(path)

@@ -198,10 +198,10 @@ def application(model: str, engine: str, file: Path, traffic: bool) -> Any:
             return await run_in_threadpool(answer, await request.body())
 
         return app
+    from systolic.inference.model import open_model
     from systolic.serving.batch.buckets import Shapes, Traffic
     from systolic.serving.batch.opening import batch_model
     from systolic.serving.batch.options import BatchOptions
-    from systolic.session.trained import open_model
 
     opened = open_model(weights(model))
     found = opened.weights

@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 from systolic.core.units import si
+from systolic.inference.model import open_model
 from systolic.job import ServedCache
 from systolic.serving.text.opening import EngineSizes, open_engine
 from systolic.serving.text.request import SamplingParams, TextRequest
-from systolic.session.trained import open_model
 
 LENGTH, BEGINNING, NEW = 512, 96, 32
 SIZES = {"rows": 1, "context": LENGTH + 64, "chunk": 256, "programs": (1, 1, 1)}

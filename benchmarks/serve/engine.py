@@ -57,7 +57,7 @@ def opened(options, watch):
     """A started engine, and the seconds until it was ready."""
     begin = time.perf_counter()
     if options.model:
-        from systolic.session.trained import open_model
+        from systolic.inference.model import open_model
 
         found = open_model(options.model)
         steps, params, rest = (

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from systolic.chips import Chip, Slice, chip, chips, slice
+    from systolic.comparing.command import compare_models
+    from systolic.comparing.comparison import Comparison
     from systolic.core.errors import SystolicError
     from systolic.explaining.calibrate import calibrate, calibrations
     from systolic.explaining.command import explain
@@ -18,6 +20,12 @@ if TYPE_CHECKING:
     from systolic.formats.command import export, import_model
     from systolic.formats.export import Exported
     from systolic.formats.importing import Imported
+    from systolic.inference.command import evaluate, generate, predict, verify_bundle
+    from systolic.inference.model import TrainedModel
+    from systolic.inference.model import open_model as open
+    from systolic.inference.results import GeneratedTexts, MeasuredModel, Predictions
+    from systolic.inference.scoring import AnswerOptions
+    from systolic.inference.verification import Verified
     from systolic.job import MatrixFormat, Sampling, WeightFormat
     from systolic.launching.command import launch, launch_server, launches, logs, status, stop
     from systolic.planning.command import plan
@@ -25,11 +33,6 @@ if TYPE_CHECKING:
     from systolic.quantizing.command import quantize_model
     from systolic.quantizing.quantize import QuantizedModel
     from systolic.serving.command import batch, serve
-    from systolic.session.answering import AnswerOptions
-    from systolic.session.comparing import Comparison, ComparisonOptions, compare_models
-    from systolic.session.trained import TrainedModel
-    from systolic.session.trained import open_model as open
-    from systolic.session.verifying import Verified, verify_bundle
     from systolic.training.command import resume, train
     from systolic.training.session import TrainResult
     from systolic.tuning.command import tune
@@ -40,15 +43,17 @@ IMPORTED = time.time()
 """Seconds since 1970 at the first import of the package: a file of it that changed later may not be what runs."""
 
 _HOME = {
-    "AnswerOptions": "systolic.session.answering",
+    "AnswerOptions": "systolic.inference.scoring",
     "Chip": "systolic.chips",
-    "Comparison": "systolic.session.comparing",
-    "ComparisonOptions": "systolic.session.comparing",
+    "Comparison": "systolic.comparing.comparison",
     "Exported": "systolic.formats.export",
     "Forecast": "systolic.forecasting",
     "ForecastTable": "systolic.forecasting.table",
+    "GeneratedTexts": "systolic.inference.results",
     "Imported": "systolic.formats.importing",
     "MatrixFormat": "systolic.job",
+    "MeasuredModel": "systolic.inference.results",
+    "Predictions": "systolic.inference.results",
     "QuantizedModel": "systolic.quantizing.quantize",
     "Sampling": "systolic.job",
     "Slice": "systolic.chips",
@@ -56,26 +61,29 @@ _HOME = {
     "StudyResult": "systolic.tuning.results",
     "SystolicError": "systolic.core.errors",
     "TrainResult": "systolic.training.session",
-    "TrainedModel": "systolic.session.trained",
-    "Verified": "systolic.session.verifying",
+    "TrainedModel": "systolic.inference.model",
+    "Verified": "systolic.inference.verification",
     "WeightFormat": "systolic.job",
     "batch": "systolic.serving.command",
     "calibrate": "systolic.explaining.calibrate",
     "calibrations": "systolic.explaining.calibrate",
     "chip": "systolic.chips",
     "chips": "systolic.chips",
-    "compare_models": "systolic.session.comparing",
+    "compare_models": "systolic.comparing.command",
+    "evaluate": "systolic.inference.command",
     "explain": "systolic.explaining.command",
     "export": "systolic.formats.command",
     "forecast": "systolic.forecasting.command",
+    "generate": "systolic.inference.command",
     "import_model": "systolic.formats.command",
     "launch": "systolic.launching.command",
     "launch_server": "systolic.launching.command",
     "launches": "systolic.launching.command",
     "logs": "systolic.launching.command",
-    "open": "systolic.session.trained",
+    "open": "systolic.inference.model",
     "plan": "systolic.planning.command",
     "plan_serving": "systolic.planning.serving",
+    "predict": "systolic.inference.command",
     "ServingPlan": "systolic.planning.serving",
     "quantize_model": "systolic.quantizing.command",
     "resume": "systolic.training.command",
@@ -85,7 +93,7 @@ _HOME = {
     "stop": "systolic.launching.command",
     "train": "systolic.training.command",
     "tune": "systolic.tuning.command",
-    "verify_bundle": "systolic.session.verifying",
+    "verify_bundle": "systolic.inference.command",
 }
 
 _NAMES = {"open": "open_model"}
@@ -95,12 +103,14 @@ __all__ = [
     "AnswerOptions",
     "Chip",
     "Comparison",
-    "ComparisonOptions",
     "Exported",
     "Forecast",
     "ForecastTable",
+    "GeneratedTexts",
     "Imported",
     "MatrixFormat",
+    "MeasuredModel",
+    "Predictions",
     "QuantizedModel",
     "Sampling",
     "ServingPlan",
@@ -119,9 +129,11 @@ __all__ = [
     "chip",
     "chips",
     "compare_models",
+    "evaluate",
     "explain",
     "export",
     "forecast",
+    "generate",
     "import_model",
     "launch",
     "launch_server",
@@ -130,6 +142,7 @@ __all__ = [
     "open",
     "plan",
     "plan_serving",
+    "predict",
     "quantize_model",
     "resume",
     "serve",

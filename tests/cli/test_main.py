@@ -7,7 +7,7 @@ import pytest
 
 from systolic import recipes
 from systolic.cli.main import VERBS, guarded, main
-from systolic.cli.predict import _told
+from systolic.inference.display.view import values_line
 
 CASES = [
     (["trian"], 2, "there is no verb 'trian'; did you mean train?; systolic --help lists them"),
@@ -202,4 +202,4 @@ def test_a_value_that_does_not_parse_is_told_in_our_words(capsys, words, told: s
 def test_an_output_that_another_name_has_is_printed_once() -> None:
     answer = {"output": [1.0, 2.0], "label": "a", "scores": [1.0, 2.0], "one": 1.0, "two": 1.0}
     shown = "output [1.0, 2.0]  label a  scores as output  one 1.0000  two 1.0000"
-    assert _told(answer) == shown
+    assert values_line(answer) == shown

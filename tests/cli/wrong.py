@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from systolic import recipes
-from systolic.cli import eval as evaluation
-from systolic.cli import generate, predict
 from systolic.cli.main import VERBS
 from systolic.core.ranges import LARGEST_INT, Range
 
@@ -90,9 +88,13 @@ def commands(run: Path, text: Path) -> Iterator[Command]:
     yield Command(
         ("train", "--resume", str(run)), tuple(_options(VERBS["train"].forms[1].options.read))
     )
-    yield Command(("eval", str(run)), tuple(_options(evaluation.EvalOptions)))
-    yield Command(("generate", str(run), "ab"), tuple(_options(generate.GenerateOptions)))
-    yield Command(("predict", str(run), str(text)), tuple(_options(predict.PredictOptions)))
+    yield Command(("eval", str(run)), tuple(_options(VERBS["eval"].forms[0].options.read)))
+    yield Command(
+        ("generate", str(run), "ab"), tuple(_options(VERBS["generate"].forms[0].options.read))
+    )
+    yield Command(
+        ("predict", str(run), str(text)), tuple(_options(VERBS["predict"].forms[0].options.read))
+    )
     pack, _, inspect_recipe, tokenizer = VERBS["data"].forms
     yield Command(("data", "pack", str(text)), tuple(_options(pack.options.read)))
     words = tuple(_options(tokenizer.options.read))

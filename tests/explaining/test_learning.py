@@ -24,16 +24,16 @@ from systolic.explaining.layers import noise_scale
 from systolic.explaining.learning import learning, unknown, vitals
 from systolic.explaining.settings import Settings, advise, render
 from systolic.explaining.speed import checkpoints, evaluation, speed
+from systolic.inference.setup import first_state, set_up
 from systolic.job import Evaluation, GuardRule, Job, Layout, Optimizer, OptimizerKind
 from systolic.recipes.jobs.source import source_of
 from systolic.runs import Run
 from systolic.runs.access import Access
 from systolic.runs.record import RunRecord, load_run
-from systolic.training.input import training
+from systolic.steps.input import training
 from systolic.training.ledger import Ledger
 from systolic.training.probe import Probe
 from systolic.training.resuming import finished
-from systolic.training.setup import first_state, set_up
 from tests.explaining import planted
 from tests.explaining.planted import Fault
 from tests.tiers import some

@@ -17,6 +17,7 @@ from systolic.explaining.causes import causes_of_profile
 from systolic.explaining.profile_stats import figures, unjudged
 from systolic.explaining.sources import step_of_profile
 from systolic.forecasting.display.xprof import STEPS, write_xprof
+from systolic.inference.setup import set_up
 from systolic.job import Evaluation
 from systolic.profile import open_profile, read_profile
 from systolic.profile.intervals import union
@@ -25,7 +26,6 @@ from systolic.profile.xplane import load, load_all
 from systolic.runs import Run
 from systolic.sim.timeline import Resource
 from systolic.training.profile import WARM_UP, SessionTrace
-from systolic.training.setup import set_up
 from systolic.training.trainer import Trainer
 from tests.explaining import planted
 from tests.forecasting.display.recorded import small

@@ -31,9 +31,9 @@ from systolic.formats.peft import (
 from systolic.formats.probe import outputs_of
 from systolic.formats.source import open_source
 from systolic.formats.weights import starting_weights
+from systolic.inference.model import set_up_here
 from systolic.job import Adapter, AdapterKind, Layout, Optimizer
 from systolic.runs.weights import Weights
-from systolic.session.trained import set_up_here
 from tests.formats import folders
 from tests.models.foreign import relative
 

@@ -18,11 +18,11 @@ from systolic.data.audio.recordings import Recordings, Writing
 from systolic.data.audio.sound import cut, log_mel, read_sound
 from systolic.formats.jobs import job_of, speech_job, writing_of
 from systolic.formats.source import Source, open_source
+from systolic.inference.model import set_up_here
 from systolic.inference.predictor import Predictor
 from systolic.inference.readers import SpeechReader
 from systolic.inference.rows import Bucket
 from systolic.job import Batch, Optimizer
-from systolic.session.trained import set_up_here
 from tests.models import speech
 from tests.speech import needs_recordings, needs_weights, recording, tiny_en
 

@@ -19,13 +19,13 @@ from systolic.core.files import write_json
 from systolic.core.reporter import reporter, reporting
 from systolic.job import Axis, Layout, Precision, Remat
 from systolic.planning.display.readings import command
+from systolic.recipes.jobs.flags import new_flags
 from systolic.recipes.jobs.plan import candidate_of, resumed
 from systolic.recipes.jobs.run import rebuild
 from systolic.report.stderr import StderrReporter
 from systolic.runs import Run
 from systolic.runs.job_record import JobRecord
 from systolic.runs.plan_choice import Chosen, apply, read
-from systolic.session.run_flags import new_flags
 from tests.planning import fabricated
 
 TINY = f"{Path(__file__).parents[1] / 'cli' / 'tiny.py'}:job"

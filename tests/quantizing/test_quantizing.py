@@ -23,6 +23,8 @@ from systolic.formats.matrices import Matrix, formats_of, matrices_in, whole
 from systolic.formats.probe import outputs_of, probe_of
 from systolic.formats.source import open_source
 from systolic.formats.weights import structure_of
+from systolic.inference.evaluation import splits
+from systolic.inference.model import PreparedModel, TrainedModel, set_up_here
 from systolic.job import AdapterKind, MatrixFormat, Sampling, Split, WeightFormat
 from systolic.models.decoder.config import Decoder
 from systolic.models.quantized.codes import Quantized, held_dtype
@@ -31,13 +33,12 @@ from systolic.quantizing.rounder import Rounder
 from systolic.quantizing.sensitivity import Measure, choose, moments_of
 from systolic.report.output import print_json
 from systolic.runs.bundle.folder import MANIFEST
+from systolic.serving.restored import restored_on_cpu
 from systolic.serving.text.opening import open_engine
 from systolic.serving.text.request import SamplingParams, TextRequest
-from systolic.session.restored import restored_on_cpu
-from systolic.session.trained import PreparedModel, TrainedModel, set_up_here, splits
+from systolic.steps.input import evaluation
 from systolic.steps.paged import PagedSteps
 from systolic.steps.paged_sharding import with_copied_heads
-from systolic.training.input import evaluation
 from tests.formats import folders
 from tests.formats.test_sentences import folder as encoder_folder
 from tests.serving.text.engine import SIZES
@@ -121,7 +122,7 @@ def test_an_interrupt_while_it_is_timed_costs_the_times_alone(
 ) -> None:
     monkeypatch.setattr("systolic.quantizing.quantize.quantize", lambda *_, **__: int8)
     monkeypatch.setattr(
-        "systolic.session.speeds.server_call", lambda *_: signal.raise_signal(signal.SIGINT)
+        "systolic.comparing.speeds.server_call", lambda *_: signal.raise_signal(signal.SIGINT)
     )
     # A shell that starts the tests in the background has it ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -552,7 +553,7 @@ def test_an_interrupt_of_the_timing_leaves_the_result_to_python(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("systolic.quantizing.quantize.quantize", lambda *_, **__: int8)
-    monkeypatch.setattr("systolic.session.speeds.server_call", interrupted)
+    monkeypatch.setattr("systolic.comparing.speeds.server_call", interrupted)
     made = systolic.quantize_model(source, int8.path, to=WeightFormat.int8, repeats=1)
     assert type(made.stopped_by) is KeyboardInterrupt
     assert (made.path, made.bytes_after, made.speeds) == (int8.path, int8.bytes_after, ())

@@ -216,7 +216,7 @@ def test_a_timed_call_without_memory_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("systolic.session.speeds.server_call", lambda *_: Huge())
+    monkeypatch.setattr("systolic.comparing.speeds.server_call", lambda *_: Huge())
     given = "--prompt-tokens", "100000", "--repeats", "1"
     said = refused(capsys, "compare", source, source, *given)
     assert "a timed call (rows 1, prompt tokens 100000) needs more memory" in said

@@ -16,6 +16,7 @@ import systolic
 from systolic.cli.main import main
 from systolic.core.errors import OptionError
 from systolic.formats.matrices import _matrices, formats_of
+from systolic.inference.model import TrainedModel, set_up_here
 from systolic.job import Job, MatrixFormat, Precision, WeightFormat
 from systolic.models.decoder.config import Decoder
 from systolic.quantizing.display.text import _over, _share, fallen
@@ -23,7 +24,6 @@ from systolic.quantizing.quantize import Evaluated, QuantizedModel, _notes, quan
 from systolic.quantizing.rounder import Rounder
 from systolic.quantizing.sensitivity import Choice, Measure, Quality, choose, quality_of
 from systolic.runs.weights import Weights
-from systolic.session.trained import TrainedModel, set_up_here
 from tests.quantizing.test_quantizing import Given, matrices
 from tests.session import bundled
 

@@ -28,6 +28,7 @@ from systolic.data.text.text_data import TextData
 from systolic.formats import outline
 from systolic.formats.outline import contents_of, weight_bytes
 from systolic.formats.source import open_source
+from systolic.inference.model import open_model, prepare_model
 from systolic.planning.serving import plan_serving
 from systolic.serving.batch.request import ModelKind
 from systolic.serving.command import NewKey
@@ -38,7 +39,6 @@ from systolic.serving.http.state import ServerState
 from systolic.serving.registry import ModelLoad, ModelRegistry
 from systolic.serving.server import ServeSettings, _changes, serve, targets
 from systolic.serving.text.opening import EngineSizes, context_of
-from systolic.session.trained import open_model, prepare_model
 from tests.formats import folders
 from tests.formats.test_sentences import folder as encoder_folder
 from tests.serving.http.running import toy_model

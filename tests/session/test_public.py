@@ -20,6 +20,7 @@ from systolic.core.errors import NotFoundError, OptionError, RunError, TakenErro
 from systolic.core.files import write_json
 from systolic.core.reporter import Reporter, reporting
 from systolic.data.text.bytes import StandardLibrary
+from systolic.inference.setup import set_up
 from systolic.job import Job, Layout, Mode, Precision, Schedule
 from systolic.job.optimizer import Shortened
 from systolic.recipes.digits import MODELS, DigitsModel
@@ -29,7 +30,6 @@ from systolic.runs import Run
 from systolic.runs.plan_choice import read
 from systolic.runs.saved_job import job_from_json, types_of
 from systolic.training.session import Audience
-from systolic.training.setup import set_up
 from tests.formats.outlines import outline
 from tests.planning import fabricated
 from tests.session import train_child

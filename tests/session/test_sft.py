@@ -214,7 +214,7 @@ def test_exported_adapters_are_merged(
         assert told["parity"]["passed"]
     (started,) = Run.open(run).records("start")
     assert started["total_parameters"] == folders.llama().num_parameters()
-    compared = systolic.compare_models(run, bundle, systolic.ComparisonOptions(repeats=0))
+    compared = systolic.compare_models(run, bundle, repeats=0)
     assert compared.a.parameters == compared.b.parameters == folders.llama().num_parameters()
     tokens = np.random.default_rng(0).integers(0, 300, (2, 19)).astype(np.int32)
     opened, bundled = systolic.open(run, checkpoint="last"), systolic.open(bundle)

@@ -13,6 +13,7 @@ from systolic.chips import slice
 from systolic.compiling import StepKind
 from systolic.compiling.steps import trace_job
 from systolic.core.errors import OptionError
+from systolic.inference.setup import computed_in
 from systolic.job import Precision, RoundedBackward, Rounding
 from systolic.models.decoder.config import Decoder
 from systolic.models.linear import product
@@ -20,7 +21,6 @@ from systolic.models.vision.cnn.config import CNN
 from systolic.steps.mesh import make_mesh
 from systolic.steps.steps import StepFunctions
 from systolic.steps.target import MeshTarget
-from systolic.training.setup import computed_in
 from tests.steps import tiny
 
 

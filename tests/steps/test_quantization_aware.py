@@ -16,6 +16,7 @@ from systolic.compiling.steps import trace_job
 from systolic.core.errors import OptionError
 from systolic.formats.matrices import whole
 from systolic.formats.probe import outputs_of
+from systolic.inference.setup import computed_in
 from systolic.job import (
     Adapter,
     AdapterKind,
@@ -32,7 +33,6 @@ from systolic.steps.mesh import make_mesh
 from systolic.steps.programs import generation
 from systolic.steps.steps import StepFunctions
 from systolic.steps.target import MeshTarget
-from systolic.training.setup import computed_in
 from tests.steps import tiny
 from tests.tiers import some
 from tests.training.tiny import Perceptron

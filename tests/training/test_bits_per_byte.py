@@ -11,12 +11,12 @@ import pytest
 from systolic.data.text.bytes import StandardLibrary
 from systolic.data.text.documents import Documents
 from systolic.data.text.text_data import TextData
-from systolic.inference.files import predictions
+from systolic.inference.predictions import predictions
+from systolic.inference.setup import Setup, set_up
 from systolic.job import Split
 from systolic.models.decoder.config import Decoder
 from systolic.runs.weights import Weights
 from systolic.training.evaluate import evaluate
-from systolic.training.setup import Setup, set_up
 from tests.cli.tiny import job
 
 SMALL = Decoder(layers=1, d_model=16, d_ff=16, heads=2, kv_heads=1, head_dim=8, vocab=264)

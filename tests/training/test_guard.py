@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from systolic.core.errors import DataError, RunError
+from systolic.inference.setup import Setup, set_up
 from systolic.job import Checkpoints, Guard, GuardRule, Precision
 from systolic.runs import CheckpointStore, Run
 from systolic.runs.access import Access
 from systolic.steps.state import GuardState
 from systolic.training.replay import replay
-from systolic.training.setup import Setup, set_up
 from tests.training import tiny
 from tests.training.sessions import events, losses, records, state, train
 

@@ -16,6 +16,7 @@ import pytest
 from systolic.core.errors import RunError, SystolicError
 from systolic.core.shutdown import remember_interrupts, remembered
 from systolic.data.text.documents import Documents
+from systolic.inference.setup import Setup, set_up
 from systolic.job import (
     Batch,
     Checkpoints,
@@ -31,7 +32,6 @@ from systolic.models.decoder.config import Decoder
 from systolic.runs import CheckpointStore, Run
 from systolic.steps.tasks.language import LanguageModel, Unit
 from systolic.training.interrupt import end_training
-from systolic.training.setup import Setup, set_up
 from tests.tiers import some
 from tests.training import tiny
 from tests.training.sessions import (

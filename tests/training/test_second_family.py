@@ -20,6 +20,8 @@ from systolic.compiling.steps import trace_job
 from systolic.core.errors import OptionError
 from systolic.data.arrays import Arrays
 from systolic.data.text.bytes import StandardLibrary
+from systolic.inference.generation import Generator
+from systolic.inference.setup import Setup, set_up
 from systolic.job import (
     Batch,
     Evaluation,
@@ -34,9 +36,7 @@ from systolic.job import (
 )
 from systolic.steps.decode import Decode
 from systolic.steps.tasks.language import LanguageModel, Unit
-from systolic.training.generate import Generator
 from systolic.training.rehearse import rehearse
-from systolic.training.setup import Setup, set_up
 from tests.training.sessions import evaluations, losses, records, train
 
 SOURCE = Path(__file__).parents[2] / "src" / "systolic" / "data"

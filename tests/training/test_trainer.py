@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from systolic.core.errors import OptionError
+from systolic.inference.setup import Setup, set_up
 from systolic.job import Checkpoints, Evaluation, Guard, GuardRule, Layout, Mode, Schedule, Split
 from systolic.job.model import Mean
 from systolic.runs import CheckpointStore, Run, weights
@@ -19,7 +20,6 @@ from systolic.training.evaluate import Evaluator
 from systolic.training.interrupt import Interrupt
 from systolic.training.ledger import Ledger, Spent
 from systolic.training.meter import Meter
-from systolic.training.setup import Setup, set_up
 from tests.tiers import some
 from tests.training import tiny
 from tests.training.sessions import (

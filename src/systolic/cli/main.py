@@ -349,9 +349,44 @@ VERBS = {
             ),
         ),
     ),
-    "eval": Verb("eval", "evaluates a run on its held-out data"),
-    "generate": Verb("generate", "continues prompts with a trained language model"),
-    "predict": Verb("predict", "labels files with a trained model"),
+    "eval": Verb(
+        "",
+        "evaluates a run on its held-out data",
+        (
+            VerbForm(
+                function="systolic.inference.command:evaluate",
+                view="systolic.inference.display.view:show_metrics",
+                takes=TargetKind.words,
+                words=("model",),
+            ),
+        ),
+    ),
+    "generate": Verb(
+        "",
+        "continues prompts with a trained language model",
+        (
+            VerbForm(
+                function="systolic.inference.command:generate",
+                view="systolic.inference.display.view:show_texts",
+                reporter="systolic.inference.display.view:TextReporter",
+                takes=TargetKind.words,
+                words=("model", "prompts"),
+            ),
+        ),
+    ),
+    "predict": Verb(
+        "",
+        "labels files with a trained model",
+        (
+            VerbForm(
+                function="systolic.inference.command:predict",
+                view="systolic.inference.display.view:show_predictions",
+                reporter="systolic.inference.display.view:AnswerReporter",
+                takes=TargetKind.words,
+                words=("model", "files"),
+            ),
+        ),
+    ),
     "serve": Verb(
         "systolic.serving.command:SERVE_USAGE",
         "serves trained models to the clients of OpenAI, Triton and TensorFlow Serving",
@@ -402,10 +437,28 @@ VERBS = {
         ),
     ),
     "compare": Verb(
-        "compare", "two models side by side: size, quality, answers, latency, forecast"
+        "",
+        "two models side by side: size, quality, answers, latency, forecast",
+        (
+            VerbForm(
+                function="systolic.comparing.command:compare_models",
+                view="systolic.comparing.display.view:show",
+                takes=TargetKind.words,
+                words=("a", "b"),
+            ),
+        ),
     ),
     "verify": Verb(
-        "verify", "checks that a Bundle is whole, and that it computes here what it computed"
+        "",
+        "checks that a Bundle is whole, and that it computes here what it computed",
+        (
+            VerbForm(
+                function="systolic.inference.command:verify_bundle",
+                view="systolic.inference.display.view:show_verified",
+                takes=TargetKind.words,
+                words=("path",),
+            ),
+        ),
     ),
 }
 

@@ -84,7 +84,9 @@ def options_of(
 
     read.__signature__ = inspect.Signature(list(merged.values()))  # ty: ignore[missing-attribute]
     read.__annotations__ = {name: one.annotation for name, one in merged.items()}
-    read.__doc__ = _documented(function, view, target, beside, whole=positional and not words)
+    read.__doc__ = _documented(
+        function, view, target, beside, whole=positional and not words, words=words
+    )
     return Options(
         read=read,
         of_function={one.name: parameter for parameter, one in mine.items()},
@@ -144,6 +146,8 @@ def _parameters(
             ]
         if given.repeated:
             extras = [*extras, tyro.conf.UseAppendAction]
+        if given.flat:
+            extras = [*extras, tyro.conf.arg(name="")]
         typed[name] = parameter.replace(
             name=given.name or name,
             kind=inspect.Parameter.KEYWORD_ONLY,
@@ -229,11 +233,12 @@ def _documented(
     beside: Callable[..., Any] | None,
     *,
     whole: bool,
+    words: Collection[str],
 ) -> str:
     """The function's docstring as plain text, with the arguments of both; without ``whole`` only its first paragraph."""
     summary = (inspect.getdoc(function) or "").partition("Args:\n" if whole else "\n\n")[0]
     summary = summary.partition("\n\nRaises:")[0].rstrip()
-    mine = _arguments(function)
+    mine = _arguments(function, words=words)
     if target:
         first = next(iter(inspect.signature(function).parameters))
         mine = [re.sub(rf"^    {first}:", f"    {target}:", line) for line in mine]
@@ -242,10 +247,12 @@ def _documented(
     return _MARKUP.sub("", "\n".join([summary, "", "Args:", *mine, *others, *shown, QUIET_LINE]))
 
 
-def _arguments(function: Callable[..., Any], without: Collection[str] = ()) -> Sequence[str]:
+def _arguments(
+    function: Callable[..., Any], without: Collection[str] = (), words: Collection[str] = ()
+) -> Sequence[str]:
     """Lines of the docstring's section of arguments, by the names of their options."""
     _, _, section = (inspect.getdoc(function) or "").partition("Args:\n")
-    names = {parameter: one.name for parameter, one in _parameters(function).items()}
+    names = {parameter: one.name for parameter, one in _parameters(function, words=words).items()}
     names |= {parameter: f"{parameter}-of-both" for parameter in without}
     return [
         re.sub(r"^    (\w+):", lambda m: f"    {names.get(m[1], m[1])}:", line)

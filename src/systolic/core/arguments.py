@@ -72,6 +72,8 @@ class OptionWords:
     """What the help shows for its value, beside ``default_text``."""
     default_text: str = ""
     """What the help shows as its default, where None stands for one that is derived."""
+    flat: bool = False
+    """Whether the fields of a record are options by their own names: ``--temperature``."""
 
 
 @dataclass(frozen=True, slots=True)

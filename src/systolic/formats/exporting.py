@@ -24,18 +24,18 @@ from systolic.formats.registry import (
     in_files,
 )
 from systolic.formats.source import open_source
-from systolic.job import Job, Precision
-from systolic.models.decoder.config import Decoder, Dispatch
-from systolic.runs.bundle.folder import check_free
-from systolic.serving.docker.folder import ExportedImage, ImageOptions, export_docker
-from systolic.session.replaying import answers
-from systolic.session.trained import (
+from systolic.inference.model import (
     TrainedModel,
+    answers,
     from_source,
     keep_programs,
     open_model,
     prepare_model,
 )
+from systolic.job import Job, Precision
+from systolic.models.decoder.config import Decoder, Dispatch
+from systolic.runs.bundle.folder import check_free
+from systolic.serving.docker.folder import ExportedImage, ImageOptions, export_docker
 from systolic.steps.lengths import learned_text
 
 if TYPE_CHECKING:

@@ -23,6 +23,7 @@ from systolic.formats.program.convert import (
 from systolic.formats.registry import framework_format
 from systolic.formats.source import Source, most_common, open_source
 from systolic.formats.weights import planned, weight_progress, write_weights
+from systolic.inference.model import answers
 from systolic.runs.bundle.folder import (
     ORIGIN,
     BundleDraft,
@@ -31,7 +32,6 @@ from systolic.runs.bundle.folder import (
     model_record,
 )
 from systolic.runs.bundle.record import ImportedFrom, carried
-from systolic.session.replaying import answers
 
 if TYPE_CHECKING:
     from systolic.runs.bundle.tensors import TensorSpec

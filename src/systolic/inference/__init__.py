@@ -1,1 +1,1 @@
-"""Answers of a model for files, texts, recordings and arrays: rows in batches of a few shapes, each compiled once."""
+"""An opened model: set-up of its job, evaluation, generation, and answers for files, texts, recordings and arrays."""

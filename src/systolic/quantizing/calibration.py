@@ -16,9 +16,10 @@ from systolic.data.audio.recordings import Recordings
 from systolic.data.fingerprint import of_files, shared
 from systolic.data.text.sentences import Sentences, read_text
 from systolic.data.text.text_data import TextData
+from systolic.inference.evaluation import splits
+from systolic.inference.model import TrainedModel
 from systolic.job import Job, MatrixFormat, Split
 from systolic.quantizing.sensitivity import CALIBRATION_BATCHES
-from systolic.session.trained import TrainedModel, splits
 
 if TYPE_CHECKING:
     from systolic.formats.matrices import Matrix
@@ -204,7 +205,7 @@ def _batches(model: TrainedModel, path: Path | None) -> Iterator[Mapping[str, An
 
 def _of_split(model: TrainedModel, path: Path | None) -> Iterator[Mapping[str, Any]]:
     """The first batches of the training data, or of data at a path as ``systolic eval --path`` takes it."""
-    from systolic.training.input import evaluation
+    from systolic.steps.input import evaluation
 
     job = model.job_on(path)
     split = Split.train if path is None else splits(job, None)[0]

@@ -102,9 +102,9 @@ def quantize_model(  # noqa: PLR0913  the options of systolic quantize
     """
     assert isinstance(to, MatrixFormat)
     chosen, share = _format(to, group, activations=activations), _share(budget, auto=auto)
+    from systolic.comparing.speeds import SpeedOptions, speeds_beside
+    from systolic.inference.scoring import AnswerOptions
     from systolic.quantizing.quantize import Evaluated, quantize
-    from systolic.session.answering import AnswerOptions
-    from systolic.session.speeds import SpeedOptions, speeds_beside
 
     path, out = Path(path), Path(out)
     scored = AnswerOptions(metrics=tuple(metrics), conversations=answers, tokens=answer_tokens)

@@ -20,6 +20,15 @@ from systolic.formats.jobs import job_of
 from systolic.formats.probe import PROBES, few, probe_of
 from systolic.formats.source import Source, open_source
 from systolic.formats.weights import weight_progress
+from systolic.inference.model import (
+    Metrics,
+    TrainedModel,
+    answers,
+    keep_programs,
+    prepare_model,
+    set_up_here,
+)
+from systolic.inference.scoring import NO_ANSWERS, AnswerOptions, check_answers, scores_of
 from systolic.job import Adapter, Job, MatrixFormat
 from systolic.quantizing.calibration import (
     check_apart,
@@ -38,20 +47,11 @@ from systolic.runs.bundle.folder import (
 )
 from systolic.runs.bundle.record import ImportedFrom, Recorded, carried
 from systolic.runs.run import JOB
-from systolic.session.answering import NO_ANSWERS, AnswerOptions, check_answers, scores_of
-from systolic.session.replaying import answers
-from systolic.session.trained import (
-    Metrics,
-    TrainedModel,
-    keep_programs,
-    prepare_model,
-    set_up_here,
-)
 
 if TYPE_CHECKING:
+    from systolic.comparing.speeds import ModelSpeeds
     from systolic.formats.matrices import Matrix
     from systolic.quantizing.rounder import Rounder
-    from systolic.session.speeds import ModelSpeeds
 
 MOST_LOST = {"accuracy": 0.1, "perplexity": 0.2, "loss": 0.2}
 """Loss of quality from which a model is said to have fallen far: of accuracy 10 points, else relative."""

@@ -15,10 +15,11 @@ from systolic.core.files import write_json
 from systolic.core.reporter import reporter
 from systolic.core.store import cache_home
 from systolic.core.units import si
+from systolic.inference.evaluation import splits
+from systolic.inference.model import Metrics, TrainedModel
 from systolic.job import Job, MatrixFormat, Quantization
 from systolic.models.quantized.placement import INT8
 from systolic.runs.bundle.record import EvaluationRecord, finite_metrics
-from systolic.session.trained import Metrics, TrainedModel, splits
 from systolic.steps.steps import StepFunctions
 from systolic.steps.tasks.language import LanguageModel
 
@@ -135,13 +136,13 @@ class Measure:
     @property
     def _rows(self) -> int:
         """Examples of a batch."""
-        from systolic.training.input import evaluation_rows
+        from systolic.steps.input import evaluation_rows
 
         return evaluation_rows(self.job, self.model.setup.steps)
 
     def record(self, before: Metrics, step: int) -> EvaluationRecord:
         """The metrics as bundle.json has them, beside those of the same model before quantization."""
-        from systolic.training.evaluate import num_batches
+        from systolic.inference.evaluation import num_batches
 
         steps, contents = self.model.setup.steps, self.job.data.contents(self.split)
         whole = num_batches(self.job, steps, self.split)
@@ -160,7 +161,7 @@ class Measure:
         return self._evaluated(self.program, weights)
 
     def _evaluated(self, program: Any, weights: Any) -> Metrics:
-        from systolic.training.evaluate import evaluate
+        from systolic.inference.evaluation import evaluate
 
         steps = self.model.setup.steps
         params, rest = weights.params, weights.model_state

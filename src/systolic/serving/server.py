@@ -16,20 +16,20 @@ from systolic.core.errors import (
     SystolicError,
 )
 from systolic.data.text.text_data import TextData
-from systolic.job import Job, Precision
-from systolic.recipes.jobs.run import check_folder
-from systolic.serving.batch.options import BatchOptions
-from systolic.serving.http.limits import HttpLimits
-from systolic.serving.registry import ENDS
-from systolic.serving.text.opening import EngineSizes
-from systolic.session.restored import restored_on_cpu
-from systolic.session.trained import (
+from systolic.inference.model import (
     PreparedModel,
     is_model,
     keep_programs,
     prepare_model,
     set_up_here,
 )
+from systolic.job import Job, Precision
+from systolic.recipes.jobs.run import check_folder
+from systolic.serving.batch.options import BatchOptions
+from systolic.serving.http.limits import HttpLimits
+from systolic.serving.registry import ENDS
+from systolic.serving.restored import restored_on_cpu
+from systolic.serving.text.opening import EngineSizes
 from systolic.steps.serving_layout import ServingLayout
 
 if TYPE_CHECKING:
@@ -290,7 +290,7 @@ def open_served(
 ) -> "Served":
     """A model as a server holds it, not started.
 
-    Raises: as :func:`~systolic.session.trained.prepare_model`, and OptionError for one that can't be served.
+    Raises: as :func:`~systolic.inference.model.prepare_model`, and OptionError for one that can't be served.
     """
     from systolic.serving.http.load_metrics import layout_told
     from systolic.serving.registry import ServedText

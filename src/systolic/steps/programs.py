@@ -1,15 +1,20 @@
-"""Jitted programs of a job, the same for training and for forecasts."""
+"""Jitted programs of a job, the same for training and for forecasts; their compile in a thread, and what keeps them across processes."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
+from systolic.core.shutdown import start_native
 from systolic.job import Sampling
 from systolic.steps.decode import Decode
 from systolic.steps.paged import PagedSteps, StepInput, StepShape
 from systolic.steps.static_decode import ApartDecode
 from systolic.steps.steps import StepFunctions
+
+POLL_SECONDS = 0.1
+"""Interval of checking for a signal while a thread compiles."""
 
 
 def jit_train(steps: StepFunctions) -> Any:
@@ -112,3 +117,39 @@ def generation(steps: StepFunctions, sampling: Sampling, rows: int = 1) -> Gener
 def _places(decode: Decode, size: int) -> Any:
     """Shardings of the state; the same for every capacity."""
     return jax.tree.map(lambda array: array.sharding, decode.abstract_state(size, 1))
+
+
+def never() -> bool:
+    """Never stops; the default."""
+    return False
+
+
+def compiled(lowered: Any, options: Mapping[str, Any] | None, stop: Callable[[], bool]) -> Any:
+    """Compiles a lowered program in a thread, so that a signal is noticed; ``None`` where ``stop`` returned True first.
+
+    An abandoned compile continues in its thread, since nothing can interrupt it.
+    """
+    found: list[Any] = []
+
+    def work() -> None:
+        try:
+            found.append(lowered.compile(compiler_options=options))
+        except Exception as error:  # raised again below
+            found.append(error)
+
+    thread = start_native("compile", work)
+    while thread.is_alive():
+        if stop():
+            return None
+        thread.join(POLL_SECONDS)
+    if isinstance(found[0], Exception):
+        raise found[0]
+    return found[0]
+
+
+def compiler_cache(folder: str) -> None:
+    """Keeps compiled programs across processes in ``folder`` (JAX's persistent compilation cache), unless the user chose another."""
+    if jax.config.values["jax_compilation_cache_dir"] not in (None, folder):
+        return
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

@@ -5,12 +5,12 @@ from dataclasses import replace
 from typing import Any
 
 from systolic.core.errors import OptionError
+from systolic.inference.setup import Setup
 from systolic.runs import CheckpointStore, Run
 from systolic.runs.checkpoint import Restored
 from systolic.training import distributed
 from systolic.training.ledger import Ledger, Spent
 from systolic.training.progress import TrainingProgress
-from systolic.training.setup import Setup
 
 
 class Checkpointer:

@@ -1,46 +1,18 @@
-"""Evaluation: the task's metrics over a split."""
+"""Evaluations of a training session."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
-from systolic.core.errors import DataError
+from systolic.inference import evaluation
+from systolic.inference.evaluation import HaltedError, never, num_batches, reads_all
+from systolic.inference.setup import Setup
 from systolic.job import Job, Split
 from systolic.steps.steps import StepFunctions
 from systolic.training.distributed.consistency import SameBatches
-from systolic.training.input import evaluation, evaluation_rows
 from systolic.training.interrupt import Interrupt
 from systolic.training.ledger import Ledger, Spent
 from systolic.training.programs import CompiledStep
-from systolic.training.setup import Setup
-
-
-class HaltedError(Exception):
-    """Evaluation ended early by its ``halt``."""
-
-
-def never(done: int) -> bool:
-    """Never halts; the default."""
-    del done
-    return False
-
-
-def num_batches(job: Job, steps: StepFunctions, split: Split, examples: int = 0) -> int | None:
-    """Batches of an evaluation that reads at most so many ``examples`` (0: all); ``None`` where that is unknown before reading."""
-    rows, size = evaluation_rows(job, steps), job.data.size(split)
-    asked = -(-examples // rows)
-    if size is None:
-        return asked or None
-    whole = -(-size // rows)
-    return min(whole, asked) if asked else whole
-
-
-def reads_all(job: Job, split: Split, examples: int) -> bool:
-    """Whether ``examples`` (0: all) are known to be the whole split."""
-    size = job.data.size(split)
-    return not examples or (size is not None and size <= examples)
 
 
 def evaluate(
@@ -53,45 +25,19 @@ def evaluate(
     examples: int = 0,
     halt: Callable[[int], bool] = never,
 ) -> dict[str, float]:
-    """Means over a split, weighted exactly (by token or example), name to value.
-
-    Args:
-        job: The trained job.
-        steps: Its programs.
-        program: ``steps.evaluate``, jitted or compiled.
-        params: Weights.
-        model_state: Other variables.
-        split: Part of the data to evaluate.
-        examples: Number of examples to read, from the first; 0 reads all.
-        halt: Called before each batch with the number of batches done; ends the evaluation on True.
+    """Means over a split as :func:`systolic.inference.evaluation.evaluate`, of batches that are the same in all processes.
 
     Raises:
         DataError: the split is empty, or processes read different data for it.
         HaltedError: ``halt`` returned True.
     """
-    feed = evaluation(job, steps, split, examples)
-    total: Any = None
     same = SameBatches()
-    try:
-        for done, batch in enumerate(feed):
-            # Waits for the batch before last: the devices keep work for one batch, and an evaluation
-            # that is halted ends after that one.
-            if halt(max(done - 1, 0)):
-                raise HaltedError
-            same.check(batch)
-            sums = program(params, model_state, batch)
-            jax.block_until_ready(total)
-            total = sums if total is None else jax.tree.map(lambda a, b: a + b, total, sums)
-    finally:
-        feed.close()
-    if total is None:
-        raise DataError(
-            f"the {split.value} split of {job.name} is empty; give the recipe data for it"
-        )
-    return {
-        name: float(mean.total) / max(float(mean.weight), 1e-9)
-        for name, mean in jax.device_get(total).items()
-    }
+
+    def checked(params: Any, model_state: Any, batch: Any) -> Any:
+        same.check(batch)
+        return program(params, model_state, batch)
+
+    return evaluation.evaluate(job, steps, checked, params, model_state, split, examples, halt)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,46 +1,11 @@
 """Forecast of the train step, shown next to the measurement, and the devices that it is for."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from systolic.chips import Slice, by_device_kind, slice
 from systolic.core.errors import OptionError, RunError
+from systolic.inference.setup import Expected
 from systolic.runs.plan_choice import Chosen
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Expected:
-    """Forecast of a train step; times in seconds."""
-
-    slice: str
-    step_seconds: float
-    low: float | None = None
-    high: float | None = None
-    mfu: float | None = None
-
-    def beside(self, measured: float) -> dict[str, float]:
-        """Fields of a train record: the forecast, and the ratio of the measured step to it."""
-        return {
-            "forecast_step_seconds": self.step_seconds,
-            "forecast_ratio": measured / self.step_seconds,
-        }
-
-    def against(self, measured: float | None) -> dict[str, Any]:
-        """Fields of the summary; ``measured`` is None for a session without steps."""
-        low, high = self.low, self.high
-        within = None
-        if measured is not None and low is not None and high is not None:
-            within = low <= measured <= high
-        return {
-            "slice": self.slice,
-            "step_seconds": self.step_seconds,
-            "step_seconds_low": low,
-            "step_seconds_high": high,
-            "mfu": self.mfu,
-            "measured_step_seconds": measured,
-            "ratio": None if measured is None else measured / self.step_seconds,
-            "within_interval": within,
-        }
 
 
 def expected(chosen: Chosen | None) -> Any:
@@ -90,7 +55,7 @@ def check_slice(on: Slice) -> None:
 
 def _difference(on: Slice) -> str:
     """The slice and the local devices, where these are others; else empty."""
-    from systolic.training.machine import LocalDevices
+    from systolic.steps.machine import LocalDevices
 
     machine = LocalDevices.here()
     kind = machine.devices[0].device_kind

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from systolic.training.ledger import Ledger, Spent
 
 if TYPE_CHECKING:
-    from systolic.training.setup import Setup
+    from systolic.inference.setup import Setup
 
 
 SPAN = 8

@@ -7,14 +7,14 @@ from typing import Any
 from systolic.core.errors import SystolicError
 from systolic.data.text.chat import Messages
 from systolic.data.text.instructions import Instructions
+from systolic.inference.generation import Generator
+from systolic.inference.setup import Setup
 from systolic.job import Job, Sampling
 from systolic.runs.remote.store import origin
 from systolic.steps.steps import StepFunctions
-from systolic.training.generate import Generator
 from systolic.training.ledger import Ledger
 from systolic.training.meter import Meter
 from systolic.training.progress import TrainingProgress
-from systolic.training.setup import Setup
 
 SAMPLE_TOKENS = 200
 LONGEST_QUESTION = 60

@@ -12,14 +12,14 @@ import psutil
 from systolic.chips import usual
 from systolic.core.errors import NotFoundError
 from systolic.core.units import duration, gibibytes
+from systolic.inference.setup import Setup
 from systolic.runs import CheckpointStore, Run
 from systolic.runs.access import Access
 from systolic.steps.diagnose import jit_diagnose, num_parts
+from systolic.steps.input import training
 from systolic.training import distributed
-from systolic.training.input import training
 from systolic.training.ledger import Ledger, Spent
 from systolic.training.programs import CompiledStep
-from systolic.training.setup import Setup
 
 SHARE = 0.01
 """Share of a session's time for probes by default."""

@@ -13,10 +13,6 @@ from systolic.training.ledger import Ledger, Spent
 Signature = Mapping[str, tuple[tuple[int, ...], str]]
 
 
-POLL_SECONDS = 0.1
-"""Interval of checking for a signal while a thread compiles."""
-
-
 class CompiledStep:
     """Function compiled once for each signature of its batch.
 
@@ -141,34 +137,6 @@ class _Ahead:
             self._error = error
 
 
-def never() -> bool:
-    """Never stops; the default."""
-    return False
-
-
-def compiled(lowered: Any, options: Mapping[str, Any] | None, stop: Callable[[], bool]) -> Any:
-    """Compiles a lowered program in a thread, so that a signal is noticed; ``None`` where ``stop`` returned True first.
-
-    An abandoned compile continues in its thread, since nothing can interrupt it.
-    """
-    found: list[Any] = []
-
-    def work() -> None:
-        try:
-            found.append(lowered.compile(compiler_options=options))
-        except Exception as error:  # raised again below
-            found.append(error)
-
-    thread = start_native("compile", work)
-    while thread.is_alive():
-        if stop():
-            return None
-        thread.join(POLL_SECONDS)
-    if isinstance(found[0], Exception):
-        raise found[0]
-    return found[0]
-
-
 def _in_4_bits_on_a_cpu(arguments: Any) -> bool:
     """Whether JAX (0.10.2) would refuse arguments of a program compiled ahead.
 
@@ -199,11 +167,3 @@ def _text(entry: tuple[tuple[int, ...], str] | None) -> str:
         return "absent"
     shape, dtype = entry
     return f"{dtype}[{','.join(map(str, shape))}]"
-
-
-def compiler_cache(folder: str) -> None:
-    """Keeps compiled programs across processes in ``folder`` (JAX's persistent compilation cache), unless the user chose another."""
-    if jax.config.values["jax_compilation_cache_dir"] not in (None, folder):
-        return
-    jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

@@ -12,9 +12,11 @@ from systolic.chips import Slice
 from systolic.chips.flags import resolved
 from systolic.core.errors import NotFoundError, RunError
 from systolic.core.option_words import plain_words, typed
+from systolic.inference.setup import with_start
 from systolic.job import Batch, Job
 from systolic.recipes import Recipe
 from systolic.recipes.jobs import run as run_files
+from systolic.recipes.jobs.flags import kept_flags
 from systolic.recipes.jobs.plan import resumed
 from systolic.recipes.jobs.source import JobSource
 from systolic.runs import paths
@@ -23,8 +25,6 @@ from systolic.runs.job_record import JobRecord, RunFlags
 from systolic.runs.remote.sharded_upload import Part
 from systolic.runs.run import Run
 from systolic.runs.saved_job import types_of
-from systolic.session.run_flags import kept_flags
-from systolic.session.starting import with_start
 from systolic.training.distributed.run import open_together
 from systolic.training.expected import check_slice, expected
 from systolic.training.ledger import Ledger
@@ -42,7 +42,7 @@ from systolic.training.session import (
 )
 
 if TYPE_CHECKING:
-    from systolic.training.setup import Setup
+    from systolic.inference.setup import Setup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +179,7 @@ def continue_run(
         check_slice(on)
     if source.options.get("tokenizer") == run.saved.get("tokenizer"):
         job = replace(job, data=run_files.with_tokenizer(directory, job.data))
-    from systolic.training.setup import set_up
+    from systolic.inference.setup import set_up
 
     fewer = fewer_devices(job, options, audience)
     setup = set_up(fewer.job if fewer else job, flags=flags.compiler)

@@ -12,15 +12,15 @@ from systolic.core.ranges import COUNT, NOT_NEGATIVE, check_arguments
 from systolic.core.reporter import reporter, working
 from systolic.core.store import cache_home
 from systolic.data.fingerprint import contents_of
+from systolic.inference.setup import with_start
 from systolic.job import Fewer, Job, on_fewer
 from systolic.recipes.jobs import run as run_files
+from systolic.recipes.jobs.flags import kept_flags, new_flags
 from systolic.recipes.jobs.source import JobSource
 from systolic.runs.access import Access
 from systolic.runs.job_record import JobRecord, RunFlags
 from systolic.runs.remote.sharded_upload import Part
 from systolic.runs.run import JOB, Run
-from systolic.session.run_flags import kept_flags, new_flags
-from systolic.session.starting import with_start
 from systolic.training.distributed.run import open_together
 from systolic.training.expected import check_machine, check_slice, expected
 from systolic.training.ledger import Ledger, Spent
@@ -29,7 +29,7 @@ from systolic.training.watch import Watcher
 if TYPE_CHECKING:
     from systolic.compiling.executable import Loaded
     from systolic.forecasting.profiled import Beside
-    from systolic.training.setup import Setup
+    from systolic.inference.setup import Setup
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,8 +133,8 @@ def start(
         on: The slice that the local devices are expected to be.
         ledger: Opened when the caller started, so that start-up counts.
     """
+    from systolic.inference.setup import set_up
     from systolic.training import distributed
-    from systolic.training.setup import set_up
 
     ledger = ledger or Ledger()
     check_data(source.job)
@@ -188,8 +188,8 @@ def fewer_devices(job: Job, options: SessionOptions, audience: Audience) -> Fewe
     """
     if options.for_devices is None:
         return None
+    from systolic.steps.machine import LocalDevices
     from systolic.steps.mesh import slices_of
-    from systolic.training.machine import LocalDevices
 
     devices = LocalDevices.here().devices
     made = on_fewer(job, options.for_devices, len(devices), slices_of(devices))
@@ -230,8 +230,8 @@ def run_session(
         loaded: The train step, compiled elsewhere.
         accept: Of a run that resumes: called before anything is written, after all checks.
     """
+    from systolic.steps.programs import compiler_cache
     from systolic.training.display.tensorboard import TensorBoard
-    from systolic.training.programs import compiler_cache
     from systolic.training.trainer import Trainer
 
     compiler_cache(str(cache_home() / "xla"))
@@ -350,8 +350,8 @@ def replay(path: Path, *, trust: bool = False) -> ReplayedStep:
         job = run_files.rebuild(directory, trust_code=trust).job
         record = JobRecord.from_json(directory.read_job())
         flags = kept_flags(record, record.plan)
+        from systolic.inference.setup import set_up
         from systolic.training.replay import replay as again
-        from systolic.training.setup import set_up
 
         setup = set_up(job, flags=flags.compiler)
         if job.adapter or not any(directory.checkpoints.glob("[0-9]*")):

@@ -29,8 +29,8 @@ from systolic.runs.access import is_held
 from systolic.runs.metrics import number
 from systolic.runs.record import load_run
 from systolic.runs.run import JOB
+from systolic.steps.machine import LocalDevices
 from systolic.training.interrupt import end_training
-from systolic.training.machine import LocalDevices
 from systolic.training.resuming import continue_run, opened
 from systolic.training.session import Audience, SessionOptions, TrainResult, start
 from systolic.tuning import sampling
@@ -121,7 +121,7 @@ class TrialWorker:
         own = self.tuning.job.evaluation.metric
         if all(aim.is_cost or aim.name == own for aim in self.tuning.aims):
             return
-        from systolic.training.setup import set_up
+        from systolic.inference.setup import set_up
 
         setup = set_up(self.tuning.job)
         reported = sorted(setup.jitted_evaluate.eval_shape(*setup.abstract_evaluation))

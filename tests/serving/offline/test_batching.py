@@ -17,12 +17,12 @@ import torch
 import systolic
 from systolic.cli.main import main
 from systolic.core.errors import OptionError
+from systolic.inference.model import open_model
 from systolic.serving.offline import batch as batching
 from systolic.serving.offline.batch import answerer_of
 from systolic.serving.offline.files import digest_of
 from systolic.serving.offline.lines import LineProblem, problem_line, result_id
 from systolic.serving.server import ServeSettings, targets
-from systolic.session.trained import open_model
 from tests.formats import folders
 from tests.formats.test_sentences import folder as encoder_folder
 from tests.serving.offline import batch_child

@@ -13,6 +13,7 @@ import numpy as np
 
 from systolic.data.text.text_data import TextData
 from systolic.formats.source import open_source
+from systolic.inference.model import from_source
 from systolic.job import Precision
 from systolic.models.decoder.config import Decoder, Dispatch, Latent
 from systolic.serving.text import replica_placement as placement_module
@@ -23,7 +24,6 @@ from systolic.serving.text.opening import EngineSizes, open_engine
 from systolic.serving.text.replica_placement import ReplicaPlacement
 from systolic.serving.text.replicas import Replicas
 from systolic.serving.text.request import SamplingParams, TextOutput, TextRequest
-from systolic.session.trained import from_source
 from systolic.steps.mesh import make_mesh
 from systolic.steps.paged import PagedSteps
 from systolic.steps.serving_layout import DeviceShares, ServingLayout

@@ -20,7 +20,9 @@ from systolic.data.skipped_files import Skipped
 from systolic.data.text.documents import Documents
 from systolic.data.text.instructions import Instructions
 from systolic.data.text.packing import Packing
+from systolic.inference.setup import set_up
 from systolic.job import Data, Layout, Read, Split
+from systolic.steps.input import training
 from systolic.training import distributed
 from systolic.training.distributed.consistency import (
     SameBatches,
@@ -28,8 +30,6 @@ from systolic.training.distributed.consistency import (
     require_same_job,
 )
 from systolic.training.evaluate import evaluate
-from systolic.training.input import training
-from systolic.training.setup import set_up
 from tests.steps import tiny
 from tests.training import restore_child
 from tests.training.distributed.hosts_child import DATA, EXAMPLES, tokens

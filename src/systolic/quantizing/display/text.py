@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
+from systolic.comparing.display.text import speed_rows, timed_lines
 from systolic.core.units import si
 from systolic.job import WeightFormat
 from systolic.quantizing.quantize import QuantizedModel
-from systolic.session.speed_rows import speed_rows, timed_lines
 
 SHOWN = 4
 """Paths that a line names."""

@@ -107,7 +107,7 @@ def _answered(
 def answerer_of(target: ServeTarget, settings: ServeSettings) -> Answerer:
     """Weights, texts and options that a model's answers depend on.
 
-    Raises: as :func:`~systolic.session.trained.prepare_model`.
+    Raises: as :func:`~systolic.inference.model.prepare_model`.
     """
     contents = model_contents(target.path, settings.checkpoint)
     return Answerer(
@@ -124,6 +124,6 @@ def _precision(target: ServeTarget, settings: ServeSettings) -> str:
     asked = settings.precision
     if not in_files(target.path):
         return "the run's" if asked is Precision.auto else asked.value
-    from systolic.training.machine import LocalDevices
+    from systolic.steps.machine import LocalDevices
 
     return asked.resolve(LocalDevices.here().platform).value

@@ -10,9 +10,9 @@ import pytest
 import systolic
 from systolic.cli.main import main
 from systolic.core.errors import OptionError
+from systolic.inference.prompts import turns_of
+from systolic.inference.scoring import AnswerOptions, metrics_of
 from systolic.job import Checkpoints, Evaluation, Layout, Optimizer, Sampling
-from systolic.session.answering import AnswerOptions, metrics_of
-from systolic.session.trained import turns_of
 from tests.formats import folders
 
 GREEDY = Sampling(temperature=0)

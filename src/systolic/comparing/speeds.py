@@ -14,16 +14,16 @@ from systolic.forecasting import forecast_job
 from systolic.forecasting.serving.capacity import forecast_serving
 from systolic.forecasting.serving.forecast import Load
 from systolic.forecasting.serving.layout import engine_layout
-from systolic.job import Batch, Job, Layout, Remat
-from systolic.models.decoder.config import Decoder
-from systolic.session.restored import restored_on_cpu
-from systolic.session.trained import (
+from systolic.inference.model import (
     PreparedModel,
     TrainedModel,
     keep_programs,
     prepare_model,
     set_up_here,
 )
+from systolic.job import Batch, Job, Layout, Remat
+from systolic.models.decoder.config import Decoder
+from systolic.serving.restored import restored_on_cpu
 from systolic.steps.lengths import longest_text
 
 if TYPE_CHECKING:

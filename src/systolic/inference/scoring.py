@@ -15,7 +15,7 @@ from systolic.job import Sampling, Split
 
 if TYPE_CHECKING:
     from systolic.data.text.chat import Messages
-    from systolic.session.trained import TrainedModel
+    from systolic.inference.model import TrainedModel
 
 EXACT, JSON = "exact", "json"
 GREEDY = Sampling(temperature=0.0)

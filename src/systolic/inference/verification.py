@@ -1,18 +1,17 @@
-"""``systolic.verify_bundle``: whether a Bundle's files are those that were written, and compute what they computed."""
+"""Verification of a Bundle: whether a Bundle's files are those that were written, and compute what they computed."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from systolic.core.arguments import with_types
 from systolic.core.errors import DataError, RunError
+from systolic.core.reporter import reporter
 from systolic.formats.bundle import Replay, inputs_of, open_bundled
 from systolic.formats.bundle import replay as compare
 from systolic.formats.program.model import ExportedProgram
+from systolic.inference.model import answers
 from systolic.runs.bundle.check import checked_bundle
 from systolic.runs.bundle.folder import Bundle
-from systolic.session.replaying import answers
 
 UNRECORDED = "the Bundle holds no recorded inputs: only digests were checked"
 UNASKED = "no replay was asked for: only digests were checked"
@@ -44,36 +43,22 @@ class Verified:
         }
 
 
-@with_types
-def verify_bundle(
-    path: Path | str, *, replay: bool = True, say: Callable[[str], None] = lambda _: None
-) -> Verified:
-    """Compares all files of a Bundle with their digests, and replays its recorded inputs.
-
-    Args:
-        path: The Bundle's folder.
-        replay: Compute the recorded inputs here and compare; without, only files are read.
-        say: Called with each stage.
-
-    Raises:
-        NotFoundError: the folder is no Bundle, or lacks a file.
-        DataError: a file was changed, cut or added, is a link out of the folder, or a pickle.
-        RunError: a newer version wrote it, or its outputs here differ by more than the recorded tolerance.
-    """
-    bundle = checked_bundle(Path(path))
+def verified(path: Path, *, replay: bool) -> Verified:
+    """A Bundle whose files are intact, with the replay of its recorded inputs; see :func:`systolic.verify_bundle`."""
+    bundle = checked_bundle(path)
     unreplayed = UNASKED
     if replay:
         unreplayed = UNRECORDED if bundle.record.recorded is None else None
     found = None
     if unreplayed is None:
-        say("replay")
+        reporter().stage("replay")
         found = _replayed(bundle)
         if not found.passed:
             raise RunError(
                 f"{path} computes something else here: {found.line()}; its files are intact, so compare versions ({_versions(bundle)}) and report it, or export the model again"
             )
     return Verified(
-        path=Path(path),
+        path=path,
         files=len(bundle.record.files),
         bytes=sum(one.bytes for one in bundle.record.files.values()),
         replay=found,

@@ -13,12 +13,12 @@ import pytest
 
 import systolic
 from systolic.cli.main import main
+from systolic.comparing.agreement import shared_inputs
+from systolic.comparing.comparison import ComparedModel, Comparison
+from systolic.comparing.display.text import lines
 from systolic.core.errors import OptionError
 from systolic.inference.latency import TimedCall, medians
 from systolic.runs.weights import sizes_of
-from systolic.session.agreement import shared_inputs
-from systolic.session.comparing import ComparedModel, Comparison, ComparisonOptions
-from systolic.session.comparing_text import lines
 from tests.session import bundled
 
 
@@ -98,8 +98,9 @@ def test_two_networks_for_the_same_pictures(tmp_path: Path) -> None:
     for kind in ("cnn", "vit"):
         (tmp_path / kind).mkdir()
         bundled.run(kind, tmp_path / kind)
-    asked = ComparisonOptions(repeats=1, rows=4, on="cpu", quick=True)
-    made = systolic.compare_models(tmp_path / "cnn/run", tmp_path / "vit/run", asked)
+    made = systolic.compare_models(
+        tmp_path / "cnn/run", tmp_path / "vit/run", repeats=1, rows=4, on="cpu", quick=True
+    )
     assert made.agreement is not None
     assert made.agreement.positions == 4
     assert made.agreement.max_abs > 0
@@ -115,10 +116,9 @@ def test_two_networks_for_the_same_pictures(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_server_is_forecast_for_language_models(language: tuple[Path, Path]) -> None:
-    asked = ComparisonOptions(
-        repeats=0, prompt_tokens=16, output_tokens=8, on="cpu, v5e-1", quick=True
+    made = systolic.compare_models(
+        *language, repeats=0, prompt_tokens=16, output_tokens=8, on="cpu, v5e-1", quick=True
     )
-    made = systolic.compare_models(*language, asked)
     for side in (made.a, made.b):
         assert list(side.speeds.forecasts) == ["cpu", "v5e-1"]
         forecast = side.speeds.forecasts["cpu"]
@@ -186,4 +186,4 @@ def test_models_that_read_different_things_are_not_compared(tmp_path: Path) -> N
 @pytest.mark.parametrize("field", ["rows", "prompt_tokens", "output_tokens"])
 def test_a_count_that_is_none(field: str) -> None:
     with pytest.raises(OptionError, match="0"):
-        ComparisonOptions(**{field: 0})
+        systolic.compare_models("a", "b", **{field: 0})

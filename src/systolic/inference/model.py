@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from systolic.core.arguments import with_types
-from systolic.core.errors import NotFoundError, OptionError, nearest
+from systolic.core.errors import NotFoundError, OptionError
 from systolic.core.files import nearest_file
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, check_arguments
 from systolic.core.units import si
@@ -14,24 +14,24 @@ from systolic.data.text.instructions import Instructions
 from systolic.data.text.sentences import Sentences
 from systolic.data.text.stops import Continuation
 from systolic.formats.registry import in_files
+from systolic.inference.prompts import Messages, several, turns_of
 from systolic.job import Job, Layout, Precision, Remat, Sampling, Split
+from systolic.recipes.jobs.flags import kept_flags
 from systolic.recipes.jobs.run import check_folder, rebuild
 from systolic.runs.job_record import JobRecord
 from systolic.runs.run import JOB, Run
-from systolic.session.run_flags import kept_flags
-from systolic.session.starting import with_frozen
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from systolic.formats.source import Source
+    from systolic.inference.generation import Generator
+    from systolic.inference.setup import Setup
     from systolic.runs.weights import Weights
     from systolic.steps.steps import StepFunctions
-    from systolic.training.generate import Generator
-    from systolic.training.setup import Setup
 
 Place = Callable[[Job, str, Sequence[Any]], tuple[Layout, Sequence[Any]] | None]
 """A job, a platform and its devices to a layout and the devices that it is for; None leaves it to the default."""
-Messages = Sequence[Mapping[str, Any]]
-"""``role`` and ``content`` of each message of a chat."""
 Metrics = dict[str, float]
 """Name of a metric to its mean over the data, such as ``bits_per_byte``."""
 
@@ -71,6 +71,7 @@ def open_model(
         return from_source(open_source(path), warn=warn, place=place)
     check_folder(Path(path))
     with Run.open(path) as run:
+        from systolic.inference.setup import with_frozen
         from systolic.runs import weights
 
         keep_programs()
@@ -120,6 +121,7 @@ def prepare_model(
         setup = set_up_here(job, run, place)
 
     def read() -> "Weights":
+        from systolic.inference.setup import with_frozen
         from systolic.runs import weights
 
         with Run.open(path) as run:
@@ -188,7 +190,7 @@ def _in_precision(job: Job, precision: Precision) -> Job:
 def keep_programs() -> None:
     """Keeps compiled programs, so that the next process that opens the model finds them."""
     from systolic.core.store import cache_home
-    from systolic.training.programs import compiler_cache
+    from systolic.steps.programs import compiler_cache
 
     compiler_cache(str(cache_home() / "xla"))
 
@@ -290,8 +292,9 @@ class TrainedModel:
             NotFoundError: the data is gone, or nothing is at ``path``.
         """
         from systolic.data.skipped_files import FILES
+        from systolic.inference.evaluation import check_data, evaluate, split_of, splits
+        from systolic.steps.input import evaluation_rows
         from systolic.steps.programs import jit_evaluate
-        from systolic.training.evaluate import evaluate, evaluation_rows
 
         check_arguments(TrainedModel.evaluate, {"batches": batches}, str)
         asked = split if split is None or isinstance(split, Split) else split_of(split)
@@ -343,13 +346,6 @@ class TrainedModel:
         system: str | None = None,
     ) -> list[str]:
         """Texts that continue ``prompts``, one for each, without the prompt; arguments as :meth:`stream`. A list of messages is one prompt."""
-        if not isinstance(prompts, str | Iterable) or isinstance(prompts, Mapping):
-            raise OptionError(
-                f"prompts is {prompts!r}; give a text or a list of texts, messages or a list of such lists"
-            )
-        several: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
-        if several and isinstance(several[0], Mapping):
-            several = [several]
         return [
             "".join(
                 self.stream(
@@ -362,7 +358,7 @@ class TrainedModel:
                     system=system,
                 )
             )
-            for one in several
+            for one in several(prompts)
         ]
 
     def stream(
@@ -398,7 +394,7 @@ class TrainedModel:
 
     def _generator(self, sampling: Sampling) -> "Generator":
         """The compiled programs of a way of sampling, kept for the next prompt."""
-        from systolic.training.generate import Generator
+        from systolic.inference.generation import Generator
 
         if sampling not in self._generators:
             weights = self.weights
@@ -430,19 +426,19 @@ class TrainedModel:
         Raises:
             OptionError: ``files`` is neither a path nor a list of paths.
         """
-        from systolic.inference.files import predictions
+        from systolic.inference.predictions import predictions
 
         several = [files] if isinstance(files, str | Path) else files
         if not isinstance(several, Iterable):
             raise OptionError(f"files is {files!r}; give a path or a list of paths")
         if self.takes_texts:
-            from systolic.inference.texts import embeddings
+            from systolic.inference.predictions import embeddings
 
             yield from embeddings(self.setup.steps, self.weights, list(several))
             return
         paths = [Path(file) for file in several]
         if self.takes_rows:
-            from systolic.inference.tables import rows_of
+            from systolic.inference.predictions import rows_of
 
             yield from rows_of(self.setup.steps, self.weights, paths)
             return
@@ -456,14 +452,14 @@ class TrainedModel:
             NotFoundError: there is no such file.
             DataError: it lacks inputs, or has no examples.
         """
-        from systolic.inference.files import output_arrays
+        from systolic.inference.predictions import output_arrays
 
         return output_arrays(self.setup.steps, self.weights, Path(file))
 
     @property
     def takes_rows(self) -> bool:
         """Whether :meth:`predict` takes tables of rows: the recipe's data has no files of single examples."""
-        from systolic.inference.tables import are_rows
+        from systolic.inference.predictions import are_rows
 
         return are_rows(self.job.data)
 
@@ -471,36 +467,6 @@ class TrainedModel:
     def takes_texts(self) -> bool:
         """Whether :meth:`predict` takes texts themselves beside files."""
         return isinstance(self.job.data, Sentences)
-
-
-def turns_of(prompt: Any, *, chat: bool, system: str | None) -> str | Messages:
-    """A prompt as the model is asked: a text to continue, or the messages of a chat.
-
-    Raises:
-        OptionError: it is neither, or the messages end with an answer or have a system's message beside the one that is given.
-    """
-    if isinstance(prompt, str):
-        if not chat and system is None:
-            return prompt
-        prompt = [{"role": "user", "content": prompt}]
-    elif not isinstance(prompt, Sequence) or not prompt:
-        raise OptionError(f"the prompt is {prompt!r}; give a text, or a list of messages")
-    for number, one in enumerate(prompt, 1):
-        if not isinstance(one, Mapping) or not isinstance(one.get("role"), str):
-            raise OptionError(f"message {number} of the prompt is {one!r}; give role and content")
-        if one.get("content") is None and not one.get("tool_calls"):
-            raise OptionError(f"message {number} of the prompt has no content; give a text")
-    if prompt[-1]["role"] == "assistant":
-        raise OptionError(
-            "the messages of the prompt end with an answer; end them with what the model shall answer"
-        )
-    if system is None:
-        return prompt
-    if prompt[0]["role"] == "system":
-        raise OptionError(
-            "the prompt has a system message and another one is given; leave one of them out"
-        )
-    return [{"role": "system", "content": system}, *prompt]
 
 
 def set_up_here(job: Job, run: Run | None = None, place: Place | None = None) -> "Setup":
@@ -511,8 +477,8 @@ def set_up_here(job: Job, run: Run | None = None, place: Place | None = None) ->
         run: Its run.
         place: Chooses the devices and their layout; by default all of them share the batch.
     """
-    from systolic.training.machine import LocalDevices
-    from systolic.training.setup import set_up
+    from systolic.inference.setup import set_up
+    from systolic.steps.machine import LocalDevices
 
     machine = LocalDevices.here()
     placed = None if place is None else place(job, machine.platform, machine.devices)
@@ -536,46 +502,12 @@ def set_up_here(job: Job, run: Run | None = None, place: Place | None = None) ->
     return set_up(job, machine, flags, reads=False, serves=placed is not None)
 
 
-def split_of(name: Any) -> Split:
-    """The split of a name, which a caller in Python may give as anything.
+def answers(source: "Source", inputs: Mapping[str, "np.ndarray"]) -> "tuple[np.ndarray, str]":
+    """Outputs float32[rows, ..., n] of a model as a user opens it, and the platform that computed them.
 
-    Raises:
-        OptionError: there is no such split.
+    Raises: as :func:`open_model`.
     """
-    names = [one.value for one in Split]
-    if name not in names:
-        raise OptionError(
-            f"{name!r} is no split{nearest(str(name), names)}; give {' or '.join(names)}"
-        )
-    return Split(name)
+    from systolic.formats.probe import outputs_of
 
-
-def check_data(split: Split | None, path: Path | str | None) -> None:
-    """Refuses a split of a run's own data beside other data.
-
-    Raises:
-        OptionError: both are given.
-    """
-    if path is not None and split is not None:
-        raise OptionError(
-            f"--split {split.value} is a part of the run's own data and --path is other data; give one of them"
-        )
-
-
-def splits(job: Job, asked: Split | None) -> list[Split]:
-    """The splits to evaluate: the one asked for, else all that are held out and not empty.
-
-    Raises:
-        OptionError: there is none, or the one asked for is empty.
-    """
-    held_out = [one for one in (Split.validation, Split.test) if job.data.size(one) != 0]
-    if not held_out and job.data.size(Split.train) == 0:
-        raise OptionError(f"{job.name} has no data of its own; give the data with --path")
-    if asked is None and not held_out:
-        raise OptionError(
-            f"{job.name} has no held-out data; choose --split train, or give the recipe data for validation"
-        )
-    if asked is not None and job.data.size(asked) == 0:
-        others = " or ".join(one.value for one in (*held_out, Split.train) if one is not asked)
-        raise OptionError(f"{job.name} has no {asked.value} data; choose --split {others}")
-    return held_out if asked is None else [asked]
+    model = from_source(source, Precision.f32, texts=False)
+    return outputs_of(model.setup.steps, model.weights, inputs), model.setup.machine.platform

@@ -5,13 +5,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from systolic.core.units import si
+from systolic.inference.model import PreparedModel
 from systolic.job import Job, Quantization, WeightFormat
 from systolic.models.decoder.config import Decoder
-from systolic.session.trained import PreparedModel
 
 if TYPE_CHECKING:
+    from systolic.inference.setup import Setup
     from systolic.runs.weights import Weights
-    from systolic.training.setup import Setup
 
 MULTIPLIED = WeightFormat.int8, WeightFormat.w8a8
 """Formats whose codes are multiplied as they are, see :func:`systolic.models.linear.codes_product`."""

@@ -1,8 +1,8 @@
-"""Set-up of a job on the local devices: its programs, after every check and before any compile."""
+"""Set-up of a job on the local devices: its programs, after every check and before any compile, and the weights that it begins with."""
 
 import os
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,23 +13,57 @@ import numpy as np
 from systolic.chips.flags import compile_options, name_of, resolved
 from systolic.compiling.executable import Loaded, flags_of, load
 from systolic.compiling.steps import described
-from systolic.core.errors import DataError, OptionError, nearest
+from systolic.core.errors import DataError, NotFoundError, OptionError, nearest
 from systolic.job import Job, Layout, Read, Split, Target
 from systolic.job.data import MASK
+from systolic.runs.job_record import JobRecord
 from systolic.runs.weights import Weights
+from systolic.steps.input import evaluation_rows
+from systolic.steps.machine import LocalDevices
 from systolic.steps.mesh import slices_of
 from systolic.steps.paged_sharding import paged_target
-from systolic.steps.programs import jit_evaluate, jit_train
+from systolic.steps.programs import compiled, jit_evaluate, jit_train, never
 from systolic.steps.state import TrainState
 from systolic.steps.steps import StepFunctions, wide_copy
 from systolic.steps.target import MeshTarget
-from systolic.training.expected import Expected
-from systolic.training.input import evaluation_rows
-from systolic.training.machine import LocalDevices
-from systolic.training.programs import compiled, never
 
 COMPARED = 8
 """Most examples on which a model of another framework is compared with it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Expected:
+    """Forecast of a train step; times in seconds."""
+
+    slice: str
+    step_seconds: float
+    low: float | None = None
+    high: float | None = None
+    mfu: float | None = None
+
+    def beside(self, measured: float) -> dict[str, float]:
+        """Fields of a train record: the forecast, and the ratio of the measured step to it."""
+        return {
+            "forecast_step_seconds": self.step_seconds,
+            "forecast_ratio": measured / self.step_seconds,
+        }
+
+    def against(self, measured: float | None) -> dict[str, Any]:
+        """Fields of the summary; ``measured`` is None for a session without steps."""
+        low, high = self.low, self.high
+        within = None
+        if measured is not None and low is not None and high is not None:
+            within = low <= measured <= high
+        return {
+            "slice": self.slice,
+            "step_seconds": self.step_seconds,
+            "step_seconds_low": low,
+            "step_seconds_high": high,
+            "mfu": self.mfu,
+            "measured_step_seconds": measured,
+            "ratio": None if measured is None else measured / self.step_seconds,
+            "within_interval": within,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,3 +296,48 @@ def first_state(
     key = jax.random.key(seed)
     made = compiled(program.lower(key), quick, stop)
     return None if made is None else jax.block_until_ready(steps.with_rates(made(key)))
+
+
+def with_start(
+    setup: Setup, run: Path | None = None, record: JobRecord | None = None
+) -> tuple[Setup, Mapping[str, str | None] | None]:
+    """Adds the weights of the job's start to a set-up, and returns their origin; unchanged without a start.
+
+    Args:
+        setup: The job on this machine.
+        run: A run that was started before.
+        record: The run's job.json; its start must be the same.
+
+    Raises:
+        NotFoundError: the weights of the start no longer exist.
+        RunError: the weights of the start have changed.
+    """
+    start = setup.job.start
+    if start is None:
+        return setup, None
+    from systolic.formats.weights import starting_weights
+
+    try:
+        weights, origin = starting_weights(start, setup.steps)
+    except NotFoundError as error:
+        if run is None or record is None or record.start is None:
+            raise
+        raise NotFoundError(
+            f"{run} has no copy of the frozen weights of its base model, and {record.start['path']} no longer exists; restore the model there"
+        ) from error
+    if run is not None and record is not None and record.start is not None:
+        origin.require(record.start, run)
+    return replace(setup, initial=weights), asdict(origin)
+
+
+def with_frozen(weights: Weights, setup: Setup, run: Path, record: JobRecord) -> Weights:
+    """Adds the frozen weights to those of a checkpoint, which omits them; unchanged if nothing is frozen.
+
+    Raises: as :func:`with_start`.
+    """
+    if not setup.steps.network.frozen:
+        return weights
+    begun, _ = with_start(setup, run, record)
+    assert begun.initial is not None
+    whole = {**weights.model_state, **begun.initial.model_state}
+    return replace(weights, model_state=whole)

@@ -19,15 +19,15 @@ from hypothesis import strategies as st
 
 from systolic.cli.main import main
 from systolic.data.text.stops import Finish, Stops
+from systolic.inference.generation import Generator
+from systolic.inference.model import set_up_here
+from systolic.inference.setup import set_up
 from systolic.job import Precision, Sampling
 from systolic.models.decoder.config import Decoder
 from systolic.recipes.jobs.run import rebuild
 from systolic.runs import Run
 from systolic.runs.weights import begin_with
-from systolic.session.trained import set_up_here
 from systolic.steps.decode import Decode
-from systolic.training.generate import Generator
-from systolic.training.setup import set_up
 from tests.cli.tiny import job
 from tests.tiers import some
 from tests.training.sessions import events, records

@@ -158,6 +158,6 @@ def test_arrays_of_other_forms_are_named() -> None:
 
 
 def main_out() -> None:
-    from systolic.cli.predict import _check_out
+    from systolic.inference.results import check_out
 
-    _check_out(["a.csv"], Path("answers.parquet"))
+    check_out(["a.csv"], Path("answers.parquet"))

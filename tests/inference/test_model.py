@@ -5,12 +5,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import systolic
 from systolic.cli.main import main
 from systolic.core.errors import NotFoundError, OptionError
+from systolic.core.reporter import Reporter, reporting
 from systolic.formats.outline import contents_of, weight_bytes
 
 SIZES = "--model.layers 1 --model.d-model 16 --model.d-ff 16 --model.heads 2 --model.kv-heads 2"
@@ -183,6 +185,61 @@ def test_mistakes_are_errors_of_one_line(home: Path) -> None:
         model.generate([5])  # ty: ignore[invalid-argument-type]
     with pytest.raises(OptionError, match="files is 5; give a path"):
         model.predict(5)  # ty: ignore[invalid-argument-type]
+
+
+class Noted(Reporter):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.states: list[Any] = []
+        self.lines: list[str] = []
+
+    def update(self, state: Any) -> None:
+        self.states.append(state)
+
+    def warn(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def test_functions_answer_as_the_opened_model_and_report_as_they_go(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, file = systolic.open(home / "run"), home / "text" / "7.txt"
+    with reporting(Noted()) as noted:
+        texts = systolic.generate(model, ["def", "return"], tokens=4, seed=3)
+    assert [text.text for text in texts.texts] == model.generate(
+        ["def", "return"], tokens=4, seed=3
+    )
+    assert texts.step == 3
+    begun = [state.number for state in noted.states if state.begins]
+    assert begun == [state.number for state in noted.states if state.ends] == [0, 1]
+    for number, text in enumerate(texts.texts):
+        pieces = [state.text for state in noted.states if state.number == number]
+        assert "".join(pieces) == text.text
+        assert text.finish is not None
+
+    with reporting(Noted()) as noted:
+        answers = systolic.predict(home / "run", [file, "nowhere.txt"])
+    assert answers.failed == len(noted.lines) == len(noted.states) == 1
+    assert "nowhere.txt" in noted.lines[0]
+    assert answers.to_json()["predictions"][0] == {"file": str(file), **model.predict(file)[0]}
+
+    measured = systolic.evaluate(model, split="train", batches=1)  # ty: ignore[invalid-argument-type]
+    assert measured.metrics == model.evaluate("train", batches=1)
+    assert measured.path == home / "run"
+    assert capsys.readouterr() == ("", "")
+    with pytest.raises(OptionError, match="open already, at its checkpoint; leave out"):
+        systolic.generate(model, "def", checkpoint="2")
+    with pytest.raises(OptionError, match=r"--split is 'tset'; did you mean test\?; it takes"):
+        systolic.evaluate(model, split="tset")  # ty: ignore[invalid-argument-type]
+
+
+def test_texts_are_printed_as_they_come(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = systolic.open(home / "run")
+    first, second = model.generate(["def", "a"], tokens=3, seed=3)
+    words = ["generate", str(home / "run"), "def", "a", "--tokens", "3", "--seed=3"]
+    assert main(words) == 0
+    assert capsys.readouterr().out == f"def{first}\n\na{second}\n"
 
 
 def test_one_stop_string_and_one_file_need_no_list(home: Path) -> None:

@@ -1,44 +1,25 @@
-"""``systolic.compare_models``: two models side by side, in size, quality, answers, latency here and forecast."""
+"""Measurement of two models side by side:  size, quality, answers, latency here and forecast."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 from rich.text import Text
 
-from systolic.core.arguments import with_types
+from systolic.comparing.agreement import Agreement, agreement
+from systolic.comparing.speeds import ModelSpeeds, SpeedOptions, speeds_of
 from systolic.core.errors import OptionError, called
-from systolic.core.ranges import NOT_NEGATIVE
+from systolic.core.reporter import reporter
 from systolic.data.text.instructions import Instructions
 from systolic.formats.registry import in_files
+from systolic.inference.model import TrainedModel, keep_programs, prepare_model
+from systolic.inference.scoring import AnswerOptions, check_answers, scores_of
 from systolic.job import Job
 from systolic.runs.bundle.folder import MANIFEST, RECORDED, open_bundle
 from systolic.runs.bundle.tensors import SUFFIX
-from systolic.session.agreement import Agreement, agreement
-from systolic.session.answering import NO_ANSWERS, AnswerOptions, check_answers, scores_of
-from systolic.session.speeds import ModelSpeeds, SpeedOptions, speeds_of
-from systolic.session.trained import TrainedModel, keep_programs, prepare_model
 from systolic.steps.lengths import longest_text
-
-Say = Callable[[str], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ComparisonOptions(SpeedOptions):
-    """What is measured, speeds and quality.
-
-    Raises:
-        OptionError: a number outside its range, or an unknown slice.
-    """
-
-    data: Path | None = None
-    """Data for both, read as ``systolic eval --path`` reads it; None measures no quality."""
-    batches: Annotated[int, NOT_NEGATIVE] = 0
-    """Batches of it; 0 is all."""
-    answers: AnswerOptions = NO_ANSWERS
-    """How answers to the conversations of the data are scored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +93,8 @@ class Comparison:
         return f"<Comparison of {self.a.path} and {self.b.path}: {found}>"
 
     def _repr_html_(self) -> str:
+        from systolic.comparing.display.text import lines
         from systolic.report.notebook import screen
-        from systolic.session.comparing_text import lines
 
         return screen([Text(line) for line in lines(self)])
 
@@ -131,51 +112,37 @@ class Comparison:
         }
 
 
-@with_types
-def compare_models(
-    a: Path | str,
-    b: Path | str,
-    options: ComparisonOptions = ComparisonOptions(),
+def compared(
+    paths: Sequence[Path],
+    speeds: SpeedOptions,
+    answers: AnswerOptions,
     *,
-    trust: bool = False,
-    warn: Callable[[str], None] = lambda _: None,
-    say: Callable[[str], None] = lambda _: None,
+    data: Path | None,
+    batches: int,
+    trust: bool,
 ) -> Comparison:
-    """Measures two models on the same inputs, in turn.
-
-    Args:
-        a: A run, a Bundle, a Hugging Face folder or a GGUF file.
-        b: Another one of the same task.
-        options: What is measured.
-        trust: Execute the runs' recipes although they are not yours, now and later.
-        warn: Called with each warning, one line.
-        say: Called with each stage.
-
-    Raises:
-        OptionError: the models have different tasks, or the data is not of their kind.
-        NotFoundError: a model or the data is not there.
-        SystolicError: a model can't be opened; as :func:`systolic.open`.
-    """
+    """Measures two models on the same inputs, in turn; see :func:`systolic.compare_models`."""
+    warn, stage = reporter().warn, reporter().stage
     keep_programs()
-    check_answers(options.answers, options.data)
-    paths = [Path(a), Path(b)]
+    check_answers(answers, data)
     prepared = [prepare_model(path, trust=trust, warn=warn) for path in paths]
-    _refuse_other_tasks(paths, [one.setup.job for one in prepared])
-    say("weights")
+    _refuse_other_tasks(paths, [each.setup.job for each in prepared])
+    stage("weights")
     models = [
-        TrainedModel(path, one.setup, one.read(), warn)
-        for path, one in zip(paths, prepared, strict=True)
+        TrainedModel(path, each.setup, each.read(), warn)
+        for path, each in zip(paths, prepared, strict=True)
     ]
     sides = [_described(model) for model in models]
-    say("the same inputs")
+    stage("the same inputs")
     agreed = agreement(*models)
-    sequence = _common_rows(models, options)
-    sides = [
-        _measured(side, model, options, sequence, say)
-        for side, model in zip(sides, models, strict=True)
-    ]
-    speeds, timed = speeds_of(models, options, say)
-    sides = [replace(side, speeds=one) for side, one in zip(sides, speeds, strict=True)]
+    if data is not None:
+        sequence = _common_rows(models, data)
+        sides = [
+            replace(side, measured=_measured(model, data, batches, sequence, answers))
+            for side, model in zip(sides, models, strict=True)
+        ]
+    measured, timed = speeds_of(models, speeds, stage)
+    sides = [replace(side, speeds=each) for side, each in zip(sides, measured, strict=True)]
     return Comparison(
         a=sides[0],
         b=sides[1],
@@ -183,12 +150,12 @@ def compare_models(
         disagreement=agreed if isinstance(agreed, str) else None,
         device=models[0].setup.machine.name,
         timed=timed,
-        data=None if options.data is None else str(options.data),
-        on=options.slices,
+        data=None if data is None else str(data),
+        on=speeds.slices,
     )
 
 
-def _refuse_other_tasks(paths: list[Path], jobs: list[Job]) -> None:
+def _refuse_other_tasks(paths: Sequence[Path], jobs: Sequence[Job]) -> None:
     """Raises OptionError for models that do different things."""
     names = [type(job.task).__name__ for job in jobs]
     if type(jobs[0].task) is not type(jobs[1].task):
@@ -253,11 +220,9 @@ def _recorded(model: TrainedModel) -> list[dict[str, Any]]:
 
 
 @called("--data")
-def _common_rows(models: Sequence[TrainedModel], options: ComparisonOptions) -> int | None:
+def _common_rows(models: Sequence[TrainedModel], data: Path) -> int | None:
     """Tokens of a row for both where the data is conversations, so that they are cut at the same place: the longer row, at most what both models take."""
-    if options.data is None:
-        return None
-    jobs = [model.job_on(options.data) for model in models]
+    jobs = [model.job_on(data) for model in models]
     sizes = [job.data.sequence for job in jobs if isinstance(job.data, Instructions)]
     limits = [most for job in jobs if (most := longest_text(job)) is not None]
     return min([max(sizes), *limits]) if len(sizes) == len(jobs) else None
@@ -265,16 +230,10 @@ def _common_rows(models: Sequence[TrainedModel], options: ComparisonOptions) -> 
 
 @called("--data")
 def _measured(
-    side: ComparedModel,
-    model: TrainedModel,
-    options: ComparisonOptions,
-    sequence: int | None,
-    say: Say,
-) -> ComparedModel:
-    if options.data is None:
-        return side
-    say(f"{side.path.name} on {options.data}")
-    (metrics,) = model.evaluate(
-        path=options.data, batches=options.batches, sequence=sequence
-    ).values()
-    return replace(side, measured=metrics | scores_of(model, options.data, options.answers, say))
+    model: TrainedModel, data: Path, batches: int, sequence: int | None, answers: AnswerOptions
+) -> Mapping[str, float]:
+    """Metrics of a model on the data, those of its answers among them."""
+    stage = reporter().stage
+    stage(f"{model.path.name} on {data}")
+    (metrics,) = model.evaluate(path=data, batches=batches, sequence=sequence).values()
+    return metrics | scores_of(model, data, answers, stage)

@@ -16,7 +16,7 @@ def new_flags(given: str, chosen: Chosen | None) -> RunFlags:
     Raises:
         OptionError: a word of ``given`` is no flag.
     """
-    from systolic.training.machine import LocalDevices
+    from systolic.steps.machine import LocalDevices
 
     chip = LocalDevices.here().chip
     same = chosen is not None and (chip is None or slice(chosen.slice).chip.name == chip.name)

@@ -19,7 +19,7 @@ from systolic.models.encoder.config import Encoder
 from systolic.models.whisper.config import Whisper
 
 if TYPE_CHECKING:
-    from systolic.session.trained import TrainedModel
+    from systolic.inference.model import TrainedModel
 
 Named = Mapping[str, np.ndarray]
 
@@ -181,7 +181,7 @@ def _outputs(model: "TrainedModel", inputs: Named) -> dict[str, np.ndarray]:
         from systolic.formats.probe import outputs_of
 
         return {"outputs": outputs_of(steps, weights, inputs)}
-    from systolic.inference.files import Runner
+    from systolic.inference.predictions import Runner
 
     rows = next(len(one) for name, one in inputs.items() if name not in data.repeated)
     examples = (

@@ -1,0 +1,1 @@
+"""Comparison of two models: size, quality, answers to the same inputs, latency here and forecasts."""

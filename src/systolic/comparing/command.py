@@ -1,0 +1,83 @@
+"""``systolic compare`` and :func:`systolic.compare_models`: two models side by side."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from systolic.chips import Slice
+from systolic.core.arguments import OptionWords, command_of
+from systolic.core.ranges import COUNT, NOT_NEGATIVE
+from systolic.core.reporter import working
+
+if TYPE_CHECKING:
+    from systolic.comparing.comparison import Comparison
+
+
+@command_of
+def compare_models(  # noqa: PLR0913  the options of systolic compare
+    a: Path | str,
+    b: Path | str,
+    *,
+    data: Path | None = None,
+    batches: Annotated[int, NOT_NEGATIVE] = 0,
+    metric: Annotated[str | Sequence[str], OptionWords(tuple[str, ...], repeated=True)] = (),
+    answers: Annotated[int, COUNT] = 100,
+    answer_tokens: Annotated[int, COUNT] = 256,
+    rows: Annotated[int, COUNT] = 1,
+    prompt_tokens: Annotated[int, COUNT] = 128,
+    output_tokens: Annotated[int, COUNT] = 16,
+    repeats: Annotated[int, NOT_NEGATIVE] = 5,
+    on: str | Slice | Sequence[str | Slice] | None = None,
+    quick: bool = False,
+    trust: bool = False,
+) -> "Comparison":
+    """Puts two models side by side: size, quality, answers to the same inputs, latency here, forecast on a slice.
+
+    Args:
+        a: A run, a Bundle, a Hugging Face folder or a GGUF file.
+        b: Another one for the same task; its outputs are compared with those of the first.
+        data: Data to measure both on, such as new.jsonl, as systolic eval --path reads it, conversations by each model's chat template; without, only evaluations on record are shown.
+        batches: Only the first so many batches of it; 0 is all.
+        metric: Of conversations: exact (answers that are the reference), json (answers that are JSON), or a function of (answer, reference) as FILE.py:FUNCTION; may be given several times.
+        answers: Conversations that both models answer for the metrics, the first so many.
+        answer_tokens: Most new tokens of such an answer.
+        rows: Texts, pictures or recordings of a timed call, and requests of the forecast.
+        prompt_tokens: Tokens of each timed prompt.
+        output_tokens: New tokens of each timed prompt.
+        repeats: Timed calls of each model, in turn; 0 times none.
+        on: Slices for forecasts of both, such as v5e-8,v6e-1: of a server for language models, of the eval step for others.
+        quick: Stop the forecasts at the compiler's schedule, after seconds.
+        trust: Execute the runs' recipes although they are not yours, now and later: their digests are remembered.
+
+    Raises:
+        OptionError: the models have different tasks, or the data is not of their kind.
+        NotFoundError: a model, the data or a slice is not there.
+        SystolicError: a model can't be opened; as :func:`systolic.open`.
+    """
+    from systolic.comparing.comparison import compared
+    from systolic.comparing.speeds import SpeedOptions
+    from systolic.inference.scoring import AnswerOptions
+
+    metrics = (metric,) if isinstance(metric, str) else tuple(metric)
+    scored = AnswerOptions(metrics=metrics, conversations=answers, tokens=answer_tokens)
+    speeds = SpeedOptions(
+        rows=rows,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        repeats=repeats,
+        on=_names(on),
+        quick=quick,
+    )
+    first, second = Path(a), Path(b)
+    with working(f"compare {first.name} {second.name}"):
+        return compared((first, second), speeds, scored, data=data, batches=batches, trust=trust)
+
+
+def _names(on: str | Slice | Sequence[str | Slice] | None) -> str | None:
+    """Names of slices, with commas."""
+    if on is None or isinstance(on, str):
+        return on
+    return ",".join(
+        each.name if isinstance(each, Slice) else each
+        for each in ([on] if isinstance(on, Slice) else on)
+    )

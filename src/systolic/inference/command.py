@@ -1,0 +1,242 @@
+"""``systolic generate``, ``predict``, ``eval`` and ``verify``, and their functions in Python."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from systolic.core.arguments import OptionWords, command_of
+from systolic.core.errors import OptionError
+from systolic.core.ranges import COUNT, NOT_NEGATIVE
+from systolic.core.reporter import reporter, working
+from systolic.job import Sampling, Split
+
+if TYPE_CHECKING:
+    from systolic.inference.model import TrainedModel
+    from systolic.inference.prompts import Messages
+    from systolic.inference.results import GeneratedTexts, MeasuredModel, Predictions
+    from systolic.inference.verification import Verified
+
+RUN = OptionWords(Path, name="run")
+WORDS = OptionWords(tuple[str, ...])
+SAMPLING = Sampling()
+
+
+@command_of
+def generate(  # noqa: PLR0913  the options of systolic generate
+    model: Annotated["TrainedModel | Path | str", RUN],
+    prompts: Annotated[
+        "str | Messages | Sequence[str | Messages]", OptionWords(tuple[str, ...], name="prompt")
+    ] = (),
+    *,
+    file: Path | None = None,
+    tokens: Annotated[int, COUNT] = 200,
+    sampling: Annotated[Sampling, OptionWords(Sampling, flat=True)] = SAMPLING,
+    stop: Annotated[str | Sequence[str], OptionWords(tuple[str, ...], repeated=True)] = (),
+    seed: Annotated[int, NOT_NEGATIVE] = 0,
+    chat: bool = False,
+    system: str | None = None,
+    checkpoint: str = "best",
+    trust: bool = False,
+) -> "GeneratedTexts":
+    """Continues prompts with a trained language model.
+
+    Args:
+        model: The run's directory, or a model: a Bundle, a Hugging Face folder or a GGUF file.
+        prompts: The texts to continue, one after the other; - reads one from standard input, and "" begins a text.
+        file: More prompts: the lines of a file, or of a .jsonl the field prompt, or messages (role, content), which are answered as a chat; - reads standard input.
+        tokens: At most so many new tokens for each prompt; a text ends before, with a warning, where the model takes no longer one.
+        sampling: How tokens are picked.
+        stop: A string that ends the text, which leaves it out; may be given several times.
+        seed: The same seed gives the same text for a prompt.
+        chat: Each prompt is a message, which the model answers by its tokenizer's chat template.
+        system: A system message before each prompt, which is then a message too.
+        checkpoint: Of a run: best, last or the number of a step.
+        trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
+
+    Returns:
+        The texts. The reporter's ``update`` was given each piece as it came: a
+        :class:`~systolic.inference.results.TextPiece`.
+
+    Raises:
+        NotFoundError: there is no such model, checkpoint or file of prompts.
+        OptionError: the model continues no text, a prompt is longer than it takes, or a stop string is empty.
+        SystolicError: the model can't be opened; as :func:`systolic.open`.
+    """
+    from systolic.data.text.stops import Stops
+    from systolic.inference.prompts import read_prompts
+    from systolic.inference.results import GeneratedTexts, TextCompletion, TextPiece
+
+    listed = read_prompts(prompts, file)
+    Stops(stop)  # refuses an empty string before the run is opened
+    opened = _opened(model, checkpoint, trust)
+    later: list[str] = []
+    warn, opened.warn = opened.warn, later.append  # a text's warnings wait for the end of its line
+    begun = time.perf_counter()
+    texts: list[TextCompletion] = []
+    arguments: dict[str, Any] = {"tokens": tokens, "sampling": sampling, "stop": stop}
+    arguments |= {"seed": seed, "chat": chat, "system": system}
+    try:
+        # A prompt that is refused is refused before the first answer.
+        streams = [opened.stream(prompt, **arguments) for prompt in listed]
+        for number, (prompt, pieces) in enumerate(zip(listed, streams, strict=True)):
+            start = time.perf_counter()
+            is_chat = chat or system is not None or not isinstance(prompt, str)
+            shown = TextPiece(number, prompt, is_chat)
+            reporter().update(replace(shown, begins=True))
+            text = ""
+            for piece in pieces:
+                text += piece
+                reporter().update(replace(shown, text=piece))
+            reporter().update(replace(shown, ends=True))
+            seconds = time.perf_counter() - start
+            texts.append(
+                TextCompletion(prompt=prompt, text=text, finish=pieces.finish, seconds=seconds)
+            )
+            while later:
+                warn(later.pop(0))
+    finally:
+        opened.warn = warn
+    seconds = time.perf_counter() - begun
+    return GeneratedTexts(path=_path(model), step=opened.step, texts=texts, seconds=seconds)
+
+
+@command_of
+def predict(
+    model: Annotated["TrainedModel | Path | str", RUN],
+    files: Annotated[Path | str | Sequence[Path | str], WORDS] = (),
+    *,
+    out: Path | None = None,
+    checkpoint: str = "best",
+    trust: bool = False,
+) -> "Predictions":
+    """Labels files with a trained model; a language model scores texts in bits per byte, a model of embeddings turns them into vectors, Whisper writes down sound files.
+
+    Args:
+        model: The run's directory, or a model: a Bundle, a Hugging Face folder or a GGUF file.
+        files: Images or arrays for an image model, files of text for a language model, recordings for Whisper; for a model of embeddings texts, or their files; for an exported program .npz files with an array for each input; for a recipe whose data are arrays tables of new rows: CSV, TSV, JSONL or .npz. One that can't be read is named, the others are answered, and the exit code is 1.
+        out: Of an exported program: write its outputs for one file as arrays into this .npz file. Of tables: write the answers of all rows into this .jsonl or .csv file.
+        checkpoint: Of a run: best, last or the number of a step.
+        trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
+
+    Returns:
+        The answers. The reporter's ``update`` was given each as it came: a
+        :class:`~systolic.inference.results.FileAnswer`.
+
+    Raises:
+        OptionError: no files are given, or ``out`` does not fit them or the model.
+        NotFoundError: there is no such model or checkpoint, or none of the files.
+        DataError: with ``out``, no row was answered.
+        SystolicError: the model can't be opened; as :func:`systolic.open`.
+    """
+    from systolic.formats.registry import in_files
+    from systolic.inference.results import (
+        NPZ,
+        answered,
+        check_files,
+        check_out,
+        written_arrays,
+        written_rows,
+    )
+
+    listed = [files] if isinstance(files, str | Path) else list(files)
+    path = _path(model)
+    if not listed:
+        raise OptionError(
+            f"systolic predict {path} needs files, or texts for a model of embeddings; name one or more after it"
+        )
+    if out is not None:
+        check_out(listed, out)
+    if not in_files(path):
+        check_files(listed)
+    opened = _opened(model, checkpoint, trust)
+    if not opened.takes_texts:
+        check_files(listed)
+    if out is None:
+        predictions = answered(opened, listed)
+    else:
+        write = written_arrays if out.suffix == NPZ else written_rows
+        predictions = write(opened, listed, out)
+    return replace(predictions, path=path)
+
+
+@command_of
+def evaluate(
+    model: Annotated["TrainedModel | Path | str", RUN],
+    *,
+    split: Split | None = None,
+    path: Path | None = None,
+    checkpoint: str = "best",
+    batches: Annotated[int, NOT_NEGATIVE] = 0,
+    trust: bool = False,
+) -> "MeasuredModel":
+    """Evaluates a run on its held-out data, or on other data.
+
+    Args:
+        model: The run's directory, or a model: a Bundle, a Hugging Face folder or a GGUF file.
+        split: Which part; by default every held-out part there is.
+        path: Other data for it, such as new.jsonl, read as the run's own was; all of it is evaluated.
+        checkpoint: Of a run: best, last or the number of a step.
+        batches: Only the first so many batches; 0 is all.
+        trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
+
+    Raises:
+        OptionError: both a split and a path are given, or there is no such data.
+        NotFoundError: there is no such model or checkpoint, the data is gone, or nothing is at ``path``.
+        SystolicError: the model can't be opened; as :func:`systolic.open`.
+    """
+    from systolic.inference.evaluation import check_data
+    from systolic.inference.results import MeasuredModel
+
+    check_data(split, path)
+    opened = _opened(model, checkpoint, trust)
+    metrics = opened.evaluate(split, path=path, batches=batches)
+    return MeasuredModel(
+        path=_path(model),
+        step=opened.step,
+        metrics=metrics,
+        baselines=opened.baselines_of(path),
+    )
+
+
+@command_of
+def verify_bundle(
+    path: Annotated[Path | str, OptionWords(Path, name="bundle")], *, replay: bool = True
+) -> "Verified":
+    """Compares every file of a Bundle with its digest, refuses files that it does not list, and replays its recorded inputs.
+
+    Args:
+        path: The Bundle's folder.
+        replay: Compute the recorded inputs here and compare with the recorded outputs.
+
+    Raises:
+        NotFoundError: the folder is no Bundle, or lacks a file.
+        DataError: a file was changed, cut or added, is a link out of the folder, or a pickle.
+        RunError: a newer version wrote it, or its outputs here differ by more than the recorded tolerance.
+    """
+    from systolic.inference.verification import verified
+
+    with working(f"verify {Path(path).name}"):
+        return verified(Path(path), replay=replay)
+
+
+def _path(model: "TrainedModel | Path | str") -> Path:
+    return Path(model) if isinstance(model, str | Path) else model.path
+
+
+def _opened(model: "TrainedModel | Path | str", checkpoint: str, trust: bool) -> "TrainedModel":
+    """The model of a path; one that is open already as it is.
+
+    Raises:
+        OptionError: a checkpoint is chosen of one that is open already.
+    """
+    from systolic.inference.model import TrainedModel, open_model
+
+    if not isinstance(model, TrainedModel):
+        return open_model(model, checkpoint, trust=trust, warn=reporter().warn)
+    if checkpoint != "best":
+        raise OptionError(
+            f"{model!r} is open already, at its checkpoint; leave out checkpoint {checkpoint}, or give the run's path"
+        )
+    return model

@@ -1,0 +1,1 @@
+"""Terminal views of an opened model's texts, predictions and metrics."""
