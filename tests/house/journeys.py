@@ -31,7 +31,7 @@ JOURNEYS: Mapping[str, tuple[str, ...]] = {
         "cli/forms.py:_answered",
         "> training/command.py:train",
         "training/session.py:start",
-        "session/run_flags.py:new_flags",
+        "recipes/jobs/flags.py:new_flags",
         "training/expected.py:expected",
         "inference/setup.py:set_up",
         "steps/steps.py:StepFunctions",
