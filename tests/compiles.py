@@ -35,7 +35,7 @@ NUMERIC = (
         "models/test_convolutions.py",
     ),
     *("models/test_decoder.py", "models/test_dense_switches.py", "models/test_dropless.py"),
-    *("models/test_interleaved.py", "models/test_rolling.py", "session", "steps"),
+    *("models/test_interleaved.py", "models/test_rolling.py", "quantizing", "steps"),
 )
 """Folders and files whose tests compare numbers, for which XLA's costly passes are left out: they change only rounding."""
 DEFAULT = (
@@ -51,6 +51,7 @@ DEFAULT = (
         "models",
     ),
     *("planning", "inference", "recipes", "report", "serving", "training", "tuning"),
+    *("comparing", "compat"),
 )
 """The same of default tests; slow ones of the last folders have programs as users do."""
 

@@ -19,7 +19,7 @@ from systolic.comparing.display.text import lines
 from systolic.core.errors import OptionError
 from systolic.inference.latency import TimedCall, medians
 from systolic.runs.weights import sizes_of
-from tests.session import bundled
+from tests.runs import bundled
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from systolic.models.vision.vit.config import Pooling, Positions, ViT
 from systolic.steps.tasks.classification import Classification
 from tests.formats.foreign_images import picture
 from tests.formats.foreign_images import resnet as small_resnet
-from tests.session import bundled
+from tests.runs import bundled
 from tests.tiers import some
 
 RECORDED = Path(__file__).parent.parent / "recorded" / "torchvision_names.json"

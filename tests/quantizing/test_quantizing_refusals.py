@@ -24,7 +24,7 @@ from systolic.quantizing.rounder import Rounder
 from tests.formats import folders
 from tests.formats.test_sentences import folder as encoder_folder
 from tests.quantizing.test_quantizing import matrices
-from tests.session import bundled
+from tests.runs import bundled
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from systolic.quantizing.rounder import Rounder
 from systolic.quantizing.sensitivity import Choice, Measure, Quality, choose, quality_of
 from systolic.runs.weights import Weights
 from tests.quantizing.test_quantizing import Given, matrices
-from tests.session import bundled
+from tests.runs import bundled
 
 INT8 = MatrixFormat(format=WeightFormat.int8)
 INT4 = MatrixFormat(format=WeightFormat.int4, group=64)

@@ -1,4 +1,4 @@
-"""Trains a Job, named by a folder and a step, in a process that is killed at that step: ``python -m tests.session.train_child RUN STEP``."""
+"""Trains a Job, named by a folder and a step, in a process that is killed at that step: ``python -m tests.training.train_child RUN STEP``."""
 
 import os
 import signal

@@ -27,7 +27,7 @@ from systolic.runs.bundle.record import BundleRecord, ImportedFrom, sealed
 from systolic.steps.tasks.transcription import Transcription
 from tests.formats.outlines import outline
 from tests.models import speech
-from tests.session import bundled
+from tests.runs import bundled
 from tests.training import tiny
 
 ROOT = Path(__file__).parents[2]

@@ -32,8 +32,7 @@ from systolic.runs.saved_job import job_from_json, types_of
 from systolic.training.session import Audience
 from tests.formats.outlines import outline
 from tests.planning import fabricated
-from tests.session import train_child
-from tests.training import tiny
+from tests.training import tiny, train_child
 from tests.training.children import ROOT, environment
 from tests.training.sessions import Collect, assert_same, losses
 
@@ -79,7 +78,7 @@ def test_killed_in_python_and_resumed_in_python_and_by_the_command(
     whole = systolic.train(job, on="cpu", run=tmp_path / "whole")
     assert (whole.run, whole.trained, whole.interrupted) == (tmp_path / "whole", True, None)
     cut = tmp_path / "cut"
-    child = [sys.executable, "-m", "tests.session.train_child", str(cut), "8"]
+    child = [sys.executable, "-m", "tests.training.train_child", str(cut), "8"]
     done = subprocess.run(child, cwd=ROOT, env=environment(tmp_path / "cache"), check=False)
     assert done.returncode == -signal.SIGKILL
     assert max(losses(cut)) == 8
