@@ -47,6 +47,7 @@ def test_a_body_is_counted_as_by_hand() -> None:
         "tanh": 0,
         # A block of a megabyte for each of 32 steps from both sides, and 16 of the result.
         "bytes": (32 + 32 + 16) * 2**20,
+        "window_bytes": [32 * 2**20, 32 * 2**20, 16 * 2**20],
         "remote": 0,
         "whole": True,
         "loops": False,

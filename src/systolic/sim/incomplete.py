@@ -50,6 +50,11 @@ MOVED_TARGETS = frozenset(
     )
 )
 """Custom calls of the compiler that only move their bytes, or compute a number of the device."""
+TOP_K = "TopK"
+"""Target of ``jax.lax.top_k``, which a rule prices."""
+PARTIAL_REDUCE = "PartialReduce"
+"""Target of ``jax.lax.approx_max_k``: one pass over its input, which its bytes price."""
+_KNOWN = FREE_TARGETS | MOVED_TARGETS | {TOP_K, PARTIAL_REDUCE}
 PRINT = "debug_print"
 """JAX's name of ``jax.debug.print``."""
 PRINT_SECONDS: float = constant("incomplete.print_seconds")
@@ -100,6 +105,8 @@ class Incomplete:
     """Seconds of one run of a conditional by its shortest and its longest branches."""
     why: str = ""
     """How another part than a loop is counted."""
+    fused: bool = False
+    """Whether the instruction is a fusion that holds the kernel or the custom call."""
     runs: float = 1.0
     """Runs in a step."""
     seconds: float = 0.0
@@ -142,7 +149,7 @@ class Incomplete:
             GapKind.loop: "while",
             GapKind.branch: "conditional",
             GapKind.callback: "send",
-        }.get(self.part, "custom-call")
+        }.get(self.part, "fusion" if self.fused else "custom-call")
         found: dict[str, object] = {
             "op": f"{opcode} {self.name}",
             "kind": self.part.value,
@@ -371,7 +378,7 @@ class Gaps:
         """Notes a part that is priced incompletely."""
         found = self.describe(computation, instruction, part)
         if held := fused_calls(self.module, instruction):
-            found = replace(found, label=label_of(held[0][1]))
+            found = replace(found, label=label_of(held[0][1]), fused=True)
         self.missed.setdefault(instruction.name, replace(found, why=why))
 
     def describe(
@@ -502,7 +509,7 @@ def fused_calls(
 ) -> list[tuple[Computation, Instruction]]:
     """Kernels and custom calls that a fusion holds at any depth, each with its computation; none for other instructions.
 
-    Calls that take no time, or only move their bytes, are left out.
+    Calls that take no time, only move their bytes, or have a rule of their own are left out.
     """
     if instruction.opcode != "fusion":
         return []
@@ -511,7 +518,7 @@ def fused_calls(
     for one in held:
         if one.opcode == "fusion":
             found += fused_calls(module, one)
-        elif one.opcode == "custom-call" and one.target not in FREE_TARGETS | MOVED_TARGETS:
+        elif one.opcode == "custom-call" and one.target not in _KNOWN:
             found.append((held, one))
     return found
 
