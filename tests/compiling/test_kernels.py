@@ -1,5 +1,7 @@
 """The bodies of Pallas kernels, as JAX lowers them for a TPU, counted and priced."""
 
+import base64
+import gzip
 import json
 import re
 import sys
@@ -60,6 +62,20 @@ def test_a_body_is_counted_as_by_hand() -> None:
             "custom_call_config": json.loads(f"{{{before[:-1]}}}")
             | json.loads(f"{{{text}}}")["custom_call_config"]
         }
+
+
+def test_the_compiler_s_own_kernels_are_read() -> None:
+    """libtpu writes their code as text of the dialects, not in the form of Pallas."""
+    code = gzip.decompress((hlo.HERE / "online_softmax-v5e-1.mlir.gz").read_bytes())
+    assert code.startswith(b"module {")
+    text = counted(CALL.format(body=base64.b64encode(code).decode()))
+    made = json.loads(f"{{{text}}}")["custom_call_config"]["counted"]
+    # A block of 512 queries against 8,192 positions and their values of 1,024, 1,024 positions a step.
+    assert (made["grid"], made["whole"]) == ([1, 8], True)
+    assert made["flops"] == {"bf16": 2 * 512 * 8192 * 1024}
+    assert made["window_bytes"] == [2 * 512 * 8192, 2 * 8192 * 1024, 2 * 512 * 1024]
+    # Of each score the maximum, its difference, exp (4) and its sum; of each block of results two products and two casts.
+    assert made["vector"] == pytest.approx(8 * 512 * 1024 * (1 + 1 + 4 + 1 + 2 + 2), rel=0.01)
 
 
 def passed_on(x: jax.Array) -> jax.Array:
