@@ -82,7 +82,11 @@ def _beyond(profile: Profile) -> list[str]:
             op = replace(one.describe(raw), raw=raw, flight=one.flight(raw))
             rate = one.rate(op) if op.flight >= LONG else None
             share = None if rate is None else rate.share(op.flight)
-            if rate is not None and share is not None and share > max(BEYOND, most[0] if most else 0):
+            if (
+                rate is not None
+                and share is not None
+                and share > max(BEYOND, most[0] if most else 0)
+            ):
                 most = share, rate.unit, raw.name
     if most is None:
         return []

@@ -504,9 +504,7 @@ def label_of(instruction: Instruction) -> str:
     return last if is_callback(instruction) else ""
 
 
-def fused_calls(
-    module: Module, instruction: Instruction
-) -> list[tuple[Computation, Instruction]]:
+def fused_calls(module: Module, instruction: Instruction) -> list[tuple[Computation, Instruction]]:
     """Kernels and custom calls that a fusion holds at any depth, each with its computation; none for other instructions.
 
     Calls that take no time, only move their bytes, or have a rule of their own are left out.

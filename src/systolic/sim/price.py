@@ -243,9 +243,7 @@ def _with_calls(
     around = max(slow.matrix * parts.matrix, slow.vector * parts.vector)
     return replace(
         paid,
-        seconds=max(
-            sum(kernel.seconds for kernel in kernels) + around, slow.memory * parts.memory
-        ),
+        seconds=max(sum(kernel.seconds for kernel in kernels) + around, slow.memory * parts.memory),
         resource=Resource.mxu,
         by=PricedBy.kernel,
         low=None,

@@ -16,6 +16,7 @@ def needed(call):
     """FLOPs of the part of a call's body that its results come from; 0 where JAX does not tell it."""
     try:
         from jax._src.interpreters import partial_eval
+
         from systolic_capture import shardings
 
         body = shardings.inner(call.params["jaxpr"]).jaxpr
