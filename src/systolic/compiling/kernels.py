@@ -82,9 +82,9 @@ def counted_elsewhere(text: str) -> str:
 
 
 def _count(body: str) -> str | None:
-    from jax._src.interpreters import mlir
     from jax._src.lib import tpu
     from jax._src.lib.mlir import ir
+    from jax.interpreters import mlir
 
     # Pallas writes operations of any dialect by name; the compiler's own kernels are written as those dialects print.
     context = mlir.make_ir_context()
