@@ -1,10 +1,12 @@
 """Causes of a simulated step: they account for its time, and name the axis that is waited for."""
 
+import json
 from dataclasses import replace
 
 import pytest
 
 from systolic.chips import slice
+from systolic.cli.main import main
 from systolic.core.units import duration
 from systolic.explaining.axes import axes_of
 from systolic.explaining.causes import causes_of_forecast, causes_of_profile, causes_of_programs
@@ -140,13 +142,20 @@ def test_a_part_lost_stands_beside_the_whole(tmp_path) -> None:
     assert cause.seconds == pytest.approx(3 * peak)
 
 
-def test_a_schedule_written_as_a_profile_says_so(tmp_path) -> None:
+def test_a_schedule_written_as_a_profile_says_so(tmp_path, capsys) -> None:
     write_xprof(made("lm-v5e-4", tmp_path), tmp_path)
     told = figures(open_profile(tmp_path))
     assert told["simulated_by"] == "systolic forecast"
     remark = profile_remark(told)
     assert "simulated by systolic forecast, no measurement" in remark
     assert "median" not in remark
+    page = tmp_path / "page.html"
+    assert main(["explain", str(tmp_path), "--html", str(page), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["figures"]["simulated_by"] == "systolic forecast"
+    assert "simulated by systolic forecast" in page.read_text()
+    # The simulator would be corrected by itself.
+    assert main(["calibrate", str(tmp_path), "--name", "own"]) == 1
+    assert "is a schedule that systolic forecast wrote, no measurement" in capsys.readouterr().err
 
 
 def test_a_narrow_matmul_waits_for_memory(tmp_path) -> None:
