@@ -64,6 +64,16 @@ def test_a_body_is_counted_as_by_hand() -> None:
         }
 
 
+def test_a_kernel_that_rounds_its_f32_operands_takes_one_pass() -> None:
+    code = gzip.decompress((hlo.HERE / "online_softmax_f32-v6e-1.mlir.gz").read_bytes())
+    (product,) = [line for line in code.decode().splitlines() if "tpu.matmul" in line]
+    assert "contract_precision<bf16>" in product
+    assert "vector<1024x1024xf32>" in product
+    text = counted(CALL.format(body=base64.b64encode(code).decode()))
+    made = json.loads(f"{{{text}}}")["custom_call_config"]["counted"]
+    assert made["flops"] == {"bf16": 2 * 512 * 8192 * 1024}
+
+
 def test_the_compiler_s_own_kernels_are_read() -> None:
     """libtpu writes their code as text of the dialects, not in the form of Pallas."""
     code = gzip.decompress((hlo.HERE / "online_softmax-v5e-1.mlir.gz").read_bytes())

@@ -266,8 +266,11 @@ class _Kernel:
         batch = out[0] if len(out) > 2 else 1
         depth = math.sqrt(math.prod(left) * math.prod(right) / max(math.prod(out) * batch, 1))
         dtype = str(operation.operands[0].type.element_type)
-        if dtype == "f32" and "fp32" in str(operation.attributes.get("precision", "")):
+        precision = str(operation.attributes.get("precision", "")) if dtype == "f32" else ""
+        if "fp32" in precision:
             dtype = "f32x6"
+        elif "bf16" in precision:  # the compiler's own kernels say so: rounded, and one pass
+            dtype = "bf16"
         totals.flops[dtype] = totals.flops.get(dtype, 0.0) + times * 2.0 * math.prod(out) * depth
 
     def windows(self) -> list[float]:

@@ -141,12 +141,13 @@ def blocks() -> None:
 
         return jax.lax.map(block, query.reshape(-1, 512, 1024)).reshape(8192, 1024) + 1
 
-    array = jax.ShapeDtypeStruct((8192, 1024), jnp.bfloat16)
-    path = compiled("blocks-v5e-1", attention, array, array, array)
-    found = re.search(r'"body":"([^"]+)"', gzip.decompress(path.read_bytes()).decode())
-    assert found is not None
-    code = HERE / "online_softmax-v5e-1.mlir.gz"
-    code.write_bytes(gzip.compress(base64.b64decode(found[1]), 9, mtime=0))
+    for dtype, name in ((jnp.bfloat16, "blocks-v5e-1"), (jnp.float32, "blocks_f32-v6e-1")):
+        array = jax.ShapeDtypeStruct((8192, 1024), dtype)
+        path = compiled(name, attention, array, array, array)
+        found = re.search(r'"body":"([^"]+)"', gzip.decompress(path.read_bytes()).decode())
+        assert found is not None
+        code = HERE / f"{name.replace('blocks', 'online_softmax')}.mlir.gz"
+        code.write_bytes(gzip.compress(base64.b64decode(found[1]), 9, mtime=0))
 
     def heads(weights: jax.Array, x: jax.Array) -> jax.Array:
         def head(of: tuple[jax.Array, ...]) -> jax.Array:
