@@ -1,5 +1,7 @@
 """The bodies of Pallas kernels, as JAX lowers them for a TPU, counted and priced."""
 
+import base64
+import gzip
 import json
 import re
 import sys
@@ -47,6 +49,7 @@ def test_a_body_is_counted_as_by_hand() -> None:
         "tanh": 0,
         # A block of a megabyte for each of 32 steps from both sides, and 16 of the result.
         "bytes": (32 + 32 + 16) * 2**20,
+        "window_bytes": [32 * 2**20, 32 * 2**20, 16 * 2**20],
         "remote": 0,
         "whole": True,
         "loops": False,
@@ -59,6 +62,30 @@ def test_a_body_is_counted_as_by_hand() -> None:
             "custom_call_config": json.loads(f"{{{before[:-1]}}}")
             | json.loads(f"{{{text}}}")["custom_call_config"]
         }
+
+
+def test_a_kernel_that_rounds_its_f32_operands_takes_one_pass() -> None:
+    code = gzip.decompress((hlo.HERE / "online_softmax_f32-v6e-1.mlir.gz").read_bytes())
+    (product,) = [line for line in code.decode().splitlines() if "tpu.matmul" in line]
+    assert "contract_precision<bf16>" in product
+    assert "vector<1024x1024xf32>" in product
+    text = counted(CALL.format(body=base64.b64encode(code).decode()))
+    made = json.loads(f"{{{text}}}")["custom_call_config"]["counted"]
+    assert made["flops"] == {"bf16": 2 * 512 * 8192 * 1024}
+
+
+def test_the_compiler_s_own_kernels_are_read() -> None:
+    """libtpu writes their code as text of the dialects, not in the form of Pallas."""
+    code = gzip.decompress((hlo.HERE / "online_softmax-v5e-1.mlir.gz").read_bytes())
+    assert code.startswith(b"module {")
+    text = counted(CALL.format(body=base64.b64encode(code).decode()))
+    made = json.loads(f"{{{text}}}")["custom_call_config"]["counted"]
+    # A block of 512 queries against 8,192 positions and their values of 1,024, 1,024 positions a step.
+    assert (made["grid"], made["whole"]) == ([1, 8], True)
+    assert made["flops"] == {"bf16": 2 * 512 * 8192 * 1024}
+    assert made["window_bytes"] == [2 * 512 * 8192, 2 * 8192 * 1024, 2 * 512 * 1024]
+    # Of each score the maximum, its difference, exp (4) and its sum; of each block of results two products and two casts.
+    assert made["vector"] == pytest.approx(8 * 512 * 1024 * (1 + 1 + 4 + 1 + 2 + 2), rel=0.01)
 
 
 def passed_on(x: jax.Array) -> jax.Array:

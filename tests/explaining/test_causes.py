@@ -1,13 +1,18 @@
 """Causes of a simulated step: they account for its time, and name the axis that is waited for."""
 
+import json
 from dataclasses import replace
 
 import pytest
 
 from systolic.chips import slice
-from systolic.explaining.causes import causes_of_forecast, causes_of_profile
+from systolic.cli.main import main
+from systolic.core.units import duration
+from systolic.explaining.causes import causes_of_forecast, causes_of_profile, causes_of_programs
+from systolic.explaining.display.text import profile_remark
+from systolic.explaining.profile_stats import figures
 from systolic.explaining.rules import empty_slots, memory_bound, unfilled
-from systolic.explaining.sources import step_of_forecast
+from systolic.explaining.sources import StepProgram, step_of_forecast
 from systolic.explaining.step import OpKind, axes_of
 from systolic.forecasting import Forecast, forecast_text
 from systolic.forecasting.display.xprof import write_xprof
@@ -100,6 +105,56 @@ def test_a_print_on_a_tpu_calls_python(tmp_path) -> None:
     found = causes_of_forecast(forecast_text(path, slice("v5e-1")), loops.module("prints"))
     assert found[0].name == "python-callbacks"
     assert (found[0].share or 0) > 0.9
+
+
+@pytest.mark.parametrize(("precision", "passes"), [("default", 1), ("bf16_3x", 3), ("highest", 6)])
+def test_f32_matmuls_take_the_passes_of_their_precision(
+    precision: str, passes: int, tmp_path
+) -> None:
+    name = f"f32_{precision}-v5e-1"
+    path = tmp_path / "dump.txt"
+    path.write_text(hlo.text(name))
+    forecast, module = forecast_text(path, slice("v5e-1")), hlo.module(name)
+    one = causes_of_forecast(forecast, module)
+    assert forecast.timeline is not None
+    many = causes_of_programs(forecast, [StepProgram(module=module, timeline=forecast.timeline)])
+    for found in (one, many):
+        names = {cause.name: cause for cause in found}
+        if passes == 1:
+            assert "f32-matmuls" not in names
+            continue
+        cause = names["f32-matmuls"]
+        assert f"{passes} passes of the matrix units each" in cause.title
+        assert f"{passes} passes" in cause.evidence[0]
+        assert (cause.share or 0) > 0.9
+        # The units are full with all passes.
+        assert "unfilled-mxu" not in names
+
+
+def test_a_part_lost_stands_beside_the_whole(tmp_path) -> None:
+    step = step_of_forecast(made("lm-v5e-4", tmp_path), hlo.module("lm-v5e-4"), None)
+    op = next(op for op in step.ops if op.kind is OpKind.matmul)
+    peak = op.flops / (step.peak(op.dtype) or 1)
+    slow = replace(op, seconds=4 * peak, resource=Resource.mxu)
+    (cause,) = unfilled(replace(step, ops=[slow]))
+    assert cause.evidence[0].startswith(f"{duration(3 * peak)} of {duration(4 * peak)} lost in ")
+    assert cause.seconds == pytest.approx(3 * peak)
+
+
+def test_a_schedule_written_as_a_profile_says_so(tmp_path, capsys) -> None:
+    write_xprof(made("lm-v5e-4", tmp_path), tmp_path)
+    told = figures(open_profile(tmp_path))
+    assert told["simulated_by"] == "systolic forecast"
+    remark = profile_remark(told)
+    assert "simulated by systolic forecast, no measurement" in remark
+    assert "median" not in remark
+    page = tmp_path / "page.html"
+    assert main(["explain", str(tmp_path), "--html", str(page), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["figures"]["simulated_by"] == "systolic forecast"
+    assert "simulated by systolic forecast" in page.read_text()
+    # The simulator would be corrected by itself.
+    assert main(["calibrate", str(tmp_path), "--name", "own"]) == 1
+    assert "is a schedule that systolic forecast wrote, no measurement" in capsys.readouterr().err
 
 
 def test_a_narrow_matmul_waits_for_memory(tmp_path) -> None:

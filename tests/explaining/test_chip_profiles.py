@@ -156,6 +156,15 @@ def test_a_trace_of_the_viewer_is_read(name: str, milliseconds: float, number: i
     assert inside == pytest.approx(profile.seconds, rel=0.01)
 
 
+@PARTS
+def test_rates_beyond_a_chip_s_peaks_tell_that_it_is_another(part: str):
+    path = excerpt_or_whole(BF16, part)
+    assert not [note for note in unjudged(opened(path, "tpu7x")) if "rates against" in note]
+    (note,) = [note for note in unjudged(opened(path, "v6e")) if "rates against" in note]
+    assert "more than that chip can" in note
+    assert "TPU v6 lite" in note
+
+
 def test_collectives_kernels_and_layouts_are_causes_of_their_own():
     causes = explained(whole(BF16), "tpu7x")
     expected = {

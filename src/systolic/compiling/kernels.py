@@ -52,7 +52,7 @@ def counted(text: str) -> str:
 
     The object has ``grid`` and ``steps``, and ``parallel``, the dims of the grid that cores may share; over the whole call ``flops`` by the dtype of the matmuls' operands
     (``f32x6`` for f32 at full precision), ``vector`` operations, elements of ``tanh``, ``bytes`` of device memory that its windows and
-    transfers move, ``remote`` bytes that go to other devices, and ``whole``: false where a loop or a branch depends on data; a branch counts as taken, and with ``loops`` a loop counts once. For a grid
+    transfers move, ``window_bytes``, the part of them that each window moves, ``remote`` bytes that go to other devices, and ``whole``: false where a loop or a branch depends on data; a branch counts as taken, and with ``loops`` a loop counts once. For a grid
     with dynamic bounds it has only ``windows``, the block sizes of each operand and result, and ``parallel``.
     """
     known: dict[str, str | None] = {}
@@ -84,8 +84,10 @@ def counted_elsewhere(text: str) -> str:
 def _count(body: str) -> str | None:
     from jax._src.lib import tpu
     from jax._src.lib.mlir import ir
+    from jax.interpreters import mlir
 
-    context = ir.Context()
+    # Pallas writes operations of any dialect by name; the compiler's own kernels are written as those dialects print.
+    context = mlir.make_ir_context()
     context.allow_unregistered_dialects = True
     try:
         with context, ir.Location.unknown():
@@ -182,7 +184,8 @@ class _Kernel:
         """Counts of a whole call."""
         totals = _Totals()
         self.block(self.entry.regions[0].blocks[0], float(self.steps), totals)
-        totals.bytes += self.windows()
+        windows = self.windows()
+        totals.bytes += sum(windows)
         return {
             "grid": list(self.grid),
             "steps": self.steps,
@@ -191,6 +194,7 @@ class _Kernel:
             "vector": totals.vector,
             "tanh": totals.tanh,
             "bytes": totals.bytes,
+            "window_bytes": windows,
             "remote": totals.remote,
             "whole": self.whole,
             "loops": self.loops,
@@ -262,32 +266,37 @@ class _Kernel:
         batch = out[0] if len(out) > 2 else 1
         depth = math.sqrt(math.prod(left) * math.prod(right) / max(math.prod(out) * batch, 1))
         dtype = str(operation.operands[0].type.element_type)
-        if dtype == "f32" and "fp32" in str(operation.attributes.get("precision", "")):
+        precision = str(operation.attributes.get("precision", "")) if dtype == "f32" else ""
+        if "fp32" in precision:
             dtype = "f32x6"
+        elif "bf16" in precision:  # the compiler's own kernels say so: rounded, and one pass
+            dtype = "bf16"
         totals.flops[dtype] = totals.flops.get(dtype, 0.0) + times * 2.0 * math.prod(out) * depth
 
-    def windows(self) -> float:
-        """Bytes of the blocks that the grid's steps fetch and write, one for each change of place.
+    def windows(self) -> list[float]:
+        """Bytes of the blocks of each window that the grid's steps fetch and write, one for each change of place.
 
         A place changes when an index that it depends on does; grid axes after the last of these
         don't change it.
         """
         if "window_params" not in self.entry.attributes:
-            return 0.0
+            return []
         arguments = list(self.entry.regions[0].blocks[0].arguments)[len(self.grid) :]
         if "scalar_prefetch" in self.entry.attributes:
             arguments = arguments[_integer(self.entry.attributes["scalar_prefetch"]) :]
-        total = 0.0
+        moved = []
         for window, argument in zip(
             self.entry.attributes["window_params"], arguments, strict=False
         ):
             found = re.search(r"transform_indices = @(\w+)", str(window))
             space = _SPACE.search(str(argument.type))
             if found is None or space is None or space[1] != "vmem":
+                moved.append(0.0)
                 continue
             axes = self.axes_of_transform(self.functions.get(found[1]))
-            total += _bytes(argument.type) * math.prod(self.grid[: max(axes, default=-1) + 1])
-        return total
+            times = math.prod(self.grid[: max(axes, default=-1) + 1])
+            moved.append(_bytes(argument.type) * times)
+        return moved
 
     def axes_of_transform(self, transform: Any) -> set[int]:
         """Axes of the grid that a window's place depends on."""

@@ -116,6 +116,11 @@ def _tables(paths: Sequence[Path], chip: str) -> list[ProfileTable]:
         except OptionError as error:  # it names another
             refused.append(error)
             found.append(ProfileTable(open_profile(path)))
+    for path, table in zip(paths, found, strict=True):
+        if by := table.profile.trace.simulated_by:
+            raise DataError(
+                f"{path} is a schedule that {by} wrote, no measurement; give a profile of the chip"
+            )
     if len(refused) == len(paths):
         raise refused[0]
     return found  # of two generations, where one was refused

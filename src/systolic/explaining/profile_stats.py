@@ -1,6 +1,7 @@
 """Figures of a profile, and which questions it has too little data for."""
 
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 from systolic.profile import Profile
@@ -15,6 +16,7 @@ MOVING = (Activity.collective, Activity.slices, Activity.host, Activity.memory)
 def figures(profile: Profile) -> dict[str, Any]:
     """``step_seconds`` of the median of ``steps``, and ``shares`` of it by kinds of op; of several devices the mean.
 
+    ``simulated_by`` names the program that wrote a schedule as a profile; it is empty for a measurement.
     ``device`` is their kind, ``devices`` how many there are, ``hosts`` their names, ``slowest`` and ``fastest`` the
     device with the longest and the shortest step with its seconds. ``beside`` is :func:`overlap`.
     """
@@ -30,6 +32,7 @@ def figures(profile: Profile) -> dict[str, Any]:
         "devices": len(devices),
         "hosts": list(dict.fromkeys(one.trace.host for one in devices)),
         "steps": len(profile.steps),
+        "simulated_by": profile.trace.simulated_by,
         "step_seconds": sum(one.seconds for one in devices) / len(devices),
         "slowest": {"device": steps[0][1], "step_seconds": steps[0][0]},
         "fastest": {"device": steps[-1][1], "step_seconds": steps[-1][0]},
@@ -65,6 +68,34 @@ def overlap(profile: Profile) -> dict[str, dict[str, float]]:
     return found
 
 
+BEYOND, LONG = 1.1, 5e-6
+"""Share of a peak that no op reaches, and seconds of an op from which it counts: a trace's clock rounds shorter ones."""
+
+
+def _beyond(profile: Profile) -> list[str]:
+    """Sentence on ops faster than a chip that the file does not name itself; none where all keep within its peaks."""
+    if profile.trace.peak_bytes is not None:  # the file has the peaks of its own chip
+        return []
+    most: tuple[float, str, str] | None = None
+    for one in profile.devices:
+        for raw in one.trace.ops:
+            op = replace(one.describe(raw), raw=raw, flight=one.flight(raw))
+            rate = one.rate(op) if op.flight >= LONG else None
+            share = None if rate is None else rate.share(op.flight)
+            if (
+                rate is not None
+                and share is not None
+                and share > max(BEYOND, most[0] if most else 0)
+            ):
+                most = share, rate.unit, raw.name
+    if most is None:
+        return []
+    share, unit, name = most
+    return [
+        f"rates against the peaks of {profile.trace.kind}: {name} reaches {share:.0%} of its {unit}, more than that chip can, so that the profile is of another one; name it with --chip"
+    ]
+
+
 def unjudged(profile: Profile) -> list[str]:
     """Questions that the profile has too little data for, a sentence each."""
     trace = profile.trace
@@ -74,6 +105,7 @@ def unjudged(profile: Profile) -> list[str]:
             f"matmuls against the peak: the profile has no peak of {trace.device}"
             + ("; name its chip: --chip tpu7x" if trace.backend is Backend.tpu else "")
         )
+    found += _beyond(profile)
     if not trace.loop:
         found.append("what the host does while the device idles: no thread of it runs a program")
     if not trace.modules and trace.backend is not Backend.tpu:

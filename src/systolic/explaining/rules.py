@@ -24,6 +24,7 @@ from systolic.explaining.step import (
 from systolic.forecasting.windowed import OFF
 from systolic.hlo import Shape
 from systolic.sim.timeline import Resource
+from systolic.sim.work import work_of
 
 BLOCKS = (1024, 2048)
 """Block sides of the attention kernel to try."""
@@ -214,8 +215,8 @@ def unfilled(step: Step) -> Iterable[Cause]:
         for op in step.ops
         if op.kind is OpKind.matmul
         and op.resource is Resource.mxu
-        and (fill := step.fill(op)) is not None
-        and fill < POOR
+        and (reached := step.fill(op)) is not None
+        and (fill := reached * (passes_of(op) or 1)) < POOR
     ]
     if not fills:
         return
@@ -428,16 +429,42 @@ def _updates(step: Step) -> list[StepOp]:
 
 
 def wide(step: Step) -> Iterable[Cause]:
-    """Matmuls in f32, which take several bf16 passes; a CPU has no faster kind."""
-    ops = [op for op in step.ops if op.kind is OpKind.matmul and op.dtype == "f32"]
-    if ops and step.f32_passes:
+    """Matmuls in f32 whose precision asks for several bf16 passes, or is not known; a CPU has no faster kind."""
+    if not step.f32_passes:
+        return
+    matmuls = [op for op in step.ops if op.kind is OpKind.matmul]
+    passes = {id(op): passes_of(op) for op in matmuls}
+    ops = [op for op in matmuls if (passes[id(op)] or 1) > 1]
+    if ops:
+        numbers = sorted({int(passes[id(op)] or 1) for op in ops})
         yield cause_of_ops(
             step,
             "f32-matmuls",
-            "matmuls with f32 operands: several passes of the matrix units each",
+            f"matmuls with f32 operands: {' or '.join(map(str, numbers))} passes of the matrix units each, by their precision",
+            ops,
+            [
+                "the default matmul precision, one pass each (jax_default_matmul_precision, or precision= of the matmul)",
+                advise("{} bf16", "precision", plain="bf16 operands"),
+            ],
+            note=lambda op: f"{op.name}, {passes[id(op)]:g} passes",
+        )
+        return
+    ops = [op for op in matmuls if op.dtype == "f32" and passes[id(op)] is None]
+    if ops:
+        yield cause_of_ops(
+            step,
+            "f32-matmuls",
+            "matmuls with f32 operands: one pass of the matrix units each at the default precision, 3 at high, 6 at highest (the profile does not say which)",
             ops,
             [advise("{} bf16", "precision", plain="bf16 operands")],
         )
+
+
+def passes_of(op: StepOp) -> float | None:
+    """Passes of the matrix units that a matmul's precision asks for; None where its program is not known."""
+    if op.place is None:
+        return None
+    return work_of(op.place.module, op.place.computation, op.place.instruction).passes
 
 
 def bubble(step: Step) -> Iterable[Cause]:

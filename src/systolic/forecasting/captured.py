@@ -1,5 +1,6 @@
 """The forecast of a captured step: each of its programs simulated, and added up."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +11,7 @@ from systolic.chips import Slice
 from systolic.compiling.dump import USAGE, used_bytes
 from systolic.compiling.kernels import counted_elsewhere
 from systolic.core.origin import Origin
-from systolic.core.units import duration, gibibytes, plural
+from systolic.core.units import duration, gibibytes, plural, si
 from systolic.forecasting.forecast import Forecast
 from systolic.forecasting.memory import HELD, LiveBuffer, MemoryMap, memory_map, with_held
 from systolic.forecasting.run import assemble, capacity
@@ -21,6 +22,9 @@ from systolic.sim.incomplete import NOTHING, Given
 from systolic.sim.simulate import simulate
 from systolic.sim.timeline import Resource, Span, Timeline
 
+LEFT_OUT = 0.85
+"""Share of the FLOPs as written below which a compiled program leaves a part out: compilers join equal matmuls, a ninth of some programs."""
+_KERNEL = re.compile(r"pallas_call|ragged_dot")
 MOST_OTHERS = 6
 """Other calls that a note names."""
 ZEROS = "arrays on the slice read as zeros while the program was captured, but for counters: where it branches on a loss, it took the branch of 0"
@@ -121,6 +125,7 @@ def forecast_parts(
         cautions=(
             *answer["cautions"],
             *_cautions(parts, plan, on),
+            *(text for part in parts if (text := _left_out(part))),
             *map(_of_some_steps, rare),
             *made.cautions,
         ),
@@ -318,6 +323,26 @@ def _cautions(parts: Sequence[StepPart], plan: CallSchedule, on: Slice) -> list[
             f"calls of the step on different devices wait for each other's results: the busiest device computes {duration(plan.busy)} of {duration(plan.seconds)}"
         )
     return found
+
+
+def _left_out(part: StepPart) -> str:
+    """Caution on a program that executes clearly fewer FLOPs of matmuls than its results need as written; empty for any other.
+
+    Branches and kernels that were written as such explain fewer; what is incomplete says so itself.
+    """
+    if part.timeline is None or part.timeline.incomplete:
+        return ""
+    held = [one for computation in part.module.computations.values() for one in computation]
+    if any(one.opcode == "conditional" or _KERNEL.search(one.op_name) for one in held):
+        return ""
+    executed = len(part.facts["places"]) * sum(
+        times * (span.flops + span.vector_flops + span.padding_flops)
+        for span, times in part.timeline.leaves()
+    )
+    written = part.facts.get("needed_flops", 0.0)
+    if executed >= LEFT_OUT * written:
+        return ""
+    return f"the compiled {part.facts['name']} executes {si(executed, 'FLOP')} in matmuls, and its results need {si(written, 'FLOP')} as they are written: the compiler found a way around the rest, or does it in ops whose work is not known here; then the time is a lower bound"
 
 
 def _all_single(parts: Sequence[StepPart]) -> bool:

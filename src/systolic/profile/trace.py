@@ -85,6 +85,8 @@ class DeviceTrace:
     """Name of the host, as its file has it."""
     kind: str = ""
     """JAX's name of the device; empty where the profile has none."""
+    simulated_by: str = ""
+    """The program that wrote a schedule as this profile; empty for a measurement."""
     peak_flops: float | None = None
     """FLOP/s of the matrix units in bf16, as the profile has it."""
     peak_bytes: float | None = None

@@ -181,6 +181,7 @@ def _of_device(path: Path, plane: Plane, sparse: Sequence[Plane]) -> DeviceTrace
         backend=backend,
         device=plane.name.removeprefix("/device:"),
         kind=str(stats.get("device_type_string", "")),
+        simulated_by=str(stats.get("simulated_by", "")),
         peak_flops=rate("teraflops_per_second", 1e12),
         peak_bytes=rate("hbm_bw_gigabytes_per_second", 1e9),
         peak_vector_bytes=read + written if read and written else None,

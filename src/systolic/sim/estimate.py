@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from systolic.hlo import Computation, Instruction, Module, Shape
 from systolic.hlo.shape import HBM
 from systolic.sim.calibration import constant, fitted
+from systolic.sim.incomplete import PALLAS
 from systolic.sim.rates import LANES, REGISTER, Rates, cores, matrix_width, vector_rate
 from systolic.sim.traffic import UPDATES, update_of
 from systolic.sim.work import Work
@@ -243,7 +244,7 @@ def _updated(computation: Computation, update: Instruction) -> float:
 
 def _of(computation: Computation, instruction: Instruction) -> float:
     opcode = instruction.opcode
-    if opcode in _NONE:
+    if opcode in _NONE or instruction.target == PALLAS:
         return 0.0
     shapes = list(instruction.shape.arrays())
     if opcode.startswith("reduce"):

@@ -24,6 +24,37 @@ from systolic.sim.calibration import Calibration, constant
 
 PALLAS = "tpu_custom_call"
 """Target of Pallas kernels."""
+FREE_TARGETS = frozenset(
+    (
+        "AllocateBuffer",
+        "ConcatBitcast",
+        "AssumeGatherIndicesInBound",
+        "AsyncCollectiveStart",
+        "AsyncCollectiveDone",
+        "Sharding",
+        "SPMDFullToShardShape",
+        "SPMDShardToFullShape",
+        "annotate_device_placement",
+    )
+)
+MOVED_TARGETS = frozenset(
+    (
+        "X64Combine",
+        "X64SplitHigh",
+        "X64SplitLow",
+        "GatherScatterIndicesBitpacked",
+        "PrepareAsyncCallStart",
+        "PrepareAsyncCallDone",
+        "SliceId",
+        "ZeroCrop",
+    )
+)
+"""Custom calls of the compiler that only move their bytes, or compute a number of the device."""
+TOP_K = "TopK"
+"""Target of ``jax.lax.top_k``, which a rule prices."""
+PARTIAL_REDUCE = "PartialReduce"
+"""Target of ``jax.lax.approx_max_k``: one pass over its input, which its bytes price."""
+_KNOWN = FREE_TARGETS | MOVED_TARGETS | {TOP_K, PARTIAL_REDUCE}
 PRINT = "debug_print"
 """JAX's name of ``jax.debug.print``."""
 PRINT_SECONDS: float = constant("incomplete.print_seconds")
@@ -74,6 +105,8 @@ class Incomplete:
     """Seconds of one run of a conditional by its shortest and its longest branches."""
     why: str = ""
     """How another part than a loop is counted."""
+    fused: bool = False
+    """Whether the instruction is a fusion that holds the kernel or the custom call."""
     runs: float = 1.0
     """Runs in a step."""
     seconds: float = 0.0
@@ -116,7 +149,7 @@ class Incomplete:
             GapKind.loop: "while",
             GapKind.branch: "conditional",
             GapKind.callback: "send",
-        }.get(self.part, "custom-call")
+        }.get(self.part, "fusion" if self.fused else "custom-call")
         found: dict[str, object] = {
             "op": f"{opcode} {self.name}",
             "kind": self.part.value,
@@ -344,6 +377,8 @@ class Gaps:
     ) -> None:
         """Notes a part that is priced incompletely."""
         found = self.describe(computation, instruction, part)
+        if held := fused_calls(self.module, instruction):
+            found = replace(found, label=label_of(held[0][1]), fused=True)
         self.missed.setdefault(instruction.name, replace(found, why=why))
 
     def describe(
@@ -366,12 +401,12 @@ class Gaps:
         found = [instruction.name, label_of(instruction)]
         if source is not None:
             found += [str(source), f"{source.file.rpartition('/')[2]}:{source.line}"]
+        for inner, call in fused_calls(self.module, instruction):
+            found += self.names(inner, call)
         return [name for name in found if name]
 
     def _check(self) -> None:
         """Refuses names that the program has not, and trips that it contradicts."""
-        from systolic.sim.price import FREE_TARGETS  # which imports this module
-
         sites = [(c, i) for c in self.module.computations.values() for i in c]
         loops: dict[str, list[Instruction]] = defaultdict(list)
         calls: dict[str, list[Instruction]] = defaultdict(list)
@@ -379,8 +414,10 @@ class Gaps:
             if instruction.opcode == "while":
                 for name in self.names(computation, instruction):
                     loops[name].append(instruction)
-            elif is_callback(instruction) or (
-                instruction.opcode == "custom-call" and instruction.target not in FREE_TARGETS
+            elif (
+                is_callback(instruction)
+                or (instruction.opcode == "custom-call" and instruction.target not in FREE_TARGETS)
+                or fused_calls(self.module, instruction)
             ):
                 for name in self.names(computation, instruction):
                     calls[name].append(instruction)
@@ -465,6 +502,23 @@ def label_of(instruction: Instruction) -> str:
         asks = "callback" in instruction.target and last
         return last if asks else instruction.target
     return last if is_callback(instruction) else ""
+
+
+def fused_calls(module: Module, instruction: Instruction) -> list[tuple[Computation, Instruction]]:
+    """Kernels and custom calls that a fusion holds at any depth, each with its computation; none for other instructions.
+
+    Calls that take no time, only move their bytes, or have a rule of their own are left out.
+    """
+    if instruction.opcode != "fusion":
+        return []
+    found: list[tuple[Computation, Instruction]] = []
+    held = module.callee(instruction, "calls")
+    for one in held:
+        if one.opcode == "fusion":
+            found += fused_calls(module, one)
+        elif one.opcode == "custom-call" and one.target not in _KNOWN:
+            found.append((held, one))
+    return found
 
 
 def is_print(instruction: Instruction) -> bool:

@@ -6,7 +6,7 @@ for the softmax, whichever is longer, and a fixed time beside it, which is why l
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,8 @@ _NAME = re.compile(r"(splash_mha|splash_mqa|flash_attention|flash_mha)")
 """Beginnings of the names of attention kernels. A scope around another kernel may hold the same letters."""
 
 STEP_SECONDS: float = constant("kernels.step_seconds")
+_NO_BYTES = 1.0
+"""Bytes of a kernel whose windows all lie in vector memory: a count of 0 stands for one that is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +40,21 @@ class KernelCost:
 
 
 def kernel_cost(
-    module: Module, computation: Computation, call: Instruction, rates: Rates
+    module: Module,
+    computation: Computation,
+    call: Instruction,
+    rates: Rates,
+    in_vmem: Sequence[bool] = (),
 ) -> KernelCost | None:
-    """Seconds of a Pallas call; None when nothing is known but its bytes."""
+    """Seconds of a Pallas call; None when nothing is known but its bytes.
+
+    Args:
+        module: The program.
+        computation: The one that holds the call.
+        call: The call.
+        rates: Of the device.
+        in_vmem: For each operand, then each result, of a call inside a fusion whether it lies in vector memory.
+    """
     config = call.config.get("custom_call_config", {})
     counted = config.get("counted") or {}
     if is_ragged(call):
@@ -55,6 +69,10 @@ def kernel_cost(
                 most = seconds_of(replace(found, share=1.0), rates, own_bytes)
                 note = f"{note}, since its mask is data: a call of {call.name} takes {duration(seconds)} so, and {duration(most)} if all blocks are left"
             return KernelCost(seconds, flops_of(found), note)
+    if windows := counted.get("window_bytes") if any(in_vmem) else None:
+        # Scalars that are fetched before the grid begins have no window; they are the first operands.
+        near = sum(n for n, held in zip(windows, in_vmem[-len(windows) :], strict=False) if held)
+        counted = {**counted, "bytes": max(float(counted["bytes"]) - near, _NO_BYTES)}
     known = _counted(computation, call, rates, counted) if "flops" in counted else None
     estimate = _estimated(rates, config.get("cost_estimate") or {})
     if estimate is None or (known is not None and known.seconds > estimate.seconds):

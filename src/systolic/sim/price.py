@@ -1,10 +1,11 @@
 """Seconds of one op on a TensorCore, and the unit that bounds it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from systolic.hlo import Computation, Instruction, Module
+from systolic.hlo.shape import HBM
 from systolic.sim.calibration import constant
 from systolic.sim.estimate import (
     estimated_seconds,
@@ -14,8 +15,15 @@ from systolic.sim.estimate import (
     slowdown_of,
 )
 from systolic.sim.grouped import grouped_cost
-from systolic.sim.incomplete import HOST_WORK, PALLAS
-from systolic.sim.kernels import kernel_cost
+from systolic.sim.incomplete import (
+    BYTES,
+    FREE_TARGETS,
+    HOST_WORK,
+    MOVED_TARGETS,
+    PALLAS,
+    fused_calls,
+)
+from systolic.sim.kernels import KernelCost, kernel_cost
 from systolic.sim.rates import Rates, cores, number_format
 from systolic.sim.rules import Ruled, carries_index, ruled
 from systolic.sim.timeline import PricedBy, Resource
@@ -39,32 +47,6 @@ FREE = frozenset(
         "token",
     )
 )
-FREE_TARGETS = frozenset(
-    (
-        "AllocateBuffer",
-        "ConcatBitcast",
-        "AssumeGatherIndicesInBound",
-        "AsyncCollectiveStart",
-        "AsyncCollectiveDone",
-        "Sharding",
-        "SPMDFullToShardShape",
-        "SPMDShardToFullShape",
-        "annotate_device_placement",
-    )
-)
-MOVED_TARGETS = frozenset(
-    (
-        "X64Combine",
-        "X64SplitHigh",
-        "X64SplitLow",
-        "GatherScatterIndicesBitpacked",
-        "PrepareAsyncCallStart",
-        "PrepareAsyncCallDone",
-        "SliceId",
-        "ZeroCrop",
-    )
-)
-"""Custom calls of the compiler that only move their bytes, or compute a number of the device."""
 BOOKKEEPING = ("ragged-dot-metadata",)
 """Beginnings of the names of the compiler's own kernels that compute a few indices."""
 _SMALL = 4096
@@ -108,12 +90,15 @@ def price(
     opcode = instruction.opcode
     if opcode in FREE or instruction.target in FREE_TARGETS:
         return None
-    if opcode == "fusion" and not instruction.rest.count("estimated_cycles"):
+    held = fused_calls(module, instruction)
+    if opcode == "fusion" and not held and not instruction.rest.count("estimated_cycles"):
         root = module.callee(instruction, "calls").root
         if root.target in FREE_TARGETS:
             return None
     work = work_of(module, computation, instruction)
     paid = _price(module, computation, instruction, work, (rates, sparse))
+    if held:
+        return _with_calls(module, computation, instruction, (work, paid, held), rates)
     if not (work.flops or work.vector_flops or work.padding_flops):
         return paid
     return replace(
@@ -221,6 +206,82 @@ def _kernel(
     return OpPrice(memory, Resource.hbm, PricedBy.nothing, 0.0, work.bytes)
 
 
+def _with_calls(
+    module: Module,
+    computation: Computation,
+    fusion: Instruction,
+    known: tuple[Work, OpPrice, Sequence[tuple[Computation, Instruction]]],
+    rates: Rates,
+) -> OpPrice:
+    """Price of a fusion that holds kernels or custom calls: theirs, and that of the ops around them.
+
+    Args:
+        module: The program.
+        computation: The one that holds the fusion.
+        fusion: The fusion.
+        known: Its work, its price without what it holds, and its kernels and calls.
+        rates: Of the device.
+    """
+    work, paid, held = known
+    costs = [
+        _fused_kernel(module, (computation, fusion), (inner, call), rates) for inner, call in held
+    ]
+    kernels = [cost for cost in costs if cost is not None]
+    missing = BYTES if len(kernels) < len(held) else next((k.missing for k in kernels), "")
+    flops = sum(kernel.flops for kernel in kernels)
+    paid = replace(
+        paid,
+        flops=work.flops + flops,
+        vector_flops=work.vector_flops,
+        padding_flops=work.padding_flops,
+        number_format=number_format(work.dtype) if work.flops else "bf16",
+    )
+    if not kernels:
+        return replace(paid, by=PricedBy.nothing, missing=missing)
+    parts = parts_of(module, computation, fusion, work, rates)
+    slow = slowdown_of(rates.chip.name)
+    around = max(slow.matrix * parts.matrix, slow.vector * parts.vector)
+    return replace(
+        paid,
+        seconds=max(sum(kernel.seconds for kernel in kernels) + around, slow.memory * parts.memory),
+        resource=Resource.mxu,
+        by=PricedBy.kernel,
+        low=None,
+        high=None,
+        note="; ".join(kernel.note for kernel in kernels if kernel.note),
+        number_format=kernels[0].number_format if flops > work.flops else paid.number_format,
+        missing=missing,
+    )
+
+
+def _fused_kernel(
+    module: Module,
+    outside: tuple[Computation, Instruction],
+    inside: tuple[Computation, Instruction],
+    rates: Rates,
+) -> KernelCost | None:
+    """Cost of a kernel in a fusion; None for another call, and for a kernel that nothing describes."""
+    (computation, fusion), (inner, call) = outside, inside
+    if call.target != PALLAS:
+        return None
+    parameters = module.callee(fusion, "calls").parameters
+    given = dict(zip([one.name for one in parameters], fusion.operands, strict=False))
+
+    def near(name: str) -> bool:
+        """Whether an operand lies in vector memory, or is made on the way to the kernel."""
+        at = inner.index.get(name)
+        while at is not None and at.opcode in _SAME_PLACE and at.operands:
+            at = inner.index.get(at.operands[0])
+        if at is None or at.opcode != "parameter" or at.name not in given:
+            return at is not None and not at.shape.bytes_in(HBM)
+        source = computation.index.get(given[at.name], at)
+        return not source.shape.bytes_in(HBM)
+
+    in_vmem = [*map(near, call.operands), not fusion.shape.bytes_in(HBM)]
+    return grouped_cost(inner, call, rates) or kernel_cost(module, inner, call, rates, in_vmem)
+
+
+_SAME_PLACE = frozenset(("bitcast", "copy", "convert", "reshape", "transpose", "fusion"))
 _CALLED = frozenset(("custom-call", "infeed", "outfeed"))
 _ADDRESSED = frozenset(
     (

@@ -13,6 +13,7 @@ from systolic.hlo import Computation, Instruction, Module, Shape
 from systolic.hlo.shape import HBM
 from systolic.sim.calibration import constant
 from systolic.sim.estimate import slowdown_of
+from systolic.sim.incomplete import TOP_K
 from systolic.sim.rates import LANES, REGISTER, Rates, cores, vector_rate
 from systolic.sim.timeline import PricedBy
 from systolic.sim.traffic import WORD_BITS, buffers_of, update_of
@@ -28,7 +29,6 @@ UNMEASURED: float = constant("rules.unmeasured")
 
 HALVES = ("X64Combine", "X64SplitHigh", "X64SplitLow")
 """Custom calls that put an array of 64-bit elements together of its 32-bit halves, or take one half."""
-TOP_K = "TopK"
 _MOVES = frozenset(
     (
         "parameter",

@@ -45,6 +45,7 @@ from systolic.sim.incomplete import (
     Gaps,
     Given,
     answers,
+    fused_calls,
     is_callback,
     is_print,
     measured,
@@ -324,7 +325,8 @@ class _Order:
         if paid.note:
             self.on.notes[paid.note] = None
         if paid.by is PricedBy.nothing or paid.missing:
-            kind = GapKind.kernel if instruction.target == PALLAS else GapKind.call
+            held = [call.target for _, call in fused_calls(on.module, instruction)]
+            kind = GapKind.kernel if PALLAS in (instruction.target, *held) else GapKind.call
             kind = GapKind.callback if is_callback(instruction) else kind
             self.on.gaps.miss(self.computation, instruction, kind, paid.missing or BYTES)
         self.add(

@@ -3,9 +3,13 @@
 Compiles each for its slice with the libtpu that is installed, and leaves NAME.hlo.gz and NAME.json here.
 """
 
+import base64
+import gzip
+import re
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,7 +22,7 @@ from systolic.compiling import Compiled, Compiler, JobProgram, StepKind
 from systolic.compiling import compile as compile_program
 from systolic.core.store import Store
 from systolic.forecasting.function import Spread, function_program
-from tests.recorded.hlo.record import record
+from tests.recorded.hlo.record import HERE, record
 
 
 def compiled(
@@ -27,14 +31,16 @@ def compiled(
     *args: Any,
     donate: tuple[int, ...] = (),
     compiler: Compiler | None = None,
-) -> None:
-    """Records one function; the name ends with the slice."""
+) -> Path:
+    """Records one function; the name ends with the slice. Returns the compiler's own text."""
     on = slice(name.split("-", 1)[1])
     program = function_program(function, args, {}, on, Spread(donate_argnums=donate))
     compiler = compiler or Compiler().quick()
     outcome = compile_program(program, on, compiler)
     assert isinstance(outcome, Compiled), outcome
-    record(Store("programs", compiler.root).path(outcome.digest), name)
+    entry = Store("programs", compiler.root).path(outcome.digest)
+    record(entry, name)
+    return entry / "module.hlo.gz"
 
 
 def write_rows(cache: jax.Array, rows: jax.Array, new: jax.Array) -> jax.Array:
@@ -120,6 +126,54 @@ def precise() -> None:
         return jnp.dot(left, right, precision="highest")
 
     compiled("precise-v5e-1", multiply, array, array, compiler=Compiler())
+
+
+def blocks() -> None:
+    """Plain attention of 8,192 tokens, blocks of 512 queries by lax.map, and of 4 layers with 16 heads of 2,048; schedule only.
+
+    The compiler makes softmax and the product with the values a kernel of its own, inside a fusion that
+    writes the block. Its code stays beside the schedule, as the compiler wrote it.
+    """
+
+    def attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        def block(rows: jax.Array) -> jax.Array:
+            return jax.nn.softmax(rows @ key.T) @ value
+
+        return jax.lax.map(block, query.reshape(-1, 512, 1024)).reshape(8192, 1024) + 1
+
+    for dtype, name in ((jnp.bfloat16, "blocks-v5e-1"), (jnp.float32, "blocks_f32-v6e-1")):
+        array = jax.ShapeDtypeStruct((8192, 1024), dtype)
+        path = compiled(name, attention, array, array, array)
+        found = re.search(r'"body":"([^"]+)"', gzip.decompress(path.read_bytes()).decode())
+        assert found is not None
+        code = HERE / f"{name.replace('blocks', 'online_softmax')}.mlir.gz"
+        code.write_bytes(gzip.compress(base64.b64decode(found[1]), 9, mtime=0))
+
+    def heads(weights: jax.Array, x: jax.Array) -> jax.Array:
+        def head(of: tuple[jax.Array, ...]) -> jax.Array:
+            return jax.nn.softmax(of[0] @ of[1].T) @ of[2]
+
+        def layer(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, None]:
+            each = jnp.moveaxis((x @ weight).reshape(2048, 3, 16, 128), (1, 2), (0, 1))
+            made = jax.lax.map(head, tuple(each)).swapaxes(0, 1)
+            return x + made.reshape(2048, 2048), None
+
+        return jax.lax.scan(layer, x, weights)[0]
+
+    weights = jax.ShapeDtypeStruct((4, 2048, 3 * 2048), jnp.bfloat16)
+    compiled("heads-v5e-1", heads, weights, jax.ShapeDtypeStruct((2048, 2048), jnp.bfloat16))
+
+
+def passes() -> None:
+    """A matmul of f32[2048,2048] and its gradient at three precisions; schedule only."""
+    array = jax.ShapeDtypeStruct((2048, 2048), jnp.float32)
+
+    def updated(weights: jax.Array, x: jax.Array) -> jax.Array:
+        return weights - 1e-3 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(weights)
+
+    for name in ("default", "bf16_3x", "highest"):
+        with jax.default_matmul_precision({"bf16_3x": "BF16_BF16_F32_X3"}.get(name, name)):
+            compiled(f"f32_{name}-v5e-1", updated, array, array)
 
 
 def splash() -> None:
@@ -249,6 +303,8 @@ def job_step(name: str, options: Mapping[str, str], verb: StepKind) -> None:
 PROGRAMS: Mapping[str, Callable[[], None]] = {
     "scatter": scatter,
     "precise": precise,
+    "blocks": blocks,
+    "passes": passes,
     "int8": int8,
     "kernel": kernel,
     "splash": splash,

@@ -167,8 +167,10 @@ def tiles(profile: Profile, table: ProfileTable) -> list[Tile]:
     summary = figures_of(profile)
     shares = summary["shares"]
     steps = figures.plural(summary["steps"], "step")
+    by = summary["simulated_by"]
+    small = f"simulated by {by}" if by else f"median of {steps}"
     result = [
-        Tile(label="step", value=duration(summary["step_seconds"]), small=f"median of {steps}"),
+        Tile(label="step", value=duration(summary["step_seconds"]), small=small),
         Tile(
             label="bound by",
             value=table.devices[0].bound_by,

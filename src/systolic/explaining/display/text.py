@@ -175,6 +175,8 @@ def profile_remark(found: Mapping[str, Any]) -> str:
         f"{name} {share:.0%}" for name, share in found["shares"].items() if share >= LEAST_SHARE
     )
     steps = f"median of {found['steps']}" if found["steps"] > 1 else "the only one"
+    if by := found.get("simulated_by"):
+        steps = f"simulated by {by}, no measurement"
     number = found["devices"]
     on = f"{number} x {found['device']}" if number > 1 else found["device"]
     slow, fast = found["slowest"], found["fastest"]

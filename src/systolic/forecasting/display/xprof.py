@@ -52,6 +52,7 @@ _STATS = (
     "hbm_utilization_percent",
     "Time Scale Multiplier",
     "Hlo Proto",
+    "simulated_by",
 )
 _STAT = {name: number for number, name in enumerate(_STATS, 1)}
 NOT_HBM = (Resource.ici, Resource.dcn)
@@ -174,11 +175,12 @@ def _host(forecast: Forecast, timeline: Timeline) -> Iterable[bytes]:
 
 
 def _peaks(forecast: Forecast) -> Iterable[bytes]:
-    """Stats of the roofline: rates of one device."""
+    """Stats of the roofline: rates of one device; and that no device was measured."""
     chip = forecast.on.chip
     yield message(
         6, integer(1, _STAT["device_type_string"]), text(5, chip.device_kind or chip.name)
     )
+    yield message(6, integer(1, _STAT["simulated_by"]), text(5, "systolic forecast"))
     peaks = {
         "peak_teraflops_per_second": (_peak(forecast, "flops"), 1e12),
         "peak_hbm_bw_gigabytes_per_second": (_peak(forecast, "bytes"), 1e9),

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 
-from systolic_capture import bridge, calls, memory, report, shardings
+from systolic_capture import bridge, calls, flops, memory, report, shardings
 
 SCHEDULED = "after_optimizations.txt"
 USAGE = "after_optimizations-memory-usage-report.txt"
@@ -135,6 +135,7 @@ def _program(call, number):
         "memory": bool(usage),
         "refused": refused,
         "flops": call.flops,
+        "needed_flops": flops.needed(call),
         "flops_are_least": call.flops_are_least,
         "open_loops": list(call.open_loops),
         "places": [

@@ -12,6 +12,19 @@ def of_jaxpr(jaxpr, mesh=None):
     return sum(_of(eqn, mesh) for eqn in jaxpr.eqns)
 
 
+def needed(call):
+    """FLOPs of the part of a call's body that its results come from; 0 where JAX does not tell it."""
+    try:
+        from jax._src.interpreters import partial_eval
+
+        from systolic_capture import shardings
+
+        body = shardings.inner(call.params["jaxpr"]).jaxpr
+        return of_jaxpr(partial_eval.dce_jaxpr(body, [True] * len(body.outvars))[0])
+    except Exception:
+        return 0.0
+
+
 def in_open_loops(jaxpr):
     """Whether a body has matmuls in loops, or kernels' grids, whose length it does not say: they are counted once."""
     return any(
