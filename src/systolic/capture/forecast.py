@@ -19,10 +19,13 @@ from systolic.hlo import Module, parse
 from systolic.hlo.check import check
 from systolic.sim.incomplete import NOTHING, Given
 from systolic.sim.simulate import simulate
-from systolic.sim.timeline import Resource, Span, Timeline
+from systolic.sim.rates import rates_of
+from systolic.sim.timeline import PricedBy, Resource, Span, Timeline
 
 MOST_OTHERS = 6
 """Other calls that a note names."""
+MOVED = 0.01
+"""Share of a step that its moves outside of jit take, above which it is told."""
 ZEROS = "arrays on the slice read as zeros while the program was captured, but for counters: where it branches on a loss, it took the branch of 0"
 
 
@@ -96,13 +99,14 @@ def forecast_parts(
         given: Trips and costs of programs that come with some steps alone, where they have those names.
     """
     answer, plan = captured.answer, schedule_of(captured, parts)
+    moved = _moves(answer["moves"] or {}, on)
     rare = [_part(captured, one, on, replace(given, strict=False)) for one in answer["periodic"]]
     largest = max([*parts, *rare], key=lambda part: part.memory.peak_bytes)
     busiest = [part for part in parts if plan.device in part.devices]
     main = max(busiest, key=lambda part: part.calls * part.seconds)
     made = assemble(
         module=main.module,
-        timeline=_sum(parts, plan),
+        timeline=_with_moves(_sum(parts, plan), moved),
         memory=largest.memory,
         facts={"notes": _notes(captured, parts, on)},
         name=" + ".join(part.facts["name"] for part in parts),
@@ -121,6 +125,7 @@ def forecast_parts(
         cautions=(
             *answer["cautions"],
             *_cautions(parts, plan, on),
+            *_of_moves(answer["moves"] or {}, moved, plan.seconds),
             *map(_of_some_steps, rare),
             *made.cautions,
         ),
@@ -222,6 +227,64 @@ def _sum(parts: Sequence[StepPart], plan: CallSchedule) -> Timeline:
         given=tuple(line for one in timelines for line in one.given),
         turn_seconds=max((one.turn_seconds for one in timelines), default=0.0),
     )
+
+
+def _moves(moves: Mapping[str, int], on: Slice) -> list[Span]:
+    """What ``jax.device_put`` moves between two steps, at the rates of the links: no less time than it takes."""
+    rates = rates_of(on)
+    # A device at a corner has a link along each axis, and two along one that is closed to a ring.
+    links = sum(
+        2 if closed and size > 2 else 1
+        for size, closed in zip(on.topology, on.wrap, strict=True)
+        if size > 1
+    )
+    kinds = {
+        "host": (Resource.host, rates.host),
+        "devices": (Resource.ici, max(links, 1) * rates.link),
+        "slices": (Resource.dcn, rates.dcn),
+    }
+    return [
+        Span(
+            name="device_put",
+            opcode="copy",
+            start=0.0,
+            seconds=moves[kind] / rate,
+            resource=resource,
+            bytes=moves[kind],
+            priced_by=PricedBy.bytes,
+        )
+        for kind, (resource, rate) in kinds.items()
+        if moves.get(kind) and rate
+    ]
+
+
+def _with_moves(timeline: Timeline, moved: Sequence[Span]) -> Timeline:
+    """A step with what is moved outside of its programs behind it."""
+    for span in moved:
+        timeline = replace(
+            timeline,
+            seconds=timeline.seconds + span.seconds,
+            spans=(*timeline.spans, replace(span, start=timeline.seconds)),
+            most=timeline.most and _with_moves(timeline.most, [span]),
+            least=timeline.least and _with_moves(timeline.least, [span]),
+        )
+    return timeline
+
+
+def _of_moves(moves: Mapping[str, int], moved: Sequence[Span], step: float) -> list[str]:
+    """The line of what is moved outside of the step's programs, which take ``step`` seconds."""
+    seconds = sum(span.seconds for span in moved)
+    if seconds <= MOVED * step:
+        return []
+    ways = {
+        Resource.host: "between device and host",
+        Resource.ici: "between devices",
+        Resource.dcn: "between slices",
+    }
+    sizes = ", ".join(f"{gibibytes(span.bytes)} {ways[span.resource]}" for span in moved)
+    return [
+        f"jax.device_put outside of jit moves arrays {plural(moves['times'], 'time')} a step, {sizes} on the device with the most: {duration(seconds)} at the rates of the links, counted behind the step's programs and not beside them"
+    ]
 
 
 def _beside(parts: Sequence[StepPart], plan: CallSchedule) -> list[Span]:

@@ -61,6 +61,31 @@ def _is_inexact(array):
     return dtypes.issubdtype(array.dtype, np.inexact)
 
 
+def donate(values, results):
+    """Frees the memory of arguments that a call donates; the program may not use those that became a result again.
+
+    Args:
+        values: Arguments, each with whether it is donated.
+        results: Shapes and dtypes of the call's results: an argument like none of them is only warned of by jax.
+    """
+    left = [(tuple(one.shape), str(one.dtype)) for one in results if hasattr(one, "shape")]
+    for value, gone in values:
+        if not (gone and is_slice_array(value)):
+            continue
+        if value.buffer:
+            value.buffer.free()
+        kind = tuple(value.shape), str(value.dtype)
+        if kind in left:
+            left.remove(kind)
+            value.donated()
+
+
+def check(values):
+    """Refuses donated and deleted arrays, as jax does."""
+    for one in filter(is_slice_array, values):
+        one.use()
+
+
 def latest(values):
     """Number of the latest recorded call that some values come from; -1 where they come from none."""
     return max((one.born for one in values if is_slice_array(one)), default=-1)

@@ -67,6 +67,7 @@ def _answer(step, ended):
     for call, program in zip(distinct, programs, strict=True):
         mine = [entry for entry in entries if entry.call is call]
         program |= {"calls_per_step": len(mine), "held": _held(mine, program.pop("ids"))}
+    calls.cautions += calls.of_other_shapes(distinct) + calls.traced_anew(distinct)
     periodic = []
     for number, count, every in step.periodic:
         entry = calls.entry(number)
@@ -88,6 +89,7 @@ def _answer(step, ended):
         "held": calls.largest_held(step),
         "others": others,
         "operations_per_step": calls.operations_in(step),
+        "moves": calls.moved_in(step),
         "ended": ended,
         "notes": calls.notes,
         "cautions": calls.cautions,

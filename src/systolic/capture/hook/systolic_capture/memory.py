@@ -32,11 +32,11 @@ class ArrayMemory:
         if len(_changes) > MOST_CHANGES:
             _added_up()
 
-    def free(self):
+    def free(self, alive=_alive, changes=_changes):
         """Frees it, once: a donated or deleted array may still have its name in the program."""
-        # The collector may run this at any place: it takes no lock.
-        if _alive.pop(self.number, None) is not None:
-            _changes.append((self.place, -self.part_bytes))
+        # The collector may run this at any place, at the end of Python too: it takes no lock and no name of the module.
+        if alive.pop(self.number, None) is not None:
+            changes.append((self.place, -self.part_bytes))
 
     def __del__(self):
         self.free()
@@ -61,6 +61,11 @@ def _lies(sharding, shape, itemsize):
         size *= int(dim)
     kind = getattr(sharding, "memory_kind", None) or "device"
     return (devices, kind), -(-size // divided)
+
+
+def is_on_host(sharding):
+    """Whether a sharding's arrays lie in the memory of hosts."""
+    return (getattr(sharding, "memory_kind", None) or "device") in HOST
 
 
 def _added_up():

@@ -77,8 +77,22 @@ class SliceArray(_Array):
             return core.physical_aval(self.aval)
         return self.aval
 
+    def donated(self):
+        """Notes that a call took its memory for a result."""
+        self._deleted = True
+
+    def use(self):
+        """Refuses a donated or deleted array, as jax does."""
+        if self._deleted:
+            error: Any = RuntimeError(
+                f"Array has been deleted with shape={self.aval.str_short()}."
+            )
+            error.is_of_program = True
+            raise error
+
     @property
     def _value(self):
+        self.use()
         if self.known is None:
             saving.read(self)
         known = 0 if self.known is None else self.known
@@ -170,7 +184,7 @@ class SliceArray(_Array):
         return made
 
     def is_deleted(self):
-        """Whether the program deleted it; donated arrays are not told apart."""
+        """Whether the program deleted or donated it."""
         return self._deleted
 
     def delete(self):
