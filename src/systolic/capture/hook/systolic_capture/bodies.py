@@ -123,7 +123,17 @@ class _Walk:
 
 def _says_itself(key):
     """Whether a parameter says nothing of the work: rules of derivatives, and where it comes from."""
-    return key in ("debug", "debug_info", "name", "jvp_jaxpr_fun", "jvp_jaxpr_thunk", "fwd_jaxpr_thunk", "bwd", "ctx_mesh", "source")
+    return key in (
+        "debug",
+        "debug_info",
+        "name",
+        "jvp_jaxpr_fun",
+        "jvp_jaxpr_thunk",
+        "fwd_jaxpr_thunk",
+        "bwd",
+        "ctx_mesh",
+        "source",
+    )
 
 
 def live_bytes(jaxpr):

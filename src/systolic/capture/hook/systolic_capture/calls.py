@@ -9,7 +9,18 @@ import threading
 import time
 from typing import Any
 
-from systolic_capture import arrays, bodies, bridge, dispatch, flops, memory, moves, report, shardings, steps
+from systolic_capture import (
+    arrays,
+    bodies,
+    bridge,
+    dispatch,
+    flops,
+    memory,
+    moves,
+    report,
+    shardings,
+    steps,
+)
 
 LIKELY_CALLS = 40
 """Calls after which a repeated sequence may be the step of a program that ends with others."""
@@ -25,12 +36,14 @@ it changes the weights; and where they have no matmul, since they may make what 
 PLACED = ("in_shardings", "out_shardings", "in_layouts", "out_layouts", "compiler_options_kvs")
 """Parameters of jit that make another program of one body."""
 
-COLLECTED = frozenset((0, 1, 2, 4, 8, 16, 32))
-"""Calls at which garbage is collected: a training run collects it sooner or later, and this is its beginning."""
+COLLECTED = frozenset((0, *(1 << n for n in range(12))))
+"""Calls at which garbage is collected, and arrays that were computed are counted: a training run collects it sooner or later, and this is its beginning."""
 OFTEN = 0.05
 """Share of a function's calls with other arguments, above which it is told."""
 ANEW = 0.5
 """Share of a function's calls that traced it again, above which it is told."""
+LARGE = 0.9
+"""Share of a device's memory, above which a program beside the step is compiled to see whether it fits."""
 LARGEST = 12
 """Arrays beside a step that are named."""
 
@@ -204,6 +217,7 @@ def _hashable(value):
 def _take(call, args, consts=()):
     """Notes what a call takes, and what the program holds beside that."""
     call.ids, call.links = arrays.serials(args), arrays.links(args)
+    call.given_ids = frozenset(map(id, args))
     taken = list(filter(arrays.is_slice_array, [*args, *consts]))
     call.held = {} if call.own else memory.beside(taken)
     call.taken = {one.buffer.number for one in taken if one.buffer}
@@ -244,6 +258,7 @@ class Lowered:
         self.source, self.options = "", dict(options or {})
         self._lowering, self.args, self.ids = lowering, [], []
         self.links, self.held, self.taken = arrays.links([]), {}, frozenset()
+        self.given_ids = frozenset()
         self.key = ("lowered", id(lowering))
         self.flops, self.eqns = 0.0, 0
         self.places = None
@@ -338,6 +353,7 @@ def record(call):
             report.say(stage="running until a step repeats")
         if number in COLLECTED:
             gc.collect()
+            memory.count_small(call.given_ids)
         _sequence.append(steps.Entry(known, now, sum(_operations.values()), call, moves.so_far()))
         if (found := _settled(now)) is not None:
             _state["ended"] = True
@@ -455,6 +471,38 @@ def largest_held(step):
     return found
 
 
+def large_beside(known, capacity, most):
+    """The last calls of programs of no step that may need more memory than a device has, those with the largest need first.
+
+    Args:
+        known: Keys of the programs that are compiled already.
+        capacity: Bytes of a device.
+        most: How many.
+    """
+    last = {entry.call.key: entry for entry in _sequence if entry.call.key not in known}
+    needs = {}
+    for key, entry in last.items():
+        held = [size for (_, kind), size in entry.held.items() if kind not in memory.HOST]
+        if (need := _need(entry.call) + max(held, default=0)) > LARGE * capacity > 0:
+            needs[key] = need
+    return [last[key] for key in sorted(needs, key=lambda key: -needs[key])[:most]]
+
+
+def _need(call):
+    """Bytes of a device that a program may need: its values split over its devices, and no less than its arguments and results."""
+    if call.jaxpr is None:
+        return 0
+    avals = shardings.inner(call.jaxpr).outvars_avals()
+    results = [
+        (aval, where[0] if isinstance(where, tuple) else where)
+        for aval, where in zip(avals, call.places or (), strict=False)
+    ]
+    placed = [(one.aval, one.sharding) for one in call.args] + results
+    least = sum(memory.part_bytes(aval, where) for aval, where in placed)
+    devices = max((len(where.device_set) for _, where in placed), default=1)
+    return max(least, bodies.live_bytes(call.jaxpr) // devices)
+
+
 def operations_in(step):
     """Operations outside of jit between two steps."""
     length = len(step.numbers)
@@ -541,7 +589,11 @@ def of_other_shapes(step_calls):
         if not call.source or others < max(2, OFTEN * total):
             continue
         mean = sum(one.flops * times for one, times in alike) / total
-        ratio = f"; by FLOPs its mean call is {mean / call.flops:.3g} times this one" if call.flops else ""
+        ratio = (
+            f"; by FLOPs its mean call is {mean / call.flops:.3g} times this one"
+            if call.flops
+            else ""
+        )
         found.append(
             f"{call.name} was called with {len(alike)} kinds of arguments, and the step is of one of them, {total - others} of {total} calls ({_shapes(call)}){ratio}"
         )

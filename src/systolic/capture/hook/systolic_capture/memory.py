@@ -14,6 +14,7 @@ MOST_CHANGES = 10_000
 _count = itertools.count()
 _changes = collections.deque()
 _totals = {}
+_small = {}
 _alive = {}
 _lock = threading.RLock()
 
@@ -68,6 +69,13 @@ def is_on_host(sharding):
     return (getattr(sharding, "memory_kind", None) or "device") in HOST
 
 
+def part_bytes(aval, sharding):
+    """Bytes of a device's part of an array."""
+    if not hasattr(aval, "shape"):
+        return 0
+    return _lies(sharding, tuple(aval.shape), getattr(aval.dtype, "itemsize", 4))[1]
+
+
 def _added_up():
     """Bytes that are held, by place."""
     with _lock:
@@ -85,7 +93,28 @@ def beside(values):
     for one in {one.buffer.number: one.buffer for one in values if one.buffer}.values():
         if not one.is_free:
             held[one.place] = held.get(one.place, 0) - one.part_bytes
+    for place, size in _small.items():
+        held[place] = held.get(place, 0) + size
     return {place: size for place, size in held.items() if size > 0}
+
+
+def count_small(given):
+    """Counts the arrays that were computed since they are small, which would lie on the first device of the slice.
+
+    Args:
+        given: Ids of the objects that a call takes, which are no part of what is beside it.
+    """
+    import jax
+
+    from systolic_capture import bridge
+
+    found = [
+        one.nbytes
+        for one in jax.live_arrays("cpu")
+        if id(one) not in given and not one.is_deleted() and not getattr(one, "_committed", True)
+    ]
+    first = bridge.slice_devices()[0]
+    _small[frozenset((first.id,)), "device"] = sum(found)
 
 
 def made_by(buffer, call):

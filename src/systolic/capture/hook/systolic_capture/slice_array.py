@@ -84,9 +84,7 @@ class SliceArray(_Array):
     def use(self):
         """Refuses a donated or deleted array, as jax does."""
         if self._deleted:
-            error: Any = RuntimeError(
-                f"Array has been deleted with shape={self.aval.str_short()}."
-            )
+            error: Any = RuntimeError(f"Array has been deleted with shape={self.aval.str_short()}.")
             error.is_of_program = True
             raise error
 

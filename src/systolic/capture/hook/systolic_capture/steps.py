@@ -116,7 +116,9 @@ def _before_evaluation(sequence, length):
     steps = {
         key: n
         for key, n in makers.items()
-        if key in _reached(takers, key) and key not in feeds and not _fills(sequence, takers, key, kinds)
+        if key in _reached(takers, key)
+        and key not in feeds
+        and not _fills(sequence, takers, key, kinds)
     }
     if not steps:
         return None
@@ -147,9 +149,25 @@ def _small(sequence, length):
             beside = total - inside * sum(sequence[n].call.flops for n in now)
             if times < 3 or not total or beside > BESIDE * total:
                 continue
+            if _are_layers(sequence, whole, {sequence[n].call.key for n in now}):
+                continue
             if not is_unchanged(sequence, now, range(last - 2 * inner, last - inner), constant):
                 return CalledStep(now, skipped=length - inside * inner, times=times)
     return CalledStep(whole)
+
+
+def _are_layers(sequence, whole, kinds):
+    """Whether calls of some kinds take each other's results within a sequence, and none of the sequence before it."""
+    links = [
+        born
+        for n in whole
+        if sequence[n].call.key in kinds
+        for born in sequence[n].links[1]
+        if born >= 0 and sequence[born].call.key in kinds
+    ]
+    return any(born in whole for born in links) and not any(
+        whole.start - len(whole) <= born < whole.start for born in links
+    )
 
 
 def _constant(sequence, length):
