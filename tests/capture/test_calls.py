@@ -2,6 +2,7 @@
 
 import builtins
 import functools
+import importlib
 import shutil
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from systolic.sim.incomplete import given
 
 PROGRAMS = Path(__file__).parent / "programs"
 HOOK = Path(__file__).parents[2] / "src/systolic/capture/hook"
+HOOKED = "systolic_capture"
 MIB, GIB = 1 << 20, 1 << 30
 
 
@@ -124,9 +126,7 @@ def test_weights_that_do_not_fit_where_they_are_made(tmp_path: Path) -> None:
 def bodies(monkeypatch):
     """The module of the hook that tells bodies apart."""
     monkeypatch.syspath_prepend(str(HOOK))
-    import systolic_capture.bodies  # ty: ignore[unresolved-import]
-
-    return systolic_capture.bodies
+    return importlib.import_module(f"{HOOKED}.bodies")
 
 
 def scanned(x, length: int = 2, rate: float = 0.1):
@@ -168,7 +168,7 @@ def test_the_most_bytes_alive(bodies) -> None:
 
 
 def test_bytes_that_a_device_gets(bodies) -> None:
-    import systolic_capture.moves  # ty: ignore[unresolved-import]
+    moves = importlib.import_module(f"{HOOKED}.moves")
 
     class Placed:
         """Parts of an array by device, of a kind of memory."""
@@ -189,7 +189,7 @@ def test_bytes_that_a_device_gets(bodies) -> None:
     every, low, high = ((builtins.slice(*ends),) for ends in ((0, 8), (0, 4), (4, 8)))
 
     def of(source, target):
-        return systolic_capture.moves._bytes(source, target, (8,), 4)
+        return moves._bytes(source, target, (8,), 4)
 
     assert of(Placed({a: low, b: high}), Placed({a: every, b: every})) == (0, 16, 0)
     assert of(Placed({a: every, b: every}), Placed({a: low, b: high})) == (0, 0, 0)

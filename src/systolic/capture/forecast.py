@@ -18,8 +18,8 @@ from systolic.forecasting.text import FROM_SCHEDULE, refused
 from systolic.hlo import Module, parse
 from systolic.hlo.check import check
 from systolic.sim.incomplete import NOTHING, Gaps, Given
-from systolic.sim.simulate import simulate
 from systolic.sim.rates import rates_of
+from systolic.sim.simulate import simulate
 from systolic.sim.timeline import PricedBy, Resource, Span, Timeline
 
 MOST_OTHERS = 6

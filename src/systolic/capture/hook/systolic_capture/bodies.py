@@ -54,7 +54,7 @@ def name_of(jaxpr, name):
 
 def _digests(body):
     shape, numbers = hashlib.sha256(), hashlib.sha256()
-    _Walk(shape, numbers).body(body.jaxpr, body.consts)
+    _BodyWriter(shape, numbers).body(body.jaxpr, body.consts)
     loose, strict = shape.hexdigest(), numbers.hexdigest()
     variants = _numbers.setdefault(loose, set())
     if strict in variants or len(variants) < MOST_NUMBERS:
@@ -63,7 +63,7 @@ def _digests(body):
     return loose, ""
 
 
-class _Walk:
+class _BodyWriter:
     """Writes a body into two digests: operations with their parameters, and numbers within."""
 
     def __init__(self, shape, numbers):
