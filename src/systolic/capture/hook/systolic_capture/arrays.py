@@ -61,23 +61,33 @@ def _is_inexact(array):
     return dtypes.issubdtype(array.dtype, np.inexact)
 
 
-def donate(values, results):
+def donate(values, results, places):
     """Frees the memory of arguments that a call donates; the program may not use those that became a result again.
 
     Args:
         values: Arguments, each with whether it is donated.
-        results: Shapes and dtypes of the call's results: an argument like none of them is only warned of by jax.
+        results: Results of the call, with shape and dtype.
+        places: The sharding of each, or that and more: an argument that is like no result is only warned of by jax.
     """
-    left = [(tuple(one.shape), str(one.dtype)) for one in results if hasattr(one, "shape")]
+    left = []
+    for one, where in zip(results, places, strict=True):
+        aval = getattr(one, "aval", one)
+        if hasattr(aval, "shape"):
+            left.append(_kind(aval, where[0] if isinstance(where, tuple) else where))
     for value, gone in values:
         if not (gone and is_slice_array(value)):
             continue
         if value.buffer:
             value.buffer.free()
-        kind = tuple(value.shape), str(value.dtype)
+        kind = _kind(value, value.sharding)
         if kind in left:
             left.remove(kind)
             value.donated()
+
+
+def _kind(aval, sharding):
+    """What an argument and the result that takes its memory have alike."""
+    return tuple(aval.shape), str(aval.dtype), getattr(sharding, "memory_kind", None) or "device"
 
 
 def check(values):

@@ -171,9 +171,13 @@ class Call:
 
     def donate(self):
         """Frees the memory of the arguments that it donates."""
-        flags = self.params.get("donated_invars") or ()
-        made = shardings.inner(self.params["jaxpr"]).outvars_avals()
-        arrays.donate(zip(self.given, flags, strict=False), made)
+        body = shardings.inner(self.params["jaxpr"]).jaxpr
+        used = {id(atom) for eqn in body.eqns for atom in eqn.invars} | set(map(id, body.outvars))
+        flags = [
+            gone and (self.params.get("keep_unused") or id(var) in used)  # jax drops the others
+            for gone, var in zip(self.params.get("donated_invars") or (), body.invars, strict=False)
+        ]
+        arrays.donate(zip(self.given, flags, strict=False), body.outvars, self.places)
         self.given = []
 
     def _chosen(self):

@@ -30,7 +30,7 @@ class CapturedCompiled:
             self._call.places = self._places(flat, made)
         self._call.take(leaves)
         born = calls.record(self._call)
-        arrays.donate(zip(leaves, self._donated(len(leaves)), strict=True), made)
+        arrays.donate(zip(leaves, self._donated(len(leaves)), strict=True), made, self._call.places)
         outs = [
             dispatch.stand_in(core.ShapedArray(info.shape, info.dtype), where, born=born)
             for info, where in zip(made, self._call.places, strict=True)

@@ -152,6 +152,7 @@ class SliceArray(_Array):
     __str__ = __repr__
 
     def __copy__(self):
+        self.use()
         made = type(self)(self.aval, self._sharding, self._committed, self.born)
         made.known = self.known
         return made
@@ -169,6 +170,7 @@ class SliceArray(_Array):
 
     def block_until_ready(self):
         """Itself: nothing is computed."""
+        self.use()
         return self
 
     def copy_to_host_async(self):
