@@ -119,6 +119,14 @@ def test_weights_that_do_not_fit_where_they_are_made(tmp_path: Path) -> None:
     assert "while makes 5 trips; while makes 50 trips" in told(made, "given by you")
 
 
+def test_a_function_that_is_jitted_in_each_step_on_the_second_slice(tmp_path: Path) -> None:
+    made = forecast_of("anew.py", "2xv5e-8", tmp_path)
+    told(made, "<lambda> was traced anew 10 times in 10 calls")
+    told(made, "the step uses 8 of the 16 chips of 2xv5e-8")
+    # By hand: two matmuls of a device's rows, on half of the devices.
+    assert made.hardware_flops == pytest.approx(2 * 2 * 1024**3 / 2, rel=0.01)
+
+
 # By hand, without a compiler
 
 

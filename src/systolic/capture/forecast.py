@@ -167,9 +167,11 @@ def forecast_parts(
         given: Trips and costs of programs that come with some steps alone, where they have those names.
     """
     answer, plan = captured.answer, schedule_of(captured, parts)
-    moved = _moves(answer["moves"] or {}, on)
+    moved = _moves(answer.get("moves") or {}, on)
     rare = [_part(captured, one, on, replace(given, strict=False)) for one in answer["periodic"]]
-    beside = [_part(captured, one, on, replace(given, strict=False)) for one in answer["beside"]]
+    beside = [
+        _part(captured, one, on, replace(given, strict=False)) for one in answer.get("beside", ())
+    ]
     largest = max([*parts, *rare], key=lambda part: part.memory.peak_bytes)
     busiest = [part for part in parts if plan.device in part.devices]
     main = max(busiest, key=lambda part: part.calls * part.seconds)
@@ -194,7 +196,7 @@ def forecast_parts(
         cautions=(
             *answer["cautions"],
             *_cautions(parts, plan, on),
-            *_of_moves(answer["moves"] or {}, moved, plan.seconds),
+            *_of_moves(answer.get("moves") or {}, moved, plan.seconds),
             *map(_of_some_steps, rare),
             *made.cautions,
         ),

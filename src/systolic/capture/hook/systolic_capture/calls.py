@@ -516,13 +516,20 @@ def operations_in(step):
 
 
 def moved_in(step):
-    """Bytes of a device that are moved between two steps, by kind, and how often; the program's step may come after the last."""
-    length = len(step.numbers)
-    if len(_sequence) <= length:
+    """Bytes of a device that are moved between two steps, by kind, and how often; None where one step alone is known.
+
+    From the step's last call back to the one of the step before: what other calls between them take is a part of it.
+    """
+    if not step.numbers:
         return None
-    now, before = _sequence[-1].moves, _sequence[-1 - length].moves
-    found = [one - other for one, other in zip(now, before, strict=True)]
-    return dict(zip((*moves.KINDS, "times"), found, strict=True))
+    last = step.numbers[-1]
+    key = _sequence[last].call.key
+    times = sum(_sequence[n].call.key == key for n in step.numbers)
+    before = [n for n in range(last) if _sequence[n].call.key == key]
+    if len(before) < times:
+        return None
+    pairs = zip(_sequence[last].moves, _sequence[before[-times]].moves, strict=True)
+    return dict(zip((*moves.KINDS, "times"), (now - other for now, other in pairs), strict=True))
 
 
 def counts():
