@@ -465,8 +465,13 @@ def _cautions(parts: Sequence[StepPart], plan: CallSchedule, on: Slice) -> list[
     if copies > 1:
         each = on.num_devices // copies
         of_all = "all" if len(used) == each else f"{len(used)} of the {each} devices"
+        use = (
+            ""
+            if len(used) == each
+            else "; shard its arguments over a mesh of jax.devices() to use all"
+        )
         found.append(
-            f"the step runs on {of_all} of one host: each of the {copies} processes runs it on its own, and what they send each other is none of it; the time is that of one, the FLOPs and the bill are of all"
+            f"the step runs on {of_all} of one host: each of the {copies} processes runs it on its own, and what they send each other is none of it; the time is that of one, the FLOPs and the bill are of all{use}"
         )
     elif len(used) == 1 < on.num_devices:
         names = " and ".join(part.facts["name"] for part in parts)
