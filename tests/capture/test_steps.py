@@ -243,6 +243,25 @@ def test_layers_that_are_called_one_by_one_are_one_step() -> None:
     assert made.step() == (["layer"] * 4 + ["head"], [])
 
 
+def test_many_layers_with_a_small_head_are_one_step() -> None:
+    made = Recorder()
+    for _ in range(3):
+        made.last.pop("x", None)
+        for _ in range(24):
+            made.call("layer", "x", into="x")
+        made.call("head", "x", flops=0.5)
+    assert made.step() == (["layer"] * 24 + ["head"], [])
+
+
+def test_what_fills_a_buffer_is_no_step() -> None:
+    made = Recorder()
+    for _ in range(40):
+        made.call("fill", "fill", flops=0.0)
+    for _ in range(40):
+        made.call("train", "train", "fill")
+    assert made.step() == (["train"], [])
+
+
 def test_gradients_of_several_batches_are_one_step() -> None:
     made = Recorder()
     for _ in range(3):

@@ -18,15 +18,20 @@ from systolic.forecasting.run import assemble, capacity
 from systolic.forecasting.text import FROM_SCHEDULE, refused
 from systolic.hlo import Module, parse
 from systolic.hlo.check import check
-from systolic.sim.incomplete import NOTHING, Given
+from systolic.sim.incomplete import NOTHING, Gaps, Given
+from systolic.sim.rates import rates_of
 from systolic.sim.simulate import simulate
-from systolic.sim.timeline import Resource, Span, Timeline
+from systolic.sim.timeline import PricedBy, Resource, Span, Timeline
 
 LEFT_OUT = 0.85
 """Share of the FLOPs as written below which a compiled program leaves a part out: compilers join equal matmuls, a ninth of some programs."""
 _KERNEL = re.compile(r"pallas_call|ragged_dot")
 MOST_OTHERS = 6
 """Other calls that a note names."""
+MOST_NAMED = 8
+"""Programs of a step that are named."""
+MOVED = 0.01
+"""Share of a step that its moves outside of jit take, above which it is told."""
 ZEROS = "arrays on the slice read as zeros while the program was captured, but for counters: where it branches on a loss, it took the branch of 0"
 
 
@@ -58,6 +63,11 @@ class StepPart:
         return self.facts["calls_per_step"]
 
     @property
+    def copies(self) -> int:
+        """Processes that each run it on devices of their own."""
+        return self.facts.get("copies", 1)
+
+    @property
     def mesh(self) -> Mapping[str, int]:
         """Axis to size of the program's mesh, outermost first; empty where its device order is another."""
         return self.facts.get("mesh", {})
@@ -79,7 +89,68 @@ def forecast_captured(captured: Captured, on: Slice, given: Given = NOTHING) -> 
 
 def parts_of(captured: Captured, on: Slice, given: Given = NOTHING) -> list[StepPart]:
     """The programs of a captured step, each simulated; raises as :func:`forecast_captured`."""
-    return [_part(captured, facts, on, given) for facts in captured.programs]
+    modules = [_module(captured, facts) for facts in captured.programs]
+    names = [facts["name"] for facts in captured.programs]
+    return [
+        _part(captured, facts, on, own, module)
+        for facts, module, own in zip(
+            captured.programs, modules, given_apart(given, names, modules), strict=True
+        )
+    ]
+
+
+def given_apart(given: Given, names: Sequence[str], modules: Sequence[Module]) -> list[Given]:
+    """What is given to each program of a step: trips of loops and costs of calls that it has, and those that no program has.
+
+    A name such as ``outer/while.5`` is of the program ``outer`` alone.
+    """
+    if not given or len(modules) == 1:
+        return [given] * len(modules)
+    loops = [_names(module, loops=True) for module in modules]
+    others = [_names(module, loops=False) for module in modules]
+    found = []
+    for at, name in enumerate(names):
+        trips = _own(given.trips, at, name, names, loops)
+        found.append(replace(given, trips=trips, costs=_own(given.costs, at, name, names, others)))
+    return found
+
+
+def _own(
+    given: Mapping[str, float],
+    at: int,
+    name: str,
+    names: Sequence[str],
+    known: Sequence[frozenset[str]],
+) -> dict[str, float]:
+    """Numbers of one program; a name that none of them has stays with each, which refuses it."""
+    found = {}
+    for word, number in given.items():
+        program, _, rest = word.partition("/")
+        if program in names and rest:
+            if program == name:
+                found[rest] = number
+        elif word in known[at] or not any(word in one for one in known):
+            found[word] = number
+    return found
+
+
+def _names(module: Module, *, loops: bool) -> frozenset[str]:
+    """Names of a program's loops, or of its other instructions, as the user may give them."""
+    gaps = Gaps(module)
+    return frozenset(
+        name
+        for computation in module.computations.values()
+        for instruction in computation
+        if (instruction.opcode == "while") == loops
+        for name in gaps.names(computation, instruction)
+    )
+
+
+def _module(captured: Captured, facts: Mapping[str, Any]) -> Module:
+    """The compiled text of a program, checked."""
+    module = parse(counted_elsewhere((captured.folder / facts["text"]).read_text()))
+    check(module)
+    return module
 
 
 def schedule_of(captured: Captured, parts: Sequence[StepPart]) -> CallSchedule:
@@ -100,16 +171,20 @@ def forecast_parts(
         given: Trips and costs of programs that come with some steps alone, where they have those names.
     """
     answer, plan = captured.answer, schedule_of(captured, parts)
+    moved = _moves(answer.get("moves") or {}, on)
     rare = [_part(captured, one, on, replace(given, strict=False)) for one in answer["periodic"]]
+    beside = [
+        _part(captured, one, on, replace(given, strict=False)) for one in answer.get("beside", ())
+    ]
     largest = max([*parts, *rare], key=lambda part: part.memory.peak_bytes)
     busiest = [part for part in parts if plan.device in part.devices]
     main = max(busiest, key=lambda part: part.calls * part.seconds)
     made = assemble(
         module=main.module,
-        timeline=_sum(parts, plan),
+        timeline=_with_moves(_sum(parts, plan), moved),
         memory=largest.memory,
         facts={"notes": _notes(captured, parts, on)},
-        name=" + ".join(part.facts["name"] for part in parts),
+        name=_name(parts),
         on=on,
         compiler={
             **answer["versions"],
@@ -126,18 +201,37 @@ def forecast_parts(
             *answer["cautions"],
             *_cautions(parts, plan, on),
             *(text for part in parts if (text := _left_out(part))),
+            *_of_moves(answer.get("moves") or {}, moved, plan.seconds),
             *map(_of_some_steps, rare),
             *made.cautions,
         ),
         periodic=list(map(_periodic, rare)),
         **_flops(parts, on),
     )
-    return _checked(made, [*parts, *rare], on)
+    return _checked(made, [*parts, *rare], beside, on)
 
 
-def _checked(made: Forecast, parts: Sequence[StepPart], on: Slice) -> Forecast:
-    """The forecast, refused where a program or what is held beside it needs more memory than a device has."""
+def _name(parts: Sequence[StepPart]) -> str:
+    """Names of the programs of a step, the first of many."""
+    names = [part.facts["name"] for part in parts]
+    more = len(names) - MOST_NAMED
+    return " + ".join(names if more <= 1 else [*names[:MOST_NAMED], f"{more} more"])
+
+
+def _checked(
+    made: Forecast, parts: Sequence[StepPart], beside: Sequence[StepPart], on: Slice
+) -> Forecast:
+    """The forecast, refused where a program or what is held beside it needs more memory than a device has.
+
+    ``beside`` are programs that the program called before its step or now and then.
+    """
     have = capacity(on)
+    large = [part for part in beside if part.timeline is None or part.memory.peak_bytes > have]
+    if any(part.timeline is None or part.memory.peak_bytes > have for part in parts):
+        large = []
+    if large:
+        made = replace(made, cautions=(*map(_of_large, large), *made.cautions))
+    parts = [*parts, *large]
     refusals = [part for part in parts if part.timeline is None]
     worst = max(refusals or parts, key=lambda part: part.memory.peak_bytes)
     other = max(part.facts["held"]["other_bytes"] for part in parts)
@@ -157,10 +251,20 @@ def _checked(made: Forecast, parts: Sequence[StepPart], on: Slice) -> Forecast:
     return made
 
 
-def _part(captured: Captured, facts: Mapping[str, Any], on: Slice, given: Given) -> StepPart:
+def _of_large(part: StepPart) -> str:
+    """The line of a program beside the step that does not fit."""
+    return f"{part.facts['name']}, which the program calls beside its step, needs {gibibytes(part.memory.peak_bytes)} of a device and does not fit: the program fails there"
+
+
+def _part(
+    captured: Captured,
+    facts: Mapping[str, Any],
+    on: Slice,
+    given: Given,
+    module: Module | None = None,
+) -> StepPart:
     path = captured.folder / facts["text"]
-    module = parse(counted_elsewhere(path.read_text()))
-    check(module)
+    module = module or _module(captured, facts)
     places = [tuple(place) for place in facts["places"]]
     usage = path.with_name(f"{path.name}.{USAGE}")
     told = used_bytes(usage.read_text()) if usage.exists() else None
@@ -229,6 +333,64 @@ def _sum(parts: Sequence[StepPart], plan: CallSchedule) -> Timeline:
     )
 
 
+def _moves(moves: Mapping[str, int], on: Slice) -> list[Span]:
+    """What ``jax.device_put`` moves between two steps, at the rates of the links: no less time than it takes."""
+    rates = rates_of(on)
+    # A device at a corner has a link along each axis, and two along one that is closed to a ring.
+    links = sum(
+        2 if closed and size > 2 else 1
+        for size, closed in zip(on.topology, on.wrap, strict=True)
+        if size > 1
+    )
+    kinds = {
+        "host": (Resource.host, rates.host),
+        "devices": (Resource.ici, max(links, 1) * rates.link),
+        "slices": (Resource.dcn, rates.dcn),
+    }
+    return [
+        Span(
+            name="device_put",
+            opcode="copy",
+            start=0.0,
+            seconds=moves[kind] / rate,
+            resource=resource,
+            bytes=moves[kind],
+            priced_by=PricedBy.bytes,
+        )
+        for kind, (resource, rate) in kinds.items()
+        if moves.get(kind) and rate
+    ]
+
+
+def _with_moves(timeline: Timeline, moved: Sequence[Span]) -> Timeline:
+    """A step with what is moved outside of its programs behind it."""
+    for span in moved:
+        timeline = replace(
+            timeline,
+            seconds=timeline.seconds + span.seconds,
+            spans=(*timeline.spans, replace(span, start=timeline.seconds)),
+            most=timeline.most and _with_moves(timeline.most, [span]),
+            least=timeline.least and _with_moves(timeline.least, [span]),
+        )
+    return timeline
+
+
+def _of_moves(moves: Mapping[str, int], moved: Sequence[Span], step: float) -> list[str]:
+    """The line of what is moved outside of the step's programs, which take ``step`` seconds."""
+    seconds = sum(span.seconds for span in moved)
+    if seconds <= MOVED * step:
+        return []
+    ways = {
+        Resource.host: "between device and host",
+        Resource.ici: "between devices",
+        Resource.dcn: "between slices",
+    }
+    sizes = ", ".join(f"{gibibytes(span.bytes)} {ways[span.resource]}" for span in moved)
+    return [
+        f"jax.device_put outside of jit moves arrays {plural(moves['times'], 'time')} a step, {sizes} on the device with the most: {duration(seconds)} at the rates of the links, counted behind the step's programs and not beside them"
+    ]
+
+
 def _beside(parts: Sequence[StepPart], plan: CallSchedule) -> list[Span]:
     """Calls on devices that the busiest one's leave out, each device in a lane of its own."""
     return [
@@ -251,7 +413,7 @@ def _flops(parts: Sequence[StepPart], on: Slice) -> dict[str, Any]:
     for part in parts:
         if part.timeline is None:
             continue
-        share = part.calls * len(part.devices) / on.num_devices
+        share = part.calls * part.copies * len(part.devices) / on.num_devices
         for name, flops in part.timeline.flops_by_format.items():
             found[name] = found.get(name, 0.0) + share * flops
     return {"hardware_flops": sum(found.values()), "flops_by_format": found}
@@ -263,9 +425,11 @@ def _notes(captured: Captured, parts: Sequence[StepPart], on: Slice) -> list[str
     versions = f"{jax} and {libtpu} of its own environment"
     if answer.get("lent_libtpu"):
         versions = f"{jax} of its own environment, which has no libtpu, and {libtpu} of Systolic's"
-    step = ", ".join(
+    named = [
         f"{part.facts['name']}{f' {part.calls} times' if part.calls > 1 else ''}" for part in parts
-    )
+    ]
+    left = len(named) - MOST_NAMED
+    step = ", ".join(named if left <= 1 else [*named[:MOST_NAMED], f"{left} more"])
     notes = [
         f"a step of {captured.command} calls {step}; compiled by {versions}; the program {answer['ended']}",
         *answer["notes"],
@@ -301,12 +465,25 @@ def _cautions(parts: Sequence[StepPart], plan: CallSchedule, on: Slice) -> list[
     """Devices that the step leaves out, and calls that wait for each other."""
     found = []
     used = frozenset[Device]().union(*(part.devices for part in parts))
-    if len(used) == 1 < on.num_devices:
+    copies = min(part.copies for part in parts)
+    num_used = copies * len(used)
+    if copies > 1:
+        each = on.num_devices // copies
+        of_all = "all" if len(used) == each else f"{len(used)} of the {each} devices"
+        use = (
+            ""
+            if len(used) == each
+            else "; shard its arguments over a mesh of jax.devices() to use all"
+        )
+        found.append(
+            f"the step runs on {of_all} of one host: each of the {copies} processes runs it on its own, and what they send each other is none of it; the time is that of one, the FLOPs and the bill are of all{use}"
+        )
+    elif len(used) == 1 < on.num_devices:
         names = " and ".join(part.facts["name"] for part in parts)
         found.append(
             f"{names} runs on one of the {on.num_devices} devices of {on.name}, and the bill is for all: shard its arguments over a mesh of jax.devices() to use all"
         )
-    elif len(used) < on.num_devices:
+    elif num_used < on.num_devices:
         chips = len({(*place[:3], place[4]) for place in used})
         found.append(
             f"the step uses {chips} of the {on.num_chips} chips of {on.name}, and the bill is for all: make its mesh of all of jax.devices(), or choose a slice of {plural(chips, 'chip')}"

@@ -128,11 +128,14 @@ def rank(
 def _work(parts: Sequence[StepPart]) -> StepFlops:
     turned = [turns_of(part) for part in parts]
     written = sum(
-        part.calls * (part.facts["flops"] + (more or 0.0))
+        part.copies * part.calls * (part.facts["flops"] + (more or 0.0))
         for part, more in zip(parts, turned, strict=True)
     )
     executed = sum(
-        part.calls * len(part.facts["places"]) * sum(part.timeline.flops_by_format.values())
+        part.copies
+        * part.calls
+        * len(part.facts["places"])
+        * sum(part.timeline.flops_by_format.values())
         for part in parts
         if part.timeline is not None
     )

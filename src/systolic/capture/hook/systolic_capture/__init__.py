@@ -3,7 +3,8 @@
 ``arrays``: what stands for an array on the slice. ``counters``: those whose number is known. ``bridge``: the devices.
 ``dispatch``: what the program does with arrays. ``shardings``: where the results of a call are. ``hosts``: what several
 processes say to each other. ``pmap``: its functions as jitted ones. ``calls``: the calls, and which of them are a step.
-``compiling``: the schedule, and the answer in the folder that ``SYSTOLIC_CAPTURE`` names.
+``bodies``: which functions are the same. ``moves``: what lies elsewhere from one step to the next. ``compiling``: the schedule, and the
+answer in the folder that ``SYSTOLIC_CAPTURE`` names.
 """
 
 import importlib

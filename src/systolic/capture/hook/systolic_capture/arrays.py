@@ -61,6 +61,41 @@ def _is_inexact(array):
     return dtypes.issubdtype(array.dtype, np.inexact)
 
 
+def donate(values, results, places):
+    """Frees the memory of arguments that a call donates; the program may not use those that became a result again.
+
+    Args:
+        values: Arguments, each with whether it is donated.
+        results: Results of the call, with shape and dtype.
+        places: The sharding of each, or that and more: an argument that is like no result is only warned of by jax.
+    """
+    left = []
+    for one, where in zip(results, places, strict=True):
+        aval = getattr(one, "aval", one)
+        if hasattr(aval, "shape"):
+            left.append(_kind(aval, where[0] if isinstance(where, tuple) else where))
+    for value, gone in values:
+        if not (gone and is_slice_array(value)):
+            continue
+        if value.buffer:
+            value.buffer.free()
+        kind = _kind(value, value.sharding)
+        if kind in left:
+            left.remove(kind)
+            value.donated()
+
+
+def _kind(aval, sharding):
+    """What an argument and the result that takes its memory have alike."""
+    return tuple(aval.shape), str(aval.dtype), getattr(sharding, "memory_kind", None) or "device"
+
+
+def check(values):
+    """Refuses donated and deleted arrays, as jax does."""
+    for one in filter(is_slice_array, values):
+        one.use()
+
+
 def latest(values):
     """Number of the latest recorded call that some values come from; -1 where they come from none."""
     return max((one.born for one in values if is_slice_array(one)), default=-1)

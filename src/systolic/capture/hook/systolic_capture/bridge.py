@@ -56,6 +56,13 @@ def is_local(device):
     return device.process_index == 0
 
 
+def is_of_each_process(devices):
+    """Whether each process runs a program of this one's devices on its own: a mesh of what it asked for as its own, or no mesh."""
+    if num_processes() == 1 or not all(map(is_local, devices)):
+        return False
+    return len(devices) == 1 or "asked_local" in _known
+
+
 def _answer_memory(kind):
     """``device.memory_stats()`` of the slice's devices: nothing is in use."""
     real: Any = kind.memory_stats
@@ -127,6 +134,8 @@ def patch_bridge(bridge):
 
     def local_devices(process_index=None, backend=None, host_id=None):
         if named(backend) in TPU:
+            if process_index is None:
+                _known["asked_local"] = True
             wanted = process_index if process_index is not None else host_id or 0
             return [one for one in slice_devices() if one.process_index == wanted]
         return real_local(backend=backend)

@@ -9,18 +9,41 @@ import threading
 import time
 from typing import Any
 
-from systolic_capture import arrays, bridge, dispatch, flops, memory, report, shardings, steps
+from systolic_capture import (
+    arrays,
+    bodies,
+    bridge,
+    dispatch,
+    flops,
+    memory,
+    moves,
+    report,
+    shardings,
+    steps,
+)
 
-SURE_CALLS = 40
-"""Calls after which a repeated sequence is taken for the step, whatever the time."""
+LIKELY_CALLS = 40
+"""Calls after which a repeated sequence may be the step of a program that ends with others."""
+SURE_CALLS = 2000
+"""Calls after which a repeated sequence is taken for the step, whatever the time: fewer may be the layers of a step, what
+fills a buffer before the first one, or a first phase of the program."""
 SURE_SECONDS = 4.0
 """Seconds after which it is taken."""
-UNCHANGED_CALLS, UNCHANGED_SECONDS = 600, 20.0
-"""The same where calls have large arguments that stay the same: a step may gather gradients of several batches before it
-changes the weights."""
+UNSURE_SECONDS = 20.0
+"""The same where calls have large arguments that stay the same, since a step may gather gradients of several batches before
+it changes the weights; and where they have no matmul, since they may make what the step takes."""
 
-COLLECTED = frozenset((0, 1, 2, 4, 8, 16, 32))
-"""Calls at which garbage is collected: a training run collects it sooner or later, and this is its beginning."""
+PLACED = ("in_shardings", "out_shardings", "in_layouts", "out_layouts", "compiler_options_kvs")
+"""Parameters of jit that make another program of one body."""
+
+COLLECTED = frozenset((0, *(1 << n for n in range(12))))
+"""Calls at which garbage is collected, and arrays that were computed are counted: a training run collects it sooner or later, and this is its beginning."""
+OFTEN = 0.05
+"""Share of a function's calls with other arguments, above which it is told."""
+ANEW = 0.5
+"""Share of a function's calls that traced it again, above which it is told."""
+LARGE = 0.9
+"""Share of a device's memory, above which a program beside the step is compiled to see whether it fits."""
 LARGEST = 12
 """Arrays beside a step that are named."""
 
@@ -28,6 +51,8 @@ _lock = threading.RLock()
 _known = {}
 _sequence = []
 _operations = {}
+_likely = {}
+"""Sequences that repeated for long enough to be the step: FLOPs of all that repeated, and the number of calls until then."""
 _state: dict[str, Any] = {"ended": False, "error": "", "ours": False}
 notes = []
 """Notes of the answer."""
@@ -40,13 +65,15 @@ class Call:
 
     def __init__(self, args, params, own):
         body = shardings.inner(params["jaxpr"])
-        self.name = str(params.get("name") or "jit")
+        self.name = bodies.name_of(params["jaxpr"], str(params.get("name") or "jit"))
         self.source = body.source
         self.own = own
         self.params = dict(params)
         self.mesh = dispatch.context_mesh()
         self.args = [self._kept(one) for one in args]
         self.given = list(args)
+        self.jaxpr = params["jaxpr"]
+        self.fingerprint = bodies.fingerprint(params["jaxpr"])
         self._hoist(body)
         _take(self, args, body.consts)
         self.key = (
@@ -54,7 +81,8 @@ class Call:
             self.source,
             tuple((str(one.aval), one.sharding if one._committed else None) for one in self.args),
             tuple(params.get("donated_invars", ())),
-            len(body.jaxpr.eqns),
+            self.fingerprint,
+            tuple(_hashable(params.get(name)) for name in PLACED),
         )
         self.eqns = len(body.jaxpr.eqns)
 
@@ -95,6 +123,11 @@ class Call:
     def flops(self):
         """FLOPs of the matmuls and convolutions of the body, over all devices."""
         return flops.of_jaxpr(shardings.inner(self.params["jaxpr"]).jaxpr)
+
+    @property
+    def traces(self):
+        """How often its body was traced; 0 of an operation that jax calls by itself."""
+        return bodies.traces.get(self.fingerprint, 0) if "unknown" not in self.source else 0
 
     @property
     def flops_are_least(self):
@@ -138,9 +171,13 @@ class Call:
 
     def donate(self):
         """Frees the memory of the arguments that it donates."""
-        for value, gone in zip(self.given, self.params.get("donated_invars") or (), strict=False):
-            if gone and arrays.is_slice_array(value) and value.buffer:
-                value.buffer.free()
+        body = shardings.inner(self.params["jaxpr"]).jaxpr
+        used = {id(atom) for eqn in body.eqns for atom in eqn.invars} | set(map(id, body.outvars))
+        flags = [
+            gone and (self.params.get("keep_unused") or id(var) in used)  # jax drops the others
+            for gone, var in zip(self.params.get("donated_invars") or (), body.invars, strict=False)
+        ]
+        arrays.donate(zip(self.given, flags, strict=False), body.outvars, self.places)
         self.given = []
 
     def _chosen(self):
@@ -172,9 +209,19 @@ class Call:
         )
 
 
+def _hashable(value):
+    """A parameter of jit as a part of a key."""
+    try:
+        hash(value)
+    except TypeError:
+        return repr(value)
+    return value
+
+
 def _take(call, args, consts=()):
     """Notes what a call takes, and what the program holds beside that."""
     call.ids, call.links = arrays.serials(args), arrays.links(args)
+    call.given_ids = frozenset(map(id, args))
     taken = list(filter(arrays.is_slice_array, [*args, *consts]))
     call.held = {} if call.own else memory.beside(taken)
     call.taken = {one.buffer.number for one in taken if one.buffer}
@@ -206,7 +253,8 @@ class Lowered:
     """A program that the program under capture lowered and compiled itself."""
 
     own = False
-    flops_are_least, open_loops = True, ()  # its body is gone
+    flops_are_least, open_loops = True, ()  # of a body that is gone
+    traces = 0
 
     def __init__(self, lowered, options):
         lowering = lowered._lowering
@@ -214,9 +262,16 @@ class Lowered:
         self.source, self.options = "", dict(options or {})
         self._lowering, self.args, self.ids = lowering, [], []
         self.links, self.held, self.taken = arrays.links([]), {}, frozenset()
+        self.given_ids = frozenset()
         self.key = ("lowered", id(lowering))
         self.flops, self.eqns = 0.0, 0
         self.places = None
+        self.jaxpr = (dispatch.body_of(lowering) or {}).get("jaxpr")
+        if self.jaxpr is not None:
+            body = shardings.inner(self.jaxpr).jaxpr
+            self.flops, self.eqns = flops.of_jaxpr(body), len(body.eqns)
+            self.flops_are_least = flops.in_open_loops(body)
+            self.open_loops = flops.open_loops(body)
 
     def take(self, args):
         """Notes the arguments of a call of it."""
@@ -270,7 +325,7 @@ def start():
 
     def hook(kind, error, trace):
         _state["error"] = " ".join(f"{kind.__name__}: {error}".split())[:600]
-        _state["ours"] = _is_ours(trace)
+        _state["ours"] = _is_ours(trace) and not getattr(error, "is_of_program", False)
         real(kind, error, trace)
 
     sys.excepthook = hook
@@ -302,7 +357,8 @@ def record(call):
             report.say(stage="running until a step repeats")
         if number in COLLECTED:
             gc.collect()
-        _sequence.append(steps.Entry(known, now, sum(_operations.values()), call))
+            memory.count_small(call.given_ids)
+        _sequence.append(steps.Entry(known, now, sum(_operations.values()), call, moves.so_far()))
         if (found := _settled(now)) is not None:
             _state["ended"] = True
     if found is not None:
@@ -321,19 +377,39 @@ def _settled(now):
     if not (_has(_sequence[-length:], chosen) if chosen else steps.is_linked(_sequence, length)):
         return None
     repeats = _sequence[-min(end, steps.repeats(_sequence, length) * length) :]
+    if len(repeats) < 3:
+        return None
     waited = now - repeats[0].at
     last = range(end - length, end)
     unchanged = steps.is_unchanged(_sequence, last, [n - length for n in last])
-    most_calls = UNCHANGED_CALLS if unchanged else SURE_CALLS
-    most_seconds = UNCHANGED_SECONDS if unchanged else SURE_SECONDS
-    if len(repeats) < 3 or (len(repeats) < most_calls and waited < most_seconds):
+    flops = sum(entry.call.flops for entry in repeats)
+    if len(repeats) >= LIKELY_CALLS:
+        _likely[length, _sequence[-1].call.key] = (flops, end)
+    if len(repeats) < SURE_CALLS and waited < SURE_SECONDS:
         return None
-    if unchanged and not chosen:
+    if (unchanged or not flops) and waited < UNSURE_SECONDS and not _is_long(repeats, unchanged):
+        return None
+    if unchanged and not chosen and not _follow_each_other(length):
         note(
             "the large arguments of the step stayed the same from one to the next: of a program that gathers gradients of many batches, "
             "this is one of them; --step takes another function"
         )
     return _within(length)
+
+
+def _is_long(repeats, unchanged):
+    """Whether a repeated sequence is taken for the step early though it may be a part of one."""
+    return len(repeats) >= (SURE_CALLS if unchanged else 10 * SURE_CALLS)
+
+
+def _follow_each_other(length):
+    """Whether the largest call of a repeated sequence takes what the sequence before made, such as changed weights."""
+    end = len(_sequence)
+    most = max(entry.call.flops for entry in _sequence[-length:])
+    return any(
+        entry.call.flops == most and any(born >= end - 2 * length for born in entry.links[1])
+        for entry in _sequence[-length:]
+    )
 
 
 def _has(entries, name):
@@ -399,12 +475,61 @@ def largest_held(step):
     return found
 
 
+def large_beside(known, capacity, most):
+    """The last calls of programs of no step that may need more memory than a device has, those with the largest need first.
+
+    Args:
+        known: Keys of the programs that are compiled already.
+        capacity: Bytes of a device.
+        most: How many.
+    """
+    last = {entry.call.key: entry for entry in _sequence if entry.call.key not in known}
+    needs = {}
+    for key, entry in last.items():
+        held = [size for (_, kind), size in entry.held.items() if kind not in memory.HOST]
+        if (need := _need(entry.call) + max(held, default=0)) > LARGE * capacity > 0:
+            needs[key] = need
+    return [last[key] for key in sorted(needs, key=lambda key: -needs[key])[:most]]
+
+
+def _need(call):
+    """Bytes of a device that a program may need: its values split over its devices, and no less than its arguments and results."""
+    if call.jaxpr is None:
+        return 0
+    avals = shardings.inner(call.jaxpr).outvars_avals()
+    results = [
+        (aval, where[0] if isinstance(where, tuple) else where)
+        for aval, where in zip(avals, call.places or (), strict=False)
+    ]
+    placed = [(one.aval, one.sharding) for one in call.args] + results
+    least = sum(memory.part_bytes(aval, where) for aval, where in placed)
+    devices = max((len(where.device_set) for _, where in placed), default=1)
+    return max(least, bodies.live_bytes(call.jaxpr) // devices)
+
+
 def operations_in(step):
     """Operations outside of jit between two steps."""
     length = len(step.numbers)
     if len(_sequence) <= length:
         return 0
     return _sequence[-1].operations - _sequence[-1 - length].operations
+
+
+def moved_in(step):
+    """Bytes of a device that are moved between two steps, by kind, and how often; None where one step alone is known.
+
+    From the step's last call back to the one of the step before: what other calls between them take is a part of it.
+    """
+    if not step.numbers:
+        return None
+    last = step.numbers[-1]
+    key = _sequence[last].call.key
+    times = sum(_sequence[n].call.key == key for n in step.numbers)
+    before = [n for n in range(last) if _sequence[n].call.key == key]
+    if len(before) < times:
+        return None
+    pairs = zip(_sequence[last].moves, _sequence[before[-times]].moves, strict=True)
+    return dict(zip((*moves.KINDS, "times"), (now - other for now, other in pairs), strict=True))
 
 
 def counts():
@@ -419,14 +544,26 @@ def _best():
     """The step of a program that ended, or was stopped, before one was sure; None of one that called nothing."""
     chosen = report.request().get("step")
     tallied = list(counts().values())
+    length = steps.period(_sequence)
     if chosen:
+        if length is not None and _has(_sequence[-length:], chosen):
+            return _within(length)
         tallied = [one for one in tallied if one[0].name == chosen]
-        return _one(tallied[0][0]) if tallied else None
-    if (length := steps.period(_sequence)) is not None and steps.is_linked(_sequence, length):
+        return _one(max(tallied, key=_weight)[0]) if tallied else None
+    linked = length is not None and steps.is_linked(_sequence, length)
+    repeats = length * steps.repeats(_sequence, length) if linked else 0
+    flops = sum(entry.call.flops for entry in _sequence[-repeats:]) if repeats else 0.0
+    longest = max(_likely, key=lambda key: _likely[key], default=None)
+    if longest is not None and (not linked or _likely[longest][0] > flops):
+        # What came after it was of less work, such as a last evaluation.
+        length = longest[0]
+        del _sequence[_likely[longest][1] :]
+        return _within(length)
+    if linked:
         return _within(length)
     repeated = [one for one in tallied if one[1] > 1]
     if repeated:
-        taken, times = max(repeated, key=lambda one: (one[1] * one[0].flops, one[1]))
+        taken, times = max(repeated, key=_weight)
         if not _follows(taken):
             cautions.append(
                 f"no step is known: no call takes what an earlier call of its kind made or took; {taken.name}, called {times} times, is taken for it; "
@@ -443,6 +580,50 @@ def _best():
         "let the program do three steps or more, or choose with --step NAME"
     )
     return _one(taken)
+
+
+def _weight(tallied):
+    """Work of all calls of a kind, then how many there are."""
+    call, times = tallied
+    return times * call.flops, times
+
+
+def of_other_shapes(step_calls):
+    """A line for each function of a step that was called with other arguments too, often enough not to be a last batch."""
+    found = []
+    keys = {call.key for call in step_calls}
+    every = list(counts().values())
+    for call in step_calls:
+        alike = [one for one in every if (one[0].name, one[0].source) == (call.name, call.source)]
+        total = sum(times for _, times in alike)
+        others = sum(times for one, times in alike if one.key not in keys)
+        if not call.source or others < max(2, OFTEN * total):
+            continue
+        mean = sum(one.flops * times for one, times in alike) / total
+        ratio = (
+            f"; by FLOPs its mean call is {mean / call.flops:.3g} times this one"
+            if call.flops
+            else ""
+        )
+        found.append(
+            f"{call.name} was called with {len(alike)} kinds of arguments, and the step is of one of them, {total - others} of {total} calls ({_shapes(call)}){ratio}"
+        )
+    return list(dict.fromkeys(found))
+
+
+def _shapes(call):
+    """Shapes of the last arguments of a call: weights stand first by custom, and batches last."""
+    return ", ".join(str(one.aval.str_short()) for one in call.args[-2:])
+
+
+def traced_anew(step_calls):
+    """A line for each function of a step that was traced again at nearly each of its calls."""
+    every = dict(counts().values())
+    return [
+        f"{call.name} was traced anew {call.traces} times in {every[call]} calls, as a function that is jitted within the loop is: each time is a compile on the slice, which the step leaves out; call jax.jit once, before the loop"
+        for call in step_calls
+        if call.traces > max(2, ANEW * every[call])
+    ]
 
 
 def _follows(call):

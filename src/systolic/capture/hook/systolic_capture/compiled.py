@@ -22,17 +22,15 @@ class CapturedCompiled:
 
     def __call__(self, *args, **kwargs):
         """The results in shape alone."""
-        leaves = [
-            one for one in jax.tree.leaves((args, kwargs)) if isinstance(one, (jax.Array, float))
-        ]
+        flat = jax.tree.leaves((args, kwargs))
+        leaves = [one for one in flat if isinstance(one, (jax.Array, float))]
+        arrays.check(leaves)
         made, tree = jax.tree.flatten(self._lowered.out_info)
         if self._call.places is None:
-            self._call.places = self._places(list(filter(arrays.is_slice_array, leaves)), made)
+            self._call.places = self._places(flat, made)
         self._call.take(leaves)
         born = calls.record(self._call)
-        for one, gone in zip(leaves, self._donated(len(leaves)), strict=True):
-            if gone and arrays.is_slice_array(one) and one.buffer:
-                one.buffer.free()
+        arrays.donate(zip(leaves, self._donated(len(leaves)), strict=True), made, self._call.places)
         outs = [
             dispatch.stand_in(core.ShapedArray(info.shape, info.dtype), where, born=born)
             for info, where in zip(made, self._call.places, strict=True)
@@ -48,16 +46,27 @@ class CapturedCompiled:
         return told if len(told) == number else [False] * number
 
     def _places(self, given, made):
-        """Shardings of the results: as lowered, or like an argument."""
+        """Shardings of the results: as lowered, as constrained in the body, or like an argument."""
         lowering = self._lowered._lowering
         told = lowering.compile_args.get("out_shardings") or [None] * len(made)
-        alike = shardings.alike(given, [one.sharding for one in given])
         mesh = shardings.mesh_of(given) or dispatch.context_mesh()
+        params = dispatch.body_of(lowering)
+        if params and len(shardings.inner(params["jaxpr"]).jaxpr.invars) == len(given):
+            found = shardings.of_results(
+                given, {**params, "out_shardings": told}, mesh, dispatch.first_device, self._chosen
+            )
+            return [where for where, _ in found]
+        given = list(filter(arrays.is_slice_array, given))
+        alike = shardings.alike(given, [one.sharding for one in given])
         other = dispatch.first_device() if mesh is None else shardings.replicated(mesh)
         return [
             where if bridge.on_slice(where) else shardings.next_alike(alike, info) or other
             for where, info in zip(told, made, strict=True)
         ]
+
+    def _chosen(self):
+        """Shardings of the results that the compiler chooses; None where it fails."""
+        return list(self._compiled._executable._out_shardings) if self._compiled else None
 
     @functools.cached_property
     def _compiled(self):

@@ -15,6 +15,8 @@ USAGE = "after_optimizations-memory-usage-report.txt"
 LAST = ("after_optimizations-memory-usage-report.pb", USAGE)
 """Files that are written behind the schedule; libtpu 0.0.10 writes the text alone."""
 REFUSED = "oom_intermediate_module.txt"
+MOST_BESIDE = 2
+"""Programs beside the step that are compiled since they may not fit."""
 POLL_SECONDS = 0.1
 AT_ONCE = 8
 """Threads that compile: a program of which the schedule is enough goes on compiling while the next begins."""
@@ -67,6 +69,7 @@ def _answer(step, ended):
     for call, program in zip(distinct, programs, strict=True):
         mine = [entry for entry in entries if entry.call is call]
         program |= {"calls_per_step": len(mine), "held": _held(mine, program.pop("ids"))}
+    calls.cautions += calls.of_other_shapes(distinct) + calls.traced_anew(distinct)
     periodic = []
     for number, count, every in step.periodic:
         entry = calls.entry(number)
@@ -76,6 +79,13 @@ def _answer(step, ended):
     known = {entry.call.key for entry in entries} | {
         calls.entry(number).call.key for number, *_ in step.periodic
     }
+    beside = []
+    for entry in calls.large_beside(known, report.request().get("device_bytes", 0), MOST_BESIDE):
+        try:
+            program = _program(entry.call, len(programs) + len(periodic) + len(beside))
+        except Exception:  # the program's own affair: its step compiles
+            continue
+        beside.append({**program, "held": _held([entry], program.pop("ids"))})
     others = [
         {"name": one.name, "source": one.source, "calls": count, "flops": one.flops}
         for key, (one, count) in calls.counts().items()
@@ -85,9 +95,11 @@ def _answer(step, ended):
         "programs": programs,
         "order": calls.order(step, distinct),
         "periodic": periodic,
+        "beside": beside,
         "held": calls.largest_held(step),
         "others": others,
         "operations_per_step": calls.operations_in(step),
+        "moves": calls.moved_in(step),
         "ended": ended,
         "notes": calls.notes,
         "cautions": calls.cautions,
@@ -116,6 +128,7 @@ def _program(call, number):
     lowered = call.lower()
     lowering = time.monotonic() - began
     devices = calls.device_assignment(lowered)
+    _on_first_slice(lowered, devices)
     folder = os.path.join(report.FOLDER, f"dump{number}")
     os.makedirs(folder)
     report.say(stage=f"compiling {call.name}")
@@ -147,9 +160,24 @@ def _program(call, number):
             for device in devices
         ],
         "ids": [device.id for device in devices],
+        "copies": bridge.num_processes() if bridge.is_of_each_process(devices) else 1,
         "mesh": _mesh(call, devices),
         "seconds": {"lower": round(lowering, 3), "compile": round(time.monotonic() - began, 3)},
     }
+
+
+def _on_first_slice(lowered, devices):
+    """Gives a program of a later slice alone the devices of the first in their places: libtpu compiles for no other alone."""
+    own = {getattr(device, "slice_index", 0) or 0 for device in devices}
+    if len(own) != 1 or own == {0} or not hasattr(lowered, "_device_list"):
+        return
+    place = {
+        (*device.coords, device.core_on_chip): device
+        for device in bridge.slice_devices()
+        if not device.slice_index
+    }
+    alike = tuple(place[(*device.coords, device.core_on_chip)] for device in devices)
+    lowered._device_list = type(lowered._device_list)(alike)
 
 
 def _mesh(call, devices):

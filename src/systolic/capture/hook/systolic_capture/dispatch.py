@@ -4,10 +4,12 @@ Values that are not on the slice are computed, on the CPU, while they are small 
 of random numbers, counters, small tables. What the program's own jitted functions give has shapes alone.
 """
 
+import contextlib
 import functools
 import os
+import weakref
 
-from systolic_capture import arrays, bridge, calls, counters, memory, report, shardings
+from systolic_capture import arrays, bridge, calls, counters, memory, moves, report, shardings
 
 MOST_BYTES = 1 << 20
 """Largest result that is computed."""
@@ -115,6 +117,7 @@ def _operation(primitive, args, params):
         return []
     if primitive.name == "sharding_constraint":
         return put(args[0], params["sharding"])
+    arrays.check(args)
     avals = _avals(args)
     mesh = context_mesh()
     made = _results(primitive, avals, params)
@@ -149,11 +152,16 @@ def put(value, where):
         kind = {"Host": "pinned_host", "Device": "device"}.get(named, named)
         old = value.sharding if arrays.is_slice_array(value) else first_device()
         place = old if kind is None else old.with_memory_kind(kind)
+        if arrays.is_slice_array(value):
+            moves.count(value, place)
         return stand_in(aval, place, born=arrays.latest([value]))
     if not bridge.on_slice(target) and _bytes(aval) <= MOST_BYTES:
         return jax.device_put(np.asarray(value), target)
     # Where it lies already, jax gives the array itself under another name.
     buffer = value.buffer if arrays.is_slice_array(value) and value.sharding == target else None
+    if arrays.is_slice_array(value):
+        value.use()
+        moves.count(value, target)
     born = arrays.latest([value])
     made = stand_in(shardings.placed(aval, target), target, born=born, buffer=buffer)
     if counters.is_counter(aval):
@@ -329,6 +337,7 @@ def is_own(jaxpr):
 
 def jit_call(args, params):
     """A call on the slice: recorded, and its results in shape alone."""
+    arrays.check(args)
     call = calls.Call(args, params, is_own(params["jaxpr"]))
     outs = call.results()
     counters.tell(params["jaxpr"], args, outs)
@@ -344,6 +353,14 @@ def jit_call(args, params):
 # stages: programs that the program compiles itself
 
 
+_bodies = weakref.WeakKeyDictionary()
+
+
+def body_of(lowering):
+    """The body that was lowered and the shardings that its arguments were given; None where jax does not say."""
+    return _bodies.get(lowering)
+
+
 def patch_stages(stages):
     """``jitted.lower(...).compile()``."""
     real_lower, real_compile = stages.Traced.lower, stages.Lowered.compile
@@ -352,7 +369,11 @@ def patch_stages(stages):
     def lower(self, *args, **kwargs):
         if kwargs.get("lowering_platforms") is None:
             kwargs["lowering_platforms"] = ("tpu",)
-        return real_lower(self, *args, **kwargs)
+        made = real_lower(self, *args, **kwargs)
+        with contextlib.suppress(AttributeError, TypeError):
+            given = getattr(self, "_params", {}).get("in_shardings", ())
+            _bodies[made._lowering] = {"jaxpr": self.jaxpr, "in_shardings": given}
+        return made
 
     @functools.wraps(real_compile)
     def compile(self, *args, **kwargs):

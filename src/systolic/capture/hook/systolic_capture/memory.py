@@ -14,6 +14,7 @@ MOST_CHANGES = 10_000
 _count = itertools.count()
 _changes = collections.deque()
 _totals = {}
+_small = {}
 _alive = {}
 _lock = threading.RLock()
 
@@ -32,11 +33,11 @@ class ArrayMemory:
         if len(_changes) > MOST_CHANGES:
             _added_up()
 
-    def free(self):
+    def free(self, alive=_alive, changes=_changes):
         """Frees it, once: a donated or deleted array may still have its name in the program."""
-        # The collector may run this at any place: it takes no lock.
-        if _alive.pop(self.number, None) is not None:
-            _changes.append((self.place, -self.part_bytes))
+        # The collector may run this at any place, at the end of Python too: it takes no lock and no name of the module.
+        if alive.pop(self.number, None) is not None:
+            changes.append((self.place, -self.part_bytes))
 
     def __del__(self):
         self.free()
@@ -63,6 +64,18 @@ def _lies(sharding, shape, itemsize):
     return (devices, kind), -(-size // divided)
 
 
+def is_on_host(sharding):
+    """Whether a sharding's arrays lie in the memory of hosts."""
+    return (getattr(sharding, "memory_kind", None) or "device") in HOST
+
+
+def part_bytes(aval, sharding):
+    """Bytes of a device's part of an array."""
+    if not hasattr(aval, "shape"):
+        return 0
+    return _lies(sharding, tuple(aval.shape), getattr(aval.dtype, "itemsize", 4))[1]
+
+
 def _added_up():
     """Bytes that are held, by place."""
     with _lock:
@@ -80,7 +93,28 @@ def beside(values):
     for one in {one.buffer.number: one.buffer for one in values if one.buffer}.values():
         if not one.is_free:
             held[one.place] = held.get(one.place, 0) - one.part_bytes
+    for place, size in _small.items():
+        held[place] = held.get(place, 0) + size
     return {place: size for place, size in held.items() if size > 0}
+
+
+def count_small(given):
+    """Counts the arrays that were computed since they are small, which would lie on the first device of the slice.
+
+    Args:
+        given: Ids of the objects that a call takes, which are no part of what is beside it.
+    """
+    import jax
+
+    from systolic_capture import bridge
+
+    found = [
+        one.nbytes
+        for one in jax.live_arrays("cpu")
+        if id(one) not in given and not one.is_deleted() and not getattr(one, "_committed", True)
+    ]
+    first = bridge.slice_devices()[0]
+    _small[frozenset((first.id,)), "device"] = sum(found)
 
 
 def made_by(buffer, call):

@@ -77,8 +77,20 @@ class SliceArray(_Array):
             return core.physical_aval(self.aval)
         return self.aval
 
+    def donated(self):
+        """Notes that a call took its memory for a result."""
+        self._deleted = True
+
+    def use(self):
+        """Refuses a donated or deleted array, as jax does."""
+        if self._deleted:
+            error: Any = RuntimeError(f"Array has been deleted with shape={self.aval.str_short()}.")
+            error.is_of_program = True
+            raise error
+
     @property
     def _value(self):
+        self.use()
         if self.known is None:
             saving.read(self)
         known = 0 if self.known is None else self.known
@@ -140,6 +152,7 @@ class SliceArray(_Array):
     __str__ = __repr__
 
     def __copy__(self):
+        self.use()
         made = type(self)(self.aval, self._sharding, self._committed, self.born)
         made.known = self.known
         return made
@@ -157,6 +170,7 @@ class SliceArray(_Array):
 
     def block_until_ready(self):
         """Itself: nothing is computed."""
+        self.use()
         return self
 
     def copy_to_host_async(self):
@@ -170,7 +184,7 @@ class SliceArray(_Array):
         return made
 
     def is_deleted(self):
-        """Whether the program deleted it; donated arrays are not told apart."""
+        """Whether the program deleted or donated it."""
         return self._deleted
 
     def delete(self):

@@ -13,15 +13,17 @@ BESIDE = 0.1
 class Entry:
     """A recorded call."""
 
-    __slots__ = ("at", "call", "held", "ids", "links", "operations", "taken")
+    __slots__ = ("at", "call", "held", "ids", "links", "moves", "operations", "taken")
 
-    def __init__(self, call, at, operations, now):
+    def __init__(self, call, at, operations, now, moves=()):
         self.call = call
         """The first call of its kind."""
         self.at = at
         """Seconds of a clock."""
         self.operations = operations
         """Operations outside of jit before it."""
+        self.moves = moves
+        """Bytes that were moved on the slice before it."""
         self.ids, self.links, self.held, self.taken = now.ids, now.links, now.held, now.taken
 
 
@@ -51,11 +53,13 @@ def period(sequence, least=1):
 
 def repeats(sequence, length, end=None):
     """How often the last calls before ``end`` repeat."""
-    keys = [entry.call.key for entry in sequence[:end]]
-    times = 1
-    while keys[-(times + 1) * length : -times * length or None] == keys[-length:]:
-        times += 1
-    return times
+    last = len(sequence) if end is None else end
+    same = 0
+    for n in range(last - 1, length - 1, -1):
+        if sequence[n].call.key != sequence[n - length].call.key:
+            break
+        same += 1
+    return 1 + same // length
 
 
 def is_linked(sequence, length):
@@ -110,7 +114,11 @@ def _before_evaluation(sequence, length):
         sequence[n].call.key: n for entry in sequence[-length:] for n in entry.links[1] if n >= 0
     }
     steps = {
-        key: n for key, n in makers.items() if key in _reached(takers, key) and key not in feeds
+        key: n
+        for key, n in makers.items()
+        if key in _reached(takers, key)
+        and key not in feeds
+        and not _fills(sequence, takers, key, kinds)
     }
     if not steps:
         return None
@@ -118,6 +126,13 @@ def _before_evaluation(sequence, length):
     while sequence[start - 1].call.key in kinds:
         start -= 1
     return sequence[:start], max(steps.values())
+
+
+def _fills(sequence, takers, key, kinds):
+    """Whether a cycle of calls does little beside the calls after it, as what fills a buffer for the steps does."""
+    flops = {entry.call.key: entry.call.flops for entry in sequence}
+    cycle = [one for one in _reached(takers, key) if key in _reached(takers, one)]
+    return sum(flops[one] for one in cycle) < BESIDE * sum(flops[one] for one in kinds)
 
 
 def _small(sequence, length):
@@ -134,9 +149,25 @@ def _small(sequence, length):
             beside = total - inside * sum(sequence[n].call.flops for n in now)
             if times < 3 or not total or beside > BESIDE * total:
                 continue
+            if _are_layers(sequence, whole, {sequence[n].call.key for n in now}):
+                continue
             if not is_unchanged(sequence, now, range(last - 2 * inner, last - inner), constant):
                 return CalledStep(now, skipped=length - inside * inner, times=times)
     return CalledStep(whole)
+
+
+def _are_layers(sequence, whole, kinds):
+    """Whether calls of some kinds take each other's results within a sequence, and none of the sequence before it."""
+    links = [
+        born
+        for n in whole
+        if sequence[n].call.key in kinds
+        for born in sequence[n].links[1]
+        if born >= 0 and sequence[born].call.key in kinds
+    ]
+    return any(born in whole for born in links) and not any(
+        whole.start - len(whole) <= born < whole.start for born in links
+    )
 
 
 def _constant(sequence, length):

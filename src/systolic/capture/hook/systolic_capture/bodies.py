@@ -1,0 +1,179 @@
+"""Bodies of jitted functions, told apart: two traces of the same operations have the same fingerprint.
+
+A function is traced again for another static argument, another value that it closes over, another precision. What
+differs then is an operation, a parameter of one, a shape within, or a number that is written into the body.
+"""
+
+import hashlib
+import re
+
+import numpy as np
+
+from systolic_capture import shardings
+
+MOST_NUMBERS = 8
+"""Bodies that differ in numbers alone, above which further ones count as one: a rate that is new in each step."""
+MOST_VALUES = 16
+"""Values of an array that are a part of a body; of larger ones its shape and dtype are."""
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+|0x[0-9a-f]{6,}|(?:id|serial)=\d+")
+
+_SHAPES = frozenset(("broadcast_in_dim", "convert_element_type", "pvary", "reshape", "squeeze"))
+"""Operations around the one that a call of one operation is named by."""
+
+_made = {}
+_numbers = {}
+traces = {}
+"""Traces of each fingerprint: above one, the function was traced again."""
+
+
+def fingerprint(jaxpr):
+    """Digest of a body; computed once for each trace."""
+    body = shardings.inner(jaxpr)
+    known = _made.get(id(body.jaxpr))
+    if known is None:
+        found = _digests(body)
+        # The body is kept, so that its id is not another's.
+        known = _made[id(body.jaxpr)] = (body.jaxpr, found)
+        traces[found] = traces.get(found, 0) + 1
+    return known[1]
+
+
+def name_of(jaxpr, name):
+    """Name of a call: of an operation that jax calls one by one, as in a shard_map outside of jit, the operation's."""
+    if name != "<unnamed function>":
+        return name
+    body = shardings.inner(jaxpr).jaxpr
+    while body.eqns:
+        eqn = next((one for one in body.eqns if one.primitive.name not in _SHAPES), body.eqns[0])
+        name = eqn.primitive.name
+        if "jaxpr" not in eqn.params:
+            break
+        body = shardings.inner(eqn.params["jaxpr"]).jaxpr
+    return name
+
+
+def _digests(body):
+    shape, numbers = hashlib.sha256(), hashlib.sha256()
+    _BodyWriter(shape, numbers).body(body.jaxpr, body.consts)
+    loose, strict = shape.hexdigest(), numbers.hexdigest()
+    variants = _numbers.setdefault(loose, set())
+    if strict in variants or len(variants) < MOST_NUMBERS:
+        variants.add(strict)
+        return loose, strict
+    return loose, ""
+
+
+class _BodyWriter:
+    """Writes a body into two digests: operations with their parameters, and numbers within."""
+
+    def __init__(self, shape, numbers):
+        self._shape, self._numbers = shape, numbers
+        self._names = {}
+
+    def _write(self, *texts):
+        self._shape.update("\0".join(texts).encode() + b"\n")
+
+    def body(self, jaxpr, consts=()):
+        """A body, with the values that it closes over."""
+        for var in (*jaxpr.constvars, *jaxpr.invars):
+            self._var(var)
+        for value in consts:
+            self._value(value)
+        for eqn in jaxpr.eqns:
+            self._write(eqn.primitive.name, *map(self._atom, eqn.invars))
+            for key in sorted(eqn.params):
+                self._param(key, eqn.params[key])
+            for var in eqn.outvars:
+                self._var(var)
+        self._write("out", *map(self._atom, jaxpr.outvars))
+
+    def _var(self, var):
+        self._names[var] = str(len(self._names))
+        self._write(str(getattr(var, "aval", "")))
+
+    def _atom(self, atom):
+        if not hasattr(atom, "val"):
+            return self._names.get(atom, "?")
+        self._value(atom.val)
+        return f"literal {getattr(atom, 'aval', '')}"
+
+    def _value(self, value):
+        if not hasattr(value, "shape"):
+            self._numbers.update(repr(value).encode() + b"\n")
+            return
+        self._write(str(value.shape), str(getattr(value, "dtype", "")))
+        if isinstance(value, (np.ndarray, np.generic)) and value.size <= MOST_VALUES:
+            self._numbers.update(np.asarray(value).tobytes() + b"\n")
+
+    def _param(self, key, value):
+        if isinstance(value, (list, tuple)):
+            self._write(key, str(len(value)))
+            for one in value:
+                self._param(key, one)
+            return
+        inside = getattr(value, "jaxpr", value)
+        if hasattr(inside, "eqns"):
+            self._write(key, "body")
+            self.body(inside, list(getattr(value, "consts", ()) or ()))
+        elif callable(value) and not isinstance(value, type) and hasattr(value, "__name__"):
+            self._write(key, str(getattr(value, "__qualname__", value.__name__)))
+        elif not _says_itself(key):
+            self._write(key, _ADDRESS.sub("", repr(value)))
+
+
+def _says_itself(key):
+    """Whether a parameter says nothing of the work: rules of derivatives, and where it comes from."""
+    return key in (
+        "debug",
+        "debug_info",
+        "name",
+        "jvp_jaxpr_fun",
+        "jvp_jaxpr_thunk",
+        "fwd_jaxpr_thunk",
+        "bwd",
+        "ctx_mesh",
+        "source",
+    )
+
+
+def live_bytes(jaxpr):
+    """The most bytes of values that are alive at once while a body runs operation by operation, over all devices.
+
+    A compiler that joins operations needs less, and none needs less than the arguments and results.
+    """
+    body = shardings.inner(jaxpr).jaxpr
+    last = {}
+    for number, eqn in enumerate(body.eqns):
+        last.update(dict.fromkeys(_vars(eqn.invars), number))
+    last.update(dict.fromkeys(_vars(body.outvars), len(body.eqns)))
+    alive = {var: _bytes(var) for var in (*body.constvars, *body.invars)}
+    total = most = sum(alive.values())
+    for number, eqn in enumerate(body.eqns):
+        inside = max((live_bytes(one) for one in _inner(eqn)), default=0)
+        taken = sum(alive.get(var, 0) for var in set(_vars(eqn.invars)))
+        for var in eqn.outvars:
+            alive[var] = _bytes(var)
+            total += alive[var]
+        most = max(most, total, total + inside - taken - sum(map(_bytes, eqn.outvars)))
+        for var in {*_vars(eqn.invars), *eqn.outvars}:
+            if last.get(var, -1) <= number:
+                total -= alive.pop(var, 0)
+    return most
+
+
+def _vars(atoms):
+    return [atom for atom in atoms if not hasattr(atom, "val")]
+
+
+def _bytes(var):
+    size = getattr(getattr(var.aval, "dtype", None), "itemsize", 4)
+    for dim in getattr(var.aval, "shape", ()):
+        size *= dim if isinstance(dim, int) else 1
+    return size
+
+
+def _inner(eqn):
+    for value in eqn.params.values():
+        for one in value if isinstance(value, (list, tuple)) else (value,):
+            if hasattr(getattr(one, "jaxpr", one), "eqns") and eqn.primitive.name != "pallas_call":
+                yield one
