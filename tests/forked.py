@@ -266,7 +266,7 @@ def _become(asked: Mapping[str, Any], files: Sequence[int]) -> None:
 
 
 def _name(words: Sequence[str]) -> str:
-    """``aot.child`` of a module, ``child`` of a file."""
+    """``compiling.child`` of a module, ``child`` of a file."""
     return ".".join(words[1].split(".")[-2:]) if words[0] == "-m" else Path(words[0]).stem
 
 

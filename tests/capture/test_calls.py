@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from systolic.capture import capture, forecast_captured
+from systolic.capture import capture
 from systolic.chips import slice
 from systolic.core.errors import OptionError, RunError
 from systolic.forecasting import Forecast
+from systolic.forecasting.captured import forecast_captured
 from systolic.forecasting.memory import HELD
 from systolic.sim.incomplete import given
 

@@ -5,10 +5,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from systolic.capture.forecast import forecast_parts, parts_of
-
 from systolic.capture import capture
 from systolic.chips import slice
+from systolic.forecasting.captured import forecast_parts, parts_of
 
 PROGRAM = Path(__file__).parent / "programs" / "blocks.py"
 NEEDED = 2 * 2 * 8192 * 8192 * 1024

@@ -47,7 +47,7 @@ def left_behind(root: Path) -> list[str]:
         and "systolic.compiling.child" in command
     ]
     own = [process.name() for process in psutil.Process().children(recursive=True)]
-    children += [name for name in own if name == "aot.child"]  # of those that were forked
+    children += [name for name in own if name == "compiling.child"]  # of those that were forked
     return files + children
 
 

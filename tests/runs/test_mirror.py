@@ -169,8 +169,9 @@ def test_arrays_go_first_and_manifests_last(
 
 KILLED = """
 import os, sys
-from systolic.runs import Run, sending
-from tests.runs.test_buckets import JOB, save, sender
+from systolic.runs import Run
+from systolic.runs.remote import upload
+from tests.runs.test_mirror import JOB, save, sender
 
 upload.LOOK_SECONDS = 1e6
 run = Run.create(sys.argv[1], JOB)

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tensorstore
-from tests.runs.test_buckets import JOB, Machines, names, save, sender
 
 from systolic.core.errors import RunError
 from systolic.runs import CheckpointStore, Run, manifest
@@ -24,6 +23,7 @@ from systolic.runs.remote.store import Objects, in_bucket
 from systolic.training import distributed
 from systolic.training.distributed.run import open_together, seen_by
 from tests.buckets import s3_server
+from tests.runs.test_mirror import JOB, Machines, names, save, sender
 
 
 @pytest.fixture(scope="module")

@@ -14,5 +14,5 @@ def tuning_of(words: Sequence[str]) -> Tuning:
     call = forms._read(form, "tune", list(words), ())
     with mock.patch("systolic.tuning.answer.answer", lambda tuning, _: tuning):
         return forms.named(form.function)(
-            call.target, **form.options.given_to_function(call.values)
+            call.target[0], **form.options.given_to_function(call.values)
         )
