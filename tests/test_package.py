@@ -58,6 +58,8 @@ def test_public_names() -> None:
         "plan_serving",
         "predict",
         "quantize_model",
+        "rehearse",
+        "replay",
         "resume",
         "serve",
         "slice",

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from systolic.quantizing.command import quantize_model
     from systolic.quantizing.quantize import QuantizedModel
     from systolic.serving.command import batch, serve
-    from systolic.training.command import resume, train
+    from systolic.training.command import rehearse, replay, resume, train
     from systolic.training.session import TrainResult
     from systolic.tuning.command import tune
     from systolic.tuning.results import StudyResult
@@ -86,6 +86,8 @@ _HOME = {
     "predict": "systolic.inference.command",
     "ServingPlan": "systolic.planning.serving",
     "quantize_model": "systolic.quantizing.command",
+    "rehearse": "systolic.training.command",
+    "replay": "systolic.training.command",
     "resume": "systolic.training.command",
     "serve": "systolic.serving.command",
     "slice": "systolic.chips",
@@ -144,6 +146,8 @@ __all__ = [
     "plan_serving",
     "predict",
     "quantize_model",
+    "rehearse",
+    "replay",
     "resume",
     "serve",
     "slice",
