@@ -16,9 +16,9 @@ from systolic.recipes.lm import lm
 WRONG = (None, 3, -1, True, [3], {"x": 1}, object(), "x")
 FUNCTIONS = [name for name in systolic.__all__ if inspect.isfunction(getattr(systolic, name, None))]
 YARN: dict[str, Any] = {"kind": Stretching.linear, "factor": 2.0}
-NEEDED = {"on": "v5e-1", "to": "int8", "requests_per_second": 1, "search": {"x": [1]}}
+NEEDED = {"on": "v5e-1", "to": "int8", "requests_per_second": 1, "search": {"x": [1]}, "via": "gke"}
 """Parameters without a default; others name what does not exist, so that nothing runs."""
-UNCHECKED = {"what", "plan", "place", "evaluator", "watchers"}
+UNCHECKED = {"what", "plan", "place", "evaluator", "watchers", "prompts"}
 """Parameters of types that only type checkers know, and what has a check of its own."""
 
 

@@ -19,8 +19,9 @@ from systolic.explaining.sources import step_of_profile
 from systolic.forecasting.display.xprof import STEPS, write_xprof
 from systolic.inference.setup import set_up
 from systolic.job import Evaluation
-from systolic.profile import open_profile, read_profile
+from systolic.profile import open_profile
 from systolic.profile.intervals import union
+from systolic.profile.profile import timeline
 from systolic.profile.trace import Backend
 from systolic.profile.xplane import load, load_all
 from systolic.runs import Run
@@ -53,7 +54,7 @@ def explained(path: Path, mesh: dict[str, int] | None = None) -> dict[str, Cause
 
 
 def test_a_recorded_step_is_a_timeline(recorded: Path):
-    found = read_profile(recorded / "digits.xplane.pb")
+    found = timeline(open_profile(recorded / "digits.xplane.pb"))
     assert found.origin is Origin.measured
     assert 0.01 < found.seconds < 0.1
     assert all(s.start >= 0 and s.start + s.seconds <= found.seconds + 1e-9 for s in found.spans)
@@ -121,7 +122,7 @@ def test_a_forecasts_profile_is_read_back(tmp_path: Path):
     assert profile.trace.backend is Backend.tpu
     assert len(profile.steps) == STEPS
     assert profile.seconds == pytest.approx(forecast.step_seconds)
-    found = read_profile(tmp_path)
+    found = timeline(open_profile(tmp_path))
     simulated = {span.name: span for span, _ in forecast.timeline.leaves()}
     for span in found.spans:
         if span.name in simulated and span.lane == "core":
@@ -313,7 +314,11 @@ def test_a_gpus_streams_share_the_step(tmp_path: Path):
     causes = explained(path)
     assert causes["exposed-collectives-other"].seconds == pytest.approx(0.002)
     assert causes["host-transfers"].seconds == pytest.approx(0.001)
-    assert {span.lane for span in read_profile(path).spans} == {"core", "core-2", "core-3"}
+    assert {span.lane for span in timeline(open_profile(path)).spans} == {
+        "core",
+        "core-2",
+        "core-3",
+    }
 
 
 # What is no profile
@@ -394,7 +399,10 @@ def test_a_run_is_traced_where_asked(tmp_path: Path):
         assert not run.read_summary()["recompiles"]
     trace = load(tmp_path / "run" / "profile")
     assert [mark.name for mark in trace.steps] == ["5", "6"]
-    lines = {span.source.split("/")[-1].split(":")[0] for span in read_profile(trace.path).spans}
+    lines = {
+        span.source.split("/")[-1].split(":")[0]
+        for span in timeline(open_profile(trace.path)).spans
+    }
     assert "planted.py" in lines
 
 

@@ -26,9 +26,6 @@ T = TypeVar("T")
 CONFIG = (tyro.conf.AvoidSubcommands, tyro.conf.EnumChoicesFromValues)
 """One flat set of options for each verb; enums by value."""
 
-Repeated = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
-"""Values of an option that is given once for each."""
-
 STAND_IN = "systolic-verb"
 """For the words before the options, which may have a path: tyro would break it over lines."""
 _NUMBER = {"INT": "a whole number", "FLOAT": "a number"}

@@ -1,5 +1,6 @@
 """``systolic generate``, ``predict``, ``eval`` and ``verify``, and their functions in Python."""
 
+import reprlib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -222,17 +223,31 @@ def verify_bundle(
 
 
 def _path(model: "TrainedModel | Path | str") -> Path:
-    return Path(model) if isinstance(model, str | Path) else model.path
+    """Path of a model.
+
+    Raises:
+        OptionError: it is neither a path nor a model.
+    """
+    if isinstance(model, str | Path):
+        return Path(model)
+    from systolic.inference.model import TrainedModel
+
+    if not isinstance(model, TrainedModel):
+        raise OptionError(
+            f"model is {reprlib.repr(model)}; it takes a run, a model's folder or file, or what systolic.open returned"
+        )
+    return model.path
 
 
 def _opened(model: "TrainedModel | Path | str", checkpoint: str, trust: bool) -> "TrainedModel":
     """The model of a path; one that is open already as it is.
 
     Raises:
-        OptionError: a checkpoint is chosen of one that is open already.
+        OptionError: it is neither a path nor a model, or a checkpoint is chosen of one that is open already.
     """
     from systolic.inference.model import TrainedModel, open_model
 
+    _path(model)
     if not isinstance(model, TrainedModel):
         return open_model(model, checkpoint, trust=trust, warn=reporter().warn)
     if checkpoint != "best":

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import reprlib
 import shlex
 import shutil
 import sys
@@ -103,6 +104,12 @@ def plan_path(plan: "Plan | Path | str | None") -> Path | None:
     """
     if plan is None or isinstance(plan, Path | str):
         return None if plan is None else Path(plan)
+    from systolic.planning.plan import Plan
+
+    if not isinstance(plan, Plan):
+        raise OptionError(
+            f"plan is {reprlib.repr(plan)}; it takes what systolic.plan returned, or the path of a plan.json"
+        )
     if plan.saved is None:
         raise OptionError(
             "the plan is in no file, which the launch's command would name; give systolic.plan out='plan.json'"

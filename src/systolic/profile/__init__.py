@@ -1,5 +1,5 @@
 """Measured profiles (XSpace), read into the same timeline that a simulation gives."""
 
-from systolic.profile.profile import Profile, ProfiledOp, open_profile, read_profile
+from systolic.profile.profile import Profile, ProfiledOp, open_profile
 
-__all__ = ["Profile", "ProfiledOp", "open_profile", "read_profile"]
+__all__ = ["Profile", "ProfiledOp", "open_profile"]

@@ -27,7 +27,7 @@ from systolic.profile.trace import DeviceOp, DeviceTrace, Mark
 from systolic.profile.xplane import load_all
 from systolic.sim.timeline import PricedBy, Span, Timeline
 
-__all__ = ["Profile", "ProfiledOp", "open_profile", "read_profile", "timeline"]
+__all__ = ["Profile", "ProfiledOp", "open_profile", "timeline"]
 
 ROUNDING = 2e-9
 """Seconds: runs of programs are known to a nanosecond, ops to a picosecond."""
@@ -192,19 +192,6 @@ def _profile(trace: DeviceTrace) -> Profile | None:
     ends = sorted(mark.end for mark in marks)
     starts = [marks[0].start, *ends[:-1]]
     return Profile(trace=trace, steps=list(zip(starts, ends, strict=True)), runs=own, programs=runs)
-
-
-def read_profile(path: Path) -> Timeline:
-    """The median step of a profile, measured.
-
-    Args:
-        path: An ``xplane.pb`` of a TPU, a GPU or a CPU, or a directory that holds some: the newest counts.
-
-    Raises:
-        NotFoundError: there is no profile.
-        DataError: it is damaged, or holds no step.
-    """
-    return timeline(open_profile(path))
 
 
 def timeline(profile: Profile) -> Timeline:
