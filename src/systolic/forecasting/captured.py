@@ -200,9 +200,9 @@ def forecast_parts(
         cautions=(
             *answer["cautions"],
             *_cautions(parts, plan, on),
-            *(text for part in parts if (text := _left_out(part))),
             *_of_moves(answer.get("moves") or {}, moved, plan.seconds),
             *map(_of_some_steps, rare),
+            *(text for part in parts if (text := _left_out(part))),
             *made.cautions,
         ),
         periodic=list(map(_periodic, rare)),

@@ -4,12 +4,13 @@ from typing import Any
 
 from systolic.chips import Slice, by_device_kind, slice
 from systolic.core.errors import OptionError, RunError
-from systolic.inference.setup import Expected
 from systolic.runs.plan_choice import Chosen
 
 
 def expected(chosen: Chosen | None) -> Any:
     """The forecast that is shown while the job trains; None without one, or on other devices than it is for."""
+    from systolic.inference.setup import Expected
+
     if chosen is None or not chosen.forecast or problem(chosen):
         return None
     forecast = chosen.forecast

@@ -12,7 +12,6 @@ from systolic.chips import Slice
 from systolic.chips.flags import resolved
 from systolic.core.errors import NotFoundError, RunError
 from systolic.core.option_words import plain_words, typed
-from systolic.inference.setup import with_start
 from systolic.job import Batch, Job
 from systolic.recipes import Recipe
 from systolic.recipes.jobs import run as run_files
@@ -209,6 +208,8 @@ def _check_executable(options: SessionOptions) -> None:
 
 def _begun(setup: "Setup", directory: Run, record: JobRecord, audience: Audience) -> "Setup":
     """Adds the run's initial weights to a set-up, as far as its checkpoints don't contain them."""
+    from systolic.inference.setup import with_start
+
     fresh = not any(directory.checkpoints.glob("[0-9]*"))
     if record.init_from is not None and fresh:
         return with_initial(setup, record.init_from, audience)[0]

@@ -12,7 +12,6 @@ from systolic.core.ranges import COUNT, NOT_NEGATIVE, check_arguments
 from systolic.core.reporter import reporter, working
 from systolic.core.store import cache_home
 from systolic.data.fingerprint import contents_of
-from systolic.inference.setup import with_start
 from systolic.job import Fewer, Job, on_fewer
 from systolic.recipes.jobs import run as run_files
 from systolic.recipes.jobs.flags import kept_flags, new_flags
@@ -133,7 +132,7 @@ def start(
         on: The slice that the local devices are expected to be.
         ledger: Opened when the caller started, so that start-up counts.
     """
-    from systolic.inference.setup import set_up
+    from systolic.inference.setup import set_up, with_start
     from systolic.training import distributed
 
     ledger = ledger or Ledger()
@@ -344,6 +343,8 @@ def replay(path: Path, *, trust: bool = False) -> ReplayedStep:
     Raises:
         NotFoundError: there is no such file.
     """
+    from systolic.inference.setup import with_start
+
     if not path.is_file():
         raise NotFoundError(f"{path} is not a file; give RUN/bad/step-N.npz")
     with Run.open(path.parent.parent) as directory:
