@@ -10,9 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from systolic.core.machine import bounded, num_cores, set_up_xla, sound_flags
+from systolic.core.machine import bounded, bounded_workers, num_cores, set_up_xla, sound_flags
+from systolic.core.reporter import reporting
 from systolic.planning.search import Limits
-from systolic.report.output import bounded_workers
+from systolic.report.stderr import StderrReporter
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,9 +24,10 @@ def test_workers_are_bounded_by_cores(capsys: pytest.CaptureFixture[str]) -> Non
     assert (bounded(0), bounded(1), bounded(99999)) == (0, 1, cores)
     assert Limits(workers=99999).at_once == cores
     assert 1 <= Limits().at_once <= cores
-    assert bounded_workers(1) == 1
-    assert capsys.readouterr().err == ""
-    assert bounded_workers(99999) == cores
+    with reporting(StderrReporter()):
+        assert bounded_workers(1) == 1
+        assert capsys.readouterr().err == ""
+        assert bounded_workers(99999) == cores
     assert capsys.readouterr().err == (
         f"systolic: --workers 99999 is more than the {cores} cores of this machine; {cores} work at once\n"
     )

@@ -8,7 +8,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,7 @@ class CalibrationRecord:
     systolic: str = ""
     left_out: Sequence[str] = ()
     """Kinds of op whose factor is out of bounds, and programs that could not be used."""
-    file: Path | None = None
+    file: Path | None = field(default=None, compare=False)
     """The file that it was read from."""
 
     def to_json(self) -> dict[str, Any]:
