@@ -104,7 +104,7 @@ def test_a_server_writes_what_generate_does(made: Any) -> None:
             max_tokens=8,
             sampling=SamplingParams(temperature=0.0),
         )
-        found = [token.id for piece in engine.submit(asked) for token in piece.tokens]
+        found = [token for piece in engine.submit(asked) for token in piece.token_ids]
     finally:
         engine.stop()
     assert tokenizer.decode(found) == expected
