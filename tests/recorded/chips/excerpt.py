@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from systolic.report.forecast.xprof import integer, message
+from systolic.forecasting.display.xprof import integer, message
 
 from systolic.profile.xspace import _fields
 
