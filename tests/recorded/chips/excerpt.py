@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from systolic.forecasting.display.xprof import integer, message
-
 from systolic.profile.xspace import _fields
 
 HERE = Path(__file__).parent
