@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from systolic.chips import slice
-from systolic.explaining.correcting import MeasuredOps, OpRatio, fit, measured_ops
+from systolic.explaining.calibrating import MeasuredOps, OpRatio, fit, measured_ops
 from systolic.forecasting.profiled import programs_of
 from systolic.profile import Profile, open_profile
 from systolic.profile.table import ProfileTable

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from systolic import recipes
 from systolic.chips import chip, named_slices, slice
 from systolic.compiling import StepKind
-from systolic.core.digest import digest
 from systolic.core.errors import SystolicError
+from systolic.core.files import digest
 from systolic.job import Layout, Remat
 from systolic.models.decoder.config import Decoder
 

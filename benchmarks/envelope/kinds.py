@@ -17,7 +17,7 @@ from jax import ShapeDtypeStruct, lax
 from jax.sharding import PartitionSpec
 
 from systolic.chips import known
-from systolic.core.digest import digest
+from systolic.core.files import digest
 from systolic.forecasting.function import Spread
 from systolic.sim.rates import Rates, cores, vector_rate
 

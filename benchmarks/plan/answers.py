@@ -19,9 +19,9 @@ from systolic.core.files import write_json
 from systolic.explaining.explainer import StepExplainer
 from systolic.forecasting import Forecast
 from systolic.job import Job
+from systolic.planning.analytic import facts_of
 from systolic.planning.candidate import Candidate
 from systolic.planning.evaluator import CandidateEvaluator, CompilingEvaluator, PendingForecast
-from systolic.planning.facts import facts_of
 from systolic.planning.fit_ladder import find_fit
 from systolic.planning.goal import Goal
 from systolic.planning.search import Limits, Search

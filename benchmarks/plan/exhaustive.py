@@ -19,9 +19,8 @@ from systolic.compiling.compile import Pool
 from systolic.core.files import write_json
 from systolic.forecasting.run import of_outcome
 from systolic.job import Job, Layout, Precision, Remat
-from systolic.planning.analytic import analyse
+from systolic.planning.analytic import analyse, facts_of
 from systolic.planning.candidate import Candidate
-from systolic.planning.facts import facts_of
 from systolic.planning.goal import Goal
 from systolic.planning.search import Limits, Search
 from systolic.planning.space import NAMED, check

@@ -16,7 +16,7 @@ from systolic.compiling import Compiler, JobProgram
 from systolic.compiling import compile as compile_program
 from systolic.core.files import write_json
 from systolic.forecasting.run import of_outcome
-from systolic.planning.facts import facts_of
+from systolic.planning.analytic import facts_of
 from systolic.planning.fit_ladder import find_fit
 from systolic.planning.search import shared
 

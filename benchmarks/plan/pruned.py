@@ -21,8 +21,8 @@ from systolic.core.files import write_json
 from systolic.forecasting import Forecast
 from systolic.forecasting.run import of_outcome
 from systolic.job import Job
+from systolic.planning.analytic import facts_of
 from systolic.planning.candidate import Candidate
-from systolic.planning.facts import facts_of
 from systolic.planning.goal import Goal
 from systolic.planning.search import Limits, Search
 from systolic.recipes.jobs.source import source_of

@@ -21,7 +21,7 @@ from systolic.core.errors import SystolicError
 from systolic.core.files import write_json
 from systolic.forecasting.run import of_outcome
 from systolic.job import Layout
-from systolic.planning.facts import facts_of
+from systolic.planning.analytic import facts_of
 from systolic.planning.goal import Goal
 from systolic.planning.plan import Trial
 from systolic.planning.search import Limits, Search

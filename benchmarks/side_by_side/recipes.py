@@ -21,8 +21,7 @@ from systolic.job import (
     ScheduleKind,
     Target,
 )
-from systolic.models.attention import attention
-from systolic.models.masking import Masking
+from systolic.models.attention import Masking, attention
 from systolic.models.vision.pixels import Pixels
 from systolic.models.vision.resnet.config import Depth, ResNet, Stem
 from systolic.steps.tasks.classification import Classification

@@ -10,11 +10,10 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from systolic.capture import capture
-from systolic.capture.schedule import DeviceCall, schedule
 from systolic.chips import slice
 from systolic.cli.main import main
 from systolic.forecasting import Forecast, forecast_text
-from systolic.forecasting.captured import forecast_captured
+from systolic.forecasting.captured import DeviceCall, forecast_captured, schedule
 from systolic.forecasting.memory import HELD
 
 PROGRAMS = Path(__file__).parent / "programs"

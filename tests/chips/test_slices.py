@@ -8,7 +8,7 @@ import pytest
 
 import systolic
 from systolic.chips import ChipKind, chip, chips, named_slices
-from systolic.chips.rule import factorisations
+from systolic.chips.record import factorisations
 from systolic.core.errors import NotFoundError
 
 HERE = Path(__file__).resolve()

@@ -13,8 +13,7 @@ import pytest
 
 import systolic
 from systolic.cli.main import main
-from systolic.comparing.agreement import shared_inputs
-from systolic.comparing.comparison import ComparedModel, Comparison
+from systolic.comparing.comparison import ComparedModel, Comparison, shared_inputs
 from systolic.comparing.display.text import lines
 from systolic.core.errors import OptionError
 from systolic.inference.latency import TimedCall, medians
@@ -170,8 +169,8 @@ def test_sizes_count_bits_and_leave_scales_out() -> None:
 def test_models_that_read_different_things_are_not_compared(tmp_path: Path) -> None:
     one = bundled.job("cnn", tmp_path)
     pixels = replace(bundled.PIXELS, size=16)
-    from systolic.data.image.external_images import OutsidePictures
     from systolic.data.image.preparation import Preparation
+    from systolic.formats.hugging_face.preprocessor import OutsidePictures
 
     data = OutsidePictures(preparation=Preparation(side=16), channels=1)
     model: Any = one.model

@@ -11,7 +11,7 @@ import pytest
 
 import systolic
 from systolic.cli.main import main
-from systolic.runs import saved_job
+from systolic.runs import job_record
 from tests.compat.reading import ADDED_STEPS, READINGS, environment, losses
 from tests.compat.record import LM, MADE, STEPS, WORK
 
@@ -166,7 +166,7 @@ def test_classes_of_a_module_that_moved_are_found(
         "systolic.once": "systolic.nowhere",
         "systolic.once.here": "systolic.models.encoder",
     }
-    monkeypatch.setattr(saved_job, "MOVED", moved_to)
+    monkeypatch.setattr(job_record, "MOVED", moved_to)
     assert systolic.open(run, checkpoint="last").job.model.layers == 1
 
 

@@ -13,7 +13,7 @@ import pytest
 from systolic.core.machine import bounded, bounded_workers, num_cores, set_up_xla, sound_flags
 from systolic.core.reporter import reporting
 from systolic.planning.search import Limits
-from systolic.report.stderr import StderrReporter
+from systolic.report.output import StderrReporter
 
 ROOT = Path(__file__).parents[2]
 

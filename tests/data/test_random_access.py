@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from systolic.core.errors import DataError, OptionError
 from systolic.data.arrays import Arrays
-from systolic.data.shuffle import order, permute, uniform
+from systolic.data.random_access import order, permute, uniform
 from systolic.job.data import Read, Split
 
 

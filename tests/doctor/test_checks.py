@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from systolic.doctor import Status, examine
-from systolic.doctor.findings import Finding
+from systolic.doctor.checks import Finding
 from systolic.doctor.machine import (
     Death,
     Holder,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from systolic.cli.main import main
-from systolic.doctor.findings import Status
+from systolic.doctor.checks import Status
 from systolic.doctor.multi_host import judge, judge_links, report
 from systolic.training.distributed.rendezvous import HostReport
 from tests.doctor.machines import LAPTOP, TPU_VM, with_package, with_variables

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from systolic.doctor import Finding, Machine, Status, gather
+from systolic.doctor.checks import platform
 from systolic.doctor.machine import MachineKind, Nvidia
-from systolic.doctor.platforms import platform
 from systolic.training.distributed import detect
 from tests.doctor.machines import LAPTOP
 from tests.training.distributed.test_detect import RECORDED

@@ -10,7 +10,7 @@ from systolic.cli.main import main
 from systolic.core.units import duration
 from systolic.explaining.causes import causes_of_forecast, causes_of_profile, causes_of_programs
 from systolic.explaining.display.text import profile_remark
-from systolic.explaining.profile_stats import figures
+from systolic.explaining.profiles import figures
 from systolic.explaining.rules import empty_slots, memory_bound, unfilled
 from systolic.explaining.sources import StepProgram, step_of_forecast
 from systolic.explaining.step import OpKind, axes_of

@@ -7,7 +7,7 @@ import pytest
 
 from systolic.chips import slice
 from systolic.explaining.alone import module_of
-from systolic.explaining.correcting import (
+from systolic.explaining.calibrating import (
     COLLECTIVES,
     MeasuredOps,
     OpRatio,

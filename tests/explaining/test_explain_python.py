@@ -12,9 +12,8 @@ from systolic.cli.main import main
 from systolic.core.errors import NotFoundError, OptionError
 from systolic.core.reporter import Reporter, reporting
 from systolic.explaining.command import ExplainedKind, target_kind
-from systolic.explaining.explainer import RecipeStep, StepExplainer
+from systolic.explaining.explainer import ProgramExplanation, RecipeStep, StepExplainer
 from systolic.explaining.profiles import ProfileExplanation
-from systolic.explaining.program import ProgramExplanation
 from systolic.explaining.saved import saved_step
 from systolic.runs.run import JOB
 from tests.profile.real import EXCERPTS, HOST_OFFLOAD

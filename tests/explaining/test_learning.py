@@ -18,12 +18,19 @@ from systolic.core.errors import RunError
 from systolic.data.text.bytes import StandardLibrary
 from systolic.explaining import layers
 from systolic.explaining.cause import Cause
-from systolic.explaining.curve import diverged, full_experts, overfitting, plateau
 from systolic.explaining.display.text import HEIGHT, lines
 from systolic.explaining.layers import noise_scale
-from systolic.explaining.learning import learning, unknown, vitals
+from systolic.explaining.learning import (
+    diverged,
+    full_experts,
+    learning,
+    overfitting,
+    plateau,
+    unknown,
+    vitals,
+)
+from systolic.explaining.runs import checkpoints, evaluation, speed
 from systolic.explaining.settings import Settings, advise, render
-from systolic.explaining.speed import checkpoints, evaluation, speed
 from systolic.inference.setup import first_state, set_up
 from systolic.job import Evaluation, GuardRule, Job, Layout, Optimizer, OptimizerKind
 from systolic.recipes.jobs.source import source_of

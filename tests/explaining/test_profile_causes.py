@@ -14,15 +14,14 @@ from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.core.origin import Origin
 from systolic.explaining.cause import Cause
 from systolic.explaining.causes import causes_of_profile
-from systolic.explaining.profile_stats import figures, unjudged
+from systolic.explaining.profiles import figures, unjudged
 from systolic.explaining.sources import step_of_profile
 from systolic.forecasting.display.xprof import STEPS, write_xprof
 from systolic.inference.setup import set_up
 from systolic.job import Evaluation
 from systolic.profile import open_profile
-from systolic.profile.intervals import union
 from systolic.profile.profile import timeline
-from systolic.profile.trace import Backend
+from systolic.profile.trace import Backend, union
 from systolic.profile.xplane import load, load_all
 from systolic.runs import Run
 from systolic.sim.timeline import Resource

@@ -24,12 +24,11 @@ from systolic.forecasting.calibrations import (
     path_of,
     save,
 )
-from systolic.forecasting.interval import detail_of, interval_of
 from systolic.forecasting.memory import memory_map
-from systolic.forecasting.run import assemble
+from systolic.forecasting.run import assemble, detail_of, interval_of
 from systolic.hlo import parse
 from systolic.planning import evaluator
-from systolic.planning.display.notes import notes
+from systolic.planning.display.text import notes
 from systolic.sim.calibration import Calibration, CostKind, Factor
 from systolic.sim.cost_kinds import kind_of_span, least_seconds
 from systolic.sim.incomplete import Given

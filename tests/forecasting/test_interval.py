@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from systolic.forecasting.interval import ScheduleDetail, detail_of, interval_of
+from systolic.forecasting.run import ScheduleDetail, detail_of, interval_of
 from tests.recorded import operations
 
 ACCURACY = Path(__file__).parents[2] / "benchmarks" / "accuracy"

@@ -1,7 +1,6 @@
 import pytest
 
-from systolic.forecasting.lifetimes import num_tables
-from systolic.forecasting.memory import MemoryMap, kind_of, memory_map, state_of
+from systolic.forecasting.memory import MemoryMap, kind_of, memory_map, num_tables, state_of
 from systolic.hlo import parse
 from tests.recorded import hlo as recorded
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from systolic.chips import slice
 from systolic.explaining.causes import causes_of_forecast
 from systolic.forecasting import forecast_text
-from systolic.forecasting.windowed import OFF, names, windowed
+from systolic.forecasting.costs import OFF, names, windowed
 from systolic.sim.rates import rates_of
 from systolic.sim.simulate import simulate
 from tests.recorded import hlo

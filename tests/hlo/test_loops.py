@@ -3,7 +3,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from systolic.hlo import parse
-from systolic.hlo.devices import counts_of
+from systolic.hlo.loops import counts_of
 from tests.recorded import loops
 
 

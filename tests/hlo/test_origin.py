@@ -1,5 +1,5 @@
 from systolic.hlo import parse
-from systolic.hlo.origin import named
+from systolic.hlo.module import named
 
 MODULE = parse("""\
 HloModule m, is_scheduled=true

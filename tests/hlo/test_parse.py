@@ -5,9 +5,8 @@ import pytest
 from systolic.chips import slice
 from systolic.core.errors import DataError
 from systolic.hlo import parse
-from systolic.hlo.aliases import aliased_operand, aliases_of
-from systolic.hlo.devices import counts_of
-from systolic.hlo.module import Module
+from systolic.hlo.loops import counts_of
+from systolic.hlo.module import Module, aliased_operand, aliases_of
 from systolic.sim.simulate import simulate
 from tests.recorded import hlo as recorded
 

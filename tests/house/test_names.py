@@ -7,7 +7,7 @@ from tests.house.names import by_luck, dead, doubles, intrusions, missing
 
 PUBLIC: dict[str, str] = {
     "systolic/serving/http/process.py:Process.handle_exit": "uvicorn calls it",
-    "systolic/recipes/folder/bytecode.py:Unwritten.set_data": "importlib calls it",
+    "systolic/recipes/folder/__init__.py:Unwritten.set_data": "importlib calls it",
 }
 """Names for users of the package that nothing here uses, with the reason."""
 
@@ -40,11 +40,11 @@ PRIVATE: dict[str, str] = {
     "systolic/models/program/torch_function.py:torch.nn.utils.stateless._reparametrize_module": "parameters of a module for one call of any of its methods",
     "systolic/models/program/torch_function.py:torch.utils._pytree": "pytrees as torch.export has them",
     "systolic/models/program/torch_training.py:torch.nn.utils.stateless._reparametrize_module": "parameters of a module for one call of any of its methods",
-    "systolic/models/program/torchax_import.py:_elem": "the array of torchax's tensor",
-    "systolic/models/program/torchax_import.py:_env": "the environment of torchax's tensor",
-    "systolic/models/program/torchax_import.py:_ops": "overloads that torchax names and PyTorch has removed",
-    "systolic/models/program/torchax_import.py:torch.utils._pytree.tree_leaves": "pytrees as torch.export has them",
-    "systolic/models/program/torchax_import.py:torch.utils._pytree.tree_map_only": "pytrees as torch.export has them",
+    "systolic/models/program/torch_function.py:_elem": "the array of torchax's tensor",
+    "systolic/models/program/torch_function.py:_env": "the environment of torchax's tensor",
+    "systolic/models/program/torch_function.py:_ops": "overloads that torchax names and PyTorch has removed",
+    "systolic/models/program/torch_function.py:torch.utils._pytree.tree_leaves": "pytrees as torch.export has them",
+    "systolic/models/program/torch_function.py:torch.utils._pytree.tree_map_only": "pytrees as torch.export has them",
     "systolic/models/quantized/codes.py:qwix._src.core.qarray": "Qwix's quantized arrays without its rules",
     "systolic/models/splash.py:_ComputableMask": "the base of masks that are computed in the kernel",
     "systolic/profile/xplane.py:jaxlib._hlo": "reader of the compiled modules in a profile",

@@ -11,7 +11,7 @@ import systolic
 from systolic.cli.main import main
 from systolic.core.errors import DataError, OptionError
 from systolic.data.arrays import Arrays
-from systolic.data.tables import TableInputs
+from systolic.data.input_files import TableInputs
 from systolic.job.data import Field
 
 RECIPE = '''

@@ -15,7 +15,7 @@ from systolic.models.encoder.config import Encoder
 from systolic.steps.mesh import make_mesh
 from systolic.steps.steps import StepFunctions
 from systolic.steps.target import MeshTarget
-from systolic.steps.tasks.masked import MaskedTokens
+from systolic.steps.tasks.language import MaskedTokens
 
 MODEL = Encoder(layers=2, d_model=32, d_ff=64, heads=4, vocab=384, positions=32)
 DATA = Masked(text=StandardLibrary(sequence=32, root=Path("nowhere")), predictions=6, share=0.2)

@@ -9,9 +9,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from systolic.job import ContextOrder, Layout
-from systolic.models.attention import attention
-from systolic.models.context_order import balanced
-from systolic.models.masking import Logits, Masking
+from systolic.models.attention import Logits, Masking, attention, balanced
 from systolic.models.splash import splash_attention
 from systolic.steps.mesh import make_mesh
 from systolic.steps.target import MeshTarget

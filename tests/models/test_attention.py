@@ -14,9 +14,15 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as info_lib
 
 from systolic.job import AttentionBackward, ContextOrder, Layout
-from systolic.models.attention import Kernel, attention, choose_kernel
-from systolic.models.context_order import Order, balanced
-from systolic.models.masking import Logits, Masking
+from systolic.models.attention import (
+    Kernel,
+    Logits,
+    Masking,
+    Order,
+    attention,
+    balanced,
+    choose_kernel,
+)
 from systolic.models.splash import (
     LongCausalMask,
     active_blocks,

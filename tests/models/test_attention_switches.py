@@ -11,11 +11,9 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 
 from systolic.core.errors import LayoutError, OptionError
 from systolic.job import Layout
-from systolic.models.attention import attention
-from systolic.models.context_order import Order
+from systolic.models.attention import Logits, Masking, Order, attention
 from systolic.models.decoder.config import Decoder
-from systolic.models.decoder.stack import run_layers
-from systolic.models.masking import Logits, Masking
+from systolic.models.decoder.layer_groups import run_layers
 from systolic.models.splash import LongCausalMask, active_blocks, splash_attention
 from tests.models.decoders import arrays, check_cache, check_slopes, module, program, slopes
 from tests.models.drawing import normal

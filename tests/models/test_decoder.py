@@ -10,8 +10,7 @@ from flax import nnx
 
 from systolic.core.errors import LayoutError, OptionError
 from systolic.job import Layout
-from systolic.models.decoder.moe import Mixture
-from systolic.models.decoder.router import balance
+from systolic.models.decoder.moe import Mixture, balance
 from systolic.steps import flops
 from tests.models.decoders import arrays, check_cache, logits, module, program
 from tests.steps import tiny

@@ -13,11 +13,9 @@ from jax.sharding import AbstractMesh, AxisType
 from systolic.core.errors import LayoutError
 from systolic.job import Layout, MatrixFormat, WeightFormat
 from systolic.models.decoder.config import Dispatch, Mlp
-from systolic.models.decoder.dropless import _grouped, dropless
-from systolic.models.decoder.moe import Mixture
+from systolic.models.decoder.moe import Mixture, _grouped, dropless
 from systolic.models.decoder.options import Router
-from systolic.models.grouped import grouped_product
-from systolic.models.layered import Layered
+from systolic.models.grouped import Layered, grouped_product
 from systolic.models.quantized.codes import Quantized, members_apart, quantized
 from systolic.steps import flops
 from systolic.steps.decode import INT8

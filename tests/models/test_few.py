@@ -20,8 +20,8 @@ from systolic.forecasting.serving.capacity import floor_seconds
 from systolic.job import Layout
 from systolic.models.decoder import few
 from systolic.models.decoder.config import Dispatch, Mlp
-from systolic.models.decoder.dropless import _grouped
 from systolic.models.decoder.few import HALVES, FewSizes, few_product, visits
+from systolic.models.decoder.moe import _grouped
 from systolic.models.quantized.codes import quantized
 from systolic.models.quantized.placement import INT8
 from systolic.recipes.jobs.source import source_of

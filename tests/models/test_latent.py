@@ -13,11 +13,10 @@ from flax import nnx
 
 from systolic.core.errors import LayoutError, OptionError
 from systolic.job import Layout, Remat
-from systolic.models.attention import attention
+from systolic.models.attention import Logits, Masking, attention
 from systolic.models.decoder.config import Decoder, Dispatch
+from systolic.models.decoder.moe import choose, moved
 from systolic.models.decoder.options import Latent, Router, Score
-from systolic.models.decoder.router import choose, moved
-from systolic.models.masking import Logits, Masking
 from systolic.models.splash import splash_attention
 from systolic.steps import flops
 from tests.models.decoders import logits, program

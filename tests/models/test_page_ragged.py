@@ -12,12 +12,12 @@ import pytest
 from jax.experimental.pallas.ops.tpu import ragged_paged_attention as kernel
 
 from systolic.job import Layout, ServedCache
+from systolic.models.attention import Logits
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.options import Latent
 from systolic.models.decoder.page_arrays import PageArrays, PageRows
 from systolic.models.decoder.page_ragged import HeadRows, RaggedArrays
 from systolic.models.decoder.paged import page_arrays
-from systolic.models.masking import Logits
 from systolic.steps.mesh import make_mesh
 from systolic.steps.target import MeshTarget
 from tests.steps import tiny

@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 
 from systolic.job import ServedCache
+from systolic.models.attention import Logits
 from systolic.models.decoder.cache import coded
 from systolic.models.decoder.config import Dispatch
 from systolic.models.decoder.options import Latent
-from systolic.models.decoder.page_arrays import PageArrays, PageRows
-from systolic.models.decoder.page_kernels import LayerPages, kernel_of_gpus
+from systolic.models.decoder.page_arrays import LayerPages, PageArrays, PageRows, kernel_of_gpus
 from systolic.models.decoder.paged import Reading, layers_of, page_arrays, read
-from systolic.models.masking import Logits
 from tests.models.decoders import module, program
 from tests.steps import tiny
 from tests.tiers import some

@@ -11,12 +11,10 @@ from systolic.forecasting import Forecast
 from systolic.forecasting.cost import bill_of
 from systolic.forecasting.memory import MemoryMap
 from systolic.job import Axis, Layout, Precision, Remat
-from systolic.planning.analytic import analyse
+from systolic.planning.analytic import Facts, analyse, facts_of
 from systolic.planning.candidate import Candidate
-from systolic.planning.facts import Facts, facts_of
-from systolic.planning.goal import Goal
+from systolic.planning.goal import Goal, Objective
 from systolic.planning.notes import NoAnswer, WayToAnswer
-from systolic.planning.objective import Objective
 from systolic.planning.plan import Plan, SearchStop, Trial
 from systolic.planning.space import RefusalRule, Refused
 

@@ -19,13 +19,11 @@ from systolic.forecasting import Forecast
 from systolic.forecasting.cost import bill_of
 from systolic.forecasting.memory import MemoryMap
 from systolic.job import Job, Layout, Placement, Precision, Remat, Residual
-from systolic.planning.analytic import analyse
+from systolic.planning.analytic import Facts, analyse, facts_of
 from systolic.planning.candidate import Candidate
-from systolic.planning.facts import Facts, facts_of
 from systolic.planning.fit_ladder import find_fit
 from systolic.planning.flags import DEFAULT, SETS, FlagSet, joined
-from systolic.planning.goal import Goal
-from systolic.planning.limits import Limits
+from systolic.planning.goal import Goal, Limits
 from systolic.planning.margin import margin_of
 from systolic.planning.plan import Trial
 from systolic.planning.remedies import base_of

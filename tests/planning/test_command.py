@@ -14,12 +14,12 @@ from systolic.core.reporter import Reporter, reporting
 from systolic.core.units import duration
 from systolic.forecasting import Forecast
 from systolic.job import Batch, Job
-from systolic.planning import fit_ladder, slices, wanted
+from systolic.planning import answer, fit_ladder, slices
 from systolic.planning.analytic import analyse
 from systolic.planning.candidate import Candidate
 from systolic.planning.display import readings
-from systolic.planning.display.notes import text
-from systolic.planning.goal import Goal
+from systolic.planning.display.text import text
+from systolic.planning.goal import Goal, Objective, PriceTerm
 from systolic.planning.notes import (
     BaseFlags,
     BatchDiffers,
@@ -29,7 +29,6 @@ from systolic.planning.notes import (
     WallAssumed,
     before_search,
 )
-from systolic.planning.objective import Objective, PriceTerm
 from systolic.planning.search import SearchStage
 from systolic.planning.space import Freedom, RefusalRule
 from tests.planning import fabricated
@@ -73,7 +72,7 @@ SLICES = (slice("v5e-4"), slice("v5e-16"))
 
 
 def goal(**given: Any) -> Goal:
-    return wanted.goal_of(fabricated.facts(), SLICES, wanted.Wanted(**given))
+    return answer.goal_of(fabricated.facts(), SLICES, answer.Wanted(**given))
 
 
 def test_the_goal_is_the_jobs_own_work_unless_told() -> None:
@@ -104,8 +103,8 @@ def test_a_batch_per_device_is_said_to_differ() -> None:
 
 
 def test_freedom() -> None:
-    assert wanted.freed("") == Freedom()
-    assert wanted.freed("batch, precision") == Freedom(batch=True, precision=True)
+    assert answer.freed("") == Freedom()
+    assert answer.freed("batch, precision") == Freedom(batch=True, precision=True)
 
 
 def estimate(job: Job, one: Candidate, full: bool) -> Forecast | None:

@@ -3,9 +3,8 @@
 from systolic.chips import slice
 from systolic.core.origin import Origin
 from systolic.job import Axis, Layout, Remat
-from systolic.planning.analytic import analyse
+from systolic.planning.analytic import analyse, facts_of
 from systolic.planning.candidate import Candidate
-from systolic.planning.facts import facts_of
 from systolic.planning.goal import Goal
 from systolic.planning.plan import CompileDepth
 from systolic.planning.search import Limits, Search

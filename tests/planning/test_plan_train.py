@@ -22,7 +22,7 @@ from systolic.planning.display.readings import command
 from systolic.recipes.jobs.flags import new_flags
 from systolic.recipes.jobs.plan import candidate_of, resumed
 from systolic.recipes.jobs.run import rebuild
-from systolic.report.stderr import StderrReporter
+from systolic.report.output import StderrReporter
 from systolic.runs import Run
 from systolic.runs.job_record import JobRecord
 from systolic.runs.plan_choice import Chosen, apply, read

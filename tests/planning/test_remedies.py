@@ -10,8 +10,8 @@ from systolic.chips.flags import merged, name_of, resolved
 from systolic.core.errors import RunError
 from systolic.core.option_words import option_words
 from systolic.job import Layout, Remat
-from systolic.planning.change import Change, ChangedPart, compatible, layout_change, together
-from systolic.planning.facts import facts_of
+from systolic.planning.analytic import facts_of
+from systolic.planning.candidate import Change, ChangedPart, compatible, layout_change, together
 from systolic.planning.fit_ladder import difference
 from systolic.planning.flags import SETS, joined
 from systolic.planning.remedies import Remedy, base_of, changes, training_changes, try_all

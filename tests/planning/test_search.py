@@ -14,7 +14,7 @@ from systolic.forecasting import Forecast
 from systolic.forecasting.cost import bill_of
 from systolic.forecasting.memory import MemoryMap
 from systolic.job import Job
-from systolic.planning import evaluator, limits
+from systolic.planning import evaluator, goal
 from systolic.planning.candidate import Candidate
 from systolic.planning.goal import Goal
 from systolic.planning.plan import SearchStop
@@ -116,7 +116,7 @@ def test_a_limit_of_the_goal_is_kept_among_what_was_compiled() -> None:
 
 
 def test_ctrl_c_leaves_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "bounded", lambda workers: workers)  # on any number of cores
+    monkeypatch.setattr(goal, "bounded", lambda workers: workers)  # on any number of cores
     seen = []
 
     def watch(progress: Any) -> None:
@@ -136,7 +136,7 @@ def test_ctrl_c_leaves_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ctrl_c_keeps_all_that_is_ready_behind_a_slow_compile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(limits, "bounded", lambda workers: workers)  # on any number of cores
+    monkeypatch.setattr(goal, "bounded", lambda workers: workers)  # on any number of cores
 
     def watch(progress: Any) -> None:
         # The first does not answer; the others wait for their turn.

@@ -15,8 +15,7 @@ from systolic.planning.analytic import analyse
 from systolic.planning.candidate import Candidate
 from systolic.planning.display import readings
 from systolic.planning.flags import DEFAULT
-from systolic.planning.goal import Goal
-from systolic.planning.objective import Objective
+from systolic.planning.goal import Goal, Objective
 from systolic.planning.plan import CompileDepth, Plan, SearchStop, Trial, ranking
 from systolic.planning.search import Limits, Search, SearchProgress, SearchStage, shared
 from tests.planning import fabricated
@@ -120,7 +119,7 @@ def test_a_full_compile_that_does_not_end_leaves_the_schedules_answer() -> None:
 def test_full_compiles_behind_a_slow_one_are_kept(
     stop: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("systolic.planning.limits.bounded", lambda workers: workers)
+    monkeypatch.setattr("systolic.planning.goal.bounded", lambda workers: workers)
     asked: list[Candidate] = []
 
     def slow(job: Job, one: Candidate, full: bool) -> Forecast | None:

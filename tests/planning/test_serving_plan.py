@@ -22,14 +22,13 @@ from systolic.forecasting.cost import bill_of
 from systolic.forecasting.serving import demand
 from systolic.forecasting.serving.capacity import ServerTimes
 from systolic.forecasting.serving.demand import engine_state
-from systolic.forecasting.serving.floor import LeastServer
 from systolic.forecasting.serving.forecast import Load, ServingForecast, StepTimes
+from systolic.forecasting.serving.steps import LeastServer
 from systolic.job import Job, Layout
 from systolic.job.serving_memory import ServingMemory
 from systolic.planning import serving as serving_plan
 from systolic.planning.display.serving import lines
-from systolic.planning.goal import hourly
-from systolic.planning.objective import PriceTerm
+from systolic.planning.goal import PriceTerm, hourly
 from systolic.planning.serving import ServingPlan
 from systolic.recipes.jobs.source import source_of
 

@@ -9,18 +9,16 @@ import pytest
 
 from systolic.core.errors import OptionError
 from systolic.job import Checkpoints
+from systolic.planning.answer import price_of
 from systolic.planning.display import readings
-from systolic.planning.display.notes import text
 from systolic.planning.display.page import render
-from systolic.planning.display.text import lines
-from systolic.planning.goal import Goal
+from systolic.planning.display.text import lines, text
+from systolic.planning.goal import Goal, Objective, PriceTerm
 from systolic.planning.notes import WallAssumed, WallLate, after_search
-from systolic.planning.objective import Objective, PriceTerm
 from systolic.planning.plan import Plan, Trial
 from systolic.planning.slices import slices_of
 from systolic.planning.space import Freedom
 from systolic.planning.wall import Conditions, Wall, wall_of
-from systolic.planning.wanted import price_of
 from systolic.report.terminal import plain
 from tests.planning import fabricated
 

@@ -1,6 +1,6 @@
 """Arithmetic on intervals of time."""
 
-from systolic.profile.intervals import common, exclusive, missing, union
+from systolic.profile.trace import common, exclusive, missing, union
 
 
 def test_instants_belong_to_the_lowest_rank():

@@ -361,7 +361,7 @@ def test_a_damaged_or_foreign_one_is_refused_in_one_line(
 
 def test_every_flipped_byte_of_the_manifest_is_found_or_harmless(copy: Path) -> None:
     """A byte that changes what is read is found; one between the entries may be another space."""
-    from systolic.runs.bundle.check import checked_bundle
+    from systolic.runs.bundle.folder import checked_bundle
 
     raw = (copy / MANIFEST).read_bytes()
     whole = record(copy)

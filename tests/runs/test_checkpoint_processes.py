@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 
-from systolic.runs import CheckpointStore, quiet
+from systolic.runs import CheckpointStore, backend
 
 CHILD = Path(__file__).with_name("checkpoint_child.py")
 
@@ -172,13 +172,13 @@ def test_a_failed_write_without_a_trace_is_not_told_twice():
 
     # As TensorStore raises it, from recorded output.
     full = 'RESOURCE_EXHAUSTED: Error writing local file "1.orbax-checkpoint-tmp/params.orbax-checkpoint-tmp/manifest.ocdbt"'
-    assert not quiet._failures(record(full))
-    assert quiet._failures(record("of somebody else"))
+    assert not backend._failures(record(full))
+    assert backend._failures(record("of somebody else"))
 
 
 UNSTARTED = """
 import gc, sys
-from systolic.runs.quiet import hush
+from systolic.runs.backend import hush
 from orbax.checkpoint._src.serialization.serialization import async_serialize_from_host
 hush()
 async def mine():

@@ -17,7 +17,7 @@ from systolic.core.errors import NotFoundError, OptionError, RunError, TakenErro
 from systolic.core.units import MIB
 from systolic.runs import Run, manifest
 from systolic.runs.access import Access
-from systolic.runs.remote import disk_space, mirror, upload
+from systolic.runs.remote import mirror, store, upload
 from systolic.runs.remote.mirror import again, pull
 from systolic.runs.remote.store import BucketFolder, Objects, _spec, in_bucket, origin
 from systolic.runs.remote.upload import Sender
@@ -408,7 +408,7 @@ def test_data_that_the_disk_has_no_room_for_is_refused(
     assert folder is not None
     Objects(folder).write("0.txt", b"x" * MIB)
     machine("a")
-    monkeypatch.setattr(disk_space, "_free", lambda folder: disk_space.SPARE_BYTES + MIB // 2)
+    monkeypatch.setattr(store, "_free", lambda folder: store.SPARE_BYTES + MIB // 2)
     with pytest.raises(RunError, match=r"has about 1\.\d+ MB, and the disk of .* SYSTOLIC_CACHE"):
         _copied([f"{machine.url}/{name}"])
     assert not [path for path in folder.copy.rglob("[!.]*") if path.is_file()]
@@ -424,13 +424,11 @@ def test_a_disk_that_fills_meanwhile_keeps_what_came(
     machine("a")
     monkeypatch.setattr(upload, "_TRANSFERS", 1)
     left = iter([10, 9, 0, 0])
-    monkeypatch.setattr(
-        disk_space, "_free", lambda folder: disk_space.SPARE_BYTES + next(left) * MIB
-    )
+    monkeypatch.setattr(store, "_free", lambda folder: store.SPARE_BYTES + next(left) * MIB)
     with pytest.raises(RunError, match=r"has 1\.05 MB more, and the disk"):
         pull(folder.url)
     assert (folder.copy / "0.txt").exists()
-    monkeypatch.setattr(disk_space, "_free", lambda folder: 100 * disk_space.SPARE_BYTES)
+    monkeypatch.setattr(store, "_free", lambda folder: 100 * store.SPARE_BYTES)
     told: list[str] = []
     pull(folder.url, told.append)
     assert "in 2 files" in told[0]
@@ -444,7 +442,7 @@ def test_processes_of_a_machine_copy_once(machine: Machines, tmp_path: Path) -> 
     machine("a")
     told: list[str] = []
     copies = f"import sys; from systolic.runs.remote.mirror import pull; print(pull({folder.url!r}, print))"
-    with disk_space.alone(folder.copy, told.append):
+    with store.alone(folder.copy, told.append):
         command = [sys.executable, "-u", "-c", copies]  # each line as it is printed
         other = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert other.stdout is not None

@@ -23,7 +23,7 @@ from systolic.core.errors import DataError, OptionError, RunError, SystolicError
 from systolic.job import MatrixFormat, WeightFormat
 from systolic.quantizing.quantize import quantize
 from systolic.runs.bundle.folder import MODELS, open_bundle
-from systolic.serving.docker.folder import (
+from systolic.serving.docker import (
     GRACE_SECONDS,
     PACKAGES,
     PLATFORMS,

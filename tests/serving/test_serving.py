@@ -32,7 +32,7 @@ from systolic.inference.model import open_model, prepare_model
 from systolic.planning.serving import plan_serving
 from systolic.serving.batch.request import ModelKind
 from systolic.serving.command import NewKey
-from systolic.serving.http.limits import HttpLimits
+from systolic.serving.http.keys import HttpLimits
 from systolic.serving.http.metrics import Metrics
 from systolic.serving.http.process import Address
 from systolic.serving.http.state import ServerState

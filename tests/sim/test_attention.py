@@ -6,8 +6,7 @@ import pytest
 
 from systolic.chips import slice
 from systolic.hlo import parse
-from systolic.sim.attention import Attention, attention_of
-from systolic.sim.masks import Grid, cut_share
+from systolic.sim.attention import Attention, Grid, attention_of, cut_share
 from systolic.sim.simulate import simulate
 from tests.recorded import hlo
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from systolic.chips import slice
-from systolic.forecasting.interval import ScheduleDetail, interval_of, range_of
+from systolic.forecasting.run import ScheduleDetail, interval_of, range_of
 from systolic.sim.rates import rates_of
 from systolic.sim.rules import network_stages, top_k_stages
 from systolic.sim.simulate import simulate

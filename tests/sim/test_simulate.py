@@ -6,7 +6,7 @@ import pytest
 from systolic.chips import slice
 from systolic.core.origin import Origin
 from systolic.hlo import Module, parse
-from systolic.hlo.devices import counts_of
+from systolic.hlo.loops import counts_of
 from systolic.sim.asynchronous import COLLECTIVES
 from systolic.sim.estimate import F32_OPERANDS, slowdown_of
 from systolic.sim.incomplete import BYTES

@@ -15,7 +15,7 @@ from systolic.models.decoder.config import Decoder, Dispatch
 from systolic.models.decoder.options import Latent
 from systolic.models.quantized.codes import Quantized
 from systolic.steps.decode import Decode
-from systolic.steps.static_decode import ApartDecode, ApartState
+from systolic.steps.paged import ApartDecode, ApartState
 from systolic.steps.steps import StepFunctions
 from systolic.steps.target import MeshTarget
 from tests.tiers import some

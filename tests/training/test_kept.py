@@ -13,7 +13,7 @@ import pytest
 
 from systolic.cli.main import main
 from systolic.core.errors import RunError
-from systolic.recipes.folder import opened
+from systolic.recipes import folder as recipe_folder
 from systolic.runs import Run, trust
 from tests.training import tiny
 from tests.training.children import environment
@@ -232,7 +232,7 @@ def test_files_that_a_recipe_reads_by_its_own_place_are_kept(
     assert main(["eval", str(run), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["step"] == 2
     # A data set is none of that.
-    monkeypatch.setattr(opened, "KEPT_BYTES", 100)
+    monkeypatch.setattr(recipe_folder, "KEPT_BYTES", 100)
     shutil.copytree(tmp_path / "moved", tmp_path / "home", dirs_exist_ok=True)
     capsys.readouterr()
     large = ["train", str(home / "mine.py"), *given, "--run", str(tmp_path / "small")]

@@ -27,8 +27,8 @@ from systolic.recipes.digits import MODELS, DigitsModel
 from systolic.recipes.jobs.plan import candidate_of
 from systolic.recipes.jobs.source import source_of, with_plan
 from systolic.runs import Run
+from systolic.runs.job_record import job_from_json, types_of
 from systolic.runs.plan_choice import read
-from systolic.runs.saved_job import job_from_json, types_of
 from systolic.training.session import Audience
 from tests.formats.outlines import outline
 from tests.planning import fabricated

@@ -10,7 +10,7 @@ pytest.importorskip("optuna")
 
 from systolic.cli.main import main
 from systolic.tuning.processes import Processes
-from systolic.tuning.range_limits import edge
+from systolic.tuning.results import edge
 from tests.tuning.searches import tuning_of
 from tests.tuning.test_seeds import ended
 
@@ -68,7 +68,7 @@ def test_an_end_is_told_in_the_terminal_on_the_page_and_in_the_json(
         drawn = shared.trials(1)[0].params["batch"]
     monkeypatch.setattr(Processes, "run", Processes.result)
     # Wherever the value was drawn.
-    monkeypatch.setattr("systolic.tuning.range_limits.NEAR", 1.0)
+    monkeypatch.setattr("systolic.tuning.results.NEAR", 1.0)
     assert main(["tune", *words]) == 0
     (edge_,) = json.loads((tmp_path / "study.json").read_text())["edges"]
     assert edge_ == {"option": "batch", "value": drawn, "search": edge_["search"]}

@@ -18,8 +18,17 @@ from types import MappingProxyType
 from typing import Any
 
 from systolic.chips.host import cpu
-from systolic.chips.record import YOURS, Chip, ChipKind, Citation, Figure, Prices
-from systolic.chips.rule import Counts, Sizes, SliceRule
+from systolic.chips.record import (
+    YOURS,
+    Chip,
+    ChipKind,
+    Citation,
+    Counts,
+    Figure,
+    Prices,
+    Sizes,
+    SliceRule,
+)
 from systolic.core.arguments import with_types
 from systolic.core.errors import NotFoundError, OptionError, nearest
 

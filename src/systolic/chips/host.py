@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from systolic.chips.record import Chip, ChipKind, Citation, Figure
-from systolic.core.digest import digest
+from systolic.core.files import digest
 
 _CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),

@@ -9,8 +9,7 @@ from typing import Any, NoReturn
 
 from systolic.chips.catalogue import chip as find_chip
 from systolic.chips.catalogue import chips
-from systolic.chips.record import Chip, ChipKind, Prices
-from systolic.chips.rule import Counts, Shape, SliceRule
+from systolic.chips.record import Chip, ChipKind, Counts, Prices, Shape, SliceRule
 from systolic.core.arguments import Wording, with_types
 from systolic.core.errors import NotFoundError
 

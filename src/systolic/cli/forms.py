@@ -13,12 +13,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from systolic.cli.parse import asks_help, known, parse, print_verb_help
-from systolic.cli.signature import Options, options_of
+from systolic.cli.parse import Options, asks_help, known, options_of, parse, print_verb_help
 from systolic.cli.target import first, planned_request, request, request_for
-from systolic.core.command_line import typed
 from systolic.core.errors import OptionError, nearest
 from systolic.core.files import check_writable
+from systolic.core.option_words import typed_as
 from systolic.core.reporter import reporter, reporting
 
 if TYPE_CHECKING:
@@ -85,7 +84,7 @@ class VerbForm:
     """``module:NAME`` of the help of a form with a word of its own; without it the verb's help has its options."""
     below_help_of: "tuple[str, VerbForm] | None" = None
     """A verb and its form whose help on the target is printed above the answer, unless that is JSON."""
-    reporter: str = "systolic.report.stderr:StderrReporter"
+    reporter: str = "systolic.report.output:StderrReporter"
     """``module:name`` of what shows progress and warnings; made with the options that its parameters name."""
 
     @property
@@ -185,7 +184,7 @@ def run_forms(
     for name in form.options.written:
         if (path := getattr(call.values, name)) is not None:
             check_writable(path)
-    with typed(("systolic", verb, *args)):
+    with typed_as(("systolic", verb, *args)):
         return _answered(form, call)
 
 

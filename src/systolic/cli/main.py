@@ -10,7 +10,7 @@ from systolic.core.errors import OptionError, SystolicError, nearest
 from systolic.core.machine import set_up_xla
 from systolic.core.reporter import reporting
 from systolic.core.shutdown import TerminatedError, leave, remember_interrupts
-from systolic.report.stderr import StderrReporter
+from systolic.report.output import StderrReporter
 
 
 class Verb(NamedTuple):

@@ -200,7 +200,7 @@ def server_call(model: TrainedModel, sizes: "CallSizes") -> "TimedCall":
         return timed_call(model.setup.steps, model.weights, sizes)
     from systolic.compiling.program_store import ProgramStore
     from systolic.serving.text.opening import EngineSizes
-    from systolic.serving.text.replica_placement import ReplicaPlacement
+    from systolic.serving.text.replicas import ReplicaPlacement
     from systolic.serving.text.timed import ServedTexts
     from systolic.steps.serving_layout import ServingLayout
 

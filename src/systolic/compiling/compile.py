@@ -32,7 +32,6 @@ from systolic.compiling.outcome import (
 )
 from systolic.compiling.pickled import dumps
 from systolic.compiling.program import Program, decisive
-from systolic.core.digest import digest
 from systolic.core.errors import (
     DataError,
     LayoutError,
@@ -42,7 +41,7 @@ from systolic.core.errors import (
     RunError,
     SystolicError,
 )
-from systolic.core.files import write_json
+from systolic.core.files import digest, write_json
 from systolic.core.store import FULL, Store, cache_home, read_json, unwritable
 
 Say = Callable[[str], None]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from systolic.core.errors import RunError
-from systolic.core.owner import others_who_write
+from systolic.core.files import others_who_write
 from systolic.core.store import read_json
 from systolic.core.units import gibibytes
 

@@ -81,7 +81,7 @@ class ServingProgram(ServingCall):
             LayoutError: the layout does not divide the slice or the model.
             RunError: the model does not generate text.
         """
-        from systolic.compiling.serving import trace_serving
+        from systolic.compiling.steps import trace_serving
 
         return trace_serving(self, on, devices)
 
@@ -104,7 +104,7 @@ class PagedProgram(PagedCall):
             LayoutError: the layout does not divide the slice or the model.
             RunError: the model does not generate text over pages.
         """
-        from systolic.compiling.serving import trace_paged
+        from systolic.compiling.steps import trace_paged
 
         return trace_paged(self, on, devices)
 

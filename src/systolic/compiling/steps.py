@@ -1,18 +1,32 @@
-"""Programs of a job, traced for present or described devices."""
+"""Programs of a job, traced for present or described devices.
 
+Steps of a server of a language model, traced for described devices.
+"""
+
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Format
 
 from systolic.chips import Slice
-from systolic.compiling.traced import StepKind, Traced
+from systolic.compiling.traced import PagedCall, ServingCall, StepKind, Traced
 from systolic.core.errors import OptionError
-from systolic.job import Job, LayerArrays, Sampling
+from systolic.job import Batch, Job, LayerArrays, Residual, Sampling
+from systolic.models.quantized.codes import stored_bytes
 from systolic.steps.decode import Decode
-from systolic.steps.programs import jit_apart, jit_decode, jit_evaluate, jit_prefill, jit_train
-from systolic.steps.static_decode import ApartDecode
+from systolic.steps.paged import ApartDecode, PagedSteps, StepInput, StepShape
+from systolic.steps.programs import (
+    jit_apart,
+    jit_decode,
+    jit_evaluate,
+    jit_paged,
+    jit_prefill,
+    jit_train,
+)
 from systolic.steps.steps import StepFunctions
 from systolic.steps.target import MeshTarget
 
@@ -107,3 +121,145 @@ def trace_generation(decode: Decode, size: int, tokens: int, context: int) -> An
     return jit_prefill(decode, size).trace(
         params, model_state, prompt, begun.token, begun.key, capacity=context
     )
+
+
+def trace_serving(program: ServingCall, on: Slice, devices: Sequence[Any]) -> Traced:
+    """The step of a server on a mesh of ``devices``."""
+    job = program.job.settle(on)
+    target = MeshTarget.of(job, on.platform, devices)
+    decode = Decode(StepFunctions(job, target), Sampling(temperature=0.0), program.served)
+    sizes = (program.rows, program.tokens, program.context)
+    traced = trace_generation(decode, *sizes)
+    flops, units = generated(decode, *sizes)
+    return Traced(
+        traced=traced,
+        mesh=target.mesh,
+        facts={
+            "name": job.name,
+            "verb": "decode" if program.tokens == 1 else "prefill",
+            "model_flops": float(flops),
+            "unit": "tokens",
+            "units": units,
+            **described(job, decode.steps),
+            "batch_size": program.rows,
+            **_bytes(decode, program),
+            "notes": list(target.notes),
+        },
+    )
+
+
+def trace_paged(program: PagedCall, on: Slice, devices: Sequence[Any]) -> Traced:
+    """The step of an engine on a mesh of ``devices``: logits of the token after the last of each text."""
+    job = _served(program.job, on)
+    target = MeshTarget.of(job, on.platform, devices[: job.layout.num_devices])
+    paged = PagedSteps(StepFunctions(job, target, trains=False), program.page_size, program.cache)
+    shape = StepShape(program.rows, int(program.chunk > 0), program.chunk, program.pages)
+
+    def ints(size: int) -> Any:
+        whole = target.sharding(target.spec())
+        return jax.ShapeDtypeStruct((size,), jnp.int32, sharding=whole)
+
+    weights, pages = paged.placed_weights, paged.placed_pages(program.num_pages)
+    packed = sum(math.prod(size) for size in StepInput.sizes(shape, paged.history))
+    traced = jit_paged(paged, shape).trace(weights, pages, ints(program.rows + 1), ints(packed))
+    decode = Decode(paged.steps, Sampling(temperature=0.0))
+    flops = program.rows * decode.decode_flops(program.context)
+    if program.chunk:
+        flops += decode.prefill_flops(program.chunk)
+    page = sum(_one(array, array.sharding) for array in jax.tree.leaves(paged.placed_pages(1)))
+    read = paged.read_weights(shape.tokens)
+    replicas = target.mesh.shape["data"]
+    return Traced(
+        traced=traced,
+        mesh=target.mesh,
+        facts={
+            "name": job.name,
+            "verb": "decode" if not program.chunk else "prefill" if not program.rows else "step",
+            "model_flops": float(flops) * replicas,
+            "unit": "tokens",
+            "units": shape.tokens * replicas,
+            **described(job, paged.steps),
+            "batch_size": shape.texts * replicas,
+            "attention": paged.kernel,
+            "weight_bytes": sum(_one(a, a.sharding) * share for a, share in read),
+            "stored_bytes": float(sum(_one(a, a.sharding) for a in jax.tree.leaves(weights))),
+            "cache_bytes": page * program.pages * shape.texts * _read_share(job.model, program),
+            "page_bytes": page,
+            "int8_products": any(how.format.activations for _, how in job.quantization.matrices),
+            "replicas": replicas,
+            "notes": list(target.notes),
+        },
+    )
+
+
+def _read_share(model: Any, program: PagedCall) -> float:
+    """Share of the texts' positions that the layers have to read: of those with a window no more than it."""
+    positions, windows = program.pages * program.page_size, model.windows
+    tokens = max(program.chunk, 1)
+    each = [min(positions, window + tokens - 1) if window else positions for window in windows]
+    layers = [each[layer % len(each)] for layer in range(model.layers)]
+    return sum(layers) / (positions * model.layers)
+
+
+def _served(job: Job, on: Slice) -> Job:
+    """The job under a definite layout of engines: one on each of the data axis, which the model's sizes need not divide.
+
+    Raises:
+        LayoutError: the layout does not divide the slice.
+    """
+    layout = job.layout
+    # Engines may leave devices idle.
+    if not layout.definite or layout.num_devices >= on.num_devices or on.num_slices > 1:
+        layout = layout.on(on.num_devices, on.num_slices)
+    layout.check_slices(on.num_slices)
+    precision = job.precision.resolve(on.platform)
+    job.model.check_precision(precision)
+    return replace(
+        job,
+        layout=replace(layout, residual=Residual.whole),
+        precision=precision,
+        batch=Batch(total=layout.num_devices),
+    )
+
+
+def _bytes(decode: Decode, program: ServingCall) -> dict[str, float]:
+    """Bytes of one device that a step can't do without: the floor of its time, by the rate of the memory.
+
+    ``cache_bytes`` are of all positions of its rows, ``weight_bytes`` of what it reads of the weights: no rows
+    of an embedding that isn't the output matrix, and of a mixture the experts that its tokens choose, each evenly
+    and by chance. ``stored_bytes`` are of all weights.
+    """
+    steps = decode.steps
+    weights = jax.eval_shape(decode.weights, steps.abstract_state.params)
+    placed = {
+        path: sum(jax.tree.leaves(jax.tree.map(_one, weights[path], where)))
+        for path, where in decode.placement.items()
+    }
+    axes = steps.network.axes
+    config: Any = steps.job.model
+    tokens = program.rows * program.tokens
+    read = 0.0
+    for path, size in placed.items():
+        names = axes[path] or ()
+        if path == "embedding" and "unembedding" in placed:
+            continue
+        share = 1.0
+        if "experts" in names:
+            share = 1 - (1 - config.experts_per_token / config.experts) ** tokens
+        read += size * share
+    state = decode.abstract_state(program.rows, program.context)
+    cache = sum(_one(array, array.sharding) for array in jax.tree.leaves(state.cache))
+    ways = steps.target.axes("batch")
+    replicas = math.prod(steps.target.mesh.shape[axis] for axis in ways)
+    return {
+        "weight_bytes": read,
+        "stored_bytes": float(sum(placed.values())),
+        "cache_bytes": float(cache),
+        "replicas": replicas,
+    }
+
+
+def _one(array: Any, where: Any) -> int:
+    """Bytes of an array on one device, by its sharding or its format."""
+    sharding = where.sharding if isinstance(where, Format) else where
+    return stored_bytes(sharding.shard_shape(array.shape), array.dtype)

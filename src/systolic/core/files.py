@@ -1,11 +1,20 @@
-"""Files that are whole or absent: written beside, flushed to disk, renamed into place."""
+"""Files that are whole or absent: written beside, flushed to disk, renamed into place. Digests of content, and owners.
+
+Content digests: the same value has the same digest on every machine.
+
+Write access to a file: code that is loaded (a pickle) must not come from another user.
+"""
 
 import difflib
 import errno
+import grp
+import hashlib
 import json
 import os
+import pwd
 import re
 import shutil
+import stat
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -193,3 +202,63 @@ def read_given(path: Path, again: str) -> Any:
                 f"{path} is not JSON ({error}); it may be cut short: {again}"
             ) from error
         raise OptionError(f"{path} is not JSON ({error}); {again}") from error
+
+
+def canonical(value: Any) -> bytes:
+    """JSON with sorted keys and no spaces, the text whose digest names a value."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def digest(value: Any, length: int = 16) -> str:
+    """The first ``length`` hex digits of the SHA-256 of a JSON-like value."""
+    return hashlib.sha256(canonical(value)).hexdigest()[:length]
+
+
+ROOT = 0
+
+
+def others_who_write(path: Path) -> str | None:
+    """Other users (not root) who can change ``path``, directly or through a folder above it.
+
+    Returns ``/a/b belongs to eve``, ``/a is writable by all (mode 777)`` or ``None``. A folder
+    with the sticky bit (``/tmp``) lets others add entries but not replace this user's.
+    """
+    real = path.resolve()
+    for place in (real, *real.parents):
+        state = place.stat()
+        if state.st_uid not in (os.geteuid(), ROOT):
+            return f"{place} belongs to {_user(state.st_uid)}"
+        mode = f"(mode {stat.S_IMODE(state.st_mode):o})"
+        if stat.S_ISDIR(state.st_mode) and state.st_mode & stat.S_ISVTX and place != real:
+            continue
+        if state.st_mode & stat.S_IWOTH:
+            return f"{place} is writable by all {mode}"
+        if state.st_mode & stat.S_IWGRP and not _private(state.st_gid):
+            return f"{place} is writable by the group {_group(state.st_gid)} {mode}"
+    return None
+
+
+def _private(group: int) -> bool:
+    """Whether a group is root's, or this user's own: of the same name and without other members."""
+    if group == ROOT:
+        return True
+    try:
+        known = grp.getgrgid(group)
+    except KeyError:
+        return False
+    own = _user(os.geteuid())
+    return known.gr_name == own and set(known.gr_mem) <= {own}
+
+
+def _user(number: int) -> str:
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return f"user {number}"
+
+
+def _group(number: int) -> str:
+    try:
+        return grp.getgrgid(number).gr_name
+    except KeyError:
+        return str(number)

@@ -1,9 +1,16 @@
-"""Options as words of a command line: a command is printed from values, not from what was typed."""
+"""Options as words of a command line: printed from values, not from what was typed; misspelt ones, and the line itself.
 
+The command line that a verb's function is called from, for files that name the command that made them.
+
+The option that a misspelt one is meant to be.
+"""
+
+import difflib
 import enum
 import inspect
 import shlex
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -98,3 +105,58 @@ def _words(value: Any) -> list[str]:
     if isinstance(value, (tuple, list)):
         return [word for part in value for word in _words(part)]
     return [str(value)]
+
+
+_typed_words: tuple[str, ...] = ()
+
+
+def command_line() -> tuple[str, ...]:
+    """Words as they were typed, from ``systolic`` on; empty in Python."""
+    return _typed_words
+
+
+@contextmanager
+def typed_as(words: Sequence[str]) -> Generator[None]:
+    """Sets the command line within."""
+    global _typed_words
+    before, _typed_words = _typed_words, tuple(words)
+    try:
+        yield
+    finally:
+        _typed_words = before
+
+
+_OTHER_WORD = {"--on": "--rehearse SLICE"}
+"""Options of other commands to what a command that lacks them has instead."""
+
+
+def nearest_option(option: str, names: Collection[str]) -> str:
+    """``"; did you mean --model.layers?"`` for a misspelt ``--model.layer`` or ``--layers``, else ``""``."""
+    other = _OTHER_WORD.get(option, "")
+    if other and option not in names and other.partition(" ")[0] in names:
+        return f"; did you mean {other}?"
+    full = {name.removeprefix("--"): name for name in sorted(names)}
+    last = {short.rpartition(".")[2]: name for short, name in full.items()}
+    typed = {**last, **full}
+    word = option.removeprefix("--")
+    head, dot, last_word = word.rpartition(".")
+    # --optimizer.lr is short for --optimizer.learning-rate, and nearer to --optimizer.clip.
+    long = [
+        name
+        for short, name in full.items()
+        if _initials(short.rpartition(".")[2]) == last_word and (not dot or short.startswith(head))
+    ]
+    if len(long) == 1:
+        return f"; did you mean {long[0]}?"
+    # Without the dashes, which all have in common, --on is not near --json nor --plan near --flags.
+    close = difflib.get_close_matches(word, list(typed), n=1, cutoff=0.7)
+    # Other programs write more words: --vocab-size, --batch-size.
+    starts = [short for short in typed if word.startswith(f"{short}-")]
+    found = close[0] if close else max(starts, key=len, default=None)
+    return "" if found is None else f"; did you mean {typed[found]}?"
+
+
+def _initials(name: str) -> str:
+    """``lr`` of ``learning-rate``; nothing of a name of one word."""
+    parts = name.split("-")
+    return "".join(part[:1] for part in parts) if len(parts) > 1 else ""

@@ -1,4 +1,7 @@
-"""Data in memory: numpy arrays, or a function that makes them."""
+"""Data in memory: numpy arrays, or a function that makes them.
+
+Table of examples in memory, as numpy arrays.
+"""
 
 import inspect
 import threading
@@ -6,11 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from systolic.core.errors import DataError, nearest
+from systolic.data.random_access import Picks, Table
 from systolic.job.data import MASK, Batches, Contents, Data, Field, Read, Split
 
 if TYPE_CHECKING:
     import numpy as np
+
 
 Splits = Mapping[str, Mapping[str, Any]]
 """Split name ("train", "validation", "test") to array name to array [examples, ...]."""
@@ -146,7 +153,6 @@ class Arrays(Data):
         Raises:
             DataError: no such split, no examples, or arrays that are not as declared.
         """
-        from systolic.data.array_table import ArrayTable
         from systolic.data.random_access import open_table
 
         arrays = self.held.splits().get(read.split, {})
@@ -238,3 +244,17 @@ def _agree(split: Split, arrays: "Mapping[str, np.ndarray]", fields: Mapping[str
 
 def _shown(kind: tuple[tuple[int, ...], str] | None) -> str:
     return "absent" if kind is None else f"{kind[1]}{list(kind[0])}"
+
+
+class ArrayTable(Table):
+    """Name to array [examples, ...]; a batch is one gather of each array."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
+        self._arrays = dict(arrays)
+
+    def __len__(self) -> int:
+        return next((len(array) for array in self._arrays.values()), 0)
+
+    def take(self, picks: Picks) -> dict[str, np.ndarray]:
+        """The picked examples."""
+        return {name: array[picks.indices] for name, array in self._arrays.items()}

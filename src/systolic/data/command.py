@@ -155,7 +155,7 @@ def pack(
         share = 0.1 if validation_share is None else validation_share
         return PackedData.of(to, _pack_pictures(path, to, share))
     from systolic.data.text.documents import Documents
-    from systolic.data.text.pack import pack_text
+    from systolic.data.text.packed import pack_text
 
     data = Documents(
         path=path,
@@ -182,7 +182,7 @@ def _pack_pictures(path: Path, to: Path, validation_share: float) -> dict[str, A
     """Kind, labels and counts of the pictures that were packed."""
     from systolic.data.image.images import Images
     from systolic.data.image.images import pack as pack_images
-    from systolic.data.text.pack import fresh_folder
+    from systolic.data.text.packed import fresh_folder
 
     images = Images(path=path, held_out=validation_share)
 

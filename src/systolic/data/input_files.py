@@ -1,12 +1,20 @@
-"""Inputs from files for a model that takes arrays by name; it brings no data of its own."""
+"""Inputs from files for a model that takes arrays by name; it brings no data of its own.
 
-from collections.abc import Iterator, Mapping
+New examples for models of arrays, from CSV, TSV, JSONL, .npz and .npy: rows whose columns are checked against the fields that the model reads.
+"""
+
+import csv
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.core.files import nearest_file
+from systolic.data.text.line_files import not_json, refuse_other
+from systolic.data.text.row_forms import table_rows
 from systolic.job.data import Batches, Data, Field, Read, Split
 
 if TYPE_CHECKING:
@@ -126,3 +134,198 @@ class InputFiles(Data):
             return f"{name} {field.dtype}[{', '.join(map(str, [*batch, *field.shape]))}]"
 
         return ", ".join(one(name, field) for name, field in self.inputs.items())
+
+
+LINES = (".jsonl", ".ndjson")
+TABLES = (".csv", ".tsv")
+ARRAYS = (".npz", ".npy")
+SUFFIXES = (*TABLES, *LINES, *ARRAYS)
+SHOWN = 6
+"""Columns that a message names."""
+WORDS = {"true": 1.0, "false": 0.0, "yes": 1.0, "no": 0.0}
+"""Cells that stand for numbers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TableInputs:
+    """Columns that rows must hold."""
+
+    fields: Mapping[str, Field]
+    """The inputs that the model reads, by name."""
+    unread: tuple[str, ...] = ()
+    """Other fields of its data, such as labels: a row may have them, and they are not read."""
+    columns: Mapping[str, Sequence[str]] | None = None
+    """Names of the columns of an input's numbers, by its name, where its data declares them."""
+
+    def rows(self, path: Path) -> "Iterator[dict[str, np.ndarray]]":
+        """Each row of a file as an example.
+
+        Raises:
+            NotFoundError: there is no such file.
+            DataError: it is of another kind, or a column is missing, or a cell is no number; names the line.
+        """
+        if not path.is_file():
+            raise NotFoundError(f"{path} is not a file{nearest_file(path)}; check the path")
+        if path.suffix.lower() in ARRAYS:
+            yield from self._of_arrays(path)
+        elif path.suffix.lower() in LINES:
+            for place, row in _lines(path):
+                yield self._of_row(place, row)
+        elif path.suffix.lower() in TABLES:
+            plan: dict[str, list[str]] | None = None
+            for place, row in table_rows(path, blanks=True):
+                if isinstance(row, DataError):
+                    raise row
+                plan = plan or self._plan(str(path), list(row))
+                yield self._cells(place, row, plan)
+        else:
+            refuse_other(path)
+            raise DataError(
+                f"{path} is no table; give rows in {', '.join(SUFFIXES)} with {self.wanted()}"
+            )
+
+    def wanted(self) -> str:
+        """The inputs, in words: ``features float32[30]``."""
+        return ", ".join(
+            f"{name} {field.dtype}{list(field.shape)}" for name, field in self.fields.items()
+        )
+
+    def _of_row(self, place: str, row: Mapping[str, Any]) -> "dict[str, np.ndarray]":
+        """An example of an object, whose fields are numbers or nested lists, or columns."""
+        if all(name in row for name in self.fields):
+            return {
+                name: _array(place, name, row[name], field) for name, field in self.fields.items()
+            }
+        return self._cells(place, row, self._plan(place, list(row)))
+
+    def _cells(
+        self, place: str, row: Mapping[str, Any], plan: Mapping[str, Sequence[str]]
+    ) -> "dict[str, np.ndarray]":
+        return {
+            name: _array(place, name, [_cell(place, column, row[column]) for column in columns], self.fields[name])
+            for name, columns in plan.items()
+        }  # fmt: skip
+
+    def _plan(self, place: str, header: Sequence[str]) -> dict[str, list[str]]:
+        """The columns of each input.
+
+        Raises:
+            DataError: some are missing, or there are others beside columns that are taken by their order.
+        """
+        plan = {name: self._named(name, field, header) for name, field in self.fields.items()}
+        taken = {column for columns in plan.values() for column in columns or ()}
+        rest = [one for one in header if one not in taken and one not in self.unread]
+        lacking = [name for name, columns in plan.items() if columns is None]
+        declared = self.columns or {}
+        if len(lacking) == 1 and lacking[0] not in declared:
+            size = math.prod(self.fields[lacking[0]].shape)
+            if size == len(rest):
+                plan[lacking[0]] = rest
+                lacking = []
+        if lacking:
+            names = declared.get(lacking[0])
+            missing = [one for one in names or () if one not in header]
+            told = f"it lacks {_few(missing)}" if missing else self._cure(lacking[0])
+            raise DataError(
+                f"{place} has {len(header)} columns ({_few(header)}), and the model takes {self.wanted()}; {told}"
+            )
+        return {name: columns for name, columns in plan.items() if columns is not None}
+
+    def _cure(self, name: str) -> str:
+        size = math.prod(self.fields[name].shape)
+        if not self.fields[name].shape:
+            return f"add the column {name}"
+        return f"name its columns {name}_0 to {name}_{size - 1}, or give its {size} columns and no others"
+
+    def _named(self, name: str, field: Field, header: Sequence[str]) -> list[str] | None:
+        """Columns of an input by their names; ``None`` where they have others."""
+        size = math.prod(field.shape)
+        if self.columns is not None and name in self.columns:
+            forms = [list(self.columns[name])]
+        elif not field.shape:
+            forms = [[name]]
+        else:
+            forms = [
+                [form.format(name, number + first) for number in range(size)]
+                for form in ("{}_{}", "{}.{}", "{}[{}]", "{}{}")
+                for first in (0, 1)
+            ]
+        return next((form for form in forms if set(form) <= set(header)), None)
+
+    def _of_arrays(self, path: Path) -> "Iterator[dict[str, np.ndarray]]":
+
+        yield from InputFiles(inputs=self.fields, unread=self.unread).examples(path)
+
+
+def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            text = line.removeprefix(b"\xef\xbb\xbf").strip()
+            if not text:
+                continue
+            place = f"{path} line {number}"
+            try:
+                row = json.loads(text)
+            except ValueError as error:
+                raise DataError(f"{place} {not_json(error)}") from error
+            if not isinstance(row, dict):
+                raise DataError(f"{place} is no JSON object; give one with a value by column")
+            yield place, row
+
+
+def _cell(place: str, column: str, value: Any) -> float:
+    try:
+        if isinstance(value, str):
+            word = value.strip().lower()
+            return WORDS[word] if word in WORDS else float(value)
+        return float(value)
+    except (TypeError, ValueError) as error:
+        what = "empty" if value in ("", None) else f"{str(value)[:40]!r}, which is no number"
+        raise DataError(
+            f"{place}: {column} is {what}; give a number, encoded as in training"
+        ) from error
+
+
+def _array(place: str, name: str, value: Any, field: Field) -> "np.ndarray":
+    import numpy as np
+
+    try:
+        found = np.asarray(value, np.float64)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{place}: {name} holds no numbers; give {field.dtype}{list(field.shape)}") from error  # fmt: skip
+    if found.size != math.prod(field.shape):
+        raise DataError(
+            f"{place}: {name} has the shape {list(found.shape)}, and the model takes {field.dtype}{list(field.shape)}"
+        )
+    made = found.reshape(field.shape)
+    kind = np.dtype(field.dtype).kind
+    if kind in "iu" and not np.array_equal(made, np.round(made)):
+        raise DataError(f"{place}: {name} is no whole number, and the model takes {field.dtype}")
+    return made.astype(field.dtype)
+
+
+def _few(names: Sequence[str]) -> str:
+    more = len(names) - SHOWN
+    return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> bytes:
+    """Answers as the content of a file: JSONL, or CSV with a column for each number of a list."""
+    if path.suffix.lower() in LINES:
+        return "".join(f"{json.dumps(dict(row))}\n" for row in rows).encode()
+    import io
+
+    flat = [dict(_flat(row)) for row in rows]
+    out = io.StringIO(newline="")
+    made = csv.DictWriter(out, list(flat[0]) if flat else [], delimiter="\t" if path.suffix == ".tsv" else ",")  # fmt: skip
+    made.writeheader()
+    made.writerows(flat)
+    return out.getvalue().encode()
+
+
+def _flat(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in row.items():
+        if isinstance(value, list):
+            yield from _flat({f"{name}_{number}": one for number, one in enumerate(value)})
+        else:
+            yield name, value

@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from systolic.core.units import gibibytes
 from systolic.report.figures import plural
-from systolic.report.output import print_json
-from systolic.report.stderr import StderrReporter
+from systolic.report.output import StderrReporter, print_json
 
 if TYPE_CHECKING:
     from rich.progress import Progress

@@ -1,15 +1,313 @@
-"""Checks of a machine: pure functions from its record to findings."""
+"""Checks of a machine: pure functions from its record to findings.
 
+Checks for each platform.
+
+Environment variables and compiler flags that are known to cause problems.
+
+Findings: the name of a check, its status, and the command that fixes the problem.
+"""
+
+import enum
+import math
+import re
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from systolic.chips import Chip, by_device_kind, chip
 from systolic.core.units import GIB, si
-from systolic.doctor import flags, platforms
-from systolic.doctor.findings import Finding, Status, failed, fine, noted, warned
 from systolic.doctor.machine import Death, Machine, MachineKind, Measured, Unmeasured
+
+
+class Status(enum.Enum):
+    """Status of a check, from good to bad; only ``failed`` makes the exit code 1."""
+
+    ok = "ok"
+    note = "note"
+    warning = "warning"
+    failed = "failed"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """Outcome of one check. A warning or a failure has a one-line fix."""
+
+    name: str
+    status: Status
+    text: str
+    fix: str = ""
+
+    def __post_init__(self) -> None:
+        if self.status in (Status.warning, Status.failed) and not self.fix:
+            raise ValueError(f"finding {self.name} has no fix")
+        if "\n" in self.text + self.fix:
+            raise ValueError(f"finding {self.name} has more than one line")
+
+    def to_json(self) -> dict[str, str]:
+        """The finding as a plain object."""
+        return {
+            "name": self.name,
+            "status": self.status.value,
+            "text": self.text,
+            "fix": self.fix,
+            "mend": self.fix,  # Earlier name, kept for one version.
+        }
+
+
+def fine(name: str, text: str) -> Finding:
+    """Finding of a check that passed."""
+    return Finding(name=name, status=Status.ok, text=_one_line(text))
+
+
+def noted(name: str, text: str) -> Finding:
+    """Finding that is neither good nor bad."""
+    return Finding(name=name, status=Status.note, text=_one_line(text))
+
+
+def warned(name: str, text: str, fix: str) -> Finding:
+    """Finding about something that works, but at a cost."""
+    return Finding(name=name, status=Status.warning, text=_one_line(text), fix=fix)
+
+
+def failed(name: str, text: str, fix: str) -> Finding:
+    """Finding about something that does not work until it is fixed."""
+    return Finding(name=name, status=Status.failed, text=_one_line(text), fix=fix)
+
+
+def _one_line(text: str) -> str:
+    """Replaces line breaks, which variables and messages of programs may contain."""
+    return " ".join(text.split())
+
+
+_FORCED = "--xla_force_host_platform_device_count"
+_MANY_PASSES = ("highest", "float32", "bfloat16_3x", "tensorfloat32")
+
+
+def environment(machine: Machine) -> list[Finding]:
+    """Findings about JAX_*, XLA_*, TPU_* and LIBTPU_* variables."""
+    rows = [
+        *_compiler_flags(machine),
+        *_jax_variables(machine),
+        *_tpu_variables(machine),
+        *_gpu_variables(machine),
+    ]
+    if not any(row.status in (Status.warning, Status.failed) for row in rows):
+        rows.append(Finding(name="environment", status=Status.ok, text=_summary(machine)))
+    return rows
+
+
+def _summary(machine: Machine) -> str:
+    names = [name for name, _ in machine.environment if name != "LD_LIBRARY_PATH"]
+    return f"set: {', '.join(names)}" if names else "no JAX, XLA or TPU variables set"
+
+
+def _compiler_flags(machine: Machine) -> list[Finding]:
+    flags = machine.variable("XLA_FLAGS") or ""
+    rows = []
+    if flags.strip() and not flags.lstrip().startswith("-"):
+        text = (
+            f"XLA_FLAGS={flags.split()[0]!r} has no leading dashes, so XLA reads it as a file name"
+        )
+        rows.append(failed("XLA_FLAGS", text, "write each flag as --xla_…"))
+    tpu_flags = [flag.split("=")[0] for flag in flags.split() if flag.startswith("--xla_tpu_")]
+    if tpu_flags:
+        text = f"{tpu_flags[0]} is in XLA_FLAGS, where JAX aborts on it as an unknown flag"
+        rows.append(failed("XLA_FLAGS", text, "move the --xla_tpu_* flags to LIBTPU_INIT_ARGS"))
+    if "--xla_dump_to" in flags:
+        text = "XLA_FLAGS dumps every compiled program to disk, which is slow and fills the disk"
+        rows.append(warned("XLA_FLAGS", text, "drop --xla_dump_to when done debugging"))
+    if _FORCED in flags or machine.variable("JAX_NUM_CPU_DEVICES"):
+        rows.append(noted("virtual devices", "the CPU is split into virtual devices, as requested"))
+    return rows
+
+
+def _jax_variables(machine: Machine) -> list[Finding]:
+    rows = []
+    slow = {
+        "JAX_DISABLE_JIT": "nothing is compiled: training is 100 times slower",
+        "JAX_DEBUG_NANS": "every operation is checked synchronously",
+        "JAX_ENABLE_X64": "64-bit numbers double the memory; TPUs emulate them",
+    }
+    for name, effect in slow.items():
+        if (machine.variable(name) or "").lower() in ("1", "true", "on", "yes"):
+            rows.append(warned(name, f"{name} is on: {effect}", f"unset {name}"))
+    precision = (machine.variable("JAX_DEFAULT_MATMUL_PRECISION") or "").lower()
+    if precision in _MANY_PASSES and machine.accelerators:
+        text = f"JAX_DEFAULT_MATMUL_PRECISION={precision} costs several passes per f32 matmul"
+        fix = "unset JAX_DEFAULT_MATMUL_PRECISION"
+        rows.append(warned("JAX_DEFAULT_MATMUL_PRECISION", text, fix))
+    if machine.variable("JAX_PLATFORM_NAME"):
+        text = "JAX_PLATFORM_NAME is deprecated and does not stop other backends from starting"
+        rows.append(warned("JAX_PLATFORM_NAME", text, "use JAX_PLATFORMS instead"))
+    return rows
+
+
+def _tpu_variables(machine: Machine) -> list[Finding]:
+    if not machine.tpu_chips:
+        return []
+    rows = []
+    if machine.variable("TPU_SKIP_MDS_QUERY"):
+        text = "TPU_SKIP_MDS_QUERY hides from libtpu which hosts belong to the slice"
+        rows.append(warned("TPU_SKIP_MDS_QUERY", text, "unset TPU_SKIP_MDS_QUERY"))
+    if machine.variable("TPU_LIBRARY_PATH"):
+        path = machine.variable("TPU_LIBRARY_PATH")
+        text = f"TPU_LIBRARY_PATH loads {path}, not the installed libtpu"
+        rows.append(warned("TPU_LIBRARY_PATH", text, "unset TPU_LIBRARY_PATH"))
+    names = ("TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES")
+    rows += [
+        noted(name, f"{name}={machine.variable(name)} hides the other chips")
+        for name in names
+        if machine.variable(name)
+    ]
+    return rows
+
+
+def _gpu_variables(machine: Machine) -> list[Finding]:
+    if machine.nvidia is None:
+        return []
+    rows = []
+    visible = machine.variable("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.strip() in ("", "-1"):
+        text = f"CUDA_VISIBLE_DEVICES={visible!r} hides every GPU"
+        rows.append(failed("CUDA_VISIBLE_DEVICES", text, "unset CUDA_VISIBLE_DEVICES"))
+    if "cuda" in (machine.variable("LD_LIBRARY_PATH") or "").lower():
+        text = "LD_LIBRARY_PATH contains a CUDA installation, which JAX loads instead of its own"
+        rows.append(warned("LD_LIBRARY_PATH", text, "unset LD_LIBRARY_PATH"))
+    allocator = (machine.variable("XLA_PYTHON_CLIENT_ALLOCATOR") or "").lower()
+    if allocator == "platform":
+        text = "XLA_PYTHON_CLIENT_ALLOCATOR=platform allocates every buffer from the driver: slow"
+        fix = "unset XLA_PYTHON_CLIENT_ALLOCATOR"
+        rows.append(warned("XLA_PYTHON_CLIENT_ALLOCATOR", text, fix))
+    if (machine.variable("XLA_PYTHON_CLIENT_PREALLOCATE") or "").lower() in ("false", "0"):
+        text = "XLA_PYTHON_CLIENT_PREALLOCATE=false fragments memory: large models run out sooner"
+        fix = "unset XLA_PYTHON_CLIENT_PREALLOCATE"
+        rows.append(warned("XLA_PYTHON_CLIENT_PREALLOCATE", text, fix))
+    return rows
+
+
+def forces_cpu(machine: Machine) -> str:
+    """Setting that makes JAX use the CPU; empty without one."""
+    for name in ("JAX_PLATFORMS", "JAX_PLATFORM_NAME"):
+        value = machine.variable(name)
+        if value and value.split(",")[0].strip().lower() == "cpu":
+            return f"{name}={value}"
+    return ""
+
+
+_SLICES = ("MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID", "MEGASCALE_COORDINATOR_ADDRESS")
+
+
+def platform(machine: Machine) -> list[Finding]:
+    """Findings about the platform and about this process's job."""
+    checks: dict[MachineKind, Callable[[Machine], list[Finding]]] = {
+        MachineKind.gke: _gke,
+        MachineKind.colab: _colab,
+        MachineKind.kaggle: _kaggle,
+        MachineKind.skypilot: _skypilot,
+        MachineKind.slurm: _slurm,
+    }
+    return [*_peers(machine), *checks.get(machine.place, lambda _: [])(machine)]
+
+
+def _peers(machine: Machine) -> list[Finding]:
+    if machine.peers_error:
+        text = (
+            f"this process belongs to a multi-process job: {machine.peers_error.partition(';')[0]}"
+        )
+        fix = machine.peers_error.partition(";")[2].strip() or "see systolic train --help"
+        return [failed("peers", text, fix)]
+    if machine.peers:
+        text = f"{machine.peers}; run systolic doctor --multi-host in all processes to check their connections"
+        return [noted("peers", text)]
+    return []
+
+
+def _gke(machine: Machine) -> list[Finding]:
+    rows = []
+    if not machine.tpu_chips:
+        kind = machine.told("TPU_ACCELERATOR_TYPE") or "a TPU"
+        rows.append(
+            failed(
+                "TPU request",
+                f"the pod's environment names {kind}, but the pod has no TPU devices",
+                "request google.com/tpu in the container's resources.limits, as many as each host of the slice has chips",
+            )
+        )
+    hosts = [host for host in machine.told("TPU_WORKER_HOSTNAMES").split(",") if host]
+    chips = _chips(machine.told("TPU_TOPOLOGY"))
+    if machine.tpu_chips and len(hosts) <= 1 and chips > machine.tpu_chips:
+        text = f"the slice has {chips} chips and this pod sees {machine.tpu_chips}, but TPU_WORKER_HOSTNAMES lists no other hosts"
+        fix = "create the pods with a JobSet, or an Indexed Job with a headless service as subdomain: systolic launch --via gke writes one"
+        rows.append(failed("slice's hosts", text, fix))
+    some = [name for name in _SLICES if machine.told(name)]
+    if some and len(some) < len(_SLICES):
+        missing = ", ".join(name for name in _SLICES if name not in some)
+        fix = "use a multi-slice JobSet with the annotation alpha.jobset.sigs.k8s.io/exclusive-topology: systolic launch --via gke writes one"
+        rows.append(failed("slices", f"{some[0]} is set, but {missing} is not", fix))
+    return rows or [fine("GKE", "the pod has the devices and hosts of its slice")]
+
+
+def _chips(topology: str) -> int:
+    """Number of chips of a topology such as 2x4; 0 if unknown."""
+    sides = topology.split("x")
+    return math.prod(map(int, sides)) if re.fullmatch(r"\d+(x\d+)*", topology) else 0
+
+
+def _colab(machine: Machine) -> list[Finding]:
+    del machine
+    return [
+        noted(
+            "Colab",
+            "files are lost when the VM is reclaimed; mount Google Drive and train with --run /content/drive/MyDrive/runs/NAME",
+        )
+    ]
+
+
+def _kaggle(machine: Machine) -> list[Finding]:
+    batch = machine.told("KAGGLE_KERNEL_RUN_TYPE") == "Batch"
+    kept = "this saved version keeps /kaggle/working" if batch else "only a saved version keeps it"
+    return [noted("Kaggle", f"train with --run /kaggle/working/runs/NAME; {kept}")]
+
+
+def _skypilot(machine: Machine) -> list[Finding]:
+    rows = []
+    gpus = machine.told("SKYPILOT_NUM_GPUS_PER_NODE")
+    seen = 0 if machine.nvidia is None else machine.nvidia.num_gpus
+    if gpus.isdigit() and int(gpus) > seen and not machine.tpu_chips:
+        text = f"the task requested {gpus} GPUs per node, but this node shows {seen}"
+        rows.append(failed("SkyPilot", text, "run nvidia-smi; then sky down and sky launch again"))
+    if machine.told("SKYPILOT_NUM_NODES") not in ("", "1"):
+        rows.append(
+            noted(
+                "SkyPilot",
+                "all nodes must see the run's folder: a bucket in file_mounts with mode MOUNT",
+            )
+        )
+    return rows
+
+
+def _slurm(machine: Machine) -> list[Finding]:
+    rows = []
+    # sbatch --nodes without --ntasks sets the number of nodes alone.
+    sizes = {"tasks": machine.told("SLURM_NTASKS"), "nodes": machine.told("SLURM_JOB_NUM_NODES")}
+    many = [f"{count} {what}" for what, count in sizes.items() if count not in ("", "1")]
+    in_step = bool(machine.told("SLURM_STEP_NUM_TASKS"))
+    if many and not in_step:
+        text = f"the job has {many[0]}, but this process is no task of a step: it would train alone"
+        rows.append(warned("Slurm", text, "start it with srun: srun systolic train ..."))
+    gpus = machine.told("SLURM_JOB_GPUS") or machine.told("SLURM_GPUS_ON_NODE")
+    if gpus and machine.nvidia is None:
+        text = "the job was allocated GPUs, but none is visible here"
+        rows.append(
+            failed(
+                "Slurm", text, "run nvidia-smi; if it fails, contact the cluster's administrators"
+            )
+        )
+    place = "is a task of its step" if in_step else "is the job's only one"
+    return rows or [fine("Slurm", f"this process {place}")]
+
 
 __all__ = ["Finding", "Status", "examine"]
 
@@ -33,8 +331,8 @@ def examine(machine: Machine) -> list[Finding]:
         tensorflow,
         holders,
         lock_file,
-        platforms.platform,
-        flags.environment,
+        platform,
+        environment,
         devices,
         rates,
         memory,
@@ -263,7 +561,7 @@ def hugepages(machine: Machine) -> list[Finding]:
 
 def _fallback(machine: Machine, found: Measured) -> Finding:
     text = f"{FALLEN_BACK}: the machine has {machine.accelerators}, but JAX uses none"
-    if forced := flags.forces_cpu(machine):
+    if forced := forces_cpu(machine):
         return failed("devices", f"{text} ({forced} is set)", f"unset {forced.split('=')[0]}")
     if found.complaint:
         text += f" ({found.complaint})"

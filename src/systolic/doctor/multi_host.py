@@ -10,7 +10,7 @@ from typing import Any
 
 from systolic.core.errors import RunError, SystolicError
 from systolic.data.fingerprint import SAMPLE_BYTES, of_files
-from systolic.doctor.findings import Finding, failed, fine, noted, warned
+from systolic.doctor.checks import Finding, failed, fine, noted, warned
 from systolic.doctor.machine import Machine
 from systolic.training.distributed.detect import Member
 from systolic.training.distributed.rendezvous import HostReport, differing, meet

@@ -23,9 +23,8 @@ from systolic.runs.run import JOB
 from systolic.sim.calibration import Calibration
 
 if TYPE_CHECKING:
-    from systolic.explaining.explainer import StepExplanation
+    from systolic.explaining.explainer import ProgramExplanation, StepExplanation
     from systolic.explaining.profiles import ProfileExplanation
-    from systolic.explaining.program import ProgramExplanation
     from systolic.explaining.runs import RunExplanation
     from systolic.explaining.saved import StepComparison
 
@@ -480,7 +479,7 @@ def explain_program(
         NotFoundError: there is no such command, slice or calibration.
         RunError: the program failed, or has no step in its minutes.
     """
-    from systolic.explaining.program import captured_explanation
+    from systolic.explaining.explainer import captured_explanation
     from systolic.forecasting.calibrations import given_with
 
     if isinstance(on, str) and "," in on:
@@ -521,7 +520,7 @@ def explain_dump(
         DataError: the file is no scheduled HLO, or damaged.
         OptionError: it was compiled for another slice.
     """
-    from systolic.explaining.program import dump_explanation
+    from systolic.explaining.explainer import dump_explanation
     from systolic.forecasting.calibrations import given_with
 
     place = slice(on) if isinstance(on, str) else on

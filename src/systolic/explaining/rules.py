@@ -1,18 +1,21 @@
 """The rule book: causes of a step's time, from its ops.
 
 A rule sees a :class:`~systolic.explaining.step.Step`, simulated or measured. Causes that need a
-forecast's job or a profile's host are in :mod:`~systolic.explaining.causes` and :mod:`~systolic.explaining.host_idle`. Shares may
+forecast's job or a profile's host are in :mod:`~systolic.explaining.causes` and :mod:`~systolic.explaining.causes`. Shares may
 overlap: recomputed ops may also be bound by memory.
+
+Shares that ops of a measured step reach of the units that move their bytes, and advice for them.
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
-from systolic.explaining import moving
+from systolic.core.units import duration
 from systolic.explaining.cause import Cause
 from systolic.explaining.settings import advise, render
 from systolic.explaining.step import (
+    LINKS,
     OpKind,
     Step,
     StepOp,
@@ -21,10 +24,80 @@ from systolic.explaining.step import (
     differentiates,
     is_outside_gradient,
 )
-from systolic.forecasting.windowed import OFF
+from systolic.forecasting.costs import OFF
 from systolic.hlo import Shape
+from systolic.profile.ceilings import MATRIX
 from systolic.sim.timeline import Resource
 from systolic.sim.work import work_of
+
+FULL = 0.7
+"""Share of a unit's peak from which only less work makes an op faster."""
+HIDES = 0.5
+"""Share of a copy's time that other work of the step must have to hide a good part of it."""
+ARRAYS = "arrays"
+"""How a kernel's work is known: by its arrays, each touched once, or by the profile's count."""
+LAYOUT = "a layout that both neighbours take: swap the dims where the array is made, or hold the weights transposed"
+
+
+def rated(op: StepOp, name: str, way: str = "") -> str:
+    """``5.37 GB to the host at 29.4 GB/s, 46 % of the host link, copy-done.5``; the name where no rate is known."""
+    if op.rate is None or not op.flight:
+        return name
+    text = op.rate.text(op.flight)
+    if way == ARRAYS:
+        text = f"{text} as the profile counts" if op.rate.unit == MATRIX else f"arrays of {text}"
+    elif way:
+        size, at, rest = text.partition(" at ")
+        text = f"{size} {way}{at}{rest}"
+    return f"{text}, {name}"
+
+
+def way(op: StepOp) -> str:
+    """Direction of a copy."""
+    return "to the host" if op.to_host else "from the host"
+
+
+def of_host(step: Step, ops: Sequence[StepOp]) -> list[str]:
+    """Advice for copies between the device and its host, of a program that no recipe made."""
+    if not step.foreign:
+        return []
+    waited = sum(op.seconds for op in ops)
+    work = sum(op.seconds for op in step.ops if op.resource not in LINKS)
+    first = "keep in device memory what fits there: no pinned_host sharding, no offloading"
+    if work < HIDES * waited:
+        return [
+            f"{first}; starting copies earlier hides at most the {duration(work)} in which the device computes"
+        ]
+    return [first, "start the copies earlier, so that they run beside the step's compute"]
+
+
+def of_links(ops: Sequence[StepOp]) -> list[str]:
+    """Advice for collectives by what they reach of their links; none where that is not known."""
+    known = [op for op in ops if op.rate is not None and op.flight]
+    done = sum(op.rate.work for op in known if op.rate is not None)
+    seconds = sum(op.flight for op in known)
+    share = sum((op.reached or 0.0) * op.flight for op in known) / seconds if seconds else 0.0
+    if not done or not share:
+        return []
+    if share >= FULL:
+        return ["fewer bytes: bf16 for f32, a reduce-scatter where each device needs a part only"]
+    sent = done / max(sum(op.times for op in known), 1)
+    if sent < 1e6:
+        return ["fewer and larger collectives: these are too small for the links' rate"]
+    return ["compute beside them: collectives that are started before their result is needed"]
+
+
+def of_memory(ops: Sequence[StepOp]) -> str:
+    """Advice for ops bound by device memory by what they reach of it, of a program that no recipe made."""
+    known = [op for op in ops if op.rate is not None and op.flight and op.kind is not OpKind.copy]
+    seconds = sum(op.flight for op in known)
+    share = sum((op.reached or 0.0) * op.flight for op in known) / seconds if seconds else 0.0
+    if not share:
+        return ""
+    if share >= FULL:
+        return "fewer bytes, since the memory is at its rate: narrower dtypes, ops that fuse with their neighbours"
+    return "larger arrays in one op, since most of these stay below the memory's rate: a larger batch per device"
+
 
 BLOCKS = (1024, 2048)
 """Block sides of the attention kernel to try."""
@@ -98,9 +171,9 @@ def collectives(step: Step) -> Iterable[Cause]:
             f"waiting for chips {where if axes else '(the mesh is not known)'}",
             ops,
             [AXIS_ADVICE[axis] for axis in axes if axis in AXIS_ADVICE]
-            or moving.of_links(ops)
+            or of_links(ops)
             or ["fewer chips along the axis that talks most, or a larger batch per device"],
-            note=lambda op: moving.rated(op, f"{op.opcode} {op.name}{_times(op)}"),
+            note=lambda op: rated(op, f"{op.opcode} {op.name}{_times(op)}"),
         )
 
 
@@ -151,9 +224,9 @@ def transfers(step: Step) -> Iterable[Cause]:
                     "layout.remat_names",
                     "layout.remat",
                 ),
-                *moving.of_host(step, ops),
+                *of_host(step, ops),
             ],
-            note=lambda op: moving.rated(op, f"{op.name}{_times(op)}", moving.way(op)),
+            note=lambda op: rated(op, f"{op.name}{_times(op)}", way(op)),
         )
 
 
@@ -167,7 +240,7 @@ def memories(step: Step) -> Iterable[Cause]:
             "waiting for copies between memories of the device (prefetches)",
             ops,
             [],
-            note=lambda op: moving.rated(op, f"{op.name}{_times(op)}"),
+            note=lambda op: rated(op, f"{op.name}{_times(op)}"),
         )
 
 
@@ -332,7 +405,7 @@ def kernels(step: Step) -> Iterable[Cause]:
                 "other block sizes of the kernel, or XLA's own op in its place",
                 "a cost_estimate on its pallas_call, by which the compiler schedules around it",
             ],
-            note=lambda op: moving.rated(op, f"{op.name}{_times(op)}", moving.ARRAYS),
+            note=lambda op: rated(op, f"{op.name}{_times(op)}", ARRAYS),
         )
 
 
@@ -342,7 +415,7 @@ def copies(step: Step) -> Iterable[Cause]:
 
     def note(op: StepOp) -> str:
         shape = f" {str(op.place.instruction.shape)[:48]}" if op.place is not None else ""
-        return moving.rated(op, f"{op.name}{_times(op)}{shape}")
+        return rated(op, f"{op.name}{_times(op)}{shape}")
 
     if ops:
         yield cause_of_ops(
@@ -350,7 +423,7 @@ def copies(step: Step) -> Iterable[Cause]:
             "layout-copies",
             "copies and transposes between layouts of the same array",
             ops,
-            [moving.LAYOUT]
+            [LAYOUT]
             if step.foreign
             else ["other mesh axes: the compiler chooses layouts by them"]
             if not step.mesh or math.prod(step.mesh.values()) > 1
@@ -372,7 +445,7 @@ def memory_bound(step: Step) -> Iterable[Cause]:
 
     def note(op: StepOp) -> str:
         if op.rate is not None or not op.bytes:
-            return moving.rated(op, f"{op.name}{_times(op)}")
+            return rated(op, f"{op.name}{_times(op)}")
         rate = op.bytes / max(op.seconds, 1e-12) / 1e9
         return f"{op.bytes / op.times / 1e6:.3g} MB{_times(op)} at {rate:.3g} GB/s, {op.name}"
 
@@ -388,7 +461,7 @@ def memory_bound(step: Step) -> Iterable[Cause]:
                 advise(
                     "another {}: what is kept for the backward pass is written and read again",
                     "layout.remat",
-                    plain=moving.of_memory(ops),
+                    plain=of_memory(ops),
                 ),
                 advise(
                     "larger matmuls a pass ({} down), so that they weigh less", "layout.accumulate"

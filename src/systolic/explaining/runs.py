@@ -1,17 +1,272 @@
-"""Explains poor learning and lost time of a run, from its records and a probe of its newest checkpoint."""
+"""Explains poor learning and lost time of a run, from its records and a probe of its newest checkpoint.
 
-from collections.abc import Mapping, Sequence
+Time of a run besides training, from its records alone.
+"""
+
+import math
+import os
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from systolic.core.errors import SystolicError
 from systolic.core.reporter import reporter
-from systolic.explaining import learning, speed
+from systolic.core.units import duration
+from systolic.explaining import learning
 from systolic.explaining.cause import Cause
+from systolic.explaining.settings import changes, settings_of
+from systolic.runs import time_breakdown as records
 from systolic.runs.job_record import JobRecord
-from systolic.runs.record import load_run
+from systolic.runs.record import RunRecord, load_run
 from systolic.runs.run import Run
+
+WAIT = 0.05
+"""Share of the wall time from which waiting for data is reported."""
+EVALUATION = 0.10
+CHECKPOINT = 0.05
+COMPILE = 0.30
+OTHER = 0.30
+DIAGNOSE = 0.02
+STALL = 0.05
+SLOW = 2.0
+"""Ratio to the median step time that makes a stretch of steps slow."""
+IDLE = 0.05
+"""Share of time the host waits for the accelerator below which the host limits the run."""
+
+
+def speed(history: RunRecord) -> list[Cause]:
+    """Causes of a session's time besides its steps, largest first; shares are of the wall time.
+
+    Args:
+        history: Records of the last session only, which the summary's times are of.
+    """
+    spent = seconds_by_kind(history)
+    total = sum(spent.values())
+    if not history.train or not total:
+        return []
+    rules: tuple[Callable[[RunRecord, Mapping[str, float], float], Cause | None], ...] = (
+        input_wait,
+        host,
+        recompilation,
+        stalls,
+        evaluation,
+        checkpoints,
+        compiling,
+        probes,
+        other,
+    )
+    found = [cause for rule in rules if (cause := rule(history, spent, total)) is not None]
+    return sorted(found, key=lambda cause: -(cause.share or 0.0))
+
+
+def seconds_by_kind(history: RunRecord) -> dict[str, float]:
+    """The summary's ``time``; without one the sum of the records, which lacks the start-up."""
+    if history.summary is not None:
+        return dict(history.summary["time"])
+    return records.spent(history.train, history.evals, history.events, history.resumed_from)
+
+
+def input_wait(history: RunRecord, spent: Mapping[str, float], total: float) -> Cause | None:
+    """Time in which steps waited for their batches."""
+    waited = spent["data_wait"]
+    if waited < WAIT * total:
+        return None
+    worst = max(history.train, key=lambda record: record["data_wait"])
+    evidence = [
+        f"{duration(waited)} of {duration(waited + spent['step'])} in the loop; worst before step {worst['step']}: {worst['data_wait'] * 100:.0f} %"
+    ]
+    cores, now = os.cpu_count() or 2, history.start.get("workers") or 0
+    more = max(cores // 2, 1)
+    advice = [f"--workers {more if more > now else cores}" if now < cores else ""]
+    if history.reads_text and _is_streamed(history):
+        advice.append("systolic data pack, so that text is tokenized once and not while training")
+    if not any(advice):
+        advice = [
+            f"files on a faster disk, or a larger model: {now} workers fill this machine's {cores} cores"
+        ]
+    return _cause("input-wait", "Steps wait for their batches", (waited, total), evidence, advice)
+
+
+def host(history: RunRecord, spent: Mapping[str, float], total: float) -> Cause | None:
+    """Time in which the accelerator waits for Python, seen by a host that never waits for it."""
+    name = str(history.start.get("devices", "cpu"))
+    known = [record["device_wait"] for record in history.train if "device_wait" in record]
+    if "cpu" in name.lower() or not known or statistics.median(known) > IDLE:
+        return None
+    seconds = statistics.median(record["step_seconds"] for record in history.train)
+    evidence = [
+        f"the host waited for results in {statistics.median(known) * 100:.1f} % of the time, so {name} ran out of work",
+        f"a step takes {duration(seconds)} (median)",
+    ]
+    size = history.start.get("batch")
+    advice = ["systolic doctor, to see what else this machine does"]
+    if size:
+        advice.insert(0, settings_of(history).batch(2 * size, size))
+    return _cause(
+        "host-synchronisation", "The host is slower than the device", None, evidence, advice
+    )
+
+
+def recompilation(history: RunRecord, spent: Mapping[str, float], total: float) -> Cause | None:
+    """Steps compiled again because a batch had another shape."""
+    events = [event for event in history.events if event["name"] == "recompile"]
+    if not events:
+        return None
+    seconds = sum(event["seconds"] for event in events)
+    evidence = [
+        f"step {event['step']}: {event['detail']} ({duration(event['seconds'])})"
+        for event in events[:3]
+    ]
+    advice = ["batches of one shape: pad the odd ones, mask 0, or leave them out"]
+    title = f"The step was compiled again {len(events)} time" + ("s" if len(events) > 1 else "")
+    return _cause("recompilation", title, (seconds, total), evidence, advice)
+
+
+def stalls(history: RunRecord, spent: Mapping[str, float], total: float) -> Cause | None:
+    """Stretches in which steps took far longer than usual."""
+    if len(history.train) < 12:
+        return None
+    usual = statistics.median(record["step_seconds"] for record in history.train)
+    lost, slow = 0.0, []
+    for record, steps in records.steps_of(history.train, history.resumed_from):
+        own = record["step_seconds"] * (1 - record["data_wait"])
+        if own > SLOW * usual and steps > 0:
+            lost += (own - usual) * steps
+            slow.append(record)
+    if lost < STALL * total:
+        return None
+    worst = sorted(slow, key=lambda record: -record["step_seconds"])[:3]
+    evidence = [f"{len(slow)} of {len(history.train)} stretches; a step takes {duration(usual)}"]
+    evidence += [f"before step {r['step']}: {duration(r['step_seconds'])} a step" for r in worst]
+    advice = ["systolic doctor, to see what else this machine does"]
+    return _cause("stalls", "Some steps are far slower than most", (lost, total), evidence, advice)
+
+
+def evaluation(history: RunRecord, spent: Mapping[str, float], total: float) -> Cause | None:
+    """Evaluations that are long or frequent."""
+    seconds = spent["eval"]
+    if seconds < EVALUATION * total:
+        return None
+    count = len(history.evals)
+    each = seconds / max(count, 1)
+    factor = math.ceil(seconds / total / (EVALUATION / 2))
+    evidence = [f"{count} {'evaluation' if count == 1 else 'evaluations'} of {duration(each)}"]
+    settings = settings_of(history)
+    within = [one for one in history.evals if not one.get("final")]
+    last = [one for one in history.evals if one.get("final")]
+    advice = [_rarer(history, "evaluation.every", factor)] if within else []
+    name = "evaluation.batches" if within else "evaluation.final_batches"
+    name = name if settings.has(name) else "evaluation.batches"
+    read = max((one.get("batches") or 0 for one in within or last), default=0)
+    if read:
+        evidence[0] += f", up to {read} batches each" if count > 1 else f", {read} batches"
+    if read > 1:
+        advice.append(settings.lower(name, value=max(read // factor, 1)))
+    if last and not within:
+        advice.append("more steps: there is one evaluation, at the end, however long the run is")
+    return _cause("evaluation", "Evaluation takes long", (seconds, total), evidence, advice)
+
+
+def checkpoints(history: RunRecord, spent: Mapping[str, float], total: float) -> Cause | None:
+    """Checkpoints that are slow or frequent."""
+    seconds = spent["checkpoint"]
+    if seconds < CHECKPOINT * total:
+        return None
+    count = sum(event["name"] == "checkpoint" for event in history.events)
+    evidence = [
+        f"{count} {'checkpoint' if count == 1 else 'checkpoints'}, {duration(seconds / max(count, 1))} each"
+    ]
+    factor = math.ceil(seconds / total / (CHECKPOINT / 2))
+    advice = [_rarer(history, "checkpoints.every", factor), "a faster disk for --run"]
+    if count == 1:
+        advice.append("more steps: there is one checkpoint, at the end, however long the run is")
+    return _cause("checkpoints", "Saving takes long", (seconds, total), evidence, advice)
+
+
+def compiling(history: RunRecord, spent: Mapping[str, float], total: float) -> Cause | None:
+    """Compile time, where it is a large share of a short run."""
+    seconds = spent["compile"]
+    if seconds < COMPILE * total:
+        return None
+    evidence = [f"{duration(seconds)} of {duration(total)}"]
+    advice = ["the same job again, which starts sooner: its programs are kept"]
+    return _cause(
+        "compile",
+        "Compiling takes a large share of this short run",
+        (seconds, total),
+        evidence,
+        advice,
+    )
+
+
+def probes(history: RunRecord, spent: Mapping[str, float], total: float) -> Cause | None:
+    """Gradient probes that are too frequent."""
+    seconds, count = spent.get("diagnose", 0.0), len(history.diagnoses)
+    if seconds < DIAGNOSE * total or count < 2:
+        return None
+    gap = history.diagnoses[-1]["step"] - history.diagnoses[-2]["step"]
+    evidence = [f"{count} probes, {duration(seconds / count)} each"]
+    every = max(gap, 1) * math.ceil(seconds / total / (DIAGNOSE / 2))
+    every = every if every < (history.steps or math.inf) else 0
+    return _cause(
+        "diagnosis",
+        "Gradient probes take long",
+        (seconds, total),
+        evidence,
+        [f"--diagnose {every}"],
+    )
+
+
+def other(history: RunRecord, spent: Mapping[str, float], total: float) -> Cause | None:
+    """Start-up and all other time."""
+    seconds = spent.get("start", 0.0) + spent.get("other", 0.0)
+    if seconds < OTHER * total:
+        return None
+    evidence = [
+        f"{duration(seconds)} of {duration(total)}: imports, listing the data, opening the run"
+    ]
+    return _cause("start-up", "Starting took long", (seconds, total), evidence, ["systolic doctor"])
+
+
+def _is_streamed(history: RunRecord) -> bool:
+    """Whether text is tokenized while it trains; rows of instructions and packed data are not."""
+    from systolic.data.text.packed import MANIFEST
+
+    data = (history.job.get("job") or {}).get("data") or {}
+    if data.get("type", "Documents") != "Documents":
+        return False
+    return not (Path(data.get("path") or "") / MANIFEST).is_file()
+
+
+def _rarer(history: RunRecord, name: str, factor: int) -> str:
+    """An option of steps between events, times a factor; 0, for the end alone, where that is beyond the run. "" where only the end has one."""
+    settings = settings_of(history)
+    every, steps = settings.get(name), history.steps or history.step
+    if not every or every >= steps:
+        return ""
+    rarer = every * factor
+    return settings.change(name, value=rarer if rarer < steps else 0)
+
+
+def _cause(
+    name: str,
+    title: str,
+    of: tuple[float, float] | None,
+    evidence: list[str],
+    advice: list[str],
+) -> Cause:
+    """``of`` is (seconds, wall seconds); ``None`` where the loss of time is not measured."""
+    seconds, share = (None, None) if of is None else (of[0], of[0] / of[1])
+    return Cause(
+        name=name,
+        title=title,
+        share=share,
+        seconds=seconds,
+        evidence=evidence,
+        advice=changes(advice),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +327,7 @@ def explain_run(
     session = load_run(path, last_session=True)
     return RunExplanation(
         path=path,
-        causes=[*learning.learning(history), *speed.speed(session)],
+        causes=[*learning.learning(history), *speed(session)],
         figures=learning.vitals(history),
         unit=history.unit,
         damage=history.damage,

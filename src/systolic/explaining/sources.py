@@ -9,9 +9,9 @@ from systolic.chips.catalogue import by_device_kind
 from systolic.explaining.settings import Settings
 from systolic.explaining.step import OpKind, Place, Step, StepOp
 from systolic.forecasting import Forecast
-from systolic.forecasting.windowed import names
+from systolic.forecasting.costs import names
 from systolic.hlo import Computation, Instruction, Module
-from systolic.hlo.origin import named
+from systolic.hlo.module import named
 from systolic.job import Axis, Model
 from systolic.profile import Profile
 from systolic.profile import ProfiledOp as Measured

@@ -12,8 +12,7 @@ from systolic.core.units import duration
 from systolic.explaining.cause import Cause, Reached
 from systolic.explaining.settings import Advice, Settings, render
 from systolic.hlo import Computation, Instruction, Module
-from systolic.hlo.collectives import COLLECTIVES
-from systolic.hlo.groups import groups_of
+from systolic.hlo.groups import COLLECTIVES, groups_of
 from systolic.profile.ceilings import Rate
 from systolic.sim.timeline import Resource
 

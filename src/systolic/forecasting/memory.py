@@ -3,18 +3,297 @@
 The compiler's own figure is the peak; which buffers are alive then comes from the schedule: an
 array lives from the op that makes it to the last that reads it, results that alias an operand
 (updates in place, tuples, bitcasts, loops) are no new memory.
+
+Arrays that are alive at the peak of a schedule, by the op that makes each and the last that reads it.
+
+Each part of a result that is a tuple is an array of its own: an asynchronous collective fusion returns its products and
+the arrays of the gather that goes on beside them, which live longer. No new memory are results that alias an operand
+(updates in place, tuples, bitcasts), what a loop's body makes for its next turn, which takes the place of what the
+last turn left, and outputs that lie in donated arguments. Where any of these would overlap, the compiler has put a copy into the
+schedule.
+
+A table of addresses for each result that is a tuple is held throughout, in a slot of its own.
 """
 
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from systolic.forecasting.lifetimes import SLOT, Alive, num_tables, peak_of
-from systolic.hlo import Computation, Instruction, Module
-from systolic.hlo.origin import named
+from systolic.hlo import Computation, Instruction, Module, Shape
+from systolic.hlo.module import aliased_operand, named
 from systolic.hlo.shape import HBM
 from systolic.sim.layers import layer_of, phase_of
+from systolic.sim.traffic import UPDATES, buffers_of, kept_operand
+
+_PASSED_ON = frozenset(("bitcast", "opt-barrier", "while"))
+"""Results that lie, part by part, in the memory of the only operand."""
+_WITHOUT = frozenset(
+    ("parameter", "tuple", "get-tuple-element", "call", "conditional", "after-all")
+)
+"""Other ops whose results allocate nothing."""
+
+SLOT = 16 << 10
+"""Bytes to which the compiler aligns temporaries: offsets of all of them are multiples in its memory usage reports of v4 to TPU7x.
+
+A table of addresses takes one, whatever its size, and hardly two share one: 236 of 236 in a step of 15 MB, 376 of 387 in one of 2.2 GB
+(``after_optimizations-buffer-assignment.txt`` of libtpu 0.0.42.1).
+"""
+
+_SHARED_TABLES = _PASSED_ON | {"parameter", "get-tuple-element", "call", "conditional"}
+"""Ops whose result is a tuple that was made before."""
+
+Key = tuple[str, int]
+"""An instruction and the part of its result; 0 of an array."""
+Owners = tuple[frozenset[Key], ...]
+"""For each part of a value, the allocations that it lies in."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Alive:
+    """An allocation that is alive at the peak."""
+
+    computation: Computation
+    instruction: Instruction
+    part: int
+    bytes: int
+
+    @property
+    def shape(self) -> Shape:
+        """Shape of the part."""
+        return _parts(self.instruction.shape)[self.part]
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The most that a computation allocates at a time beyond its parameters, and what that is."""
+
+    bytes: int = 0
+    held: tuple[Alive, ...] = ()
+
+
+def peak_of(module: Module) -> Peak:
+    """The peak of a scheduled module beyond its arguments and the tables of its tuples, bytes of one device."""
+    return _Lifetimes(module).peak(module.entry, _given_by_donations(module))
+
+
+def num_tables(module: Module) -> int:
+    """Results of a module's schedule that are tuples with a table of addresses of their own.
+
+    Parameters, loops and parts of tuples have that of what they are given; the table of the entry's result is the caller's.
+    """
+    return sum(
+        _tables_of_lifetimes(instruction)
+        for computation in _scheduled(module)
+        for instruction in computation
+        if computation is not module.entry or instruction is not computation.root
+    )
+
+
+def _tables_of_lifetimes(instruction: Instruction) -> int:
+    parts = instruction.shape.parts
+    if parts is None or instruction.opcode in _SHARED_TABLES:
+        return 0
+    # The operands of an asynchronous op are a tuple within that of its start.
+    return 1 + any(part.parts is not None for part in parts[:1])
+
+
+def _scheduled(module: Module) -> list[Computation]:
+    """The computations that run op after op: the entry, and what its loops, calls and branches hold."""
+    found, left = {module.entry.name: module.entry}, [module.entry]
+    while left:
+        for instruction in left.pop():
+            if instruction.opcode not in ("while", "call", "conditional"):
+                continue
+            for name in instruction.called_computations:
+                if name not in found:
+                    found[name] = module.computations[name]
+                    left.append(found[name])
+    return list(found.values())
+
+
+@dataclass(slots=True)
+class _Lifetimes:
+    module: Module
+    known: dict[str, Peak] = field(default_factory=dict)
+
+    def peak(self, computation: Computation, given: Mapping[Key, int] | None = None) -> Peak:
+        """Peak of a computation; ``given`` are bytes of allocations that lie in memory that is counted elsewhere."""
+        if computation.name in self.known:
+            return self.known[computation.name]
+        given = given or {}
+        order = computation.instructions
+        ends = _ends(computation, owners_of(self.module, computation))
+        read = {key for keys in ends.values() for key in keys}
+        alive: dict[Key, int] = {}
+        now = best = 0
+        at: tuple[dict[Key, int], Peak] = ({}, Peak())
+        for index, instruction in enumerate(order):
+            over = list(ends.get(index, ()))
+            for part, size in enumerate(own_bytes(self.module, instruction)):
+                key = (instruction.name, part)
+                alive[key] = max(size - given.get(key, 0), 0)
+                now += alive[key]
+                if key not in read:
+                    over.append(key)
+            inner = self._inside(instruction)
+            if now + inner.bytes > best:
+                best, at = now + inner.bytes, (dict(alive), inner)
+            for key in over:
+                now -= alive.pop(key, 0)
+        held = [
+            Alive(computation=computation, instruction=computation[name], part=part, bytes=size)
+            for (name, part), size in at[0].items()
+            if size
+        ]
+        self.known[computation.name] = Peak(best, (*held, *at[1].held))
+        return self.known[computation.name]
+
+    def _inside(self, instruction: Instruction) -> Peak:
+        """Peak inside of a loop, a call or a branch."""
+        if instruction.opcode == "while":
+            body = self.module.computations[instruction.called("body") or ""]
+            return self.peak(body, _given_by_carry(self.module, body))
+        if instruction.opcode not in ("call", "conditional"):
+            return Peak()
+        inside = [self.peak(self.module.computations[n]) for n in instruction.called_computations]
+        return max(inside, key=lambda one: one.bytes, default=Peak())
+
+
+def _ends(computation: Computation, owners: Mapping[str, Owners]) -> dict[int, list[Key]]:
+    """Allocations by the index of the instruction that reads them last."""
+    last: dict[Key, int] = {}
+    for index, instruction in enumerate(computation.instructions):
+        if instruction.opcode == "get-tuple-element":  # it reads one part alone
+            last |= dict.fromkeys(_all(owners[instruction.name]), index)
+            continue
+        for name in instruction.operands:
+            last |= dict.fromkeys(_all(owners.get(name, ())), index)
+    last |= dict.fromkeys(_all(owners[computation.root.name]), len(computation.instructions))
+    ends: dict[int, list[Key]] = {}
+    for key, index in last.items():
+        ends.setdefault(index, []).append(key)
+    return ends
+
+
+def _given_by_donations(module: Module) -> dict[Key, int]:
+    """Bytes of each allocation that lie in the memory of a donated argument."""
+    owners = owners_of(module, module.entry)[module.entry.root.name]
+    parameters, given = module.entry.parameters, Counter[Key]()
+    for output, argument in module.donations.items():
+        if output < len(owners) and argument < len(parameters):
+            for key in owners[output]:
+                given[key] += parameters[argument].shape.bytes_in(HBM)
+    return given
+
+
+def _given_by_carry(module: Module, body: Computation) -> dict[Key, int]:
+    """Bytes of each allocation of a loop's body that lie in the memory of what the loop carries."""
+    parts = _parts(body.root.shape)
+    owners = owners_of(module, body)[body.root.name]
+    return {
+        key: shape.bytes_in(HBM) for shape, keys in zip(parts, owners, strict=False) for key in keys
+    }
+
+
+def owners_of(module: Module, computation: Computation) -> dict[str, Owners]:
+    """For each value, the allocations of the computation that its parts lie in."""
+    owners: dict[str, Owners] = {}
+    for instruction in computation:
+        made = _owners(module, computation, instruction, owners)
+        count = len(_parts(instruction.shape))
+        owners[instruction.name] = made if len(made) == count else (_all(made),) * count
+    return owners
+
+
+def _owners(
+    module: Module,
+    computation: Computation,
+    instruction: Instruction,
+    owners: Mapping[str, Owners],
+) -> Owners:
+    """The allocations of each part of a result, or of all parts together where they can't be told apart."""
+    given = [owners.get(name, ()) for name in instruction.operands]
+    opcode = instruction.opcode
+    match opcode:
+        case "tuple":
+            return tuple(map(_all, given))
+        case "get-tuple-element":
+            parts = given[0] if given else ()
+            index = instruction.tuple_index
+            return (parts[index] if index < len(parts) else _all(parts),)
+        case _ if opcode in _PASSED_ON:
+            return given[0] if given else ()
+        case _ if opcode in UPDATES:
+            return tuple(_all(owners.get(name, ())) for name in buffers_of(instruction))
+        case _ if opcode.endswith("-done"):
+            return _of_done(computation, instruction, given)
+        case "after-all" | "call" | "conditional":
+            return (_union(given),)
+    sizes = own_bytes(module, instruction)
+    made = []
+    for part, size in enumerate(sizes):
+        number = _operand_of(module, instruction, part)
+        if number is not None and number < len(given):
+            made.append(_all(given[number]))
+        elif opcode.endswith("-start") and not size:
+            made.append(_union(given))  # the operands, which are read until the end
+        else:
+            made.append(frozenset([(instruction.name, part)] if size else []))
+    return tuple(made)
+
+
+def _of_done(computation: Computation, done: Instruction, given: Sequence[Owners]) -> Owners:
+    """The result of an asynchronous op: the part of its start that is new."""
+    start = computation.index.get(done.operands[0]) if done.operands else None
+    if start is None or not start.opcode.endswith("-start") or not given[0]:
+        return (_union(given),)
+    if start.opcode == "all-reduce-start":
+        return given[0]
+    return (given[0][min(_new_part(start), len(given[0]) - 1)],)
+
+
+def _new_part(start: Instruction) -> int:
+    """Part of the result of a start that is new: (operands, result, context), and (result, operand, context) of a copy."""
+    return 0 if "copy" in start.opcode or start.shape.parts is None else 1
+
+
+def _operand_of(module: Module, instruction: Instruction, part: int) -> int | None:
+    """Number of the operand in whose memory a part of a result lies; None where it has its own."""
+    if instruction.opcode == "fusion":
+        passed = aliased_operand(instruction, part)
+        return passed if passed is not None else kept_operand(module, instruction, part)
+    return aliased_operand(instruction, part) if instruction.opcode == "custom-call" else None
+
+
+def own_bytes(module: Module, instruction: Instruction) -> list[int]:
+    """HBM that each part of a result allocates."""
+    opcode, parts = instruction.opcode, _parts(instruction.shape)
+    none = [0] * len(parts)
+    if opcode in _WITHOUT or opcode in _PASSED_ON or opcode in UPDATES or opcode.endswith("-done"):
+        return none
+    if opcode.endswith("-start") and opcode != "all-reduce-start" and len(parts) > 1:
+        number = _new_part(instruction)
+        return [part.bytes_in(HBM) if i == number else 0 for i, part in enumerate(parts)]
+    if opcode in ("fusion", "custom-call"):
+        return [
+            part.bytes_in(HBM) if _operand_of(module, instruction, number) is None else 0
+            for number, part in enumerate(parts)
+        ]
+    return [part.bytes_in(HBM) for part in parts]
+
+
+def _parts(shape: Shape) -> tuple[Shape, ...]:
+    return shape.parts if shape.parts is not None else (shape,)
+
+
+def _all(parts: Owners) -> frozenset[Key]:
+    return parts[0] if len(parts) == 1 else frozenset(key for part in parts for key in part)
+
+
+def _union(values: Sequence[Owners]) -> frozenset[Key]:
+    return frozenset(key for value in values for part in value for key in part)
+
 
 KINDS = (
     "parameters",

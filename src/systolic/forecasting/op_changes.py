@@ -14,7 +14,7 @@ from typing import Any
 
 from systolic.forecasting.costs import core, place_of, short
 from systolic.hlo import Computation, Instruction, Module
-from systolic.hlo.origin import named
+from systolic.hlo.module import named
 from systolic.sim.layers import layer_of, phase_of
 from systolic.sim.timeline import Span, Timeline
 

@@ -17,7 +17,7 @@ from systolic.compiling.kernels import counted_elsewhere
 from systolic.core.errors import NotFoundError
 from systolic.forecasting.platforms import cpu_peaks
 from systolic.hlo import Computation, Instruction, Module
-from systolic.hlo.collectives import COLLECTIVES
+from systolic.hlo.groups import COLLECTIVES
 from systolic.profile import open_profile
 from systolic.profile.line import replica_groups
 from systolic.profile.table import OpRow, ProfileTable

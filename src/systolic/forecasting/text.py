@@ -22,7 +22,7 @@ from systolic.forecasting.memory import MemoryMap, memory_map
 from systolic.forecasting.op_changes import OpChange, changes_of
 from systolic.forecasting.run import assemble, capacity
 from systolic.hlo import Module, parse
-from systolic.hlo.check import check, platform_of
+from systolic.hlo.parse import check, platform_of
 from systolic.hlo.shape import HBM
 from systolic.sim.incomplete import NOTHING, Given
 from systolic.sim.rates import rates_of

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from systolic.core.digest import digest
 from systolic.core.errors import DataError, OptionError, SystolicError
+from systolic.core.files import digest
 from systolic.data.audio.recordings import Recordings
 from systolic.data.text.instructions import Instructions
 from systolic.data.text.sentences import Sentences

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from systolic.formats.importing import Imported
     from systolic.formats.litert.edge_tpu import EdgeTpuReport
     from systolic.formats.litert.writer import LiteExport
-    from systolic.serving.docker.folder import ExportedImage
+    from systolic.serving.docker import ExportedImage
 
 TFLITE = ".tflite"
 QUANTIZED = (LiteQuantization.dynamic.value, LiteQuantization.int8.value)
@@ -160,7 +160,7 @@ def export(  # noqa: PLR0913  the options of systolic export
     with ends_cleanly(), working(f"export {run.name}"):
         from systolic.formats.exporting import export_model, export_program
         from systolic.formats.gguf.writer import GgufOptions
-        from systolic.serving.docker.folder import ImageOptions
+        from systolic.serving.docker import ImageOptions
 
         if programs:
             exported = export_program(

@@ -35,7 +35,7 @@ from systolic.inference.model import (
 from systolic.job import Job, Precision
 from systolic.models.decoder.config import Decoder, Dispatch
 from systolic.runs.bundle.folder import check_free
-from systolic.serving.docker.folder import ExportedImage, ImageOptions, export_docker
+from systolic.serving.docker import ExportedImage, ImageOptions, export_docker
 from systolic.steps.lengths import learned_text
 
 if TYPE_CHECKING:

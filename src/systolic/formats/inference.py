@@ -30,8 +30,7 @@ from systolic.steps.target import MeshTarget
 from systolic.steps.tasks.arrays import ArrayClassification, ArrayOutputs, ArrayRegression
 from systolic.steps.tasks.classification import Classification
 from systolic.steps.tasks.embedding import Embedding
-from systolic.steps.tasks.language import LanguageModel
-from systolic.steps.tasks.masked import MaskedTokens
+from systolic.steps.tasks.language import LanguageModel, MaskedTokens
 from systolic.steps.tasks.transcription import Transcription
 from systolic.steps.transcribe import Transcribe
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from systolic.core.errors import DataError, OptionError
-from systolic.data.audio.languages import token_of
 from systolic.data.audio.recordings import Recordings, Writing, checked_prompt
 from systolic.data.input_files import InputFiles
 from systolic.data.text.prompts import Prompts
@@ -23,7 +22,7 @@ from systolic.models.families import GENERATION, Config, read_config
 from systolic.models.vision.mobilenet.config import MobileNetV2
 from systolic.models.vision.resnet.config import ResNet
 from systolic.models.vision.vit.config import ViT
-from systolic.models.whisper.config import MULTILINGUAL_VOCAB, Whisper
+from systolic.models.whisper.config import MULTILINGUAL_VOCAB, Whisper, token_of
 from systolic.steps.tasks.arrays import ArrayOutputs
 from systolic.steps.tasks.embedding import Embedding, TextPooling
 from systolic.steps.tasks.language import LanguageModel

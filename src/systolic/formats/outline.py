@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from systolic.core.digest import digest
 from systolic.core.errors import DataError, NotFoundError, OptionError, SystolicError
+from systolic.core.files import digest
 from systolic.data.text.instructions import Instructions
 from systolic.data.text.text_data import TextData
 from systolic.data.text.tokenizer import Around

@@ -15,8 +15,8 @@ import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 
-from systolic.core.digest import digest
 from systolic.core.errors import OptionError, RunError
+from systolic.core.files import digest
 from systolic.core.store import cache_home
 from systolic.runs import failure
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from systolic.core.digest import digest
 from systolic.core.errors import DataError, NotFoundError, OptionError, RunError, SystolicError
+from systolic.core.files import digest
 from systolic.data.fingerprint import of_files
 from systolic.formats.comparison import Parity, compare
 from systolic.formats.export import (

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from systolic.formats.importing import Imported
     from systolic.formats.litert.edge_tpu import EdgeTpuReport
     from systolic.formats.litert.writer import LiteExport
-    from systolic.serving.docker.folder import ExportedImage
+    from systolic.serving.docker import ExportedImage
 
 
 def show_import(imported: "Imported", *, json: bool = False) -> int:

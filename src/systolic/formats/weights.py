@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from systolic.core.errors import DataError, OptionError, RunError
-from systolic.core.malloc_trim import trim
+from systolic.core.machine import trim
 from systolic.core.units import si
 from systolic.formats.outline import published_at
 from systolic.formats.source import Source, open_source

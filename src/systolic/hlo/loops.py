@@ -8,17 +8,114 @@ that the program leaves is known: at most 50 for ``(i < 50) & (error > 1e-3)``. 
 counters leave it open: XLA's own count is wrong where an unsigned counter goes down or one wraps around.
 
 Which branch of a conditional is taken is known likewise: one turn in 100 for ``i % 100 == 0``.
+
+Values of a loop's counters by cases of what they are computed from.
+
+With ``jax_enable_x64`` an integer is two halves, and ``jnp.clip(n, 10, 64)`` chooses each half by comparisons of both: alone
+a half may be anything. So what is compared with a constant is split at it, and each case is computed for itself.
+
+Trips and branches where a program asks which device it is: the slowest device decides the step.
+
+``lax.fori_loop(0, lax.axis_index("x"), ...)`` makes another number of trips on each device. Each is known, and so is the largest.
 """
 
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from systolic.hlo.cases import cases_of
 from systolic.hlo.module import Computation, Instruction, Module
 from systolic.hlo.scalars import MOST_VALUES, Scalars, Scope, Turn, is_followed
-from systolic.hlo.values import NO, UNKNOWN, YES, Elements, Known, Value, hull
+from systolic.hlo.values import NO, UNKNOWN, YES, Elements, Known, Value, hull, kind_of
+
+MOST_CASES = 100
+"""Cases after which a range is no longer split."""
+MOST_EACH = 64
+"""Numbers of a range that are taken one by one."""
+
+
+def cases_of(
+    scope: Scope, names: Sequence[str], asked: Mapping[str, set[int]], *, each: bool
+) -> list[tuple[Known, ...]]:
+    """Values of some scalars together, in each case of what they are computed from.
+
+    Args:
+        scope: The run that computes them.
+        names: The scalars.
+        asked: Numbers that some of them are compared with later.
+        each: Whether short ranges are taken number by number.
+    """
+    if scope.on.case_values <= 0:
+        return []
+    kept = scope.on.turns, scope.on.split
+    found = _Cases(scope, names, each)
+    for name, at in asked.items():
+        run, source, shifted = scope.source(name)
+        if run is scope and not shifted:
+            found.asked[source] = at
+    try:
+        values = list(found.values({}))
+    finally:
+        scope.on.turns, scope.on.split = kept
+    for source in found.sources:
+        scope.on.decides(*scope.scalar(source))
+    return values
+
+
+class _Cases:
+    """Cases of some values, and how many ranges may still be split."""
+
+    def __init__(self, scope: Scope, names: Sequence[str], each: bool) -> None:
+        self.scope, self.names, self.each, self.left = scope, names, each, MOST_CASES
+        self.sources: set[str] = set()
+        self.asked: dict[str, set[int]] = {}
+        index = scope.computation.index
+        self.fixed = {
+            name: value
+            for name, value in scope.values.items()
+            if name in index and index[name].opcode in ("while", "conditional")
+        }
+
+    def values(self, given: dict[str, Known]) -> Iterator[tuple[Known, ...]]:
+        """The values with these ranges of others, split further where these leave a comparison open."""
+        on, like = self.scope.on, self.scope
+        on.turns = []
+        run = Scope(on, like.computation, like.argument, lambda *_: UNKNOWN, like.depth)
+        run.values = {**self.fixed, **given}
+        before, on.split = on.left, (run, {})
+        found = tuple(map(run.scalar, self.names))
+        points, on.split = on.split[1], None
+        on.case_values -= before - on.left
+        if not all(one.exact for one in found) and on.case_values > 0:
+            for source in dict.fromkeys((*points, *self.asked)):
+                at = points.get(source, set()) | self.asked.get(source, set())
+                cells = list(self.cells(source, run.scalar(source), at))
+                if 1 < len(cells) <= self.left:
+                    self.left -= len(cells) - 1
+                    self.sources.add(source)
+                    for cell in cells:
+                        yield from self.values({**given, source: cell})
+                    return
+        yield found
+
+    def cells(self, source: str, range_: Known, points: set[int]) -> Iterator[Known]:
+        """Ranges of a source between its points."""
+        kind = kind_of(self.scope.computation[source])
+        if kind is None:
+            return
+        low = int(max(range_.low, kind.lowest))
+        high = int(min(range_.high, kind.lowest + (1 << kind.bits) - 1))
+        inside = sorted(one for one in points if low <= one <= high)
+        if self.each and high - low < MOST_EACH:
+            inside = list(range(low, high + 1))
+        for one in inside:
+            if low < one:
+                yield Known(low, one - 1)
+            yield Known(one, one)
+            low = one + 1
+        if low <= high:
+            yield Known(low, high)
+
 
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"?(\d+)"?')
 MOST_STEPS = 20_000
@@ -554,3 +651,81 @@ def _over(states: Iterable[State]) -> State:
 
 def _joined(visited: State, state: State) -> State:
     return {place: hull(visited[place], value) for place, value in state.items()}
+
+
+MOST_DEVICES = 512
+"""Devices up to which each is looked at."""
+
+
+def counts_of(module: Module) -> LoopCounts:
+    """Trips and branches of a program: of a loop those on the device that makes the most, and of a branch each device's."""
+    counts, values = counted(module)
+    number = module.num_partitions
+    if (
+        not _is_open(counts)
+        or not 1 < number <= MOST_DEVICES
+        or values * number > MOST_VALUES
+        or not any(one.opcode == "partition-id" for c in module.computations.values() for one in c)
+    ):
+        return counts
+    found = [counted(module, device)[0] for device in range(number)]
+    apart = {
+        name
+        for name in counts.loops
+        if len({one.loops[name] for one in found if name in one.loops}) > 1
+    }
+    return replace(
+        counts,
+        loops={
+            name: _slowest(trips, [one.loops[name] for one in found if name in one.loops])
+            for name, trips in counts.loops.items()
+        },
+        branches={
+            name: _any_of(one.branches[name] for one in found if name in one.branches) or shares
+            for name, shares in counts.branches.items()
+        },
+        by_device={
+            name: held
+            for name in counts.branches
+            if len(held := _unlike([o.branches[name] for o in found if name in o.branches])) > 1
+        },
+        apart=frozenset(apart),
+    )
+
+
+def _is_open(counts: LoopCounts) -> bool:
+    return any(not one.known for one in counts.loops.values()) or any(
+        len(some) > 1 for shares in counts.branches.values() for some in shares
+    )
+
+
+def _slowest(whole: LoopTrips, each: Sequence[LoopTrips]) -> LoopTrips:
+    """Trips of the device that makes the most; ``whole`` is what holds for any device."""
+    if whole.known or not each:
+        return whole
+    ends = [math.inf if one.most is None else one.most for one in (whole, *each)]
+    most = min(ends[0], max(ends[1:]))
+    means = [one.mean for one in each if one.mean is not None]
+    return LoopTrips(
+        least=max(one.least for one in each),
+        most=None if most == math.inf else int(most),
+        mean=max(means) if len(means) == len(each) else None,
+    )
+
+
+def _unlike(shares: Sequence[Shares]) -> list[Shares]:
+    """Each only once."""
+    found: list[Shares] = []
+    for one in shares:
+        if one not in found:
+            found.append(one)
+    return found
+
+
+def _any_of(shares: Iterable[Shares]) -> Mapping[tuple[int, ...], float]:
+    """Branches that some device may take; with their shares where these are the same on all."""
+    found = _unlike(list(shares))
+    if len(found) == 1:
+        return found[0]
+    every = {branch for one in found for some in one for branch in some}
+    return {tuple(sorted(every)): 1.0} if every else {}

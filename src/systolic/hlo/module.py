@@ -1,4 +1,12 @@
-"""A module: computations of instructions in the order they run."""
+"""A module: computations of instructions in the order they run.
+
+Which instruction with a name in the model an instruction stands for.
+
+The compiler's own ops (copies, fusions that it put together) often carry no metadata; then what they
+hold or copy says where in the model they belong.
+
+Which results lie in the memory of which operands.
+"""
 
 import json
 import re
@@ -268,3 +276,91 @@ def _value(text: str, start: int) -> str:
             break
         index += 1
     return text[start:index].strip()
+
+
+_FOLLOWED = frozenset(
+    (
+        "copy",
+        "copy-start",
+        "copy-done",
+        "bitcast",
+        "slice-start",
+        "slice-done",
+        "get-tuple-element",
+        "pad",
+        "fusion",
+    )
+)
+_STEPS = 6
+"""Operands followed before it is given up."""
+
+
+def named(module: Module, computation: Computation, instruction: Instruction) -> Instruction:
+    """The instruction itself if it has a name, else one it holds or copies; itself if none has."""
+    at = instruction
+    for _ in range(_STEPS):
+        if at.op_name or at.opcode == "parameter":
+            return at
+        if at.opcode == "fusion" and (held := _held(module, module.callee(at, "calls"))):
+            return held
+        if at.opcode not in _FOLLOWED or not at.operands:
+            break
+        source = computation.index.get(at.operands[0])
+        if source is None:
+            break
+        at = source
+    return instruction
+
+
+def _held(module: Module, fused: Computation) -> Instruction | None:
+    """The named instruction nearest to a fusion's result, fusions in it looked into."""
+    for inner in (fused.root, *reversed(fused.instructions)):
+        if inner.op_name and inner.opcode not in ("parameter", "constant"):
+            return inner
+        if inner.opcode == "fusion" and (found := _held(module, module.callee(inner, "calls"))):
+            return found
+    return None
+
+
+_SHARED = re.compile(r'"indices":\["(\d+)","(\d+)"\]')
+_PAIR = re.compile(r"\{([\d,\s]*)\}:\s*\((\d+)")
+
+
+def aliases_of(instruction: Instruction) -> dict[int | None, int]:
+    """Part of the result (None: the whole of it) to operand number; empty when nothing aliases.
+
+    Reads ``output_to_operand_aliasing={{1}: (0, {}), {2}: (1, {})}``; deeper parts count as the
+    outermost one they are in.
+    """
+    text = instruction.attribute("output_to_operand_aliasing")
+    if text is None:
+        return {}
+    found: dict[int | None, int] = {}
+    for part, operand in _PAIR.findall(text):
+        found.setdefault(int(part.split(",")[0]) if part.strip() else None, int(operand))
+    return found
+
+
+def aliased_operand(instruction: Instruction, part: int) -> int | None:
+    """The operand in whose memory a part of the result lies; None when it has its own."""
+    found = aliases_of(instruction)
+    return found.get(part, found.get(None))
+
+
+def shared_operand(instruction: Instruction, part: int) -> int | None:
+    """The operand whose buffer a part of the result takes, whether it passes it on or overwrites it.
+
+    Reads ``output_to_operand_aliasing`` and, after it, libtpu's
+    ``"aliasing_operands":{"lists":[{"indices":["0","3"]}]}``: numbers of operands, those from the
+    number of operands on being parts of the result.
+    """
+    if (passed := aliased_operand(instruction, part)) is not None:
+        return passed
+    start = instruction.rest.find('"aliasing_operands"')
+    if start < 0:
+        return None
+    result = len(instruction.operands) + part
+    for operand, other in _SHARED.findall(instruction.rest, start):
+        if int(other) == result and int(operand) < len(instruction.operands):
+            return int(operand)
+    return None

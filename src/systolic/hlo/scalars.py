@@ -3,7 +3,7 @@
 The compiler computes loop counters, bounds and conditions with the same opcodes as all else: constants,
 sums, comparisons, under copies, conversions and fusions. With ``jax_enable_x64`` a counter of 64 bits is a
 pair of u32 with carries, and a float two of f32. Arrays count as a scalar while all their elements are the same, and
-small ones element by element (:mod:`systolic.hlo.elements`). What depends on an argument has the range that the program
+small ones element by element (:mod:`systolic.hlo.values`). What depends on an argument has the range that the program
 leaves it: ``jnp.clip(n, 0, 64)`` is from 0 to 64.
 """
 
@@ -15,20 +15,12 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
-from systolic.hlo.elements import (
-    MOST_ELEMENTS,
-    MOVES,
-    constant,
-    is_line,
-    moved,
-    one_value,
-    small,
-    spread,
-)
 from systolic.hlo.module import Computation, Instruction, Module
 from systolic.hlo.shape import Shape, parse_shape
 from systolic.hlo.values import (
     MAYBE,
+    MOST_ELEMENTS,
+    MOVES,
     NO,
     UNKNOWN,
     YES,
@@ -37,10 +29,16 @@ from systolic.hlo.values import (
     Known,
     Number,
     Value,
+    constant,
     hull,
+    is_line,
     kind_named,
     kind_of,
+    moved,
+    one_value,
     rounded,
+    small,
+    spread,
 )
 
 _DIRECTION = re.compile(r"\bdirection=(\w+)")
@@ -104,7 +102,7 @@ class Scalars:
     """The device that runs it; None: any of them."""
     left: int = MOST_VALUES
     case_values: int = MOST_VALUES // 10
-    """Values that cases may find (:mod:`systolic.hlo.cases`)."""
+    """Values that cases may find (:mod:`systolic.hlo.loops`)."""
     split: "tuple[Scope, dict[str, set[int]]] | None" = None
     """Record of comparisons that a range leaves open: the run, and its values with what they are compared with."""
 

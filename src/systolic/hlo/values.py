@@ -1,11 +1,20 @@
-"""Values that are known before a run: ranges of scalars, and lists of them for tuples and small arrays."""
+"""Values that are known before a run: ranges of scalars, and lists of them for tuples and small arrays.
+
+Elements of small arrays as values, one by one: a loop may count in an array of one element, or in one of several.
+
+An array along one dim is a list of its elements, in their order, or one value where all are the same; a longer one,
+such as what a scan is over, a table that only keeps its elements while it is passed on, sliced or computed as a whole.
+"""
 
 import math
+import re
 import struct
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from systolic.hlo.module import Instruction
+from systolic.hlo.shape import Shape, parse_shape
 
 Number = int | float
 
@@ -123,3 +132,172 @@ def _upper_half(number: float) -> float:
         return math.copysign(math.inf, number)
     bits = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 << 16
     return struct.unpack("f", struct.pack("I", bits & 0xFFFFFFFF))[0]
+
+
+MOST_ELEMENTS = 16
+"""Elements of the largest array of which they are followed one by one."""
+LONGEST = 16_384
+"""Elements of the longest table: a turn of an outer loop for each."""
+_SLICES = re.compile(r"\[(\d+):(\d+)(?::(\d+))?\]")
+_WORDS = {"true": YES, "false": NO}
+
+MOVES = frozenset(
+    ("slice", "dynamic-slice", "dynamic-update-slice", "concatenate", "iota", "reverse")
+)
+"""Opcodes that arrange elements."""
+
+
+def small(shape: Shape) -> bool:
+    """Whether elements are followed one by one."""
+    return shape.elements <= MOST_ELEMENTS and sum(dim > 1 for dim in shape.dims) <= 1
+
+
+def is_line(shape: Shape) -> bool:
+    """Whether a table may be of that shape: along one dim."""
+    return shape.elements <= LONGEST and sum(dim > 1 for dim in shape.dims) <= 1
+
+
+def one_value(elements: Sequence[Value]) -> Value:
+    """A list or a table, or the value where all elements are the same one."""
+    if not elements:
+        return UNKNOWN
+    first = elements[0]
+    same = isinstance(first, Known) and first.exact and all(one == first for one in elements)
+    if same or len(elements) == 1:
+        return first
+    known = tuple(one for one in elements if isinstance(one, Known))
+    return Elements(known) if MOST_ELEMENTS < len(known) == len(elements) else list(elements)
+
+
+def spread(value: Value, size: int) -> list[Known]:
+    """An array's value by element; all unknown where it is another's."""
+    if isinstance(value, Elements):
+        return list(value.elements) if len(value.elements) == size else [value.range] * size
+    if isinstance(value, Known):
+        return [value] * size
+    found = [one for one in value if isinstance(one, Known)]
+    return found if len(found) == size == len(value) else [UNKNOWN] * size
+
+
+@lru_cache(maxsize=4096)
+def constant(literal: str, shape_text: str) -> Value:
+    """Value of a constant: one number, or an array of few or of equal numbers."""
+    if shape_text.startswith("("):
+        return UNKNOWN
+    shape = parse_shape(shape_text)
+    kind = kind_named(shape.dtype)
+    if kind is None:
+        return UNKNOWN
+    words = literal.replace("{", " ").replace("}", " ").replace(",", " ").split()
+    if len(words) != shape.elements or not words:
+        return UNKNOWN
+    if len(set(words)) > 1 and not is_line(shape):
+        return UNKNOWN
+    return one_value([_number(word, kind) for word in words])
+
+
+@lru_cache(maxsize=64)
+def _counting(size: int) -> Value:
+    return one_value([Known(n, n) for n in range(size)])
+
+
+def _number(word: str, kind: Kind) -> Known:
+    if word in _WORDS:
+        return _WORDS[word]
+    try:
+        number = rounded(float(word), kind) if kind.is_float else int(word)
+    except ValueError:
+        return UNKNOWN
+    return Known(number, number) if abs(number) != float("inf") and number == number else UNKNOWN
+
+
+def moved(
+    instruction: Instruction,
+    given: Sequence[Value],
+    shapes: Sequence[Shape],
+    decides: Callable[..., None],
+) -> Value:
+    """Result of an op that arranges elements.
+
+    Args:
+        instruction: The op.
+        given: Values of its operands.
+        shapes: Their shapes.
+        decides: Called with the indices that were followed.
+    """
+    made, opcode = parse_shape(instruction.shape_text), instruction.opcode
+    if opcode == "iota":
+        along = int(instruction.attribute("iota_dimension") or 0)
+        if is_line(made) and along == _long(made):
+            return _counting(made.elements)
+        return Known(0, made.dims[along] - 1) if made.elements else UNKNOWN
+    if opcode == "dynamic-update-slice":
+        return _updated(given, shapes, decides)
+    first = given[0]
+    if isinstance(first, Known) and not isinstance(first, Elements) and opcode != "concatenate":
+        return first
+    if not all(is_line(shape) for shape in (made, shapes[0])):
+        return UNKNOWN
+    elements = spread(given[0], shapes[0].elements)
+    if opcode == "concatenate":
+        parts = [spread(v, shape.elements) for v, shape in zip(given, shapes, strict=True)]
+        return one_value([one for part in parts for one in part])
+    if opcode == "reverse":
+        return one_value(elements[::-1])
+    if opcode == "slice":
+        dim = _long(shapes[0])
+        bounds = _SLICES.findall(instruction.attribute("slice") or "")
+        if dim >= len(bounds):
+            return UNKNOWN
+        start, stop, step = bounds[dim]
+        return one_value(elements[int(start) : int(stop) : int(step or 1)])
+    starts = _starts(given[1:], shapes[0], made.elements, decides)
+    if isinstance(first, Elements) and len(starts) > MOST_ELEMENTS:
+        return first.range
+    found = [elements[at : at + made.elements] for at in starts]
+    return one_value([_any(column) for column in zip(*found, strict=True)])
+
+
+def _updated(
+    given: Sequence[Value], shapes: Sequence[Shape], decides: Callable[..., None]
+) -> Value:
+    buffer, update = shapes[:2]
+    if not (small(buffer) and small(update)):
+        flat = [*_flat(given[0]), *_flat(given[1])]
+        return _any(flat)
+    old, new = spread(given[0], buffer.elements), spread(given[1], update.elements)
+    starts = _starts(given[2:], buffer, update.elements, decides)
+    found = [[*old[:at], *new, *old[at + len(new) :]] for at in starts]
+    return one_value([_any(column) for column in zip(*found, strict=True)])
+
+
+def _starts(
+    indices: Sequence[Value], shape: Shape, size: int, decides: Callable[..., None]
+) -> list[int]:
+    """Places where a slice may begin along the array's one long dim: indices are held within it."""
+    last = shape.elements - size
+    index = indices[_long(shape)] if shape.dims else Known(0, 0)
+    if not isinstance(index, Known):
+        index = UNKNOWN
+    decides(*index)
+
+    def held(number: Number) -> int:
+        return int(min(max(number, 0), last))
+
+    return list(range(held(index.low), held(index.high) + 1))
+
+
+def _long(shape: Shape) -> int:
+    """The dim that has more than one element; the first where none has."""
+    return next((n for n, dim in enumerate(shape.dims) if dim > 1), 0)
+
+
+def _flat(value: Value) -> list[Value]:
+    return [value] if isinstance(value, Known) else value
+
+
+def _any(values: Sequence[Value]) -> Value:
+    joined = values[0]
+    for other in values[1:]:
+        joined = hull(joined, other)
+    return joined

@@ -17,8 +17,15 @@ from systolic.core.units import si
 from systolic.data.audio.recordings import Recordings
 from systolic.data.text.sentences import Sentences
 from systolic.data.text.text_data import TextData
-from systolic.inference.forms import FEATURES, TOKENS, FixedForm, Form, SpeechForm, TextForm
-from systolic.inference.predictor import Predictor
+from systolic.inference.predictor import (
+    FEATURES,
+    TOKENS,
+    FixedForm,
+    Form,
+    Predictor,
+    SpeechForm,
+    TextForm,
+)
 from systolic.inference.rows import Bucket, Row
 from systolic.job import Sampling
 from systolic.models.decoder.config import Decoder

@@ -15,13 +15,11 @@ from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.data.arrays import Arrays
 from systolic.data.audio.recordings import Recordings
 from systolic.data.audio.sound import read_sound
-from systolic.data.input_files import InputFiles
-from systolic.data.tables import TableInputs
+from systolic.data.input_files import InputFiles, TableInputs
 from systolic.data.text.sentences import Sentences, read_text
 from systolic.data.text.text_data import TextData
-from systolic.inference.forms import Arrays as Given
-from systolic.inference.forms import FixedForm
-from systolic.inference.predictor import Predictor
+from systolic.inference.predictor import Arrays as Given
+from systolic.inference.predictor import FixedForm, Predictor
 from systolic.inference.readers import Example, SpeechReader, TextReader, joined
 from systolic.inference.rows import MOST, Bucket, Row, enough
 from systolic.job import Task
@@ -137,7 +135,7 @@ class Runner:
 
 def _score(steps: StepFunctions, weights: Weights, data: TextData, file: Path) -> dict[str, Any]:
     """Score of a text under the model."""
-    from systolic.data.text.find_corpus import check_text
+    from systolic.data.text.corpus import check_text
     from systolic.data.text.rows import cut, lay
 
     check_text(file)
@@ -296,7 +294,7 @@ class TableForm(FixedForm):
     """The task's outputs of rows; of a task that defines none, what its model returns when the loss is computed."""
 
     def function(self) -> Callable[[Given, Given, Given], dict[str, jax.Array]]:
-        """See :class:`~systolic.inference.forms.Form`."""
+        """See :class:`~systolic.inference.predictor.Form`."""
         task = self.steps.job.task
         return self.steps.predict if type(task).outputs is not Task.outputs else self._returned
 

@@ -7,12 +7,11 @@ from typing import NamedTuple
 import numpy as np
 
 from systolic.core.errors import OptionError
-from systolic.data.audio.languages import language_of, name_of, token_of
 from systolic.data.audio.recordings import Recordings
 from systolic.data.text.sentences import Sentences
-from systolic.inference.forms import FEATURES, PROMPT, TOKENS, SpeechForm, TextForm
+from systolic.inference.predictor import FEATURES, PROMPT, TOKENS, SpeechForm, TextForm
 from systolic.inference.rows import Row
-from systolic.models.whisper.config import Whisper
+from systolic.models.whisper.config import Whisper, language_of, name_of, token_of
 from systolic.steps.steps import StepFunctions
 
 Output = Mapping[str, np.ndarray]

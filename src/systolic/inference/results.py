@@ -199,7 +199,7 @@ def written_rows(model: "TrainedModel", files: Sequence[Path | str], out: Path) 
         OptionError: the model answers for files.
         DataError: no row was answered; nothing is written.
     """
-    from systolic.data.tables import write_rows
+    from systolic.data.input_files import write_rows
 
     if not model.takes_rows:
         raise OptionError(

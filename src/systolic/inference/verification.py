@@ -10,8 +10,7 @@ from systolic.formats.bundle import Replay, inputs_of, open_bundled
 from systolic.formats.bundle import replay as compare
 from systolic.formats.program.model import ExportedProgram
 from systolic.inference.model import answers
-from systolic.runs.bundle.check import checked_bundle
-from systolic.runs.bundle.folder import Bundle
+from systolic.runs.bundle.folder import Bundle, checked_bundle
 
 UNRECORDED = "the Bundle holds no recorded inputs: only digests were checked"
 UNASKED = "no replay was asked for: only digests were checked"

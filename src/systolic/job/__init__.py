@@ -4,10 +4,18 @@ A recipe is a function that returns a :class:`Job`. Its model, task and data are
 build* the real thing (a Flax module, a loss, a stream of batches); nothing is built here.
 """
 
-from systolic.job.adapter import Adapter, AdapterKind
 from systolic.job.data import Data, Field, FileReading, OnError, Read, Split
-from systolic.job.fewer import Fewer, on_fewer
-from systolic.job.job import Batch, Checkpoints, Evaluation, Guard, GuardRule, Job, Mode
+from systolic.job.job import (
+    Batch,
+    Checkpoints,
+    Evaluation,
+    Fewer,
+    Guard,
+    GuardRule,
+    Job,
+    Mode,
+    on_fewer,
+)
 from systolic.job.layout import (
     AttentionBackward,
     Axis,
@@ -18,9 +26,12 @@ from systolic.job.layout import (
     Residual,
 )
 from systolic.job.model import (
+    Adapter,
+    AdapterKind,
     IncrementalDecoder,
     Model,
     ModelStats,
+    Sampling,
     Target,
     Task,
     TokenScorer,
@@ -46,7 +57,6 @@ from systolic.job.precision import (
     Stored,
 )
 from systolic.job.quantization import GROUP, MatrixFormat, Quantization, WeightFormat
-from systolic.job.sampling import Sampling
 
 __all__ = [
     "GROUP",

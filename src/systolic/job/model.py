@@ -1,11 +1,18 @@
-"""The contracts of models and tasks, and what they may know about where they will run."""
+"""The contracts of models and tasks, and what they may know about where they will run.
 
+Options of sampling.
+
+Trained part of a model: all of it, or small matrices beside frozen weights.
+"""
+
+import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol
 
-from systolic.core.errors import OptionError
+from systolic.core.errors import OptionError, nearest
+from systolic.core.ranges import NOT_NEGATIVE, POSITIVE, Needs, Range, check, check_needs
 from systolic.job.data import Field
 from systolic.job.layout import Axis, Layout, Remat
 from systolic.job.optimizer import OptimizerKind
@@ -349,3 +356,92 @@ class Task(ABC):
             for name, value in self.terms(model, batch, False).items()
             if not isinstance(value, Mean)
         }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """Sampling of the next token from the logits.
+
+    Raises:
+        OptionError: a value out of its range.
+    """
+
+    temperature: Annotated[float, NOT_NEGATIVE] = 0.8
+    """Softmax temperature; 0 is greedy, larger is more varied."""
+    top_k: Annotated[int, NOT_NEGATIVE] = 0
+    """Sample from the k most likely tokens; 0 samples from all."""
+    top_p: Annotated[float, Range(above=0, most=1)] = 0.95
+    """Sample from the most likely tokens that together have this probability; 1 samples from all."""
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+class AdapterKind(enum.Enum):
+    """Kind of fine-tuning."""
+
+    none = "none"
+    """All weights train."""
+    lora = "lora"
+    """Low-rank matrices beside frozen weights train (LoRA, Hu et al. 2021)."""
+    qlora = "qlora"
+    """LoRA whose frozen matrices beside them are stored in 4 bits (nf4; QLoRA, Dettmers et al. 2023)."""
+
+
+ADAPTS = Needs(
+    "--adapter lora", "all weights train", lambda adapter: adapter.kind is not AdapterKind.none
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adapter:
+    """Adapters of a model's matrices: x W + scale (x A) B, where only A [inputs, rank] and B [rank, outputs] train.
+
+    B starts at zero, so that training begins with the model as it was.
+
+    Raises:
+        OptionError: a number outside its range, or a setting without adapters.
+    """
+
+    kind: AdapterKind = AdapterKind.none
+    rank: Annotated[int, Range(least=1, most=2**14), ADAPTS] = 16
+    """Columns of A and rows of B."""
+    alpha: Annotated[float, POSITIVE, ADAPTS] = 32.0
+    """The products are scaled by alpha / rank."""
+    targets: Annotated[tuple[str, ...], ADAPTS] = ()
+    """Names of the matrices that get adapters; () for all of attention and MLP."""
+
+    def __post_init__(self) -> None:
+        check(self)
+        check_needs(self, "adapter")
+
+    def __bool__(self) -> bool:
+        """Whether weights are frozen and adapters train."""
+        return self.kind is not AdapterKind.none
+
+    @property
+    def scale(self) -> float:
+        """Factor of (x A) B."""
+        return self.alpha / self.rank
+
+    def check(self, model: str, names: Collection[str]) -> None:
+        """Checks the targets against the matrices of a model that can have adapters.
+
+        Args:
+            model: Name of the model's class.
+            names: Of its matrices.
+
+        Raises:
+            OptionError: it has none, or a target is none of them.
+        """
+        if not self:
+            return
+        if not names:
+            raise OptionError(
+                f"adapter is {self.kind.value}, and {model} has no matrices that take adapters; train all of it with --adapter none"
+            )
+        for target in self.targets:
+            if target not in names:
+                raise OptionError(
+                    f"adapter targets have {target!r}{nearest(target, names)}; {model} has {', '.join(sorted(names))}"
+                )

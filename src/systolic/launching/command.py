@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from systolic.chips import Slice
 from systolic.core.arguments import OptionWords, Required, TextWord, Wording, command_of
-from systolic.core.command_line import command_line
-from systolic.core.option_words import option_words
+from systolic.core.option_words import command_line, option_words
 from systolic.core.ranges import COUNT, NOT_NEGATIVE
 from systolic.core.reporter import reporter
 from systolic.recipes.jobs.source import JobSource

@@ -5,8 +5,8 @@ import re
 from collections.abc import Iterable
 from pathlib import PurePosixPath
 
-from systolic.core.digest import digest
 from systolic.core.errors import OptionError
+from systolic.core.files import digest
 
 NAME_LENGTH = 40
 """Most characters of a name that is made for a launch."""

@@ -511,7 +511,7 @@ def describe_server(
         OptionError: the Bundle does not exist, or an argument looks like a secret.
     """
     from systolic.runs.bundle.folder import MANIFEST
-    from systolic.serving.docker.folder import name_of
+    from systolic.serving.docker import name_of
 
     refuse_secrets((*words, *made_by))
     if not is_bucket(bundle) and not (Path(bundle) / MANIFEST).is_file():

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from systolic.core.errors import OptionError
-from systolic.report.output import print_json, warn
-from systolic.report.stderr import StderrReporter
+from systolic.report.output import StderrReporter, print_json, warn
 
 if TYPE_CHECKING:
     from systolic.launching.lifecycle import Stopped

@@ -1,4 +1,11 @@
-"""Layers that the image models and the encoder share."""
+"""Layers that the image models and the encoder share.
+
+Initial values of parameters.
+
+Rematerialisation: which activations of a layer are saved for the backward pass.
+
+The residual stream between the blocks of a transformer, which the tensor axis may split.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,14 +13,64 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name as name
 
 from systolic.job import Layout, Remat, Target
-from systolic.models.parameters import TRUNCATED_DEVIATION
 from systolic.models.quantized.activation_stats import Watched, watched_channels
 from systolic.models.quantized.codes import Quantized
 from systolic.models.quantized.w8a8 import w8a8_convolution
-from systolic.models.remat import rematerialise
 from systolic.models.vision.pixels import Pixels
+
+__all__ = ["name", "rematerialise"]
+
+
+def rematerialise(
+    layer: Callable[..., Any], layout: Layout, *, scanned: bool = True
+) -> Callable[..., Any]:
+    """``layer`` under the layout's policy; activations are named with :func:`name` inside it.
+
+    Offload keeps the named activations in the host's pinned memory (platforms that have it). Outside of a scan
+    the compiler would find what is computed again to be what it has already, and keep that.
+    """
+    policies = jax.checkpoint_policies
+    match layout.remat:
+        case Remat.none:
+            return layer
+        case Remat.full:
+            policy = policies.nothing_saveable
+        case Remat.minimal:
+            policy = policies.dots_with_no_batch_dims_saveable
+        case Remat.save_names:
+            policy = policies.save_only_these_names(*layout.remat_names)
+        case Remat.offload:
+            policy = policies.save_and_offload_only_these_names(
+                names_which_can_be_saved=list(layout.saved_names),
+                names_which_can_be_offloaded=list(layout.remat_names),
+                offload_src="device",
+                offload_dst="pinned_host",
+            )
+    return jax.checkpoint(layer, policy=policy, prevent_cse=not scanned)
+
+
+TRUNCATED_DEVIATION = 0.879625657
+"""Standard deviation of a unit normal cut at two: sqrt(1 - 4 pdf(2) / (2 cdf(2) - 1))."""
+
+
+def weight(
+    rngs: nnx.Rngs,
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
+    fan_in: int,
+    gain: float = 1.0,
+) -> nnx.Param:
+    """A float32 array of standard deviation gain / sqrt(fan_in): a normal cut at two of its own deviations.
+
+    ``axes`` are the logical names of its dims.
+    """
+    value = jax.random.truncated_normal(rngs.params(), -2.0, 2.0, shape, jnp.float32)
+    # What is cut off takes spread with it, which the scale gives back.
+    return nnx.Param(value * (gain / (TRUNCATED_DEVIATION * fan_in**0.5)), out_sharding=axes)
+
 
 BATCH_NORM_MOMENTUM = 0.9
 """Share of the old running statistics kept per step (He et al. 2016)."""
@@ -291,3 +348,15 @@ class Head(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[batch, features] to [batch, num_classes]."""
         return self.target.constrain(x @ self.kernel[...] + self.bias[...], "batch", "vocab")
+
+
+STREAM = ("batch", "residual_sequence", "residual_embed")
+"""Logical names of its dims, [batch, sequence, d_model]."""
+
+
+def gathered(target: Target, x: jax.Array) -> jax.Array:
+    """x [batch, sequence, d_model] of the stream, what the tensor axis split whole on each device.
+
+    Left to itself the partitioner gathers for each matmul that takes it, or before a norm in float32.
+    """
+    return target.constrain(target.constrain(x, *STREAM), "batch", "sequence", None)

@@ -17,8 +17,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.sharding import NamedSharding, PartitionSpec
 
 from systolic.job import AttentionBackward, Target
-from systolic.models.context_order import Order
-from systolic.models.masking import Logits, Masking
+from systolic.models.attention import Logits, Masking, Order
 
 FUSED_BLOCKS = 4
 """Blocks of keys up to which the fused backward kernel is the default: each holds an array of queries."""

@@ -1,13 +1,18 @@
-"""One point of the search: a slice, a layout, a batch, a precision and compiler flags."""
+"""One point of the search: a slice, a layout, a batch, a precision and compiler flags.
 
+Change of a candidate's settings, tried by a search and advised by an explanation.
+"""
+
+import enum
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from systolic.chips import Slice
 from systolic.chips.flags import merged
 from systolic.job import Batch, Job, Layout, Precision
-from systolic.job.layout import Group, fields_of
-from systolic.planning.flags import DEFAULT, FlagSet
+from systolic.job.layout import Group, fields_of, group_of
+from systolic.planning.flags import DEFAULT, FlagSet, joined
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,3 +73,93 @@ class Candidate:
             found["precision"] = self.precision.value
         found["batch"] = self.batch
         return found
+
+
+class ChangedPart(enum.Enum):
+    """Parts of a candidate that a change sets besides the groups of a layout's fields."""
+
+    flags = "flags"
+    batch = "batch"
+    precision = "precision"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """New values for some settings; flags are added to the candidate's."""
+
+    layout: tuple[tuple[str, Any], ...] = ()
+    """(field, value) pairs of the layout."""
+    flags: FlagSet = DEFAULT
+    batch: int | None = None
+    precision: Precision | None = None
+
+    @property
+    def same_result(self) -> bool:
+        """Whether training gives the same model but for rounding; a new batch or precision changes training."""
+        return self.batch is None and self.precision is None
+
+    @property
+    def touches(self) -> frozenset[Group | ChangedPart]:
+        """Parts that it sets."""
+        others = {
+            ChangedPart.flags: self.flags is not DEFAULT,
+            ChangedPart.batch: self.batch is not None,
+            ChangedPart.precision: self.precision is not None,
+        }
+        return frozenset(
+            (
+                *(group_of(name) for name, _ in self.layout),
+                *(p for p, sets in others.items() if sets),
+            )
+        )
+
+    def on(self, candidate: Candidate) -> Candidate:
+        """The candidate with this change."""
+        return replace(
+            candidate,
+            layout=replace(candidate.layout, **dict(self.layout)),
+            flags=joined(candidate.flags, self.flags),
+            batch=candidate.batch if self.batch is None else self.batch,
+            precision=candidate.precision if self.precision is None else self.precision,
+        )
+
+    def text(self, base: Candidate) -> str:
+        """The change relative to a candidate: ``accumulate 2 -> 1``."""
+        after = self.on(base)
+        found = base.layout.difference(after.layout)
+        if self.flags is not DEFAULT:
+            found.append(f"flags {self.flags.name}")
+        if self.batch is not None:
+            found.append(f"batch {base.batch} -> {self.batch}")
+        if self.precision is not None:
+            found.append(f"precision {base.precision.value} -> {self.precision.value}")
+        return ", ".join(found) or "the same settings"
+
+
+def layout_change(**layout: Any) -> Change:
+    """Change of some of a layout's fields."""
+    return Change(layout=tuple(layout.items()))
+
+
+def together(base: Candidate, helped: Sequence[Change]) -> Candidate:
+    """A base with all changes that helped alone; the first in ``helped`` wins where two set the same."""
+    for one in reversed(helped):
+        base = one.on(base)
+    return base
+
+
+def compatible(helped: Iterable[Change]) -> list[Change]:
+    """Changes that touch different settings, the first of each; sets of flags add up."""
+    found: list[Change] = []
+    touched: set[Group | ChangedPart] = set()
+    for one in helped:
+        if not (one.touches - {ChangedPart.flags}) & touched:
+            touched |= one.touches
+            found.append(one)
+    return found
+
+
+def differences(before: Layout, after: Candidate) -> list[str]:
+    """Settings of a layout that a candidate changes, and the flags that it adds: ``accumulate 2 -> 1``."""
+    flags = [] if after.flags is DEFAULT else [f"flags {after.flags.name}"]
+    return [*before.difference(after.layout), *flags]

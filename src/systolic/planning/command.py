@@ -16,7 +16,7 @@ from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE
 from systolic.core.reporter import working
 from systolic.core.units import GB
 from systolic.job import Job
-from systolic.planning.objective import MAX_CHIPS, Objective, PriceTerm
+from systolic.planning.goal import MAX_CHIPS, Objective, PriceTerm
 from systolic.recipes.jobs.source import JobSource, source_of
 from systolic.sim.calibration import Calibration
 
@@ -111,13 +111,20 @@ def plan(  # noqa: PLR0913  the options of systolic plan
         NotFoundError: a name that is neither a slice nor a chip, or that is no calibration.
     """
     from systolic.forecasting.calibrations import calibration_for
-    from systolic.planning.answer import PlanFile, corrected, searched
-    from systolic.planning.facts import facts_of
+    from systolic.planning.analytic import facts_of
+    from systolic.planning.answer import (
+        PlanFile,
+        Wanted,
+        corrected,
+        freed,
+        goal_of,
+        price_of,
+        searched,
+    )
     from systolic.planning.goal import span
     from systolic.planning.search import Limits, Search
     from systolic.planning.slices import all_slices
     from systolic.planning.wall import Conditions
-    from systolic.planning.wanted import Wanted, freed, goal_of, price_of
 
     source = source_of(job, options)
     if tokens is not None and examples is not None:

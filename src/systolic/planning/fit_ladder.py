@@ -9,12 +9,10 @@ from systolic.chips import Slice
 from systolic.chips.slices import named_slices
 from systolic.core.units import dollars, plural
 from systolic.job import Batch, Layout, OptimizerKind
-from systolic.planning.candidate import Candidate
-from systolic.planning.change import differences
+from systolic.planning.analytic import Facts
+from systolic.planning.candidate import Candidate, differences
 from systolic.planning.evaluator import CompilingEvaluator, OpenEvaluator
-from systolic.planning.facts import Facts
-from systolic.planning.goal import Goal
-from systolic.planning.objective import Objective
+from systolic.planning.goal import Goal, Objective
 from systolic.planning.plan import Plan, SearchStop, Trial, reason_of, size
 from systolic.planning.search import Limits, Search, SearchProgress, Watch
 from systolic.planning.space import RefusalRule, Refused, global_batch

@@ -1,15 +1,48 @@
-"""Goal of a plan: the shortest time, the lowest cost or energy, a deadline, a budget."""
+"""Goal of a plan: the shortest time, the lowest cost or energy, a deadline, a budget.
 
+Limits of a search: compiles, time and workers.
+
+Objective of a plan, and the price that cost is computed with.
+"""
+
+import enum
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import psutil
+
 from systolic.chips import Slice
 from systolic.core.errors import OptionError
+from systolic.core.machine import bounded
 from systolic.core.units import dollars, duration
 from systolic.forecasting.cost import bill_of
-from systolic.planning.objective import Objective, PriceTerm
+
+
+class Objective(enum.Enum):
+    """Figure that a plan minimises."""
+
+    time = "time"
+    cost = "cost"
+    energy = "energy"
+    pareto = "pareto"
+    """Time and cost: the candidates that no other beats in both; the best has the least cost per speed."""
+    fit = "fit"
+    """Fewest chips that the job fits on; of as many chips the cheapest, and on these the fastest of the layouts that were compiled until one fit."""
+
+
+class PriceTerm(enum.Enum):
+    """Kind of price in the catalogue."""
+
+    on_demand = "on-demand"
+    spot = "spot"
+    committed = "committed"
+
+
+MAX_CHIPS = 256
+"""Chips of a slice that ``any`` or the name of a chip stands for, at most."""
+
 
 HOUR = 3600.0
 _SPANS = {"s": 1.0, "m": 60.0, "h": HOUR, "d": 24 * HOUR, "w": 7 * 24 * HOUR}
@@ -178,3 +211,33 @@ def span(text: str) -> float:
     if found is None or float(found[1]) <= 0:
         raise OptionError(f"{text!r} is not a time; write it like 30s, 90m, 36h, 3d or 1w")
     return float(found[1]) * _SPANS[found[2]]
+
+
+WORKER_BYTES = 4 * 2**30
+"""Memory of one compile of a large program."""
+SETTLE_SECONDS = 900.0
+"""Longest wait for full compiles without a time limit; with flags that change the schedule they can take hours."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Limits of a search."""
+
+    programs: int = 24
+    """Most compiles up to the schedule, those from the store included."""
+    fruitless: int | None = None
+    """Most compiles while none fits; None for no limit of its own."""
+    seconds: float | None = None
+    workers: int = 0
+    """Compiles at once, at most one a core; 0: as many as cores and memory allow."""
+    finalists: int = 2
+    """Candidates that get a full compile, with the compiler's own cycles."""
+    settle_seconds: float = SETTLE_SECONDS
+    """Time limit of the full compiles where ``seconds`` is None."""
+
+    @property
+    def at_once(self) -> int:
+        """Number of workers, with 0 resolved."""
+        if self.workers:
+            return bounded(self.workers)
+        return max(1, bounded(int(psutil.virtual_memory().available // WORKER_BYTES)))

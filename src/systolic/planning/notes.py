@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from systolic.chips import Slice
-from systolic.planning.facts import Facts
-from systolic.planning.goal import Goal
+from systolic.planning.analytic import Facts
+from systolic.planning.goal import Goal, Objective, PriceTerm
 from systolic.planning.margin import Margin
-from systolic.planning.objective import Objective, PriceTerm
 from systolic.planning.plan import CompileDepth, Plan, full_over_schedule
 from systolic.planning.space import Freedom, global_batch
 from systolic.sim.calibration import Calibration

@@ -13,11 +13,9 @@ from systolic.core.notebook import notebook_html
 from systolic.core.units import plural
 from systolic.forecasting import Forecast
 from systolic.forecasting.forecast import COSTS
-from systolic.planning.analytic import Analysis
+from systolic.planning.analytic import Analysis, Facts
 from systolic.planning.candidate import Candidate
-from systolic.planning.facts import Facts
-from systolic.planning.goal import Goal, Total, front
-from systolic.planning.objective import Objective
+from systolic.planning.goal import Goal, Objective, Total, front
 from systolic.planning.space import RefusalRule, Refused
 from systolic.runs.plan_choice import FORMAT
 

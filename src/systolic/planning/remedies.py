@@ -14,9 +14,9 @@ from systolic.forecasting import Forecast
 from systolic.job import Axis, Layout, Precision, Remat
 from systolic.job.layout import Group
 from systolic.planning import variants
-from systolic.planning.analytic import analyse, capacity
-from systolic.planning.candidate import Candidate
-from systolic.planning.change import (
+from systolic.planning.analytic import Facts, analyse, capacity
+from systolic.planning.candidate import (
+    Candidate,
     Change,
     ChangedPart,
     compatible,
@@ -25,10 +25,7 @@ from systolic.planning.change import (
     together,
 )
 from systolic.planning.evaluator import CandidateEvaluator, PendingForecast
-from systolic.planning.facts import Facts
-from systolic.planning.goal import Goal
-from systolic.planning.limits import Limits
-from systolic.planning.objective import Objective
+from systolic.planning.goal import Goal, Limits, Objective
 from systolic.planning.plan import Trial
 from systolic.planning.search import Search, SearchProgress
 from systolic.planning.space import NAMED, Freedom, check, narrower

@@ -17,22 +17,18 @@ from systolic.chips.flags import resolved
 from systolic.core.errors import MissingExtraError, SystolicError
 from systolic.core.units import gibibytes, plural
 from systolic.job.layout import Group
-from systolic.planning.analytic import Analysis, analyse, capacity
-from systolic.planning.candidate import Candidate
-from systolic.planning.change import ChangedPart
-from systolic.planning.enumeration import Survey
+from systolic.planning.analytic import Analysis, Facts, analyse, capacity
+from systolic.planning.candidate import Candidate, ChangedPart
+from systolic.planning.enumeration import Kind, Neighbour, Survey, neighbours
 from systolic.planning.evaluator import (
     CandidateEvaluator,
     CompilingEvaluator,
     OpenEvaluator,
     PendingForecast,
 )
-from systolic.planning.facts import Facts
 from systolic.planning.flags import joined
-from systolic.planning.goal import Goal, days
-from systolic.planning.limits import Limits
+from systolic.planning.goal import Goal, Limits, days
 from systolic.planning.margin import margin_of
-from systolic.planning.neighbours import Kind, Neighbour, neighbours
 from systolic.planning.plan import CompileDepth, Plan, SearchStop, Trial, ranking
 from systolic.planning.scoring import Judge, Ranked
 from systolic.planning.space import Freedom, RefusalRule, Refused, check

@@ -18,7 +18,6 @@ from systolic.core.reporter import reporter, working
 from systolic.core.units import duration, gibibytes, plural
 from systolic.forecasting.serving.capacity import ServerTimes, check_context, server_times
 from systolic.forecasting.serving.demand import Demand, Fleet, fleet
-from systolic.forecasting.serving.floor import LeastServer
 from systolic.forecasting.serving.forecast import (
     LatencyLimits,
     Load,
@@ -26,13 +25,12 @@ from systolic.forecasting.serving.forecast import (
     StepTimes,
     latency,
 )
-from systolic.forecasting.serving.steps import with_formats
+from systolic.forecasting.serving.steps import LeastServer, with_formats
 from systolic.job import Job, Layout, Served, ServedCache, ServedWeights
 from systolic.models.decoder.checks import check_served
 from systolic.models.decoder.config import Decoder
 from systolic.models.published import find_published
-from systolic.planning.goal import hourly
-from systolic.planning.objective import MAX_CHIPS, PriceTerm
+from systolic.planning.goal import MAX_CHIPS, PriceTerm, hourly
 from systolic.planning.slices import all_slices, slices_of
 from systolic.recipes.jobs.source import JobSource, source_of
 

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from systolic.chips import ChipKind, Slice, chips, named_slices, slice
 from systolic.core.errors import OptionError
 from systolic.core.units import plural
-from systolic.planning.goal import hourly
-from systolic.planning.objective import PriceTerm
+from systolic.planning.goal import PriceTerm, hourly
 
 ANY = "any"
 

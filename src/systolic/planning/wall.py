@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 
 from systolic.core.units import duration
-from systolic.planning.facts import Facts
-from systolic.planning.goal import HOUR, Goal
-from systolic.planning.objective import PriceTerm
+from systolic.planning.analytic import Facts
+from systolic.planning.goal import HOUR, Goal, PriceTerm
 from systolic.planning.plan import Trial
 from systolic.sim.calibration import constant
 

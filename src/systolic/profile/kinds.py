@@ -3,7 +3,7 @@
 import enum
 import re
 
-from systolic.hlo.collectives import COLLECTIVES
+from systolic.hlo.groups import COLLECTIVES
 from systolic.profile.line import OpLine
 from systolic.profile.traffic import OpTraffic
 from systolic.sim.cost_kinds import FORMATTING

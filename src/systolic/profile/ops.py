@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from systolic.hlo import Computation, Instruction, Module
-from systolic.hlo.origin import named
+from systolic.hlo.module import named
 from systolic.profile.kinds import Activity, kind_of
 from systolic.profile.line import OpLine, read_line
 from systolic.profile.trace import Backend, DeviceOp, DeviceTrace

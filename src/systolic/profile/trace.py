@@ -1,7 +1,14 @@
-"""Content of a profile as plain values, whatever file it came from: a device's ops and runs, the host's threads."""
+"""Content of a profile as plain values, whatever file it came from: a device's ops and runs, the host's threads.
+
+Planes of a profile: lines of events with stats, from an ``xplane.pb`` or a ``trace.json``.
+
+Intervals of time: pairs of start and end, in seconds.
+"""
 
 import enum
-from collections.abc import Mapping, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -126,3 +133,120 @@ class DeviceTrace:
             return self.peak_flops
         bf16 = self.peak_flops or known / (chip.devices_per_chip or 1)
         return bf16 * peaks.get(number_format(dtype), known) / known
+
+
+NANOSECONDS = 1e9
+PICOSECONDS = 1e12
+DEVICE = re.compile(r"^/device:(?P<kind>TPU|GPU):(?P<number>\d+)(?: SparseCore (?P<sparse>\d+)$)?")
+
+OPS, ASYNC, STEPS, RUNS = "XLA Ops", "Async XLA Ops", "Steps", "XLA Modules"
+SPARSE = "Sparse Core Ops"
+READ = (OPS, ASYNC, STEPS, RUNS, SPARSE)
+"""Lines of a TPU that are read; the names are those of tsl/profiler/utils/xplane_schema.cc."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plane:
+    """A device or a host."""
+
+    name: str
+    stats: Mapping[str, Any] = field(default_factory=dict)
+    lines: Sequence[tuple[str, Sequence[Event]]] = ()
+    constants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Stats that all events of a name share."""
+
+    def of(self, *names: str) -> list[Event]:
+        """Events of the lines with these names."""
+        return [event for name, events in self.lines if name in names for event in events]
+
+
+def of_jax(plane: Any, constants: Mapping[str, Mapping[str, Any]]) -> Plane:
+    """A plane of ``jax.profiler.ProfileData``."""
+    tpu = plane.name.startswith("/device:TPU")
+    lines = [line for line in plane.lines if not tpu or line.name in READ]
+    return Plane(
+        name=plane.name,
+        stats=dict(plane.stats),
+        lines=[(line.name, list(_events(line.events))) for line in lines],
+        constants=constants,
+    )
+
+
+def _events(events: Iterable[Any]) -> Iterable[Event]:
+    for one in events:
+        stats = dict(one.stats)
+        start, exact = one.start_ns / NANOSECONDS, stats.get("device_duration_ps")
+        end = one.end_ns / NANOSECONDS if exact is None else start + float(exact) / PICOSECONDS
+        yield Event(name=one.name, start=start, end=end, stats=stats)
+
+
+Interval = tuple[float, float]
+
+
+def exclusive(intervals: Sequence[Interval], ranks: Sequence[int]) -> list[float]:
+    """Time of each interval that is its own: an instant is shared by those of the lowest rank in it."""
+    # An empty one would end before it begins, and stay.
+    points = sorted(
+        point
+        for number, (start, end) in enumerate(intervals)
+        if end > start
+        for point in ((start, 1, number), (end, 0, number))
+    )
+    own = [0.0] * len(intervals)
+    active: dict[int, set[int]] = defaultdict(set)
+    before = points[0][0] if points else 0.0
+    for at, begins, number in points:
+        now = next((active[rank] for rank in sorted(active) if active[rank]), None)
+        if now and at > before:
+            for one in now:
+                own[one] += (at - before) / len(now)
+        before = at
+        if begins:
+            active[ranks[number]].add(number)
+        else:
+            active[ranks[number]].discard(number)
+    return own
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Union without overlaps, in order."""
+    found: list[Interval] = []
+    for start, end in sorted(intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((start, end))
+    return found
+
+
+def missing(busy: Sequence[Interval], within: Interval) -> list[Interval]:
+    """Parts of ``within`` that ordered intervals leave."""
+    low, high = within
+    found = []
+    for start, end in busy:
+        if start > low:
+            found.append((low, min(start, high)))
+        low = max(low, end)
+        if low >= high:
+            break
+    if low < high:
+        found.append((low, high))
+    return [gap for gap in found if gap[1] > gap[0]]
+
+
+def common(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
+    """Intersection of two ordered lists of intervals."""
+    found, at = [], 0
+    for start, end in first:
+        while at < len(second) and second[at][1] <= start:
+            at += 1
+        number = at
+        while number < len(second) and second[number][0] < end:
+            found.append((max(start, second[number][0]), min(end, second[number][1])))
+            number += 1
+    return found
+
+
+def total(intervals: Iterable[Interval]) -> float:
+    """Seconds of all of them."""
+    return sum(end - start for start, end in intervals)

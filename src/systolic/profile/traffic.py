@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from systolic.hlo import Shape
-from systolic.hlo.collectives import COLLECTIVES
+from systolic.hlo.groups import COLLECTIVES
 from systolic.hlo.shape import HBM, HOST, VMEM
 from systolic.profile.line import OpLine
 

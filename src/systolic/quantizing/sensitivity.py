@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from systolic.core.digest import digest
 from systolic.core.errors import OptionError
-from systolic.core.files import write_json
+from systolic.core.files import digest, write_json
 from systolic.core.reporter import reporter
 from systolic.core.store import cache_home
 from systolic.core.units import si

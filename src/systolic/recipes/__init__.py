@@ -20,14 +20,12 @@ import msgspec
 
 from systolic.core.arguments import argument, arguments
 from systolic.core.errors import NotFoundError, OptionError, RunError, nearest
+from systolic.core.option_words import nearest_option
 from systolic.core.ranges import check_arguments, dashed
-from systolic.core.spelling import nearest_option
 from systolic.job import Job, Layout
 from systolic.job.layout import RENAMED
 from systolic.models.published import near_published
-from systolic.recipes.folder import bytecode
-from systolic.recipes.folder.imported import is_beside, modules
-from systolic.recipes.folder.opened import OpenedFiles
+from systolic.recipes.folder import OpenedFiles, Unwritten, is_beside, modules, write_none
 
 _folders: list[str] = []
 """Folders of loaded recipes, at the end of ``sys.path``."""
@@ -156,7 +154,7 @@ def from_file(path: Path, name: str, target: str, beside: Path | None = None) ->
             f"{path} is not a file; give the path of a Python file as path/to/file.py:function"
         )
     module_name = f"systolic_recipe_{path.stem}"
-    loader = bytecode.Unwritten(module_name, str(path))
+    loader = Unwritten(module_name, str(path))
     spec = importlib.util.spec_from_loader(module_name, loader)
     if spec is None or path.suffix != ".py":
         raise NotFoundError(f"{path} cannot be imported as Python; give a file that ends in .py")
@@ -195,7 +193,7 @@ def from_file(path: Path, name: str, target: str, beside: Path | None = None) ->
 def _import(loader: Any, module: ModuleType, path: Path, folder: Path) -> None:
     """Executes a recipe's module with its folder first on ``sys.path``, then moves it last, for imports inside functions."""
     sys.path.insert(0, str(folder))
-    bytecode.write_none(folder)
+    write_none(folder)
     try:
         loader.exec_module(module)
     except Exception as error:

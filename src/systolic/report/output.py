@@ -1,9 +1,18 @@
-"""JSON on stdout and warnings on stderr."""
+"""JSON on stdout, progress and warnings on stderr.
+
+The command line's reporter: progress and warnings on stderr.
+"""
 
 import json
 import math
 import sys
-from typing import Any
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from systolic.core.reporter import Reporter
+
+if TYPE_CHECKING:
+    from systolic.report.progress import ProgressLine
 
 
 def print_json(value: Any) -> None:
@@ -25,3 +34,53 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(item) for item in value]
     return value
+
+
+class StderrReporter(Reporter):
+    """A line of progress for each piece of work, and warnings.
+
+    Pieces of work within another keep the outer line.
+    """
+
+    def __init__(self, *, quiet: bool = False, json: bool = False) -> None:
+        self._quiet, self._json = quiet, json
+        self._open: list[ExitStack] = []
+        self._line: ProgressLine | None = None
+
+    def begin(self, title: str) -> None:
+        """Opens a line of progress, unless there is one."""
+        stack = ExitStack()
+        self._open.append(stack)
+        if self._line is None and not self._quiet:
+            from systolic.report.progress import ProgressLine
+
+            stack.callback(self._clear)
+            self._line = stack.enter_context(ProgressLine(sys.stderr, title))
+
+    def end(self) -> None:
+        """Closes what the piece of work opened."""
+        self._open.pop().close()
+
+    def stage(self, text: str) -> None:
+        """Shows it on the line of progress."""
+        if self._line is not None:
+            self._line.say(text)
+
+    def update(self, state: Any) -> None:
+        """Shown by the reporters of verbs that have such a state."""
+
+    def warn(self, text: str) -> None:
+        """Prints it, above the line of progress."""
+        if self._line is not None:
+            self._line.told(f"systolic: {text}", sys.stderr, "")
+        else:
+            print(f"systolic: {text}", file=sys.stderr)
+
+    def _closing(self, shown: Any) -> ExitStack:
+        """A stack that closes what it is given."""
+        stack = ExitStack()
+        stack.callback(shown.close)
+        return stack
+
+    def _clear(self) -> None:
+        self._line = None

@@ -3,10 +3,13 @@
 A checkpoint is one folder per step, written by Orbax: one item per top-level part of the state
 (``params``, ``optimizer``, ...), so a reader takes only what it needs. Its manifest commits in the
 same rename, hence a folder without one is not a checkpoint of ours and is never restored.
+
+A save in progress.
 """
 
 import contextlib
 import dataclasses
+import math
 import shutil
 import time
 from collections import deque
@@ -21,10 +24,47 @@ from systolic.job import Mode
 from systolic.runs import failure, replace, tree
 from systolic.runs import manifest as manifests
 from systolic.runs.access import Access
-from systolic.runs.manifest import DamagedError, Manifest
-from systolic.runs.pending_save import Flight, finite
+from systolic.runs.manifest import DamagedError, Leaf, Manifest
 from systolic.runs.reading import ALONE, Peers, Restore
 from systolic.runs.remote import sharded_upload
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flight:
+    """State being written, with the step and folder to commit."""
+
+    step: int
+    root: Path
+    """Folder to write to: the store's own, or the one beside it if it replaces a checkpoint."""
+    started: float
+    """Seconds of ``time.monotonic``."""
+    leaves: Mapping[tuple[str, ...], Leaf]
+    metrics: Mapping[str, float]
+    manifest: str = manifests.NAME
+    """Name of the manifest: another where other hosts have other parts."""
+
+    def seal(self) -> None:
+        """Writes the manifest: after every array is on disk, before the commit.
+
+        Raises:
+            OSError: a file does not read.
+            RunError: the manifest does not write.
+        """
+        from systolic.runs import backend
+
+        manifests.seal(
+            backend.scratch_folder(self.root, self.step),
+            step=self.step,
+            leaves=self.leaves,
+            metrics=self.metrics,
+            ignore=backend.CHANGES_AT_COMMIT,
+            name=self.manifest,
+        )
+
+
+def finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Metrics that can be ranked."""
+    return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from systolic.core.digest import digest
-from systolic.core.files import write_json
+from systolic.core.files import digest, write_json
 
 NAME = "manifest.json"
 PART = "part.json"

@@ -62,7 +62,7 @@ class RunRecord:
     events: Sequence[Record] = ()
     samples: Sequence[Record] = ()
     diagnoses: Sequence[Record] = ()
-    """Gradients and updates by layer (see :mod:`systolic.steps.diagnose`)."""
+    """Gradients and updates by layer (see :mod:`systolic.training.probe`)."""
     seconds: float = 0.0
     """From the first record to the last, without the pauses between sessions."""
     step_seconds: float = 0.0

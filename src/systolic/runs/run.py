@@ -274,7 +274,7 @@ class Run:
         yield from metrics.read(self.path / SAMPLES)
 
     def append_diagnosis(self, record: Mapping[str, Any]) -> None:
-        """Appends a gradient probe of a step (see :mod:`systolic.steps.diagnose`) to ``diagnoses.jsonl``."""
+        """Appends a gradient probe of a step (see :mod:`systolic.training.probe`) to ``diagnoses.jsonl``."""
         if self._diagnoses is None:
             self._diagnoses = metrics.Log(self._own(DIAGNOSES))
         self._diagnoses.append(record)

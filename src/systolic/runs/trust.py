@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from systolic.core.errors import RunError, SystolicError
-from systolic.core.files import cure, write_atomically
-from systolic.core.owner import others_who_write
+from systolic.core.files import cure, others_who_write, write_atomically
 
 
 class TrustError(RunError):

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from systolic.core.digest import digest
 from systolic.core.errors import NotFoundError, OptionError, RunError
+from systolic.core.files import digest
 from systolic.job import Job, Mode
 from systolic.runs import manifest as manifests
 from systolic.runs.access import Access

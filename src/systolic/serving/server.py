@@ -26,7 +26,7 @@ from systolic.inference.model import (
 from systolic.job import Job, Precision
 from systolic.recipes.jobs.run import check_folder
 from systolic.serving.batch.options import BatchOptions
-from systolic.serving.http.limits import HttpLimits
+from systolic.serving.http.keys import HttpLimits
 from systolic.serving.registry import ENDS
 from systolic.serving.restored import restored_on_cpu
 from systolic.serving.text.opening import EngineSizes
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from systolic.serving.http.telemetry import EventLog
     from systolic.serving.registry import Key, ModelLoad, ReloadPlan, Served
     from systolic.serving.text.engine import Engine
-    from systolic.serving.text.replica_placement import ReplicaPlacement
+    from systolic.serving.text.replicas import ReplicaPlacement
     from systolic.serving.workload import ModelTraffic, TrafficBook
     from systolic.steps.steps import StepFunctions
 
@@ -292,9 +292,9 @@ def open_served(
 
     Raises: as :func:`~systolic.inference.model.prepare_model`, and OptionError for one that can't be served.
     """
-    from systolic.serving.http.load_metrics import layout_told
+    from systolic.serving.http.metrics import layout_told
     from systolic.serving.registry import ServedText
-    from systolic.serving.text.replica_placement import ReplicaPlacement
+    from systolic.serving.text.replicas import ReplicaPlacement
 
     log.write("opening", model=target.name, version=target.version, path=str(target.path))
     told = layout_told(target.name, log)
@@ -352,7 +352,7 @@ def _engine(
     log: "EventLog",
 ) -> "Engine":
     """One of the engines of a model."""
-    from systolic.serving.http.load_metrics import TextLoadMetrics
+    from systolic.serving.http.metrics import TextLoadMetrics
     from systolic.serving.text.opening import engine_of, plan_engine
     from systolic.serving.workload import RecordedEngine
 
@@ -396,7 +396,7 @@ def _open_batch(
     log: "EventLog",
 ) -> "Served":
     from systolic.serving.batch.opening import batch_model
-    from systolic.serving.http.load_metrics import BatchLoadMetrics
+    from systolic.serving.http.metrics import BatchLoadMetrics
     from systolic.serving.registry import ServedBatch
 
     begin, store = time.perf_counter(), _store(model, log)
@@ -505,7 +505,7 @@ def _checked(target: ServeTarget, settings: ServeSettings) -> KeptPrograms:
 
 def _steps(target: ServeTarget, settings: ServeSettings) -> "StepFunctions":
     """Programs of the first of a model's engines."""
-    from systolic.serving.text.replica_placement import ReplicaPlacement
+    from systolic.serving.text.replicas import ReplicaPlacement
 
     placement = ReplicaPlacement(asked=settings.layout, sizes=settings.sizes)
     return opened(target, settings, placement, 0, lambda _: None).setup.steps

@@ -5,8 +5,8 @@ import math
 from collections.abc import Container, Sequence
 
 from systolic.hlo import Computation, Instruction, Module
-from systolic.hlo.aliases import aliased_operand
-from systolic.hlo.collectives import COLLECTIVES
+from systolic.hlo.groups import COLLECTIVES
+from systolic.hlo.module import aliased_operand
 from systolic.hlo.shape import SEMAPHORE
 from systolic.sim.calibration import constant
 from systolic.sim.timeline import PricedBy, Resource, Span

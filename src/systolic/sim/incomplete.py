@@ -17,9 +17,8 @@ from typing import Protocol
 from systolic.core.errors import OptionError, nearest
 from systolic.core.units import duration
 from systolic.hlo import Computation, Instruction, Module
-from systolic.hlo.devices import counts_of
-from systolic.hlo.loops import ENDLESS, NO_END, LoopCounts, LoopTrips, Shares
-from systolic.hlo.origin import named
+from systolic.hlo.loops import ENDLESS, NO_END, LoopCounts, LoopTrips, Shares, counts_of
+from systolic.hlo.module import named
 from systolic.sim.calibration import Calibration, constant
 
 PALLAS = "tpu_custom_call"

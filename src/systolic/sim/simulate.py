@@ -4,6 +4,11 @@ The TensorCore runs one op after another. A ``-start`` puts its transfer on a la
 DMA engines, the host link, the data-centre network), where transfers follow each other; its
 ``-done`` waits for it. What the core waits is exposed. Loops are simulated once and repeated: a
 transfer may be under way beside a whole loop, and one that begins in a turn ends in it.
+
+Device memory beside itself: transfers into the chip's vector memory run beside ops that read device memory too.
+
+The schedule has them on two lanes. Together they take no less than their bytes at the rate that copies reach, which binds a
+step that does little else than read weights: a token of a server.
 """
 
 from collections import defaultdict
@@ -15,8 +20,7 @@ from systolic.chips import Slice
 from systolic.core.origin import Origin
 from systolic.core.units import duration
 from systolic.hlo import Computation, Instruction, Module, crosses
-from systolic.hlo.collectives import COLLECTIVES
-from systolic.hlo.groups import groups_of
+from systolic.hlo.groups import COLLECTIVES, groups_of
 from systolic.hlo.shape import HBM, HOST, Shape
 from systolic.sim.asynchronous import (
     Role,
@@ -31,7 +35,6 @@ from systolic.sim.asynchronous import (
 )
 from systolic.sim.calibration import constant
 from systolic.sim.cost_kinds import PriceCorrection, check_chip, cost_kind
-from systolic.sim.hbm_contention import DMA_SHARE, memory_seconds, shared
 from systolic.sim.incomplete import (
     BYTES,
     HOST_WORK,
@@ -63,6 +66,33 @@ from systolic.sim.timeline import (
     merged,
     span_of,
 )
+
+DMA_SHARE: float = constant("hbm_contention.dma_share")
+LANES = ("core", "dma")
+"""Lanes whose spans read and write device memory."""
+
+
+def memory_seconds(timeline: Timeline, rates: Rates) -> float:
+    """Seconds of device memory in a step: of each span its bytes at the rate of copies, and no more than the span takes."""
+    rate = rates.hbm * DMA_SHARE
+    return sum(
+        times * min(span.seconds, span.bytes / rate)
+        for span, times in timeline.leaves()
+        if span.lane in LANES and span.resource not in (Resource.ici, Resource.dcn, Resource.host)
+    )
+
+
+def shared(start: float, seconds: float) -> Span:
+    """The wait for the memory, at the end of a step."""
+    return Span(
+        name="memory",
+        opcode="wait memory",
+        start=start,
+        seconds=seconds,
+        resource=Resource.hbm,
+        priced_by=PricedBy.rule,
+    )
+
 
 DMA_SECONDS: float = constant("simulate.dma_seconds")
 TURN_SECONDS: float = constant("simulate.turn_seconds")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from systolic.core.origin import Origin
 from systolic.hlo import Computation, Instruction, Module
-from systolic.hlo.origin import named
+from systolic.hlo.module import named
 from systolic.sim.calibration import Calibration, constant
 from systolic.sim.incomplete import Incomplete
 from systolic.sim.layers import layer_of

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from systolic.hlo import Computation, Instruction, Module
-from systolic.hlo.aliases import shared_operand
-from systolic.hlo.collectives import COLLECTIVES
+from systolic.hlo.groups import COLLECTIVES
+from systolic.hlo.module import shared_operand
 from systolic.hlo.shape import HBM
 from systolic.sim.rates import LANES
 

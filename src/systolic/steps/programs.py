@@ -9,8 +9,7 @@ import jax
 from systolic.core.shutdown import start_native
 from systolic.job import Sampling
 from systolic.steps.decode import Decode
-from systolic.steps.paged import PagedSteps, StepInput, StepShape
-from systolic.steps.static_decode import ApartDecode
+from systolic.steps.paged import ApartDecode, PagedSteps, StepInput, StepShape
 from systolic.steps.steps import StepFunctions
 
 POLL_SECONDS = 0.1

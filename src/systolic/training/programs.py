@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from systolic.core.malloc_trim import trim
+from systolic.core.machine import trim
 from systolic.core.shutdown import start_native
 from systolic.training.ledger import Ledger, Spent
 

@@ -20,10 +20,9 @@ from systolic.recipes.jobs.plan import resumed
 from systolic.recipes.jobs.source import JobSource
 from systolic.runs import paths
 from systolic.runs.access import Access
-from systolic.runs.job_record import JobRecord, RunFlags
+from systolic.runs.job_record import JobRecord, RunFlags, types_of
 from systolic.runs.remote.sharded_upload import Part
 from systolic.runs.run import Run
-from systolic.runs.saved_job import types_of
 from systolic.training.distributed.run import open_together
 from systolic.training.expected import check_slice, expected
 from systolic.training.ledger import Ledger

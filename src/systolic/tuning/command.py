@@ -10,7 +10,7 @@ from systolic.core.arguments import OptionWords, Required, Wording, command_of, 
 from systolic.core.errors import OptionError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, Range
 from systolic.core.reporter import reporter, working
-from systolic.planning.objective import PriceTerm
+from systolic.planning.goal import PriceTerm
 from systolic.recipes.jobs.source import JobSource, source_of
 from systolic.tuning.sampling import Pruner, Sampler
 

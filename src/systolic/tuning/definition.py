@@ -11,15 +11,14 @@ from typing import Any
 
 from systolic import recipes
 from systolic.chips import slice
-from systolic.core.digest import digest
 from systolic.core.errors import OptionError, OutOfRangeError, RunError, SystolicError
+from systolic.core.files import digest
 from systolic.core.option_words import option_words, typed
 from systolic.core.ranges import dashed
 from systolic.data.fingerprint import contents_of
 from systolic.job import Job, Split
 from systolic.job.optimizer import Shortened
-from systolic.planning.goal import priced
-from systolic.planning.objective import PriceTerm
+from systolic.planning.goal import PriceTerm, priced
 from systolic.recipes import Recipe
 from systolic.recipes.jobs.source import JobSource
 from systolic.runs import paths
@@ -29,8 +28,7 @@ from systolic.tuning import objective, sampling
 from systolic.tuning.folder import check_free
 from systolic.tuning.importance import importance
 from systolic.tuning.objective import Aim
-from systolic.tuning.range_limits import Edge, edge
-from systolic.tuning.results import StudyResult, rows_of
+from systolic.tuning.results import Edge, StudyResult, edge, rows_of
 from systolic.tuning.sampling import Pruner, Sampler
 from systolic.tuning.search import Searched, parse, reader
 from systolic.tuning.study import SharedStudy, StudyAddress, address

@@ -6,8 +6,8 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from systolic.core.digest import digest
 from systolic.core.errors import OptionError
+from systolic.core.files import digest
 from systolic.tuning.engine import optuna, settled
 from systolic.tuning.search import Searched, combinations
 

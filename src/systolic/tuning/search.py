@@ -17,8 +17,8 @@ from types import NoneType, UnionType
 from typing import Annotated, Any
 
 from systolic.core.errors import OptionError, OutOfRangeError
+from systolic.core.option_words import nearest_option
 from systolic.core.ranges import complaint, dashed, ranged
-from systolic.core.spelling import nearest_option
 from systolic.recipes import Recipe
 from systolic.tuning.engine import optuna
 

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.data.text.bytes import StandardLibrary
 from systolic.data.text.documents import Documents
-from systolic.data.text.pack import fresh_folder, pack_text
-from systolic.data.text.packing import Packing
-from systolic.data.text.rows import cut, fit, lay
+from systolic.data.text.packed import fresh_folder, pack_text
+from systolic.data.text.rows import Packing, cut, fit, lay
 from systolic.data.text.tokenizer import Tokenizer
 from systolic.job.data import Read, Split
 from tests.tiers import some
@@ -314,7 +313,7 @@ def test_worker_processes_pack_the_same_and_resume(tmp_path, tokenizer_file):
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_pack_and_read_back(kind, tmp_path, tokenizer_file, monkeypatch):
-    monkeypatch.setattr("systolic.data.text.pack._RECORD_PLACES", 50)
+    monkeypatch.setattr("systolic.data.text.packed._RECORD_PLACES", 50)
     content = [*texts(80), "long " * 300]
     data = Documents(
         path=write(kind, tmp_path / "corpus", content),

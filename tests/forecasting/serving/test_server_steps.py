@@ -8,7 +8,7 @@ import pytest
 
 from systolic.chips import slice
 from systolic.compiling import PagedProgram, ServingProgram
-from systolic.compiling.serving import _read_share
+from systolic.compiling.steps import _read_share
 from systolic.core.errors import OptionError
 from systolic.forecasting.serving.forecast import Load
 from systolic.forecasting.serving.steps import (

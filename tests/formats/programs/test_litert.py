@@ -15,10 +15,10 @@ import pytest
 
 from systolic.cli.main import main
 from systolic.core.errors import DataError, NotFoundError, OptionError, RunError
-from systolic.data.image.external_images import OutsidePictures
 from systolic.data.image.preparation import Preparation
 from systolic.data.input_files import InputFiles
 from systolic.formats.examples import example_inputs
+from systolic.formats.hugging_face.preprocessor import OutsidePictures
 from systolic.formats.inference import ExportableModel
 from systolic.formats.litert import child
 from systolic.formats.litert import writer as export

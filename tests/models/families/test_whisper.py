@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from systolic.core.errors import OptionError
 from systolic.models.families import family, read_config
-from systolic.models.whisper.cache import TextCache
+from systolic.models.whisper.module import TextCache
 from tests.models import speech
 from tests.models.foreign import converted, held, relative, returned
 

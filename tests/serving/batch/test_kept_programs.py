@@ -9,8 +9,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import systolic
 from systolic.compiling.program_store import ProgramStore
-from systolic.inference.forms import FixedForm
-from systolic.inference.predictor import Predictor
+from systolic.inference.predictor import FixedForm, Predictor
 from systolic.inference.rows import Bucket, Row
 from systolic.serving.batch.opening import intake_of
 from systolic.serving.batch.options import InputLimits

@@ -16,8 +16,7 @@ from systolic.serving.batch.buckets import Shapes, Traffic
 from systolic.serving.batch.facts import AnswerFacts, Ended
 from systolic.serving.batch.model import DynamicBatches
 from systolic.serving.errors import ExpiredError, RefusedError
-from systolic.serving.http.load_metrics import BatchLoadMetrics
-from systolic.serving.http.metrics import BatchMetrics, Metrics
+from systolic.serving.http.metrics import BatchLoadMetrics, BatchMetrics, Metrics
 from systolic.serving.http.telemetry import EventLog
 from systolic.serving.registry import ServedBatch
 from tests.serving.batch.stub import Told, Twice, model, numbers

@@ -6,8 +6,13 @@ from systolic.job.serving_memory import ServingMemory
 from systolic.serving.batch.buckets import Shapes, choose
 from systolic.serving.compiles import CompileFacts
 from systolic.serving.display.log import ConsoleLog
-from systolic.serving.http.load_metrics import BatchLoadMetrics, TextLoadMetrics
-from systolic.serving.http.metrics import BatchMetrics, Metrics, TextMetrics
+from systolic.serving.http.metrics import (
+    BatchLoadMetrics,
+    BatchMetrics,
+    Metrics,
+    TextLoadMetrics,
+    TextMetrics,
+)
 from systolic.serving.text.buckets import Buckets, TextTraffic
 
 

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from systolic.serving.http.limits import HttpLimits
+from systolic.serving.http.keys import HttpLimits
 from systolic.serving.http.metrics import Metrics
 from systolic.serving.http.process import Address, Process
 from systolic.serving.http.state import ServerState

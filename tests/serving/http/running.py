@@ -15,8 +15,7 @@ import httpx
 from systolic.data.text.chat import ChatTemplate
 from systolic.data.text.tokenizer import Tokenizer
 from systolic.serving.batch.request import ModelKind
-from systolic.serving.http.keys import Keys
-from systolic.serving.http.limits import HttpLimits
+from systolic.serving.http.keys import HttpLimits, Keys
 from systolic.serving.http.metrics import BatchMetrics, Metrics, TextMetrics
 from systolic.serving.http.process import Address, Process
 from systolic.serving.http.state import ServerState

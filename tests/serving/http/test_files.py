@@ -18,8 +18,8 @@ from PIL import Image
 from tritonclient.utils import InferenceServerException
 
 import systolic
-from systolic.data.image.external_images import OutsidePictures
 from systolic.data.image.preparation import Preparation
+from systolic.formats.hugging_face.preprocessor import OutsidePictures
 from systolic.inference.predictor import Predictor
 from systolic.inference.rows import Bucket, Row
 from systolic.serving.batch.buckets import Shapes

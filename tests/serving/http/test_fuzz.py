@@ -11,7 +11,7 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 
 from systolic.serving.http import process
-from systolic.serving.http.limits import HttpLimits
+from systolic.serving.http.keys import HttpLimits
 from tests.serving.http.running import Running, echo_model, running, wait
 
 STARTS = (

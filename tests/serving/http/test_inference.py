@@ -12,8 +12,8 @@ from tritonclient.utils import InferenceServerException
 
 from systolic.core.errors import NotFoundError
 from systolic.serving.batch.request import ModelKind
+from systolic.serving.http.inference import DTYPES, datatype, named, to_bytes, to_json
 from systolic.serving.http.protocol import ProblemError
-from systolic.serving.http.tensors import DTYPES, datatype, named, to_bytes, to_json
 from systolic.serving.registry import ReloadPlan
 from tests.serving.http.running import Running, pending, running, toy_model
 

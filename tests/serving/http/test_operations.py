@@ -20,8 +20,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.serving.batch.request import ModelKind
-from systolic.serving.http.keys import Keys, new_key
-from systolic.serving.http.limits import HttpLimits, TokenBucket, duration
+from systolic.serving.http.keys import HttpLimits, Keys, TokenBucket, duration, new_key
 from tests.serving.http.running import Running, echo_model, running, toy_model, wait
 
 ASKED = {"model": "echo", "prompt": "hello", "max_tokens": 5}

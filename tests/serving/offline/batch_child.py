@@ -6,7 +6,7 @@ from systolic.cli.main import main
 from systolic.core.shutdown import remember_interrupts
 from systolic.serving.batch.request import ModelKind
 from systolic.serving.offline import batch as batching
-from systolic.serving.offline.answerer import Answerer
+from systolic.serving.offline.batch import Answerer
 from tests.serving.http.running import echo_model, toy_model
 
 

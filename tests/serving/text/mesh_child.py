@@ -16,13 +16,12 @@ from systolic.formats.source import open_source
 from systolic.inference.model import from_source
 from systolic.job import Precision
 from systolic.models.decoder.config import Decoder, Dispatch, Latent
-from systolic.serving.text import replica_placement as placement_module
+from systolic.serving.text import replicas as placement_module
 from systolic.serving.text.engine import Engine
 from systolic.serving.text.facts import EngineLoad, StepFacts
 from systolic.serving.text.memory import held_bytes
 from systolic.serving.text.opening import EngineSizes, open_engine
-from systolic.serving.text.replica_placement import ReplicaPlacement
-from systolic.serving.text.replicas import Replicas
+from systolic.serving.text.replicas import ReplicaPlacement, Replicas
 from systolic.serving.text.request import SamplingParams, TextOutput, TextRequest
 from systolic.steps.mesh import make_mesh
 from systolic.steps.paged import PagedSteps

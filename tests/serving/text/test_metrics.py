@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from systolic.serving.compiles import CompileFacts
-from systolic.serving.http.limits import HttpLimits
-from systolic.serving.http.load_metrics import TextLoadMetrics
-from systolic.serving.http.metrics import Metrics, TextMetrics
+from systolic.serving.http.keys import HttpLimits
+from systolic.serving.http.metrics import Metrics, TextLoadMetrics, TextMetrics
 from systolic.serving.http.state import ServerState
 from systolic.serving.registry import ModelRegistry, ServedText
 from systolic.serving.text.engine import Engine

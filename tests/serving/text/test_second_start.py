@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from systolic.compiling import program_fingerprint, program_store
+from systolic.compiling import program_store
 from systolic.compiling.program_store import EXECUTABLE, FINGERPRINT, EntryState, ProgramStore
 from systolic.core.store import SUMS
 from systolic.serving.text.opening import plan_engine
@@ -157,12 +157,12 @@ def test_whatever_changes_a_program_is_a_miss_that_names_it(cache, small, monkey
     folder, _ = cache
     sizes, name = SIZES, ""
     if change == "source":
-        changed = {**program_fingerprint.sources(), "models": "0" * 16}
-        monkeypatch.setattr(program_fingerprint, "sources", lambda: changed)
+        changed = {**program_store.sources(), "models": "0" * 16}
+        monkeypatch.setattr(program_store, "sources", lambda: changed)
         name = "source.models is 0000000000000000, kept with "
     elif change == "version":
-        changed = {**program_fingerprint.versions(), "jaxlib": "0.10.1"}
-        monkeypatch.setattr(program_fingerprint, "versions", lambda: changed)
+        changed = {**program_store.versions(), "jaxlib": "0.10.1"}
+        monkeypatch.setattr(program_store, "versions", lambda: changed)
         name = "versions.jaxlib is 0.10.1, kept with "
     elif change == "setting":
         old = jax.config.values["jax_default_matmul_precision"]
@@ -179,7 +179,7 @@ def test_whatever_changes_a_program_is_a_miss_that_names_it(cache, small, monkey
         monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
         name = "flags is --xla_cpu_enable_fast_math=true, kept with "
     elif change == "processor":
-        monkeypatch.setattr(program_fingerprint, "cpu_features", lambda: "another")
+        monkeypatch.setattr(program_store, "cpu_features", lambda: "another")
         name = "device.features is another, kept with "
     elif change == "variable":
         monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

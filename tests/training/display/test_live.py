@@ -12,9 +12,8 @@ from rich.console import Console
 from systolic.report.progress import ProgressLine
 from systolic.report.terminal import BoundedCurve, can_redraw, one_line, sparkline
 from systolic.runs.record import RunRecord
-from systolic.training.display.live import Live
+from systolic.training.display.live import MAX_LINES, Live, Screen
 from systolic.training.display.plain import Plain, headline
-from systolic.training.display.screen import MAX_LINES, Screen
 from systolic.training.display.verdict import judge
 from tests.training.display.fabricate_run import event, records, start, train
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from rich.console import Console
 
 from systolic.runs.record import RunRecord, load_run
+from systolic.training.display.live import Screen
 from systolic.training.display.plain import Plain
-from systolic.training.display.screen import Screen
 from systolic.training.display.summary import plain_summary, print_panel
 from tests.training.display import fabricate_run
 

@@ -9,8 +9,7 @@ from systolic.core.errors import DataError, NotFoundError
 from systolic.data.image.augmentation import CHANCES, Augmentation
 from systolic.data.image.pictures import EVALUATION_SHARE, centre, crop, decode, random_box, upright
 from systolic.data.image.preparation import Preparation
-from systolic.data.random_access import Picks, Table
-from systolic.data.shuffle import uniform
+from systolic.data.random_access import Picks, Table, uniform
 from systolic.data.skipped_files import SIDE, pack
 from systolic.job.data import MASK, OnError
 

@@ -1,7 +1,13 @@
-"""Corpora: documents by number from files of several kinds, none of which is loaded completely."""
+"""Corpora: documents by number from files of several kinds, none of which is loaded completely.
+
+Order of a Parquet file: whether its row groups are sorted or grouped by a column, from the file's statistics.
+
+Finds the corpus at a path: the files, their kind, and the reader.
+"""
 
 import hashlib
 import itertools
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import lru_cache
@@ -10,10 +16,38 @@ from typing import Any
 
 import numpy as np
 
-from systolic.core.errors import DataError, MissingExtraError, nearest
-from systolic.data.shuffle import mix
-from systolic.data.text.line_files import UTF8_MARK, not_json
-from systolic.data.text.parquet_order import sorted_by
+from systolic.core.errors import DataError, MissingExtraError, NotFoundError, nearest
+from systolic.core.files import nearest_file
+from systolic.data.random_access import mix
+from systolic.data.text.line_files import UTF8_MARK, WIDE_MARKS, not_json, refuse_other
+
+FEWEST_GROUPS = 8
+"""Number of row groups from which an order matters although some groups are shuffled together."""
+
+
+def sorted_by(about: Any) -> str:
+    """Column by which a file is sorted or grouped; "" if there is none or groups are few.
+
+    A column that only counts rows does not qualify: some group must hold a single value.
+
+    Args:
+        about: ``pyarrow.parquet.FileMetaData``.
+    """
+    groups = [about.row_group(number) for number in range(about.num_row_groups)]
+    if len(groups) < FEWEST_GROUPS:
+        return ""
+    for number in range(about.num_columns):
+        statistics = [group.column(number).statistics for group in groups]
+        if not all(one is not None and one.has_min_max for one in statistics):
+            continue
+        ranges = [(one.min, one.max) for one in statistics]
+        alone = [low for low, high in ranges if low == high]
+        ordered = all(high <= low for (_, high), (low, _) in itertools.pairwise(ranges))
+        grouped = 2 * len(alone) >= len(ranges)
+        if alone and ranges[0] != ranges[-1] and (ordered or grouped):
+            return groups[0].column(number).path_in_schema
+    return ""
+
 
 CHECKED_BYTES = 1 << 20
 """Bytes of the first JSONL file that are checked on opening; other lines are checked when read."""
@@ -375,3 +409,171 @@ def _key(name: str) -> int:
 def _keys(name: str, count: int) -> np.ndarray:
     numbers = np.arange(1, count + 1, dtype=np.uint64)
     return mix(np.array([_key(name)], np.uint64) + numbers * np.uint64(0x9E3779B97F4A7C15))
+
+
+TEXT = frozenset(
+    (
+        ".txt",
+        ".md",
+        ".rst",
+        ".tex",
+        ".html",
+        ".xml",
+        ".csv",
+        ".log",
+        ".py",
+        ".pyi",
+        ".c",
+        ".h",
+        ".cc",
+        ".cpp",
+        ".hpp",
+        ".cu",
+        ".java",
+        ".js",
+        ".ts",
+        ".go",
+        ".rs",
+        ".rb",
+        ".php",
+        ".sh",
+        ".sql",
+        ".scala",
+        ".kt",
+        ".swift",
+        ".jl",
+        ".r",
+        ".lua",
+        ".toml",
+        ".yaml",
+        ".yml",
+    )
+)
+"""Suffixes of files that are one document each."""
+
+LINES = frozenset((".jsonl", ".ndjson"))
+PARQUET = frozenset((".parquet",))
+RECORDS = frozenset((".array_record", ".arrayrecord"))
+HEAD_BYTES = 1 << 16
+"""Bytes read from a file to tell text from binary."""
+
+_DECOMPRESSED = {".gz": "gunzip -k", ".zst": "zstd -d", ".bz2": "bunzip2 -k", ".xz": "unxz -k"}
+"""How a compressed file is decompressed, by its suffix."""
+
+
+@lru_cache(maxsize=16)
+def find_corpus(path: Path, field: str, piece_bytes: int, stamp: int) -> Corpus:
+    """The documents at ``path``: a file, a folder of files of one kind, or a ``datasets`` folder.
+
+    Args:
+        path: as above.
+        field: the JSONL field or column that holds the text.
+        piece_bytes: plain text files longer than this are several documents.
+        stamp: :func:`changed_ns` of the path, so that changed data is read anew.
+
+    Raises:
+        NotFoundError: no such path.
+        DataError: no readable file, several kinds at once, or no such field.
+    """
+    del stamp
+    if not path.exists():
+        raise NotFoundError(
+            f"{path} does not exist{nearest_file(path)}; give a file or folder of text"
+        )
+    if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
+        return HuggingFace(path, field)
+    root = path if path.is_dir() else path.parent
+    found = _listed(path) if path.is_dir() else [path]
+    kinds = {
+        kind: [file for file in found if file.suffix.lower() in suffixes]
+        for kind, suffixes in (("JSONL", LINES), ("Parquet", PARQUET), ("ArrayRecord", RECORDS))
+    }
+    kinds = {kind: files for kind, files in kinds.items() if files}
+    if len(kinds) > 1:
+        raise DataError(
+            f"{path} holds both {' and '.join(kinds)} files; give one of them by its path"
+        )
+    if not kinds:
+        return _plain(path, root, found, piece_bytes)
+    kind, files = next(iter(kinds.items()))
+    if kind == "JSONL":
+        for file in files:
+            check_encoding(file)
+        return Lines(root, files, field)
+    if kind == "Parquet":
+        return Parquet(root, files, field)
+    return ArrayRecords(root, files)
+
+
+def changed_ns(path: Path) -> int:
+    """Time of the last change of a file or the newest file in a folder; 0 if absent."""
+    if not path.is_dir():
+        return path.stat().st_mtime_ns if path.exists() else 0
+    return max((file.stat().st_mtime_ns for file in _listed(path)), default=0)
+
+
+def _plain(path: Path, root: Path, found: list[Path], piece_bytes: int) -> Corpus:
+    texts = found if path.is_file() else [file for file in found if file.suffix.lower() in TEXT]
+    packed = next((file for file in found if file.suffix.lower() in _DECOMPRESSED), None)
+    if packed is not None and packed in (texts or [packed]):
+        raise DataError(
+            f"{packed} is compressed, and text is read at any place of its files; decompress it first: {_DECOMPRESSED[packed.suffix.lower()]} {packed}"
+        )
+    if path.is_file():
+        refuse_other(path)
+    if path.is_file() and path.suffix.lower() in (
+        ".json",
+        ".arrow",
+        ".safetensors",
+        ".zip",
+        ".tar",
+    ):
+        raise DataError(
+            f"{path} is not text; Systolic reads plain text, .jsonl, .parquet, .array_record and datasets folders"
+        )
+    if not texts:
+        raise DataError(
+            f"{path} holds no text; Systolic reads .txt, .md, code, .jsonl, .parquet, .array_record and datasets folders"
+        )
+    if path.is_file():
+        check_text(path)
+    return TextFiles(root, texts, piece_bytes)
+
+
+def check_encoding(file: Path) -> None:
+    """Refuses another Unicode than UTF-8, whose places can't be reached.
+
+    Raises:
+        DataError: its first bytes say so.
+    """
+    with file.open("rb") as opened:
+        first = opened.read(4)
+    other = next((name for mark, name in WIDE_MARKS.items() if first.startswith(mark)), None)
+    if other is not None:
+        raise DataError(
+            f"{file} is {other.upper()} by its first bytes, and text is read as UTF-8; convert it first: iconv -f {other.upper()} -t UTF-8"
+        )
+
+
+def check_text(file: Path) -> None:
+    """Refuses a binary file: one with a zero byte near its start.
+
+    Raises:
+        DataError: it is binary.
+    """
+    check_encoding(file)
+    with file.open("rb") as opened:
+        start = opened.read(HEAD_BYTES)
+    if (place := start.find(b"\0")) >= 0:
+        raise DataError(
+            f"{file} is binary, not text (a zero byte at {place}); give plain text, .jsonl, .parquet or .array_record"
+        )
+
+
+def _listed(folder: Path) -> list[Path]:
+    """All files below a folder but hidden ones, by relative path."""
+    found = []
+    for here, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [Path(here, name) for name in names if not name.startswith(".")]
+    return sorted(found, key=lambda file: file.relative_to(folder).as_posix())

@@ -9,8 +9,7 @@ import numpy as np
 
 from systolic.core.errors import DataError, MissingExtraError
 from systolic.data.text.documents import Documents
-from systolic.data.text.pack import fresh_folder
-from systolic.data.text.packed import find_packed
+from systolic.data.text.packed import find_packed, fresh_folder
 from systolic.data.text.tokenizer import Tokenizer
 from systolic.data.text.tokenizer_config import CONFIG
 from systolic.job import Split

@@ -6,10 +6,10 @@ from contextlib import ExitStack
 from typing import Any
 
 from systolic.core.units import duration, gibibytes
-from systolic.explaining.display.steps import print_step
 from systolic.explaining.display.text import (
     overlap_remarks,
     print_causes,
+    print_step,
     profile_remark,
     program_remarks,
 )
@@ -20,8 +20,8 @@ from systolic.planning.display.progress import stage
 from systolic.planning.display.readings import step
 from systolic.planning.fit_ladder import difference
 from systolic.planning.plan import reason_of
+from systolic.report.output import StderrReporter
 from systolic.report.progress import ProgressLine
-from systolic.report.stderr import StderrReporter
 
 CHANGES_TRAINING = "  [changes training]"
 HEADS: Mapping[ExplainStage, str] = {

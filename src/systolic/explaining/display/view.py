@@ -11,9 +11,8 @@ from systolic.report.output import print_json
 
 if TYPE_CHECKING:
     from systolic.explaining.calibrate import Calibrated
-    from systolic.explaining.explainer import StepExplanation
+    from systolic.explaining.explainer import ProgramExplanation, StepExplanation
     from systolic.explaining.profiles import ProfileExplanation
-    from systolic.explaining.program import ProgramExplanation
     from systolic.explaining.runs import RunExplanation
     from systolic.explaining.saved import StepComparison
     from systolic.forecasting.calibrations import CalibrationRecord
@@ -26,7 +25,7 @@ def show(made: "StepExplanation | StepComparison", *, json: bool = False) -> int
         made: The explanation, or the comparison.
         json: Print one JSON object on stdout.
     """
-    from systolic.explaining.display.steps import show_comparison, show_step
+    from systolic.explaining.display.text import show_comparison, show_step
     from systolic.explaining.saved import StepComparison
 
     if isinstance(made, StepComparison):
@@ -42,8 +41,7 @@ def show_run(made: "RunExplanation", *, json: bool = False) -> int:
         json: Print one JSON object on stdout.
     """
     from systolic.explaining.command import ExplainedKind
-    from systolic.explaining.display.steps import plain
-    from systolic.explaining.display.text import print_causes, run_remarks
+    from systolic.explaining.display.text import plain, print_causes, run_remarks
     from systolic.explaining.profiles import is_profile
 
     if json:
@@ -80,7 +78,7 @@ def show_profile(
         json: Print one JSON object on stdout.
     """
     from systolic.explaining.command import ExplainedKind
-    from systolic.explaining.display.steps import plain, show_remedies
+    from systolic.explaining.display.text import plain, show_remedies
     from systolic.forecasting.display.profiled import beside_json, print_beside
 
     if html is not None:
@@ -128,8 +126,13 @@ def show_program(made: "ProgramExplanation", *, json: bool = False) -> int:
         json: Print one JSON object on stdout.
     """
     from systolic.explaining.command import ExplainedKind
-    from systolic.explaining.display.steps import calibration_name, plain
-    from systolic.explaining.display.text import print_causes, step_remarks, step_title
+    from systolic.explaining.display.text import (
+        calibration_name,
+        plain,
+        print_causes,
+        step_remarks,
+        step_title,
+    )
     from systolic.forecasting.display.text import print_forecast
 
     step = made.forecast

@@ -37,9 +37,9 @@ from systolic.job.serving_memory import PADDING_PAGES, ServingMemory
 from systolic.models.decoder.config import Decoder
 from systolic.recipes.models.named import is_model
 from systolic.sim.calibration import Calibration
-from systolic.sim.hbm_contention import memory_seconds
 from systolic.sim.incomplete import NOTHING, Given
 from systolic.sim.rates import rates_of
+from systolic.sim.simulate import memory_seconds
 from systolic.steps.lengths import check_length, longest_by_files, longest_text
 
 PAGE_SIZE = 64

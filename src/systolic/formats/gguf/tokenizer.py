@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from systolic.core.digest import digest
 from systolic.core.errors import DataError, MissingExtraError, OptionError, misspelt
-from systolic.core.files import write_atomically
+from systolic.core.files import digest, write_atomically
 from systolic.core.store import cache_home
 from systolic.data.text.chat import find_template
 from systolic.data.text.tokenizer import Tokenizer as Known

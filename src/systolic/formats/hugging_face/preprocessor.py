@@ -1,24 +1,117 @@
-"""The job of an imported image model: preprocessor_config.json, the names of classes, and how they are used."""
+"""The job of an imported image model: preprocessor_config.json, the names of classes, and how they are used.
+
+Picture files for a model whose training pictures are elsewhere.
+"""
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 from systolic.core.errors import OptionError
-from systolic.data.image.external_images import OutsidePictures
+from systolic.core.ranges import Range, check
 from systolic.data.image.images import Images
 from systolic.data.image.pictures import EVALUATION_SHARE
 from systolic.data.image.preparation import Preparation, Resample
 from systolic.formats.source import Source, dtypes_of
-from systolic.job import Batch, Job
+from systolic.job import Batch, Data, Field, Job, Read, Split
+from systolic.job.data import Batches
 from systolic.models.families import read_config
 from systolic.models.vision.mobilenet.config import MobileNetV2
-from systolic.models.vision.pixels import HALF, IMAGENET_MEAN, IMAGENET_STD, Pixels, image_size
+from systolic.models.vision.pixels import (
+    HALF,
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    Pixels,
+    image_size,
+    labels,
+)
 from systolic.models.vision.resnet.config import ResNet
-from systolic.models.vision.rules import labels
 from systolic.models.vision.vit.config import ViT
 from systolic.steps.tasks.classification import Classification
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutsidePictures(Data):
+    """Pictures given one by one; all splits are empty."""
+
+    preparation: Preparation
+    channels: Annotated[int, Range(least=1, most=3)] = 3
+    classes: tuple[str, ...] = ()
+    """Names of the classes in label order; () where none are known."""
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    def fields(self) -> Mapping[str, Field]:
+        """image uint8[side, side, channels] and label int32[]."""
+        side = self.preparation.side
+        return {
+            "image": Field(shape=(side, side, self.channels), dtype="uint8"),
+            "label": Field(shape=(), dtype="int32"),
+        }
+
+    def size(self, split: Split) -> int:
+        """0: there are no pictures."""
+        del split
+        return 0
+
+    def labels(self) -> tuple[str, ...]:
+        """See :class:`Data`."""
+        return self.classes
+
+    def notes(self) -> tuple[str, ...]:
+        """That labels are numbers, where names are not known."""
+        if self.classes:
+            return ()
+        return ("the model does not say the names of its classes; labels are their numbers",)
+
+    def open(self, read: Read) -> Batches:
+        """Refuses.
+
+        Raises:
+            OptionError: always.
+        """
+        raise OptionError(
+            f"an imported model brings no {read.split.value} pictures; give a folder of pictures with --path"
+        )
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """A picture, or a .npy array, as image uint8[side, side, channels]; see :meth:`Images.load`."""
+        return self._images(path.parent).load(path)
+
+    def read(self, content: bytes, name: str) -> dict[str, Any]:
+        """A picture's content; see :meth:`Images.read`."""
+        return self._images(Path()).read(content, name)
+
+    def at(self, path: Path) -> Images:
+        """Class folders at a path, named by the classes.
+
+        Raises:
+            OptionError: the names of the classes are not known.
+            DataError: a class folder that the model does not know, or folders of splits.
+        """
+        if not self.classes:
+            raise OptionError(
+                f"--path is {path}, but the model does not say the names of its classes; add id2label to its config.json"
+            )
+        return self._images(path).at(path)
+
+    def _images(self, path: Path) -> Images:
+        side = self.preparation.side
+        return Images(
+            path=path,
+            side=side,
+            channels=self.channels,
+            classes=self.classes,
+            preparation=self.preparation,
+        )
+
+    def with_labels(self, labels: tuple[str, ...]) -> "OutsidePictures":
+        """See :class:`Data`."""
+        return replace(self, classes=labels)
+
 
 PICTURED = (ResNet, ViT, MobileNetV2)
 """Image models that transformers has."""

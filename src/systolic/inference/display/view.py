@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from systolic.core.units import si
 from systolic.report.figures import plural
-from systolic.report.output import print_json, warn
-from systolic.report.stderr import StderrReporter
+from systolic.report.output import StderrReporter, print_json, warn
 
 if TYPE_CHECKING:
     from systolic.inference.results import (

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from systolic.job import Target
-from systolic.models.masking import Logits, soft_cap
+from systolic.models.attention import Logits, soft_cap
 
 LARGEST_CODE = 127
 """Of a cache in int8, either sign."""

@@ -1,14 +1,31 @@
-"""Stretches of layers that repeat one unit: a layer, or dense ones and then a mixture."""
+"""Stretches of layers that repeat one unit: a layer, or dense ones and then a mixture.
+
+Layers that lie stacked along a leading dim, run one after another by a scan.
+
+Layers that differ in what is static (a window, a wavelength) repeat after a period. The body of the
+scan is then one period, so that a program grows with the period and not with the layers.
+
+Pipeline parallelism inside one program.
+
+The activations of all stages are one array [stages, microbatch, ...] sharded over the pipeline
+axis. At each tick every stage runs its layers on its slot (a ``vmap``), then the array is rolled by
+one: the partitioner turns the roll into a neighbour exchange. A pass takes
+microbatches + stages - 1 ticks; the stages - 1 extra ones are the pipeline bubble.
+"""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from systolic.models.layered import Layered
+from systolic.core.errors import LayoutError
+from systolic.job import Target
+from systolic.models.grouped import Layered
+from systolic.models.layers import STREAM
+from systolic.models.quantized.placement import with_members_apart
 
 EXPERTS = "experts"
 """Logical name of the dim of a mixture's experts."""
@@ -126,3 +143,134 @@ class Stretch(NamedTuple):
             return x, join(said)
 
         return unit
+
+
+Layer = Callable[[jax.Array, Any], tuple[jax.Array, Any]]
+"""The residual stream and one layer's arrays to the stream after it and a tree of arrays."""
+
+
+def at(stacked: Any, number: Any) -> Any:
+    """Layer ``number`` int32[] of arrays [layers, ...], read where it lies."""
+    return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, number, keepdims=False), stacked)
+
+
+def stack(said: Sequence[Any]) -> Any:
+    """Trees of arrays as one of arrays with a leading dim."""
+    return jax.tree.map(lambda *each: jnp.stack(each), *said)
+
+
+def run_layers(
+    period: Sequence[Layer], x: jax.Array, stacked: Any, *, in_place: bool = False
+) -> tuple[jax.Array, Any]:
+    """``x`` after all layers and the layers' figures, stacked [layers, ...].
+
+    Args:
+        period: The layers' functions; layer ``n`` runs under number ``n`` modulo their count.
+        x: What the first layer takes.
+        stacked: Arrays [layers, ...]; the last period may be cut short.
+        in_place: Reads each layer from the whole stack, for programs without a gradient: a last
+            period that is cut short otherwise costs a copy of the others.
+    """
+    stacked = with_members_apart(stacked)
+    if len(period) == 1:
+        return jax.lax.scan(period[0], x, stacked)
+    layers = jax.tree.leaves(stacked)[0].shape[0]
+    groups, left = divmod(layers, len(period))
+    inside = groups * len(period)
+
+    def group(x: jax.Array, given: Any) -> tuple[jax.Array, Any]:
+        said = []
+        for number, layer in enumerate(period):
+            if in_place:
+                own = at(stacked, given * len(period) + number)
+            else:
+                own = jax.tree.map(lambda a, number=number: a[number], given)
+            x, told = layer(x, own)
+            said.append(told)
+        return x, stack(said)
+
+    found = []
+    if groups:
+        split = jax.tree.map(
+            lambda a: a[:inside].reshape(groups, len(period), *a.shape[1:]), stacked
+        )
+        x, said = jax.lax.scan(group, x, jnp.arange(groups) if in_place else split)
+        found.append(jax.tree.map(lambda a: a.reshape(inside, *a.shape[2:]), said))
+    for number in range(left):
+        x, told = period[number](x, jax.tree.map(lambda a, n=inside + number: a[n], stacked))
+        found.append(jax.tree.map(lambda a: a[None], told))
+    return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)
+
+
+def num_microbatches(target: Target, batch: int) -> int:
+    """Microbatches of a pass over ``batch`` examples.
+
+    Raises:
+        LayoutError: they don't divide the batch.
+    """
+    layout = target.layout
+    wanted = layout.num_microbatches(batch)
+    if batch % (wanted * layout.batch_ways):
+        raise LayoutError(
+            f"layout.microbatches {wanted} x {layout.batch_ways} batch shards does not divide the batch of {batch} per pass; change the batch or the microbatches"
+        )
+    return wanted
+
+
+def run_stages(
+    run: Callable[..., tuple[jax.Array, Any]],
+    stacked: Any,
+    x: jax.Array,
+    segments: jax.Array,
+    positions: jax.Array,
+    target: Target,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """All layers over x [batch, sequence, d_model]; returns it and the means f32[layers, ...] of the layers' figures.
+
+    ``run(x, state, segments, positions) -> (x, {name: f32[layers, ...]})`` runs some of the layers;
+    ``stacked`` has a leading dim of layers.
+    """
+    stages = target.layout.pipeline
+    count = num_microbatches(target, x.shape[0])
+
+    def names(ndim: int) -> tuple[str, ...]:
+        """Logical names of the stream's dims, or of those of segments and positions."""
+        return STREAM if ndim == len(STREAM) else ("batch", "sequence")
+
+    def split(array: jax.Array) -> jax.Array:
+        """[batch, ...] to [microbatches, batch / microbatches, ...], each device keeping its examples."""
+        parts = array.reshape(-1, count, *array.shape[1:]).swapaxes(0, 1)
+        return target.constrain(parts, None, *names(array.ndim))
+
+    def stage(
+        state: Any, x: jax.Array, segments: jax.Array, positions: jax.Array
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        return run(x, state, segments, positions)
+
+    by_stage = jax.tree.map(
+        lambda p: p.reshape(stages, p.shape[0] // stages, *p.shape[1:]), stacked
+    )
+    every_stage = jax.vmap(stage, spmd_axis_name="pipeline")
+    inputs = (split(x), split(segments), split(positions))
+    slots = jax.tree.map(lambda a: jnp.zeros((stages, *a.shape[1:]), a.dtype), inputs)
+
+    def tick(carry: Any, t: jax.Array) -> tuple[Any, Any]:
+        def feed(slot: jax.Array, source: jax.Array) -> jax.Array:
+            fresh = jax.lax.dynamic_index_in_dim(source, jnp.minimum(t, count - 1), keepdims=False)
+            moved = jnp.roll(slot, 1, axis=0).at[0].set(fresh)
+            return target.constrain(moved, "stages", *names(slot.ndim - 1))
+
+        x, segments, positions = jax.tree.map(feed, carry, inputs)
+        x, said = every_stage(by_stage, x, segments, positions)
+        x = target.constrain(x, "stages", *STREAM)
+        age = t - jnp.arange(stages)
+        useful = ((age >= 0) & (age < count)).astype(jnp.float32)
+        said = jax.tree.map(lambda value: value * useful.reshape(-1, *[1] * (value.ndim - 1)), said)
+        return (x, segments, positions), (x[-1], said)
+
+    _, (outputs, said) = jax.lax.scan(tick, slots, jnp.arange(count + stages - 1))
+    out = outputs[stages - 1 :].swapaxes(0, 1).reshape(x.shape)
+    means = jax.tree.map(
+        lambda value: (value.sum(axis=0) / count).reshape(-1, *value.shape[3:]), said
+    )
+    return target.constrain(out, *STREAM), means

@@ -4,9 +4,8 @@ import enum
 from dataclasses import dataclass
 from typing import Annotated
 
-from systolic.core.dependent_options import Needs, check_needs
 from systolic.core.errors import OptionError
-from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, Range, check
+from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, Needs, Range, check, check_needs
 
 LATENT = Needs(
     "model.latent.kv-lora-rank",

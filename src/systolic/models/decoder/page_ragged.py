@@ -20,9 +20,9 @@ from jax.sharding import PartitionSpec
 
 from systolic.chips import usual
 from systolic.job import ServedCache, Target
+from systolic.models.attention import Logits
 from systolic.models.decoder.cache import coded
 from systolic.models.decoder.page_arrays import PageRows, narrowed, pages_at
-from systolic.models.masking import Logits
 
 if TYPE_CHECKING:
     from systolic.models.decoder.config import Decoder

@@ -16,8 +16,7 @@ from jax.experimental.layout import Layout as Order
 from jax.sharding import NamedSharding, PartitionSpec
 
 from systolic.job import ServedCache
-from systolic.models.decoder.page_arrays import PageArrays, PageRows
-from systolic.models.decoder.page_kernels import LayerPages
+from systolic.models.decoder.page_arrays import LayerPages, PageArrays, PageRows
 from systolic.models.decoder.page_ragged import RaggedArrays, RaggedPages, unsuited
 
 if TYPE_CHECKING:

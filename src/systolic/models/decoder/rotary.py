@@ -5,9 +5,8 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
-from systolic.core.dependent_options import Needs, check_needs
 from systolic.core.errors import OptionError
-from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, Range, check
+from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, Needs, Range, check, check_needs
 
 
 class Stretching(enum.Enum):

@@ -8,14 +8,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from systolic.job import Target
-from systolic.models.attention import attention
+from systolic.models.attention import Masking, attention
 from systolic.models.encoder.config import Encoder, FeedForward
-from systolic.models.layers import LayerNorm, zeros
+from systolic.models.layers import STREAM, LayerNorm, gathered, name, rematerialise, weight, zeros
 from systolic.models.linear import product
-from systolic.models.masking import Masking
-from systolic.models.parameters import weight
-from systolic.models.remat import name, rematerialise
-from systolic.models.residual import STREAM, gathered
 
 DEVIATION = 0.02
 """Standard deviation of all weights at the start (Devlin et al. 2019)."""

@@ -120,8 +120,8 @@ class TorchModule(ForeignModel):
         return (*compared.notes, note)
 
     def build(self, rngs: "nnx.Rngs", target: Target) -> "nnx.Module":
-        """A :class:`~systolic.models.program.module.ProgramModule` with the module's weights."""
-        from systolic.models.program.module import ProgramModule
+        """A :class:`~systolic.models.program.function.ProgramModule` with the module's weights."""
+        from systolic.models.program.function import ProgramModule
 
         return ProgramModule(self.function(), rngs, target)
 
@@ -173,8 +173,8 @@ class KerasModel(ForeignModel):
         return ()
 
     def build(self, rngs: "nnx.Rngs", target: Target) -> "nnx.Module":
-        """A :class:`~systolic.models.program.module.ProgramModule` with the model's weights."""
-        from systolic.models.program.module import ProgramModule
+        """A :class:`~systolic.models.program.function.ProgramModule` with the model's weights."""
+        from systolic.models.program.function import ProgramModule
 
         return ProgramModule(self.function(), rngs, target)
 

@@ -20,7 +20,7 @@ from systolic.models.adapters import (
     factored_of,
     inputs_of,
 )
-from systolic.models.layered import Layered
+from systolic.models.grouped import Layered
 from systolic.models.quantized.codes import (
     SCALES_DTYPE,
     Quantized,

@@ -13,8 +13,8 @@ from systolic.planning.goal import days
 from systolic.planning.plan import Trial, reason_of
 from systolic.planning.search import SearchProgress, SearchStage
 from systolic.report import figures, progress, terminal
+from systolic.report.output import StderrReporter
 from systolic.report.progress import LiveArea
-from systolic.report.stderr import StderrReporter
 
 RUNNING = 4
 """Most running compiles that are named."""

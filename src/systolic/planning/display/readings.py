@@ -11,8 +11,7 @@ from systolic.forecasting.cautions import summary
 from systolic.forecasting.display import readings
 from systolic.job import Layout
 from systolic.planning.candidate import Candidate
-from systolic.planning.goal import days
-from systolic.planning.objective import Objective, PriceTerm
+from systolic.planning.goal import Objective, PriceTerm, days
 from systolic.planning.plan import CompileDepth, Plan, SearchStop, Trial, reason_of
 from systolic.planning.space import RefusalRule, Refused
 from systolic.planning.wall import Wall

@@ -29,9 +29,8 @@ def show(
         html: Write a page to this file: time against cost, the ranking, memory, the mesh on the torus.
         json: Print the plan as one JSON object on stdout.
     """
-    from systolic.planning.display.notes import notes
     from systolic.planning.display.readings import command
-    from systolic.planning.display.text import print_plan
+    from systolic.planning.display.text import notes, print_plan
     from systolic.planning.plan import SearchStop
 
     interrupted = plan.stopped is SearchStop.interrupted

@@ -18,10 +18,9 @@ from systolic.recipes import Recipe
 from systolic.recipes.jobs.plan import under_plan
 from systolic.recipes.jobs.source import JobSource, recipe_of
 from systolic.runs import paths, trust
-from systolic.runs.job_record import JobRecord
+from systolic.runs.job_record import JobRecord, job_from_json
 from systolic.runs.revision import check_revision
 from systolic.runs.run import JOB, MODULES, RECIPE, TOKENIZER, Run
-from systolic.runs.saved_job import job_from_json
 
 
 class Rebuilt(NamedTuple):

@@ -13,8 +13,8 @@ from systolic.job import Job, Layout
 from systolic.recipes import Recipe
 from systolic.recipes.jobs.plan import kept_choice, planned_options, under_plan
 from systolic.runs import paths
+from systolic.runs.job_record import types_of
 from systolic.runs.plan_choice import Chosen
-from systolic.runs.saved_job import types_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,7 +67,7 @@ def recipe_of_model(target: str) -> Callable[..., Job]:
         DataError: the file is damaged.
     """
     if (folder := _program(target)) is not None:
-        from systolic.recipes.models.program import recipe_of_program  # imports NumPy
+        from systolic.recipes.models.other import recipe_of_program  # imports NumPy
 
         return recipe_of_program(folder)
     found = _found(target)

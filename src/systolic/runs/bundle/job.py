@@ -9,7 +9,7 @@ from typing import Any
 from systolic.core.errors import DataError, OptionError, RunError, SystolicError
 from systolic.job import Adapter, Data, Job, Layout, Model, Task
 from systolic.runs.bundle.record import BundleRecord
-from systolic.runs.saved_job import job_from_json, types_of
+from systolic.runs.job_record import job_from_json, types_of
 
 MODEL = "model"
 """The field that a Bundle has beside its job."""

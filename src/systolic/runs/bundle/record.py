@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from systolic.core.digest import canonical
+from systolic.core.files import canonical
 from systolic.runs.bundle.packed import QuantizedRecord
 
 KIND = "systolic-bundle"

@@ -15,7 +15,7 @@ from systolic.core.errors import NotFoundError, RunError
 from systolic.core.files import write_atomically, write_json
 from systolic.runs import manifest
 from systolic.runs.access import Lock
-from systolic.runs.remote import disk_space
+from systolic.runs.remote import store
 from systolic.runs.remote.store import BucketFolder, Objects, copies, in_bucket, origin
 from systolic.runs.remote.upload import (
     CHECKPOINTS,
@@ -36,7 +36,7 @@ def _quietly(text: str) -> None:
     """Ignores messages; the default of ``tell``."""
 
 
-def pull(path: Path | str, tell: disk_space.Tell = _quietly) -> Path:
+def pull(path: Path | str, tell: store.Tell = _quietly) -> Path:
     """Updates and returns the local copy of a path in a bucket; a local path is returned unchanged.
 
     The copy of a run that a process on this machine is writing is newer than the bucket and stays unchanged. Only one
@@ -53,11 +53,11 @@ def pull(path: Path | str, tell: disk_space.Tell = _quietly) -> Path:
     folder = in_bucket(path)
     if folder is None:
         return Path(path)
-    with disk_space.alone(folder.copy, tell):
+    with store.alone(folder.copy, tell):
         return _pulled(Objects(folder), tell)
 
 
-def _pulled(objects: Objects, tell: disk_space.Tell) -> Path:
+def _pulled(objects: Objects, tell: store.Tell) -> Path:
     copy = objects.folder.copy
     if objects.exists(""):
         _download(objects, [""], tell)
@@ -83,7 +83,7 @@ def has(folder: Path, name: str) -> bool:
 
 
 def bring(
-    objects: Objects, tell: disk_space.Tell = _quietly, *, sends: bool = True, claims: bool = False
+    objects: Objects, tell: store.Tell = _quietly, *, sends: bool = True, claims: bool = False
 ) -> None:
     """Updates a copy from the bucket, except the arrays of checkpoints; first uploads files that never were.
 
@@ -137,7 +137,7 @@ def complete(step: Path) -> None:
     run = origin(step.parent.parent)
     if run is None:
         return
-    with disk_space.alone(run.copy, _quietly):
+    with store.alone(run.copy, _quietly):
         _complete(step, run)
 
 
@@ -150,7 +150,7 @@ def _complete(step: Path, run: BucketFolder) -> None:
     absent = [name for name, size in sizes.items() if _size(step / name) != size]
     if absent:
         objects = Objects(run)
-        disk_space.require(run.url, sum(sizes[name] for name in absent), run.copy.parent)
+        store.require(run.url, sum(sizes[name] for name in absent), run.copy.parent)
         below = f"{CHECKPOINTS}/{step.name}/"
         changing = [n for n in objects.names(below) if n.removeprefix(below) not in sizes]
         try:
@@ -165,7 +165,7 @@ def again(path: Path) -> Path:
     return path if folder is None else pull(folder.url)
 
 
-def _download(objects: Objects, names: Sequence[str], tell: disk_space.Tell | None = None) -> None:
+def _download(objects: Objects, names: Sequence[str], tell: store.Tell | None = None) -> None:
     """Downloads objects that are missing here or have changed; with ``tell``, checks and reports their size first."""
     copy = objects.folder.copy
     record = copy.with_name(f".{copy.name}.versions.json")
@@ -174,7 +174,7 @@ def _download(objects: Objects, names: Sequence[str], tell: disk_space.Tell | No
         known = json.loads(record.read_text())
     new = [name for name in names if name not in known or not (copy / name).exists()]
     if tell is not None:
-        disk_space.check(objects.folder.url, new, objects.reaches, copy.parent, tell)
+        store.check(objects.folder.url, new, objects.reaches, copy.parent, tell)
 
     def one(name: str) -> None:
         file = copy / name
@@ -185,7 +185,7 @@ def _download(objects: Objects, names: Sequence[str], tell: disk_space.Tell | No
             )
         content, version = found
         if not file.exists() or not version or known.get(name) != version:
-            disk_space.require(objects.folder.url, len(content), copy.parent)
+            store.require(objects.folder.url, len(content), copy.parent)
             write_atomically(file, content)
             known[name] = version
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from systolic.core.errors import RunError
 from systolic.core.files import write_atomically, write_json
 from systolic.runs import manifest, replace
-from systolic.runs.remote import disk_space
+from systolic.runs.remote import store
 from systolic.runs.remote.sharded_upload import CHECKPOINTS, HostParts, Part
 from systolic.runs.remote.store import Objects
 
@@ -107,7 +107,7 @@ def _is_ours(objects: Objects, sent: SentRecord) -> bool:
     return digest == sent.records or goes_on
 
 
-def send_rest(objects: Objects, tell: disk_space.Tell, *, sends: bool = True) -> None:
+def send_rest(objects: Objects, tell: store.Tell, *, sends: bool = True) -> None:
     """Uploads files that a writer left in a copy because it was killed or its bucket was unreachable.
 
     Moves them to another folder instead if the run has since continued elsewhere, or if ``sends`` is false. Parts of
@@ -183,7 +183,7 @@ class Sender:
         self,
         objects: Objects,
         sent: Mapping[str, Stamp] | None = None,
-        tell: disk_space.Tell = _say,
+        tell: store.Tell = _say,
         part: Part | None = None,
     ) -> None:
         self._objects, self._copy, self._tell = objects, objects.folder.copy, tell

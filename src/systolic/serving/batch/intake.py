@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from systolic.core.errors import OptionError, nearest
-from systolic.inference.forms import Form
+from systolic.inference.predictor import Form
 from systolic.inference.readers import Example, Output
 from systolic.inference.rows import Row
 from systolic.serving.batch.options import InputLimits

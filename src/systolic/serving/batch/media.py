@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from systolic.core.errors import DataError, OptionError
-from systolic.inference.forms import FixedForm
+from systolic.inference.predictor import FixedForm
 from systolic.inference.readers import Example, Output, SpeechReader, TextReader, joined
 from systolic.serving.batch.intake import Inputs, Intake, encoded, form_of, names_of, one, spec_of
 from systolic.serving.batch.options import InputLimits

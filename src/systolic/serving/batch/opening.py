@@ -6,8 +6,7 @@ from systolic.compiling.program_store import ProgramStore
 from systolic.core.errors import OptionError
 from systolic.data.audio.recordings import Recordings
 from systolic.data.text.sentences import Sentences
-from systolic.inference.forms import FixedForm
-from systolic.inference.predictor import Predictor
+from systolic.inference.predictor import FixedForm, Predictor
 from systolic.inference.readers import SpeechReader, TextReader
 from systolic.job.data import Data
 from systolic.models.encoder.config import Encoder

@@ -14,7 +14,7 @@ from systolic.compiling.program_store import ProgramSpec, ProgramStore
 from systolic.core.errors import OptionError
 from systolic.data.input_files import InputFiles
 from systolic.formats.program.model import ExportedProgram
-from systolic.inference.forms import FixedForm
+from systolic.inference.predictor import FixedForm
 from systolic.inference.readers import Example, Output
 from systolic.inference.rows import Bucket, Row
 from systolic.job import Field

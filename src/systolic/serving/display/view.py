@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from systolic.core.reporter import reporter
-from systolic.report.output import print_json
-from systolic.report.stderr import StderrReporter
+from systolic.report.output import StderrReporter, print_json
 from systolic.serving.command import Listening, NewKey, ServerEnd
 
 if TYPE_CHECKING:

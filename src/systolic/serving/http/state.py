@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.types import Message, Receive, Send
 
 from systolic.core.errors import NotFoundError
-from systolic.serving.http.limits import HttpLimits, TokenBucket
+from systolic.serving.http.keys import HttpLimits, TokenBucket
 from systolic.serving.http.metrics import Metrics
 from systolic.serving.http.protocol import Dialect, ProblemError, bad, encode
 from systolic.serving.registry import (

@@ -1,20 +1,80 @@
-"""``systolic batch``: the requests of a file answered by a model, without a server."""
+"""``systolic batch``: the requests of a file answered by a model, without a server.
+
+Identity of the model that answered an output, in a file beside it: other weights or options do not continue it unseen.
+"""
 
 import asyncio
+import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from systolic.core.errors import DataError
+from systolic.core.files import write_json
 from systolic.core.reporter import reporter
 from systolic.formats.outline import model_contents
 from systolic.formats.registry import in_files
 from systolic.job import Precision
 from systolic.serving.http.telemetry import EventLog
-from systolic.serving.offline.answerer import Answerer
 from systolic.serving.offline.files import BatchInput, BatchOutput, BatchProgress
 from systolic.serving.server import ServeSettings, ServeTarget, checked_targets, open_served
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answerer:
+    """Everything that answers depend on, beside the lines that ask for them."""
+
+    model: str
+    """Its name, which answers hold."""
+    version: int
+    weights: str
+    """Digest of weights and config; a copy elsewhere has the same."""
+    texts: str
+    """Digest of tokenizer, chat template and preprocessing; empty where it has none of them."""
+    precision: str
+    """Precision of the computation."""
+    context: int
+    """Tokens of a text; 0 for the model's own limit."""
+
+    def begin(self, out: Path) -> None:
+        """Writes the file of an output that has no result yet.
+
+        Raises:
+            RunError: it can't be written.
+        """
+        write_json(answerer_file(out), asdict(self))
+
+    def check(self, out: Path) -> None:
+        """Compares the file of an output that has results.
+
+        Raises:
+            DataError: something else gave them, or the file is gone or damaged.
+        """
+        file = answerer_file(out)
+        try:
+            before = json.loads(file.read_bytes())
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"{out} has results, and {file} that says which model gave them can't be read; put it back, or name another output"
+            ) from error
+        known = before if isinstance(before, dict) else {}
+        differ = [
+            f"{name} {known.get(name)!s:.40}, now {value}"
+            for name, value in asdict(self).items()
+            if known.get(name) != value
+        ]
+        if differ:
+            raise DataError(
+                f"{out} has results of another model or other options ({'; '.join(differ)}); use those again, or name another output"
+            )
+
+
+def answerer_file(out: Path) -> Path:
+    """The file beside an output."""
+    return out.with_name(f"{out.name}.model.json")
+
 
 AHEAD = 2
 """Lines in flight for each text that is continued at once: while one runs, another waits for its place."""

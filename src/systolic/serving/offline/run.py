@@ -1,4 +1,7 @@
-"""The lines of an offline batch, asked of the server's application in this process."""
+"""The lines of an offline batch, asked of the server's application in this process.
+
+The application asked in its own process, without a socket.
+"""
 
 import asyncio
 import signal
@@ -6,18 +9,18 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
+from urllib.parse import unquote
 
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Scope
 
 from systolic.core.errors import RunError, SystolicError
 from systolic.serving.http.app import application
-from systolic.serving.http.in_process import InProcessResponse, post
-from systolic.serving.http.limits import HttpLimits
+from systolic.serving.http.keys import HttpLimits
 from systolic.serving.http.metrics import Metrics
 from systolic.serving.http.middleware import RequestMiddleware
-from systolic.serving.http.state import ServerState
+from systolic.serving.http.state import CONTEXT, RequestContext, ServerState
 from systolic.serving.http.telemetry import EventLog, NoTraces
 from systolic.serving.offline.files import BatchOutput, BatchProgress, digest_of
 from systolic.serving.offline.lines import (
@@ -29,6 +32,68 @@ from systolic.serving.offline.lines import (
     result_id,
 )
 from systolic.serving.registry import ModelRegistry, Served
+
+
+@dataclass(frozen=True, kw_only=True)
+class InProcessResponse:
+    """A whole answer."""
+
+    context: RequestContext
+    """Its request, with what was counted."""
+    body: bytes
+    json: bool
+    """Whether the body is one JSON value."""
+    retry_seconds: float | None = None
+    """When to come back, where the request was refused for now."""
+
+
+async def post(app: ASGIApp, url: str, body: bytes) -> InProcessResponse:
+    """Posts some JSON to a :class:`~systolic.serving.http.middleware.RequestMiddleware`; cancelled, it ends the request and frees what it holds."""
+    path, _, query = url.partition("?")
+    scope: Scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": unquote(path),
+        "raw_path": path.encode(),
+        "query_string": query.encode(),
+        "root_path": "",
+        "headers": [
+            (b"host", b"localhost"),
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+        ],
+        "client": None,
+        "server": None,
+    }
+    given = [body]
+    headers: dict[bytes, bytes] = {}
+    parts: list[bytes] = []
+
+    async def receive() -> Message:
+        if given:
+            return {"type": "http.request", "body": given.pop(), "more_body": False}
+        await asyncio.Event().wait()  # This client does not leave before its answer.
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        nonlocal headers
+        if message["type"] == "http.response.start":
+            headers = dict(message["headers"])
+        else:
+            parts.append(message.get("body", b""))
+
+    await app(scope, receive, send)
+    retry = headers.get(b"retry-after")
+    return InProcessResponse(
+        context=scope[CONTEXT],
+        body=b"".join(parts),
+        json=headers.get(b"content-type", b"").startswith(b"application/json"),
+        retry_seconds=None if retry is None else float(retry),
+    )
+
 
 SYNC_SECONDS, SHOWN_SECONDS = 1.0, 0.25
 ALONE, RETRY_SECONDS = 3, 0.05

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from systolic.models.remat import name
+from systolic.models.layers import name
 
 
 class Scores(NamedTuple):

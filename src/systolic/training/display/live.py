@@ -1,22 +1,36 @@
 """The view of a run in the terminal while it trains, always on stderr.
 
 :class:`Live` chooses: a screen that redraws itself where the terminal can, plain lines elsewhere.
+
+The screen of a training run: a panel redrawn in place, with the log of events above it.
 """
 
 import atexit
+import math
 import os
 import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
-from systolic.report import terminal
+from rich import box
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from systolic.core.units import plural
+from systolic.report import figures, terminal
+from systolic.report.progress import LiveArea, bar
+from systolic.report.terminal import BoundedCurve, sparkline
+from systolic.training.display import plain
 from systolic.training.display.plain import Plain
 
 if TYPE_CHECKING:
-    from systolic.training.display.screen import Screen
+    pass
 
 
 class Live:
@@ -44,8 +58,6 @@ class Live:
         self._ticker: _Ticker | None = None
         self._closed = False
         if terminal.can_redraw(stream, environ, columns):
-            from systolic.training.display.screen import Screen
-
             self._view = Screen(stream=stream, clock=clock, width=width)
             self._ticker = _Ticker(self._view, redraw_seconds)
         else:
@@ -99,3 +111,222 @@ class _Ticker:
             if self._screen.has_news or idle * self._seconds >= 1:
                 self._screen.draw()
                 idle = 0
+
+
+MAX_LINES = 40
+"""Log lines kept between two drawings; more are counted instead of printed."""
+
+MAX_WIDTH = 110
+"""Columns of the panel on a wide terminal."""
+
+_CURVES = ("loss", "learning_rate", "throughput", "grad_norm")
+_ALARMS = frozenset(
+    {"bad_step", "skip", "stop", "interrupt", "recompile", "data", "schedule", "skipped_file"}
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Frame:
+    """Content of one drawing; more records may arrive while it is drawn."""
+
+    start: dict[str, Any]
+    latest: dict[str, Any]
+    latest_at: float
+    began: float
+    evaluation: dict[str, Any]
+    evaluating: dict[str, Any]
+    """The evaluation in progress; empty if there is none."""
+    curves: dict[str, list[float]]
+
+
+class Screen:
+    """Records in, drawings out. ``see`` is cheap; ``draw`` does the work and may run in another thread."""
+
+    def __init__(
+        self, *, stream: TextIO, clock: Callable[[], float], width: int | None = None
+    ) -> None:
+        self._area = LiveArea(stream, width=width, drawn=True)
+        self._clock = clock
+        self._noting = threading.Lock()
+        self._drawing = threading.Lock()
+        self._start: dict[str, Any] = {}
+        self._latest: dict[str, Any] = {}
+        self._latest_at = self._began = clock()
+        self._eval: dict[str, Any] = {}
+        self._evaluating: dict[str, Any] = {}
+        self._curves = {name: BoundedCurve() for name in _CURVES}
+        self._lines: list[Text] = []
+        self._unsaid = 0
+        self.has_news = False
+        """Whether a record came since the last drawing."""
+
+    def see(self, record: dict[str, Any]) -> None:
+        """Notes a record for the next drawing; never waits for one."""
+        with self._noting:
+            self.has_news = True
+            kind = record.get("kind")
+            self._evaluating = record if kind == "evaluating" else {}
+            if kind == "evaluating":
+                return
+            if kind == "train":
+                self._note_train(record)
+                return
+            if kind == "start":
+                self._start = record
+                self._began = self._clock()
+            elif kind == "eval":
+                self._eval = record
+            line = plain.line_of(record, self._start.get("steps"))
+            if line and len(self._lines) < MAX_LINES:
+                self._lines.append(Text(line, _style(record), overflow="ellipsis", no_wrap=True))
+            elif line:
+                self._unsaid += 1
+
+    def panel(self) -> Panel:
+        """The panel at this moment."""
+        with self._noting:
+            frame = Frame(
+                start=self._start,
+                latest=self._latest,
+                latest_at=self._latest_at,
+                began=self._began,
+                evaluation=self._eval,
+                evaluating=self._evaluating,
+                curves={name: list(curve.values) for name, curve in self._curves.items()},
+            )
+            self.has_news = False
+        return panel(frame, self._clock(), self._area.width)
+
+    def take_lines(self) -> list[Text]:
+        """Returns the new lines of the log, once; the last counts those without room."""
+        with self._noting:
+            lines, self._lines = self._lines, []
+            unsaid, self._unsaid = self._unsaid, 0
+        more = [Text(f"        and {plural(unsaid, 'more line')}", style="dim")] if unsaid else []
+        return lines + more
+
+    def draw(self) -> None:
+        """Prints the new lines of the log and redraws the panel."""
+        with self._drawing:
+            self._area.draw(self.panel(), self.take_lines())
+
+    def close(self) -> None:
+        """Prints the rest of the log and removes the panel; the final summary follows on stdout."""
+        with self._drawing:
+            lines = self.take_lines()
+            if self._area.is_begun or lines:
+                self._area.draw(Text(""), lines)
+            self._area.close()
+
+    def _note_train(self, record: dict[str, Any]) -> None:
+        self._latest = record
+        self._latest_at = self._clock()
+        found = figures.throughput(record)
+        values = {
+            "loss": math.nan if plain.is_bad(record) else record["loss"],
+            "learning_rate": figures.number(record.get("learning_rate")),
+            "throughput": None if found is None else found[0],
+            "grad_norm": figures.number(record.get("grad_norm")),
+        }
+        for name, value in values.items():
+            if value is not None:
+                self._curves[name].add(value)
+
+
+def panel(frame: Frame, now: float, width: int) -> Panel:
+    """The drawing of a frame at a time (of the screen's clock, seconds) for a width in columns."""
+    width = min(width, MAX_WIDTH)
+    name = str(frame.start.get("name") or "run")
+    rest = plain.headline(frame.start).removeprefix(name).removeprefix(" · ")
+    parts: list[RenderableType] = [Text(rest, style="dim", overflow="ellipsis", no_wrap=True)]
+    if frame.latest:
+        parts += [_readings(frame, width), _facts(frame.latest)]
+    else:
+        waiting = figures.seconds(now - frame.began)
+        parts.append(Text(f"getting ready: data, weights, compile … {waiting}", style="yellow"))
+    if frame.evaluating:
+        text = f"evaluating {plain.evaluating_text(frame.evaluating)}"
+        parts.append(Text(text, style="yellow", overflow="ellipsis", no_wrap=True))
+    elif frame.evaluation:
+        parts.append(_evaluation(frame.evaluation))
+    parts.append(_progress(frame, now, width))
+    return Panel(
+        Group(*parts),
+        title=Text(name, style="bold cyan"),
+        title_align="left",
+        border_style="dim",
+        box=box.ROUNDED,
+        width=width,
+    )
+
+
+def _readings(frame: Frame, width: int) -> Table:
+    latest = frame.latest
+    rows = [
+        (
+            "loss",
+            figures.figure(latest.get("loss")),
+            "bold red" if plain.is_bad(latest) else "bold",
+        ),
+        ("learning_rate", figures.rate(latest.get("learning_rate")), ""),
+        ("throughput", figures.throughput_text(latest), ""),
+        ("grad_norm", figures.figure(latest.get("grad_norm")), ""),
+    ]
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(no_wrap=True, justify="right")
+    table.add_column(no_wrap=True, style="cyan")
+    for key, text, style in rows:
+        if text != figures.MISSING:
+            line = sparkline(frame.curves[key], width - 44)
+            table.add_row(figures.label(key), Text(text, style=style), line)
+    return table
+
+
+def _facts(latest: Mapping[str, Any]) -> Text:
+    wait = figures.number(latest.get("data_wait")) or 0.0
+    text = Text(overflow="ellipsis", no_wrap=True)
+    facts = [
+        ("step", figures.seconds(latest.get("step_seconds")), ""),
+        ("forecast", figures.forecast_text(latest) or figures.MISSING, ""),
+        ("MFU", figures.percent(latest.get("mfu")), ""),
+        ("data wait", figures.percent(latest.get("data_wait")), _heat(wait)),
+        ("memory", figures.memory(latest.get("memory_bytes")), ""),
+        *((figures.label(n), figures.metric(n, v), "") for n, v in figures.terms(latest).items()),
+    ]
+    for name, value, style in facts:
+        if value != figures.MISSING:
+            text.append("   " if text.plain else "").append(f"{name} ", style="dim")
+            text.append(value, style=style)
+    return text
+
+
+def _evaluation(record: Mapping[str, Any]) -> Text:
+    text = Text(overflow="ellipsis", no_wrap=True)
+    text.append(f"{record.get('split')} at step {figures.count(record.get('step'))}  ", style="dim")
+    return text.append(figures.metrics_text(record.get("metrics") or {}), style="green")
+
+
+def _progress(frame: Frame, now: float, width: int) -> Table:
+    steps = figures.number(frame.start.get("steps"))
+    step = figures.number(frame.latest.get("step"))
+    if step is None:
+        step = figures.number(frame.start.get("resumed_from")) or 0.0
+    words = Text(figures.count(step), style="bold")
+    words.append(f"/{figures.count(steps)}", style="dim")
+    eta = figures.number(frame.latest.get("eta_seconds"))
+    if eta is not None:
+        left = figures.seconds(eta - (now - frame.latest_at))
+        words.append(f"  {left} left", style="cyan")
+    words.append(f"  {figures.seconds(now - frame.began)} so far", style="dim")
+    return bar(step, steps or 1, words, columns=max(10, width - 8 - len(words.plain)))
+
+
+def _style(record: Mapping[str, Any]) -> str:
+    if record.get("kind") == "event":
+        return "yellow" if record.get("name") in _ALARMS else "dim"
+    return "green" if record.get("kind") == "eval" else ""
+
+
+def _heat(share: float) -> str:
+    return "bold red" if share > 0.3 else "yellow" if share > 0.1 else ""

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from systolic.core.reporter import reporter
 from systolic.core.units import duration, si
-from systolic.report.output import print_json
-from systolic.report.stderr import StderrReporter
+from systolic.report.output import StderrReporter, print_json
 
 if TYPE_CHECKING:
     from systolic.training.display.live import Live

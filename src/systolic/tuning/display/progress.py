@@ -11,8 +11,8 @@ from rich.text import Text
 
 from systolic.core.units import duration, plural
 from systolic.report import progress, terminal
+from systolic.report.output import StderrReporter
 from systolic.report.progress import LiveArea
-from systolic.report.stderr import StderrReporter
 from systolic.tuning.display import readings
 from systolic.tuning.results import StudyResult, TrialRow
 

@@ -5,17 +5,21 @@ from typing import Any
 from systolic.core.errors import OptionError
 from systolic.job import Model
 from systolic.models.decoder.config import Decoder, Dispatch
-from systolic.models.decoder.families.fields import all_dim, follow, required, rotary, rotary_fields
-from systolic.models.decoder.families.mixtures import (
+from systolic.models.decoder.families.fields import (
     LAYER,
     Layers,
+    all_dim,
     dense,
     ends,
+    follow,
     gated,
     kinds_of_layers,
     mixture,
     norms,
     refuse_quantized,
+    required,
+    rotary,
+    rotary_fields,
     shared_fields,
     tied,
 )

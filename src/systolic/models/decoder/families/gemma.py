@@ -5,7 +5,7 @@ from typing import Any
 from systolic.core.errors import OptionError
 from systolic.job import Model
 from systolic.models.decoder.config import Decoder, NormKind
-from systolic.models.decoder.families import dense
+from systolic.models.decoder.families import fields
 from systolic.models.decoder.families.fields import (
     FULL,
     SLIDING,
@@ -104,7 +104,7 @@ def _shared(config: Config, every: int) -> dict[str, Any]:
     types = [FULL if (number + 1) % every == 0 else SLIDING for number in range(layers)]
     window, every = windows(config.get("layer_types") or types, config["sliding_window"])
     return {
-        **dense.sizes(config),
+        **fields.sizes(config),
         "mlp": activation(config, "hidden_activation"),
         "norm": NormKind.rms_offset,
         "post_norms": True,
@@ -121,7 +121,7 @@ def _shared(config: Config, every: int) -> dict[str, Any]:
 def _written(model: Decoder) -> dict[str, Any]:
     scalar = model.query_pre_attn_scalar or model.head_dim
     return {
-        **dense.fields(model),
+        **fields.fields(model),
         "hidden_activation": named(model.mlp),
         "attention_bias": model.qkv_bias,
         # transformers takes a whole number as such only.
@@ -166,7 +166,7 @@ def gemma3_config(model: Model) -> dict[str, Any]:
 
 def gemma3_conversion(config: Config) -> Conversion:
     """Rules of a Gemma 3's config.json; other parts of a multimodal one are left out."""
-    found = dense.conversion(gemma3(config))
+    found = fields.conversion(gemma3(config))
     return Conversion(rules=found.rules, unused=(*found.unused, OTHER_PARTS))
 
 
@@ -186,7 +186,7 @@ TEXT = Family(model=gemma3, conversion=gemma3_conversion, config=gemma3_config)
 FAMILIES = {
     "gemma2": Family(
         model=gemma2,
-        conversion=lambda config: dense.conversion(gemma2(config)),
+        conversion=lambda config: fields.conversion(gemma2(config)),
         config=gemma2_config,
     ),
     "gemma3_text": TEXT,

@@ -9,23 +9,21 @@ from systolic.job import Model
 from systolic.models.decoder.config import Decoder, Dispatch, Mlp
 from systolic.models.decoder.families.fields import (
     FULL,
-    SLIDING,
-    faithful,
-    follow,
-    layer_types,
-    rotary,
-    rotary_fields,
-    windows,
-)
-from systolic.models.decoder.families.mixtures import (
     LAYER,
+    SLIDING,
     Layers,
     attention,
     ends,
+    faithful,
+    follow,
     kinds_of_layers,
+    layer_types,
     norms,
+    rotary,
+    rotary_fields,
     shared_fields,
     tied,
+    windows,
 )
 from systolic.models.decoder.options import CLAMP_LIMIT, CLAMP_SLOPE, Router
 from systolic.models.families import Config, Family

@@ -4,7 +4,7 @@ from typing import Any
 
 from systolic.job import Model
 from systolic.models.decoder.config import Decoder
-from systolic.models.decoder.families import dense
+from systolic.models.decoder.families import fields
 from systolic.models.decoder.families.fields import activation, faithful, named, rotary
 from systolic.models.families import Config, Family
 
@@ -38,7 +38,7 @@ def decoder(config: Config) -> Decoder:
     config = {**LLAMA, **config}
     theta, scaling = rotary(config)
     return Decoder(
-        **dense.sizes(config),
+        **fields.sizes(config),
         mlp=activation(config, "hidden_act"),
         mlp_bias=config["mlp_bias"],
         qkv_bias=config["attention_bias"],
@@ -58,7 +58,7 @@ def config(model: Model) -> dict[str, Any]:
     written = {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
-        **dense.fields(model),
+        **fields.fields(model),
         "hidden_act": named(model.mlp),
         "attention_bias": model.qkv_bias,
         "mlp_bias": model.mlp_bias,
@@ -75,7 +75,7 @@ def mistral(config: Config) -> Decoder:
     config = {**MISTRAL, **config}
     theta, scaling = rotary(config)
     return Decoder(
-        **dense.sizes(config),
+        **fields.sizes(config),
         mlp=activation(config, "hidden_act"),
         window=config["sliding_window"] or 0,
         rope_theta=theta,
@@ -93,7 +93,7 @@ def mistral_config(model: Model) -> dict[str, Any]:
     written = {
         "model_type": "mistral",
         "architectures": ["MistralForCausalLM"],
-        **dense.fields(model),
+        **fields.fields(model),
         "hidden_act": named(model.mlp),
         "sliding_window": model.window or None,
     }
@@ -102,11 +102,11 @@ def mistral_config(model: Model) -> dict[str, Any]:
 
 FAMILIES = {
     "llama": Family(
-        model=decoder, conversion=lambda config: dense.conversion(decoder(config)), config=config
+        model=decoder, conversion=lambda config: fields.conversion(decoder(config)), config=config
     ),
     "mistral": Family(
         model=mistral,
-        conversion=lambda config: dense.conversion(mistral(config)),
+        conversion=lambda config: fields.conversion(mistral(config)),
         config=mistral_config,
     ),
 }

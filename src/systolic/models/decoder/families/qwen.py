@@ -4,7 +4,7 @@ from typing import Any
 
 from systolic.job import Model
 from systolic.models.decoder.config import Decoder
-from systolic.models.decoder.families import dense
+from systolic.models.decoder.families import fields
 from systolic.models.decoder.families.fields import (
     FULL,
     SLIDING,
@@ -62,7 +62,7 @@ def _shared(config: Config) -> dict[str, Any]:
     window = config["sliding_window"] if config["use_sliding_window"] else None
     window, every = windows(config.get("layer_types") or types, window)
     return {
-        **dense.sizes(config),
+        **fields.sizes(config),
         "mlp": activation(config, "hidden_act"),
         "window": window,
         "global_every": every,
@@ -75,7 +75,7 @@ def _written(model: Decoder, kind: str) -> dict[str, Any]:
     return {
         "model_type": kind,
         "architectures": [f"{kind.capitalize()}ForCausalLM"],
-        **dense.fields(model),
+        **fields.fields(model),
         "hidden_act": named(model.mlp),
         "use_sliding_window": model.window > 0,
         "sliding_window": model.window or None,
@@ -106,9 +106,9 @@ def qwen3_config(model: Model) -> dict[str, Any]:
 
 FAMILIES = {
     "qwen2": Family(
-        model=qwen2, conversion=lambda config: dense.conversion(qwen2(config)), config=qwen2_config
+        model=qwen2, conversion=lambda config: fields.conversion(qwen2(config)), config=qwen2_config
     ),
     "qwen3": Family(
-        model=qwen3, conversion=lambda config: dense.conversion(qwen3(config)), config=qwen3_config
+        model=qwen3, conversion=lambda config: fields.conversion(qwen3(config)), config=qwen3_config
     ),
 }

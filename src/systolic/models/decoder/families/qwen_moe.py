@@ -5,15 +5,18 @@ from typing import Any
 from systolic.core.errors import OptionError
 from systolic.job import Model
 from systolic.models.decoder.config import Decoder, Dispatch
-from systolic.models.decoder.families.fields import faithful, follow, rotary, rotary_fields
-from systolic.models.decoder.families.mixtures import (
+from systolic.models.decoder.families.fields import (
     LAYER,
     attention,
     dense,
     ends,
+    faithful,
+    follow,
     kinds_of_layers,
     mixture,
     norms,
+    rotary,
+    rotary_fields,
     shared_fields,
     tied,
 )

@@ -7,10 +7,19 @@ from flax import nnx
 
 from systolic.job import Target
 from systolic.models.attention import attention
-from systolic.models.layers import Head, LayerNorm, normalise, random, start, zeros
+from systolic.models.layers import (
+    STREAM,
+    Head,
+    LayerNorm,
+    gathered,
+    name,
+    normalise,
+    random,
+    rematerialise,
+    start,
+    zeros,
+)
 from systolic.models.linear import product
-from systolic.models.remat import name, rematerialise
-from systolic.models.residual import STREAM, gathered
 from systolic.models.vision.vit.config import Gelu, Pooling, Positions, ViT
 
 SINCOS_TEMPERATURE = 10_000.0
