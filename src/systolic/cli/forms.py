@@ -77,9 +77,9 @@ class VerbForm:
     beside: str = ""
     """``module:name`` of a function whose options are taken, too, and have no effect in this form."""
     kind: str = ""
-    """What the first word is, by the verb's ``kind_of``, where this form is to take it: ``run``."""
+    """Kind of the first word that selects this form, as the verb's ``kind_of`` names it: ``run``."""
     done: str = ""
-    """What a message says that the verb does with a word that stands before a program: ``explained``."""
+    """Participle of the verb for messages about a word before a program: ``explained``."""
     usage: str = ""
     """``module:NAME`` of the help of a form with a word of its own; without it the verb's help has its options."""
     below_help_of: "tuple[str, VerbForm] | None" = None

@@ -250,9 +250,9 @@ class ComparedModel:
     adapter_parameters: int
     """Elements of a run's adapters; 0 without."""
     bytes_by_dtype: Mapping[str, int]
-    """Of all weights, as they are in memory here."""
+    """Bytes of all weights in memory here, by dtype."""
     file_bytes: int | None
-    """Of its weights' files; ``None`` for a run, whose checkpoints hold more."""
+    """Bytes of the files with its weights; ``None`` for a run, whose checkpoints hold more."""
     recorded: list[dict[str, Any]]
     """Evaluations that its run measured."""
     measured: Mapping[str, float] | None = None
@@ -261,7 +261,7 @@ class ComparedModel:
 
     @property
     def bytes(self) -> int:
-        """Of all weights in memory."""
+        """Bytes of all weights in memory."""
         return sum(self.bytes_by_dtype.values())
 
     def to_json(self) -> dict[str, Any]:
@@ -292,7 +292,7 @@ class Comparison:
     disagreement: str | None
     """Why their outputs were not compared; ``None`` where they were."""
     device: str
-    """Where they were measured."""
+    """Device that measured them."""
     timed: Mapping[str, int]
     """Rows, tokens and repeats of the timed calls; {} without."""
     data: str | None

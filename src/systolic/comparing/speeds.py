@@ -36,7 +36,7 @@ CHUNK = 256
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedOptions:
-    """What is timed here and forecast elsewhere.
+    """Options of timed calls here and of forecasts elsewhere.
 
     Raises:
         OptionError: a number outside its range, or an unknown slice.
@@ -69,16 +69,16 @@ class SpeedOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpeeds:
-    """Of one model."""
+    """Speeds of one model."""
 
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Median seconds of each stage of a call here."""
     program: str | None = None
-    """What ran, such as ``decode 1, 4 pages`` of a server; ``None`` where nothing was timed."""
+    """Name of the timed program, such as ``decode 1, 4 pages`` of a server; ``None`` without timed calls."""
     device: str | None = None
-    """Where it ran."""
+    """Device of the timed calls."""
     notes: Sequence[str] = ()
-    """What else to know of what ran, a line each."""
+    """Notes on the timed calls, a line each."""
     forecasts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """By slice: of a server for decoders, of the eval step for others."""
 

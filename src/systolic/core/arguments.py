@@ -69,9 +69,9 @@ class OptionWords:
     also: str = ""
     """Another name that the option is read under; ``-f`` is a short form."""
     metavar: str = ""
-    """What the help shows for its value, beside ``default_text``."""
+    """Value as the help shows it, beside ``default_text``."""
     default_text: str = ""
-    """What the help shows as its default, where None stands for one that is derived."""
+    """Default as the help shows it, for a None that stands for a derived value."""
     flat: bool = False
     """Whether the fields of a record are options by their own names: ``--temperature``."""
 

@@ -51,7 +51,7 @@ class ProfileSource:
     matched_seconds: float
     """Measured seconds of ops with a price, in one run of each program."""
     total_seconds: float
-    """Of all ops."""
+    """Measured seconds of all ops."""
     not_matched: Mapping[str, float]
     """Measured seconds of the others by kind of op, as ``systolic explain`` names it."""
 
@@ -187,7 +187,7 @@ def calibration_for(
 def given_with(
     trips: Trips, costs: Costs, calibration: "Calibration | str | Path | None", on: Slice
 ) -> Given:
-    """What the user says of a program and of the chips of a slice.
+    """The user's statements about a program and about the chips of a slice.
 
     Raises:
         As :func:`~systolic.sim.incomplete.given` and :func:`calibration_for`.

@@ -208,7 +208,7 @@ def parts_of(captured: Captured, on: Slice, given: Given = NOTHING) -> list[Step
 
 
 def given_apart(given: Given, names: Sequence[str], modules: Sequence[Module]) -> list[Given]:
-    """What is given to each program of a step: trips of loops and costs of calls that it has, and those that no program has.
+    """Given trips and costs of each program of a step, and those that match no program.
 
     A name such as ``outer/while.5`` is of the program ``outer`` alone.
     """
@@ -442,7 +442,7 @@ def _sum(parts: Sequence[StepPart], plan: CallSchedule) -> Timeline:
 
 
 def _moves(moves: Mapping[str, int], on: Slice) -> list[Span]:
-    """What ``jax.device_put`` moves between two steps, at the rates of the links: no less time than it takes."""
+    """Seconds of ``jax.device_put`` between two steps, at the rates of the links: a lower bound."""
     rates = rates_of(on)
     # A device at a corner has a link along each axis, and two along one that is closed to a ring.
     links = sum(

@@ -64,7 +64,7 @@ _LAYOUT = re.compile(r"\{[^{}]*\}")
 
 
 class OpFate(enum.Enum):
-    """What became of an op."""
+    """Fate of an op between two schedules."""
 
     new = "new"
     gone = "gone"
@@ -265,7 +265,7 @@ def _change(before: list[_Group], after: list[_Group], old: float, new: float) -
 
 
 def _fused(groups: list[_Group]) -> set[tuple[str, frozenset[str]]]:
-    """What the fusions of a row hold: their kinds, with the primitives inside."""
+    """Fusions of a row: their kinds, with the primitives inside."""
     return {(one.kind, frozenset(primitive for _, primitive in one.parts)) for one in groups}
 
 
@@ -355,7 +355,7 @@ class _OpReader:
         return "elementwise" if elementwise else own, instruction
 
     def parts(self, inside: Sequence[Instruction]) -> tuple[frozenset[Part], frozenset[Part]]:
-        """What ties an op to others: place and primitive of its instructions, and of the heavy ones alone."""
+        """Ties of an op to others: place and primitive of its instructions, and of the heavy ones alone."""
         parts, heavy = set[Part](), set[Part]()
         for one in inside:
             opcode = _ASYNCHRONOUS.sub("", one.opcode)

@@ -88,7 +88,7 @@ class KindBeside:
     simulated: float
     measured: float
     median: float | None
-    """Of the ops' ratios, simulated over measured; None where all are too short."""
+    """Median of the ops' ratios, simulated over measured; None where all ops are too short."""
     low: float | None
     """10th percentile."""
     high: float | None

@@ -48,7 +48,7 @@ class CallSizes:
 
     rows: int
     prompt_tokens: int
-    """Of each text."""
+    """Tokens of each prompt."""
     output_tokens: int
     """New tokens of each text; of decoders only."""
 
@@ -65,7 +65,7 @@ class TimedCall(ABC):
     """A model's call: warm it up once, then time it again and again."""
 
     notes: Sequence[str] = ()
-    """What else to know of what it runs, a line each."""
+    """Notes on the program, a line each."""
 
     @abstractmethod
     def seconds(self, clock: Clock) -> dict[str, float]:
@@ -73,12 +73,12 @@ class TimedCall(ABC):
 
     @property
     def program(self) -> str:
-        """What a call runs, known after the first."""
+        """Name of the program that a call runs, known after the first."""
         return "predict step"
 
     @abstractmethod
     def sizes(self) -> dict[str, int]:
-        """What a call computes: ``rows``, and of texts ``prompt_tokens`` and ``output_tokens``."""
+        """Sizes of a call: ``rows``, and of texts ``prompt_tokens`` and ``output_tokens``."""
 
 
 class GeneratedText(TimedCall):

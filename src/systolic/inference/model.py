@@ -218,7 +218,7 @@ class TrainedModel:
         self._generators: dict[Sampling, Generator] = {}
 
     def __repr__(self) -> str:
-        """What it is, in one line."""
+        """Kind, origin and size in one line."""
         from systolic.runs.weights import sizes_of
 
         sizes = sizes_of({**self.weights.params, **self.weights.model_state})
@@ -249,11 +249,11 @@ class TrainedModel:
 
     @property
     def baselines(self) -> Metrics:
-        """What to compare metrics with, such as the bits per byte of gzip; of the run's own data."""
+        """Baselines of the metrics on the run's own data, such as the bits per byte of gzip."""
         return self.baselines_of()
 
     def baselines_of(self, path: Path | str | None = None) -> Metrics:
-        """What to compare the metrics of the data at ``path`` with, by default of the run's own data; {} where the data has none.
+        """Baselines of the metrics on the data at ``path``, by default the run's own; {} for data without any.
 
         Raises: as :meth:`job_on`.
         """

@@ -58,7 +58,7 @@ class Form(ABC):
 
     @property
     def shardings(self) -> dict[str, jax.sharding.NamedSharding]:
-        """Of the arrays of a batch."""
+        """Shardings of the arrays of a batch."""
         return self.steps.batch_shardings
 
     @abstractmethod
@@ -220,7 +220,7 @@ class Predictor:
         return made
 
     def spec(self, bucket: Bucket) -> ProgramSpec:
-        """What the program of a bucket is asked for in the store."""
+        """Entry of the program of a bucket in the store."""
         plain = self._plain(f"predict {bucket}", bucket)
         if not self._folds:
             return plain
@@ -235,7 +235,7 @@ class Predictor:
         return ProgramSpec(name=name, sizes=sizes, arguments=arguments)
 
     def _folded(self, bucket: Bucket) -> Callable[[], FoldedProgram]:
-        """What traces the folded program of a bucket, once."""
+        """Tracer of the folded program of a bucket; it traces once."""
         return cache(
             lambda: FoldedProgram(self.form.function(), self._weights, self.form.abstract(bucket))
         )

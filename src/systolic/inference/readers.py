@@ -1,4 +1,4 @@
-"""What a kind of model reads, as rows, and what it makes of their outputs: one class for each kind."""
+"""Readers of inputs as rows, and of outputs as answers: one class for each kind of model."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -25,7 +25,7 @@ class TextPiece:
     """A step of the text that continues a prompt: its begin, a piece, or its end."""
 
     number: int
-    """Of the prompt, from 0."""
+    """Number of the prompt, from 0."""
     prompt: Any
     """A text, or messages."""
     is_chat: bool = False
@@ -62,12 +62,12 @@ class GeneratedTexts:
     """Texts that a model generated, one for each prompt."""
 
     path: Path
-    """Of the model."""
+    """Folder of the model."""
     step: int
     """Training step of its checkpoint; 0 for a model that is no run."""
     texts: Sequence[TextCompletion]
     seconds: float
-    """Of all texts."""
+    """Seconds of all texts."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values: those of one text beside the model's, several as ``answers``."""
@@ -94,7 +94,7 @@ class Predictions:
     """A model's answers for files."""
 
     path: Path
-    """Of the model."""
+    """Folder of the model."""
     step: int
     """Training step of its checkpoint; 0 for a model that is no run."""
     answers: Sequence[FileAnswer]
@@ -132,13 +132,13 @@ class MeasuredModel:
     """Metrics of a model."""
 
     path: Path
-    """Of the model."""
+    """Folder of the model."""
     step: int
     """Training step of its checkpoint; 0 for a model that is no run."""
     metrics: Mapping[str, Mapping[str, float]]
     """By split, or by the path of other data."""
     baselines: Mapping[str, float]
-    """What to compare them with, such as the bits per byte of gzip."""
+    """Baselines of the metrics, such as the bits per byte of gzip."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""

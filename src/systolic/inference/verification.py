@@ -23,7 +23,7 @@ class Verified:
     path: Path
     files: int
     bytes: int
-    """Of the files that bundle.json lists."""
+    """Bytes of the files that bundle.json lists."""
     replay: Replay | None
     unreplayed: str | None
     """Why there is no replay; ``None`` where there is one."""

@@ -234,7 +234,7 @@ class ClientDefault:
     words: tuple[str, ...]
     """Command that prints it."""
     otherwise: str = ""
-    """What the user should do if the command prints nothing."""
+    """Advice for a command that prints nothing."""
     empty: str = ""
     """Value if the command prints nothing; empty if that is an error."""
 

@@ -27,7 +27,7 @@ A, B = "lora_a", "lora_b"
 BASE, CODES, SCALES, INPUTS = "base", "codes", "scales", "inputs"
 """Last names of a frozen matrix beside an adapter, or of the parts of a quantized one."""
 NF4 = MatrixFormat(format=WeightFormat.nf4, group=GROUP)
-"""Of QLoRA's frozen matrices."""
+"""Format of QLoRA's frozen matrices."""
 
 
 class Frozen(nnx.Variable):

@@ -33,7 +33,7 @@ class Layered:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the layer's matrices."""
+        """Shape of the layer's matrices."""
         return self.stack.shape[1:]
 
     def __getitem__(self, key: Any) -> "Layered":

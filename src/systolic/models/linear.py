@@ -19,7 +19,7 @@ FEW = 512
 SPLIT_ROWS = 64
 """Most rows of activations that are split into digits for a product with int8 codes: of more, codes as floats cost little beside the product."""
 BASE = 254
-"""Of the digits, which are -127 to 127."""
+"""Base of the digits, which are -127 to 127."""
 DIGITS = 127 * BASE + 126
 """Largest number of two digits: its first is not rounded to 128."""
 
@@ -151,7 +151,7 @@ class _Matrices(NamedTuple):
     matrix: jax.Array
     """[inputs, outputs], or the other way round, as ``form`` says."""
     shape: tuple[int, ...]
-    """Of the result."""
+    """Shape of the result."""
 
 
 def _as_matrices(target: Target, spec: str, x: jax.Array, weights: jax.Array) -> _Matrices | None:

@@ -31,7 +31,7 @@ class Tensor(Protocol):
 
     @property
     def dtype(self) -> np.dtype:
-        """Of what :meth:`read` returns; bfloat16 and float8 are those of ml_dtypes."""
+        """Dtype of the arrays that :meth:`read` returns; bfloat16 and float8 are those of ml_dtypes."""
         ...
 
     def read(self) -> Array:

@@ -29,7 +29,7 @@ class PublishedModel:
     parameters: int
     """Parameters as published, embeddings included; of the text model."""
     counted_by: str
-    """Where the number of parameters is published."""
+    """Source of the number of parameters."""
     exact: bool
     """Whether it is published to the digit; else ``parameters`` is what transformers 5.23 counts."""
 

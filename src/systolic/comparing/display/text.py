@@ -111,7 +111,7 @@ def speed_rows(sides: Sequence[ModelSpeeds]) -> list[Sequence[str]]:
 
 
 def timed_lines(sides: Sequence[ModelSpeeds], timed: Mapping[str, int]) -> list[str]:
-    """Where and what was timed, both programs where they differ, and notes about it."""
+    """Device and programs of the timings (both programs where they differ), with notes."""
     ran = ", ".join(f"{name.replace('_', ' ')} {n}" for name, n in timed.items())
     programs = " and ".join(dict.fromkeys(side.program or "" for side in sides))
     device = next((side.device for side in sides if side.device), "")

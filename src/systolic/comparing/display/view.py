@@ -1,4 +1,4 @@
-"""What ``systolic compare`` prints."""
+"""Output of ``systolic compare``."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""What ``systolic generate``, ``predict``, ``eval`` and ``verify`` print."""
+"""Output of ``systolic generate``, ``predict``, ``eval`` and ``verify``."""
 
 import json as jsons
 import sys

@@ -66,7 +66,7 @@ class LatentAttention(nnx.Module):
     def ask(
         self, x: jax.Array, positions: jax.Array, rotary: Rotary
     ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-        """What new tokens x [batch, n, d_model] compare with a cache, and their own rows of it.
+        """Queries of new tokens x [batch, n, d_model], and their own rows of the cache.
 
         Returns:
             Queries of the shared keys, [batch, n, heads, rope], and of the latents, [batch, n, heads,
@@ -128,7 +128,7 @@ class LatentAttention(nnx.Module):
 
 
 class CacheRows(NamedTuple):
-    """What new tokens bring to a cache."""
+    """Rows that new tokens add to a cache."""
 
     queries: tuple[jax.Array, ...]
     """[batch, n, heads, size] of each part of the cache that is compared: keys; with latents the shared key and the latents."""
@@ -294,5 +294,5 @@ class DecoderBlock(nnx.Module):
         return CacheRows((query.astype(dtype),), (key, value))
 
     def answer(self, found: jax.Array) -> jax.Array:
-        """What :meth:`merge` takes, of what was read of a cache's values, [batch, n, heads, size of a cached value]."""
+        """Input of :meth:`merge` from the attended values of a cache, [batch, n, heads, size of a cached value]."""
         return found if self.latent is None else self.latent.answer(found)

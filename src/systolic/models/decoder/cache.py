@@ -13,9 +13,9 @@ from systolic.job import Target
 from systolic.models.attention import Logits, soft_cap
 
 LARGEST_CODE = 127
-"""Of a cache in int8, either sign."""
+"""Largest code of a cache in int8, either sign."""
 SCALES = jnp.bfloat16
-"""Of a cache in int8."""
+"""Dtype of the scales of a cache in int8."""
 
 
 class Coded(NamedTuple):
@@ -28,7 +28,7 @@ class Coded(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the codes."""
+        """Shape of the codes."""
         return self.codes.shape
 
 

@@ -35,7 +35,7 @@ class LayerPages(NamedTuple):
     value: jax.Array
     """[kv_heads, pages, page_size, head_dim]; with latent attention the latents."""
     scales: tuple[jax.Array, jax.Array] | None = None
-    """Of keys and of values in int8, f32[kv_heads, pages, page_size] each."""
+    """Scales of keys and of values in int8, f32[kv_heads, pages, page_size] each."""
 
     @property
     def page_size(self) -> int:
@@ -171,7 +171,7 @@ class PageArrays:
 
     @property
     def kernel(self) -> str:
-        """What reads the pages, for a log."""
+        """Name of the kernel that reads the pages, for a log."""
         if self.target.platform == "gpu":
             return "a kernel where it takes the step, or XLA"
         return f"XLA: {self._unsuited}" if self._unsuited else "XLA"
@@ -205,7 +205,7 @@ class PageArrays:
         return jnp.dtype(f"uint{8 * kept.itemsize}")
 
     def _floats(self, dtype: jnp.dtype) -> jnp.dtype:
-        """What the pages hold where that is no int8."""
+        """Dtype of pages that are not int8."""
         return jnp.dtype(jnp.float8_e4m3fn if self.cache is ServedCache.fp8 else dtype)
 
     def attend(

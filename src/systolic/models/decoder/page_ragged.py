@@ -48,7 +48,7 @@ class RaggedPages(NamedTuple):
     both: jax.Array
     """[pages, page_size, 2 x rows, width]."""
     scales: jax.Array | None = None
-    """Of pages in int8: f32[pages, rows of lanes, lanes], those of a page's heads position by position."""
+    """Scales of pages in int8: f32[pages, rows of lanes, lanes], those of a page's heads position by position."""
 
     @property
     def page_size(self) -> int:
@@ -207,7 +207,7 @@ class RaggedArrays:
 
     @property
     def kernel(self) -> str:
-        """What reads the pages, for a log."""
+        """Name of the kernel that reads the pages, for a log."""
         lying = self.lying
         if lying.beside > 1:
             return f"ragged paged attention, {lying.beside} heads of {lying.head_dim} elements in a row of {lying.width}"
@@ -364,7 +364,7 @@ def attend(
     scale = float(logits.scale)
 
     def some(query: jax.Array, start: jax.Array, table: jax.Array) -> jax.Array:
-        """Of as many texts as the tables of one call hold."""
+        """Attention of as many texts as the tables of one call hold."""
         texts, (both, table) = table.shape[0], _readable(pages, table, lying, query.dtype)
         # The kernel makes floats of the queries' dtype of what it has scales for.
         unit = 1.0 if both.dtype.itemsize == 1 else None

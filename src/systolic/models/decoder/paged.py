@@ -43,7 +43,7 @@ class Reading(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """What is static of a layer."""
+    """Static settings of a layer."""
 
     graph: Any
     window: int

@@ -28,7 +28,7 @@ class Maker:
         self.__wrapped__ = function
 
     def __call__(self) -> Any:
-        """What the function returns."""
+        """The function's outputs."""
         return self.__wrapped__()
 
     def __str__(self) -> str:
@@ -48,7 +48,7 @@ class Maker:
 
 
 class ForeignModel(Model):
-    """What models of other frameworks share: replicated or with sharded parameters, FLOPs counted from the trace."""
+    """Base of models of other frameworks: replicated or with sharded parameters, FLOPs counted from the trace."""
 
     def check(self, layout: Layout) -> None:
         """Data and fsdp."""

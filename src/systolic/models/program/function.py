@@ -31,7 +31,7 @@ class Compared:
     """A training step that agrees with the framework's own."""
 
     notes: tuple[str, ...] = ()
-    """What could not be compared."""
+    """Notes on parts that could not be compared."""
     unused: tuple[str, ...] = ()
     """Trained weights that no output depends on."""
 

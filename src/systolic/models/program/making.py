@@ -13,7 +13,7 @@ SEED = 0
 
 
 def made_by(function: Callable[[], Any], framework: str, source: str) -> Any:
-    """What a user's function returns, called with the framework's random numbers seeded.
+    """Result of a user's function, called with the framework's random numbers seeded.
 
     Args:
         function: The user's.

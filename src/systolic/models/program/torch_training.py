@@ -59,7 +59,7 @@ class ModuleStep:
     outputs: Named
     state: Named
     gradients: Named
-    """Of the sum of all floating outputs times fixed random numbers, by parameter."""
+    """Gradients of the sum of all floating outputs times fixed random numbers, by parameter."""
     unused: tuple[str, ...] = ()
     """Parameters that no output depends on."""
 

@@ -24,11 +24,11 @@ class TextCache(NamedTuple):
     """Keys and values, heads outside as the matmuls of attention read them."""
 
     key: jax.Array
-    """Of the tokens, [layers, batch, heads, capacity, head_dim]."""
+    """Keys of the tokens, [layers, batch, heads, capacity, head_dim]."""
     value: jax.Array
     """Like key."""
     cross_key: jax.Array
-    """Of the encoder's output, [layers, batch, heads, frames, head_dim]."""
+    """Keys of the encoder's output, [layers, batch, heads, frames, head_dim]."""
     cross_value: jax.Array
     """Like cross_key."""
     length: jax.Array

@@ -1,4 +1,4 @@
-"""What ``systolic tune`` prints."""
+"""Output of ``systolic tune``."""
 
 import shlex
 from typing import TYPE_CHECKING

@@ -86,7 +86,7 @@ def donate(values, results, places):
 
 
 def _kind(aval, sharding):
-    """What an argument and the result that takes its memory have alike."""
+    """Key that an argument shares with the result that takes its memory."""
     return tuple(aval.shape), str(aval.dtype), getattr(sharding, "memory_kind", None) or "device"
 
 
