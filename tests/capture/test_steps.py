@@ -181,7 +181,7 @@ class Recorder:
         born = frozenset(self.last.get(one, -1) for one in takes)
         now = SimpleNamespace(ids=[], links=(frozenset(), born), held={}, taken=set())
         self.last[into or name] = len(self.sequence)
-        self.sequence.append(self.steps.Entry(kind, 0.0, 0, now))
+        self.sequence.append(self.steps.RecordedCall(kind, 0.0, 0, now))
 
     def step(self):
         """The step, as the names of its calls; and what comes with some steps: name, calls, steps."""

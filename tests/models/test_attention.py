@@ -15,10 +15,10 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 
 from systolic.job import AttentionBackward, ContextOrder, Layout
 from systolic.models.attention import (
+    BalancedOrder,
     Kernel,
     Logits,
     Masking,
-    Order,
     attention,
     balanced,
     choose_kernel,
@@ -193,7 +193,7 @@ def test_the_mask_for_long_sequences_is_the_causal_mask(queries, keys, process) 
 def test_the_mask_of_a_balanced_sequence_is_the_causal_mask_of_its_indices(
     queries, ways, process
 ) -> None:
-    sequence, order = 512 * ways, Order(ways)
+    sequence, order = 512 * ways, BalancedOrder(ways)
 
     class Plain(mask_lib.NumpyMask):
         """All of it, position by position."""
@@ -214,7 +214,7 @@ def test_the_mask_of_a_balanced_sequence_is_the_causal_mask_of_its_indices(
 @pytest.mark.parametrize("ways", [1, 2, 3, 8])
 def test_a_balanced_sequence_gives_each_device_equal_work(ways: int) -> None:
     sequence = 96 * ways
-    index = Order(ways).indices(sequence)
+    index = BalancedOrder(ways).indices(sequence)
     assert np.array_equal(np.sort(index), np.arange(sequence))
     pairs = (index + 1).reshape(ways, -1).sum(axis=1)
     assert (pairs == sequence * (sequence + 1) / 2 / ways).all()
@@ -224,7 +224,7 @@ def test_a_balanced_sequence_gives_each_device_equal_work(ways: int) -> None:
 
 
 @pytest.mark.parametrize("block", [(128, 128), (256, 128), (128, 512)])
-@pytest.mark.parametrize("order", [None, Order(2)])
+@pytest.mark.parametrize("order", [None, BalancedOrder(2)])
 def test_the_blocks_of_the_busiest_device_are_those_of_the_mask(block, order) -> None:
     sequence = 4096
     index = np.arange(sequence) if order is None else order.indices(sequence)
@@ -241,7 +241,7 @@ def test_the_blocks_of_the_busiest_device_are_those_of_the_mask(block, order) ->
 
 
 def test_arranging_and_restoring_are_inverse() -> None:
-    order, array = Order(3), jnp.arange(2 * 24).reshape(2, 24)
+    order, array = BalancedOrder(3), jnp.arange(2 * 24).reshape(2, 24)
     assert order.chunks == (0, 5, 1, 4, 2, 3)
     assert np.array_equal(order.arrange(array)[0], order.indices(24))
     assert np.array_equal(order.restore(order.arrange(array)), array)
@@ -258,17 +258,17 @@ def test_which_sequences_are_balanced() -> None:
         )
         return MeshTarget(platform=platform, layout=layout, dtype="bfloat16", mesh=mesh)
 
-    assert balanced(over(2, "tpu"), 512) == Order(2)
+    assert balanced(over(2, "tpu"), 512) == BalancedOrder(2)
     assert balanced(over(2, "tpu"), 256) is None, "a block of the kernel would lie in two chunks"
-    assert balanced(over(2, "cpu"), 32) == Order(2)
+    assert balanced(over(2, "cpu"), 32) == BalancedOrder(2)
     assert balanced(over(2, "cpu"), 34) is None
     assert balanced(over(2, "gpu"), 512) is None
     assert balanced(over(1, "tpu"), 512) is None
     assert balanced(over(2, "tpu", ContextOrder.natural), 512) is None
     auto = ContextOrder.auto
     assert balanced(over(4, "tpu", auto), 2048) is None, "natural is 6 % faster by schedule"
-    assert balanced(over(4, "tpu", auto), 4096) == Order(4)
-    assert balanced(over(2, "cpu", auto), 32) == Order(2)
+    assert balanced(over(4, "tpu", auto), 4096) == BalancedOrder(4)
+    assert balanced(over(2, "cpu", auto), 32) == BalancedOrder(2)
 
 
 @pytest.mark.slow
@@ -276,7 +276,7 @@ def test_which_sequences_are_balanced() -> None:
 def test_attention_over_a_balanced_sequence(platform: str) -> None:
     query, key, value, segments = inputs(512, 64)
     plain = attention(target("cpu"), query, key, value, Masking(segments=segments, causal=True))
-    order = Order(2)
+    order = BalancedOrder(2)
     placed = [order.arrange(array) for array in (query, key, value, segments)]
     if platform == "cpu":
         found = attention(

@@ -11,7 +11,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 
 from systolic.core.errors import LayoutError, OptionError
 from systolic.job import Layout
-from systolic.models.attention import Logits, Masking, Order, attention
+from systolic.models.attention import BalancedOrder, Logits, Masking, attention
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.layer_groups import run_layers
 from systolic.models.splash import LongCausalMask, active_blocks, splash_attention
@@ -60,7 +60,7 @@ def test_plain_attention_is_its_definition(window: int, cap: float, sinks: bool)
     logits = Logits(cap=cap, sinks=jnp.array([0.5, -1.0, 2.0, 0.0]) if sinks else None)
     wanted = softmax_by_hand(given, window, cap, logits.sinks)
     masking = Masking(segments=given[3], causal=True, window=window)
-    order = Order(2)
+    order = BalancedOrder(2)
 
     @jax.jit
     def attend(*given: Any) -> Any:
@@ -101,9 +101,11 @@ def test_splash_attention_with_every_switch_and_its_gradients() -> None:
 
 
 @pytest.mark.parametrize("block", [(128, 128), (256, 128), (128, 512)])
-@pytest.mark.parametrize("order", [None, Order(2)])
+@pytest.mark.parametrize("order", [None, BalancedOrder(2)])
 @pytest.mark.parametrize("window", [1, 100, 128, 129, 700])
-def test_blocks_of_a_window(block: tuple[int, int], order: Order | None, window: int) -> None:
+def test_blocks_of_a_window(
+    block: tuple[int, int], order: BalancedOrder | None, window: int
+) -> None:
     sequence = 2048
     index = np.arange(sequence) if order is None else order.indices(sequence)
     back = index[:, None] - np.arange(sequence)[None, :]

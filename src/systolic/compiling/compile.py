@@ -179,7 +179,7 @@ def _compile(asked: "_Asked", say: Say, children: _Children) -> Outcome:
     store.check_room()
     with store.scratch() as folder, store.scratch() as desk:
         try:
-            made = _run_child(_Task(asked, folder, desk), say, children)
+            made = _run_child(_CompileTask(asked, folder, desk), say, children)
         except OSError as error:
             if error.errno not in FULL:
                 raise
@@ -256,7 +256,7 @@ class _Asked:
 
 
 @dataclass(frozen=True)
-class _Task:
+class _CompileTask:
     asked: _Asked
     folder: Path
     """Folder of the answer."""
@@ -283,7 +283,7 @@ class _Task:
         )
 
 
-def _run_child(task: _Task, say: Say, children: _Children) -> _Answer | Failed:
+def _run_child(task: _CompileTask, say: Say, children: _Children) -> _Answer | Failed:
     """The store's entry with the answer, or the failure."""
     log, request = task.desk / "log", task.request()
     on, compiler = task.asked.on, task.asked.compiler

@@ -94,7 +94,7 @@ def _count(body: str) -> str | None:
             tpu.register_dialect(context)
             context.load_all_available_dialects()
             module = ir.Module.parse(base64.b64decode(body))
-            kernel = _Kernel.of(module)
+            kernel = _KernelFunction.of(module)
             if kernel is None:
                 return None
             if kernel.dynamic:
@@ -122,7 +122,7 @@ class _Totals:
 
 
 @dataclass
-class _Kernel:
+class _KernelFunction:
     """Function of a kernel, with the functions that place its windows."""
 
     entry: Any
@@ -140,7 +140,7 @@ class _Kernel:
     """Cache of the operation that makes a value; None for an argument of a block."""
 
     @staticmethod
-    def of(module: Any) -> "_Kernel | None":
+    def of(module: Any) -> "_KernelFunction | None":
         """Kernel of a module, its first function; None where it has none."""
         functions = {}
         for operation in module.body.operations:
@@ -153,7 +153,7 @@ class _Kernel:
         grid: list[int] = []
         if "iteration_bounds" in entry.attributes:
             grid = [int(n) for n in entry.attributes["iteration_bounds"]]
-        return _Kernel(entry, functions, grid)
+        return _KernelFunction(entry, functions, grid)
 
     @property
     def dynamic(self) -> bool:

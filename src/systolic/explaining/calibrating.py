@@ -116,7 +116,7 @@ class _Priced:
 
 
 @dataclass
-class _Prices:
+class _OpPrices:
     """Prices of a profile's ops on a slice."""
 
     on: Slice
@@ -205,7 +205,7 @@ def measured_ops(table: ProfileTable, on: Slice, programs: Mapping[str, Module])
         programs: Program to its module, of the profile or of a dump; ops of others are priced alone.
     """
     ambiguous = _ambiguous(table)
-    prices = _Prices(on=on, programs=programs, ambiguous=ambiguous)
+    prices = _OpPrices(on=on, programs=programs, ambiguous=ambiguous)
     runs = {row.name: row.runs for row in table.programs}
     together = _Together(table)
     ratios, total, unmatched = [], 0.0, defaultdict[str, float](float)

@@ -122,7 +122,7 @@ Part = tuple[str, str]
 
 
 @dataclass(eq=False, slots=True)
-class _Group:
+class _OpGroup:
     """Ops of one side that are alike."""
 
     kind: str
@@ -150,7 +150,7 @@ def changes_of(before: tuple[Module, Timeline], after: tuple[Module, Timeline]) 
     return sorted(rows, key=lambda row: (-abs(row.seconds), -row.after_seconds, row.place))
 
 
-_KEYS: Sequence[Callable[[_Group], Hashable]] = (
+_KEYS: Sequence[Callable[[_OpGroup], Hashable]] = (
     lambda one: (one.kind, one.place, one.phase, one.source, one.shape),
     lambda one: (one.kind, one.place, one.phase, one.shape),
     lambda one: (one.kind, one.source, one.phase, one.shape),
@@ -158,7 +158,7 @@ _KEYS: Sequence[Callable[[_Group], Hashable]] = (
 )
 """The whole key; without the line, which an edit moves; without the place, which a renamed scope or another version of
 JAX changes; without the shape, which padding changes."""
-_LAST_KEYS: Sequence[Callable[[_Group], Hashable]] = (
+_LAST_KEYS: Sequence[Callable[[_OpGroup], Hashable]] = (
     lambda one: (one.kind, one.source, one.shape),
     lambda one: (one.kind, one.phase, one.shape, one.runs),
     lambda one: (one.kind, one.phase, one.shape),
@@ -170,17 +170,17 @@ _LAST_KEYS: Sequence[Callable[[_Group], Hashable]] = (
 class _Ties:
     """Which groups of both sides belong to one row."""
 
-    def __init__(self, old: Sequence[_Group], new: Sequence[_Group]) -> None:
+    def __init__(self, old: Sequence[_OpGroup], new: Sequence[_OpGroup]) -> None:
         self.sides = (list(old), list(new))
-        self.above: dict[int, _Group] = {}
+        self.above: dict[int, _OpGroup] = {}
         self.tied: set[int] = set()
         """Groups with a partner on the other side, by identity."""
 
-    def by_key(self, key: Callable[[_Group], Hashable], *, in_order: bool = False) -> None:
+    def by_key(self, key: Callable[[_OpGroup], Hashable], *, in_order: bool = False) -> None:
         """Ties groups without a partner that have the same key: all of them, or one by one in the order of their lines."""
-        sides: list[defaultdict[Hashable, list[_Group]]] = []
+        sides: list[defaultdict[Hashable, list[_OpGroup]]] = []
         for groups in self.sides:
-            found = defaultdict[Hashable, list[_Group]](list)
+            found = defaultdict[Hashable, list[_OpGroup]](list)
             for group in groups:
                 if id(group) not in self.tied:
                     found[key(group)].append(group)
@@ -199,7 +199,7 @@ class _Ties:
     def by_parts(self) -> None:
         """Ties groups without a partner to those of the other side that have most of their parts."""
         for mine, others in (self.sides, self.sides[::-1]):
-            having = defaultdict[Part, list[_Group]](list)
+            having = defaultdict[Part, list[_OpGroup]](list)
             for other in others:
                 for part in other.parts:
                     having[part].append(other)
@@ -210,32 +210,32 @@ class _Ties:
                 if best is not None and shared[best] >= SHARED * len(wanted):
                     self.tie(group, best)
 
-    def tie(self, one: _Group, other: _Group) -> None:
+    def tie(self, one: _OpGroup, other: _OpGroup) -> None:
         self.tied |= {id(one), id(other)}
         first, second = self.top(one), self.top(other)
         if first is not second:
             self.above[id(second)] = first
 
-    def top(self, group: _Group) -> _Group:
+    def top(self, group: _OpGroup) -> _OpGroup:
         while id(group) in self.above:
             group = self.above[id(group)]
         return group
 
-    def components(self) -> Iterable[tuple[list[_Group], list[_Group]]]:
+    def components(self) -> Iterable[tuple[list[_OpGroup], list[_OpGroup]]]:
         """Groups before and after of each row."""
-        found: dict[int, tuple[list[_Group], list[_Group]]] = {}
+        found: dict[int, tuple[list[_OpGroup], list[_OpGroup]]] = {}
         for side, groups in enumerate(self.sides):
             for group in groups:
                 found.setdefault(id(self.top(group)), ([], []))[side].append(group)
         return found.values()
 
 
-def _line(group: _Group) -> tuple[str, int, float]:
+def _line(group: _OpGroup) -> tuple[str, int, float]:
     file, _, line = group.source.rpartition(":")
     return file, int(line) if line.isdigit() else 0, group.seconds
 
 
-def _row(before: list[_Group], after: list[_Group]) -> OpChange:
+def _row(before: list[_OpGroup], after: list[_OpGroup]) -> OpChange:
     old, new = (sum(group.seconds for group in side) for side in (before, after))
     shown = max(after or before, key=lambda group: group.seconds)
     return OpChange(
@@ -254,7 +254,7 @@ def _row(before: list[_Group], after: list[_Group]) -> OpChange:
     )
 
 
-def _change(before: list[_Group], after: list[_Group], old: float, new: float) -> OpFate:
+def _change(before: list[_OpGroup], after: list[_OpGroup], old: float, new: float) -> OpFate:
     if not before or not after:
         return OpFate.new if after else OpFate.gone
     if _fused(before) != _fused(after):
@@ -264,12 +264,12 @@ def _change(before: list[_Group], after: list[_Group], old: float, new: float) -
     return OpFate.slower if new > old else OpFate.faster
 
 
-def _fused(groups: list[_Group]) -> set[tuple[str, frozenset[str]]]:
+def _fused(groups: list[_OpGroup]) -> set[tuple[str, frozenset[str]]]:
     """Fusions of a row: their kinds, with the primitives inside."""
     return {(one.kind, frozenset(primitive for _, primitive in one.parts)) for one in groups}
 
 
-def _names(groups: list[_Group]) -> list[str]:
+def _names(groups: list[_OpGroup]) -> list[str]:
     names = itertools.chain.from_iterable(
         group.names for group in sorted(groups, key=lambda group: -group.seconds)
     )
@@ -279,7 +279,7 @@ def _names(groups: list[_Group]) -> list[str]:
 # ---- ops of one side
 
 
-def _groups(module: Module, timeline: Timeline) -> list[_Group]:
+def _groups(module: Module, timeline: Timeline) -> list[_OpGroup]:
     """The core's ops and waits by the whole key."""
     index = {
         instruction.name: (computation, instruction)
@@ -287,7 +287,7 @@ def _groups(module: Module, timeline: Timeline) -> list[_Group]:
         for instruction in computation
     }
     reader = _OpReader(module)
-    found: dict[Hashable, _Group] = {}
+    found: dict[Hashable, _OpGroup] = {}
     for span, times in core(timeline):
         group = reader.group(span, index.get(span.name))
         known = found.setdefault(_KEYS[0](group), group)
@@ -306,17 +306,17 @@ class _OpReader:
     def __init__(self, module: Module) -> None:
         self.module = module
 
-    def group(self, span: Span, at: tuple[Computation, Instruction] | None) -> _Group:
+    def group(self, span: Span, at: tuple[Computation, Instruction] | None) -> _OpGroup:
         """A group without any time of the op of a span."""
         waits = span.opcode.startswith("wait")
         if at is None:
             kind = span.opcode
-            return _Group(kind, place_of(span), "", short(span.source), "")
+            return _OpGroup(kind, place_of(span), "", short(span.source), "")
         computation, instruction = at
         inside = list(self.inside(instruction))
         kind, decisive = self.kind(instruction, inside)
         parts, heavy = self.parts(inside)
-        return _Group(
+        return _OpGroup(
             f"wait for {kind}" if waits else kind,
             place_of(span),
             phase_of(named(self.module, computation, instruction).op_name),

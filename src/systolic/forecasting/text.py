@@ -197,7 +197,7 @@ def refused(made: Forecast, memory: MemoryMap, have: int, remedy: str = "") -> F
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Target:
+class _DumpTarget:
     """The generation that a dump was scheduled for."""
 
     generations: tuple[str, ...] = ()
@@ -224,7 +224,7 @@ def _check_memory(text: str, path: Path, on: Slice) -> None:
         )
 
 
-def _target(module: Module, path: Path, on: Slice) -> _Target:
+def _target(module: Module, path: Path, on: Slice) -> _DumpTarget:
     """The generation by the files beside a dump, else by its cycles.
 
     Raises:
@@ -235,15 +235,15 @@ def _target(module: Module, path: Path, on: Slice) -> _Target:
         file, name = found
         told = f"scheduled for {name}, as {file} beside it says"
         if name == here:
-            return _Target(generations=(name,), notes=(f"the dump was {told}",))
-        return _Target(
+            return _DumpTarget(generations=(name,), notes=(f"the dump was {told}",))
+        return _DumpTarget(
             generations=(name,), doubt=f"the dump was {told}, and is priced as if {here} ran it"
         )
     taken = f"the dump does not name its chip: taken as scheduled for {here}"
     shares = _shares(module)
     best = shares.get(here)
     if best is None:
-        return _Target(notes=(taken,))
+        return _DumpTarget(notes=(taken,))
     fitting = [name for name, share in shares.items() if FITTING <= share <= BEYOND]
     if best > BEYOND:
         named = f" such as {' or '.join(fitting)}" if fitting else ""
@@ -253,11 +253,11 @@ def _target(module: Module, path: Path, on: Slice) -> _Target:
     if best < SLOW and fitting:
         reached = " or ".join(f"{shares[name]:.0%} of {name}'s peak" for name in sorted(fitting))
         doubt = f"the dump was scheduled for {' or '.join(sorted(fitting))} by the compiler's own cycles (its largest matmuls reach {reached}, {best:.0%} of {here}'s), and is priced as if {here} ran it"
-        return _Target(generations=tuple(sorted(fitting)), doubt=doubt)
+        return _DumpTarget(generations=tuple(sorted(fitting)), doubt=doubt)
     if here in fitting:
         fits = f"the dump does not name its chip; its cycles fit {' and '.join(sorted(fitting))}"
-        return _Target(generations=tuple(sorted(fitting)), notes=(fits,))
-    return _Target(notes=(taken,))
+        return _DumpTarget(generations=tuple(sorted(fitting)), notes=(fits,))
+    return _DumpTarget(notes=(taken,))
 
 
 def _beside(path: Path) -> tuple[str, str] | None:

@@ -109,7 +109,7 @@ def joined(calls: Sequence[Call], examples: int | None = None) -> ExportDifferen
     absolute = relative = 0.0
     agreement, cosine, unequal = None, None, 0
     for name in calls[0][0]:
-        output = _Compared()
+        output = _OutputDifferences()
         for source, exported in calls:
             output.add(name, source[name], exported.get(name))
         unequal += output.unequal
@@ -132,7 +132,7 @@ def joined(calls: Sequence[Call], examples: int | None = None) -> ExportDifferen
     )
 
 
-class _Compared:
+class _OutputDifferences:
     """Differences of one output over several calls."""
 
     def __init__(self) -> None:

@@ -301,7 +301,7 @@ class TableForm(FixedForm):
     def _returned(self, params: Given, model_state: Given, batch: Given) -> dict[str, jax.Array]:
         network = self.steps.network
         module = network.module(network.cast(params), model_state, train=False)
-        watched = _Watched(module)
+        watched = _OutputRecorder(module)
         task: Any = self.steps.job.task
         task.terms(watched, batch, False)
         size, found = batch[MASK].shape[0], dict[str, jax.Array]()
@@ -336,7 +336,7 @@ class TableForm(FixedForm):
         )
 
 
-class _Watched:
+class _OutputRecorder:
     """A module that remembers what its calls returned."""
 
     def __init__(self, module: Any) -> None:

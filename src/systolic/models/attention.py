@@ -33,7 +33,7 @@ long for any row, what equal work saves grows with it.
 
 
 @dataclass(frozen=True)
-class Order:
+class BalancedOrder:
     """A sequence of ``2 * ways`` chunks, over ``ways`` devices."""
 
     ways: int
@@ -58,7 +58,7 @@ class Order:
         return _take(array, axis, tuple(int(place) for place in np.argsort(self.chunks)))
 
 
-def balanced(target: Target, sequence: int) -> Order | None:
+def balanced(target: Target, sequence: int) -> BalancedOrder | None:
     """The order for a causal decoder; None where the sequence stays as it is.
 
     On a TPU each chunk must hold whole blocks of the attention kernel. On a GPU, cuDNN masks by place.
@@ -72,7 +72,7 @@ def balanced(target: Target, sequence: int) -> Order | None:
         return None
     if target.platform == "gpu" or sequence % multiple:
         return None
-    return Order(ways)
+    return BalancedOrder(ways)
 
 
 def _take(array: jax.Array, axis: int, chunks: tuple[int, ...]) -> jax.Array:
@@ -91,7 +91,7 @@ class Masking:
     """Whether a position sees only itself and earlier ones."""
     window: int = 0
     """Causal only: itself and the ``window - 1`` before it; 0 sees all."""
-    order: Order | None = None
+    order: BalancedOrder | None = None
     """Order of queries, keys, values and segments; causality follows their natural order."""
 
 

@@ -17,7 +17,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.sharding import NamedSharding, PartitionSpec
 
 from systolic.job import AttentionBackward, Target
-from systolic.models.attention import Logits, Masking, Order
+from systolic.models.attention import BalancedOrder, Logits, Masking
 
 FUSED_BLOCKS = 4
 """Blocks of keys up to which the fused backward kernel is the default: each holds an array of queries."""
@@ -46,7 +46,7 @@ class LongCausalMask(mask_lib._ComputableMask):
     from 100,000 tokens on.
     """
 
-    def __init__(self, sequence: int, order: Order | None = None, window: int = 0) -> None:
+    def __init__(self, sequence: int, order: BalancedOrder | None = None, window: int = 0) -> None:
         # A window as long as the sequence is none, and a comparison less in the kernel.
         self.window = window if window < sequence else 0
 

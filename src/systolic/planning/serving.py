@@ -307,7 +307,7 @@ def plan_serving(  # noqa: PLR0913  the options of systolic plan serve
     limits = LatencyLimits(
         first_token_seconds=latency(ttft, "--ttft"), token_seconds=latency(tpot, "--tpot")
     )
-    search = _Search(
+    search = _ServingSearch(
         name=name,
         job=with_formats(made, name, weights),
         demand=Demand(requests_per_second=requests_per_second, load=load, limits=limits),
@@ -356,7 +356,7 @@ def one_machine(on: Slice) -> bool:
 
 
 @dataclass
-class _Search:
+class _ServingSearch:
     name: str
     job: Job
     demand: Demand

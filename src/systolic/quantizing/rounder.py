@@ -42,7 +42,7 @@ DAMPING = 0.01
 INT4_RANGE = -8, 7
 
 
-class _Grid(NamedTuple):
+class _CodeGrid(NamedTuple):
     """Numbers that codes of 4 bits stand for."""
 
     values: jax.Array
@@ -51,7 +51,7 @@ class _Grid(NamedTuple):
     """The code of the lowest value."""
 
     @classmethod
-    def of(cls, kind: WeightFormat) -> "_Grid":
+    def of(cls, kind: WeightFormat) -> "_CodeGrid":
         """Grid of int4 or nf4."""
         if kind is WeightFormat.nf4:
             return cls(jnp.array(NF4_VALUES, jnp.float32), 0)
@@ -75,7 +75,7 @@ def least_error(value: jax.Array, inputs: tuple[int, ...], how: MatrixFormat) ->
         inputs: Dims that products sum over.
         how: Format and group.
     """
-    flat, grid = _flat(value.astype(jnp.float32), inputs), _Grid.of(how.format)
+    flat, grid = _flat(value.astype(jnp.float32), inputs), _CodeGrid.of(how.format)
     groups = flat.reshape(-1, math.gcd(value.shape[inputs[-1]], how.group), flat.shape[1])
     scales = _scales(groups, jnp.ones((1, 1, 1)), grid)
     places = grid.places(groups / _safe(scales))
@@ -96,7 +96,7 @@ def compensated(
         inputs: Dims that products sum over.
         how: Format and group.
     """
-    flat, grid = _flat(value.astype(jnp.float32), inputs), _Grid.of(how.format)
+    flat, grid = _flat(value.astype(jnp.float32), inputs), _CodeGrid.of(how.format)
     group = math.gcd(value.shape[inputs[-1]], how.group)
     factor, weights = inverse_factor(moments)
     places, scales = _compensated(
@@ -127,7 +127,7 @@ def _compensated(
     group: int,
 ) -> tuple[jax.Array, jax.Array]:
     """Places int32[inputs, outputs] and scales [groups, outputs] of a matrix."""
-    grid, count = _Grid.of(kind), flat.shape[0]
+    grid, count = _CodeGrid.of(kind), flat.shape[0]
 
     def one_group(flat: jax.Array, start: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         rows = jax.lax.dynamic_slice_in_dim(flat, start, group)
@@ -153,7 +153,7 @@ def _compensated(
     return places.reshape(flat.shape), scales
 
 
-def _scales(groups: jax.Array, weights: jax.Array, grid: _Grid) -> jax.Array:
+def _scales(groups: jax.Array, weights: jax.Array, grid: _CodeGrid) -> jax.Array:
     """Scales [groups, 1, outputs] of the least weighted squared error of [groups, group, outputs]."""
     largest = jnp.max(jnp.abs(groups), axis=1, keepdims=True)
     outer = largest / jnp.max(jnp.abs(grid.values))
@@ -188,7 +188,7 @@ def _matrix(
     shape: tuple[int, ...],
     inputs: tuple[int, ...],
     how: MatrixFormat,
-    grid: _Grid,
+    grid: _CodeGrid,
 ) -> Quantized:
     """Codes and scales in the dims of the matrix; inverse of :func:`_flat`."""
     outputs = [dim for dim in range(len(shape)) if dim not in inputs]

@@ -55,7 +55,7 @@ class Chosen:
         return cls(**plain)
 
 
-class _Total(msgspec.Struct):
+class _RunTotals(msgspec.Struct):
     steps: float
 
 
@@ -64,7 +64,7 @@ class Planned(msgspec.Struct):
 
     slice: str
     settings: dict[str, Any]
-    total: _Total
+    total: _RunTotals
     flags: list[str]
     step_seconds: float
     step_seconds_low: float | None

@@ -221,7 +221,7 @@ def load_run(path: Path, *, last_session: bool = False) -> RunRecord:
     diagnoses, more = _read_lines(path / DIAGNOSES)
     if last_session:
         records, diagnoses = _last_session(records, diagnoses)
-    ledger = _Ledger()
+    ledger = _RecordCollector()
     for record in records:
         ledger.add(record)
     summary, lost = _read_summary(path, ledger.end)
@@ -300,7 +300,7 @@ def _read_object(path: Path, decode: Callable[[bytes], Any]) -> Record | None:
 
 
 @dataclass(slots=True)
-class _Ledger:
+class _RecordCollector:
     """Collects records in file order, session by session."""
 
     last: Record = field(default_factory=dict)

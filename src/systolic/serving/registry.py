@@ -161,7 +161,7 @@ class ReloadPlan:
 
 
 @dataclass(kw_only=True, eq=False)
-class _Entry:
+class _ServedModel:
     """A model and the requests that use it."""
 
     served: Served
@@ -173,7 +173,7 @@ class ModelRegistry:
 
     def __init__(self, models: Sequence[Served] = ()) -> None:
         self._changed = threading.Condition()
-        self._places: dict[str, dict[int, _Entry]] = {}
+        self._places: dict[str, dict[int, _ServedModel]] = {}
         for served in models:
             self.put(served)
 
@@ -189,7 +189,7 @@ class ModelRegistry:
                 raise OptionError(
                     f"version {served.version} of {served.name} is served; give another version"
                 )
-            versions[served.version] = _Entry(served=served)
+            versions[served.version] = _ServedModel(served=served)
 
     def retire(self, name: str, version: int, seconds: float) -> bool:
         """Takes a model out when no request uses it: new ones go to the newest of the other versions at once.
@@ -218,10 +218,10 @@ class ModelRegistry:
         """
         with self._changed:
             place = self._place(served.name, served.version)
-            self._places[served.name][served.version] = _Entry(served=served)
+            self._places[served.name][served.version] = _ServedModel(served=served)
         return self._end(place, seconds)
 
-    def _end(self, place: _Entry, seconds: float) -> bool:
+    def _end(self, place: _ServedModel, seconds: float) -> bool:
         end = time.monotonic() + seconds
         with self._changed:
             idle = self._changed.wait_for(lambda: not place.users, timeout=seconds)
@@ -264,7 +264,7 @@ class ModelRegistry:
         with self._changed:
             return [place.served for one in self._places.values() for place in one.values()]
 
-    def _place(self, name: str, version: int | None) -> _Entry:
+    def _place(self, name: str, version: int | None) -> _ServedModel:
         versions = self._places.get(name)
         if versions is None:
             known = ", ".join(self._places) or "none"

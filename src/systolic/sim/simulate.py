@@ -136,7 +136,7 @@ def simulate(
         # Such a module numbers the devices of its own slice; what crosses slices is sent and received.
         places = [place for place in places if place[4] == places[0][4]]
     gaps = Gaps(module, given)
-    run = _Run(
+    run = _Simulation(
         module=module,
         rates=rates,
         network=Network(on, rates, places),
@@ -158,7 +158,7 @@ def simulate(
     return made
 
 
-def _simulated(run: "_Run", on: Slice) -> Timeline:
+def _simulated(run: "_Simulation", on: Slice) -> Timeline:
     """The step of the entry, and what the whole of it waits for."""
     module, rates = run.module, run.rates
     step = run.computation(module.entry)
@@ -268,7 +268,7 @@ class _Ran:
 
 
 @dataclass
-class _Run:
+class _Simulation:
     module: Module
     rates: Rates
     network: Network
@@ -281,7 +281,7 @@ class _Run:
     """Reduce-scatters that run one ring, one way."""
 
     @cached_property
-    def aside(self) -> "_Run":
+    def aside(self) -> "_Simulation":
         """The same without corrections, which are of ops on the core: for what runs beside it."""
         return self if self.correction is None else replace(self, correction=None, known={})
 
@@ -295,7 +295,7 @@ class _Run:
 class _Order:
     """One computation's instructions, in order."""
 
-    def __init__(self, run: _Run, computation: Computation, sparse: bool = False) -> None:
+    def __init__(self, run: _Simulation, computation: Computation, sparse: bool = False) -> None:
         self.on, self.computation, self.sparse = run, computation, sparse
         self.now = 0.0
         self.spans: list[Span] = []

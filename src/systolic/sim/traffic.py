@@ -128,7 +128,7 @@ def _combines(module: Module, scatter: Instruction) -> bool:
 
 
 @dataclass
-class _Reading:
+class _ReadBytes:
     """Bytes that a computation reads of one of its values, and the results that hand the value on."""
 
     bytes: float = 0.0
@@ -138,10 +138,10 @@ class _Reading:
 
 def _reading(
     module: Module, inner: Computation, value: Instruction, size: float, part: int | None = None
-) -> _Reading:
+) -> _ReadBytes:
     """Uses of a value, or of one part of a tuple, through what renames, retiles or updates it."""
     users = _users(inner)
-    found = _Reading()
+    found = _ReadBytes()
     todo: list[tuple[Instruction, int | None]] = [(value, part)]
     seen: set[tuple[str, int | None]] = set()
     while todo:

@@ -13,7 +13,7 @@ SPAN = 8
 """Fewest steps in the mean that the time left is computed from."""
 
 
-class _Mark(NamedTuple):
+class _StepCounters(NamedTuple):
     """Counters at the end of a step."""
 
     steps: float
@@ -22,11 +22,11 @@ class _Mark(NamedTuple):
     waited: float
     device_waited: float
 
-    def to(self, later: "_Mark", share: float) -> "_Mark":
+    def to(self, later: "_StepCounters", share: float) -> "_StepCounters":
         """The point at a share of the way to a later mark."""
-        return _Mark(*(a + (b - a) * share for a, b in zip(self, later, strict=True)))
+        return _StepCounters(*(a + (b - a) * share for a, b in zip(self, later, strict=True)))
 
-    def busy(self, since: "_Mark") -> float:
+    def busy(self, since: "_StepCounters") -> float:
         """Seconds since an earlier mark, waiting for data included, without other work."""
         others = (self.claimed - since.claimed) - (self.waited - since.waited)
         return max(self.clock - since.clock - others, 1e-9)
@@ -49,7 +49,7 @@ class Meter:
         self._device_waited = 0.0
         self._last = self._mark(finished)
         """Counters at the last step whose results were read."""
-        self._unseen: deque[_Mark] = deque()
+        self._unseen: deque[_StepCounters] = deque()
         """Steps after it that have finished, oldest first."""
         self._marks = deque([self._last])
         """Readings, oldest first: the last one at least :data:`SPAN` steps ago, and those after it."""
@@ -121,8 +121,8 @@ class Meter:
             return None, None
         return self.setup.units_per_step / each, self.setup.mfu(each)
 
-    def _mark(self, steps: float) -> _Mark:
-        return _Mark(
+    def _mark(self, steps: float) -> _StepCounters:
+        return _StepCounters(
             steps=steps,
             clock=self.ledger.clock(),
             claimed=self.ledger.claimed,

@@ -523,14 +523,14 @@ def _rendered(lines: Sequence[Line], template: ChatTemplate) -> tuple[list[Rende
             conversation = template.conversation(line.messages, **line.beside)
             _check_calls(line, template, conversation.text)
             made.append(conversation)
-        except _RefusedError as error:
+        except _TemplateError as error:
             bad.append(str(error))
         except DataError as error:
             bad.append(f"{line.place}: {error}")
     return made, bad
 
 
-class _RefusedError(DataError):
+class _TemplateError(DataError):
     """A conversation that a template does not take, with its place."""
 
 
@@ -539,7 +539,7 @@ def _check_taken(line: Line, template: ChatTemplate) -> None:
     beside = {"tools": template.takes_tools, "documents": template.takes_documents}
     untaken = [name for name, taken in beside.items() if name in line.beside and not taken]
     if untaken:
-        raise _RefusedError(
+        raise _TemplateError(
             f"{line.place} has {untaken[0]} and the chat template of {template.origin} takes none; take the field out, or write it into the system's turn"
         )
     named = takes_of(template.chosen(tools="tools" in line.beside)).constants
@@ -547,7 +547,7 @@ def _check_taken(line: Line, template: ChatTemplate) -> None:
         role = message["role"]
         if role not in KNOWN and role not in named:
             meant = f"; did you mean {ALIASES[role.lower()]}?" if role.lower() in ALIASES else ""
-            raise _RefusedError(
+            raise _TemplateError(
                 f"{line.place}, turn {number} has the role {role!r}, which the chat template of {template.origin} does not name{meant or nearest(role, ALIASES) or ';'} take {', '.join(KNOWN)}"
             )
 
@@ -562,7 +562,7 @@ def _check_calls(line: Line, template: ChatTemplate, text: str) -> None:
             function = call.get("function", call) if isinstance(call, Mapping) else None
             name = function.get("name") if isinstance(function, Mapping) else None
             if isinstance(name, str) and name not in text:
-                raise _RefusedError(
+                raise _TemplateError(
                     f"{line.place}, turn {number} calls {name}, and the chat template of {template.origin} leaves the call out; write it into the turn's content, or give a template that writes {'tool_calls' if message.get('tool_calls') else 'function_call'} with --template"
                 )
 

@@ -322,7 +322,7 @@ class _TokenStream(TextStream):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Loaded:
+class _LoadedTokenizer:
     backend: "tokenizers.Tokenizer"
     vocab_size: int
     start: int | None
@@ -362,7 +362,7 @@ def _stamp(path: Path) -> tuple[Any, ...]:
 
 
 @lru_cache(maxsize=32)
-def _load(tokenizer: Tokenizer) -> _Loaded:
+def _load(tokenizer: Tokenizer) -> _LoadedTokenizer:
     assert tokenizer.path is not None
     file = _file(tokenizer.path)
     if tokenizer.stamp != _stamp(tokenizer.path):
@@ -384,7 +384,7 @@ def _load(tokenizer: Tokenizer) -> _Loaded:
     added |= {token: number for token in more if (number := backend.token_to_id(token)) is not None}
     vocab = backend.get_vocab(with_added_tokens=True)
     apart = changed != described or more
-    return _Loaded(
+    return _LoadedTokenizer(
         backend=backend,
         vocab_size=max(vocab.values(), default=-1) + 1,
         start=_special(tokenizer.bos, config, "bos", _BOS_NAMES, added, vocab, file),

@@ -225,7 +225,7 @@ def simulated_state(load: Load, times: StepTimes, rate: float) -> EngineState | 
 
 
 @dataclass
-class _Batch:
+class _EventBatch:
     """Events in a part of a simulation; times in seconds."""
 
     firsts: list[float] = field(default_factory=list)
@@ -269,7 +269,7 @@ def _gaps(number: int) -> tuple[float, ...]:
     return tuple(gap / mean for gap in found)
 
 
-def _simulated(load: Load, times: StepTimes, rate: float, number: int) -> list[_Batch]:
+def _simulated(load: Load, times: StepTimes, rate: float, number: int) -> list[_EventBatch]:
     """The steps of an engine while ``number`` requests come by chance.
 
     Steps between which no text ends, no prompt is read to its end and none comes to an idle queue are equal, and taken at once.
@@ -280,7 +280,7 @@ def _simulated(load: Load, times: StepTimes, rate: float, number: int) -> list[_
     waiting: deque[float] = deque()
     ends: deque[tuple[int, float]] = deque()
     """Step of a text's last token, and the time of its first."""
-    batches = [_Batch()]
+    batches = [_EventBatch()]
     done, each = 0, number // BATCHES
     while done < number:
         if not waiting and not ends:
@@ -314,7 +314,7 @@ def _simulated(load: Load, times: StepTimes, rate: float, number: int) -> list[_
             if following:
                 ends.append((step + following, now))
             if done % each == 0 and len(batches) < BATCHES:
-                batches.append(_Batch())
+                batches.append(_EventBatch())
     for batch in batches:
         batch.tokens = batch.tokens or [0.0]
     return batches[1:]

@@ -233,7 +233,7 @@ def graph_of(content: bytes, name: str) -> LiteGraph:
             f"{name} is no LiteRT model: its bytes 4 to 8 are {content[4:8]!r} and not {IDENTIFIER!r}; give a .tflite file"
         )
     try:
-        return _Reader(content).graph()
+        return _GraphReader(content).graph()
     except Exception as error:  # a flatbuffer is a net of offsets: a wrong one can do anything
         raise DataError(
             f"{name} is damaged ({type(error).__name__}: {error}); copy it again, or export the model again"
@@ -291,7 +291,7 @@ class _Record:
         return _Record(kind, self._table.Bytes, self._table.Indirect(place))
 
 
-class _Reader:
+class _GraphReader:
     def __init__(self, content: bytes) -> None:
         root = encode.Get(number_types.UOffsetTFlags.packer_type, content, 0)
         self._content, self._model = content, _Record("Model", content, int(root))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from systolic.job import Target
-from systolic.models.attention import Logits, Masking, Order, attention, plain_dtype
+from systolic.models.attention import BalancedOrder, Logits, Masking, attention, plain_dtype
 from systolic.models.decoder.cache import ScorePart, Sight, attend_one
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.layers import MLP, added, bias, norm, rope
@@ -208,7 +208,7 @@ class DecoderBlock(nnx.Module):
         x: jax.Array,
         attended: jax.Array,
         count: jax.Array | None = None,
-        order: Order | None = None,
+        order: BalancedOrder | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The rest of the block after attention: the residual stream and how its tokens were routed.
 
@@ -239,7 +239,7 @@ class DecoderBlock(nnx.Module):
         x: jax.Array,
         segments: jax.Array,
         positions: jax.Array,
-        order: Order | None = None,
+        order: BalancedOrder | None = None,
         window: int = 0,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """x [batch, sequence, d_model], segments and positions int32[batch, sequence], all in ``order``; its own ``window``."""

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from systolic.job import Target
-from systolic.models.attention import Order
+from systolic.models.attention import BalancedOrder
 from systolic.models.decoder.config import Decoder, Mlp, NormKind
 from systolic.models.decoder.options import CLAMP_LIMIT, CLAMP_SLOPE
 from systolic.models.decoder.rotary import Rotary, Stretching
@@ -136,7 +136,7 @@ class MLP(nnx.Module):
         self.config, self.target, self.units = config, target, units
 
     def __call__(
-        self, x: jax.Array, count: jax.Array | None = None, order: Order | None = None
+        self, x: jax.Array, count: jax.Array | None = None, order: BalancedOrder | None = None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """[batch, sequence, d_model] to the same, and a router loss of 0; neither padding nor order changes anything."""
         del count, order
@@ -209,7 +209,7 @@ class NGrams(nnx.Module):
         return self.config.ngrams - 1
 
     def __call__(
-        self, tokens: jax.Array, positions: jax.Array, order: Order | None = None
+        self, tokens: jax.Array, positions: jax.Array, order: BalancedOrder | None = None
     ) -> jax.Array:
         """int32[batch, history + n] tokens and int32[batch, n] positions to [batch, n, d_model] in ``order``."""
         ids = hashes(tokens, self.history, positions, self.config.ngram_rows)

@@ -16,7 +16,7 @@ from flax import nnx
 
 from systolic.core.errors import OptionError
 from systolic.job import IncrementalDecoder, Target, TokenScorer
-from systolic.models.attention import Masking, Order, balanced, soft_cap
+from systolic.models.attention import BalancedOrder, Masking, balanced, soft_cap
 from systolic.models.decoder.block import DecoderBlock
 from systolic.models.decoder.cache import Cache, appended_rows, latest, no_rows, stored_rows
 from systolic.models.decoder.config import Decoder
@@ -142,7 +142,7 @@ class DecoderModule(nnx.Module, TokenScorer, IncrementalDecoder):
         tokens: jax.Array,
         positions: jax.Array,
         recent: jax.Array,
-        order: Order | None = None,
+        order: BalancedOrder | None = None,
     ) -> jax.Array:
         """[batch, n, d_model] in ``order``: unit variance at the start, or the rows of a tied table as they are.
 
@@ -172,7 +172,7 @@ class DecoderModule(nnx.Module, TokenScorer, IncrementalDecoder):
         table = self.target.constrain(table, "vocab", "embed")
         return self.target.constrain(table, "vocab", None)[tokens]
 
-    def _position(self, positions: jax.Array, order: Order | None) -> jax.Array:
+    def _position(self, positions: jax.Array, order: BalancedOrder | None) -> jax.Array:
         """Learned embeddings [batch, n, d_model] of int32[batch, n], in ``order``."""
         limit = self.config.learned_positions
         if positions.shape[1] > limit:
@@ -263,7 +263,11 @@ class DecoderModule(nnx.Module, TokenScorer, IncrementalDecoder):
         return hidden if order is None else order.restore(hidden)
 
     def _trunk(
-        self, tokens: jax.Array, segments: jax.Array, positions: jax.Array, order: Order | None
+        self,
+        tokens: jax.Array,
+        segments: jax.Array,
+        positions: jax.Array,
+        order: BalancedOrder | None,
     ) -> jax.Array:
         """:meth:`hidden` of naturally ordered arguments, its result in ``order``."""
         x = self.embed(tokens, positions, self.no_history(tokens.shape[0]), order)
@@ -282,7 +286,9 @@ class DecoderModule(nnx.Module, TokenScorer, IncrementalDecoder):
             self._routed(routing)
         return self.normed(x)
 
-    def _runner(self, stretch: Stretch, order: Order | None) -> tuple[Callable[..., Any], Any]:
+    def _runner(
+        self, stretch: Stretch, order: BalancedOrder | None
+    ) -> tuple[Callable[..., Any], Any]:
         """``run(x, stacked, segments, positions)`` of some of a stretch's layers, and the arrays of all of them."""
         graphs, stacked = stretch.split()
 

@@ -25,7 +25,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from systolic.job import Target
-from systolic.models.attention import Order
+from systolic.models.attention import BalancedOrder
 from systolic.models.decoder.config import Decoder, Dispatch, Mlp
 from systolic.models.decoder.few import few_product, takes
 from systolic.models.decoder.layers import MLP, gated
@@ -274,7 +274,7 @@ class Mixture(nnx.Module):
         self.config, self.target = config, target
 
     def __call__(
-        self, x: jax.Array, count: jax.Array | None = None, order: Order | None = None
+        self, x: jax.Array, count: jax.Array | None = None, order: BalancedOrder | None = None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """x [batch, sequence, d_model] in ``order`` to the same, and how its tokens were routed.
 
@@ -386,7 +386,7 @@ def _places(
     chosen: jax.Array,
     slots: int,
     count: jax.Array | None,
-    order: Order | None,
+    order: BalancedOrder | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Slot of each choice, of ``chosen`` int32[batch, sequence, experts_per_token] in ``order``.
 

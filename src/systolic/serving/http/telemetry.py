@@ -105,7 +105,7 @@ class OpenTelemetry:
     @contextmanager
     def request(
         self, scope: Mapping[str, Any], headers: Mapping[bytes, str], context: "RequestContext"
-    ) -> Generator["_Span"]:
+    ) -> Generator["_TraceSpan"]:
         """See :class:`Traces`."""
         from opentelemetry import trace
         from opentelemetry.propagate import extract
@@ -126,10 +126,10 @@ class OpenTelemetry:
             kind=trace.SpanKind.SERVER,
             attributes=attributes,
         ) as span:
-            yield _Span(tracer, span)
+            yield _TraceSpan(tracer, span)
 
 
-class _Span:
+class _TraceSpan:
     def __init__(self, tracer: "Tracer", span: "Span") -> None:
         self._tracer, self._span = tracer, span
 

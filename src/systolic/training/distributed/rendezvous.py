@@ -25,7 +25,7 @@ _ANSWER_SECONDS = 10.0
 _GREETING = "systolic meeting 1"
 
 
-class _Stream(Protocol):
+class _SocketFile(Protocol):
     """File object of a socket."""
 
     def readline(self) -> bytes: ...
@@ -94,8 +94,8 @@ class _Guests:
 
     def __init__(self, place: Member, mine: Mapping[str, Any]) -> None:
         self._place, self._mine = place, mine
-        self._came: dict[int, tuple[dict[str, Any], _Stream]] = {}
-        self._streams: list[_Stream] = []
+        self._came: dict[int, tuple[dict[str, Any], _SocketFile]] = {}
+        self._streams: list[_SocketFile] = []
         self._stack = contextlib.ExitStack()
         self._error = ""
 
@@ -224,7 +224,7 @@ def _server(port: int) -> socket.socket:
     return socket.create_server(("", port))
 
 
-def _left(stream: _Stream) -> bool:
+def _left(stream: _SocketFile) -> bool:
     """Whether the peer has closed the connection, as when its process was restarted."""
     try:
         _write(stream, {"time": True})
@@ -233,6 +233,6 @@ def _left(stream: _Stream) -> bool:
         return True
 
 
-def _write(stream: _Stream, value: Mapping[str, Any]) -> None:
+def _write(stream: _SocketFile, value: Mapping[str, Any]) -> None:
     stream.write(json.dumps(value).encode() + b"\n")
     stream.flush()

@@ -358,7 +358,9 @@ def record(call):
         if number in COLLECTED:
             gc.collect()
             memory.count_small(call.given_ids)
-        _sequence.append(steps.Entry(known, now, sum(_operations.values()), call, moves.so_far()))
+        _sequence.append(
+            steps.RecordedCall(known, now, sum(_operations.values()), call, moves.so_far())
+        )
         if (found := _settled(now)) is not None:
             _state["ended"] = True
     if found is not None:
@@ -435,7 +437,7 @@ def entries_of(step):
     """The recorded calls of a step; one that was never called stands for itself."""
     if step.numbers:
         return [_sequence[n] for n in step.numbers]
-    return [steps.Entry(step.call, 0.0, 0, step.call)]
+    return [steps.RecordedCall(step.call, 0.0, 0, step.call)]
 
 
 def entry(number):

@@ -97,7 +97,7 @@ class Pmapped:
             sizes = [tree_util.tree_structure(one).num_leaves for one in dynamic]
             owners = np.repeat(positions, sizes) if positions else []
             donated = tuple(n for n, index in enumerate(owners) if int(index) in self._donated)
-            self._made[key] = _Given(self, tree, axes, static, donated, devices)
+            self._made[key] = _PmapCall(self, tree, axes, static, donated, devices)
         given = self._made[key]
         return given, list(map(given.whole, leaves, axes))
 
@@ -143,7 +143,7 @@ class Pmapped:
         return tree_util.tree_unflatten(out_tree, made)
 
 
-class _Given:
+class _PmapCall:
     """A pmapped function for arguments of one structure, over some devices."""
 
     def __init__(self, of, tree, axes, static, donated, devices):

@@ -10,7 +10,7 @@ BESIDE = 0.1
 """Share of a repeated sequence's FLOPs: below it, what is beside steps within the sequence is no part of them."""
 
 
-class Entry:
+class RecordedCall:
     """A recorded call."""
 
     __slots__ = ("at", "call", "held", "ids", "links", "moves", "operations", "taken")
