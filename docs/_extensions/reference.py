@@ -1,0 +1,74 @@
+"""Pages of the reference, written from signatures before each build: the command line by verb, and Python's names."""
+
+import importlib
+import inspect
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+HEAD = "<!-- Written by docs/_extensions/reference.py; do not edit. -->\n\n"
+
+
+def write(app: Any) -> None:
+    """Writes ``reference/command-line/*.md`` and ``reference/python.md`` where their text has changed."""
+    import systolic
+    from systolic.cli.main import VERBS
+
+    folder = Path(app.srcdir) / "reference"
+    with ThreadPoolExecutor(2) as pool:
+        helps = dict(zip(VERBS, pool.map(help_of, VERBS), strict=True))
+    verbs = folder / "command-line"
+    for name, verb in VERBS.items():
+        _keep(verbs / f"{name}.md", f"{HEAD}# systolic {name}\n\n{_sentence(verb)}\n\n```text\n{helps[name]}```\n")
+    rows = "\n".join(f"| [`systolic {name}`](command-line/{name}.md) | {_sentence(verb)} |" for name, verb in VERBS.items())
+    toctree = "\n".join(f"command-line/{name}" for name in VERBS)
+    _keep(
+        folder / "command-line.md",
+        f"{HEAD}# Command line\n\n| verb | does |\n|---|---|\n{rows}\n\n```{{toctree}}\n:hidden:\n\n{toctree}\n```\n",
+    )
+    _keep(folder / "python.md", HEAD + python_page(systolic))
+
+
+def help_of(verb: str) -> str:
+    """What ``systolic VERB --help`` prints in 100 columns."""
+    command = [sys.executable, "-m", "systolic", verb, "--help"]
+    environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1"}
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+
+
+def python_page(package: Any) -> str:
+    """A section for each public name, functions before classes, in the order of the alphabet."""
+    functions, classes = [], []
+    for name in package.__all__:
+        value = getattr(package, name)
+        if inspect.isclass(value):
+            classes.append((name, value))
+        elif callable(value):
+            functions.append((name, value))
+    parts = ["# Python\n", "`import systolic` loads no array library; each name below loads what it needs.\n"]
+    for title, members, kind in (("Functions", functions, "autofunction"), ("Classes", classes, "autoclass")):
+        parts.append(f"## {title}\n")
+        for name, value in members:
+            option = "\n:members:" if kind == "autoclass" else ""
+            parts.append(f"### systolic.{name}\n\n```{{eval-rst}}\n.. {kind}:: {value.__module__}.{value.__qualname__}{option.replace(chr(10), chr(10) + '   ')}\n```\n")
+    return "\n".join(parts)
+
+
+def _sentence(verb: Any) -> str:
+    text = verb.summary
+    return text[:1].upper() + text[1:].rstrip(".") + "."
+
+
+def _keep(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+
+
+def setup(app: Any) -> dict[str, Any]:
+    """Sphinx calls this."""
+    app.connect("builder-inited", write)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
