@@ -16,6 +16,8 @@ ALLOWED: dict[str, str] = {
     "formats/onnx.py:MOST_BYTES": "the largest file of protobuf",
     "hlo/scalars.py:MOST_VALUES": SEARCH,
     "planning/analytic.py:ACCUMULATES": COUNTED,
+    "planning/analytic.py:_FROZEN_BYTES": "bytes of an element, by format",
+    "planning/analytic.py:_MOMENTS": "arrays of an optimizer, by its kind",
     "planning/analytic.py:HALF": "bytes of a bf16 element",
     "planning/analytic.py:LOGIT_BYTES": "bytes of elements, added up",
     "planning/analytic.py:WHOLE": "bytes of an f32 element",

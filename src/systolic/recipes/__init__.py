@@ -25,7 +25,8 @@ from systolic.core.ranges import check_arguments, dashed
 from systolic.job import Job, Layout
 from systolic.job.layout import RENAMED
 from systolic.models.published import near_published
-from systolic.recipes.folder import OpenedFiles, Unwritten, is_beside, modules, write_none
+from systolic.recipes.jobs import folder as recipe_folder
+from systolic.recipes.jobs.folder import OpenedFiles, Unwritten, is_beside, modules
 
 _folders: list[str] = []
 """Folders of loaded recipes, at the end of ``sys.path``."""
@@ -193,7 +194,7 @@ def from_file(path: Path, name: str, target: str, beside: Path | None = None) ->
 def _import(loader: Any, module: ModuleType, path: Path, folder: Path) -> None:
     """Executes a recipe's module with its folder first on ``sys.path``, then moves it last, for imports inside functions."""
     sys.path.insert(0, str(folder))
-    write_none(folder)
+    recipe_folder.write_none(folder)
     try:
         loader.exec_module(module)
     except Exception as error:
