@@ -56,6 +56,6 @@ def phase_of(op_name: str) -> str:
 
 
 def _bare(part: str) -> str:
-    while found := _WRAPPED.match(part):
-        part = found[1]
+    while wrapped := _WRAPPED.match(part):
+        part = wrapped[1]
     return part

@@ -159,12 +159,12 @@ class Timeline:
     @property
     def flops_by_format(self) -> dict[str, float]:
         """:attr:`executed_flops` by the format of the operands, since each has a peak of its own."""
-        found: dict[str, float] = {}
+        flops_by: dict[str, float] = {}
         for span, times in self.leaves():
             flops = (span.flops + span.vector_flops + span.padding_flops) * times
             if flops:
-                found[span.number_format] = found.get(span.number_format, 0.0) + flops
-        return found
+                flops_by[span.number_format] = flops_by.get(span.number_format, 0.0) + flops
+        return flops_by
 
     @property
     def assumed(self) -> float:

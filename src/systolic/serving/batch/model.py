@@ -39,14 +39,14 @@ class Completions:
     def answer(self, request: BatchRequest) -> None:
         """Ends a request whose outputs are all there."""
         try:
-            made = self._intake.answer_of(request.examples, request.outputs)
+            answer = self._intake.answer_of(request.examples, request.outputs)
         except Exception as error:
             self.fail(
                 request, Ended.failed, RunError(f"{self._name} made no answer ({line(error)})")
             )
             return
         if self._queue.end(request):
-            request.future.set_result(made)
+            request.future.set_result(answer)
             self._tell(request, Ended.answered)
 
     def fail(self, request: BatchRequest, ended: Ended, error: SystolicError) -> None:
@@ -372,14 +372,14 @@ class DynamicBatches:
 
         def make(number: int) -> CompileFacts | None:
             bucket = buckets[number]
-            made = self._predictor.compile(bucket)
-            if made is None:
+            program = self._predictor.compile(bucket)
+            if program is None:
                 return None
             return CompileFacts(
                 bucket=str(bucket),
-                seconds=made.total_seconds,
-                cached=made.cached,
-                phases=made.seconds,
+                seconds=program.total_seconds,
+                cached=program.cached,
+                phases=program.seconds,
                 done=number + 1,
                 programs=len(buckets),
             )
@@ -481,14 +481,14 @@ class DynamicBatches:
         self, request: BatchRequest, parts: Sequence[Callable[[], Sequence[Example]]]
     ) -> None:
         """Reads a request's examples, each part in a thread; the last one queues the rows."""
-        found: list[Sequence[Example]] = [()] * len(parts)
+        examples: list[Sequence[Example]] = [()] * len(parts)
         lock, left = threading.Lock(), [len(parts)]
 
         def read(index: int) -> None:
             if request.ended:
                 return
             try:
-                found[index] = parts[index]()
+                examples[index] = parts[index]()
             except BaseException as error:  # of a library, on a stranger's bytes
                 self._completions.refuse(request, error)
                 return
@@ -496,7 +496,7 @@ class DynamicBatches:
                 left[0] -= 1
                 last = left[0] == 0
             if last:
-                self._queue.put(request, [one for part in found for one in part])
+                self._queue.put(request, [example for part in examples for example in part])
 
         for index in range(len(parts)):
             if self._intake.reads:
