@@ -682,6 +682,10 @@ def counts_of(module: Module) -> LoopCounts:
         for name in counts.loops
         if len({of_device.loops[name] for of_device in by_device if name in of_device.loops}) > 1
     }
+    branches = {
+        name: [of_device.branches[name] for of_device in by_device if name in of_device.branches]
+        for name in counts.branches
+    }
     return replace(
         counts,
         loops={
@@ -691,25 +695,10 @@ def counts_of(module: Module) -> LoopCounts:
             for name, trips in counts.loops.items()
         },
         branches={
-            name: _any_of(
-                of_device.branches[name] for of_device in by_device if name in of_device.branches
-            )
-            or shares
-            for name, shares in counts.branches.items()
+            name: _any_of(branches[name]) or shares for name, shares in counts.branches.items()
         },
         by_device={
-            name: held
-            for name in counts.branches
-            if len(
-                held := _unlike(
-                    [
-                        of_device.branches[name]
-                        for of_device in by_device
-                        if name in of_device.branches
-                    ]
-                )
-            )
-            > 1
+            name: unlike for name, shares in branches.items() if len(unlike := _unlike(shares)) > 1
         },
         apart=frozenset(apart),
     )
