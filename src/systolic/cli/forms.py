@@ -105,7 +105,7 @@ class VerbForm:
         """Whether the verb alone asks for this form."""
         parameters = inspect.signature(named(self.function)).parameters.values()
         return self.takes is TargetKind.words and all(
-            one.default is not one.empty for one in parameters
+            parameter.default is not parameter.empty for parameter in parameters
         )
 
     def is_chosen(self, args: Sequence[str]) -> bool:
@@ -165,7 +165,7 @@ def run_forms(
     words, prog = list(args), verb
     if form.word:
         if args[0] != form.word:
-            parts = list(dict.fromkeys(one.word for one in forms))
+            parts = list(dict.fromkeys(other.word for other in forms))
             raise OptionError(
                 f"systolic {verb} has no {args[0]!r}{nearest(args[0], parts)}; it has {', '.join(parts)}, see systolic {verb} --help"
             )
@@ -176,7 +176,7 @@ def run_forms(
         words = [word for word in words if word != f"--{form.switch}"]
     if form is forms[0]:
         _refuse_late(verb, forms, words)
-    others = [f"--{one.with_option}" for one in forms if one.with_option]
+    others = [f"--{other.with_option}" for other in forms if other.with_option]
     words = [_renamed(word, form.options.other_names) for word in words]
     call = _read(form, prog, words, others)
     if form.check:
@@ -216,10 +216,10 @@ def _renamed(word: str, names: Mapping[str, str]) -> str:
 
 def _chosen(forms: Sequence[VerbForm], args: Sequence[str], kind_of: str) -> VerbForm:
     """The form that the words choose; that of the first word's kind where nothing else chooses one."""
-    form = next((one for one in forms if args and one.is_chosen(args)), None)
+    form = next((candidate for candidate in forms if args and candidate.is_chosen(args)), None)
     if form is None and kind_of and not args[0].startswith("-"):
         kind = named(kind_of)(args[0]).value
-        form = next((one for one in forms if one.kind == kind), None)
+        form = next((candidate for candidate in forms if candidate.kind == kind), None)
     return form or forms[0]
 
 
@@ -271,23 +271,25 @@ def _read(form: VerbForm, prog: str, words: list[str], others: Sequence[str]) ->
         return _run_read(form, prog, words)
     target, rest = first(words, f"{prog} --{form.switch}" if form.switch else prog, form.needs)
     if form.takes is TargetKind.name:
-        given, own = known(read, rest, f"systolic {prog} {target}")
-        asked = request(target, rest, prog, read) if own else None
-        options = {} if asked is None else asked.options
-        return FormCall((target,), read(**given), options)
+        option_values, own = known(read, rest, f"systolic {prog} {target}")
+        recipe_request = request(target, rest, prog, read) if own else None
+        options = {} if recipe_request is None else recipe_request.options
+        return FormCall((target,), read(**option_values), options)
     if "plan" in form.options.of_function:
-        asked = planned_request(target, rest, prog, read, reporter().warn, others)
+        recipe_request = planned_request(target, rest, prog, read, reporter().warn, others)
     else:
-        asked = request(target, rest, prog, read)
+        recipe_request = request(target, rest, prog, read)
     as_typed = form.takes is TargetKind.recipe_as_typed
-    return FormCall((asked.as_typed if as_typed else asked.source,), asked.verb, {})
+    return FormCall(
+        (recipe_request.as_typed if as_typed else recipe_request.source,), recipe_request.verb, {}
+    )
 
 
 def _run_read(form: VerbForm, prog: str, words: list[str]) -> FormCall:
     """The call with a run: its recipe says which options follow, once the function has opened it."""
     place, rest = ("", words) if form.option else first(words, prog, form.needs)
-    given, _ = known(form.options.read, rest, f"systolic {prog}")
-    values = form.options.read(**given)
+    option_values, _ = known(form.options.read, rest, f"systolic {prog}")
+    values = form.options.read(**option_values)
     run: Path | str = getattr(values, form.option) if form.option else place
     target = shlex.join([f"--{form.option}", str(run)]) if form.option else ""
 

@@ -107,9 +107,9 @@ def request(
         NotFoundError: there is no such recipe.
         OptionError: an option is missing, unknown, out of its range or without effect.
     """
-    asked = request_for(target, args, verb, options, {})
-    asked.job.check_effects()
-    return asked
+    recipe_request = request_for(target, args, verb, options, {})
+    recipe_request.job.check_effects()
+    return recipe_request
 
 
 Saved = Mapping[str, Any] | Callable[["Recipe", Any], Mapping[str, Any]]
@@ -145,31 +145,31 @@ def request_for(
     wants_help = asks_help(args)
     # Before the recipe is imported, which takes longer than to refuse a line.
     words = [] if wants_help else _with_first(recipe, renamed(args))
-    given, rest = ({}, []) if wants_help else known(options, words, prog)
-    found = recipes.find(recipe) if isinstance(recipe, str) else recipe
+    verb_values, rest = ({}, []) if wants_help else known(options, words, prog)
+    imported = recipes.find(recipe) if isinstance(recipe, str) else recipe
     taken = inspect.signature(options).parameters
-    clash = set(taken) & set(inspect.signature(found.function).parameters)
+    clash = set(taken) & set(inspect.signature(imported.function).parameters)
     if clash:
         raise OptionError(
-            f"{found.target} has an option {clash.pop()} that systolic {verb} needs for itself; rename it in the recipe"
+            f"{imported.target} has an option {clash.pop()} that systolic {verb} needs for itself; rename it in the recipe"
         )
     if isinstance(recipe, str) and not wants_help:
         for line in recipes.notes(recipe, trains=verb == "train"):
             print(f"systolic: {line}", file=sys.stderr)
     if wants_help:
-        print_help(_both(found, options), prog)
-    own = options(**given)
-    defaults = saved if isinstance(saved, Mapping) else saved(found, own)
-    function = _with_defaults(found, defaults)
+        print_help(_both(imported, options), prog)
+    own = options(**verb_values)
+    defaults = saved if isinstance(saved, Mapping) else saved(imported, own)
+    function = _with_defaults(imported, defaults)
     names = option_names(function) | option_names(options) | set(others)
-    takes = "a run made from a Job takes steps and layout only" if found.of_job else ""
-    if found.file is None:
+    takes = "a run made from a Job takes steps and layout only" if imported.of_job else ""
+    if imported.file is None:
         # A shipped recipe's types name all of its options: no need to parse what is misspelt.
         refuse_unknown([word for word in rest if is_unknown(word, names)], names, prog, takes)
     refuse_unknown(stray(rest, words), names, prog)
     values, unknown = known(function, rest, prog)
     refuse_unknown(unknown, names, prog, takes)
-    return Request(recipe=found, options=values, verb=own, typed=tuple(rest))
+    return Request(recipe=imported, options=values, verb=own, typed=tuple(rest))
 
 
 FIRST = {"sft": "--from", "image": "--path"}
@@ -222,13 +222,13 @@ def planned_request(
             planned = planned_options(recipe, chosen)
         return planned
 
-    asked = request_for(target, args, verb, options, saved, others=others)
+    recipe_request = request_for(target, args, verb, options, saved, others=others)
     if chosen is None:
-        asked.job.check_effects()
-        return asked
-    before, now = asked.recipe(planned), asked.job
-    kept = kept_choice(chosen, before, now, steps_given=asked.gives("steps"), warn=warn)
-    return replace(asked, chosen=kept)
+        recipe_request.job.check_effects()
+        return recipe_request
+    before, now = recipe_request.recipe(planned), recipe_request.job
+    kept = kept_choice(chosen, before, now, steps_given=recipe_request.gives("steps"), warn=warn)
+    return replace(recipe_request, chosen=kept)
 
 
 def renamed(args: Sequence[str], *, typed: bool = True) -> list[str]:
@@ -236,14 +236,14 @@ def renamed(args: Sequence[str], *, typed: bool = True) -> list[str]:
     from systolic.job.layout import RENAMED
 
     options = {f"--layout.{dashed(old)}": f"--layout.{dashed(new)}" for old, new in RENAMED.items()}
-    found = []
+    words = []
     for word in args:
         name, equals, value = word.partition("=")
         now = options.get(dashed(name))
         if now is not None and typed:
             print(f"systolic: {dashed(name)} is now called {now}; use that name", file=sys.stderr)
-        found.append(word if now is None else f"{now}{equals}{value}")
-    return found
+        words.append(word if now is None else f"{now}{equals}{value}")
+    return words
 
 
 def _with_defaults(recipe: "Recipe", saved: Mapping[str, Any]) -> Callable[..., None]:
@@ -259,8 +259,10 @@ def _with_defaults(recipe: "Recipe", saved: Mapping[str, Any]) -> Callable[..., 
 
 def _both(recipe: "Recipe", options: Callable[..., Any]) -> Callable[..., None]:
     """A function with a recipe's parameters and a verb's, for their help."""
-    signatures = [inspect.signature(one, eval_str=True) for one in (recipe.function, options)]
-    parameters = [p for one in signatures for p in one.parameters.values()]
+    signatures = [
+        inspect.signature(function, eval_str=True) for function in (recipe.function, options)
+    ]
+    parameters = [p for signature in signatures for p in signature.parameters.values()]
     return _function(parameters, _documented(recipe.function, options))
 
 

@@ -271,7 +271,7 @@ class Forecast:
             **self._costs(),
         }
         if self.periodic:
-            record["periodic"] = [dict(one) for one in self.periodic]
+            record["periodic"] = [dict(program) for program in self.periodic]
         if self.rejected is not None:
             record["rejected"] = dict(self.rejected)
         if self.against is not None:
@@ -280,9 +280,9 @@ class Forecast:
 
     def _unpriced(self) -> list[dict[str, Any]]:
         """Parts that are priced incompletely, and ops of which only the bytes are known."""
-        found = [part.to_json() for part in self.incomplete]
-        named = {part["op"] for part in found}
-        return [*found, *({"op": op, "seconds": s} for op, s in self.unpriced if op not in named)]
+        parts = [part.to_json() for part in self.incomplete]
+        named = {part["op"] for part in parts}
+        return [*parts, *({"op": op, "seconds": s} for op, s in self.unpriced if op not in named)]
 
     def _calibration(self) -> dict[str, Any] | None:
         """The corrections, and the seconds of the step in each kind of op that they change."""
@@ -296,7 +296,7 @@ class Forecast:
             "made": of.made,
             "profiles": of.num_profiles,
             "kinds": factors_json(of),
-            "corrected_seconds": {kind.value: found for kind, found in seconds.items()},
+            "corrected_seconds": {kind.value: spent for kind, spent in seconds.items()},
         }
 
     def _hbm(self) -> dict[str, Any]:

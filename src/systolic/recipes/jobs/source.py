@@ -154,15 +154,15 @@ def with_plan(
 
 def recipe_of(job: Job) -> Recipe:
     """A Job as a recipe, so that its run resumes as one of a recipe does, with these options to change."""
-    made = paths.absolute(job)
+    located = paths.absolute(job)
 
-    def given(steps: int = job.steps, layout: Layout = job.layout) -> Job:
-        return replace(made, steps=steps, layout=layout)
+    def changed(steps: int = job.steps, layout: Layout = job.layout) -> Job:
+        return replace(located, steps=steps, layout=layout)
 
-    given.__doc__ = f"""The job {job.name}.
+    changed.__doc__ = f"""The job {job.name}.
 
     Args:
         steps: Optimizer steps.
         layout: How it is spread.
     """
-    return Recipe(target=job.name, function=given, of_job=True)
+    return Recipe(target=job.name, function=changed, of_job=True)
