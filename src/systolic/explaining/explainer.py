@@ -339,7 +339,7 @@ class StepExplainer:
             tried = try_all(facts, made, base, wanted, evaluator, watch)
             follower = Follower(
                 facts=facts,
-                made=made,
+                forecast=made,
                 base=base,
                 evaluator=evaluator,
                 most=FOLLOWING * self.remedies,
