@@ -130,7 +130,7 @@ def test_a_plan_takes_the_demand_at_the_least_cost(known: list[tuple[str, int]])
     assert costs == sorted(costs)
     for one in plan.ranked:
         fleet, state = one.fleet, one.fleet.state
-        assert one.made is fleet
+        assert one.compiled is fleet
         # Throughput times engines is the demand, and a replica fewer does not take it.
         assert fleet.replicas * fleet.engines * fleet.most_rate >= 100
         assert (fleet.replicas - 1) * fleet.engines * fleet.most_rate < 100

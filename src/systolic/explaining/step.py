@@ -176,7 +176,7 @@ def cause_of_ops(
         share=lost / step.seconds if step.seconds else 0.0,
         seconds=lost,
         evidence=lines,
-        advice=[text for one in advice if (text := render(one, step.settings, step.foreign))],
+        advice=[text for hint in advice if (text := render(hint, step.settings, step.foreign))],
         work=reached,
     )
 
@@ -240,12 +240,12 @@ def axes_of(
 
     ``mesh`` is axis name to size, outermost first; partition ids count its devices in that order.
     """
-    found = _collective(module, computation, instruction)
+    collective = _collective(module, computation, instruction)
     sizes = tuple(mesh.values())
     total = int(np.prod(sizes)) if sizes else 0
-    if found is None or not total:
+    if collective is None or not total:
         return ()
-    groups = groups_of(found, total)
+    groups = groups_of(collective, total)
     if not groups.groups or max(max(group) for group in groups.groups) >= total:
         return ()
     places = np.array(np.unravel_index(np.array(groups.groups[0]), sizes)).T
@@ -267,6 +267,6 @@ def _collective(
         return None
     held = module.computations[name]
     return next(
-        (one for one in held if one.opcode.removesuffix("-start") in COLLECTIVES),
+        (inner for inner in held if inner.opcode.removesuffix("-start") in COLLECTIVES),
         None,
     )

@@ -224,7 +224,7 @@ def plan_program(  # noqa: PLR0913  the options of systolic plan -- COMMAND
     from systolic.sim.incomplete import given
 
     if goal not in GOALS:
-        names = " or ".join(one.value for one in GOALS)
+        names = " or ".join(objective.value for objective in GOALS)
         raise OptionError(f"--goal is {goal.value}; slices of a program rank by {names}")
     slices = all_slices(on, max_chips, None)
     known = replace(given(trips, costs), calibration=calibration_for(calibration, slices))
@@ -263,4 +263,6 @@ def _corrected(ranking: "Ranking") -> list[str]:
     from systolic.forecasting.calibrations import told_of_steps
 
     forecasts = [row.forecast for row in ranking.table if row.forecast is not None]
-    return told_of_steps([made.timeline for made in forecasts if made.timeline is not None])
+    return told_of_steps(
+        [forecast.timeline for forecast in forecasts if forecast.timeline is not None]
+    )

@@ -17,11 +17,11 @@ def all_slices(
 
     Raises: as :func:`slices_of`.
     """
-    found: dict[str, Slice] = {}
+    slices: dict[str, Slice] = {}
     for part in [on] if isinstance(on, str | Slice) else on:
         meant = slices_of(part, max_chips, price) if isinstance(part, str) else [part]
-        found |= {one.name: one for one in meant}
-    return list(found.values()) or slices_of("", max_chips, price)
+        slices |= {place.name: place for place in meant}
+    return list(slices.values()) or slices_of("", max_chips, price)
 
 
 def slices_of(text: str, max_chips: int, price: PriceTerm | None) -> list[Slice]:
@@ -31,28 +31,28 @@ def slices_of(text: str, max_chips: int, price: PriceTerm | None) -> list[Slice]
         NotFoundError: a name that is neither a slice nor a chip.
         OptionError: nothing is left below ``max_chips``.
     """
-    found: dict[str, Slice] = {}
+    slices: dict[str, Slice] = {}
     for word in (part.strip() for part in text.split(",")):
         if word:
-            found |= {on.name: on for on in _meant(word, max_chips, price)}
-    if not found:
+            slices |= {on.name: on for on in _meant(word, max_chips, price)}
+    if not slices:
         raise OptionError("--on names no slice; give v5e-16,v5p-8, a chip such as v5e, or any")
-    return list(found.values())
+    return list(slices.values())
 
 
 def _meant(word: str, max_chips: int, price: PriceTerm | None) -> list[Slice]:
     """The slices that one word of the list stands for."""
-    tpus = [one for one in chips() if one.kind is ChipKind.tpu and one.slice_rule is not None]
+    tpus = [chip for chip in chips() if chip.kind is ChipKind.tpu and chip.slice_rule is not None]
     if word.lower() == ANY:
-        found = [
+        slices = [
             on
-            for one in tpus
-            for on in named_slices(one)
+            for chip in tpus
+            for on in named_slices(chip)
             if price is None or hourly(on, price) is not None
         ]
         what = "of TPUs" if price is None else f"with a price {price.value}"
     else:
-        meant = [one for one in tpus if word.lower() in (one.name, *one.aliases)]
+        meant = [chip for chip in tpus if word.lower() in (chip.name, *chip.aliases)]
         if not meant:
             on = slice(word)
             if on.platform == "cpu":
@@ -60,8 +60,8 @@ def _meant(word: str, max_chips: int, price: PriceTerm | None) -> list[Slice]:
                     f"{on.name} is this machine: plan is for TPU and GPU slices; systolic forecast --on {on.name} shows one layout"
                 )
             return [on]
-        found, what = named_slices(meant[0]), f"of {meant[0].name}"
-    small = [on for on in found if on.num_chips <= max_chips]
+        slices, what = named_slices(meant[0]), f"of {meant[0].name}"
+    small = [on for on in slices if on.num_chips <= max_chips]
     if not small:
         raise OptionError(
             f"no slice {what} has {plural(max_chips, 'chip')} or fewer; raise --max-chips or name a slice"
