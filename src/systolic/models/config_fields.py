@@ -79,11 +79,11 @@ def unread(config: Config, model: Callable[[Config], Any]) -> list[str]:
     Raises:
         OptionError: a field of ``config`` has a value that is not followed.
     """
-    made = model(config)
+    built = model(config)
     inner = config.get(NESTED)
     fields = inner if isinstance(inner, dict) else config
     off = {NESTED, *ELSEWHERE.get(str(config.get("model_type")), ())}
-    found = [] if fields is config else _candidates(config, off)
+    names = [] if fields is config else _candidates(config, off)
     if not fields.get("use_sliding_window", True):
         off.update(WINDOWS)
     if set(fields.get("layer_types") or ()) == {FULL}:
@@ -93,13 +93,13 @@ def unread(config: Config, model: Callable[[Config], Any]) -> list[str]:
         for value in (object(), _Nothing()):
             changed = {**fields, name: value}
             try:
-                if model(changed if fields is config else {**config, NESTED: changed}) != made:
+                if model(changed if fields is config else {**config, NESTED: changed}) != built:
                     return False
             except Exception:  # whatever the family does with it, it looked
                 return False
         return True
 
-    return sorted({*found, *(name for name in _candidates(fields, off) if ignored(name))})
+    return sorted({*names, *(name for name in _candidates(fields, off) if ignored(name))})
 
 
 def _candidates(fields: Config, skipped: set[str]) -> list[str]:

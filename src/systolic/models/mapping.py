@@ -75,7 +75,7 @@ class Rule:
         numbers = {
             name: where[i] for (name, where), i in zip(self.stack.items(), place, strict=True)
         }
-        return tuple(one.format(**numbers) for one in self.theirs)
+        return tuple(template.format(**numbers) for template in self.theirs)
 
     def places(self) -> Iterator[tuple[int, ...]]:
         """All indices of the stack; one empty index where nothing is stacked."""
@@ -168,8 +168,8 @@ class Conversion:
         for rule in self.rules:
             arrays = [_at_hand(params[path]) for path in rule.ours]
             for place in rule.places():
-                made = rule.write([np.asarray(array[place]) for array in arrays])
-                yield from zip(rule.names(place), made, strict=True)
+                written = rule.write([np.asarray(array[place]) for array in arrays])
+                yield from zip(rule.names(place), written, strict=True)
 
 
 def _at_hand(array: Any) -> Any:
@@ -177,7 +177,7 @@ def _at_hand(array: Any) -> Any:
     import jax
 
     devices = array.devices() if isinstance(array, jax.Array) else ()
-    return np.asarray(array) if [one.platform for one in devices] == ["cpu"] else array
+    return np.asarray(array) if [device.platform for device in devices] == ["cpu"] else array
 
 
 def _shard(
@@ -190,18 +190,18 @@ def _shard(
     """The part of a parameter at ``index``, aligned so that a CPU takes it without a copy."""
     assert index is not None  # JAX gives one wherever there is a sharding
     bounds = [range(*cut.indices(size)) for cut, size in zip(index, like.shape, strict=True)]
-    out = aligned(tuple(len(one) for one in bounds), np.dtype(like.dtype))
+    out = aligned(tuple(len(bound) for bound in bounds), np.dtype(like.dtype))
     stacked, rest = len(rule.stack), tuple(index[len(rule.stack) :])
     for place in itertools.product(*bounds[:stacked]):
         names = rule.names(place)
-        made = rule.read([tensors[name].read() for name in names])[which]
-        if made.shape != tuple(like.shape[stacked:]):
-            told = ", ".join(f"{name} {tensors[name].shape}" for name in names)
+        piece = rule.read([tensors[name].read() for name in names])[which]
+        if piece.shape != tuple(like.shape[stacked:]):
+            sources = ", ".join(f"{name} {tensors[name].shape}" for name in names)
             raise DataError(
-                f"{told} makes {rule.ours[which]} {made.shape}, and the model has {tuple(like.shape[stacked:])}; the configuration is of another model"
+                f"{sources} makes {rule.ours[which]} {piece.shape}, and the model has {tuple(like.shape[stacked:])}; the configuration is of another model"
             )
         at = tuple(i - bound.start for i, bound in zip(place, bounds, strict=False))
-        out[at] = made[rest]
+        out[at] = piece[rest]
     return out
 
 

@@ -108,10 +108,10 @@ class TorchModule(ForeignModel):
         """
         function = self.function()
         assert function.compare is not None
-        given = batch()
-        whole = all(name in given for name in function.example)
+        arrays = batch()
+        whole = all(name in arrays for name in function.example)
         compared = function.compare(
-            {name: given[name] for name in function.example} if whole else function.example
+            {name: arrays[name] for name in function.example} if whole else function.example
         )
         decayed = [name for name in compared.unused if function.trained[name].ndim > 1]
         if not decayed:
@@ -200,6 +200,6 @@ def _made(
     if make not in _functions:
         # Models are built inside a trace, and Keras draws its first weights with JAX.
         with jax.ensure_compile_time_eval():
-            made = convert(made_by(make, framework, str(make)), str(make))
-            _functions[make] = without_mask(made)
+            function = convert(made_by(make, framework, str(make)), str(make))
+            _functions[make] = without_mask(function)
     return _functions[make]

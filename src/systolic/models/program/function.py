@@ -71,11 +71,13 @@ def without_mask(function: PureFunction) -> PureFunction:
     source, compare = function.source, function.compare
 
     def inner(inputs: Named) -> Named:
-        return {MASK if name == RENAMED else name: one for name, one in inputs.items()}
+        return {MASK if name == RENAMED else name: array for name, array in inputs.items()}
 
     return replace(
         function,
-        example={RENAMED if name == MASK else name: one for name, one in function.example.items()},
+        example={
+            RENAMED if name == MASK else name: array for name, array in function.example.items()
+        },
         call=lambda trained, state, inputs, train, key: function.call(
             trained, state, inner(inputs), train, key
         ),
@@ -90,17 +92,17 @@ def narrowed(array: Any, name: str = "an array") -> np.ndarray:
     Raises:
         DataError: a whole number does not fit.
     """
-    made = np.asarray(array)
-    kind = _NARROW.get(str(made.dtype))
+    values = np.asarray(array)
+    kind = _NARROW.get(str(values.dtype))
     if kind is None:
-        return made
-    if made.dtype.kind in "iu" and made.size:
-        limits, worst = np.iinfo(kind), max(int(made.max()), int(made.min()), key=abs)
+        return values
+    if values.dtype.kind in "iu" and values.size:
+        limits, worst = np.iinfo(kind), max(int(values.max()), int(values.min()), key=abs)
         if not limits.min <= worst <= limits.max:
             raise DataError(
                 f"{name} of the model holds {worst}, and whole numbers have 32 bits here (at most {limits.max}); store it as smaller numbers or as floats"
             )
-    return made.astype(kind)
+    return values.astype(kind)
 
 
 def flattened(
@@ -133,12 +135,12 @@ def outputs_of(value: Any, tensor: type | tuple[type, ...]) -> dict[str, Any]:
     Raises:
         DataError: there is no tensor.
     """
-    found = dict(flattened(value, tensor))
-    if not found:
+    outputs = dict(flattened(value, tensor))
+    if not outputs:
         raise DataError(
             f"the model returns no tensor ({type(value).__name__}); return tensors, or tuples, lists or dicts of them"
         )
-    return found
+    return outputs
 
 
 VALUE_ERRORS = (
@@ -186,10 +188,10 @@ class ProgramModule(nnx.Module):
         function = self.systolic_function
         trained = {name: getattr(self, name)[...] for name in function.trained}
         state = {name: getattr(self, name)[...] for name in function.state}
-        given = {name: self._cast(array) for name, array in inputs.items()}
+        cast_inputs = {name: self._cast(array) for name, array in inputs.items()}
         train = not self.deterministic
         key = self.systolic_random() if train and self.systolic_random is not None else None
-        outputs, after = function.call(trained, state, given, train, key)
+        outputs, after = function.call(trained, state, cast_inputs, train, key)
         if train:
             for name, array in after.items():
                 getattr(self, name)[...] = array.astype(function.state[name].dtype)

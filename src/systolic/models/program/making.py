@@ -30,9 +30,9 @@ def made_by(function: Callable[[], Any], framework: str, source: str) -> Any:
     except SystolicError:
         raise
     except Exception as error:
-        told = str(error).partition("\n")[0]
+        reason = str(error).partition("\n")[0]
         raise OptionError(
-            f"{source} failed: {type(error).__name__}: {told}; call it alone to see where"
+            f"{source} failed: {type(error).__name__}: {reason}; call it alone to see where"
         ) from error
 
 
@@ -58,10 +58,10 @@ def load_keras() -> Any:
     if "keras" not in sys.modules:
         if importlib.util.find_spec("keras") is None:
             raise MissingExtraError("a Keras model", "keras")
-        asked = os.environ.setdefault("KERAS_BACKEND", "jax")
-        if asked != "jax":
+        chosen = os.environ.setdefault("KERAS_BACKEND", "jax")
+        if chosen != "jax":
             raise OptionError(
-                f"KERAS_BACKEND is {asked}, and models run here on jax; set KERAS_BACKEND=jax"
+                f"KERAS_BACKEND is {chosen}, and models run here on jax; set KERAS_BACKEND=jax"
             )
     import keras
 
