@@ -163,10 +163,10 @@ def put(value, where):
         value.use()
         moves.count(value, target)
     born = arrays.latest([value])
-    result = stand_in(shardings.placed(aval, target), target, born=born, buffer=buffer)
+    array = stand_in(shardings.placed(aval, target), target, born=born, buffer=buffer)
     if counters.is_counter(aval):
-        result.known = counters.of(value)
-    return result
+        array.known = counters.of(value)
+    return array
 
 
 def patch_put(dispatch):
