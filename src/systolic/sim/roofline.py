@@ -55,16 +55,16 @@ from systolic.sim.timeline import PricedBy, Resource, Span, Timeline, merged, sp
 from systolic.sim.traffic import bytes_read
 from systolic.sim.work import Work, numbers, slice_sizes, window_sizes, work_of
 
-LINE_BYTES: int = constant("irregular.line_bytes")
-SECTOR_BYTES: int = constant("irregular.sector_bytes")
-COMPARATOR_SECONDS: float = constant("irregular.comparator_seconds")
-SLICE_SECONDS: float = constant("irregular.slice_seconds")
-UPDATE_SECONDS: float = constant("irregular.update_seconds")
-WINDOW_SECONDS: float = constant("irregular.window_seconds")
-FFT_RATE: float = constant("irregular.fft_rate")
-RADIX_SHARE: float = constant("irregular.radix_share")
-TILE: int = constant("irregular.tile")
-SPREAD: float = constant("irregular.spread")
+LINE_BYTES: int = constant("roofline.line_bytes")
+SECTOR_BYTES: int = constant("roofline.sector_bytes")
+COMPARATOR_SECONDS: float = constant("roofline.comparator_seconds")
+SLICE_SECONDS: float = constant("roofline.slice_seconds")
+UPDATE_SECONDS: float = constant("roofline.update_seconds")
+WINDOW_SECONDS: float = constant("roofline.window_seconds")
+FFT_RATE: float = constant("roofline.fft_rate")
+RADIX_SHARE: float = constant("roofline.radix_share")
+TILE: int = constant("roofline.tile")
+SPREAD: float = constant("roofline.spread")
 
 _BY = {
     "sort": PricedBy.sort,

@@ -67,7 +67,7 @@ from systolic.sim.timeline import (
     span_of,
 )
 
-DMA_SHARE: float = constant("hbm_contention.dma_share")
+DMA_SHARE: float = constant("simulate.dma_share")
 LANES = ("core", "dma")
 """Lanes whose spans read and write device memory."""
 

@@ -23,14 +23,8 @@ from systolic.core.files import digest
 from systolic.formats.bundle import FILE, MOST_BYTES, PRECISION
 from systolic.formats.comparison import check_passed
 from systolic.formats.packages import ended, last_line, run_module
-from systolic.formats.program.model import (
-    PROGRAM,
-    SAMPLE,
-    TOLERANCE,
-    WEIGHTS,
-    Description,
-    ExportedProgram,
-)
+from systolic.formats.program.description import PROGRAM, SAMPLE, TOLERANCE, WEIGHTS, Description
+from systolic.formats.program.model import ExportedProgram
 from systolic.runs.bundle.folder import BundleDraft, draft, model_record
 from systolic.runs.bundle.record import ImportedFrom, Recorded
 from systolic.runs.bundle.tensors import TensorSpec, read_header

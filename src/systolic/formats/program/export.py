@@ -11,7 +11,14 @@ import jax.export
 import numpy as np
 
 from systolic.core.errors import OptionError, SystolicError
-from systolic.formats.program.model import PROGRAM, SAMPLE, TOLERANCE, WEIGHTS, Description, Port
+from systolic.formats.program.description import (
+    PROGRAM,
+    SAMPLE,
+    TOLERANCE,
+    WEIGHTS,
+    Description,
+    Port,
+)
 from systolic.models.program.function import Named, PureFunction, without_mask
 from systolic.runs.bundle.tensors import TensorSpec, write
 from systolic.steps import flops

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from systolic.core.errors import DataError, NotFoundError, RunError, SystolicError
+from systolic.formats.program.description import PROGRAM, SAMPLE, TOLERANCE, Description
 from systolic.formats.program.export import relative_error
-from systolic.formats.program.model import PROGRAM, SAMPLE, TOLERANCE, Description, ExportedProgram
+from systolic.formats.program.model import ExportedProgram
 from systolic.models.program.function import Named, PureFunction
 from systolic.runs.bundle.tensors import SUFFIX, read_header
 

@@ -121,7 +121,7 @@ class TorchModule(ForeignModel):
 
     def build(self, rngs: "nnx.Rngs", target: Target) -> "nnx.Module":
         """A :class:`~systolic.models.program.function.ProgramModule` with the module's weights."""
-        from systolic.models.program.function import ProgramModule
+        from systolic.models.program.module import ProgramModule
 
         return ProgramModule(self.function(), rngs, target)
 
@@ -174,7 +174,7 @@ class KerasModel(ForeignModel):
 
     def build(self, rngs: "nnx.Rngs", target: Target) -> "nnx.Module":
         """A :class:`~systolic.models.program.function.ProgramModule` with the model's weights."""
-        from systolic.models.program.function import ProgramModule
+        from systolic.models.program.module import ProgramModule
 
         return ProgramModule(self.function(), rngs, target)
 
