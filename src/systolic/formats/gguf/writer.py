@@ -339,17 +339,12 @@ def write_gguf(
     from gguf import GGUFWriter
     from gguf.constants import GGMLQuantizationType
 
-    out = GGUFWriter(file, described.architecture)
+    out, float32 = GGUFWriter(file, described.architecture), np.dtype(np.float32)
     for name, value in {**fields, **described.fields}.items():
         _add(out, name, value)
     for tensor in tensors:
-        out.add_tensor_info(
-            tensor.name,
-            tensor.source.shape,
-            np.dtype(np.float32),
-            tensor.nbytes,
-            raw_dtype=tensor.kind,
-        )
+        shape = tensor.source.shape
+        out.add_tensor_info(tensor.name, shape, float32, tensor.nbytes, raw_dtype=tensor.kind)
     extra = _frequencies(described)
     if extra is not None:
         kind = GGMLQuantizationType.F32
