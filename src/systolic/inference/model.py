@@ -76,12 +76,12 @@ def open_model(
 
         keep_programs()
         setup = set_up_here(rebuild(run, trust_code=trust, job=job).job, run, place)
-        found = weights.load(run, setup.steps, str(checkpoint))
+        loaded = weights.load(run, setup.steps, str(checkpoint))
         record = JobRecord.from_json(run.read_job())
-        found = with_frozen(found, setup, run.path, record)
-    model = TrainedModel(Path(path), setup, found, warn)
-    for line in found.skipped:
-        model.warn(f"{line}; using step {found.step}")
+        loaded = with_frozen(loaded, setup, run.path, record)
+    model = TrainedModel(Path(path), setup, loaded, warn)
+    for line in loaded.skipped:
+        model.warn(f"{line}; using step {loaded.step}")
     return model
 
 
@@ -111,10 +111,12 @@ def prepare_model(
 
         _refuse_choice(path, None, checkpoint)
         source = open_source(path)
-        made = set_up_here(_in_precision(job_of(source), precision), place=place)
-        for line in notes_of(source, made.job):
+        setup_of_files = set_up_here(_in_precision(job_of(source), precision), place=place)
+        for line in notes_of(source, setup_of_files.job):
             warn(line)
-        return PreparedModel(setup=made, read=lambda: weights_of(source, made.steps))
+        return PreparedModel(
+            setup=setup_of_files, read=lambda: weights_of(source, setup_of_files.steps)
+        )
     check_folder(path)
     with Run.open(path) as run:
         job = _in_precision(rebuild(run, trust_code=trust).job, precision)
@@ -125,11 +127,11 @@ def prepare_model(
         from systolic.runs import weights
 
         with Run.open(path) as run:
-            found = weights.load(run, setup.steps, checkpoint)
-            found = with_frozen(found, setup, run.path, JobRecord.from_json(run.read_job()))
-        for line in found.skipped:
-            warn(f"{line}; using step {found.step}")
-        return found
+            loaded = weights.load(run, setup.steps, checkpoint)
+            loaded = with_frozen(loaded, setup, run.path, JobRecord.from_json(run.read_job()))
+        for line in loaded.skipped:
+            warn(f"{line}; using step {loaded.step}")
+        return loaded
 
     return PreparedModel(setup=setup, read=read)
 
@@ -141,9 +143,9 @@ def _refuse_choice(path: Path, job: Job | None, checkpoint: str | int) -> None:
         OptionError: a checkpoint or a job is given.
     """
     if job is not None or checkpoint != "best":
-        given = "a job" if job is not None else f"checkpoint {checkpoint}"
+        choice = "a job" if job is not None else f"checkpoint {checkpoint}"
         raise OptionError(
-            f"{path} is no run but a model in files, which takes no {given.removeprefix('a ')}; leave it out"
+            f"{path} is no run but a model in files, which takes no {choice.removeprefix('a ')}; leave it out"
         )
 
 
@@ -297,27 +299,27 @@ class TrainedModel:
         from systolic.steps.programs import jit_evaluate
 
         check_arguments(TrainedModel.evaluate, {"batches": batches}, str)
-        asked = split if split is None or isinstance(split, Split) else split_of(split)
-        check_data(asked, path)
+        wanted = split if split is None or isinstance(split, Split) else split_of(split)
+        check_data(wanted, path)
         job = self.job_on(path)
         if sequence is not None and isinstance(job.data, Instructions):
             job = replace(job, data=replace(job.data, sequence=sequence))
         try:
-            chosen = splits(job, asked)
+            chosen = splits(job, wanted)
         except NotFoundError as error:
             gone = str(error).partition("; ")[0]
             raise NotFoundError(f"{gone}; give {self.path} other data with --path") from error
         steps, weights = self.setup.steps, self.weights
         program, examples = jit_evaluate(steps), batches * evaluation_rows(job, steps)
-        found = {
-            str(path or one.value): evaluate(
-                job, steps, program, weights.params, weights.model_state, one, examples
+        metrics = {
+            str(path or part.value): evaluate(
+                job, steps, program, weights.params, weights.model_state, part, examples
             )
-            for one in chosen
+            for part in chosen
         }
         for line in FILES.take():
             self.warn(f"{line}; it was left out")
-        return found
+        return metrics
 
     def job_on(self, path: Path | str | None) -> Job:
         """The job with the data at a path in place of its own, where one is given.
@@ -349,7 +351,7 @@ class TrainedModel:
         return [
             "".join(
                 self.stream(
-                    one,
+                    prompt,
                     tokens=tokens,
                     sampling=sampling,
                     stop=stop,
@@ -358,7 +360,7 @@ class TrainedModel:
                     system=system,
                 )
             )
-            for one in several(prompts)
+            for prompt in several(prompts)
         ]
 
     def stream(
@@ -387,10 +389,10 @@ class TrainedModel:
             OptionError: messages for a tokenizer without a template, the run was not trained on text, ``prompt`` is no text, is too long or is empty where no token starts a text, ``tokens`` is no whole number from 1, or a stop string is empty.
             RunError: its model does not generate.
         """
-        asked = turns_of(prompt, chat=chat, system=system)
+        turns = turns_of(prompt, chat=chat, system=system)
         check_arguments(TrainedModel.stream, {"tokens": tokens}, str)
         generator = self._generator(sampling)
-        return generator.stream(asked, tokens=tokens, seed=seed, stop=stop, warn=self.warn)
+        return generator.stream(turns, tokens=tokens, seed=seed, stop=stop, warn=self.warn)
 
     def _generator(self, sampling: Sampling) -> "Generator":
         """The compiled programs of a way of sampling, kept for the next prompt."""

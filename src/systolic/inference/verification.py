@@ -48,19 +48,19 @@ def verified(path: Path, *, replay: bool) -> Verified:
     unreplayed = UNASKED
     if replay:
         unreplayed = UNRECORDED if bundle.record.recorded is None else None
-    found = None
+    comparison = None
     if unreplayed is None:
         reporter().stage("replay")
-        found = _replayed(bundle)
-        if not found.passed:
+        comparison = _replayed(bundle)
+        if not comparison.passed:
             raise RunError(
-                f"{path} computes something else here: {found.line()}; its files are intact, so compare versions ({_versions(bundle)}) and report it, or export the model again"
+                f"{path} computes something else here: {comparison.line()}; its files are intact, so compare versions ({_versions(bundle)}) and report it, or export the model again"
             )
     return Verified(
         path=path,
         files=len(bundle.record.files),
-        bytes=sum(one.bytes for one in bundle.record.files.values()),
-        replay=found,
+        bytes=sum(file.bytes for file in bundle.record.files.values()),
+        replay=comparison,
         unreplayed=unreplayed,
         about=_about(bundle),
     )
@@ -72,12 +72,12 @@ def _replayed(bundle: Bundle) -> Replay:
     if isinstance(bundle.model, ExportedProgram):
         from systolic.formats.program.exported import replayed
 
-        made = replayed(bundle.folder, bundle.folder / about.file)
+        comparison = replayed(bundle.folder, bundle.folder / about.file)
         return Replay(
-            rows=made["rows"],
-            positions=made["rows"],
-            max_abs=made["max_abs"],
-            max_relative=made["max_relative"],
+            rows=comparison["rows"],
+            positions=comparison["rows"],
+            max_abs=comparison["max_abs"],
+            max_relative=comparison["max_relative"],
             same_largest=None,
             tolerance=about.tolerance,
             precision=about.precision,

@@ -62,14 +62,14 @@ def kind_of(
         return Activity.loop
     if _CALLBACK.search(f"{target} {name}"):
         return Activity.callback
-    if any(one in kind for one in COLLECTIVES) or folded.startswith(GPU_COLLECTIVES):
+    if any(collective in kind for collective in COLLECTIVES) or folded.startswith(GPU_COLLECTIVES):
         return Activity.collective
     if opcode in ("fusion", "async-start", "async-done") and folded.startswith(_COLLECTIVE_NAMES):
         return Activity.collective
     if opcode.startswith(("send", "recv")):
         to_host = "host" in kind or (line is not None and "is_host_transfer=true" in line.rest)
         return Activity.host if to_host else Activity.slices
-    if traffic.host or any(one in f"{kind} {folded}" for one in TRANSFERS):
+    if traffic.host or any(transfer in f"{kind} {folded}" for transfer in TRANSFERS):
         return Activity.host
     if opcode == "custom-call":
         return Activity.matmul if target.startswith(_LIBRARIES) else Activity.kernel

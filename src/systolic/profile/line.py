@@ -32,8 +32,8 @@ class OpLine:
     @property
     def target(self) -> str:
         """Target of a custom call; empty for other ops."""
-        found = _TARGET.search(self.rest)
-        return found[1] if found else ""
+        match = _TARGET.search(self.rest)
+        return match[1] if match else ""
 
     @property
     def group(self) -> tuple[int, ...]:
@@ -45,11 +45,11 @@ class OpLine:
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """All groups of devices of a collective; none where the line has none."""
-        found = _GROUPS.search(self.rest)
-        if found is None or found[1] == "{}":
+        match = _GROUPS.search(self.rest)
+        if match is None or match[1] == "{}":
             return ()
         try:
-            return parse_groups(found[1], 1).groups
+            return parse_groups(match[1], 1).groups
         except (DataError, ValueError):
             return ()
 
@@ -62,7 +62,7 @@ class OpLine:
 
     def arrays(self) -> tuple[Shape, ...]:
         """Arrays of result and operands."""
-        return tuple(a for one in (self.shape, *self.operands) for a in one.arrays())
+        return tuple(a for shape in (self.shape, *self.operands) for a in shape.arrays())
 
 
 @lru_cache(maxsize=65536)
@@ -73,22 +73,26 @@ def read_line(text: str) -> OpLine | None:
         return None
     start = head.end()
     end = _closing(text, start) + 1 if text[start : start + 1] == "(" else text.find(" ", start)
-    found = _OPCODE.match(text, end) if end > start else None
-    if found is None:
+    opcode = _OPCODE.match(text, end) if end > start else None
+    if opcode is None:
         return None
-    close = _closing(text, found.end() - 1)
+    close = _closing(text, opcode.end() - 1)
     if close < 0:
         return None
-    inner = text[found.end() : close]
+    inner = text[opcode.end() : close]
     operands = [part for part in split(inner) if part]
     try:
-        shapes = [parse_shape(one.rpartition(" %")[0] or one) for one in operands if "[" in one]
+        shapes = [
+            parse_shape(operand.rpartition(" %")[0] or operand)
+            for operand in operands
+            if "[" in operand
+        ]
         shape = parse_shape(text[start:end])
     except DataError:
         return None
     return OpLine(
         name=head["name"],
-        opcode=found["opcode"],
+        opcode=opcode["opcode"],
         shape=shape,
         operands=tuple(shapes),
         inputs=tuple(name for part in operands for name in _OPERAND.findall(part)[-1:]),
@@ -98,8 +102,8 @@ def read_line(text: str) -> OpLine | None:
 
 def replica_groups(text: str) -> str:
     """``replica_groups=…`` as a line writes it; empty where it has none."""
-    found = _GROUPS.search(text)
-    return found[0] if found is not None else ""
+    match = _GROUPS.search(text)
+    return match[0] if match is not None else ""
 
 
 def _closing(text: str, start: int) -> int:

@@ -92,7 +92,7 @@ def link_bytes(line: OpLine) -> tuple[float, tuple[int, ...]]:
     if kind not in COLLECTIVES:
         return 0.0, ()
     group = line.group
-    size = float(sum(one.bytes for one in line.operands))
+    size = float(sum(operand.bytes for operand in line.operands))
     if kind == "collective-permute":
         return (size if len(set(group)) > 1 else 0.0), group
     number = len(group)

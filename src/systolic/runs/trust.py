@@ -63,8 +63,8 @@ def digest(code: Mapping[str, bytes]) -> str:
 
 def _with_folders(code: Mapping[str, bytes]) -> list[Path]:
     """Paths of the files and of the folders between them and the run."""
-    found = {Path(name) for name in code}
-    return sorted(found | {parent for name in found for parent in name.parents} - {Path(".")})
+    files = {Path(name) for name in code}
+    return sorted(files | {parent for name in files for parent in name.parents} - {Path(".")})
 
 
 def _file() -> Path:

@@ -74,11 +74,11 @@ def next_command(job: Job, run: Path, *, unfinished: bool) -> str:
 def _question(data: Instructions) -> str:
     """A short question of the held-out conversations, to ask the model; an ellipsis where there is none."""
     try:
-        found = said(data.question() or "")
+        question = said(data.question() or "")
     except SystolicError:  # the data was moved meanwhile
-        found = ""
-    short = len(found) <= LONGEST_QUESTION and "\n" not in found
-    return found if found and short else "…"
+        question = ""
+    short = len(question) <= LONGEST_QUESTION and "\n" not in question
+    return question if question and short else "…"
 
 
 def sample_prompt(job: Job) -> str | Messages | None:

@@ -83,19 +83,19 @@ class OpenedRun:
     def changes(self, source: JobSource) -> list[str]:
         """Options that differ from the run's, as ``--steps 20 (was 10)``; fields of a given Job by name."""
         after, before = flat(recipes.plain(source.options)), flat(recipes.plain(self.saved))
-        found = [
+        changed = [
             f"{typed(name, value)} (was {plain_words(before[name])})"
             for name, value in after.items()
             if name in before and str(value) != str(before[name])  # NaN is unequal to itself
         ]
         if not self.gives_job:
-            return found
+            return changed
         options = set(source.options)
         now, old = (
             flat({name: each for name, each in plain.items() if name not in options})
             for plain in (_plain(source.job, self.record), self.record.job)
         )
-        return found + [
+        return changed + [
             f"{name} {plain_words(now.get(name))} (was {plain_words(old.get(name))})"
             for name in {**old, **now}
             if now.get(name) != old.get(name)

@@ -191,10 +191,10 @@ def fewer_devices(job: Job, options: SessionOptions, audience: Audience) -> Fewe
     from systolic.steps.mesh import slices_of
 
     devices = LocalDevices.here().devices
-    made = on_fewer(job, options.for_devices, len(devices), slices_of(devices))
-    if made is not None:
-        audience.warn(made.text)
-    return made
+    fewer = on_fewer(job, options.for_devices, len(devices), slices_of(devices))
+    if fewer is not None:
+        audience.warn(fewer.text)
+    return fewer
 
 
 def check_setup(setup: "Setup", audience: Audience) -> None:
@@ -329,7 +329,7 @@ class ReplayedStep:
 
     path: Path
     """The batch's file."""
-    found: Mapping[str, Any]
+    report: Mapping[str, Any]
     """Result of :func:`systolic.training.replay.replay`."""
 
 
@@ -357,36 +357,36 @@ def replay(path: Path, *, trust: bool = False) -> ReplayedStep:
         setup = set_up(job, flags=flags.compiler)
         if job.adapter or not any(directory.checkpoints.glob("[0-9]*")):
             setup, _ = with_start(setup, directory.path, record)
-        return ReplayedStep(path=path, found=again(setup, directory, path))
+        return ReplayedStep(path=path, report=again(setup, directory, path))
 
 
-def _workers(asked: int, audience: Audience) -> int:
+def _workers(wanted: int, audience: Audience) -> int:
     """Worker processes, at most one a core."""
-    given = bounded(asked)
-    if given < asked:
+    workers = bounded(wanted)
+    if workers < wanted:
         audience.warn(
-            f"workers is {asked}, more than the {given} cores of this machine; {given} work at once"
+            f"workers is {wanted}, more than the {workers} cores of this machine; {workers} work at once"
         )
-    return given
+    return workers
 
 
 def _finished(
-    made: TrainResult, directory: Run, options: SessionOptions, audience: Audience
+    trained: TrainResult, directory: Run, options: SessionOptions, audience: Audience
 ) -> TrainResult:
     """The result with its warnings and, of a traced session, the steps beside their forecast where they can be compared."""
     from systolic.training.profile import FOLDER
 
     folder = directory.path / FOLDER
-    traced = options.profile and directory.access is Access.write and made.interrupted is None
+    traced = options.profile and directory.access is Access.write and trained.interrupted is None
     if traced and folder.is_dir():  # else its profiler failed and said so
         from systolic.forecasting.profiled import traced_beside
 
         try:
-            made = replace(made, beside=traced_beside(directory, folder))
+            trained = replace(trained, beside=traced_beside(directory, folder))
         except Exception as error:  # whatever it is, it must not hide how the run ended
             named = "" if isinstance(error, SystolicError) else f"{type(error).__name__}: "
             audience.warn(f"the profile is not set beside a forecast: {named}{error}")
-    return replace(made, warnings=tuple(audience.warnings))
+    return replace(trained, warnings=tuple(audience.warnings))
 
 
 def _report(directory: Run, audience: Audience) -> None:

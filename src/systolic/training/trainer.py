@@ -358,10 +358,10 @@ class Trainer:
 
     def _check(self, done: Pending) -> None:
         """Reads a finished step's metrics, handles a bad loss, and makes a record if one is due."""
-        asked = self.ledger.clock()
+        began = self.ledger.clock()
         with part(METRICS):
             values = {name: float(value) for name, value in jax.device_get(done.metrics).items()}
-        self.meter.waited_for_device(self.ledger.clock() - asked)
+        self.meter.waited_for_device(self.ledger.clock() - began)
         if values.pop("bad") and self.job.guard.rule is not GuardRule.ignore:
             self._bad(done, values["loss"])
         else:
