@@ -22,7 +22,7 @@ ALLOWED: dict[str, str] = {
     "planning/analytic.py:LOGIT_BYTES": "bytes of elements, added up",
     "planning/analytic.py:WHOLE": "bytes of an f32 element",
     "planning/analytic.py:RESERVED": "room for rounding",
-    "serving/batch/options.py:InputLimits": "pixels of a picture that is read",
+    "serving/batch/buckets.py:InputLimits": "pixels of a picture that is read",
     "sim/attention.py:_CAUSAL,_SEGMENTS,_SOFT_CAP": COUNTED,
     "sim/attention.py:_MATMULS": COUNTED,
     "sim/attention.py:_SEQUENCE_MINOR": "a layout's number, as the kernels have it",

@@ -11,8 +11,7 @@ from systolic.chips import Slice
 from systolic.core.errors import SystolicError
 from systolic.forecasting.profiled import Key, begun_by
 from systolic.hlo import parse
-from systolic.profile.kinds import Activity
-from systolic.profile.line import OpLine, read_line
+from systolic.profile.ops import Activity, OpLine, read_line
 from systolic.profile.table import OpRow, ProfileTable
 from systolic.sim.estimate import Parts, estimated_seconds, slowdown_of
 from systolic.sim.rates import Rates, number_format, rates_of

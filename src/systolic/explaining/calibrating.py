@@ -34,10 +34,10 @@ from systolic.forecasting.profiled import LEAST, begun_by, programs_of
 from systolic.hlo import Module, Shape, parse
 from systolic.profile import Profile, open_profile
 from systolic.profile.ceilings import HOST_LINK
-from systolic.profile.kinds import Activity
+from systolic.profile.ops import Activity
 from systolic.profile.table import OpRow, ProfileTable
 from systolic.profile.trace import Backend, DeviceOp
-from systolic.runs.devices import slice_with
+from systolic.runs.record import slice_with
 from systolic.runs.run import ENVIRONMENT
 from systolic.sim.calibration import BOUNDS, Calibration, CostKind, Factor
 from systolic.sim.cost_kinds import COLLECTIVES, kind_of_span

@@ -12,7 +12,6 @@ from functools import cached_property
 from itertools import accumulate
 
 from systolic.core.units import duration, plural
-from systolic.explaining.cause import Cause
 from systolic.explaining.rules import RULES
 from systolic.explaining.settings import Settings
 from systolic.explaining.sources import (
@@ -21,7 +20,7 @@ from systolic.explaining.sources import (
     step_of_profile,
     step_of_programs,
 )
-from systolic.explaining.step import LEAST, SHOWN, Step
+from systolic.explaining.step import LEAST, SHOWN, Cause, Step
 from systolic.forecasting import Forecast
 from systolic.hlo import Module
 from systolic.job import Model

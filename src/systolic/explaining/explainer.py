@@ -20,10 +20,10 @@ from systolic.compiling import Compiled, Compiler, JobProgram, StepKind
 from systolic.compiling import compile as compile_program
 from systolic.core.errors import OptionError
 from systolic.core.reporter import reporter
-from systolic.explaining.cause import Cause
 from systolic.explaining.causes import causes_of_forecast, causes_of_programs
 from systolic.explaining.settings import Settings
 from systolic.explaining.sources import StepProgram
+from systolic.explaining.step import Cause
 from systolic.forecasting import Forecast
 from systolic.forecasting.captured import forecast_parts, parts_of, schedule_of
 from systolic.forecasting.run import of_outcome

@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from systolic.explaining.cause import Cause
 from systolic.explaining.settings import advise, changes, settings_of
+from systolic.explaining.step import Cause
 from systolic.runs.record import Record, RunRecord
 
 DEAD = 1e-8

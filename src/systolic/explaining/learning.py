@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from systolic.explaining import layers
-from systolic.explaining.cause import Cause
 from systolic.explaining.settings import changes, inspecting, settings_of
+from systolic.explaining.step import Cause
 from systolic.runs.record import Record, RunRecord, State
 
 FEW = 12

@@ -14,7 +14,6 @@ from systolic.core.errors import NotFoundError, OptionError, RunError, SystolicE
 from systolic.core.reporter import reporter
 from systolic.core.units import plural
 from systolic.explaining.alone import devices_of, priced_alone
-from systolic.explaining.cause import Cause
 from systolic.explaining.display.text import lines, profile_remark
 from systolic.explaining.explainer import (
     ExplainProgress,
@@ -23,6 +22,7 @@ from systolic.explaining.explainer import (
     StepExplainer,
     StepExplanation,
 )
+from systolic.explaining.step import Cause
 from systolic.forecasting import Forecast
 from systolic.forecasting.profiled import Beside, Key, beside, by_name, programs_of
 from systolic.forecasting.text import forecast_text
@@ -31,14 +31,14 @@ from systolic.job import Layout
 from systolic.planning.remedies import Remedy
 from systolic.profile import open_profile
 from systolic.profile.files import SUFFIXES, is_profile_file
-from systolic.profile.kinds import Activity
+from systolic.profile.ops import Activity
 from systolic.profile.profile import Profile
 from systolic.profile.table import ProfileTable
 from systolic.profile.trace import Backend, common, missing, total, union
 from systolic.recipes.jobs.run import rebuild
 from systolic.report.notebook import WIDTH, screen
-from systolic.runs.devices import slice_of, slice_with
 from systolic.runs.job_record import JobRecord, compiled_with
+from systolic.runs.record import slice_of, slice_with
 from systolic.runs.run import JOB, Run
 from systolic.sim.simulate import simulate
 

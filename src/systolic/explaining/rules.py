@@ -12,10 +12,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 from systolic.core.units import duration
-from systolic.explaining.cause import Cause
 from systolic.explaining.settings import advise, render
 from systolic.explaining.step import (
     LINKS,
+    Cause,
     OpKind,
     Step,
     StepOp,

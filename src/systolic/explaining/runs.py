@@ -15,8 +15,8 @@ from systolic.core.errors import SystolicError
 from systolic.core.reporter import reporter
 from systolic.core.units import duration
 from systolic.explaining import learning
-from systolic.explaining.cause import Cause
 from systolic.explaining.settings import changes, settings_of
+from systolic.explaining.step import Cause
 from systolic.runs import time_breakdown as records
 from systolic.runs.job_record import JobRecord
 from systolic.runs.record import RunRecord, load_run

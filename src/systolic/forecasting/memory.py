@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from systolic.hlo import Computation, Instruction, Module, Shape
 from systolic.hlo.module import aliased_operand, named
 from systolic.hlo.shape import HBM
-from systolic.sim.layers import layer_of, phase_of
+from systolic.sim.timeline import layer_of, phase_of
 from systolic.sim.traffic import UPDATES, buffers_of, kept_operand
 
 _PASSED_ON = frozenset(("bitcast", "opt-barrier", "while"))

@@ -15,8 +15,7 @@ from typing import Any
 from systolic.forecasting.costs import core, place_of, short
 from systolic.hlo import Computation, Instruction, Module
 from systolic.hlo.module import named
-from systolic.sim.layers import layer_of, phase_of
-from systolic.sim.timeline import Span, Timeline
+from systolic.sim.timeline import Span, Timeline, layer_of, phase_of
 
 SAME = 0.005
 """Share of a row's own time below which it is the same."""

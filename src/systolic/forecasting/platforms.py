@@ -14,8 +14,7 @@ from systolic.core.errors import NotFoundError
 from systolic.core.origin import Origin
 from systolic.core.units import duration, gibibytes
 from systolic.forecasting.cautions import cautions_of, ended
-from systolic.forecasting.cost import bill_of
-from systolic.forecasting.forecast import LARGEST, Forecast
+from systolic.forecasting.forecast import LARGEST, Forecast, bill_of
 from systolic.forecasting.memory import MemoryMap, memory_map
 from systolic.hlo import Module, parse
 from systolic.sim.cost_kinds import check_chip

@@ -19,10 +19,10 @@ from systolic.forecasting.platforms import cpu_peaks
 from systolic.hlo import Computation, Instruction, Module
 from systolic.hlo.groups import COLLECTIVES
 from systolic.profile import open_profile
-from systolic.profile.line import replica_groups
+from systolic.profile.ops import replica_groups
 from systolic.profile.table import OpRow, ProfileTable
-from systolic.runs.devices import slice_of
 from systolic.runs.job_record import JobRecord, compiled_with
+from systolic.runs.record import slice_of
 from systolic.runs.run import Run
 from systolic.sim.incomplete import PALLAS
 from systolic.sim.roofline import ModuleSource, gpu_peaks, roofline

@@ -32,9 +32,8 @@ from systolic.core.origin import Origin
 from systolic.core.reporter import reporter
 from systolic.forecasting.calibrations import given_with, told_of_step
 from systolic.forecasting.cautions import cautions_of, ended
-from systolic.forecasting.cost import bill_of
 from systolic.forecasting.costs import note_of, windowed
-from systolic.forecasting.forecast import LARGEST, Forecast
+from systolic.forecasting.forecast import LARGEST, Forecast, bill_of
 from systolic.forecasting.memory import LiveBuffer, MemoryMap, kind_of, memory_map, state_of
 from systolic.forecasting.platforms import forecast_host
 from systolic.hlo import Module, parse
@@ -42,9 +41,8 @@ from systolic.job import Job
 from systolic.sim.calibration import Calibration
 from systolic.sim.cost_kinds import corrected_seconds
 from systolic.sim.incomplete import NOTHING, Costs, Given, Trips
-from systolic.sim.layers import layer_of
 from systolic.sim.simulate import simulate
-from systolic.sim.timeline import Timeline
+from systolic.sim.timeline import Timeline, layer_of
 
 ALL = "all"
 """The row of all generations together."""

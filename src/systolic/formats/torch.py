@@ -236,7 +236,7 @@ def exported_program(source: str, signature: str | None, example: Any) -> Any:
         DataError: the file does not load.
         OptionError: it has no example inputs.
     """
-    from systolic.models.program.making import seed
+    from systolic.models.program.config import seed
     from systolic.models.program.torch_function import torch_function
 
     del signature, example

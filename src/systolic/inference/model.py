@@ -1,12 +1,17 @@
-"""A trained model, opened from its run or from files: it evaluates, generates and predicts on this machine's devices."""
+"""A trained model, opened from its run or from files: it evaluates, generates and predicts on this machine's devices.
 
+Prompts: texts to continue and messages to answer, from words, files and standard input.
+"""
+
+import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from systolic.core.arguments import with_types
-from systolic.core.errors import NotFoundError, OptionError
+from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.core.files import nearest_file
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, check_arguments
 from systolic.core.units import si
@@ -14,10 +19,9 @@ from systolic.data.text.instructions import Instructions
 from systolic.data.text.sentences import Sentences
 from systolic.data.text.stops import Continuation
 from systolic.formats.registry import in_files
-from systolic.inference.prompts import Messages, several, turns_of
 from systolic.job import Job, Layout, Precision, Remat, Sampling, Split
-from systolic.recipes.jobs.flags import kept_flags
 from systolic.recipes.jobs.run import check_folder, rebuild
+from systolic.recipes.jobs.source import kept_flags
 from systolic.runs.job_record import JobRecord
 from systolic.runs.run import JOB, Run
 
@@ -29,6 +33,105 @@ if TYPE_CHECKING:
     from systolic.inference.setup import Setup
     from systolic.runs.weights import Weights
     from systolic.steps.steps import StepFunctions
+
+
+Messages = Sequence[Mapping[str, Any]]
+"""``role`` and ``content`` of each message of a chat."""
+
+
+def several(prompts: str | Messages | Sequence[str | Messages]) -> list[Any]:
+    """Prompts as a list; a list of messages is one prompt.
+
+    Raises:
+        OptionError: they are neither a text nor a list.
+    """
+    if not isinstance(prompts, str | Iterable) or isinstance(prompts, Mapping):
+        raise OptionError(
+            f"prompts is {prompts!r}; give a text or a list of texts, messages or a list of such lists"
+        )
+    listed: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
+    return [listed] if listed and isinstance(listed[0], Mapping) else listed
+
+
+def read_prompts(
+    prompts: str | Messages | Sequence[str | Messages], file: Path | None
+) -> list[Any]:
+    """Prompts with those of a file, texts or messages; ``-`` is standard input, and one that is empty stands for none.
+
+    Raises:
+        NotFoundError: no such file.
+        DataError: it is no text, a line is no JSON object with a prompt or messages, or there is none in it.
+    """
+    listed = [
+        sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
+        for prompt in several(prompts)
+    ]
+    return (listed or [""]) if file is None else listed + _lines(file)
+
+
+def _lines(file: Path) -> list[Any]:
+    try:
+        text = sys.stdin.read() if str(file) == "-" else file.read_text()
+    except OSError as error:
+        raise NotFoundError(f"{file} cannot be read ({error.strerror}); check the path") from error
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{file} is not UTF-8 text ({error.reason} at byte {error.start})"
+        ) from error
+    # A byte order mark of some editors is no part of the first prompt.
+    lines: list[Any] = [line for line in text.removeprefix("\ufeff").splitlines() if line.strip()]
+    if file.suffix == ".jsonl":
+        lines = [_prompt(line, file, number + 1) for number, line in enumerate(lines)]
+    if not lines:
+        raise DataError(f"{file} has no prompt; write one a line")
+    return lines
+
+
+def _prompt(line: str, file: Path, number: int) -> Any:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{file}: prompt {number} is not JSON ({error})") from error
+    if isinstance(row, dict) and isinstance(row.get("messages"), list) and row["messages"]:
+        return row["messages"]
+    if not isinstance(row, dict) or not isinstance(row.get("prompt"), str | list):
+        raise DataError(
+            f"{file}: prompt {number} has neither a text in the field prompt nor a list of turns in messages"
+        )
+    return row["prompt"]
+
+
+def turns_of(prompt: Any, *, chat: bool, system: str | None) -> str | Messages:
+    """A prompt as the model is asked: a text to continue, or the messages of a chat.
+
+    Raises:
+        OptionError: it is neither, or the messages end with an answer or have a system's message beside the one that is given.
+    """
+    if isinstance(prompt, str):
+        if not chat and system is None:
+            return prompt
+        prompt = [{"role": "user", "content": prompt}]
+    elif not isinstance(prompt, Sequence) or not prompt:
+        raise OptionError(f"the prompt is {prompt!r}; give a text, or a list of messages")
+    for number, message in enumerate(prompt, 1):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise OptionError(
+                f"message {number} of the prompt is {message!r}; give role and content"
+            )
+        if message.get("content") is None and not message.get("tool_calls"):
+            raise OptionError(f"message {number} of the prompt has no content; give a text")
+    if prompt[-1]["role"] == "assistant":
+        raise OptionError(
+            "the messages of the prompt end with an answer; end them with what the model shall answer"
+        )
+    if system is None:
+        return prompt
+    if prompt[0]["role"] == "system":
+        raise OptionError(
+            "the prompt has a system message and another one is given; leave one of them out"
+        )
+    return [{"role": "system", "content": system}, *prompt]
+
 
 Place = Callable[[Job, str, Sequence[Any]], tuple[Layout, Sequence[Any]] | None]
 """A job, a platform and its devices to a layout and the devices that it is for; None leaves it to the default."""
@@ -293,7 +396,7 @@ class TrainedModel:
             OptionError: both a split and a path are given, there is no such data, or ``batches`` is negative.
             NotFoundError: the data is gone, or nothing is at ``path``.
         """
-        from systolic.data.skipped_files import FILES
+        from systolic.data.input_files import FILES
         from systolic.inference.evaluation import check_data, evaluate, split_of, splits
         from systolic.steps.input import evaluation_rows
         from systolic.steps.programs import jit_evaluate

@@ -30,8 +30,8 @@ from systolic.job import Job, Layout, Served, ServedCache, ServedWeights
 from systolic.models.decoder.checks import check_served
 from systolic.models.decoder.config import Decoder
 from systolic.models.published import find_published
+from systolic.planning.command import all_slices, slices_of
 from systolic.planning.goal import MAX_CHIPS, PriceTerm, hourly
-from systolic.planning.slices import all_slices, slices_of
 from systolic.recipes.jobs.source import JobSource, source_of
 
 ROWS = 16

@@ -8,9 +8,8 @@ from functools import cached_property
 from systolic.chips import Chip, by_device_kind, known
 from systolic.core.errors import NotFoundError
 from systolic.core.units import si
-from systolic.profile.kinds import Activity
+from systolic.profile.ops import Activity, OpTraffic
 from systolic.profile.trace import DeviceTrace
-from systolic.profile.traffic import OpTraffic
 
 MATRIX, MEMORY, VECTOR_MEMORY = "matrix units", "device memory", "vector memory"
 HOST_LINK, DIES = "host link", "links between dies"

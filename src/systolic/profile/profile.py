@@ -20,8 +20,7 @@ from systolic.chips import chip as by_name
 from systolic.core.errors import DataError, OptionError
 from systolic.core.origin import Origin
 from systolic.profile.ceilings import Ceilings, Rate
-from systolic.profile.kinds import Activity
-from systolic.profile.ops import LINKS, Describer, ProfiledOp
+from systolic.profile.ops import LINKS, Activity, Describer, ProfiledOp
 from systolic.profile.trace import DeviceOp, DeviceTrace, Interval, Mark, exclusive, missing, union
 from systolic.profile.xplane import load_all
 from systolic.sim.timeline import PricedBy, Span, Timeline

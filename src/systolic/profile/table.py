@@ -9,8 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from systolic.profile.ceilings import Rate
-from systolic.profile.kinds import Activity
-from systolic.profile.ops import ProfiledOp
+from systolic.profile.ops import Activity, ProfiledOp
 from systolic.profile.profile import Profile
 from systolic.profile.trace import DeviceOp
 

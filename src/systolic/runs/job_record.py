@@ -20,7 +20,7 @@ from systolic.job import Job
 from systolic.job.data import Contents
 from systolic.runs.paths import DIRECTORY
 from systolic.runs.plan_choice import Chosen
-from systolic.runs.revision import REVISION
+from systolic.runs.trust import REVISION
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,8 +15,8 @@ from systolic.runs import manifest as manifests
 from systolic.runs.access import Access
 from systolic.runs.checkpoint import CheckpointStore
 from systolic.runs.manifest import DamagedError, Leaf, Manifest
-from systolic.runs.revision import check_revision
 from systolic.runs.run import JOB, Run
+from systolic.runs.trust import check_revision
 from systolic.steps.steps import StepFunctions
 
 

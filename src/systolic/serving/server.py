@@ -25,7 +25,7 @@ from systolic.inference.model import (
 )
 from systolic.job import Job, Precision
 from systolic.recipes.jobs.run import check_folder
-from systolic.serving.batch.options import BatchOptions
+from systolic.serving.batch.buckets import BatchOptions
 from systolic.serving.http.keys import HttpLimits
 from systolic.serving.registry import ENDS
 from systolic.serving.restored import restored_on_cpu
@@ -405,7 +405,7 @@ def _open_batch(
     meter: "BatchMeter",
     log: "EventLog",
 ) -> "Served":
-    from systolic.serving.batch.opening import batch_model
+    from systolic.serving.batch.model import batch_model
     from systolic.serving.http.metrics import BatchLoadMetrics
     from systolic.serving.registry import ServedBatch
 
@@ -529,8 +529,7 @@ def _of_batches(
     steps: "StepFunctions", options: BatchOptions, store: "ProgramStore"
 ) -> "list[EntryCheck]":
     from systolic.inference.predictor import Predictor
-    from systolic.serving.batch.model import buckets_of
-    from systolic.serving.batch.opening import intake_of
+    from systolic.serving.batch.model import buckets_of, intake_of
 
     state = steps.abstract_state
     params, rest = state.params, state.model_state

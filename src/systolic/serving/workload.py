@@ -19,8 +19,8 @@ from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.core.files import check_writable, write_json
 from systolic.serving.batch.buckets import Recorder, Traffic
 from systolic.serving.text.buckets import TextTraffic
-from systolic.serving.text.facts import EngineLoad, EngineWatcher, StepFacts
 from systolic.serving.text.request import TextOutput
+from systolic.serving.text.sequence import EngineLoad, EngineWatcher, StepFacts
 
 TEXT = {
     "prompt_tokens": "prompts",
@@ -216,7 +216,7 @@ class TextRecorder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordedEngine:
-    """An :class:`~systolic.serving.text.facts.EngineWatcher` that records beside another."""
+    """An :class:`~systolic.serving.text.sequence.EngineWatcher` that records beside another."""
 
     inner: EngineWatcher
     recorder: TextRecorder

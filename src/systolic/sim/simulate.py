@@ -53,7 +53,6 @@ from systolic.sim.incomplete import (
     is_print,
     measured,
 )
-from systolic.sim.layers import layer_of
 from systolic.sim.network import DIES, REDUCE_SCATTER, Network, Place, crossings, default_places
 from systolic.sim.price import SMALL_SECONDS, price
 from systolic.sim.rates import Rates, rates_of
@@ -63,6 +62,7 @@ from systolic.sim.timeline import (
     Resource,
     Span,
     Timeline,
+    layer_of,
     merged,
     span_of,
 )

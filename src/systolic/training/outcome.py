@@ -12,9 +12,8 @@ from systolic.inference.setup import Setup
 from systolic.job import Job, Sampling
 from systolic.runs.remote.store import origin
 from systolic.steps.steps import StepFunctions
-from systolic.training.ledger import Ledger
-from systolic.training.meter import Meter
-from systolic.training.progress import TrainingProgress
+from systolic.training.checkpointing import TrainingProgress
+from systolic.training.ledger import Ledger, Meter
 
 SAMPLE_TOKENS = 200
 LONGEST_QUESTION = 60

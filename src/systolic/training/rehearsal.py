@@ -21,8 +21,7 @@ from systolic.core.reporter import reporter, working
 from systolic.recipes.jobs.plan import under_plan
 from systolic.recipes.jobs.source import JobSource
 from systolic.runs.plan_choice import Chosen
-from systolic.training.expected import check_rehearsal
-from systolic.training.session import check_data
+from systolic.training.session import check_data, check_rehearsal
 
 MANY_DEVICES = 64
 """Above it a rehearsal takes minutes."""

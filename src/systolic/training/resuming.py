@@ -15,16 +15,14 @@ from systolic.core.option_words import plain_words, typed
 from systolic.job import Batch, Job
 from systolic.recipes import Recipe
 from systolic.recipes.jobs import run as run_files
-from systolic.recipes.jobs.flags import kept_flags
 from systolic.recipes.jobs.plan import resumed
-from systolic.recipes.jobs.source import JobSource
+from systolic.recipes.jobs.source import JobSource, kept_flags
 from systolic.runs import paths
 from systolic.runs.access import Access
 from systolic.runs.job_record import JobRecord, RunFlags, types_of
 from systolic.runs.remote.sharded_upload import Part
 from systolic.runs.run import Run
 from systolic.training.distributed.run import open_together
-from systolic.training.expected import check_slice, expected
 from systolic.training.ledger import Ledger
 from systolic.training.resume_checks import agreed, check_resume, flat
 from systolic.training.session import (
@@ -32,7 +30,9 @@ from systolic.training.session import (
     SessionOptions,
     TrainResult,
     check_setup,
+    check_slice,
     describe,
+    expected,
     fewer_devices,
     load_step,
     run_session,

@@ -16,8 +16,8 @@ from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.core.files import as_paths
 from systolic.core.ranges import COUNT, Range, check
 from systolic.data.audio.sound import log_mel, num_samples, read_sound
+from systolic.data.input_files import SIDE, pack
 from systolic.data.random_access import Picks, Table
-from systolic.data.skipped_files import SIDE, pack
 from systolic.data.text.tokenizer import Tokenizer
 from systolic.job import Data, Field, Read, Split
 from systolic.job.data import MASK, Batches, Contents, OnError

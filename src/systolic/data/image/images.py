@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.core.files import as_paths, nearest_file, write_json
 from systolic.core.ranges import Range, check
-from systolic.data.image.augmentation import Augmentation
-from systolic.data.image.preparation import Preparation
+from systolic.data.image.pictures import Augmentation, Preparation
 from systolic.job import Data, Field, Read, Split
 from systolic.job.data import Batches, Contents, OnError
 

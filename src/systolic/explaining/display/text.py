@@ -17,10 +17,10 @@ from systolic.chips.flags import described, spoken
 from systolic.compiling import StepKind
 from systolic.core.option_words import option_words
 from systolic.core.units import duration, gibibytes, plural
-from systolic.explaining.cause import Cause
 from systolic.explaining.command import ExplainedKind
 from systolic.explaining.explainer import RecipeStep, StepExplanation
 from systolic.explaining.saved import StepComparison
+from systolic.explaining.step import Cause
 from systolic.forecasting import Forecast
 from systolic.forecasting.display import readings
 from systolic.planning.candidate import Candidate

@@ -12,8 +12,7 @@ from typing import Annotated, Any
 from systolic.core.errors import OptionError
 from systolic.core.ranges import Range, check
 from systolic.data.image.images import Images
-from systolic.data.image.pictures import EVALUATION_SHARE
-from systolic.data.image.preparation import Preparation, Resample
+from systolic.data.image.pictures import EVALUATION_SHARE, Preparation, Resample
 from systolic.formats.source import Source, dtypes_of
 from systolic.job import Batch, Data, Field, Job, Read, Split
 from systolic.job.data import Batches

@@ -97,8 +97,8 @@ def function_in_file(target: str, signature: str | None, example: Any) -> Any:
         OptionError: the file or the function fails.
         DataError: it returned something else.
     """
+    from systolic.models.program.config import made_by
     from systolic.models.program.keras_function import keras_function
-    from systolic.models.program.making import made_by
     from systolic.models.program.torch_function import torch_function
 
     del signature, example

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from systolic.core.errors import DataError, OptionError, SystolicError
+from systolic.models.program.config import load_keras
 from systolic.models.program.function import (
     VALUE_ERRORS,
     Named,
@@ -15,7 +16,6 @@ from systolic.models.program.function import (
     narrowed,
     outputs_of,
 )
-from systolic.models.program.making import load_keras
 
 EXAMPLES = 2
 """Examples of the random inputs of a model that comes without its own."""

@@ -19,8 +19,8 @@ from systolic.recipes.jobs.plan import under_plan
 from systolic.recipes.jobs.source import JobSource, recipe_of
 from systolic.runs import paths, trust
 from systolic.runs.job_record import JobRecord, job_from_json
-from systolic.runs.revision import check_revision
 from systolic.runs.run import JOB, MODULES, RECIPE, TOKENIZER, Run
+from systolic.runs.trust import check_revision
 
 
 class Rebuilt(NamedTuple):

@@ -10,7 +10,7 @@ from systolic.core.errors import OptionError, nearest
 from systolic.inference.predictor import Form
 from systolic.inference.readers import Example, Output
 from systolic.inference.rows import Row
-from systolic.serving.batch.options import InputLimits
+from systolic.serving.batch.buckets import InputLimits
 from systolic.serving.batch.request import ANY, BYTES, ArraySpec, ModelKind
 from systolic.serving.errors import RefusedError
 

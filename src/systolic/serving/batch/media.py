@@ -10,6 +10,7 @@ import numpy as np
 from systolic.core.errors import DataError, OptionError
 from systolic.inference.predictor import FixedForm
 from systolic.inference.readers import Example, Output, SpeechReader, TextReader, joined
+from systolic.serving.batch.buckets import InputLimits
 from systolic.serving.batch.intake import (
     Inputs,
     Intake,
@@ -19,7 +20,6 @@ from systolic.serving.batch.intake import (
     single_row,
     spec_of,
 )
-from systolic.serving.batch.options import InputLimits
 from systolic.serving.batch.request import ANY, BYTES, ArraySpec, ModelKind
 from systolic.serving.errors import RefusedError
 

@@ -18,8 +18,8 @@ from systolic.inference.predictor import FixedForm
 from systolic.inference.readers import Example, Output
 from systolic.inference.rows import Bucket, Row
 from systolic.job import Field
+from systolic.serving.batch.buckets import InputLimits
 from systolic.serving.batch.intake import Inputs, Intake, form_of, input_form, spec_of
-from systolic.serving.batch.options import InputLimits
 from systolic.serving.batch.request import ANY, ArraySpec, ModelKind
 
 

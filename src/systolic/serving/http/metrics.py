@@ -25,8 +25,8 @@ from systolic.serving.compiles import CompileFacts
 from systolic.serving.http.telemetry import EventLog
 from systolic.serving.registry import Key
 from systolic.serving.text.buckets import Buckets
-from systolic.serving.text.facts import EngineLoad, StepFacts
 from systolic.serving.text.request import Finish, TextOutput
+from systolic.serving.text.sequence import EngineLoad, StepFacts
 from systolic.steps.serving_layout import DeviceShares
 
 PREFIX = "systolic:"
@@ -268,7 +268,7 @@ def count_compile(
 
 
 class TextMetrics:
-    """Metrics of language models; a :class:`~systolic.serving.text.facts.EngineWatcher` for each by :meth:`of`."""
+    """Metrics of language models; a :class:`~systolic.serving.text.sequence.EngineWatcher` for each by :meth:`of`."""
 
     def __init__(self, metrics: Metrics) -> None:
         self.all = metrics
@@ -309,7 +309,7 @@ class TextMetrics:
 
 
 class TextMeter:
-    """Counts what one language model does; a :class:`~systolic.serving.text.facts.EngineWatcher`."""
+    """Counts what one language model does; a :class:`~systolic.serving.text.sequence.EngineWatcher`."""
 
     def __init__(self, metrics: TextMetrics, gauges: Gauges, at: tuple[str, str, str]) -> None:
         self._all, self._gauges, self._at = metrics, gauges, at

@@ -16,10 +16,10 @@ from systolic.serving.compiles import CompileFacts
 from systolic.serving.text.buckets import Buckets, TextTraffic
 from systolic.serving.text.converting import serving_weights
 from systolic.serving.text.engine import Bounds, Engine
-from systolic.serving.text.facts import EngineWatcher
 from systolic.serving.text.memory import memory_of, pages_that_fit
 from systolic.serving.text.runner import Programs, StepRunner
 from systolic.serving.text.scheduler import PagePool, Scheduler, StepLimits
+from systolic.serving.text.sequence import EngineWatcher
 from systolic.steps.lengths import LEAST_TEXT, check_length, learned_text, longest_text
 from systolic.steps.paged import PagedSteps
 from systolic.steps.serving_layout import LEAST_ROWS

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from systolic.core.errors import DataError, RunError
-from systolic.data.skipped_files import Skipped
+from systolic.data.input_files import Skipped
 from systolic.runs.reading import Peers
 from systolic.training.distributed import detect, rendezvous
 
