@@ -12,8 +12,8 @@ import pytest
 
 import systolic
 from systolic import recipes
+from systolic.cli.forms import request
 from systolic.cli.main import VERBS, main
-from systolic.cli.target import request
 from systolic.core.errors import RunError
 from systolic.data.text.bytes import StandardLibrary
 from systolic.explaining import layers

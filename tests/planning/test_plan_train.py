@@ -12,8 +12,8 @@ import pytest
 
 import systolic
 from systolic import recipes
+from systolic.cli.forms import Request, planned_request
 from systolic.cli.main import VERBS, main
-from systolic.cli.target import Request, planned_request
 from systolic.core.errors import DataError, NotFoundError, OptionError, SystolicError
 from systolic.core.files import write_json
 from systolic.core.reporter import reporter, reporting

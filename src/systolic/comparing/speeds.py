@@ -207,7 +207,7 @@ def server_call(model: TrainedModel, sizes: "CallSizes") -> "TimedCall":
     from systolic.steps.serving_layout import ServingLayout
 
     notes: list[str] = []
-    placement = ReplicaPlacement(asked=ServingLayout(), sizes=EngineSizes())
+    placement = ReplicaPlacement(layout=ServingLayout(), sizes=EngineSizes())
 
     def place(job: Job, platform: str, devices: Sequence[Any]) -> Any:
         return placement.place(job, platform, devices, 0)
